@@ -1,0 +1,34 @@
+# `make demo` runs the main job, `make test` the gate; both make .venv first, once.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+INSTALLED = .venv/installed
+
+.PHONY: demo test lint venv clean
+
+demo: $(INSTALLED)
+	.venv/bin/spotlight run examples/ocr-tiny.toml
+
+# One BLAS thread per process: the tests start several, and results must not depend on how many cores there are.
+test: export OMP_NUM_THREADS = 1
+test: lint
+	.venv/bin/python -m pytest
+
+lint: $(INSTALLED)
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+
+venv: $(INSTALLED)
+
+# torch goes first, by itself: then an index of smaller CPU-only builds, if pip knows one, serves it.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
+	    f"Python 3.11 or later is needed, and $(PYTHON) is {v}: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv .venv
+	$(PIP) torch
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv

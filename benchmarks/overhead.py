@@ -1,0 +1,142 @@
+"""What the whole system costs beside a bare loop of the same model and batch, on one worker.
+
+Both run in the same worker process, in turn, several times; the figure is the median of the pairs'
+ratios. ``python -m benchmarks.overhead`` prints a table in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.pools import Pools
+from graphs import tasks
+from graphs.iteration import Layers, prepare_graph
+from graphs.tasks import Setting
+from spotlight import config
+from spotlight.data import read_prompts
+from spotlight.records import Request
+from spotlight.run import Run
+from spotlight.rundir import HISTORY, RunDir
+
+SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
+REQUESTS = 6
+"""Per turn: enough for the first one's latency not to decide."""
+
+
+def bare_loop(run_dir: str, requests: Sequence[Request]) -> float:
+    """Denoise the same requests with nothing around the model; returns seconds. Runs on the worker."""
+    import torch
+
+    from spotlight import flow
+    from spotlight.engine import engine_of
+
+    engine = engine_of(run_dir)
+    engine.use(requests[0].weights)
+    started_s = time.perf_counter()
+    with torch.no_grad():
+        for request in requests:
+            text = engine.model.encode([request.prompt.text]).rows([0] * len(request.seeds))
+            tokens, channels = engine.model.latent_shape(request.height_px, request.width_px)
+            x_BNC = flow.initial_noise(request.seeds, tokens, channels)
+            for sigma, sigma_next in zip(request.sigmas, request.sigmas[1:], strict=False):
+                sigma_B = torch.full((len(request.seeds),), sigma)
+                size = {"height_px": request.height_px, "width_px": request.width_px}
+                v_BNC = engine.model.velocity(x_BNC, sigma_B, text, guidance=1.0, **size)
+                x_BNC = flow.ode_step(x_BNC, v_BNC, sigma, sigma_next)
+    return time.perf_counter() - started_s
+
+
+def whole_system(pools: Pools, run_dir: str, requests: Sequence[Request], turn: int) -> float:
+    """The same through graph, gate, commits and results; returns seconds."""
+    layers = Layers()
+    keys = layers.add("rollout", turn, [(tasks.rollout_shard, run_dir, request) for request in requests], pool="any")
+    started_s = time.perf_counter()
+    pools.client.get(layers.graph(), keys)
+    return time.perf_counter() - started_s
+
+
+def measure(batch: int, steps: int, turns: int) -> tuple[float, float, list[float]]:
+    """Seconds per request (bare, median), seconds per request (system, median), throughput ratios by turn."""
+    with tempfile.TemporaryDirectory() as directory:
+        settings = config.load(
+            SETTINGS,
+            [
+                f"run.dir={directory}",
+                f"rollout.steps={steps}",
+                "pools.spot.workers=0",
+                'strategy.exploration="off"',
+                "cluster.dashboard_port=0",
+            ],
+        )
+        run = RunDir.create(settings, time.time())
+        pools = Pools(settings, run.path.name)
+        try:
+            graph = prepare_graph(str(run.path))
+            setting: Setting = pools.client.get(graph.graph, graph.outputs["setting"])
+            template = _template(settings, setting)
+            bare, system = [], []
+            for turn in range(turns + 1):
+                first = turn * REQUESTS * batch
+                requests = [
+                    replace(template, seeds=tuple(range(first + n * batch, first + (n + 1) * batch)))
+                    for n in range(REQUESTS)
+                ]
+                bare.append(pools.client.submit(bare_loop, str(run.path), requests, resources={"reserved": 1}).result())
+                system.append(whole_system(pools, str(run.path), requests, turn))
+        finally:
+            pools.close()
+    ratios = [one / two for one, two in zip(bare[1:], system[1:], strict=True)]  # the first turn warms up
+    return statistics.median(bare[1:]) / REQUESTS, statistics.median(system[1:]) / REQUESTS, ratios
+
+
+def iteration_efficiency(iterations: int, cores: int) -> list[float]:
+    """Work over capacity for each iteration of the demo: busy seconds / (wall seconds x cores)."""
+    with tempfile.TemporaryDirectory() as directory:
+        overrides = [f"run.dir={directory}", f"run.iterations={iterations}", "cluster.dashboard_port=0"]
+        run = Run(SETTINGS, overrides).start()
+        run.wait()
+        rows = run.directory.rows(HISTORY)
+    return [
+        sum(value for name, value in row["measured"].items() if name.startswith("busy_s."))
+        / (row["measured"]["wall_s"] * cores)
+        for row in rows[1:]
+    ]
+
+
+def _template(settings: config.Config, setting: Setting) -> Request:
+    from graphs.iteration import rollout_requests, unexplored
+
+    prompts = read_prompts(settings.data.train_prompts)[:1]
+    return rollout_requests(settings, setting, unexplored(settings, setting, 0, prompts), setting.start)[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--cores", type=int, default=2)
+    arguments = parser.parse_args()
+
+    print(
+        "| batch x steps | bare, s per request | system, s per request | throughput, system / bare (min, median, max) |"
+    )
+    print("|---|---|---|---|")
+    for batch, steps in ((8, 8), (32, 8), (64, 16), (128, 16)):
+        bare_s, system_s, ratios = measure(batch, steps, arguments.turns)
+        spread = f"{min(ratios):.3f}, {statistics.median(ratios):.3f}, {max(ratios):.3f}"
+        print(f"| {batch} x {steps} | {bare_s:.3f} | {system_s:.3f} | {spread} |", flush=True)
+    shares = iteration_efficiency(arguments.iterations, arguments.cores)
+    print(
+        f"\nIteration of the demo, busy worker seconds / (wall seconds x {arguments.cores} cores): "
+        f"median {statistics.median(shares):.2f} over {len(shares)} iterations"
+    )
+
+
+if __name__ == "__main__":
+    main()

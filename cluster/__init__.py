@@ -1,0 +1,1 @@
+"""Where: the machines that a run uses, and what happens when they go."""

@@ -1,0 +1,186 @@
+"""Reserved and spot pools on this machine: they start the scheduler and keep worker processes alive.
+
+A pool has places; each place keeps one worker process alive, and replaces it some time after it was
+lost, as a cloud would. What runs where is not decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import dask
+from distributed import Client, Scheduler, SpecCluster, Worker
+from distributed.deploy.spec import ProcessInterface
+
+from cluster.plugins import Ears, Placer
+from cluster.workers import WorkerSpec, serve, warm_parent
+from spotlight.config import Config, PoolSection
+from spotlight.records import SpotlightError
+
+SETTINGS = {
+    "distributed.scheduler.allowed-failures": 1000,  # losing spot workers is normal; see Placer.log_event
+    "distributed.scheduler.work-stealing": False,  # the placer alone moves work
+    "distributed.scheduler.active-memory-manager.start": False,  # results are small, and each is wanted where it is
+    "distributed.scheduler.worker-ttl": "30s",
+    "distributed.scheduler.no-workers-timeout": None,  # tasks behind the gate wait as long as it takes
+    "distributed.deploy.lost-worker-timeout": "10000h",  # places replace their own workers
+    "distributed.worker.profile.enabled": False,
+    "distributed.comm.timeouts.connect": "10s",
+    "distributed.comm.timeouts.tcp": "15s",
+    "distributed.admin.tick.limit": "1h",  # a busy laptop is not worth a warning every few seconds
+}
+
+
+class Place(ProcessInterface):
+    """One place in a pool: keeps a worker process alive there."""
+
+    def __init__(self, scheduler: str, *, name: str, spec: Mapping[str, Any], replace_after_s: float) -> None:
+        super().__init__()
+        self._spec = WorkerSpec(scheduler=scheduler, name=name, **spec)
+        self._replace_after_s = replace_after_s
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await super().start()
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        if self._keeper:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+        await super().close()
+
+    async def _keep(self) -> None:
+        while True:
+            await self._live_once()
+            await asyncio.sleep(self._replace_after_s)
+
+    async def _live_once(self) -> None:
+        context = warm_parent()
+        theirs, ours = context.Pipe(duplex=False)
+        process = context.Process(target=serve, args=(self._spec, theirs), daemon=True)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, process.start)  # the first start waits for the warm parent's imports
+        theirs.close()
+        ended = asyncio.Event()
+        loop.add_reader(process.sentinel, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(process.sentinel)
+            ours.close()  # ends the process if it is still there
+            process.kill()
+            await loop.run_in_executor(None, process.join)
+            process.close()
+
+
+class Pools:
+    """The cluster of one run: scheduler, head and both pools, all on this machine and on loopback."""
+
+    def __init__(self, config: Config, run: str) -> None:
+        self._run = run
+        self._stack = contextlib.ExitStack()
+        self._placer = Placer(
+            run,
+            close_with_training=config.strategy.exploration == "stale" and config.exploration.budget == "time",
+        )
+        port = config.cluster.dashboard_port
+        _check_free(port)
+        settings = SETTINGS | {"distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin": ["*"]}
+        self._stack.enter_context(_quiet())
+        self._stack.enter_context(dask.config.set(settings))
+        directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="spotlight-"))
+        common = {"local_directory": directory, "settings": settings}
+        places = {
+            f"{pool}-{index}": _place(pool, section, common)
+            for pool, section in (("reserved", config.pools.reserved), ("spot", config.pools.spot))
+            for index in range(section.workers)
+        }
+        self.expected = len(places)
+        self.cluster = self._stack.enter_context(
+            SpecCluster(
+                scheduler={
+                    "cls": Scheduler,
+                    "options": {
+                        "host": "127.0.0.1",
+                        "dashboard_address": f"127.0.0.1:{port}",
+                        "plugins": [self._placer],
+                    },
+                },
+                workers={"head": _head(directory)} | places,
+                silence_logs=logging.ERROR,
+                name=run,
+            )
+        )
+        self.client = self._stack.enter_context(Client(self.cluster))
+
+    @property
+    def dashboard(self) -> str:
+        """Address of Dask's dashboard."""
+        return str(self.cluster.dashboard_link)
+
+    def status(self) -> dict[str, Any]:
+        return self._ask("spotlight_status")
+
+    def drain(self) -> dict[str, Any]:
+        return self._ask("spotlight_drain")
+
+    def stop(self) -> None:
+        """Launch nothing more, end what runs at its next step boundary."""
+        self._ask("spotlight_stop")
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _ask(self, name: str) -> Any:
+        return self.client.sync(getattr(self.client.scheduler, name))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Dask reports each lost worker as a fault, down to the last ones at the end; here they are expected."""
+    logger = logging.getLogger("distributed")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _place(pool: str, section: PoolSection, common: Mapping[str, Any]) -> dict[str, Any]:
+    spec = {"resources": {"engine": 1, pool: 1}, **common}
+    return {"cls": Place, "options": {"spec": spec, "replace_after_s": section.replace_after_s}}
+
+
+def _head(directory: str) -> dict[str, Any]:
+    """A worker beside the scheduler for what only decides; it never runs a model."""
+    options = {
+        "name": "head",
+        "nthreads": 4,
+        "resources": {"head": 4},
+        "memory_limit": 0,
+        "dashboard": False,
+        "local_directory": directory,
+        "plugins": (Ears(),),
+    }
+    return {"cls": Worker, "options": options}
+
+
+def _check_free(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise SpotlightError(
+                f"cluster.dashboard_port = {port} cannot be used ({error.strerror}): stop what listens there, or "
+                "choose another, for example --set cluster.dashboard_port=0 for any free one"
+            ) from None

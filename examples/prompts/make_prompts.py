@@ -1,0 +1,58 @@
+"""Writes digits-train.txt and digits-validation.txt: one sentence for each two-digit number, in double quotes.
+
+The same bytes on every run. Validation numbers never occur in training.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+SEED = 7
+VALIDATION = 20
+"""Of the 100 numbers, those held out."""
+
+SENTENCES = (
+    'A weathered wooden door with the house number "{}" painted above the brass knocker.',
+    'A yellow city taxi in the rain, its roof light showing "{}" in bold black digits.',
+    'A marathon runner crossing the finish line with a paper bib that reads "{}" on the chest.',
+    'A red football jersey on a hook in a locker room, the back printed with a large "{}" in white.',
+    'A birthday cake on a kitchen table, decorated with icing that spells "{}" between two candles.',
+    'A steel locker in a school corridor with an engraved plate that says "{}" at eye level.',
+    'A vintage racing car parked on wet asphalt, a white disc with "{}" on its door.',
+    'A train platform at dawn, the sign overhead displaying "{}" in clear plain type.',
+    'A hotel corridor with warm lamps, the nearest room marked "{}" in polished brass.',
+    'A market stall with apples in crates and a chalkboard that shows "{}" as the price.',
+    'A close-up of a scoreboard in an empty gym, lit up with "{}" for the home team.',
+    'A fishing boat in a small harbour, its bow labelled "{}" in peeling white paint.',
+    'A letter box at the end of a gravel road with "{}" stencilled on its side.',
+    'A digital clock on a bedside table in a dark room, glowing "{}" in pale green.',
+    'A lift panel of brushed metal with a single lit button that reads "{}" near the top.',
+    'A road sign on a quiet country lane, limiting the speed to "{}" in black on white.',
+    'An old tram turning a corner, the line number "{}" lit above its windscreen.',
+    'A cinema ticket held between two fingers, the seat stamped as "{}" in dark blue ink.',
+    'A ski rental shelf with boots in rows, one pair tagged "{}" on an orange label.',
+    'A concrete car park at night, the nearest bay painted with "{}" on the ground.',
+)
+
+
+def make_prompts() -> tuple[list[str], list[str]]:
+    """Training and validation prompts, each in the order of their numbers."""
+    generator = np.random.Generator(np.random.Philox(key=[SEED, 0]))
+    held_out = set(generator.permutation(100)[:VALIDATION].tolist())
+    # Cycles of shuffled sentences: no sentence is used more often than any other.
+    sentences = np.concatenate([generator.permutation(len(SENTENCES)) for _ in range(100 // len(SENTENCES))])
+    prompts = [SENTENCES[sentence].format(f"{number:02d}") for number, sentence in enumerate(sentences)]
+    train = [prompt for number, prompt in enumerate(prompts) if number not in held_out]
+    return train, [prompts[number] for number in sorted(held_out)]
+
+
+def main() -> None:
+    here = Path(__file__).parent
+    for name, prompts in zip(("digits-train.txt", "digits-validation.txt"), make_prompts(), strict=True):
+        (here / name).write_text("\n".join(prompts) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""When: one iteration as a Dask graph, and iteration after iteration."""

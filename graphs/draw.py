@@ -1,0 +1,307 @@
+"""Draws one iteration's Dask graph as a figure: what runs in which pool, and what waits for what.
+
+It reads the graph and changes nothing. Lanes are pools, columns follow the dependencies, and two things that
+no edge of the graph says are taken from how a run goes: spot workers explore once they have nothing left to
+roll out, and the end of training ends exploration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import matplotlib as mpl
+from dask.highlevelgraph import HighLevelGraph
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, PathPatch, Polygon
+from matplotlib.path import Path as Line
+
+from spotlight.records import SpotlightError
+from spotlight.report import FAINT, INK, POOL_COLOURS, phase_colour
+
+SUFFIXES = (".svg", ".png")
+BOXES_MOST = 8
+"""Tasks drawn one by one; more are drawn as this many and counted in the label."""
+LANES = {"reserved": ("reserved",), "spot": ("explore", "explore-score"), "head": ("head",)}
+"""Lanes, and the rows in each, from top to bottom."""
+MAKES = {"publish": "weights {}", "select": "kept seeds {}"}
+"""What the next iteration takes from this one; both are numbered as it is."""
+TITLES = {
+    "reserved": ("reserved workers", "roll out,\nthen train"),
+    "spot": ("spot workers", "roll out, then explore\nwith weights that are\none version old"),
+    "head": ("head", "decides, beside\nthe scheduler"),
+}
+POOL_LANES = {"reserved": {"reserved"}, "trainer": {"reserved"}, "spot": {"spot"}, "head": {"head"}}
+"""Where a pool's tasks run; tasks of ``engine`` go where their input is, and all others to both kinds of worker."""
+COLUMN, GAP, ROW, PAD, LEFT, TOP = 1.0, 0.38, 1.2, 0.16, 2.3, 0.85
+"""Inches: a column of boxes, the space for arrows after it, a row, around rows, titles of lanes and figure."""
+LABEL, TALLEST = 0.34, 0.46
+"""Inches: a label above its boxes, and the tallest box but that of training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """A layer of the graph, and where it is drawn."""
+
+    phase: str
+    iteration: str
+    round: str
+    tasks: int
+    lanes: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Box:
+    """The place of a layer's stack of tasks, in inches."""
+
+    left: float
+    right: float
+    bottom: float
+    top: float
+
+
+def draw(graph: HighLevelGraph, path: Path) -> None:
+    """Write the graph's figure, as SVG or PNG by the path's suffix.
+
+    Raises:
+        SpotlightError: the suffix is neither, or the graph is empty.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise SpotlightError(f"{path}: a graph is drawn as {' or '.join(SUFFIXES)}, not as {path.suffix!r}; rename it")
+    if not graph.layers:
+        raise SpotlightError(f"{path}: the graph has no layers, so there is nothing to draw")
+    layers = _read(graph)
+    dependencies = {name: set(graph.dependencies[name]) for name in layers}
+    columns = _columns(layers, dependencies)
+    # Fixed salt and no date: the same graph gives the same bytes.
+    with mpl.rc_context({"font.size": 11, "text.color": INK, "svg.hashsalt": "spotlight"}):
+        picture = _picture(layers, dependencies, columns)
+        metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.savefig(path, dpi=150, facecolor="white", metadata=metadata)
+
+
+def _read(graph: HighLevelGraph) -> dict[str, _Layer]:
+    """The layers, upstream first."""
+    layers: dict[str, _Layer] = {}
+    for name in TopologicalSorter(graph.dependencies).static_order():
+        layer = graph.layers[name]
+        annotations = layer.annotations or {}
+        parts = re.fullmatch(r"(?P<phase>.+?)(?:-r(\d+))?-(?P<iteration>\d+)(?:-r(\d+))?\+*", name)
+        pool = annotations.get("pool", "any")
+        above = {lane for before in graph.dependencies[name] for lane in layers[before].lanes} - {"head"}
+        lanes = above if pool == "engine" and above else POOL_LANES.get(pool, {"reserved", "spot"})
+        layers[name] = _Layer(
+            phase=parts["phase"] if parts else name,
+            iteration=parts["iteration"] if parts else "",
+            round=(parts[2] or parts[4] or "") if parts else "",
+            tasks=len(layer),
+            lanes=frozenset(lanes),
+        )
+    return layers
+
+
+def _ancestors(dependencies: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """All that each layer waits for, near and far; the dependencies come upstream first."""
+    above: dict[str, set[str]] = {}
+    for name, before in dependencies.items():
+        above[name] = before.union(*(above[near] for near in before))
+    return above
+
+
+def _columns(layers: Mapping[str, _Layer], dependencies: Mapping[str, set[str]]) -> dict[str, range]:
+    """The columns of each layer: after all that it waits for, where its row is free.
+
+    Training lasts until what waits for it begins, for that is how long exploration lasts.
+    """
+    waits = _waits(layers, dependencies)
+    taken: set[tuple[str, int]] = set()
+    first: dict[str, int] = {}
+    # A round at a time, as slots are served; names break ties, so that a graph has one figure.
+    while len(first) < len(layers):
+        ready = [name for name in layers if name not in first and waits[name] <= first.keys()]
+        name = min(
+            ready, key=lambda name: (max((first[b] + 1 for b in waits[name]), default=0), layers[name].round, name)
+        )
+        column = max((first[before] + 1 for before in waits[name]), default=0)
+        rows = _rows(layers[name])
+        while any((row, column) in taken for row in rows):
+            column += 1
+        taken |= {(row, column) for row in rows}
+        first[name] = column
+    spans = {name: range(column, column + 1) for name, column in first.items()}
+    for name, layer in layers.items():
+        after = [first[other] for other in layers if name in dependencies[other]]
+        if layer.phase == "train" and after:
+            spans[name] = range(first[name], min(after))
+    return spans
+
+
+def _waits(layers: Mapping[str, _Layer], dependencies: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """The dependencies, and what a run adds to them around training."""
+    waits = {name: set(before) for name, before in dependencies.items()}
+    above = _ancestors(dependencies)
+    for train in [name for name, layer in layers.items() if layer.phase == "train"]:
+        beside = {
+            name
+            for name, layer in layers.items()
+            if layer.phase in ("allocate", "explore", "explore-score")
+            and name not in above[train]
+            and train not in above[name]
+        }
+        for name in beside:
+            waits[name] |= {before for before in above[train] if "spot" in layers[before].lanes}
+        for name in layers:
+            if train in dependencies[name]:
+                waits[name] |= beside
+    return waits
+
+
+def _rows(layer: _Layer) -> list[str]:
+    """The rows that a layer fills: its lane's own, or those of all lanes that it runs in."""
+    if layer.lanes == {"spot"}:
+        return ["explore-score" if layer.phase == "explore-score" else "explore"]
+    return [row for lane, rows in LANES.items() if lane in layer.lanes for row in rows]
+
+
+def _picture(
+    layers: Mapping[str, _Layer], dependencies: Mapping[str, set[str]], columns: Mapping[str, range]
+) -> Figure:
+    last = max(span.stop for span in columns.values())
+    rows = sum(len(rows) for rows in LANES.values())
+    width, height = LEFT + last * (COLUMN + GAP) + 0.1, TOP + rows * ROW + len(LANES) * 2.5 * PAD + 0.1
+    picture = Figure(figsize=(width, height))
+    ax = picture.add_axes((0, 0, 1, 1))
+    ax.set(xlim=(0, width), ylim=(0, height))
+    ax.set_axis_off()
+    explores = any(layer.phase == "explore" for layer in layers.values())
+    tops = _lanes(ax, width, height, explores=explores)
+    boxes = {name: _place(layer, columns[name], tops) for name, layer in layers.items()}
+    above = _ancestors(dependencies)
+    for name, before in dependencies.items():
+        # What is reached through another layer needs no arrow of its own.
+        through = {far for near in before for far in above[near]}
+        for source in sorted(before - through):
+            _arrow(ax, boxes[source], boxes[name], [box for other, box in boxes.items() if other not in (source, name)])
+    for name, layer in layers.items():
+        _stack(ax, layer, boxes[name])
+    _deadline(ax, layers, boxes, tops)
+    iterations = {layer.phase: layer.iteration for layer in layers.values()}
+    ax.text(0.3, height - 0.42, _title(iterations), fontsize=17, weight="bold", va="center")
+    return picture
+
+
+def _title(iterations: Mapping[str, str]) -> str:
+    now, following = iterations.get("train") or iterations.get("rollout"), iterations.get("explore")
+    if now and following and now != following:
+        return f"Iteration {now}: train on its samples while spot workers explore seeds for iteration {following}"
+    return f"Iteration {now or following}" if now or following else "Task graph"
+
+
+def _lanes(ax: Axes, width: float, height: float, *, explores: bool) -> dict[str, float]:
+    """Draw the lanes; return the top of every row."""
+    tops: dict[str, float] = {}
+    y = height - TOP
+    for lane, rows in LANES.items():
+        lane_height = ROW * len(rows) + PAD * 2
+        colour = POOL_COLOURS.get(lane, FAINT)
+        style = "round,pad=0,rounding_size=0.12"
+        ax.add_patch(
+            FancyBboxPatch((0.2, y - lane_height), width - 0.4, lane_height, style, fc=colour, ec="none", alpha=0.08)
+        )
+        title, subtitle = TITLES[lane]
+        if lane == "spot" and not explores:
+            subtitle = "roll out,\nthen wait"
+        ax.text(0.4, y - lane_height / 2 + 0.1, title, color=colour, weight="bold", fontsize=12, va="center")
+        ax.text(0.4, y - lane_height / 2 - 0.16, subtitle, color=FAINT, fontsize=9, va="top")
+        for index, row in enumerate(rows):
+            tops[row] = y - PAD - ROW * index
+        y -= lane_height + PAD * 0.5
+    return tops
+
+
+def _place(layer: _Layer, columns: range, tops: Mapping[str, float]) -> _Box:
+    rows = _rows(layer)
+    left = LEFT + columns.start * (COLUMN + GAP)
+    bottom, top = tops[rows[-1]] - ROW + 0.06, tops[rows[0]] - LABEL
+    spare = 0.0 if layer.phase == "train" else max(0.0, top - bottom - TALLEST * _grid(layer, len(rows))[0])
+    return _Box(
+        left=left, right=left + len(columns) * (COLUMN + GAP) - GAP, bottom=bottom + spare / 2, top=top - spare / 2
+    )
+
+
+def _grid(layer: _Layer, rows: int) -> tuple[int, int]:
+    """Rows and columns of a layer's boxes: one above the other where there is room."""
+    count = min(layer.tasks, BOXES_MOST)
+    across = 2 if rows == 1 and count > 3 else 1
+    return -(-count // across), across
+
+
+def _stack(ax: Axes, layer: _Layer, box: _Box) -> None:
+    """A layer's label and its tasks, one small box each."""
+    down, across = _grid(layer, len(_rows(layer)))
+    gap = 0.05
+    wide = (box.right - box.left - gap * (across - 1)) / across
+    high = (box.top - box.bottom - gap * (down - 1)) / down
+    style = f"round,pad=0,rounding_size={min(0.09, high / 3)}"
+    for index in range(min(layer.tasks, BOXES_MOST)):
+        corner = (box.left + index % across * (wide + gap), box.top - (index // across + 1) * (high + gap) + gap)
+        ax.add_patch(FancyBboxPatch(corner, wide, high, style, fc=phase_colour(layer.phase), ec="none", zorder=3))
+    label = layer.phase.removeprefix("explore-") + (f" r{layer.round}" if layer.round else "")
+    times = f" × {layer.tasks}" if layer.tasks > 1 else ""
+    middle = (box.left + box.right) / 2
+    ax.text(middle, box.top + 0.07, label + times, ha="center", va="bottom", fontsize=10.5, zorder=5)
+    if layer.phase in MAKES and layer.iteration:
+        made = MAKES[layer.phase].format(int(layer.iteration) + (layer.phase == "publish"))
+        ax.text(middle, box.bottom - 0.07, made, ha="center", va="top", fontsize=10, style="italic", color=FAINT)
+
+
+def _arrow(ax: Axes, source: _Box, target: _Box, others: list[_Box]) -> None:
+    """From the right of one layer to the left of the next; it turns in the space between columns."""
+    low, high = max(source.bottom, target.bottom), min(source.top, target.top)
+    level = (low + high) / 2 if low < high else None
+    start = (source.right + 0.03, level or (source.bottom + source.top) / 2)
+    end = (target.left - 0.09, level or (target.bottom + target.top) / 2)
+    lean = 0.05 if end[1] > start[1] else -0.05  # so that ways up and down do not share a line
+    first, last = source.right + GAP / 2 + lean, target.left - GAP / 2 + lean
+
+    def free(y: float) -> bool:
+        return not any(box.left < last and box.right > first and box.bottom < y < box.top + LABEL for box in others)
+
+    points = [start, (first, start[1]), (first, end[1]), end]
+    if not free(end[1]):
+        beside = start[1] if free(start[1]) else source.bottom - 0.13
+        points = [start, (first, start[1]), (first, beside), (last, beside), (last, end[1]), end]
+    ax.add_patch(PathPatch(_rounded(points), fc="none", ec=INK, lw=1.1, alpha=0.75, zorder=4))
+    tip = [(end[0] + 0.07, end[1]), (end[0] - 0.02, end[1] + 0.05), (end[0] - 0.02, end[1] - 0.05)]
+    ax.add_patch(Polygon(tip, fc=INK, ec="none", alpha=0.85, zorder=4))
+
+
+def _rounded(points: Sequence[tuple[float, float]]) -> Line:
+    """A line through points, along the axes, with its corners rounded."""
+    vertices, codes = [points[0]], [Line.MOVETO]
+    for before, corner, after in zip(points, points[1:], points[2:], strict=False):
+        cut = []
+        for other in (before, after):
+            length = abs(other[0] - corner[0]) + abs(other[1] - corner[1])
+            share = min(0.08, length / 2) / length if length else 0.0
+            cut.append((corner[0] + share * (other[0] - corner[0]), corner[1] + share * (other[1] - corner[1])))
+        vertices += [cut[0], corner, cut[1]]
+        codes += [Line.LINETO, Line.CURVE3, Line.CURVE3]
+    return Line([*vertices, points[-1]], [*codes, Line.LINETO])
+
+
+def _deadline(ax: Axes, layers: Mapping[str, _Layer], boxes: Mapping[str, _Box], tops: Mapping[str, float]) -> None:
+    """The end of training, where exploration runs beside it."""
+    explored = [boxes[name] for name, layer in layers.items() if layer.phase.startswith("explore")]
+    for name, layer in layers.items():
+        box = boxes[name]
+        if layer.phase == "train" and any(box.left < other.right <= box.right + 0.01 for other in explored):
+            x, bottom = box.right + 0.08, tops["explore-score"] - ROW - PAD
+            ax.plot([x, x], [box.bottom, bottom], color=phase_colour("train"), lw=1.6, ls=(0, (3, 2)), zorder=2)
+            text = "training ends:\nexploration\ncloses"
+            ax.text(x + 0.12, tops["explore"] - LABEL, text, color=phase_colour("train"), fontsize=10, va="top")

@@ -1,0 +1,248 @@
+"""One iteration as a Dask graph: its layers, keys, edges and annotations. It starts and watches nothing.
+
+A layer is a phase of an iteration. Its annotations say in which ``pool`` its tasks run; the cluster
+turns that into places. Dask's synchronous scheduler ignores them and gets the same results.
+
+Pools: ``any``, ``spot`` and ``reserved`` tasks are denoising requests, parked behind the gate until a worker
+of the pool is free; ``engine`` tasks need a model, and go where their input is; ``trainer`` tasks train, on
+reserved workers; ``head`` tasks only decide, beside the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+
+from graphs import tasks
+from graphs.tasks import Candidates, Setting
+from spotlight.config import Config
+from spotlight.explore import equal_shares
+from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef
+
+Key = tuple[str, int]
+Calls = Sequence[tuple[Any, ...]]
+"""``(function, *arguments)`` each; keys among the arguments become edges."""
+
+RESOURCES = {
+    "any": {"gate": 1},
+    "spot": {"gate": 1},
+    "reserved": {"gate": 1},
+    "engine": {"engine": 1},
+    "trainer": {"reserved": 1},
+    "head": {"head": 1},
+}
+"""No worker has a ``gate``: what asks for one waits until the cluster opens it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A graph under construction, layer by layer, upstream first."""
+
+    tasks: dict[str, MaterializedLayer] = field(default_factory=dict)
+    dependencies: dict[str, set[str]] = field(default_factory=dict)
+
+    def add(self, phase: str, iteration: int, calls: Calls, *, pool: str, after: Sequence[Key] = ()) -> list[Key]:
+        """Add one task per call.
+
+        Args:
+            after: keys whose layers the calls depend on.
+        """
+        name = f"{phase}-{iteration}"
+        while name in self.tasks:
+            name += "+"
+        annotations = {"pool": pool, "phase": phase, "iteration": iteration, "resources": RESOURCES[pool]}
+        mapping = {(name, index): call for index, call in enumerate(calls)}
+        self.tasks[name] = MaterializedLayer(mapping, annotations=annotations)
+        self.dependencies[name] = {layer for layer, _ in after}
+        return list(mapping)
+
+    def graph(self) -> HighLevelGraph:
+        return HighLevelGraph(self.tasks, self.dependencies)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """A graph, and the keys of what the driver wants from it."""
+
+    graph: HighLevelGraph
+    outputs: Mapping[str, Key | list[Key]]
+
+
+def prepare_graph(run_dir: str) -> Graph:
+    """Load the model, publish version 0."""
+    layers = Layers()
+    (key,) = layers.add("prepare", 0, [(tasks.prepare, run_dir)], pool="trainer")
+    return Graph(graph=layers.graph(), outputs={"setting": key})
+
+
+def iteration_graph(
+    config: Config, setting: Setting, selection: Selection, weights: WeightsRef, candidates: Candidates | None
+) -> Graph:
+    """Iteration k: roll out and train on the kept seeds; meanwhile explore for k + 1.
+
+    Args:
+        selection: the kept seeds of iteration k.
+        weights: version k.
+        candidates: what exploration for k + 1 may try; None where it is off or already known.
+    """
+    layers, k, run_dir = Layers(), selection.iteration, setting.run_dir
+    requests = rollout_requests(config, setting, selection, weights)
+    calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
+    rollouts = layers.add("rollout", k, calls, pool=_rollout_pool(config))
+    scores = layers.add("score", k, [(tasks.score, run_dir, key) for key in rollouts], pool="engine", after=rollouts)
+    refill = layers.add("refill", k, [(tasks.refill, run_dir, setting.seed, scores)], pool="trainer", after=scores)
+    advantage = layers.add(
+        "advantage", k, [(tasks.advantage, config.train.advantage_std, refill[0])], pool="trainer", after=refill
+    )
+    train = layers.add("train", k, [(tasks.train, run_dir, weights, advantage[0], k)], pool="trainer", after=advantage)
+    publish = layers.add("publish", k, [(tasks.publish, run_dir, train[0])], pool="trainer", after=train)
+    outputs: dict[str, Key | list[Key]] = {"training": advantage[0], "published": publish[0], "rollouts": rollouts}
+    if k > 0:
+        (outputs["compacted"],) = layers.add(
+            "compact", k - 1, [(tasks.compact, run_dir, k - 1, config.latents.keep)], pool="head"
+        )
+    if candidates:
+        outputs["selection"] = _add_exploration(layers, setting, candidates, pool="spot")
+    return Graph(graph=layers.graph(), outputs=outputs)
+
+
+def final_graph(config: Config, setting: Setting) -> Graph:
+    """Compact the last iteration, which no iteration after it does."""
+    layers, last = Layers(), config.run.iterations - 1
+    (key,) = layers.add("compact", last, [(tasks.compact, setting.run_dir, last, config.latents.keep)], pool="head")
+    return Graph(graph=layers.graph(), outputs={"compacted": key})
+
+
+def exploration_graph(setting: Setting, candidates: Candidates) -> Graph:
+    """Exploration with nothing beside it: before the first iteration, or before each one."""
+    layers = Layers()
+    selection = _add_exploration(layers, setting, candidates, pool="any")
+    return Graph(graph=layers.graph(), outputs={"selection": selection})
+
+
+def validation_graph(config: Config, setting: Setting, prompts: Sequence[Prompt], weights: WeightsRef) -> Graph:
+    """Score a weights version on the held-out prompts; the seeds are the same for every version."""
+    layers = Layers()
+    template = replace(
+        _template(config, setting, "validate", weights.version, weights),
+        sampler="ode",
+        averaged=config.train.ema_decay > 0,
+    )
+    count = config.run.validation_seeds
+    requests = [replace(template, prompt=prompt, seeds=tasks.validation_seeds(prompt, count)) for prompt in prompts]
+    calls: Calls = [(tasks.rollout_shard, setting.run_dir, request) for request in requests]
+    rollouts = layers.add("validate", weights.version, calls, pool="any")
+    calls = [(tasks.score, setting.run_dir, key) for key in rollouts]
+    scores = layers.add("validate-score", weights.version, calls, pool="engine", after=rollouts)
+    save = (tasks.save_images, setting.run_dir, weights.version, scores)
+    images = layers.add("validate-images", weights.version, [save], pool="engine", after=scores)
+    return Graph(graph=layers.graph(), outputs={"scores": scores, "images": images[0]})
+
+
+def example_graph(config: Config) -> Graph:
+    """Iteration 1 as it would be built, without a model or a run: for drawing."""
+    steps = config.rollout.steps
+    sigmas = tuple(1 - step / steps for step in range(steps + 1))
+    version = [WeightsRef(version=number, sha256="") for number in (0, 1)]
+    setting = Setting(run_dir="", run="", seed=config.run.seed, sigmas=sigmas, explore_sigmas=sigmas, start=version[0])
+    prompts = [Prompt(id=index, text="") for index in range(config.rollout.prompts)]
+    explores = config.strategy.exploration == "stale"
+    return iteration_graph(
+        config,
+        setting,
+        unexplored(config, setting, 1, prompts),
+        version[1],
+        candidates_for(config, setting, 2, prompts, version[1]) if explores else None,
+    )
+
+
+def candidates_for(
+    config: Config, setting: Setting, iteration: int, prompts: Sequence[Prompt], weights: WeightsRef
+) -> Candidates:
+    """What exploration for an iteration may try with the given weights."""
+    template = _template(config, setting, "explore", iteration, weights)
+    return Candidates(
+        iteration=iteration,
+        prompts=tuple(prompts),
+        template=replace(template, sampler="ode", sigmas=setting.explore_sigmas),
+        seed=setting.seed,
+        seeds_tried=config.exploration.seeds_tried,
+        request_seeds=config.exploration.request_seeds,
+        rounds=config.exploration.rounds,
+        keep=config.rollout.seeds_kept,
+    )
+
+
+def unexplored(config: Config, setting: Setting, iteration: int, prompts: Sequence[Prompt]) -> Selection:
+    """The selection where nothing is explored: each prompt's first candidates."""
+    count = config.rollout.seeds_kept
+    kept = tuple(
+        Kept(
+            prompt=prompt,
+            seeds=tuple(tasks.candidate_seed(setting.seed, iteration, prompt, index) for index in range(count)),
+            explored_rewards=(None,) * count,
+        )
+        for prompt in prompts
+    )
+    return Selection(iteration=iteration, kept=kept, seeds_scored=0, seeds_dropped=0)
+
+
+def rollout_requests(config: Config, setting: Setting, selection: Selection, weights: WeightsRef) -> list[Request]:
+    """The kept seeds as requests; their order is the order in which training consumes them."""
+    template = _template(config, setting, "rollout", selection.iteration, weights)
+    size = config.rollout.request_seeds
+    return [
+        replace(template, prompt=kept.prompt, seeds=kept.seeds[first : first + size])
+        for kept in selection.kept
+        for first in range(0, len(kept.seeds), size)
+    ]
+
+
+def _add_exploration(layers: Layers, setting: Setting, candidates: Candidates, *, pool: str) -> Key:
+    """Rounds of allocate, slots and score, then select.
+
+    Round r sees the scores of rounds up to r - 2, so that no slot waits for the round before it.
+    """
+    k, run_dir = candidates.iteration, setting.run_dir
+    scores: list[list[Key]] = []
+    for r in range(candidates.rounds):
+        seen = [key for earlier in scores[: max(0, r - 1)] for key in earlier]
+        allocation = layers.add(f"allocate-r{r}", k, [(tasks.allocate, candidates, r, seen)], pool="head", after=seen)
+        slots = len(
+            equal_shares(
+                len(candidates.prompts), candidates.seeds_tried, candidates.request_seeds, candidates.rounds, r
+            )
+        )
+        calls: Calls = [(tasks.explore_slot, run_dir, allocation[0], slot) for slot in range(slots)]
+        explored = layers.add(f"explore-r{r}", k, calls, pool=pool, after=allocation)
+        calls = [(tasks.score, run_dir, key) for key in explored]
+        scores.append(layers.add(f"explore-score-r{r}", k, calls, pool="engine", after=explored))
+    everything = [key for round_scores in scores for key in round_scores]
+    return layers.add("select", k, [(tasks.select, candidates, everything)], pool="head", after=everything)[0]
+
+
+def _template(config: Config, setting: Setting, purpose: Purpose, iteration: int, weights: WeightsRef) -> Request:
+    rollout, model = config.rollout, config.model
+    return Request(
+        run=setting.run,
+        iteration=iteration,
+        purpose=purpose,
+        prompt=Prompt(id=-1, text=""),
+        seeds=(),
+        sampler=rollout.sampler,
+        sigmas=setting.sigmas,
+        window=rollout.window,
+        noise_level=rollout.noise_level,
+        guidance=rollout.guidance,
+        height_px=model.height_px,
+        width_px=model.width_px,
+        weights=weights,
+    )
+
+
+def _rollout_pool(config: Config) -> str:
+    pools = config.strategy.rollout_pools
+    return "any" if len(set(pools)) > 1 else pools[0]

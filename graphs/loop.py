@@ -1,0 +1,180 @@
+"""Iteration after iteration: builds each graph, has it computed, and records what came of it.
+
+It knows no cluster: ``compute`` runs a graph (on Dask's distributed or synchronous scheduler), ``watch`` is
+told what happened and says what it cost. All that the next iteration needs is in the run directory
+before this one counts as finished, so a run that was killed anywhere goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from dask.local import get_sync
+
+from graphs.iteration import (
+    Graph,
+    candidates_for,
+    exploration_graph,
+    final_graph,
+    iteration_graph,
+    prepare_graph,
+    unexplored,
+    validation_graph,
+)
+from graphs.tasks import Setting, TrainingSet
+from spotlight.config import Config
+from spotlight.data import choose_prompts, read_prompts
+from spotlight.explore import rank_correlation
+from spotlight.records import Prompt, Published, Selection, WeightsRef
+from spotlight.rundir import HISTORY, VALIDATION, RunDir
+from spotlight.weights import published, retain
+
+
+class Compute(Protocol):
+    """Computes a graph; the results have the names and the nesting of its outputs."""
+
+    def __call__(self, graph: Graph) -> Mapping[str, Any]: ...
+
+
+class Watch(Protocol):
+    """Follows a run; none of it changes what is computed."""
+
+    def begin(self, phase: str, iteration: int) -> None:
+        """A graph is about to be computed."""
+
+    def validated(self, version: int, score: float) -> None: ...
+
+    def finished(self, row: Mapping[str, Any]) -> None:
+        """An iteration is recorded; ``row`` is its line in the history."""
+
+    def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
+        """Seconds and dollars of a stretch of time."""
+        ...
+
+
+def synchronous(graph: Graph) -> Mapping[str, Any]:
+    """Compute in this thread, task by task: for tests and debugging."""
+    keys: list[Any] = list(graph.outputs.values())
+    return dict(zip(graph.outputs, get_sync(graph.graph, keys), strict=True))
+
+
+class Loop:
+    """A run's iterations, from where its directory says it is to its end."""
+
+    def __init__(self, run: RunDir, compute: Compute, watch: Watch) -> None:
+        self._run = run
+        self._config: Config = run.config()
+        self._compute = compute
+        self._watch = watch
+        self._train = read_prompts(self._config.data.train_prompts)
+        self._validation = read_prompts(self._config.data.validation_prompts)
+
+    def go(self) -> None:
+        """Run all iterations that the directory does not hold yet."""
+        config = self._config
+        self._watch.begin("prepare", 0)
+        setting: Setting = self._compute(prepare_graph(str(self._run.path)))["setting"]
+        weights = self._weights(len(self._run.rows(HISTORY)), setting)
+        for k in range(len(self._run.rows(HISTORY)), config.run.iterations):
+            if k % config.run.validate_every == 0:
+                self._validate(setting, weights)
+            weights = self._iterate(setting, k, weights)
+        self._validate(setting, weights)
+        self._watch.begin("compact", config.run.iterations)
+        self._compute(final_graph(config, setting))
+
+    def _weights(self, version: int, setting: Setting) -> WeightsRef:
+        found = published(self._run.path, version)
+        return found.weights if found and version else setting.start
+
+    def _iterate(self, setting: Setting, k: int, weights: WeightsRef) -> WeightsRef:
+        config, run = self._config, self._run
+        started_s = time.time()
+        selection = run.selection(k) or self._first_selection(setting, k, weights)
+        candidates = None
+        if config.strategy.exploration == "stale" and k + 1 < config.run.iterations and not run.selection(k + 1):
+            candidates = candidates_for(config, setting, k + 1, self._prompts(setting, k + 1), weights)
+        self._watch.begin("iterate", k)
+        results = self._compute(iteration_graph(config, setting, selection, weights, candidates))
+        after: Published = results["published"]
+        if candidates:
+            run.record_selection(results["selection"])
+        stopped_s = time.time()
+        row = {
+            "iteration": k,
+            "weights_version": after.weights.version,
+            "weights_sha256": after.weights.sha256,
+            "metrics": _metrics(selection, results["training"], after),
+            "measured": {
+                "started_s": started_s,
+                "stopped_s": stopped_s,
+                "steps_resumed": sum(rollout.steps_resumed for rollout in results["rollouts"]),
+                **self._watch.measure(started_s, stopped_s),
+            },
+        }
+        run.append(HISTORY, row)
+        retain(run.path, {0, after.weights.version, weights.version, *self._validated_versions()})
+        self._watch.finished(row)
+        return after.weights
+
+    def _first_selection(self, setting: Setting, k: int, weights: WeightsRef) -> Selection:
+        """Seeds for an iteration that no iteration before it has explored for."""
+        prompts = self._prompts(setting, k)
+        if self._config.strategy.exploration == "off":
+            return unexplored(self._config, setting, k, prompts)
+        self._watch.begin("explore", k)
+        graph = exploration_graph(setting, candidates_for(self._config, setting, k, prompts, weights))
+        selection: Selection = self._compute(graph)["selection"]
+        self._run.record_selection(selection)
+        return selection
+
+    def _prompts(self, setting: Setting, iteration: int) -> list[Prompt]:
+        chosen = choose_prompts(len(self._train), self._config.rollout.prompts, seed=setting.seed, iteration=iteration)
+        return [self._train[index] for index in chosen]
+
+    def _validate(self, setting: Setting, weights: WeightsRef) -> None:
+        if weights.version in self._validated_versions():
+            return
+        self._watch.begin("validate", weights.version)
+        results = self._compute(validation_graph(self._config, setting, self._validation, weights))
+        rewards = [reward for one in results["scores"] for reward in one.rewards]
+        known = [reward for reward in rewards if reward is not None]
+        score = sum(known) / len(known)
+        self._run.append(
+            VALIDATION,
+            {
+                "version": weights.version,
+                "score": score,
+                "rewards": rewards,
+                "images": results["images"],
+                "at_s": time.time(),
+            },
+        )
+        self._watch.validated(weights.version, score)
+
+    def _validated_versions(self) -> set[int]:
+        return {row["version"] for row in self._run.rows(VALIDATION)}
+
+
+def _metrics(selection: Selection, training: TrainingSet, after: Published) -> dict[str, float]:
+    """What the iteration measured, none of it dependent on time or place."""
+    regenerated = {
+        (sample.request.prompt.id, sample.request.seeds[sample.index]): sample.reward for sample in training.samples
+    }
+    pairs = [
+        (explored, regenerated[kept.prompt.id, seed])
+        for kept in selection.kept
+        for seed, explored in zip(kept.seeds, kept.explored_rewards, strict=True)
+        if explored is not None and (kept.prompt.id, seed) in regenerated
+    ]
+    metrics = dict(training.metrics) | dict(after.metrics)
+    metrics["seeds_scored"] = float(selection.seeds_scored)
+    if pairs:
+        explored, again = zip(*pairs, strict=True)
+        metrics["explored_reward_mean"] = sum(explored) / len(explored)
+        correlation = rank_correlation(explored, again)
+        if correlation is not None:
+            metrics["rank_correlation"] = correlation
+    return metrics

@@ -1,0 +1,99 @@
+"""The shell's verbs: run, resume, report, graph, export."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from spotlight.records import SpotlightError, Stopped
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit status: 0, 1 for what a person can put right, 130 when stopped."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        parsed.verb(parsed)
+    except SpotlightError as error:
+        print(f"spotlight: {error}", file=sys.stderr)
+        return 1
+    except (Stopped, KeyboardInterrupt) as stopped:
+        print(f"spotlight: stopped; {stopped}", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="spotlight", description="RL post-training of diffusion transformers.")
+    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
+
+    run = verbs.add_parser("run", help="start a run")
+    _add_settings(run)
+    run.set_defaults(verb=_run)
+
+    resume = verbs.add_parser("resume", help="go on with a run that was stopped or killed")
+    resume.add_argument("run_dir", type=Path)
+    resume.set_defaults(verb=_resume)
+
+    report = verbs.add_parser("report", help="write a run's report.html and pictures")
+    report.add_argument("run_dir", type=Path)
+    report.set_defaults(verb=_report)
+
+    graph = verbs.add_parser("graph", help="draw the Dask graph of one iteration")
+    _add_settings(graph)
+    graph.add_argument("--to", type=Path, default=Path("iteration.svg"), help="an .svg or .png file (%(default)s)")
+    graph.set_defaults(verb=_graph)
+
+    export = verbs.add_parser("export", help="write trained weights that plain diffusers loads")
+    export.add_argument("run_dir", type=Path)
+    export.add_argument("--to", type=Path, required=True, help="directory to write")
+    export.add_argument("--version", type=int, help="weights version (the latest)")
+    export.set_defaults(verb=_export)
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, help="settings, a TOML file; see examples/")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change one setting"
+    )
+
+
+def _run(parsed: argparse.Namespace) -> None:
+    from spotlight.display import follow
+    from spotlight.run import Run
+
+    follow(Run(parsed.config, parsed.overrides))
+
+
+def _resume(parsed: argparse.Namespace) -> None:
+    from spotlight.display import follow
+    from spotlight.run import Run
+
+    follow(Run.resume(parsed.run_dir))
+
+
+def _report(parsed: argparse.Namespace) -> None:
+    from spotlight.report import write_report
+
+    print(write_report(parsed.run_dir))
+
+
+def _graph(parsed: argparse.Namespace) -> None:
+    from graphs.draw import draw
+    from graphs.iteration import example_graph
+    from spotlight import config
+
+    draw(example_graph(config.load(parsed.config, parsed.overrides)).graph, parsed.to)
+    print(parsed.to)
+
+
+def _export(parsed: argparse.Namespace) -> None:
+    from spotlight.export import export_lora
+
+    print(export_lora(parsed.run_dir, parsed.to, parsed.version))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,303 @@
+"""A run's settings: TOML in, frozen values out; what is not known is an error that names what is.
+
+Read once, at the start. Tasks read the resolved copy in the run directory, never the original.
+Defaults are those of a vetted run of ``examples/ocr-tiny.toml``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from spotlight.records import Sampler, SpotlightError
+
+RESOLVED = "config.toml"
+"""The resolved settings' name in a run directory."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class RunSection(Section):
+    name: str = "run"
+    seed: int = Field(0, ge=0)
+    iterations: int = Field(30, ge=1)
+    dir: str = "runs"
+    """Run directories are made in here; relative to the working directory."""
+    validate_every: int = Field(10, ge=1)
+    """Validation also runs before the first and after the last iteration."""
+    validation_seeds: int = Field(4, ge=1)
+    """Images per validation prompt."""
+
+
+class ModelSection(Section):
+    name: Literal["tiny-text", "qwen-image"] = "tiny-text"
+    path: str = ""
+    """Directory of a diffusers pipeline; empty for the embedded model."""
+    height_px: int = Field(16, ge=4)
+    width_px: int = Field(32, ge=4)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @model_validator(mode="after")
+    def _path_where_needed(self) -> Self:
+        if self.name == "qwen-image" and not self.path:
+            raise ValueError('model.name = "qwen-image" needs model.path = "DIR", a diffusers pipeline directory')
+        return self
+
+
+class DataSection(Section):
+    train_prompts: str
+    """Text file, one prompt a line; relative to the settings file."""
+    validation_prompts: str
+
+
+class RolloutSection(Section):
+    prompts: int = Field(8, ge=1)
+    """Prompts (groups) per iteration."""
+    seeds_kept: int = Field(8, ge=2)
+    """Samples per group that are rolled out and trained on."""
+    request_seeds: int = Field(8, ge=1)
+    """Most samples in one request: one forward batch."""
+    steps: int = Field(8, ge=1)
+    sampler: Sampler = "ode"
+    noise_level: float = Field(0.7, gt=0)
+    window: tuple[int, int] = (0, 2)
+    """Stochastic steps ``[start, end)``; not used by the ODE sampler."""
+    guidance: float = Field(1.0, ge=1)
+
+
+class ExplorationSection(Section):
+    seeds_tried: int = Field(32, ge=1)
+    """Most candidate seeds per prompt and iteration."""
+    request_seeds: int = Field(16, ge=1)
+    rounds: int = Field(4, ge=1)
+    steps: int = Field(0, ge=0)
+    """Denoising steps of a candidate; 0 means as many as a rollout."""
+    budget: Literal["time", "fixed"] = "time"
+    """"time": the end of training closes exploration; "fixed": every candidate is tried."""
+
+
+class RewardSection(Section):
+    name: Literal["ocr"] = "ocr"
+    attempts: int = Field(3, ge=1)
+    """Times that a failing scorer is tried before a sample is dropped and replaced."""
+
+
+class TrainSection(Section):
+    algorithm: Literal["nft", "grpo"] = "nft"
+    learning_rate: float = Field(3e-4, gt=0)
+    weight_decay: float = Field(1e-4, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    updates: int = Field(1, ge=1)
+    """Optimizer steps per iteration; the samples are split evenly among them."""
+    micro_batch: int = Field(64, ge=1)
+    """Rows (samples x timesteps) in one forward pass; no effect on the result beyond rounding."""
+    lora_rank: int = Field(0, ge=0)
+    """0 trains the full weights."""
+    lora_alpha: float = Field(0.0, ge=0)
+    """0 means twice the rank."""
+    ema_decay: float = Field(0.0, ge=0, lt=1)
+    """0 turns the averaged weights off; else they are kept beside each version and validated."""
+    advantage_std: Literal["global", "group"] = "global"
+    advantage_clip: float = Field(5.0, gt=0)
+    kl: float = Field(0.0, ge=0)
+    """Weight of the distance to the reference policy (adapter off, or the starting weights)."""
+    clip_range: float = Field(1e-4, gt=0)
+    """Of the ratio of policies; Flow-GRPO only."""
+    nft_beta: float = Field(1.0, gt=0)
+    timesteps: int = Field(2, ge=1)
+    """Noise levels drawn per sample and iteration; DiffusionNFT only."""
+    ratio_tolerance: float = Field(1e-2, gt=0)
+    """Largest |ratio - 1| before the first update of an iteration; Flow-GRPO only."""
+
+
+class PoolSection(Section):
+    workers: int = Field(1, ge=0)
+    usd_per_h: float = Field(ge=0)
+    """Price of one worker."""
+    replace_after_s: float = Field(10.0, ge=0)
+    """How long the pool waits before it replaces a lost worker."""
+
+
+class PoolsSection(Section):
+    reserved: PoolSection = PoolSection(workers=1, usd_per_h=10.47)
+    spot: PoolSection = PoolSection(workers=2, usd_per_h=2.66)
+    # Prices of one H100: RLBoost (arXiv 2510.19225), on demand and spot.
+
+
+class StrategySection(Section):
+    exploration: Literal["stale", "blocking", "off"] = "stale"
+    rollout_pools: tuple[Literal["reserved", "spot"], ...] = ("reserved", "spot")
+    on_preemption: Literal["resume", "restart"] = "resume"
+
+
+class LatentsSection(Section):
+    url: str = ""
+    """Where steps are committed: a path or an fsspec URL; empty means inside the run directory."""
+    keep: Literal["clean", "all", "none"] = "clean"
+    """What of a finished iteration stays: clean latents, every committed step, or nothing."""
+
+
+class ClusterSection(Section):
+    dashboard_port: int = Field(8787, ge=0, le=65535)
+    """0 takes any free port."""
+
+
+class Config(Section):
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection
+    rollout: RolloutSection = RolloutSection()
+    exploration: ExplorationSection = ExplorationSection()
+    reward: RewardSection = RewardSection()
+    train: TrainSection = TrainSection()
+    pools: PoolsSection = PoolsSection()
+    strategy: StrategySection = StrategySection()
+    latents: LatentsSection = LatentsSection()
+    cluster: ClusterSection = ClusterSection()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        rollout, pools = self.rollout, self.pools
+        if pools.reserved.workers < 1:
+            raise ValueError("pools.reserved.workers is 0, but training runs only on reserved workers: give it 1")
+        if self.strategy.exploration != "off" and self.exploration.seeds_tried < rollout.seeds_kept:
+            raise ValueError(
+                f"exploration.seeds_tried = {self.exploration.seeds_tried} is fewer than "
+                f"rollout.seeds_kept = {rollout.seeds_kept}: nothing could be chosen; raise seeds_tried "
+                'or set strategy.exploration = "off"'
+            )
+        if self.strategy.exploration == "stale" and pools.spot.workers == 0:
+            raise ValueError(
+                'strategy.exploration = "stale" runs on spot workers and pools.spot.workers is 0: '
+                'add spot workers, or set strategy.exploration to "blocking" or "off"'
+            )
+        if self.train.algorithm == "grpo" and rollout.sampler == "ode":
+            raise ValueError(
+                'train.algorithm = "grpo" needs log-probabilities, and rollout.sampler = "ode" has none: '
+                'set rollout.sampler to "sde", "cps" or "dance"'
+            )
+        if rollout.sampler != "ode" and not 0 <= rollout.window[0] < rollout.window[1] < rollout.steps:
+            raise ValueError(
+                f"rollout.window = {list(rollout.window)} must lie in [0, {rollout.steps - 1}] and not be empty: "
+                f"the last of rollout.steps = {rollout.steps} steps is never stochastic"
+            )
+        if not self.strategy.rollout_pools:
+            raise ValueError('strategy.rollout_pools is empty: name "reserved", "spot" or both')
+        if self.strategy.rollout_pools == ("spot",) and pools.spot.workers == 0:
+            raise ValueError(
+                'strategy.rollout_pools = ["spot"] and pools.spot.workers is 0: nobody would roll out; '
+                'add spot workers, or add "reserved" to rollout_pools'
+            )
+        return self
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read and check a settings file.
+
+    Args:
+        path: a TOML file; the prompt files and the model path in it are relative to its directory.
+        overrides: ``"section.key=value"`` each, the value in TOML (bare words are taken as text).
+
+    Raises:
+        SpotlightError: the file, a key or a value is not usable; the text says which and why.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            tree = tomllib.load(file)
+    except FileNotFoundError:
+        raise SpotlightError(f"{path}: no such settings file; examples/ holds some to start from") from None
+    except OSError as error:
+        raise SpotlightError(f"{path}: cannot be read as a settings file: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpotlightError(f"{path}: not valid TOML: {error}") from None
+    for override in overrides:
+        _set(tree, override)
+    return resolve(tree, path.parent, str(path))
+
+
+def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Config:
+    """Check a tree of settings and make the paths in it absolute."""
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        raise SpotlightError("\n".join(_explain(source, one) for one in error.errors())) from None
+    data = DataSection(
+        train_prompts=str((base / config.data.train_prompts).resolve()),
+        validation_prompts=str((base / config.data.validation_prompts).resolve()),
+    )
+    model = config.model
+    if model.path:
+        model = model.model_copy(update={"path": str((base / model.path).resolve())})
+    return config.model_copy(update={"data": data, "model": model})
+
+
+def dump(config: Config) -> str:
+    """The settings as TOML, every default written out."""
+    return tomli_w.dumps(config.model_dump(mode="json"))
+
+
+def _set(tree: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    keys = [key.strip() for key in name.split(".")]
+    if not equals or len(keys) < 2 or not all(keys):
+        raise SpotlightError(f"--set {override!r}: expected section.key=value, for example --set run.seed=3")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise SpotlightError(f"--set {override!r}: {key!r} is a value, not a section")
+    tree[keys[-1]] = value
+
+
+def _explain(source: str, error: Mapping[str, Any]) -> str:
+    """One pydantic error as one sentence: where, the rule, what came, the way out."""
+    *sections, field = (str(part) for part in error["loc"] or [""])
+    name = ".".join((*sections, field))
+    message = str(error["msg"]).removeprefix("Value error, ")
+    match error["type"]:
+        case "extra_forbidden":
+            return f"{source}: {_unknown(sections, field)}"
+        case "missing" if not sections:
+            return f"{source}: the section [{name}] is missing; it has {_known([name])}"
+        case "missing":
+            return f"{source}: {name} is missing, and it has no default"
+        case "model_type":
+            return f"{source}: {name} = {error['input']!r}, but it is a section; it has {_known([*sections, field])}"
+        case "value_error":  # ours: its text names the fields
+            return f"{source}: {message}"
+        case _:
+            return f"{source}: {name} = {error['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _unknown(sections: Sequence[str], field: str) -> str:
+    close = difflib.get_close_matches(field, _section_at(sections).model_fields, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    where = f"[{'.'.join(sections)}] has no field" if sections else "there is no section"
+    return f"{where} {field!r}{hint}; {'it has' if sections else 'there are'} {_known(sections)}"
+
+
+def _known(sections: Sequence[str]) -> str:
+    return ", ".join(map(repr, sorted(_section_at(sections).model_fields)))
+
+
+def _section_at(sections: Sequence[str]) -> type[Section]:
+    section: type[Section] = Config
+    for name in sections:
+        annotation = section.model_fields[name].annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, Section)
+        section = annotation
+    return section

@@ -1,0 +1,132 @@
+"""What a person sees in the terminal while a run goes on, and the summary at its end."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from spotlight.run import Run, Status
+from spotlight.rundir import SUMMARY
+
+REFRESH_S = 0.5
+
+
+def follow(run: Run, console: Console | None = None) -> None:
+    """Start a run and show it until it ends; Ctrl-C stops it after the steps in flight.
+
+    Raises:
+        Stopped, SpotlightError: as `Run.wait` does.
+    """
+    console = console or Console()
+    run.start()
+    console.print(f"run directory   {run.directory.path}", soft_wrap=True)
+    stopping = False
+    with _Display(console) as display:
+        while run.alive:
+            try:
+                display.show(run.status)
+                time.sleep(REFRESH_S)
+            except KeyboardInterrupt:
+                if stopping:
+                    raise
+                stopping = True
+                run.stop()
+                console.print("stopping after the steps in flight; Ctrl-C again leaves at once")
+    run.wait()
+    console.print(_summary(run.directory.path))
+    console.print(f"report          {run.directory.path / 'report.html'}", soft_wrap=True)
+
+
+class _Display:
+    """A live panel on a terminal; elsewhere, a line per finished iteration."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("iterations", total=None)
+        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+        self._dashboard = ""
+        self._said = (-1, 0)
+
+    def __enter__(self) -> _Display:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, status: Status) -> None:
+        if status.dashboard and not self._dashboard:
+            self._dashboard = status.dashboard
+            self._console.print(f"Dask dashboard  {status.dashboard}", soft_wrap=True)
+        self._bar.update(self._task, completed=status.iteration, total=status.iterations)
+        if self._live:
+            self._live.update(Group(self._bar, _facts(status)))
+        elif self._said != (status.iteration, len(status.scores)):
+            self._said = (status.iteration, len(status.scores))
+            self._console.print(_line(status), soft_wrap=True)
+
+
+def _facts(status: Status) -> Table:
+    table = Table.grid(padding=(0, 2))
+    running = ", ".join(f"{phase} x {count}" for phase, count in sorted(status.running.items())) or "-"
+    workers = ", ".join(f"{count} {pool}" for pool, count in sorted(status.workers.items())) or "starting"
+    table.add_row("phase", status.phase, "running", running)
+    table.add_row("reward", _number(status.reward), "validation", _scores(status))
+    table.add_row("workers", workers, "preemptions", str(status.preemptions))
+    table.add_row("spot utilisation", _percent(status.spot_utilisation), "cost", f"${status.usd:.4f}")
+    return table
+
+
+def _line(status: Status) -> str:
+    return (
+        f"{status.elapsed_s:6.1f} s  iteration {status.iteration}/{status.iterations}  {status.phase}  "
+        f"reward {_number(status.reward)}  validation {_scores(status)}  "
+        f"spot utilisation {_percent(status.spot_utilisation)}  ${status.usd:.4f}  preemptions {status.preemptions}"
+    )
+
+
+def _scores(status: Status) -> str:
+    return " -> ".join(f"{score:.3f}" for _, score in sorted(status.scores.items())) or "-"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _summary(run_dir: Path) -> Table:
+    """The end of a run in a few lines."""
+    facts = json.loads((run_dir / SUMMARY).read_text())
+    table = Table(title="Spotlight", show_header=False)
+    gain = facts["score_after"] - facts["score_before"]
+    table.add_row("validation score", f"{facts['score_before']:.3f} -> {facts['score_after']:.3f}  ({gain:+.3f})")
+    table.add_row("iterations", str(facts["iterations"]))
+    table.add_row("wall time", f"{facts['wall_s']:.1f} s (first image after {_number(facts['first_image_s'])} s)")
+    table.add_row(
+        "cost",
+        f"${facts['usd']:.4f}; the same work on reserved workers alone: at least ${facts['usd_reserved_only']:.4f}",
+    )
+    table.add_row("preemptions survived", str(facts["preemptions"]))
+    return table

@@ -1,0 +1,214 @@
+"""Turns rewards into advantages, and advantages into the objectives that training minimises.
+
+Rewards are float64 throughout; log-probabilities and velocities stay as the model gave them. Nothing here calls
+a model: what an objective needs of it comes as an argument.
+
+Shapes: B samples, N latent tokens, C channels of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+NFT_WEIGHT_FLOOR = 1e-5
+"""Smallest mean error that DiffusionNFT divides by (NVlabs/DiffusionNFT)."""
+
+
+def group_advantages(
+    rewards_B: ArrayLike,
+    groups_B: Sequence[Hashable] | NDArray[np.generic],
+    *,
+    std: Literal["global", "group"] = "global",
+    eps: float = 1e-4,
+) -> NDArray[np.float64]:
+    """How much better than its group each sample is: ``(r - mean_group) / (std + eps)``.
+
+    Args:
+        rewards_B: finite rewards, any scale.
+        groups_B: an id per sample; equal ids make a group, in any order.
+        std: of the whole batch (``"global"``, population form) or of each group by itself.
+        eps: keeps groups of nearly equal rewards from blowing up.
+
+    Returns:
+        Shape (B,), float64. Exactly 0 in a group of one sample or of equal rewards.
+
+    Raises:
+        ValueError: nothing came, the lengths differ, a reward is not finite, or ``std`` is neither.
+
+    Source: Flow-GRPO (arXiv 2505.05470).
+    """
+    if std not in ("global", "group"):
+        raise ValueError(f"std = {std!r} must be 'global' or 'group'")
+    rewards, members = _grouped(rewards_B, groups_B)
+    advantages = np.zeros_like(rewards)
+    for rows in members:
+        above_first = rewards[rows] - rewards[rows[0]]  # exactly 0 where rewards are equal, unlike r - mean(r)
+        spread = float(np.std(rewards if std == "global" else above_first))
+        advantages[rows] = (above_first - above_first.mean()) / (spread + eps)
+    return advantages
+
+
+def zero_std_ratio(rewards_B: ArrayLike, groups_B: Sequence[Hashable] | NDArray[np.generic]) -> float:
+    """Share of groups, in [0, 1], whose rewards are all equal: they teach nothing.
+
+    Raises:
+        ValueError: as `group_advantages`.
+    """
+    rewards, members = _grouped(rewards_B, groups_B)
+    return sum(bool(np.ptp(rewards[rows]) == 0) for rows in members) / len(members)
+
+
+def clipped_objective(
+    log_prob_B: Tensor, old_log_prob_B: Tensor, advantages_B: Tensor, *, clip_range: float
+) -> tuple[Tensor, dict[str, float]]:
+    """The policy loss of PPO and GRPO: ``mean(max(-A r, -A clip(r, 1 - c, 1 + c)))``, ``r = exp(log_prob - old)``.
+
+    Args:
+        log_prob_B: of the policy in training; gradients flow through it.
+        old_log_prob_B: of the policy that the iteration started from.
+        advantages_B: already clamped as the recipe wants.
+        clip_range: c, in (0, 1).
+
+    Returns:
+        The loss, a scalar; and what users of this loss know: ``ratio_mean``, ``ratio_std`` (population form),
+        ``pg_clipfrac`` (share of ratios outside the range), its parts ``pg_clipfrac_higher`` and
+        ``pg_clipfrac_lower``, and ``approx_kl = mean((log_prob - old)^2) / 2``.
+
+    Raises:
+        ValueError: the shapes differ, or the range is not in (0, 1).
+
+    Source: Flow-GRPO (arXiv 2505.05470).
+    """
+    if not log_prob_B.shape == old_log_prob_B.shape == advantages_B.shape:
+        raise ValueError(
+            "log-probabilities, old ones and advantages must have one shape, and have "
+            f"{tuple(log_prob_B.shape)}, {tuple(old_log_prob_B.shape)} and {tuple(advantages_B.shape)}"
+        )
+    if not 0 < clip_range < 1:
+        raise ValueError(f"clip_range = {clip_range} must be in (0, 1)")
+    moved_B = log_prob_B - old_log_prob_B.detach()
+    ratio_B = moved_B.exp()
+    clipped_B = ratio_B.clamp(1 - clip_range, 1 + clip_range)
+    loss = torch.maximum(-advantages_B * ratio_B, -advantages_B * clipped_B).mean()
+    with torch.no_grad():
+        higher, lower = ratio_B > 1 + clip_range, ratio_B < 1 - clip_range
+        metrics = {
+            "ratio_mean": ratio_B.mean(),
+            "ratio_std": ratio_B.std(correction=0),
+            "pg_clipfrac": (higher | lower).float().mean(),
+            "pg_clipfrac_higher": higher.float().mean(),
+            "pg_clipfrac_lower": lower.float().mean(),
+            "approx_kl": moved_B.square().mean() / 2,
+        }
+    return loss, {name: float(value) for name, value in metrics.items()}
+
+
+def gaussian_kl(mean_BNC: Tensor, mean_ref_BNC: Tensor, std: float) -> Tensor:
+    """KL divergence of two steps with equal noise: ``(mean - mean_ref)^2 / (2 std^2)``.
+
+    This is the paper's form, with the step size inside ``std`` (as `flow.sde_step` returns it);
+    the published code leaves the step size out.
+
+    Args:
+        mean_BNC, mean_ref_BNC: means of the step under the policy and the reference.
+        std: standard deviation of the noise really added, positive.
+
+    Returns:
+        Shape (B,), nats per latent element: the mean over N and C.
+
+    Raises:
+        ValueError: the shapes differ, or ``std`` is not positive.
+
+    Source: Flow-GRPO (arXiv 2505.05470).
+    """
+    if mean_BNC.shape != mean_ref_BNC.shape:
+        raise ValueError(f"the means differ in shape: {tuple(mean_BNC.shape)} and {tuple(mean_ref_BNC.shape)}")
+    if not std > 0:
+        raise ValueError(f"std = {std} must be positive: between steps without noise the divergence is infinite")
+    return (mean_BNC - mean_ref_BNC.detach()).square().flatten(1).mean(1) / (2 * std**2)
+
+
+def nft_loss(
+    v_BNC: Tensor,
+    v_old_BNC: Tensor,
+    x_t_BNC: Tensor,
+    clean_BNC: Tensor,
+    sigma_B: Tensor,
+    advantages_B: Tensor,
+    *,
+    beta: float,
+    advantage_clip: float,
+) -> Tensor:
+    """DiffusionNFT: pull the velocity towards well rewarded samples and mirror it away from the others.
+
+    With t = ``sigma_B``, a = ``advantage_clip``, and w detached, in double precision::
+
+        r  = 1/2 + 1/2 clip(A / a, -1, 1)
+        v+ = beta v + (1 - beta) v_old,            v- = (1 + beta) v_old - beta v
+        L+- = mean((x_t - t v+- - clean)^2) / w+-,  w+- = max(mean |x_t - t v+- - clean|, 1e-5)
+        loss = mean(r L+ + (1 - r) L-) a / beta
+
+    Args:
+        v_BNC: velocity in training at ``x_t_BNC``; gradients flow through it.
+        v_old_BNC: velocity of the policy that the iteration started from.
+        x_t_BNC: ``clean_BNC`` noised to the levels ``sigma_B``.
+        clean_BNC: the samples that were rewarded.
+        sigma_B: noise levels, in (0, 1].
+        advantages_B: unclamped.
+        beta: strength of the implicit policies, positive.
+        advantage_clip: advantage at which a sample counts as fully good or bad.
+
+    Returns:
+        A scalar, float64.
+
+    Raises:
+        ValueError: the shapes differ, or ``beta`` or ``advantage_clip`` is not positive.
+
+    Source: DiffusionNFT (arXiv 2509.16117), the form of its published code.
+    """
+    shapes = [tuple(tensor.shape) for tensor in (v_BNC, v_old_BNC, x_t_BNC, clean_BNC)]
+    if len(set(shapes)) > 1:
+        raise ValueError(f"v_BNC, v_old_BNC, x_t_BNC and clean_BNC must have one shape, and have {shapes}")
+    if not tuple(sigma_B.shape) == tuple(advantages_B.shape) == shapes[0][:1]:
+        raise ValueError(
+            f"sigma_B {tuple(sigma_B.shape)} and advantages_B {tuple(advantages_B.shape)} need one value for each of "
+            f"the {shapes[0][0]} samples"
+        )
+    if not (beta > 0 and advantage_clip > 0):
+        raise ValueError(f"beta = {beta} and advantage_clip = {advantage_clip} must be positive")
+    old_BNC, sigma_B11 = v_old_BNC.detach(), sigma_B.view(-1, 1, 1)
+
+    def error_B(implicit_BNC: Tensor) -> Tensor:
+        off_BNC = x_t_BNC - sigma_B11 * implicit_BNC - clean_BNC
+        weight_B = off_BNC.detach().double().abs().flatten(1).mean(1).clamp(min=NFT_WEIGHT_FLOOR)
+        return off_BNC.square().flatten(1).mean(1) / weight_B
+
+    good_B = error_B(beta * v_BNC + (1 - beta) * old_BNC)
+    bad_B = error_B((1 + beta) * old_BNC - beta * v_BNC)
+    r_B = 0.5 + 0.5 * (advantages_B.double() / advantage_clip).clamp(-1, 1)
+    return (r_B * good_B + (1 - r_B) * bad_B).mean() * (advantage_clip / beta)
+
+
+def _grouped(
+    rewards_B: ArrayLike, groups_B: Sequence[Hashable] | NDArray[np.generic]
+) -> tuple[NDArray[np.float64], list[list[int]]]:
+    """The rewards, checked, and the rows of each group."""
+    rewards = np.asarray(rewards_B, dtype=np.float64)
+    if rewards.shape != (len(groups_B),) or not len(rewards):
+        raise ValueError(
+            f"rewards of shape {rewards.shape} and {len(groups_B)} group ids: each sample needs one of both"
+        )
+    if not np.isfinite(rewards).all():
+        raise ValueError(
+            f"rewards must be finite, and {rewards[~np.isfinite(rewards)][0]} came: drop failed samples first"
+        )
+    members: dict[Hashable, list[int]] = {}
+    for row, group in enumerate(groups_B):
+        members.setdefault(group, []).append(row)
+    return rewards, list(members.values())

@@ -1,0 +1,36 @@
+"""Diffusion transformers behind one small interface: texts and noise in, images out.
+
+The only door to diffusers and peft. A further model family is one more file with one class,
+and one more line in `load`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from spotlight.models.base import Conditioning as Conditioning
+from spotlight.models.base import Model as Model
+
+if TYPE_CHECKING:
+    from spotlight.config import ModelSection
+
+
+def load(settings: ModelSection) -> Model:
+    """The model that the settings name, on its device, ready to be trained or sampled.
+
+    Raises:
+        SpotlightError: the directory is not a pipeline of that family, or a file in it is damaged.
+    """
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
+    if settings.name == "tiny-text":
+        from spotlight.models.tiny_text import TinyText
+
+        return TinyText.load(settings.path, torch.device(device), dtype)
+    from spotlight.models.qwen_image import QwenImage
+
+    return QwenImage.load(settings.path, torch.device(device), dtype)

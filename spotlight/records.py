@@ -1,0 +1,163 @@
+"""What travels between tasks: small, frozen values that mean the same on every machine.
+
+Nothing here computes, reads a clock or opens a file. A record that crosses the scheduler stays
+small: latents and images go to the store, and the record carries only what names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from json import dumps
+from typing import Any, Literal
+
+Purpose = Literal["rollout", "explore", "validate"]
+Sampler = Literal["ode", "sde", "cps", "dance"]
+
+
+class SpotlightError(ValueError):
+    """Something a person can put right; its text says where, what came and the way out."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop; what was committed stays, the step in flight is done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A text to draw."""
+
+    id: int
+    """Index in its file, stable for the whole run."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsRef:
+    """Names one immutable version of what training changes."""
+
+    version: int
+    sha256: str
+    """Of the safetensors file, hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One unit of denoising work: one prompt and a few seeds, small enough for one batch.
+
+    A pure value: where and when it runs, and how often it is interrupted, cannot change a sample.
+    """
+
+    run: str
+    iteration: int
+    purpose: Purpose
+    prompt: Prompt
+    seeds: tuple[int, ...]
+    """Each fixes all the noise of one image."""
+    sampler: Sampler
+    sigmas: tuple[float, ...]
+    """Noise levels, descending, ``steps + 1`` of them; the last is 0."""
+    window: tuple[int, int]
+    """Steps ``[start, end)`` that are stochastic; the others are ODE steps."""
+    noise_level: float
+    """Eta of the stochastic steps, dimensionless."""
+    guidance: float
+    """True classifier-free guidance scale; 1 means off."""
+    height_px: int
+    width_px: int
+    weights: WeightsRef
+    averaged: bool = False
+    """Use the version's exponential moving average instead of its last weights."""
+
+    @property
+    def id(self) -> str:
+        """Unique within a run: no seed occurs twice for one prompt, purpose and iteration."""
+        return f"{self.iteration:05d}-{self.purpose}-{self.prompt.id:05d}-{self.seeds[0]}"
+
+    @property
+    def steps(self) -> int:
+        return len(self.sigmas) - 1
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the whole value: work committed for another request is never resumed."""
+        return sha256(dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A request that was run to its end; its clean latents are in the store."""
+
+    request: Request
+    weights_sha256: str
+    """The hash of the weights that were really resident, echoed by the worker."""
+    steps_resumed: int
+    """Steps found committed and not computed again."""
+    steps_run: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """Exploration that was not done, and why. Never used for work that training needs."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """Rewards of one request's samples, in the order of its seeds."""
+
+    request: Request
+    rewards: tuple[float | None, ...]
+    """None where the scorer failed for good: a missing reward is never a number."""
+    errors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """The seeds that one prompt's group is rolled out with."""
+
+    prompt: Prompt
+    seeds: tuple[int, ...]
+    explored_rewards: tuple[float | None, ...]
+    """What exploration scored them with stale weights; None where nothing was explored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """All that an iteration needs to know of its exploration; recorded before it is used."""
+
+    iteration: int
+    kept: tuple[Kept, ...]
+    seeds_scored: int
+    seeds_dropped: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One training sample: which latents to read, and how good its image was in its group."""
+
+    request: Request
+    index: int
+    """Row of the request's batch."""
+    reward: float
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A new weights version that any worker may now use, and what its training measured."""
+
+    weights: WeightsRef
+    metrics: Mapping[str, float]
+
+
+def request_from_json(value: Mapping[str, Any]) -> Request:
+    """The inverse of ``dataclasses.asdict`` followed by JSON, which loses tuples."""
+    fields = dict(value)
+    fields["prompt"] = Prompt(**fields["prompt"])
+    fields["weights"] = WeightsRef(**fields["weights"])
+    for name in ("seeds", "sigmas", "window"):
+        fields[name] = tuple(fields[name])
+    return Request(**fields)

@@ -1,0 +1,324 @@
+"""A run as an object: start it, watch it, stop it, resume it, report it. For notebooks and the shell alike.
+
+It joins the three rooms: settings and records, the graphs, and the cluster. The run goes on in a
+thread of this process, which also holds the scheduler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spotlight import config as configuration
+from spotlight.books import Books
+from spotlight.data import check_quoted, read_prompts
+from spotlight.records import SpotlightError, Stopped
+from spotlight.rundir import HISTORY, SUMMARY, VALIDATION, RunDir
+from spotlight.signals import signals
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from distributed import Client, Future
+
+    from cluster.pools import Pools
+    from graphs.iteration import Graph
+
+STOP_GRACE_S = 60.0
+"""How long a stop waits for the steps in flight; a step of a large model can last many seconds."""
+POLL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """Where a run is, now."""
+
+    state: str
+    """"starting", "running", "finished", "stopped" or "failed"."""
+    phase: str
+    iteration: int
+    """Iterations finished."""
+    iterations: int
+    reward: float | None
+    """Mean of the last iteration's training samples."""
+    scores: Mapping[int, float]
+    """Validation score by weights version."""
+    spot_utilisation: float | None
+    """Busy share of the spot workers' seconds so far, 0 to 1."""
+    usd: float
+    preemptions: int
+    workers: Mapping[str, int]
+    """Alive, by pool."""
+    running: Mapping[str, int]
+    """Tasks in progress, by phase."""
+    elapsed_s: float
+    dashboard: str
+    run_dir: str
+
+
+class Run:
+    """One run of post-training.
+
+    Args:
+        settings: a TOML file.
+        overrides: ``"section.key=value"`` each.
+
+    Raises:
+        SpotlightError: the settings or the prompts cannot be used.
+
+    >>> run = Run("ocr-tiny.toml")  # doctest: +SKIP
+    >>> run.start(); run.wait(); run.history  # doctest: +SKIP
+    """
+
+    def __init__(self, settings: str | Path, overrides: Sequence[str] = ()) -> None:
+        self._open(None, configuration.load(settings, overrides))
+
+    @classmethod
+    def resume(cls, run_dir: str | Path) -> Run:
+        """A run that was stopped or killed; `start` goes on where it was."""
+        directory = RunDir.open(run_dir)
+        run = cls.__new__(cls)
+        run._open(directory, directory.config())
+        return run
+
+    def _open(self, directory: RunDir | None, settings: configuration.Config) -> None:
+        self.config = settings
+        self._directory = directory
+        self._books: Books | None = None
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._state, self._phase = "new", ""
+        self._pools: Pools | None = None
+        self._dashboard = ""
+        self._began_s = 0.0
+        for path in (settings.data.train_prompts, settings.data.validation_prompts):
+            check_quoted(read_prompts(path), path)
+
+    @property
+    def directory(self) -> RunDir:
+        if self._directory is None:
+            raise SpotlightError("this run has no directory yet: call start()")
+        return self._directory
+
+    def start(self) -> Run:
+        """Begin in the background, or go on; returns at once."""
+        if self.alive:
+            raise SpotlightError(f"{self.directory.path}: this run is already running")
+        self._began_s = time.time()
+        if self._directory is None:
+            self._directory = RunDir.create(self.config, self._began_s)
+        self._books = Books(self._directory, self.config)
+        self._stop.clear()
+        self._error = None
+        self._state = "starting"
+        self._thread = threading.Thread(target=self._work, name="spotlight-run")
+        self._thread.start()
+        return self
+
+    @property
+    def _kept(self) -> Books:
+        """The books, opened at the first look."""
+        if self._books is None:
+            self._books = Books(self.directory, self.config)
+        return self._books
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is going on now."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self, timeout_s: float | None = None) -> Status:
+        """Wait for the end.
+
+        Raises:
+            Stopped: the run was stopped; `start` resumes it.
+            SpotlightError: it failed for a reason that a person can put right.
+            TimeoutError: it still runs.
+        """
+        assert self._thread, "start() comes first"
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self.directory.path}: still running after {timeout_s} s")
+        if self._error:
+            raise self._error
+        return self.status
+
+    def stop(self) -> None:
+        """Ask the run to end after the steps in flight; `wait` tells when it has."""
+        self._stop.set()
+
+    @property
+    def status(self) -> Status:
+        run, now_s = self.directory, time.time()
+        books = self._kept
+        history = run.rows(HISTORY)
+        return Status(
+            state=self._state,
+            phase=self._phase,
+            iteration=len(history),
+            iterations=self.config.run.iterations,
+            reward=history[-1]["metrics"]["reward_mean"] if history else None,
+            scores={row["version"]: row["score"] for row in run.rows(VALIDATION)},
+            spot_utilisation=books.spot_utilisation(now_s),
+            usd=books.usd(now_s=now_s),
+            preemptions=books.preemptions(),
+            workers=books.alive(),
+            running=books.running,
+            elapsed_s=now_s - self._began_s if self._began_s else 0.0,
+            dashboard=self._dashboard,
+            run_dir=str(run.path),
+        )
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """One row per finished iteration: what it measured, and what it cost."""
+        from spotlight.report import history_frame
+
+        return history_frame(self.directory.path)
+
+    @property
+    def client(self) -> Client:
+        """The Dask client of the cluster, while the run goes on."""
+        if self._pools is None:
+            raise SpotlightError("the run has no cluster now: it is not running, or not yet")
+        return self._pools.client
+
+    def report(self) -> Path:
+        """Write ``report.html`` and its pictures; returns its path."""
+        from spotlight.report import write_report
+
+        return write_report(self.directory.path)
+
+    # The thread
+
+    def _work(self) -> None:
+        try:
+            with self.directory.lock():
+                self._run_locked()
+            self._state = "finished"
+        except Stopped:
+            self._state, self._error = "stopped", Stopped(f"resume with: spotlight resume {self.directory.path}")
+        except OSError as error:
+            self._state, self._error = "failed", _explain(error, self.directory.path)
+        except BaseException as error:  # carried to whoever waits
+            self._state, self._error = "failed", error
+
+    def _run_locked(self) -> None:
+        from cluster.pools import Pools
+        from graphs.loop import Loop
+
+        run = self.directory
+        signals.clear(run.path.name)
+        self._pools = Pools(self.config, run.path.name)
+        try:
+            self._dashboard = self._pools.dashboard
+            self._state = "running"
+            Loop(run, self._compute, self).go()
+        finally:
+            self._close()
+        self._summarise()
+
+    def _close(self) -> None:
+        assert self._pools
+        try:
+            self._follow()
+            self._kept.close(time.time())
+        finally:
+            self._pools.close()
+            self._pools = None
+
+    def _compute(self, graph: Graph) -> Mapping[str, Any]:
+        """Run a graph on the cluster, unless the run is stopped first."""
+        assert self._pools
+        packed = self._pools.client.get(graph.graph, list(graph.outputs.values()), sync=False)
+        futures = _flatten(packed)
+        try:
+            while any(future.status == "pending" for future in futures):
+                _wait(futures)
+                self._follow()
+                failed = next((future for future in futures if future.status == "error"), None)
+                if failed is not None:
+                    failed.result()
+                if self._stop.is_set():
+                    self._end_steps()
+            return dict(zip(graph.outputs, self._pools.client.gather(packed), strict=True))
+        finally:
+            for future in futures:
+                future.release()
+
+    def _end_steps(self) -> None:
+        assert self._pools
+        self._pools.stop()
+        deadline_s = time.time() + STOP_GRACE_S
+        while self._pools.status()["running"] and time.time() < deadline_s:
+            time.sleep(POLL_S / 5)
+        raise Stopped
+
+    def _follow(self) -> None:
+        """Take over what the cluster did since the last time."""
+        assert self._pools
+        self._kept.take(self._pools.drain(), self._pools.status()["running"])
+
+    # Watch
+
+    def begin(self, phase: str, iteration: int) -> None:
+        self._phase = f"{phase} {iteration}"
+
+    def validated(self, version: int, score: float) -> None:
+        pass
+
+    def finished(self, row: Mapping[str, Any]) -> None:
+        pass
+
+    def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
+        self._follow()
+        return self._kept.measure(start_s, stop_s)
+
+    def _summarise(self) -> None:
+        run, books = self.directory, self._kept
+        history, validation = run.rows(HISTORY), run.rows(VALIDATION)
+        run.write_json(
+            SUMMARY,
+            {
+                "score_before": validation[0]["score"],
+                "score_after": validation[-1]["score"],
+                "iterations": len(history),
+                "wall_s": time.time() - self._began_s,
+                "usd": books.usd(now_s=time.time()),
+                "usd_reserved_only": books.usd_reserved_only(),
+                "preemptions": books.preemptions(),
+                "first_image_s": books.first_image_s(self._began_s),
+            },
+        )
+        self._phase = "report"
+        self.report()
+
+
+def _flatten(packed: Any) -> list[Future[Any]]:
+    return [future for part in packed for future in _flatten(part)] if isinstance(packed, list) else [packed]
+
+
+def _wait(futures: Sequence[Future[Any]]) -> None:
+    """Until all are done, or for a moment."""
+    from distributed import wait
+
+    with contextlib.suppress(TimeoutError):
+        wait(futures, timeout=POLL_S)
+
+
+def _explain(error: OSError, run_dir: Path) -> BaseException:
+    """A full disk is for a person to put right; other errors are passed on."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    free_mb = shutil.disk_usage(run_dir).free / 1e6
+    return SpotlightError(
+        f"{run_dir}: the disk is full ({free_mb:.1f} MB free): make room, then `spotlight resume {run_dir}`; "
+        "all that was committed is kept"
+    )

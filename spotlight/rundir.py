@@ -1,0 +1,150 @@
+"""What a run directory holds, and how it is written so that a kill at any moment loses nothing.
+
+A journal is a file of JSON lines, appended and synced; a torn last line was never finished and is cut
+off. Everything else appears whole, by renaming. One driver at a time holds the directory's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from spotlight import config
+from spotlight.records import Kept, Prompt, Selection, SpotlightError
+
+HISTORY = "history.jsonl"
+VALIDATION = "validation.jsonl"
+SPANS = "spans.jsonl"
+WORKERS = "workers.jsonl"
+SUMMARY = "summary.json"
+
+
+class RunDir:
+    """The directory of one run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).resolve()
+
+    @classmethod
+    def create(cls, settings: config.Config, now_s: float) -> RunDir:
+        """Make a new directory, named after the run and the time, with the resolved settings in it."""
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
+        parent = Path(settings.run.dir)
+        for attempt in range(100):
+            path = parent / f"{settings.run.name}-{stamp}{f'-{attempt}' if attempt else ''}"
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(parents=True)
+                run = cls(path)
+                with atomic_write(path / config.RESOLVED) as file:
+                    file.write(config.dump(settings).encode())
+                return run
+        raise SpotlightError(f"{parent}: a hundred runs named {settings.run.name!r} were started this second")
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDir:
+        """An existing run's directory.
+
+        Raises:
+            SpotlightError: it is not one.
+        """
+        run = cls(path)
+        if not (run.path / config.RESOLVED).is_file():
+            raise SpotlightError(
+                f"{path}: not a run directory: it has no {config.RESOLVED}; `spotlight run CONFIG` makes one"
+            )
+        return run
+
+    def config(self) -> config.Config:
+        return config.load(self.path / config.RESOLVED)
+
+    @property
+    def latents_url(self) -> str:
+        """Where this run's latents are: in its directory, or below the configured URL under its name."""
+        url = self.config().latents.url
+        return f"{url.rstrip('/')}/{self.path.name}" if url else str(self.path / "latents")
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the directory; the operating system lets go when this process ends, however it ends.
+
+        Raises:
+            SpotlightError: another process holds it.
+        """
+        with (self.path / "lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                owner = file.read().strip()
+                raise SpotlightError(
+                    f"{self.path}: process {owner or '(unknown)'} is running this run: wait for it, or stop it first"
+                ) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+    def rows(self, journal: str) -> list[dict[str, Any]]:
+        """The finished lines of a journal; none if there is no such file yet."""
+        return [json.loads(line) for line in _whole_lines(self.path / journal)]
+
+    def append(self, journal: str, *rows: Mapping[str, Any]) -> None:
+        """Add lines durably, cutting off a torn one first."""
+        path = self.path / journal
+        whole = sum(len(line) for line in _whole_lines(path))
+        with path.open("ab") as file:
+            file.truncate(whole)
+            file.write(b"".join(json.dumps(row, sort_keys=True).encode() + b"\n" for row in rows))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        with atomic_write(self.path / name) as file:
+            file.write(json.dumps(value, indent=1, sort_keys=True).encode())
+
+    def selection(self, iteration: int) -> Selection | None:
+        """The recorded kept seeds of an iteration."""
+        path = self.path / "selections" / f"{iteration:05d}.json"
+        if not path.is_file():
+            return None
+        value = json.loads(path.read_text())
+        kept = tuple(
+            Kept(
+                prompt=Prompt(**one["prompt"]),
+                seeds=tuple(one["seeds"]),
+                explored_rewards=tuple(one["explored_rewards"]),
+            )
+            for one in value.pop("kept")
+        )
+        return Selection(kept=kept, **value)
+
+    def record_selection(self, selection: Selection) -> None:
+        (self.path / "selections").mkdir(exist_ok=True)
+        self.write_json(f"selections/{selection.iteration:05d}.json", asdict(selection))
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """A file that appears under its name only when it is whole and on the disk."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    if not path.is_file():
+        return []
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]

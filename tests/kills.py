@@ -1,0 +1,78 @@
+"""Kill -9 at a chosen moment: plugins that watch the scheduler, which lives in the test's own process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import psutil
+from distributed import Client, Scheduler, SchedulerPlugin
+
+from runs import kill, wait_for
+from spotlight.records import SpotlightError
+from spotlight.run import Run
+
+MID_TASK_S = 0.02
+"""After its launch a tiny rollout is in the middle of its steps; it lasts some 0.1 s."""
+
+
+class KillDriver(SchedulerPlugin):
+    """Kills this very process when a task of a layer enters a state of Dask's."""
+
+    name = "kill-driver"
+
+    def __init__(self, layer: str, state: str) -> None:
+        self._layer, self._state = layer, state
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, stimulus_id: str, **facts: Any) -> None:
+        if isinstance(key, tuple) and key[0] == self._layer and finish == self._state:
+            kill(os.getpid())
+
+
+class KillWorkers(SchedulerPlugin):
+    """Kills the first so many spot workers that are in the middle of a task of a phase."""
+
+    name = "kill-workers"
+
+    def __init__(self, phase: str, count: int) -> None:
+        self._phase, self._left = phase, count
+
+    async def start(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, stimulus_id: str, **facts: Any) -> None:
+        if isinstance(key, tuple) and key[0].startswith(self._phase) and finish == "processing":
+            self._scheduler.loop.call_later(MID_TASK_S, self._kill, key)
+
+    def _kill(self, key: Any) -> None:
+        task = self._scheduler.tasks.get(key)
+        worker = task.processing_on if task else None
+        if worker and "spot" in worker.resources and self._left:
+            self._left -= 1
+            kill(process_of(worker.address))
+
+
+def process_of(address: str) -> int:
+    """Id of the process that listens on a Dask address."""
+    port = int(address.rsplit(":", 1)[1])
+    found = [
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
+    ]
+    assert found[0] is not None
+    return found[0]
+
+
+def client_of(run: Run) -> Client:
+    """The client of a run that is starting."""
+
+    def client() -> Client | None:
+        try:
+            return run.client
+        except SpotlightError:
+            return None
+
+    found = wait_for(client)
+    assert isinstance(found, Client)
+    return found

@@ -1,0 +1,104 @@
+"""Small runs of the whole system, and what two runs must have in common to count as equal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from spotlight.rundir import HISTORY, VALIDATION, RunDir
+
+ROOT = Path(__file__).parents[1]
+PROMPTS = ROOT / "examples" / "prompts"
+WAIT_S = 120.0
+"""Longest that any of these tests waits for something; a run takes some ten seconds."""
+
+SETTINGS = f"""
+[run]
+iterations = 3
+validate_every = 3
+validation_seeds = 1
+
+[data]
+train_prompts = "{PROMPTS / "digits-train.txt"}"
+validation_prompts = "{PROMPTS / "digits-validation.txt"}"
+
+[rollout]
+prompts = 3
+seeds_kept = 4
+request_seeds = 2
+steps = 6
+
+[exploration]
+seeds_tried = 8
+request_seeds = 4
+rounds = 2
+budget = "fixed"
+
+[pools.reserved]
+workers = 1
+usd_per_h = 10.0
+
+[pools.spot]
+workers = 2
+usd_per_h = 2.5
+replace_after_s = 0.5
+
+[cluster]
+dashboard_port = 0
+"""
+
+
+def settings_file(directory: Path) -> Path:
+    """A settings file whose runs go into the same directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "run.toml"
+    path.write_text(SETTINGS.replace("[run]", f'[run]\ndir = "{directory}"'))
+    return path
+
+
+def outcome(run_dir: Path) -> dict[str, Any]:
+    """Everything of a run that must not depend on where, when, or how often interrupted it ran."""
+    run = RunDir.open(run_dir)
+    return {
+        "history": [{**row, "measured": None} for row in run.rows(HISTORY)],
+        "selections": [path.read_text() for path in sorted((run_dir / "selections").glob("*.json"))],
+        "validation": [(row["version"], row["score"], row["rewards"]) for row in run.rows(VALIDATION)],
+    }
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    """The shell command in a process of its own."""
+    command = [sys.executable, "-m", "spotlight", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def spotlight(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The shell command, to its end."""
+    process = start(*arguments)
+    try:
+        out, err = process.communicate(timeout=WAIT_S)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def wait_for(what: Callable[[], Any], process: subprocess.Popen[str] | None = None) -> Any:
+    """Poll until something is true, and return it."""
+    deadline_s = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline_s:
+        value = what()
+        if value:
+            return value
+        assert process is None or process.poll() is None, f"ended early: {process.communicate()}"
+        time.sleep(0.01)
+    raise AssertionError(f"waited {WAIT_S} s in vain")
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,268 @@
+"""Claims about settings: what is read, what is refused, and how the refusal helps."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spotlight.config import Config, dump, load, resolve
+from spotlight.records import SpotlightError
+
+DATA = '[data]\ntrain_prompts = "train.txt"\nvalidation_prompts = "validation.txt"\n'
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """The least that a settings file must hold; tests append to it."""
+    path = tmp_path / "run.toml"
+    path.write_text(DATA)
+    return path
+
+
+def refusal(file: Path, *overrides: str) -> str:
+    with pytest.raises(SpotlightError) as raised:
+        load(file, overrides)
+    return str(raised.value)
+
+
+def test_a_file_with_data_alone_gets_the_defaults(file: Path) -> None:
+    config = load(file)
+
+    assert config.rollout.seeds_kept == type(config.rollout)().seeds_kept
+    assert config.strategy.exploration == "stale"
+
+
+def test_paths_are_relative_to_the_settings_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+
+    config = load(file, ["model.name=qwen-image", "model.path=checkpoint"])
+
+    assert config.data.train_prompts == str(file.parent / "train.txt")
+    assert config.model.path == str(file.parent / "checkpoint")
+
+
+def test_settings_survive_being_written_and_read(file: Path) -> None:
+    config = load(file, ["rollout.window=[1, 3]", "train.learning_rate=1e-5", 'strategy.rollout_pools=["spot"]'])
+    copy = file.parent / "elsewhere" / "config.toml"
+    copy.parent.mkdir()
+
+    copy.write_text(dump(config))
+
+    assert load(copy) == config
+
+
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    rate=st.floats(1e-300, 1e300),
+    name=st.text(st.characters(exclude_categories=["Cs"])),
+)
+def test_any_value_survives_being_written_and_read(seed: int, rate: float, name: str) -> None:
+    tree = {
+        "run": {"seed": seed, "name": name},
+        "train": {"learning_rate": rate},
+        "data": {"train_prompts": "/train.txt", "validation_prompts": "/validation.txt"},
+    }
+
+    config = resolve(tree, Path("/"))
+
+    assert resolve(tomllib.loads(dump(config)), Path("/")) == config
+
+
+def test_settings_cannot_be_changed_after_reading(file: Path) -> None:
+    config = load(file)
+
+    with pytest.raises(ValueError, match="frozen"):
+        config.run.seed = 3  # type: ignore[misc]  # the error that a type checker reports, too
+
+
+def test_every_refusal_begins_with_the_file(file: Path) -> None:
+    lines = refusal(file, "run.seed=-1", "run.iteration=3", "rollout.steps=many").splitlines()
+
+    assert len(lines) == 3
+    assert all(line.startswith(f"{file}: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "exploration.seed_tried=3",
+            "[exploration] has no field 'seed_tried' (did you mean 'seeds_tried'?); "
+            "it has 'budget', 'request_seeds', 'rounds', 'seeds_tried', 'steps'",
+        ),
+        ("latents.zzz=1", "[latents] has no field 'zzz'; it has 'keep', 'url'"),
+        ("pools.spott.workers=1", "[pools] has no field 'spott' (did you mean 'spot'?); it has 'reserved', 'spot'"),
+        ("pools.spot.price=1", "[pools.spot] has no field 'price'; it has 'replace_after_s', 'usd_per_h', 'workers'"),
+    ],
+)
+def test_an_unknown_field_is_refused_with_the_known_ones(file: Path, override: str, message: str) -> None:
+    text = refusal(file, "pools.spot.usd_per_h=1", override)
+
+    assert text == f"{file}: {message}"
+
+
+def test_an_unknown_section_is_refused_with_the_known_ones(file: Path) -> None:
+    text = refusal(file, "explorer.rounds=1")
+
+    assert "there is no section 'explorer' (did you mean 'exploration'?); there are 'cluster', 'data'," in text
+    assert all(repr(section) in text for section in Config.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.seed=x", "run.seed = 'x': input should be a valid integer"),
+        ("run.seed=1.5", "run.seed = 1.5: input should be a valid integer"),
+        ("run.seed=-1", "run.seed = -1: input should be greater than or equal to 0"),
+        ("model.path=3", "model.path = 3: input should be a valid string"),
+        ("train.learning_rate=nan", "train.learning_rate = nan: input should be a finite number"),
+        ("strategy.exploration=stall", "strategy.exploration = 'stall': input should be 'stale', 'blocking' or 'off'"),
+        ("rollout.window=[1, 2, 3]", "rollout.window = [1, 2, 3]: tuple should have at most 2 items"),
+        ("rollout.window=['a', 2]", "rollout.window.0 = 'a': input should be a valid integer"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_it_should_be(file: Path, override: str, message: str) -> None:
+    text = refusal(file, override)
+
+    assert message in text
+
+
+def test_a_value_in_place_of_a_section_is_refused_with_its_fields(file: Path) -> None:
+    file.write_text("latents = 3\n" + DATA)
+
+    assert refusal(file) == f"{file}: latents = 3, but it is a section; it has 'keep', 'url'"
+
+
+def test_a_missing_section_is_refused_with_its_fields(file: Path) -> None:
+    file.write_text("")
+
+    assert refusal(file) == f"{file}: the section [data] is missing; it has 'train_prompts', 'validation_prompts'"
+
+
+def test_a_missing_field_is_refused_by_its_full_name(file: Path) -> None:
+    text = refusal(file, "pools.spot.workers=3")
+
+    assert text == f"{file}: pools.spot.usd_per_h is missing, and it has no default"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.name=first try", "first try"),
+        ("run.name='quoted'", "quoted"),
+        ("run.name=", ""),
+        ("run.name=a=b", "a=b"),
+        (" run . name = spaced ", "spaced"),
+    ],
+)
+def test_an_overrides_bare_words_are_text(file: Path, override: str, expected: str) -> None:
+    config = load(file, [override])
+
+    assert config.run.name == expected
+
+
+def test_overrides_reach_nested_sections_and_the_last_one_counts(file: Path) -> None:
+    overrides = ["pools.spot.usd_per_h=1.5", "pools.spot.workers=3", "pools.spot.workers=4", "rollout.window=[2, 4]"]
+
+    config = load(file, overrides)
+
+    assert (config.pools.spot.usd_per_h, config.pools.spot.workers) == (1.5, 4)
+    assert config.rollout.window == (2, 4)
+
+
+def test_overrides_win_over_the_file(file: Path) -> None:
+    file.write_text(DATA + "[run]\nseed = 1\nname = 'kept'\n")
+
+    config = load(file, ["run.seed=2"])
+
+    assert (config.run.seed, config.run.name) == (2, "kept")
+
+
+@pytest.mark.parametrize("override", ["run.seed", "seed=3", ".seed=3", "run.=3", "=3", ""])
+def test_a_malformed_override_is_refused_with_an_example(file: Path, override: str) -> None:
+    text = refusal(file, override)
+
+    assert text == f"--set {override!r}: expected section.key=value, for example --set run.seed=3"
+
+
+def test_an_override_below_a_value_is_refused(file: Path) -> None:
+    text = refusal(file, "run.seed=3", "run.seed.low=3")
+
+    assert text == "--set 'run.seed.low=3': 'seed' is a value, not a section"
+
+
+@pytest.mark.parametrize("content", [b"[run\nseed = 1", b"[run]\nname = '\xff'"])
+def test_a_file_that_is_not_toml_is_refused(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+
+    assert refusal(file).startswith(f"{file}: not valid TOML: ")
+
+
+def test_a_missing_file_is_refused_with_a_place_to_start(file: Path) -> None:
+    absent = file.with_name("absent.toml")
+
+    assert refusal(absent) == f"{absent}: no such settings file; examples/ holds some to start from"
+
+
+def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
+    assert refusal(file.parent).startswith(f"{file.parent}: cannot be read as a settings file: ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["pools.reserved.workers=0", "pools.reserved.usd_per_h=1"], ["pools.reserved.workers"]),
+        (["exploration.seeds_tried=4"], ["exploration.seeds_tried = 4", "rollout.seeds_kept = 8"]),
+        (["pools.spot.workers=0", "pools.spot.usd_per_h=1"], ['strategy.exploration = "stale"', "pools.spot.workers"]),
+        (["train.algorithm=grpo"], ['train.algorithm = "grpo"', 'rollout.sampler = "ode"']),
+        (["rollout.sampler=sde", "rollout.window=[3, 3]"], ["rollout.window = [3, 3]"]),
+        (["rollout.sampler=sde", "rollout.window=[6, 8]", "rollout.steps=8"], ["rollout.window = [6, 8]", "[0, 7]"]),
+        (["strategy.rollout_pools=[]"], ["strategy.rollout_pools is empty"]),
+        (
+            [
+                'strategy.rollout_pools=["spot"]',
+                "strategy.exploration=off",
+                "pools.spot.workers=0",
+                "pools.spot.usd_per_h=1",
+            ],
+            ['strategy.rollout_pools = ["spot"]', "pools.spot.workers"],
+        ),
+        (["model.name=qwen-image"], ['model.name = "qwen-image"', "model.path"]),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_by_name(
+    file: Path, overrides: list[str], names: list[str]
+) -> None:
+    text = refusal(file, *overrides)
+
+    assert [name for name in names if name not in text] == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["exploration.seeds_tried=4", "strategy.exploration=off"],
+        ["pools.spot.workers=0", "pools.spot.usd_per_h=1", "strategy.exploration=blocking"],
+        ["train.algorithm=grpo", "rollout.sampler=sde"],
+        ["rollout.sampler=cps", "rollout.window=[6, 7]", "rollout.steps=8"],
+        ["rollout.sampler=ode", "rollout.window=[9, 9]"],
+    ],
+)
+def test_settings_that_agree_are_taken(file: Path, overrides: list[str]) -> None:
+    config = load(file, overrides)
+
+    assert isinstance(config, Config)
+
+
+@pytest.mark.parametrize(
+    "example", sorted(Path(__file__).parents[1].glob("examples/*.toml")), ids=lambda path: path.name
+)
+def test_the_examples_are_valid_and_their_prompts_exist(example: Path) -> None:
+    config = load(example)
+
+    assert Path(config.data.train_prompts).is_file()
+    assert Path(config.data.validation_prompts).is_file()

@@ -1,0 +1,157 @@
+"""The figure of an iteration graph: where layers stand, and what refuses to be drawn."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from matplotlib.image import imread
+
+from graphs.draw import BOXES_MOST, _ancestors, _columns, _read, draw
+from spotlight.records import SpotlightError
+from spotlight.report import phase_colour
+
+
+def build(*layers: tuple[str, int, str, tuple[str, ...]]) -> HighLevelGraph:
+    """A graph of ``(name, tasks, pool, names of layers before)``."""
+    return HighLevelGraph(
+        {
+            name: MaterializedLayer({(name, n): (sum, [n]) for n in range(tasks)}, annotations={"pool": pool})
+            for name, tasks, pool, _ in layers
+        },
+        {name: set(before) for name, _, _, before in layers},
+    )
+
+
+def iteration(*, rounds: int = 3, samples: int = 16) -> HighLevelGraph:
+    """Iteration 3 with exploration for iteration 4; round r sees the scores of rounds up to r - 2."""
+    layers: list[tuple[str, int, str, tuple[str, ...]]] = [
+        ("rollout-3", samples, "any", ()),
+        ("score-3", samples, "any", ("rollout-3",)),
+        ("advantage-3", 1, "head", ("score-3",)),
+        ("train-3", 1, "reserved", ("advantage-3",)),
+        ("publish-3", 1, "reserved", ("train-3",)),
+    ]
+    for r in range(rounds):
+        seen = tuple(f"explore-score-4-r{n}" for n in range(r - 1))
+        layers += [
+            (f"allocate-4-r{r}", 1, "head", seen),
+            (f"explore-4-r{r}", 6, "spot", (f"allocate-4-r{r}",)),
+            (f"explore-score-4-r{r}", 6, "spot", (f"explore-4-r{r}",)),
+        ]
+    if rounds:
+        layers.append(("select-4", 1, "head", tuple(f"explore-score-4-r{r}" for r in range(rounds))))
+    return build(*layers)
+
+
+def columns_of(graph: HighLevelGraph) -> dict[str, range]:
+    layers = _read(graph)
+    return _columns(layers, {name: set(graph.dependencies[name]) for name in layers})
+
+
+def test_time_flows_from_left_to_right_along_every_edge() -> None:
+    graph = iteration()
+
+    columns = columns_of(graph)
+
+    assert all(
+        columns[before].stop <= columns[name].start for name, above in graph.dependencies.items() for before in above
+    )
+
+
+def test_exploration_stands_beside_training_and_ends_with_it() -> None:
+    columns = columns_of(iteration(rounds=4))
+
+    rounds = [columns[f"explore-score-4-r{r}"] for r in range(4)]
+
+    assert all(columns["score-3"].stop <= score.start for score in rounds)
+    assert columns["train-3"].stop == rounds[-1].stop == columns["publish-3"].start
+
+
+def test_rounds_of_exploration_take_turns_on_the_spot_workers() -> None:
+    columns = columns_of(iteration(rounds=4))
+
+    starts = [columns[f"explore-4-r{r}"].start for r in range(4)]
+
+    assert starts == sorted(set(starts))
+
+
+def test_exploration_that_a_rollout_waits_for_stands_before_it() -> None:
+    graph = build(
+        ("allocate-0-r0", 1, "head", ()),
+        ("explore-0-r0", 4, "spot", ("allocate-0-r0",)),
+        ("select-0", 1, "head", ("explore-0-r0",)),
+        ("rollout-0", 4, "any", ("select-0",)),
+        ("train-0", 1, "reserved", ("rollout-0",)),
+    )
+
+    columns = columns_of(graph)
+
+    assert [columns[name].start for name in graph.layers] == [0, 1, 2, 3, 4]
+
+
+def test_scoring_stands_where_its_input_is() -> None:
+    graph = build(
+        ("explore-r0-2", 2, "spot", ()),
+        ("explore-score-r0-2", 2, "engine", ("explore-r0-2",)),
+        ("rollout-1", 2, "any", ()),
+        ("score-1", 2, "engine", ("rollout-1",)),
+    )
+
+    layers = _read(graph)
+
+    assert layers["explore-score-r0-2"].lanes == {"spot"}
+    assert layers["score-1"].lanes == {"reserved", "spot"}
+
+
+@pytest.mark.parametrize("name", ["explore-score-r1-4", "explore-score-4-r1", "explore-score-r1-4+"])
+def test_a_name_says_phase_round_and_iteration(name: str) -> None:
+    (layer,) = _read(build((name, 1, "spot", ()))).values()
+
+    assert (layer.phase, layer.round, layer.iteration) == ("explore-score", "1", "4")
+
+
+def test_ancestors_reach_through_layers() -> None:
+    above = _ancestors({"a": set(), "b": {"a"}, "c": {"b"}})
+
+    assert above == {"a": set(), "b": {"a"}, "c": {"a", "b"}}
+
+
+def test_a_layer_of_many_tasks_is_counted_and_not_drawn_task_by_task(tmp_path: Path) -> None:
+    few, many = tmp_path / "few.svg", tmp_path / "many.svg"
+
+    draw(iteration(samples=BOXES_MOST), few)
+    draw(iteration(samples=40 * BOXES_MOST), many)
+
+    boxes = [len(re.findall(phase_colour("rollout"), path.read_text())) for path in (few, many)]
+    assert boxes == [BOXES_MOST, BOXES_MOST]
+
+
+def test_the_same_graph_gives_the_same_bytes(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.svg", tmp_path / "second.svg"
+
+    draw(iteration(), first)
+    draw(iteration(), second)
+
+    assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.parametrize("rounds", [0, 3])
+def test_a_picture_grows_with_exploration(tmp_path: Path, rounds: int) -> None:
+    draw(iteration(rounds=rounds), tmp_path / "new" / "graph.png")
+
+    height, width = imread(tmp_path / "new" / "graph.png").shape[:2]
+
+    assert (width > 2 * height) == (rounds > 0)
+
+
+def test_another_suffix_is_refused_with_those_that_work(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match=r"\.svg or \.png, not as '\.pdf'"):
+        draw(iteration(), tmp_path / "graph.pdf")
+
+
+def test_an_empty_graph_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match="no layers"):
+        draw(HighLevelGraph({}, {}), tmp_path / "graph.svg")

@@ -1,0 +1,151 @@
+"""One engine without a cluster: what it redoes when stored work is damaged, and what it refuses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graphs import tasks
+from graphs.iteration import rollout_requests, unexplored
+from graphs.tasks import Setting
+from runs import settings_file
+from spotlight import config
+from spotlight.data import read_prompts
+from spotlight.engine import Engine
+from spotlight.latents import MissingLatents
+from spotlight.records import Dropped, Request, Rollout, SpotlightError, Stopped
+from spotlight.rundir import RunDir
+from spotlight.signals import signals
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(config.load(settings_file(tmp_path)), time.time())
+
+
+@pytest.fixture
+def setting(run: RunDir) -> Setting:
+    return tasks.prepare(str(run.path))
+
+
+@pytest.fixture
+def request_(run: RunDir, setting: Setting) -> Iterator[Request]:
+    settings = run.config()
+    prompts = read_prompts(settings.data.train_prompts)[:1]
+    yield rollout_requests(settings, setting, unexplored(settings, setting, 0, prompts), setting.start)[0]
+    signals.clear(run.path.name)
+
+
+def _damage(run: RunDir, pattern: str) -> int:
+    """Flip a byte in the middle of each file that matches; returns how many."""
+    files = [path for path in (run.path / "latents").glob(pattern) if path.is_file()]
+    for path in files:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        path.write_bytes(content)
+    return len(files)
+
+
+def test_a_request_with_a_corrupt_last_step_is_redone_from_the_step_before(run: RunDir, request_: Request) -> None:
+    engine = Engine(run.path)
+    engine.rollout(request_)
+    good = engine.store.clean(request_)
+
+    assert _damage(run, f"latents/*/steps/*/c.{request_.steps - 1}.*") == 1
+    with pytest.raises(MissingLatents):
+        engine.store.clean(request_)
+    again = engine.rollout(request_)
+
+    assert isinstance(again, Rollout)
+    assert (again.steps_resumed, again.steps_run) == (request_.steps - 1, 1)
+    np.testing.assert_array_equal(engine.store.clean(request_), good)
+
+
+def test_images_of_a_request_whose_latents_are_all_lost_are_drawn_again(run: RunDir, request_: Request) -> None:
+    engine = Engine(run.path)
+    engine.rollout(request_)
+    images = engine.images(request_)
+
+    assert _damage(run, "latents/*/steps/*/c.*") == request_.steps
+    again = Engine(run.path).images(request_)
+
+    np.testing.assert_array_equal(again, images)
+
+
+def test_a_rollout_that_is_done_is_not_done_again(run: RunDir, request_: Request) -> None:
+    Engine(run.path).rollout(request_)
+
+    again = Engine(run.path).rollout(request_)
+
+    assert isinstance(again, Rollout)
+    assert (again.steps_resumed, again.steps_run) == (request_.steps, 0)
+
+
+def test_restart_on_preemption_begins_at_the_first_step(tmp_path: Path) -> None:
+    settings = config.load(settings_file(tmp_path), ['strategy.on_preemption="restart"'])
+    run = RunDir.create(settings, time.time())
+    setting = tasks.prepare(str(run.path))
+    prompts = read_prompts(settings.data.train_prompts)[:1]
+    request = rollout_requests(settings, setting, unexplored(settings, setting, 0, prompts), setting.start)[0]
+    Engine(run.path).rollout(request)
+
+    again = Engine(run.path).rollout(request)
+
+    assert isinstance(again, Rollout)
+    assert (again.steps_resumed, again.steps_run) == (0, request.steps)
+
+
+def test_a_sample_does_not_depend_on_the_batch_it_was_drawn_in(run: RunDir, request_: Request) -> None:
+    engine = Engine(run.path)
+    alone = replace(request_, seeds=request_.seeds[1:])
+    engine.rollout(request_)
+    engine.rollout(alone)
+
+    together, single = engine.store.clean(request_), engine.store.clean(alone)
+
+    np.testing.assert_allclose(together[1:], single, atol=1e-5)
+
+
+def test_exploration_that_is_closed_is_dropped_and_rollouts_are_not(run: RunDir, request_: Request) -> None:
+    signals.close_exploration(run.path.name, 0)
+
+    explored = Engine(run.path).rollout(replace(request_, purpose="explore"))
+    rolled_out = Engine(run.path).rollout(request_)
+
+    assert isinstance(explored, Dropped)
+    assert "closed" in explored.reason
+    assert isinstance(rolled_out, Rollout)
+
+
+def test_a_stopped_run_starts_no_request(run: RunDir, request_: Request) -> None:
+    signals.stop(run.path.name)
+
+    with pytest.raises(Stopped):
+        Engine(run.path).rollout(request_)
+
+
+def test_truncated_weights_are_refused_with_the_file_named(run: RunDir, request_: Request) -> None:
+    path = run.path / "weights" / "v00000" / "weights.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+    with pytest.raises(SpotlightError, match=r"weights\.safetensors"):
+        Engine(run.path).rollout(request_)
+
+
+def test_a_missing_reward_is_replaced_by_a_fresh_seed_of_its_prompt(run: RunDir, request_: Request) -> None:
+    engine = Engine(run.path)
+    engine.rollout(request_)
+    scored = engine.score(request_)
+    failed = replace(scored, rewards=(None, *scored.rewards[1:]), errors=("out of order",))
+
+    _, fresh = tasks.refill(str(run.path), 0, [failed])
+
+    assert fresh.request.prompt == request_.prompt
+    assert len(fresh.rewards) == 1
+    assert fresh.rewards[0] is not None
+    assert not set(fresh.request.seeds) & set(request_.seeds)

@@ -1,0 +1,190 @@
+"""An exported version, loaded by plain diffusers, is the model that was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
+from torch import Tensor
+
+from pipelines import tiny_qwen_image
+from spotlight import config, models, weights
+from spotlight.export import LORA_FILE, export_lora
+from spotlight.records import SpotlightError
+from spotlight.rundir import RunDir
+
+RANK, ALPHA = 4, 12.0
+"""Neither equal nor one twice the other: a lost alpha, or a default one, shows."""
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen_image(tmp_path_factory.mktemp("pipeline"))
+
+
+def make_run(pipeline: Path, parent: Path, *, rank: int = RANK, dtype: str = "float32", versions: int = 2) -> Path:
+    """A run directory with published versions 0, 1, ..., each further from the start."""
+    settings = config.resolve(
+        {
+            "run": {"dir": str(parent)},
+            "model": {"name": "qwen-image", "path": str(pipeline), "dtype": dtype, "device": "cpu"},
+            "data": {"train_prompts": "prompts.txt", "validation_prompts": "prompts.txt"},
+            "train": {"lora_rank": rank, "lora_alpha": ALPHA},
+        },
+        parent,
+    )
+    run_dir = RunDir.create(settings, now_s=0.0).path
+    model = models.load(settings.model)
+    model.make_trainable(rank=rank, alpha=ALPHA, seed=settings.run.seed)
+    generator = torch.Generator().manual_seed(0)
+    for version in range(versions):
+        weights.stage(run_dir, version, model.trainable(), {}, {}, None)
+        weights.publish(run_dir, version)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return run_dir
+
+
+def transformer_of(run_dir: Path, version: int) -> QwenImageTransformer2DModel:
+    """The trained one, restored inside the project."""
+    settings = config.load(run_dir / config.RESOLVED)
+    model = models.load(settings.model)
+    model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
+    published = weights.published(run_dir, version)
+    assert published
+    model.load_trainable(weights.load(run_dir, published.weights, "trainable"))
+    return model.transformer
+
+
+@torch.no_grad()
+def outputs(transformer: QwenImageTransformer2DModel) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    hidden_BNC = torch.randn(1, 8, transformer.config["in_channels"], generator=generator)
+    texts_BTD = torch.randn(1, 8, transformer.config["joint_attention_dim"], generator=generator)
+    (v_BNC,) = transformer(
+        hidden_states=hidden_BNC.to(transformer.dtype),
+        encoder_hidden_states=texts_BTD.to(transformer.dtype),
+        encoder_hidden_states_mask=None,
+        timestep=torch.tensor([0.5], dtype=transformer.dtype),
+        img_shapes=[[(1, 2, 4)]],
+        return_dict=False,
+    )
+    return v_BNC.float()
+
+
+def test_an_exported_lora_gives_plain_diffusers_the_trained_outputs(pipeline: Path, tmp_path: Path) -> None:
+    run_dir = make_run(pipeline, tmp_path)
+    plain = QwenImagePipeline.from_pretrained(pipeline)
+    base = outputs(plain.transformer)
+
+    to = export_lora(run_dir, tmp_path / "lora")
+    plain.load_lora_weights(to)
+
+    trained = outputs(transformer_of(run_dir, version=1))
+    assert (trained - base).abs().max() > 0.1 * base.abs().max()
+    assert torch.equal(outputs(plain.transformer), trained)
+
+
+def test_a_lora_beside_a_bfloat16_base_is_exported_in_float32(pipeline: Path, tmp_path: Path) -> None:
+    run_dir = make_run(pipeline, tmp_path, dtype="bfloat16")
+    plain = QwenImageTransformer2DModel.from_pretrained(pipeline, subfolder="transformer", torch_dtype=torch.bfloat16)
+    base = outputs(plain)
+
+    to = export_lora(run_dir, tmp_path / "lora")
+    state, metadata = QwenImagePipeline.lora_state_dict(
+        str(to), weight_name=LORA_FILE, return_lora_metadata=True, local_files_only=True
+    )
+    QwenImagePipeline.load_lora_into_transformer(state, plain, metadata=metadata)
+
+    trained = outputs(transformer_of(run_dir, version=1))
+    assert {value.dtype for value in state.values()} == {torch.float32}
+    # What is left is diffusers' rounding of the adapters to the base's type; an adapter not loaded would leave all.
+    assert (outputs(plain) - trained).norm() < 0.05 * (base - trained).norm()
+
+
+def test_full_weights_are_exported_as_a_transformer(pipeline: Path, tmp_path: Path) -> None:
+    run_dir = make_run(pipeline, tmp_path, rank=0)
+    base = outputs(QwenImageTransformer2DModel.from_pretrained(pipeline, subfolder="transformer"))
+
+    to = export_lora(run_dir, tmp_path / "transformer")
+
+    trained = outputs(transformer_of(run_dir, version=1))
+    assert (trained - base).abs().max() > 0.1 * base.abs().max()
+    assert torch.equal(outputs(QwenImageTransformer2DModel.from_pretrained(to)), trained)
+
+
+def test_an_earlier_version_is_exported_when_asked_for(pipeline: Path, tmp_path: Path) -> None:
+    run_dir = make_run(pipeline, tmp_path, versions=3)
+    plain = QwenImagePipeline.from_pretrained(pipeline)
+
+    plain.load_lora_weights(export_lora(run_dir, tmp_path / "lora", version=1))
+
+    assert torch.equal(outputs(plain.transformer), outputs(transformer_of(run_dir, version=1)))
+    assert not torch.equal(outputs(plain.transformer), outputs(transformer_of(run_dir, version=2)))
+
+
+def test_the_file_holds_alpha_and_tensors_that_diffusers_names(pipeline: Path, tmp_path: Path) -> None:
+    to = export_lora(make_run(pipeline, tmp_path), tmp_path / "lora")
+
+    state, metadata = QwenImagePipeline.lora_state_dict(
+        str(to), weight_name=LORA_FILE, return_lora_metadata=True, local_files_only=True
+    )
+
+    assert metadata["transformer.lora_alpha"] == ALPHA
+    assert metadata["transformer.r"] == RANK
+    assert "transformer.transformer_blocks.0.attn.to_q.lora_A.weight" in state
+    assert [file.name for file in to.iterdir()] == [LORA_FILE]
+
+
+def test_an_export_that_lost_its_alpha_is_refused_and_leaves_nothing(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(pipeline, tmp_path)
+    save = QwenImageLoraLoaderMixin.save_lora_weights
+
+    def save_without_metadata(directory: Path, *, transformer_lora_layers: Any, **_: object) -> None:
+        save(directory, transformer_lora_layers=transformer_lora_layers)
+
+    monkeypatch.setattr(QwenImageLoraLoaderMixin, "save_lora_weights", save_without_metadata)
+
+    with pytest.raises(SpotlightError, match="does not give the outputs of the trained model"):
+        export_lora(run_dir, tmp_path / "lora")
+
+    assert [path.name for path in tmp_path.iterdir()] == [run_dir.name]
+
+
+def test_exporting_does_not_overwrite(pipeline: Path, tmp_path: Path) -> None:
+    run_dir = make_run(pipeline, tmp_path)
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "notes.txt").write_text("mine")
+
+    with pytest.raises(SpotlightError, match="exists already"):
+        export_lora(run_dir, taken)
+
+    assert (taken / "notes.txt").read_text() == "mine"
+
+
+def test_a_directory_that_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match=f"{tmp_path}: not a run directory"):
+        export_lora(tmp_path, tmp_path / "lora")
+
+
+def test_a_version_that_is_not_there_is_answered_with_those_that_are(pipeline: Path, tmp_path: Path) -> None:
+    run_dir = make_run(pipeline, tmp_path, versions=2)
+
+    with pytest.raises(SpotlightError, match="no weights version 7; it has 0, 1"):
+        export_lora(run_dir, tmp_path / "lora", version=7)
+
+
+def test_a_run_that_published_nothing_says_so(pipeline: Path, tmp_path: Path) -> None:
+    run_dir = make_run(pipeline, tmp_path, versions=0)
+
+    with pytest.raises(SpotlightError, match="no weights were published yet"):
+        export_lora(run_dir, tmp_path / "lora")

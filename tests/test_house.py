@@ -1,0 +1,171 @@
+"""The house rules of the design, checked on the syntax trees: who imports whom, and what every file has."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("spotlight", "graphs", "cluster")
+ROOF = ("spotlight/__init__.py", "spotlight/__main__.py", "spotlight/run.py")
+"""May import every room; the first only names what the last holds."""
+
+PURE = ("spotlight/costs.py", "spotlight/explore.py", "spotlight/policy.py")
+PURE_IMPORTS = ("numpy", "spotlight.config", "spotlight.records", *(path[:-3].replace("/", ".") for path in PURE))
+IMPURE_STDLIB = ("asyncio", "datetime", "logging", "os", "random", "socket", "subprocess", "threading", "time")
+"""Clocks, chance and the world: pure files take what they need as arguments."""
+
+DOORS = {
+    "bokeh": ("spotlight/report.py", "cluster/dashboard.py"),
+    "cv2": ("spotlight/rewards.py",),
+    "dask": ("graphs/", "cluster/", *ROOF),
+    "dask_jobqueue": ("cluster/pools.py",),
+    "diffusers": ("spotlight/models/", "spotlight/export.py"),
+    "distributed": ("graphs/", "cluster/", *ROOF),
+    "onnxruntime": ("spotlight/rewards.py",),
+    "peft": ("spotlight/models/", "spotlight/export.py"),
+    "rapidfuzz": ("spotlight/rewards.py",),
+    "rapidocr": ("spotlight/rewards.py",),
+    "transformers": ("spotlight/models/",),
+    "xfuser": ("spotlight/sequence.py",),
+    "zarr": ("spotlight/latents.py",),
+}
+"""{dependency: the files, or directories, that alone may import it}"""
+
+INTERNALS_DOOR = "cluster/plugins.py"
+"""Alone reaches below the names that the package `distributed` itself exports."""
+EXTENSION_POINTS = ("distributed.deploy.spec",)
+"""Documented for subclassing, though not exported by the package: any user of `distributed` may."""
+
+HOSTS = tuple(".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("npmjs", "org")))
+"""Package registries; put together here so that this file passes its own test."""
+
+
+def test_the_house_keeps_its_rules() -> None:
+    assert list(broken_rules(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "broken"),
+    [
+        ("graphs/a.py", "import cluster.pools", "graphs/a.py imports cluster.pools"),
+        ("cluster/a.py", "def f():\n    from graphs import loop", "cluster/a.py imports graphs.loop"),
+        ("spotlight/a.py", "from graphs.loop import run", "spotlight/a.py imports graphs.loop.run"),
+        ("spotlight/a.py", "from spotlight import run", "spotlight/a.py imports spotlight.run"),
+        ("spotlight/a.py", "import dask", "spotlight/a.py imports dask"),
+        ("spotlight/costs.py", "import time", "spotlight/costs.py imports time"),
+        ("spotlight/costs.py", "import torch", "spotlight/costs.py imports torch"),
+        ("cluster/pools.py", "from distributed.scheduler import Scheduler", "reaches into distributed.scheduler"),
+        ("spotlight/a.py", "from . import data", "relative import"),
+    ],
+)
+def test_a_broken_import_rule_is_reported(tmp_path: Path, path: str, source: str, broken: str) -> None:
+    file = tmp_path / path
+    file.parent.mkdir()
+
+    file.write_text(f'"""Docstring."""\n{source}\n')
+
+    (report,) = broken_rules(tmp_path)
+    assert broken in report
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("spotlight/run.py", "import dask\nfrom cluster import pools\nfrom graphs import loop"),
+        ("spotlight/costs.py", "import math\nimport numpy as np\nfrom spotlight.records import Request"),
+        ("cluster/plugins.py", "from distributed.scheduler import Scheduler"),
+        ("cluster/pools.py", "from distributed import Client, get_worker"),
+        ("spotlight/models/a.py", "import diffusers"),
+    ],
+)
+def test_what_the_rules_allow_is_not_reported(tmp_path: Path, path: str, source: str) -> None:
+    file = tmp_path / path
+    file.parent.mkdir(parents=True)
+
+    file.write_text(f'"""Docstring."""\n{source}\n')
+
+    assert list(broken_rules(tmp_path)) == []
+
+
+def test_every_file_begins_with_a_docstring() -> None:
+    files = python_files(ROOT, *ROOMS, "tests", "benchmarks", "examples")
+
+    bare = [str(file.relative_to(ROOT)) for file in files if not ast.get_docstring(parse(file))]
+
+    assert bare == []
+
+
+def test_no_file_names_a_package_registry() -> None:
+    suffixes = {".py", ".md", ".toml", ".txt", ".yml", ""}
+    folders = (*ROOMS, "tests", "benchmarks", "examples", ".ci")
+    files = [*ROOT.iterdir(), *(file for folder in folders for file in (ROOT / folder).rglob("*"))]
+
+    naming = [
+        file.relative_to(ROOT)
+        for file in files
+        if file.is_file() and file.suffix in suffixes and any(host in file.read_text("utf-8") for host in HOSTS)
+    ]
+
+    assert naming == []
+
+
+def broken_rules(root: Path) -> Iterator[str]:
+    """Every import that a rule forbids, as one sentence."""
+    for file in python_files(root, *ROOMS):
+        path = file.relative_to(root).as_posix()
+        for module, name in imports(parse(file)):
+            if why := forbidden(path, module, name):
+                yield f"{path} imports {name}: {why}"
+
+
+def forbidden(path: str, module: str, name: str) -> str | None:
+    """Why a file may not import a name from a module; None if it may."""
+    room, package = path.split("/")[0], name.split(".")[0]
+    if name.startswith("."):
+        return "a relative import; say which room it is from"
+    if path not in ROOF:
+        if package in ROOMS and package not in (room, "spotlight"):
+            return f"{room} does not know {package}"
+        if any(within(name, roof[:-3].replace("/", ".")) for roof in ROOF if not roof.endswith("__init__.py")):
+            return "nothing imports the roof"
+    if package in DOORS and not any(path.startswith(door) for door in DOORS[package]):
+        return f"the doors of {package} are {', '.join(DOORS[package])}"
+    if module.startswith("distributed.") and module not in EXTENSION_POINTS and path != INTERNALS_DOOR:
+        return f"reaches into {module}; only {INTERNALS_DOOR} may"
+    if path in PURE and not allowed_in_pure(name):
+        return "a pure file takes clocks, chance and the world as arguments"
+    return None
+
+
+def allowed_in_pure(name: str) -> bool:
+    package = name.split(".")[0]
+    if package in sys.stdlib_module_names:
+        return package not in IMPURE_STDLIB
+    return any(within(name, allowed) for allowed in PURE_IMPORTS)
+
+
+def within(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """All imports, also those inside functions: ``from a import b`` gives ``a`` and ``a.b``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from ((module, f"{module}.{alias.name}") for alias in node.names)
+
+
+def python_files(root: Path, *folders: str) -> list[Path]:
+    return sorted(file for folder in folders for file in (root / folder).rglob("*.py"))
+
+
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text("utf-8"), str(file))

@@ -1,0 +1,565 @@
+"""A commit that `resume` returns is whole and true, whatever was killed, damaged, doubled or full."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+from uuid import uuid4
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from factories import make_latents, make_request
+from spotlight.latents import LatentStore, MissingLatents, StaleEpoch
+from spotlight.records import Request, SpotlightError
+
+TOKENS, CHANNELS = 3, 2
+"""Of `make_latents`."""
+
+IMPORT_ROOTS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+
+def log_probs(request: Request, step: int) -> NDArray[np.float32]:
+    return np.float32(-step) - np.arange(len(request.seeds), dtype=np.float32)
+
+
+def commit_steps(store: LatentStore, request: Request, until: int) -> int:
+    """Take the request over and go on to a step; returns the epoch."""
+    found = store.resume(request)
+    for step in range(found.step + 1, until + 1):
+        store.commit(request, found.epoch, step, make_latents(request, step), log_probs(request, step))
+    return found.epoch
+
+
+def chunk_files(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("c.*") if path.is_file())
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture(params=["local", "fsspec", "obstore"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> LatentStore:
+    if request.param == "obstore":
+        pytest.importorskip("obstore", reason="obstore is not installed")
+    urls = {
+        "local": str(tmp_path / "store"),
+        "fsspec": f"memory://{uuid4().hex}",
+        "obstore": f"file://{tmp_path}/store",
+    }
+    return LatentStore(urls[request.param])
+
+
+# Every store
+
+
+def test_a_request_goes_on_where_it_stopped(store: LatentStore) -> None:
+    request = make_request()
+    commit_steps(store, request, until=2)
+
+    found = store.resume(request)
+
+    assert (found.epoch, found.step) == (2, 2)
+    np.testing.assert_array_equal(found.x_BNC, make_latents(request, 2))
+
+
+def test_a_fresh_request_starts_at_step_0(store: LatentStore) -> None:
+    found = store.resume(make_request())
+
+    assert (found.epoch, found.step, found.x_BNC) == (1, 0, None)
+
+
+def test_an_old_epoch_cannot_commit(store: LatentStore) -> None:
+    request = make_request()
+    old = commit_steps(store, request, until=1)
+    new = store.resume(request)
+
+    with pytest.raises(StaleEpoch, match="took it over from epoch 1"):
+        store.commit(request, old, 2, make_latents(request, 2))
+
+    assert store.resume(request).step == 1
+    store.commit(request, new.epoch + 1, 2, make_latents(request, 2))
+
+
+def test_a_window_holds_the_latents_around_its_steps_and_their_log_probs(store: LatentStore) -> None:
+    request = make_request(window=(0, 3), steps=4)
+    commit_steps(store, request, until=2)
+    commit_steps(store, request, until=4)
+    initial_BNC = make_latents(request, 0)
+
+    x_BKNC, log_prob_BS = store.window(request, initial_BNC)
+
+    np.testing.assert_array_equal(x_BKNC, np.stack([make_latents(request, step) for step in range(4)], axis=1))
+    np.testing.assert_array_equal(log_prob_BS, np.stack([log_probs(request, step) for step in (1, 2, 3)], axis=1))
+
+
+@pytest.mark.parametrize("keep", ["clean", "all", "none"])
+def test_finishing_twice_is_finishing_once(store: LatentStore, keep: Literal["clean", "all", "none"]) -> None:
+    done = [make_request(prompt_id=prompt_id, seeds=tuple(range(prompt_id))) for prompt_id in (1, 2, 3)]
+    for request in done:
+        commit_steps(store, request, until=request.steps)
+
+    for _ in range(2):
+        store.finish_iteration(0, keep)
+
+    for request in done:
+        if keep == "none":
+            with pytest.raises(MissingLatents):
+                store.clean(request)
+        else:
+            np.testing.assert_array_equal(store.clean(request), make_latents(request, request.steps))
+
+
+def test_a_record_comes_back_as_it_was_put(store: LatentStore) -> None:
+    value = {"rewards": [0.1, None], "errors": ['a "quote"', "é\n"], "nested": {"7": 1}}
+    store.put_record("scores/a", {"old": 1})
+
+    store.put_record("scores/a", value)
+
+    assert store.get_record("scores/a") == value
+    assert store.get_record("scores/b") is None
+
+
+def test_finishing_one_iteration_leaves_the_others_and_the_records(store: LatentStore) -> None:
+    other = make_request(iteration=1)
+    commit_steps(store, make_request(), until=4)
+    commit_steps(store, other, until=2)
+    store.put_record("scores/a", {"rewards": [1.0]})
+
+    store.finish_iteration(0, "none")
+
+    assert store.resume(other).step == 2
+    assert store.get_record("scores/a") == {"rewards": [1.0]}
+
+
+# What is stored
+
+
+def test_steps_and_compacted_latents_are_plain_zarr(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    commit_steps(store, request, until=4)
+
+    steps = zarr.open_group(tmp_path / "latents", mode="r")[f"00000/steps/{request.id}.e1"]
+    store.finish_iteration(0, "clean")
+    clean = zarr.open_group(tmp_path / "latents", mode="r")["00000/clean-1-3x2"]
+
+    assert isinstance(steps, zarr.Array)
+    assert isinstance(clean, zarr.Array)
+    assert steps.shape == (4, 2, TOKENS, CHANNELS)
+    assert clean.shards == clean.shape == (2, TOKENS, CHANNELS)
+    np.testing.assert_array_equal(clean[:], make_latents(request, 4))
+
+
+def test_the_step_hierarchy_lists_without_a_warning(tmp_path: Path) -> None:
+    store = LatentStore(str(tmp_path))
+    commit_steps(store, make_request(), until=4)
+
+    with warnings.catch_warnings(record=True) as caught:
+        members = dict(zarr.open_group(tmp_path / "latents", mode="r").members(max_depth=None))
+
+    assert caught == []
+    assert f"00000/steps/{make_request().id}.e1" in members
+
+
+def test_a_step_written_twice_is_the_same_bytes(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    epoch = commit_steps(store, request, until=1)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    store.commit(request, epoch, 1, make_latents(request, 1), log_probs(request, 1))
+
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_other_values_for_a_committed_step_are_refused(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    epoch = commit_steps(store, request, until=2)
+
+    with pytest.raises(StaleEpoch, match="with other values"):
+        store.commit(request, epoch, 2, make_latents(request, 2) + 1)
+
+    assert store.resume(request).step == 1
+
+
+def test_latents_of_any_float_type_are_kept_as_float32(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    x_BNC = make_latents(request, 1).astype(np.float16)
+    store.commit(request, store.resume(request).epoch, 1, x_BNC.transpose(0, 2, 1))
+
+    found = store.resume(request).x_BNC
+
+    assert found is not None
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, x_BNC.transpose(0, 2, 1).astype(np.float32))
+
+
+def test_steps_without_log_probs_read_as_nan(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request(window=(1, 3))
+    epoch = store.resume(request).epoch
+    for step in range(1, 5):
+        store.commit(request, epoch, step, make_latents(request, step), log_probs(request, step) if step == 3 else None)
+
+    _, log_prob_BS = store.window(request, make_latents(request, 0))
+
+    np.testing.assert_array_equal(log_prob_BS, np.array([[np.nan, -3], [np.nan, -4]], np.float32))
+
+
+def test_a_request_without_stochastic_steps_has_an_empty_window(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request(sampler="ode", window=(2, 2))
+    commit_steps(store, request, until=4)
+
+    x_BKNC, log_prob_BS = store.window(request, make_latents(request, 0))
+
+    np.testing.assert_array_equal(x_BKNC[:, 0], make_latents(request, 2))
+    assert log_prob_BS.shape == (2, 0)
+
+
+def test_a_url_that_nothing_can_open_says_what_to_install() -> None:
+    with pytest.raises(SpotlightError, match=r"latents\.url = 'nosuch://x' cannot be opened: .*install obstore"):
+        LatentStore("nosuch://x")
+
+
+# Damage
+
+
+def test_a_corrupt_chunk_costs_one_commit(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    commit_steps(store, request, until=3)
+
+    damage(chunk_files(tmp_path)[-1])
+
+    assert store.resume(request).step == 2
+
+
+@pytest.mark.parametrize("harm", [damage, Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-5])])
+def test_a_damaged_commit_record_costs_one_commit(tmp_path: Path, harm: Callable[[Path], object]) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    commit_steps(store, request, until=3)
+
+    harm(next(tmp_path.rglob("commit.1.3")))
+
+    assert store.resume(request).step == 2
+
+
+def test_with_every_chunk_corrupt_a_request_starts_again(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    commit_steps(store, request, until=4)
+
+    for path in chunk_files(tmp_path):
+        damage(path)
+
+    found = store.resume(request)
+    assert (found.step, found.x_BNC) == (0, None)
+    with pytest.raises(MissingLatents, match=request.id):
+        store.clean(request)
+    with pytest.raises(MissingLatents, match="step 1 of its window 1 to 3"):
+        store.window(request, make_latents(request, 0))
+
+
+def test_a_step_damaged_in_one_epoch_is_read_from_another(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    commit_steps(store, request, until=4)
+    epoch = store.resume(request).epoch
+    for step in range(1, 5):
+        store.commit(request, epoch, step, make_latents(request, step), log_probs(request, step))
+
+    for path in chunk_files(tmp_path / f"latents/00000/steps/{request.id}.e2"):
+        damage(path)
+
+    np.testing.assert_array_equal(store.clean(request), make_latents(request, 4))
+    assert store.window(request, make_latents(request, 0))[0].shape == (2, 3, TOKENS, CHANNELS)
+
+
+def test_work_for_another_request_of_the_same_name_is_not_resumed(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request(guidance=1.0)
+    commit_steps(store, request, until=3)
+
+    found = store.resume(make_request(guidance=2.0))
+
+    assert (found.epoch, found.step) == (2, 0)
+    assert store.resume(request).step == 3
+
+
+def test_damaged_compacted_latents_are_missing_not_wrong(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    commit_steps(store, request, until=4)
+    store.finish_iteration(0, "clean")
+
+    damage(*chunk_files(tmp_path))
+
+    with pytest.raises(MissingLatents, match="run it again"):
+        store.clean(request)
+
+
+def test_a_request_can_be_run_again_after_another_process_compacted_it(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    commit_steps(store, request, until=4)
+    LatentStore(str(tmp_path)).finish_iteration(0, "none")
+
+    epoch = commit_steps(store, request, until=4)
+
+    steps = zarr.open_group(tmp_path / "latents", mode="r")[f"00000/steps/{request.id}.e{epoch}"]
+    assert isinstance(steps, zarr.Array)
+    np.testing.assert_array_equal(steps[3], make_latents(request, 4))
+
+
+def test_a_request_run_again_after_compaction_joins_the_compacted_ones(tmp_path: Path) -> None:
+    store, early, late = LatentStore(str(tmp_path)), make_request(prompt_id=1), make_request(prompt_id=2)
+    commit_steps(store, early, until=4)
+    store.finish_iteration(0, "clean")
+    commit_steps(store, late, until=4)
+
+    store.finish_iteration(0, "clean")
+
+    for request in (early, late):
+        np.testing.assert_array_equal(store.clean(request), make_latents(request, 4))
+    assert [path.parent.name for path in chunk_files(tmp_path)] == ["clean-2-3x2"]
+
+
+def test_requests_of_two_sizes_are_compacted_side_by_side(tmp_path: Path) -> None:
+    store = LatentStore(str(tmp_path))
+    sizes = {make_request(prompt_id=1): 3, make_request(prompt_id=2): 5}
+    for request, tokens in sizes.items():
+        epoch = store.resume(request).epoch
+        store.commit(request, epoch, 4, make_latents(request, 4, tokens=tokens))
+
+    store.finish_iteration(0, "clean")
+
+    for request, tokens in sizes.items():
+        np.testing.assert_array_equal(store.clean(request), make_latents(request, 4, tokens=tokens))
+
+
+def test_compaction_writes_shard_by_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spotlight.latents._SHARD_BYTES", 3 * TOKENS * CHANNELS * 4)
+    store = LatentStore(str(tmp_path))
+    done = [make_request(prompt_id=count, seeds=tuple(range(count))) for count in (2, 5, 1)]
+    for request in done:
+        commit_steps(store, request, until=4)
+
+    store.finish_iteration(0, "clean")
+
+    # 2 + 5 + 1 samples in shards of 3.
+    assert len(chunk_files(tmp_path)) == 3
+    for request in done:
+        np.testing.assert_array_equal(store.clean(request), make_latents(request, 4))
+
+
+def test_finishing_collects_what_killed_writers_left(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    commit_steps(store, request, until=4)
+    orphans = [path.with_suffix(".0123.partial") for path in (*chunk_files(tmp_path), *tmp_path.rglob("claim.1"))]
+    for orphan in orphans:
+        orphan.touch()
+
+    store.finish_iteration(0, "all")
+
+    assert not any(orphan.exists() for orphan in orphans)
+    assert store.resume(request).step == 4
+
+
+def test_a_corrupt_record_reads_as_none(tmp_path: Path) -> None:
+    store = LatentStore(str(tmp_path))
+    store.put_record("selection-00001", {"kept": [1, 2]})
+
+    damage(tmp_path / "records" / "selection-00001")
+
+    assert store.get_record("selection-00001") is None
+
+
+# Kills and races
+
+COMMIT_FOR_EVER = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from factories import make_latents, make_request
+from spotlight.latents import LatentStore
+
+store, request = LatentStore(sys.argv[1]), make_request(steps=1000)
+found = store.resume(request)
+print("resumed at", found.step, flush=True)
+with store.writer(request, found.epoch) as writer:
+    for step in range(found.step + 1, request.steps + 1):
+        writer.commit(step, make_latents(request, step))
+        print("handed over", step, flush=True)
+"""
+
+
+def test_kill_9_at_any_moment_loses_at_most_the_commit_under_way(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request(steps=1000)
+    chance = np.random.default_rng(0)
+    done = 0
+
+    for kill in range(12):
+        with start(COMMIT_FOR_EVER, tmp_path) as process:
+            assert read_number(process) == done
+            handed_over = [read_number(process) for _ in range(kill % 4)]
+            time.sleep(chance.uniform(0.0, 0.005))
+            process.kill()
+
+        found = store.resume(request)
+        assert found.step >= max(done, *handed_over[:-1], 0)
+        if found.x_BNC is not None:
+            np.testing.assert_array_equal(found.x_BNC, make_latents(request, found.step))
+        done = found.step
+
+    # Of every 4 kills one saw 2 steps handed over and one saw 3, so 1 and 2 of them were committed.
+    assert done >= 12 // 4 * (1 + 2)
+
+
+COMPACT = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from spotlight.latents import LatentStore
+
+store = LatentStore(sys.argv[1])
+print("begin", 0, flush=True)
+store.finish_iteration(0, "clean")
+"""
+
+
+def test_kill_9_while_compacting_loses_nothing(tmp_path: Path) -> None:
+    store = LatentStore(str(tmp_path))
+    done = [make_request(prompt_id=prompt_id, steps=2) for prompt_id in range(40)]
+    for request in done:
+        commit_steps(store, request, until=2)
+
+    for delay_s in np.linspace(0.0, 0.1, 6):
+        with start(COMPACT, tmp_path) as process:
+            read_number(process)
+            time.sleep(delay_s)
+            process.kill()
+        for request in done:
+            np.testing.assert_array_equal(store.clean(request), make_latents(request, 2))
+
+    store.finish_iteration(0, "clean")
+    (array,) = (path for path in (tmp_path / "latents" / "00000").iterdir() if path.is_dir())
+    assert array.name.endswith("-3x2")
+    for request in done:
+        np.testing.assert_array_equal(store.clean(request), make_latents(request, 2))
+
+
+def start(script: str, root: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", script, str(root), *IMPORT_ROOTS]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def read_number(process: subprocess.Popen[str]) -> int:
+    """The number that ends the next line the process prints."""
+    assert process.stdout is not None
+    return int(process.stdout.readline().split()[-1])
+
+
+def test_two_claims_at_once_get_two_epochs(tmp_path: Path) -> None:
+    request = make_request()
+    stores = [LatentStore(str(tmp_path)) for _ in range(8)]
+
+    with ThreadPoolExecutor(len(stores)) as threads:
+        epochs = list(threads.map(lambda store: store.resume(request).epoch, stores))
+
+    assert sorted(epochs) == list(range(1, 1 + len(stores)))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(owners=st.lists(st.sampled_from(["take over", "commit as newest", "commit as stale"]), max_size=14))
+def test_in_any_order_only_the_newest_owner_advances(tmp_path: Path, owners: list[str]) -> None:
+    store, request = LatentStore(str(tmp_path / uuid4().hex)), make_request(steps=20)
+    found = store.resume(request)
+    epoch, step = found.epoch, found.step
+
+    for move in owners:
+        if move == "take over":
+            found = store.resume(request)
+            assert (found.epoch, found.step) == (epoch + 1, step)
+            epoch = found.epoch
+        elif move == "commit as newest":
+            step += 1
+            store.commit(request, epoch, step, make_latents(request, step))
+        elif epoch > 1:
+            with pytest.raises(StaleEpoch):
+                store.commit(request, epoch - 1, step + 1, make_latents(request, step + 1))
+
+    assert store.resume(request).step == step
+
+
+# The background writer
+
+
+def test_a_writer_has_committed_everything_when_it_closes(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    buffer_BNC = np.empty((2, TOKENS, CHANNELS), np.float32)
+
+    with store.writer(request, store.resume(request).epoch) as writer:
+        for step in range(1, 5):
+            buffer_BNC[:] = make_latents(request, step)
+            writer.commit(step, buffer_BNC)
+            buffer_BNC[:] = np.nan
+
+    np.testing.assert_array_equal(store.clean(request), make_latents(request, 4))
+    np.testing.assert_array_equal(store.window(request, buffer_BNC)[0][:, 0], make_latents(request, 1))
+
+
+def test_a_writer_that_lost_its_epoch_says_so_at_the_latest_when_it_closes(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path)), make_request()
+    epoch = store.resume(request).epoch
+    store.resume(request)
+
+    with pytest.raises(StaleEpoch), store.writer(request, epoch) as writer:
+        writer.commit(1, make_latents(request, 1))
+
+    assert store.resume(request).step == 0
+
+
+FILL_THE_DISK = """
+import errno, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+import numpy as np
+from factories import make_latents, make_request
+from spotlight.latents import LatentStore
+
+def latents(step):
+    return make_latents(request, step, tokens=512, channels=16)
+
+ballast = Path(sys.argv[1], "ballast")
+ballast.write_bytes(bytes(65536))
+store, request = LatentStore(sys.argv[1]), make_request(steps=100)
+try:
+    with store.writer(request, store.resume(request).epoch) as writer:
+        for step in range(1, request.steps + 1):
+            writer.commit(step, latents(step))
+except OSError as error:
+    assert (type(error), error.errno) == (OSError, errno.ENOSPC), repr(error)
+ballast.unlink()
+found = store.resume(request)
+assert found.step == step - 2, f"step {step - 1} failed, as handing over {step} told, but {found.step} are there"
+np.testing.assert_array_equal(found.x_BNC, latents(found.step))
+print("committed", found.step)
+"""
+
+
+def test_a_full_disk_is_an_oserror_and_loses_no_commit(tmp_path: Path) -> None:
+    mount = f"mount -t tmpfs -o size=1m none {tmp_path}"
+    private = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if not shutil.which("unshare") or subprocess.run([*private, mount], capture_output=True).returncode:
+        pytest.skip("this user may not mount a small file system in a namespace of its own")
+
+    command = [*private, f'{mount} && exec "$0" "$@"', sys.executable, "-c", FILL_THE_DISK, str(tmp_path)]
+    ran = subprocess.run([*command, *IMPORT_ROOTS], capture_output=True, text=True)
+
+    assert ran.returncode == 0, ran.stderr
+    # A chunk of 2 x 512 x 16 float32 has 64 KiB, and 1 MiB holds fewer than 16 of them beside the rest.
+    assert 1 <= int(ran.stdout.removeprefix("committed ")) < 16

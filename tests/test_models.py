@@ -1,0 +1,474 @@
+"""Real checkpoints, on a tiny one in the real layout: loading, texts, schedule, guidance, pixels and training."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from pipelines import PX_PER_TOKEN, TEXT_DIM, checkpoint_scheduler, tiny_qwen_image
+from spotlight.models.base import LORA_TARGETS, Conditioning
+from spotlight.models.qwen_image import NEGATIVE, TEXT_MULTIPLE, QwenImage
+from spotlight.records import SpotlightError
+
+HEIGHT_PX, WIDTH_PX = 16, 32
+SHORT, LONG = 'a "4"', 'a shop sign that reads "47 é"'
+TEXTS = (SHORT, LONG)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_qwen_image(tmp_path_factory.mktemp("pipeline"))
+
+
+@pytest.fixture(scope="module")
+def cache(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The encoded texts, written by one model for all the others."""
+    file = tmp_path_factory.mktemp("cache") / "prompts.safetensors"
+    QwenImage.load(str(directory), CPU, torch.float32).preload(TEXTS, file)
+    return file
+
+
+@pytest.fixture
+def model(directory: Path, cache: Path) -> QwenImage:
+    return loaded(directory, cache)
+
+
+def loaded(directory: Path, cache: Path, dtype: torch.dtype = torch.float32) -> QwenImage:
+    model = QwenImage.load(str(directory), CPU, dtype)
+    model.preload(TEXTS, cache)
+    return model
+
+
+def predicted(model: QwenImage, guidance: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    x_BNC = torch.randn(2, *model.latent_shape(HEIGHT_PX, WIDTH_PX), generator=generator)
+    sigma_B = torch.tensor([0.9, 0.3])
+    return model.velocity(
+        x_BNC, sigma_B, model.encode(TEXTS), height_px=HEIGHT_PX, width_px=WIDTH_PX, guidance=guidance
+    )
+
+
+def perturb(model: QwenImage) -> None:
+    """Stands for an update: every trained parameter moves."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+# Texts
+
+
+def test_texts_are_encoded_as_the_pipeline_encodes_each_of_them_alone(directory: Path, model: QwenImage) -> None:
+    pipeline = QwenImagePipeline.from_pretrained(directory)
+
+    ours = model.encode([LONG, SHORT, NEGATIVE])
+
+    for row, text in enumerate([LONG, SHORT, NEGATIVE]):
+        with torch.no_grad():
+            expected, _ = pipeline.encode_prompt(text)
+        torch.testing.assert_close(ours.embeds_BTD[row][ours.mask_BT[row]], expected[0], rtol=0, atol=0)
+        assert ours.mask_BT[row].sum() == expected.shape[1]
+
+
+def test_every_text_has_the_runs_width_and_the_padding_is_masked(model: QwenImage) -> None:
+    alone, together = model.encode([SHORT]), model.encode([LONG, SHORT])
+
+    longest = int(together.mask_BT[0].sum())
+    width = together.mask_BT.shape[1]
+
+    assert width % TEXT_MULTIPLE == 0
+    assert longest <= width < longest + TEXT_MULTIPLE
+    assert model.negative.mask_BT.shape[1] == width
+    assert torch.equal(alone.embeds_BTD[0], together.embeds_BTD[1])
+    assert not together.embeds_BTD[~together.mask_BT].any()
+
+
+def test_the_negative_prompt_follows_the_width_of_the_texts_preloaded_last(directory: Path, cache: Path) -> None:
+    model = loaded(directory, cache)
+    before = model.negative.mask_BT.shape[1]
+
+    model.preload([LONG * 3])
+
+    assert model.negative.mask_BT.shape[1] == model.encode([LONG * 3]).mask_BT.shape[1] > before
+
+
+def test_masked_padding_does_not_change_a_prediction(model: QwenImage) -> None:
+    text = model.encode([SHORT])
+    bare = Conditioning(embeds_BTD=text.embeds_BTD[text.mask_BT][None], mask_BT=text.mask_BT[text.mask_BT][None])
+    x_BNC = torch.randn(1, *model.latent_shape(HEIGHT_PX, WIDTH_PX), generator=torch.Generator().manual_seed(0))
+
+    padded_v, bare_v = (
+        model.velocity(x_BNC, torch.tensor([0.5]), one, height_px=HEIGHT_PX, width_px=WIDTH_PX, guidance=1.0)
+        for one in (text, bare)
+    )
+
+    assert text.mask_BT.shape[1] > bare.mask_BT.shape[1]
+    torch.testing.assert_close(padded_v, bare_v)
+
+
+def test_rows_take_conditioning_in_the_order_asked_for(model: QwenImage) -> None:
+    text = model.encode(TEXTS)
+
+    rows = text.rows([1, 0, 1])
+
+    assert torch.equal(rows.embeds_BTD, model.encode([LONG, SHORT, LONG]).embeds_BTD)
+    assert torch.equal(rows.mask_BT, model.encode([LONG, SHORT, LONG]).mask_BT)
+
+
+def test_the_text_encoder_is_gone_after_preload(directory: Path) -> None:
+    model = QwenImage.load(str(directory), CPU, torch.float32)
+
+    model.preload(TEXTS)
+
+    assert model.encode([SHORT]).embeds_BTD.shape[2] == TEXT_DIM
+    assert not [one for one in gc.get_objects() if type(one) is Qwen2_5_VLForConditionalGeneration]
+
+
+def test_a_second_process_needs_no_text_encoder(directory: Path, cache: Path, tmp_path: Path) -> None:
+    first = loaded(directory, cache)
+    bare = tmp_path / "pipeline"
+    shutil.copytree(directory, bare, ignore=shutil.ignore_patterns("text_encoder", "tokenizer"))
+
+    second = loaded(bare, cache)
+
+    assert torch.equal(first.encode(TEXTS).embeds_BTD, second.encode(TEXTS).embeds_BTD)
+    assert torch.equal(first.negative.embeds_BTD, second.negative.embeds_BTD)
+    with pytest.raises(SpotlightError, match="text_encoder"):
+        second.preload(["another"], cache)
+
+
+def test_a_text_missing_from_the_cache_is_added_to_it(directory: Path, cache: Path, tmp_path: Path) -> None:
+    own = tmp_path / "prompts.safetensors"
+    shutil.copy(cache, own)
+    model = QwenImage.load(str(directory), CPU, torch.float32)
+
+    model.preload(["another"], own)
+
+    assert own.stat().st_size > cache.stat().st_size
+    assert loaded(directory, own).encode(TEXTS).mask_BT.any()
+
+
+def test_a_text_that_was_not_preloaded_is_named(model: QwenImage) -> None:
+    with pytest.raises(SpotlightError, match="'a surprise'"):
+        model.encode([SHORT, "a surprise"])
+
+
+def test_a_damaged_cache_is_named(directory: Path, cache: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "prompts.safetensors"
+    damaged.write_bytes(cache.read_bytes()[:-1])
+
+    with pytest.raises(SpotlightError, match=str(damaged)):
+        loaded(directory, damaged)
+
+
+# Sizes and schedule
+
+
+@pytest.mark.parametrize(
+    ("size_px", "expected"),
+    [
+        (512, (1, 0.9290, 0.8515, 0.7666, 0.6733, 0.5701, 0.4555, 0.3274, 0.1833, 0.02, 0)),
+        (1280, (1, 0.9423, 0.8774, 0.8038, 0.7198, 0.6228, 0.5098, 0.3761, 0.2158, 0.02, 0)),
+    ],
+)
+def test_the_schedule_is_that_of_the_published_checkpoint(
+    model: QwenImage, size_px: int, expected: tuple[float, ...]
+) -> None:
+    # The published VAE scales by 8, so that its token spans 16 px; this one's spans 8.
+    same_tokens_px = size_px * PX_PER_TOKEN // 16
+
+    sigmas = model.sigmas(10, same_tokens_px, same_tokens_px)
+
+    assert sigmas == pytest.approx(expected, abs=5e-5)  # the fixture has four decimals
+    assert sigmas[0] == 1.0
+    assert sigmas[-1] == 0.0
+
+
+def test_the_schedule_is_the_schedulers_own_without_a_stretch(directory: Path, model: QwenImage) -> None:
+    model._pipeline.scheduler = checkpoint_scheduler(shift_terminal=None)
+    steps, tokens = 4, (HEIGHT_PX // PX_PER_TOKEN) * (WIDTH_PX // PX_PER_TOKEN)
+    mu = 0.5 + (0.9 - 0.5) * (tokens - 256) / (8192 - 256)
+    flat = np.linspace(1, 1 / steps, steps)
+
+    sigmas = model.sigmas(steps, HEIGHT_PX, WIDTH_PX)
+
+    assert sigmas == pytest.approx([*(np.exp(mu) / (np.exp(mu) + 1 / flat - 1)), 0])
+
+
+def test_a_schedule_that_does_not_descend_is_refused(model: QwenImage) -> None:
+    with pytest.raises(SpotlightError, match="at least 2 steps"):
+        model.sigmas(1, HEIGHT_PX, WIDTH_PX)
+
+
+def test_a_size_has_a_token_for_each_two_by_two_latent_pixels(model: QwenImage) -> None:
+    assert model.grid(HEIGHT_PX, WIDTH_PX) == (HEIGHT_PX // PX_PER_TOKEN, WIDTH_PX // PX_PER_TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("height_px", "width_px", "nearest"),
+    [
+        (12, 32, "8 x 32 or 16 x 32"),
+        (16, 33, "16 x 32 or 16 x 40"),
+        (9, 15, "8 x 8 or 8 x 16 or 16 x 8 or 16 x 16"),
+        (7, 32, "8 x 32"),
+    ],
+)
+def test_a_size_that_does_not_fit_is_refused_with_the_nearest_that_do(
+    model: QwenImage, height_px: int, width_px: int, nearest: str
+) -> None:
+    with pytest.raises(SpotlightError, match=f"multiples of {PX_PER_TOKEN} px.*the nearest sizes are {nearest}$"):
+        model.grid(height_px, width_px)
+
+
+# Predictions and pixels
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+def test_images_are_those_of_the_diffusers_pipeline(directory: Path, model: QwenImage, guidance: float) -> None:
+    steps = 4
+    pipeline = QwenImagePipeline.from_pretrained(directory)
+    pipeline.set_progress_bar_config(disable=True)
+    start_BNC = torch.randn(1, *model.latent_shape(HEIGHT_PX, WIDTH_PX), generator=torch.Generator().manual_seed(1))
+
+    options = {"height": HEIGHT_PX, "width": WIDTH_PX, "num_inference_steps": steps, "latents": start_BNC}
+    negative = {"negative_prompt": NEGATIVE} if guidance > 1 else {}
+    theirs_BNC = pipeline(LONG, true_cfg_scale=guidance, output_type="latent", **negative, **options).images
+    their_image = pipeline(LONG, true_cfg_scale=guidance, output_type="np", **negative, **options).images
+    x_BNC, sigmas = start_BNC, model.sigmas(steps, HEIGHT_PX, WIDTH_PX)
+    with torch.no_grad():
+        for sigma, sigma_next in zip(sigmas, sigmas[1:], strict=False):
+            v_BNC = model.velocity(
+                x_BNC,
+                torch.tensor([sigma]),
+                model.encode([LONG]),
+                height_px=HEIGHT_PX,
+                width_px=WIDTH_PX,
+                guidance=guidance,
+            )
+            x_BNC = x_BNC + v_BNC * (sigma_next - sigma)
+    image = model.decode(x_BNC, HEIGHT_PX, WIDTH_PX)
+
+    torch.testing.assert_close(x_BNC, theirs_BNC, rtol=0, atol=1e-4)
+    # Half a grey level is the rounding to bytes; the rest is the difference of the latents.
+    np.testing.assert_allclose(image / 255, their_image, rtol=0, atol=0.5 / 255 + 1e-4)
+    assert image.dtype == np.uint8
+    assert image.std() > 1
+
+
+def test_guidance_changes_the_prediction_but_no_tokens_norm(model: QwenImage) -> None:
+    with torch.no_grad():
+        plain, guided = predicted(model), predicted(model, guidance=4.0)
+
+    assert (plain - guided).abs().max() > 1e-3 * plain.abs().max()
+    torch.testing.assert_close(plain.norm(dim=-1), guided.norm(dim=-1))
+
+
+def test_an_image_does_not_depend_on_its_batch(model: QwenImage) -> None:
+    x_BNC = torch.randn(3, *model.latent_shape(HEIGHT_PX, WIDTH_PX), generator=torch.Generator().manual_seed(2))
+
+    together = model.decode(x_BNC, HEIGHT_PX, WIDTH_PX)
+    alone = model.decode(x_BNC[1:2], HEIGHT_PX, WIDTH_PX)
+
+    assert together.shape == (3, HEIGHT_PX, WIDTH_PX, 3)
+    assert np.array_equal(together[1:2], alone)
+
+
+def test_bfloat16_predicts_nearly_the_same(directory: Path, tmp_path: Path, model: QwenImage) -> None:
+    half = loaded(directory, tmp_path / "prompts.safetensors", torch.bfloat16)
+    half.make_trainable(rank=2, alpha=4, seed=0)
+
+    with torch.no_grad():
+        exact, rounded = predicted(model), predicted(half)
+    image = half.decode(exact, HEIGHT_PX, WIDTH_PX)
+
+    assert half.encode([SHORT]).embeds_BTD.dtype == torch.bfloat16
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.float32}
+    assert rounded.dtype == torch.float32
+    assert (exact - rounded).norm() < 0.1 * exact.norm()  # about 2 ** -8 for each of some tens of layers
+    assert image.shape == (2, HEIGHT_PX, WIDTH_PX, 3)
+
+
+# Training
+
+
+def test_a_lora_adapts_the_twelve_layers_of_every_block_and_starts_without_effect(model: QwenImage) -> None:
+    with torch.no_grad():
+        base = predicted(model)
+
+    model.make_trainable(rank=4, alpha=8, seed=0)
+
+    layers = {name.rsplit(".lora_", 1)[0] for name in model.trainable()}
+    blocks = len(model.transformer.transformer_blocks)
+    assert len(layers) == blocks * len(LORA_TARGETS)
+    with torch.no_grad():
+        torch.testing.assert_close(predicted(model), base, rtol=0, atol=0)
+        perturb(model)
+        assert (predicted(model) - base).abs().max() > 1e-3 * base.abs().max()
+
+
+def test_a_seed_fixes_the_lora_and_leaves_the_global_generator_alone(directory: Path) -> None:
+    state = torch.get_rng_state()
+    models = [QwenImage.load(str(directory), CPU, torch.float32) for _ in range(3)]
+
+    for model, seed in zip(models, (7, 7, 8), strict=True):
+        model.make_trainable(rank=2, alpha=0, seed=seed)
+
+    first, same, other = ([parameter.detach() for parameter in model.parameters()] for model in models)
+    assert all(map(torch.equal, first, same))
+    assert not all(map(torch.equal, first, other))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert models[0].transformer.peft_config["default"].lora_alpha == 2 * 2
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_loading_what_was_trained_gives_its_predictions_to_the_same_parameters(
+    directory: Path, cache: Path, rank: int
+) -> None:
+    trained, fresh = loaded(directory, cache), loaded(directory, cache)
+    for model in (trained, fresh):
+        model.make_trainable(rank=rank, alpha=8, seed=0)
+    perturb(trained)
+    parameters = fresh.parameters()
+
+    fresh.load_trainable({name: value.clone() for name, value in trained.trainable().items()})
+
+    with torch.no_grad():
+        assert torch.equal(predicted(fresh), predicted(trained))
+    assert all(old is new for old, new in zip(parameters, fresh.parameters(), strict=True))
+
+
+def test_weights_of_another_rank_are_not_loaded(directory: Path, cache: Path) -> None:
+    one, other = loaded(directory, cache), loaded(directory, cache)
+    one.make_trainable(rank=1, alpha=2, seed=0)
+    other.make_trainable(rank=2, alpha=2, seed=0)
+
+    with pytest.raises(AssertionError, match="another model or LoRA rank"):
+        one.load_trainable(other.trainable())
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_reference_is_the_start_of_training_and_nests(model: QwenImage, rank: int) -> None:
+    model.make_trainable(rank=rank, alpha=8, seed=0)
+    with torch.no_grad():
+        start = predicted(model)
+        perturb(model)
+        trained = predicted(model)
+
+        with model.reference():
+            outer = predicted(model)
+            with model.reference():
+                inner = predicted(model)
+            after_inner = predicted(model)
+        after = predicted(model)
+
+    assert not torch.equal(start, trained)
+    assert torch.equal(outer, start)
+    assert torch.equal(inner, start)
+    assert torch.equal(after_inner, start)
+    assert torch.equal(after, trained)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_an_error_inside_the_reference_restores_the_trained_weights(model: QwenImage, rank: int) -> None:
+    model.make_trainable(rank=rank, alpha=8, seed=0)
+    perturb(model)
+    with torch.no_grad():
+        trained = predicted(model)
+
+        with pytest.raises(KeyboardInterrupt), model.reference():
+            raise KeyboardInterrupt
+
+        assert torch.equal(predicted(model), trained)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_looking_at_the_reference_does_not_change_the_gradients_under_way(model: QwenImage, rank: int) -> None:
+    model.make_trainable(rank=rank, alpha=8, seed=0)
+    perturb(model)
+    parameters = model.parameters()
+
+    expected = torch.autograd.grad(predicted(model).square().mean(), parameters, allow_unused=True)
+    loss = predicted(model).square().mean()
+    with model.reference(), torch.no_grad():
+        predicted(model)
+    loss.backward()
+
+    assert any(gradient is not None and gradient.any() for gradient in expected)
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        if parameter.grad is None or gradient is None:  # the text branch of the last block reaches no output
+            assert parameter.grad is gradient
+        else:
+            assert torch.equal(parameter.grad, gradient)
+
+
+# Directories that are no pipeline
+
+
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match="absent: no such directory"):
+        QwenImage.load(str(tmp_path / "absent"), CPU, torch.float32)
+
+
+def test_a_directory_that_is_no_pipeline_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match="has no model_index.json"):
+        QwenImage.load(str(tmp_path), CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (json.dumps({"_class_name": "FluxPipeline"}), "'FluxPipeline'.*'QwenImagePipeline'"),
+        (json.dumps([]), "not a readable pipeline index"),
+        ("{", "not a readable pipeline index"),
+    ],
+)
+def test_another_kind_of_pipeline_is_refused(tmp_path: Path, index: str, message: str) -> None:
+    (tmp_path / "model_index.json").write_text(index)
+
+    with pytest.raises(SpotlightError, match=message):
+        QwenImage.load(str(tmp_path), CPU, torch.float32)
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
+def test_a_truncated_file_is_named(directory: Path, tmp_path: Path, part: str) -> None:
+    damaged = tmp_path / "pipeline"
+    shutil.copytree(directory, damaged)
+    (file,) = (damaged / part).glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+
+    with pytest.raises(SpotlightError, match=str(file)):
+        QwenImage.load(str(damaged), CPU, torch.float32).preload(TEXTS)
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae", "scheduler", "tokenizer"])
+def test_a_missing_part_is_named(directory: Path, tmp_path: Path, part: str) -> None:
+    incomplete = tmp_path / "pipeline"
+    shutil.copytree(directory, incomplete, ignore=shutil.ignore_patterns(part))
+
+    with pytest.raises(SpotlightError, match=str(incomplete / part)):
+        QwenImage.load(str(incomplete), CPU, torch.float32).preload(TEXTS)
+
+
+def test_weights_that_a_file_lacks_are_named_and_never_random(directory: Path, tmp_path: Path) -> None:
+    incomplete = tmp_path / "pipeline"
+    shutil.copytree(directory, incomplete)
+    file = incomplete / "transformer" / "diffusion_pytorch_model.safetensors"
+    state = load_file(file)
+
+    del state["proj_out.weight"]
+    save_file(state, file)
+
+    with pytest.raises(SpotlightError, match=r"proj_out\.weight"):
+        QwenImage.load(str(incomplete), CPU, torch.float32)

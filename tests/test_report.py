@@ -1,0 +1,289 @@
+"""The report of a synthetic run, of runs cut short, and of what is no run at all."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from spotlight import config
+from spotlight.records import SpotlightError
+from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, read_jsonl, write_report
+
+START_S = 1_700_000_000.0
+ITERATION_S, TRAIN_S = 4.0, 1.5
+SPOTS = 2
+
+
+def write_run(
+    run_dir: Path,
+    *,
+    iterations: int = 8,
+    spots: int = SPOTS,
+    prompts: int = 5,
+    until: str = "end",
+    name: str = "ocr-tiny",
+) -> Path:
+    """A run directory as a run of so many iterations would leave it: one loss, stale exploration.
+
+    Args:
+        until: the file that the run got to before it was stopped; "config.toml", "history.jsonl" or "end".
+    """
+    (run_dir / "images").mkdir(parents=True)
+    settings = config.resolve(
+        {
+            "run": {"name": name, "iterations": iterations},
+            "data": {"train_prompts": "a.txt", "validation_prompts": "b.txt"},
+            "pools": {"reserved": {"workers": 1, "usd_per_h": 10.47}, "spot": {"workers": spots, "usd_per_h": 2.66}},
+        },
+        run_dir,
+    )
+    (run_dir / config.RESOLVED).write_text(config.dump(settings))
+    if until == "config.toml":
+        return run_dir
+    write_jsonl(run_dir / "history.jsonl", (_history_line(k, iterations) for k in range(iterations)))
+    if until == "history.jsonl":
+        return run_dir
+    random = np.random.default_rng(0)
+    workers = ["reserved-0", *(f"spot-{n}" for n in range(spots))]
+    lost_k, stop_s = iterations // 2, START_S + 1 + iterations * ITERATION_S
+    lost_s = START_S + 1 + lost_k * ITERATION_S + 0.4
+    spans = [_span(workers[-1], "rollout", lost_k, f"{lost_k}-lost", lost_s - 0.4, lost_s, "lost")]
+    for k in range(iterations):
+        alive = workers if k < lost_k else workers[:-1] if k < lost_k + 2 else [*workers[:-1], f"spot-{spots}"]
+        spans += _span_lines(k, alive, random)
+    write_jsonl(run_dir / "spans.jsonl", spans)
+    joined = [_life(worker, START_S + n / 4, None, "end") for n, worker in enumerate(workers)]
+    joined[-1] |= {"left_s": lost_s, "reason": "lost"}
+    write_jsonl(run_dir / "workers.jsonl", [*joined, _life(f"spot-{spots}", lost_s + 7, stop_s, "end")])
+    validation = [
+        _validation_line(run_dir, version, prompts, 0.5 + 0.3 * version / iterations, random)
+        for version in (0, iterations // 2, iterations)
+    ]
+    write_jsonl(run_dir / "validation.jsonl", validation)
+    summary = {"score_before": 0.52, "score_after": 0.81, "iterations": iterations, "wall_s": stop_s - START_S}
+    summary |= {"usd": 0.62, "usd_reserved_only": 1.19, "preemptions": 1, "first_image_s": 7.25}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    return run_dir
+
+
+def write_jsonl(path: Path, values: Iterable[object]) -> None:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+
+
+def _history_line(k: int, iterations: int) -> dict[str, Any]:
+    learned = 1 - np.exp(-2 * k / iterations)
+    metrics = {
+        "reward_mean": 0.5 + 0.3 * learned + 0.02 * np.sin(9.0 * k),
+        "reward_std": 0.22 - 0.08 * learned,
+        "explored_reward_mean": 0.44 + 0.3 * learned + 0.02 * np.cos(7.0 * k) if k else None,
+        "zero_std_ratio": 0.05 + 0.2 * learned,
+        "rank_correlation": 0.8 - 0.1 * learned + 0.03 * np.sin(5.0 * k),
+        "seeds_scored": 250 - k,
+        "loss": 0.9 - 0.1 * learned,
+    }
+    started_s = START_S + 1 + k * ITERATION_S
+    measured = {"wall_s": ITERATION_S, "train_s": TRAIN_S, "usd": 0.0175, "spot_utilisation": 0.93, "preemptions": 0}
+    measured |= {"started_s": started_s, "stopped_s": started_s + ITERATION_S}
+    return {"iteration": k, "weights_version": k + 1, "weights_sha256": "ab", "metrics": metrics, "measured": measured}
+
+
+def _span_lines(k: int, workers: list[str], random: np.random.Generator) -> Iterable[dict[str, Any]]:
+    """One iteration: everyone rolls out, the reserved worker trains while the spot workers explore."""
+    start_s = START_S + 1 + k * ITERATION_S
+    rolled_s = start_s + 2.0
+    trained_s = rolled_s + 0.2 + TRAIN_S
+    for worker in workers:
+        at_s = start_s
+        for n in range(2):
+            for phase, lasts_s in (("rollout", 0.7), ("score", 0.25)):
+                stop_s = at_s + lasts_s * random.uniform(0.9, 1.05)
+                yield _span(worker, phase, k, f"{k}-{n}", at_s, stop_s)
+                at_s = stop_s
+        if worker == "reserved-0":
+            yield _span(worker, "train", k, f"train-{k}", rolled_s + 0.2, trained_s)
+            yield _span(worker, "publish", k, f"publish-{k}", trained_s, trained_s + 0.1)
+            continue
+        while at_s < trained_s:
+            for phase, lasts_s in (("explore", 0.32), ("explore-score", 0.12)):
+                stop_s = min(at_s + lasts_s * random.uniform(0.9, 1.1), trained_s)
+                yield _span(
+                    worker, f"{phase}-r0", k + 1, f"x{k}", at_s, stop_s, "dropped" if stop_s == trained_s else "done"
+                )
+                at_s = stop_s
+
+
+def _span(
+    worker: str, phase: str, k: int, key: str, start_s: float, stop_s: float, outcome: str = "done"
+) -> dict[str, Any]:
+    pool = worker.split("-")[0]
+    what = {"worker": worker, "pool": pool, "phase": phase, "iteration": k, "key": key}
+    return what | {"start_s": start_s, "stop_s": stop_s, "outcome": outcome}
+
+
+def _life(worker: str, joined_s: float, left_s: float | None, reason: str) -> dict[str, Any]:
+    return {"worker": worker, "pool": worker.split("-")[0], "joined_s": joined_s, "left_s": left_s, "reason": reason}
+
+
+def _validation_line(
+    run_dir: Path, version: int, prompts: int, score: float, random: np.random.Generator
+) -> dict[str, Any]:
+    images = f"images/validation-{version:05d}.npz"
+    texts = np.array([f'A sign that reads "{10 + n}"' for n in range(prompts)])
+    pixels = random.integers(0, 256, (prompts, 16, 32, 1), dtype=np.uint8).repeat(3, axis=-1)
+    np.savez(run_dir / images, images=pixels, texts=texts)
+    rewards = (random.uniform(-0.2, 0.2, prompts) + score).round(2).tolist()
+    at_s = START_S + 1 + version * ITERATION_S
+    return {"version": version, "score": float(np.mean(rewards)), "at_s": at_s, "images": images, "rewards": rewards}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that ended well, with its report; tests only read it."""
+    run_dir = write_run(tmp_path_factory.mktemp("finished") / "run")
+    write_report(run_dir)
+    return run_dir
+
+
+def page_of(run_dir: Path) -> str:
+    return write_report(run_dir).read_text(encoding="utf-8")
+
+
+def test_a_report_is_one_file_that_needs_no_network(finished: Path) -> None:
+    page = (finished / "report.html").read_text(encoding="utf-8")
+
+    fetched = re.findall(r"<(?:script|link|img|iframe)[^>]*\b(?:src|href)=[\"']([^\"']+)", page)
+
+    assert fetched
+    assert all(address.startswith("data:image/png;base64,") for address in fetched)
+
+
+def test_the_headline_repeats_the_summary(finished: Path) -> None:
+    page = (finished / "report.html").read_text(encoding="utf-8")
+
+    assert "0.52 → 0.81" in page
+    assert "$0.62" in page
+    assert "$1.19" in page
+    assert "Not in this run directory" not in page
+
+
+def test_every_worker_and_phase_is_on_the_page_in_its_colour(finished: Path) -> None:
+    page = (finished / "report.html").read_text(encoding="utf-8")
+
+    assert all(f'"spot-{n}"' in page for n in range(SPOTS + 1))
+    assert all(
+        PHASE_COLOURS[phase] in page for phase in ("rollout", "score", "train", "publish", "explore", "explore-score")
+    )
+
+
+def test_the_page_embeds_the_grid_that_it_writes(finished: Path) -> None:
+    page = (finished / "report.html").read_text(encoding="utf-8")
+
+    (embedded,) = re.findall(r'<img [^>]*src="data:image/png;base64,([^"]+)"', page)
+
+    assert base64.b64decode(embedded) == (finished / "images/before-after.png").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["reward", "timeline", "before-after"])
+def test_a_picture_shows_more_than_a_blank_sheet(finished: Path, name: str) -> None:
+    pixels = imread(finished / f"images/{name}.png")[..., :3]
+
+    assert np.unique(pixels.reshape(-1, 3), axis=0).shape[0] > len(PHASE_COLOURS)
+
+
+@pytest.mark.parametrize(
+    ("until", "missing"),
+    [
+        ("config.toml", ["history.jsonl", "validation.jsonl", "spans.jsonl", "workers.jsonl", "summary.json"]),
+        ("history.jsonl", ["validation.jsonl", "spans.jsonl", "workers.jsonl", "summary.json"]),
+    ],
+)
+def test_a_run_that_stopped_early_says_what_is_missing(tmp_path: Path, until: str, missing: list[str]) -> None:
+    page = page_of(write_run(tmp_path / "run", until=until))
+
+    assert re.findall(r"<li>([a-z]+\.[a-z]+):", page) == missing
+
+
+def test_without_a_summary_the_records_are_added_up(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", iterations=8, spots=1)
+    (run_dir / "summary.json").unlink()
+    # One reserved worker lives for 1 + 8 x 4 = 33 s, the spot workers from 0.25 s to the loss at
+    # 1 + 4 x 4 + 0.4 = 17.4 s and from 24.4 s to 33 s.
+    usd = (33 * 10.47 + (17.4 - 0.25 + 33 - 24.4) * 2.66) / 3600
+
+    assert f"${usd:.2f}" in page_of(run_dir)
+
+
+def test_unreadable_images_cost_only_the_grid(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    for path in (run_dir / "images").glob("*.npz"):
+        path.write_bytes(b"not an archive")
+
+    page = page_of(run_dir)
+
+    assert "What every worker did" in page
+    assert "Before and after" not in page
+
+
+def test_names_from_outside_cannot_become_markup(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "run", name="<script>alert(1)</script>"))
+
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
+
+
+def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match=r"not a run directory.*config\.toml"):
+        write_report(tmp_path)
+
+
+def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_bytes('{"iteration": 0}\n{"iteration": 1, "é'.encode()[:-1])
+
+    assert read_jsonl(path) == [{"iteration": 0}]
+
+
+def test_damage_before_the_last_line_is_an_error_that_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text('{"iteration": 0}\n{"iterat\n{"iteration": 2}\n')
+
+    with pytest.raises(SpotlightError, match=r"history\.jsonl:2: not JSON"):
+        read_jsonl(path)
+
+
+def test_a_record_without_a_field_is_an_error_that_names_both(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run")
+    write_jsonl(run_dir / "spans.jsonl", [{"worker": "spot-0"}])
+
+    with pytest.raises(SpotlightError, match=r"spans\.jsonl: a line has no field 'pool'"):
+        write_report(run_dir)
+
+
+def test_history_is_flat_and_indexed_by_iteration(tmp_path: Path) -> None:
+    frame = history_frame(write_run(tmp_path / "run", iterations=3))
+
+    assert list(frame.index) == [0, 1, 2]
+    assert list(frame["weights_version"]) == [1, 2, 3]
+    assert {"reward_mean", "rank_correlation", "wall_s", "usd"} <= set(frame)
+
+
+def test_an_iteration_that_was_run_again_counts_once(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", until="config.toml")
+    lines = [{"iteration": k, "metrics": {"loss": loss}} for k, loss in ((0, 1.0), (1, 2.0), (1, 3.0))]
+    write_jsonl(run_dir / "history.jsonl", lines)
+
+    assert list(history_frame(run_dir)["loss"]) == [1.0, 3.0]
+
+
+def test_a_phase_that_repeats_another_has_its_colour() -> None:
+    assert phase_colour("refill") == PHASE_COLOURS["rollout"]
+    assert base_phase("explore-score-r12") == "explore-score"
+    assert phase_colour("anything else") not in PHASE_COLOURS.values()

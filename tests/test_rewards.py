@@ -1,0 +1,258 @@
+"""Claims about the OCR reward, and about scorers that fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from spotlight.data import read_prompts
+from spotlight.records import SpotlightError
+from spotlight.rewards import load, ocr_score, quoted_target, score
+
+FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans-Bold.ttf"
+
+
+def draw(text: str, *, height_px: int = 16, width_px: int = 32) -> NDArray[np.uint8]:
+    """Black text in the middle of a white image, as the embedded model was taught to draw it."""
+    image = Image.new("RGB", (width_px, height_px), "white")
+    font = ImageFont.truetype(str(FONT), round(0.8 * height_px))
+    ImageDraw.Draw(image).text((width_px / 2, height_px / 2), text, fill="black", font=font, anchor="mm")
+    return np.asarray(image)
+
+
+def distance(a: str, b: str) -> int:
+    """Levenshtein's, by the recursion that defines it."""
+    if not a or not b:
+        return len(a) + len(b)
+    if a[0] == b[0]:
+        return distance(a[1:], b[1:])
+    return 1 + min(distance(a[1:], b), distance(a, b[1:]), distance(a[1:], b[1:]))
+
+
+def test_the_target_is_what_the_first_pair_of_double_quotes_holds() -> None:
+    prompt = """It's a "first sign" beside a "second" one"""
+
+    target = quoted_target(prompt)
+
+    assert target == "first sign"
+
+
+@pytest.mark.parametrize("prompt", ["no quotes", 'one " only', 'an empty "" pair', 'only space "  "', "a “curly” pair"])
+def test_a_prompt_without_a_target_is_named(prompt: str) -> None:
+    with pytest.raises(SpotlightError, match="double quotes") as raised:
+        quoted_target(prompt)
+
+    assert prompt in str(raised.value)
+
+
+def test_targets_of_published_prompts_are_as_long_as_their_source_says(shared_data: Path) -> None:
+    prompts = read_prompts(shared_data / "ocr_prompts_test.txt")
+
+    lengths = [len(quoted_target(prompt.text)) for prompt in prompts]
+
+    assert max(lengths) == 29
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "expected"),
+    [
+        ("47", "47", 1.0),
+        ("", "47", 0.0),
+        ("4", "47", 1 / 2),  # one letter missing of two
+        ("74", "47", 0.0),  # two substitutions of two
+        ("open late", "Open Late", 1.0),  # case does not count
+        ("OpenLate", "Open Late", 1.0),  # nor does space
+        ("xx47yy", "47", 1.0),  # the target occurs in the text, so d = 0
+        ("abcdefgh", "47", 0.0),  # d = 8 is capped at the target's 2 letters
+        ("kitten", "sitting", 1 - 3 / 7),  # k->s, e->i, +g
+    ],
+)
+def test_the_score_of_hand_computed_cases(text: str, target: str, expected: float) -> None:
+    assert ocr_score(text, target) == pytest.approx(expected)
+
+
+@given(text=st.text("abAB 1", max_size=6), target=st.text("abAB1", min_size=1, max_size=6))
+def test_the_score_follows_the_fields_formula(text: str, target: str) -> None:
+    plain_text, plain_target = text.replace(" ", "").lower(), target.lower()
+    edits = 0 if plain_target in plain_text else min(distance(plain_text, plain_target), len(plain_target))
+
+    result = ocr_score(text, target)
+
+    assert result == pytest.approx(1 - edits / len(plain_target))
+
+
+def test_an_empty_target_is_an_error_and_no_score() -> None:
+    with pytest.raises(SpotlightError, match="empty"):
+        ocr_score("anything", " ")
+
+
+def test_rendered_numbers_are_read() -> None:
+    targets = [f"{number:02d}" for number in range(0, 100, 5)]
+    images = np.stack([draw(target) for target in targets])
+
+    scores = load("ocr")(images, [f'a "{target}"' for target in targets])
+
+    assert np.mean(scores) >= 0.9  # all 100 numbers in six fonts: 0.98
+
+
+def test_the_reward_is_that_of_the_prompt() -> None:
+    images = np.stack([draw("47")] * 3)
+
+    scores = load("ocr")(images, ['a "47"', 'a "41"', 'a "12"'])
+
+    assert scores == [1.0, 0.5, 0.0]
+
+
+def test_longer_text_is_read_in_the_same_batch_as_short_text() -> None:
+    targets = ["7", "47", "SPOTLIGHT"]
+    images = np.stack([draw(target, height_px=32, width_px=256) for target in targets])
+
+    scores = load("ocr")(images, [f'a "{target}"' for target in targets])
+
+    assert scores == [1.0, 1.0, 1.0]
+
+
+def test_a_reward_does_not_depend_on_what_else_is_in_the_batch() -> None:
+    generator = np.random.default_rng(0)
+    targets = [f"{number:02d}" for number in generator.integers(100, size=20)] + ["1", "123", "12345"]
+    drawn = np.stack([draw(target) for target in targets]).astype(np.int16)
+    images = np.clip(drawn + generator.normal(0, 60, drawn.shape), 0, 255).astype(np.uint8)
+    prompts = [f'a "{target}"' for target in targets]
+    scorer = load("ocr")
+
+    together = scorer(images, prompts)
+
+    assert together == [scorer(images[row : row + 1], prompts[row : row + 1])[0] for row in range(len(prompts))]
+    assert 0.0 < np.mean(together) < 1.0  # the noise makes some unreadable: the comparison is not of constants
+
+
+def test_an_unreadable_image_scores_zero() -> None:
+    blank = np.full((1, 16, 32, 3), 255, dtype=np.uint8)
+
+    scores = load("ocr")(blank, ['a "47"'])
+
+    assert scores == [0.0]
+
+
+def test_a_scorer_is_loaded_once_per_process() -> None:
+    assert load("ocr") is load("ocr")
+
+
+def test_an_unknown_scorer_is_an_error_that_names_the_known() -> None:
+    with pytest.raises(SpotlightError, match="'orc' is not known; there is 'ocr'"):
+        load("orc")
+
+
+def test_importing_rewards_loads_no_ocr_engine() -> None:
+    code = "import spotlight.rewards, sys; print(*sys.modules)"
+
+    root = Path(__file__).parents[1]
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True).stdout
+
+    assert not {"onnxruntime", "rapidocr", "cv2", "PIL", "torch", "dask"} & set(loaded.split())
+
+
+IMAGES = np.arange(4, dtype=np.uint8).reshape(4, 1, 1, 1)
+"""Four images, told apart by their only pixel."""
+PROMPTS = ['"a"', '"b"', '"c"', '"d"']
+
+
+class Failing:
+    """A scorer that gives each image its pixel / 10, and fails as ``trouble`` says.
+
+    Args:
+        trouble: given the call's number and pixels, returns the reward that goes wrong, or raises.
+    """
+
+    def __init__(self, trouble: Callable[[int, list[int]], float | None]) -> None:
+        self.trouble = trouble
+        self.calls: list[list[int]] = []
+
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        pixels = [int(pixel) for pixel in images_BHWC.reshape(-1)]
+        self.calls.append(pixels)
+        wrong = self.trouble(len(self.calls), pixels)
+        return [pixel / 10 if wrong is None else wrong for pixel in pixels]
+
+
+def raise_always(call: int, pixels: list[int]) -> None:
+    raise RuntimeError("out of order")
+
+
+def raise_once(call: int, pixels: list[int]) -> None:
+    if call == 1:
+        raise ConnectionError("busy")
+
+
+def raise_on_image_2(call: int, pixels: list[int]) -> None:
+    if 2 in pixels:
+        raise RuntimeError("bad image")
+
+
+def test_a_failure_that_passes_costs_nothing() -> None:
+    scorer = Failing(raise_once)
+
+    values, errors = score(scorer, IMAGES, PROMPTS, attempts=3)
+
+    assert (values, errors) == ([0.0, 0.1, 0.2, 0.3], [])
+    assert scorer.calls == [[0, 1, 2, 3]] * 2
+
+
+def test_a_bad_image_costs_only_itself() -> None:
+    scorer = Failing(raise_on_image_2)
+
+    values, errors = score(scorer, IMAGES, PROMPTS, attempts=2)
+
+    assert values == [0.0, 0.1, None, 0.3]
+    assert errors == ["""'"c"': RuntimeError: bad image"""]
+    assert scorer.calls == [[0, 1, 2, 3]] * 2 + [[0], [1], [2], [2], [3]]
+
+
+def test_a_scorer_that_always_raises_gives_no_reward_at_all() -> None:
+    values, errors = score(Failing(raise_always), IMAGES, PROMPTS, attempts=2)
+
+    assert values == [None] * 4
+    assert [error.partition(":")[0] for error in errors] == [repr(prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), -0.1, 1.1, float("inf")])
+def test_a_reward_outside_its_range_is_missing(wrong: float) -> None:
+    values, errors = score(Failing(lambda call, pixels: wrong), IMAGES[:1], PROMPTS[:1], attempts=2)
+
+    assert values == [None]
+    assert str(wrong) in errors[0]
+
+
+def test_too_few_rewards_are_missing_rewards() -> None:
+    def scorer(images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        return []
+
+    values, errors = score(scorer, IMAGES[:1], PROMPTS[:1], attempts=1)
+
+    assert values == [None]
+    assert "0 rewards for 1 images" in errors[0]
+
+
+def test_what_a_person_must_put_right_is_not_tried_again() -> None:
+    def raise_for_a_person(call: int, pixels: list[int]) -> None:
+        raise SpotlightError("install the model")
+
+    scorer = Failing(raise_for_a_person)
+
+    with pytest.raises(SpotlightError, match="install the model"):
+        score(scorer, IMAGES, PROMPTS, attempts=3)
+    assert len(scorer.calls) == 1
+
+
+def test_nothing_to_score_needs_no_scorer() -> None:
+    assert score(Failing(raise_always), IMAGES[:0], [], attempts=1) == ([], [])

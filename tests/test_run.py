@@ -1,0 +1,145 @@
+"""The whole system with real processes and real kills: whatever happens, the outcome is the same bit for bit."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphs.loop import Loop, synchronous
+from kills import KillWorkers, client_of
+from runs import ROOT, outcome, settings_file, spotlight, start, wait_for
+from spotlight import config
+from spotlight.records import Stopped
+from spotlight.run import Run
+from spotlight.rundir import HISTORY, SPANS, RunDir
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that nothing happened to."""
+    run = Run(settings_file(tmp_path_factory.mktemp("undisturbed"))).start()
+    run.wait()
+    return run.directory.path
+
+
+class NoWatch:
+    """Follows nothing."""
+
+    def begin(self, phase: str, iteration: int) -> None: ...
+
+    def validated(self, version: int, score: float) -> None: ...
+
+    def finished(self, row: Mapping[str, Any]) -> None: ...
+
+    def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
+        return {}
+
+
+def test_a_run_leaves_what_a_person_looks_for(undisturbed: Path) -> None:
+    summary = json.loads((undisturbed / "summary.json").read_text())
+
+    assert {path.name for path in undisturbed.iterdir()} >= {"config.toml", "report.html", "history.jsonl", "weights"}
+    assert (undisturbed / "images" / "before-after.png").is_file()
+    assert summary["iterations"] == 3
+    assert summary["usd"] > 0
+    assert 0 < summary["first_image_s"] < summary["wall_s"]
+
+
+def test_the_synchronous_scheduler_gets_the_same(undisturbed: Path, tmp_path: Path) -> None:
+    run = RunDir.create(config.load(settings_file(tmp_path)), now_s=0.0)
+
+    Loop(run, synchronous, NoWatch()).go()
+
+    assert outcome(run.path) == outcome(undisturbed)
+
+
+def test_spot_workers_killed_in_mid_rollout_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
+    run = Run(settings_file(tmp_path)).start()
+    client_of(run).register_plugin(KillWorkers("rollout", count=3))
+
+    status = run.wait()
+
+    assert status.preemptions == 3
+    assert sum(row["outcome"] == "lost" and row["phase"] == "rollout" for row in run.directory.rows(SPANS)) == 3
+    assert outcome(run.directory.path) == outcome(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("phase", "iteration", "state"),
+    [
+        ("explore-r0", 0, "processing"),
+        ("rollout", 1, "memory"),
+        ("train", 1, "processing"),
+        ("publish", 1, "processing"),
+    ],
+)
+def test_a_killed_driver_is_resumed_as_if_nothing_had_been(
+    undisturbed: Path, tmp_path: Path, phase: str, iteration: int, state: str
+) -> None:
+    settings = settings_file(tmp_path)
+    command = [sys.executable, str(ROOT / "tests" / "killing_driver.py"), str(settings), phase, str(iteration), state]
+    killed = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (run_dir,) = tmp_path.glob("run-*")
+
+    Run.resume(run_dir).start().wait()
+
+    assert outcome(run_dir) == outcome(undisturbed)
+
+
+def test_ctrl_c_stops_cleanly_and_says_how_to_resume(undisturbed: Path, tmp_path: Path) -> None:
+    process = start("run", settings_file(tmp_path))
+    wait_for(lambda: list(tmp_path.glob("run-*/history.jsonl")), process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=100)
+    (run_dir,) = tmp_path.glob("run-*")
+
+    assert process.returncode == 130
+    assert f"spotlight resume {run_dir}" in err
+    done = spotlight("resume", run_dir)
+    assert done.returncode == 0, done.stderr
+    assert "report.html" in done.stdout
+    assert outcome(run_dir) == outcome(undisturbed)
+
+
+def test_stop_ends_a_run_that_start_takes_up_again(undisturbed: Path, tmp_path: Path) -> None:
+    run = Run(settings_file(tmp_path)).start()
+    wait_for(lambda: run.directory.rows(HISTORY))
+    run.stop()
+    with pytest.raises(Stopped, match="spotlight resume"):
+        run.wait()
+
+    run.start().wait()
+
+    assert outcome(run.directory.path) == outcome(undisturbed)
+    assert list(run.history.index) == [0, 1, 2]
+
+
+def test_exploration_is_one_setting_away(undisturbed: Path, tmp_path: Path) -> None:
+    run = Run(settings_file(tmp_path), ['strategy.exploration="off"', "run.iterations=1"]).start()
+    run.wait()
+
+    explored, plain = RunDir.open(undisturbed).rows(SPANS), run.directory.rows(SPANS)
+    assert any(row["phase"].startswith("explore") for row in explored)
+    assert not any(row["phase"].startswith("explore") for row in plain)
+    assert run.directory.rows(HISTORY)[0]["metrics"]["seeds_scored"] == 0
+
+
+def test_training_closes_exploration_that_runs_on_time(tmp_path: Path) -> None:
+    overrides = ["exploration.budget=time", "exploration.seeds_tried=200", "run.iterations=2"]
+    run = Run(settings_file(tmp_path), overrides).start()
+    run.wait()
+
+    first, second = (RunDir.open(run.directory.path).selection(k) for k in (0, 1))
+    assert first is not None
+    assert second is not None
+    assert first.seeds_dropped == 0
+    assert second.seeds_dropped > 0
+    assert len(second.kept[0].seeds) == 4

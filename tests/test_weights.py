@@ -1,0 +1,261 @@
+"""A version of the weights is whole or absent, and what is loaded is what was published."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from spotlight import weights
+from spotlight.records import SpotlightError, WeightsRef
+from spotlight.weights import Part
+
+IMPORT_ROOT = str(Path(__file__).parents[1])
+
+
+def tensors(version: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(4, 3, generator=generator) for name in ("b.up", "a.down")}
+
+
+def publish(run_dir: Path, version: int) -> WeightsRef:
+    moments = {"a.down.exp_avg": torch.full((4, 3), float(version))}
+    weights.stage(run_dir, version, tensors(version), moments, {"loss": 1 / (1 + version)})
+    return weights.publish(run_dir, version).weights
+
+
+def versions(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "weights").iterdir())
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def alter(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_published_version_loads_as_it_was_staged(tmp_path: Path) -> None:
+    ema = {"a.down": torch.zeros(4, 3, dtype=torch.bfloat16)}
+    weights.stage(tmp_path, 3, tensors(3), {}, {"loss": 0.5}, ema)
+
+    done = weights.publish(tmp_path, 3)
+
+    assert done == weights.published(tmp_path, 3) == weights.latest(tmp_path)
+    assert (done.weights.version, done.metrics) == (3, {"loss": 0.5})
+    parts: dict[Part, dict[str, Tensor]] = {"trainable": tensors(3), "optimizer": {}, "ema": ema}
+    for part, expected in parts.items():
+        torch.testing.assert_close(weights.load(tmp_path, done.weights, part), expected, rtol=0, atol=0)
+
+
+def test_the_hash_depends_on_the_tensors_alone(tmp_path: Path) -> None:
+    reversed_names = dict(reversed(tensors(0).items()))
+    not_contiguous = {name: tensor.T.contiguous().T for name, tensor in tensors(0).items()}
+    changed = tensors(0) | {"a.down": tensors(0)["a.down"] + 1}
+
+    hashes = []
+    for number, trainable in enumerate((tensors(0), reversed_names, not_contiguous, changed)):
+        weights.stage(tmp_path / str(number), 0, trainable, {}, {"loss": float(number)})
+        hashes.append(weights.publish(tmp_path / str(number), 0).weights.sha256)
+
+    assert hashes[0] == hashes[1] == hashes[2]
+    assert hashes[3] != hashes[0]
+
+
+def test_what_is_only_staged_is_not_there_yet(tmp_path: Path) -> None:
+    first = publish(tmp_path, 0)
+    weights.stage(tmp_path, 1, tensors(1), {}, {})
+
+    assert weights.published(tmp_path, 1) is None
+    latest = weights.latest(tmp_path)
+    assert latest is not None
+    assert latest.weights == first
+    with pytest.raises(SpotlightError, match=r"version 1 is not published; .* has \[0\]"):
+        weights.load(tmp_path, WeightsRef(version=1, sha256=first.sha256))
+
+
+def test_a_run_without_versions_has_no_latest(tmp_path: Path) -> None:
+    assert weights.latest(tmp_path) is None
+    assert weights.published(tmp_path, 0) is None
+
+
+def test_publishing_twice_changes_nothing(tmp_path: Path) -> None:
+    first = publish(tmp_path, 1)
+    weights.stage(tmp_path, 1, tensors(2), {}, {})
+
+    again = weights.publish(tmp_path, 1)
+
+    assert again.weights == first
+    assert versions(tmp_path) == ["v00001"]
+
+
+def test_an_abandoned_staging_is_overwritten(tmp_path: Path) -> None:
+    weights.stage(tmp_path, 1, tensors(2), {}, {}, ema=tensors(2))
+    alter(tmp_path / "weights" / ".staged-v00001" / "weights.safetensors")
+
+    weights.stage(tmp_path, 1, tensors(1), {}, {})
+    ref = weights.publish(tmp_path, 1).weights
+
+    torch.testing.assert_close(weights.load(tmp_path, ref), tensors(1), rtol=0, atol=0)
+    with pytest.raises(SpotlightError, match=r"version 1 has no ema\.safetensors; it has"):
+        weights.load(tmp_path, ref, "ema")
+
+
+def test_publishing_what_was_never_staged_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match=r"version 2 was never staged; `spotlight resume`"):
+        weights.publish(tmp_path, 2)
+
+
+@pytest.mark.parametrize("harm", [truncate, alter, Path.unlink])
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "manifest.json"])
+def test_a_damaged_staging_is_not_published(tmp_path: Path, name: str, harm: Callable[[Path], object]) -> None:
+    weights.stage(tmp_path, 1, tensors(1), {"step": torch.ones(3)}, {})
+    harm(tmp_path / "weights" / ".staged-v00001" / name)
+    if name == "manifest.json" and harm is truncate:
+        harm(tmp_path / "weights" / ".staged-v00001" / name)  # the last byte is only a line break
+
+    with pytest.raises(SpotlightError, match=rf"{name}: expected .*, found .*delete .*\.staged-v00001"):
+        weights.publish(tmp_path, 1)
+
+    assert weights.published(tmp_path, 1) is None
+
+
+@pytest.mark.parametrize("harm", [truncate, alter, Path.unlink])
+def test_damaged_weights_are_refused_with_the_way_out(tmp_path: Path, harm: Callable[[Path], object]) -> None:
+    ref = publish(tmp_path, 1)
+    directory = tmp_path / "weights" / "v00001"
+
+    harm(directory / "weights.safetensors")
+
+    with pytest.raises(SpotlightError) as refused:
+        weights.load(tmp_path, ref)
+    message = str(refused.value)
+    assert message.startswith(f"{directory / 'weights.safetensors'}: expected ")
+    assert message.endswith(f"delete {directory} and `spotlight resume` goes on from the version before")
+    assert weights.load(tmp_path, ref, "optimizer")
+
+
+def test_a_damaged_version_is_replaced_by_a_sound_staging(tmp_path: Path) -> None:
+    ref = publish(tmp_path, 1)
+    alter(tmp_path / "weights" / "v00001" / "weights.safetensors")
+
+    with pytest.raises(SpotlightError, match="expected sha256"):
+        weights.publish(tmp_path, 1)
+
+    assert publish(tmp_path, 1) == ref
+    torch.testing.assert_close(weights.load(tmp_path, ref), tensors(1), rtol=0, atol=0)
+
+
+def test_weights_of_another_run_are_refused(tmp_path: Path) -> None:
+    ref = publish(tmp_path, 1)
+    other = WeightsRef(version=1, sha256="0" * 64)
+
+    with pytest.raises(SpotlightError, match=f"expected weights with sha256 {other.sha256}, found {ref.sha256}"):
+        weights.load(tmp_path, other)
+
+
+def test_a_manifest_that_is_no_manifest_is_refused(tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    (tmp_path / "weights" / "v00001" / "manifest.json").write_text(json.dumps({"version": 1}))
+
+    with pytest.raises(
+        SpotlightError, match=r"manifest\.json: expected version, files and metrics, found \['version'\]"
+    ):
+        weights.latest(tmp_path)
+
+
+def test_only_versions_to_keep_stay(tmp_path: Path) -> None:
+    refs = [publish(tmp_path, version) for version in range(4)]
+    weights.stage(tmp_path, 4, tensors(4), {}, {})
+    (tmp_path / "weights" / ".removed-v00009").mkdir()
+
+    for _ in range(2):
+        weights.retain(tmp_path, {0, 3})
+
+    assert versions(tmp_path) == [".staged-v00004", "v00000", "v00003"]
+    assert weights.load(tmp_path, refs[3]).keys() == tensors(3).keys()
+
+
+PUBLISH_FOR_EVER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import torch
+from spotlight import weights
+
+run_dir = Path(sys.argv[1])
+latest = weights.latest(run_dir)
+version = latest.weights.version + 1 if latest else 0
+print(version, flush=True)
+while True:
+    trainable = {str(name): torch.full((512, 64), float(version)) for name in range(4)}
+    weights.stage(run_dir, version, trainable, trainable, {"version": version})
+    weights.publish(run_dir, version)
+    weights.retain(run_dir, {version})
+    print(version, flush=True)
+    version += 1
+"""
+
+
+def test_kill_9_at_any_moment_leaves_whole_versions(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PUBLISH_FOR_EVER, str(tmp_path), IMPORT_ROOT]
+    chance = np.random.default_rng(0)
+
+    for _ in range(5):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            seen = int(process.stdout.readline())
+            time.sleep(chance.uniform(0.0, 0.02))
+            process.kill()
+
+        latest = weights.latest(tmp_path)
+        assert latest is not None
+        version = latest.weights.version
+        assert version >= seen
+        for loaded in (weights.load(tmp_path, latest.weights), weights.load(tmp_path, latest.weights, "optimizer")):
+            assert {float(tensor.mean()) for tensor in loaded.values()} == {float(version)}
+
+
+FILL_THE_DISK = """
+import errno, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import torch
+from spotlight import weights
+
+run_dir = Path(sys.argv[1])
+weights.stage(run_dir, 0, {"a": torch.ones(100)}, {}, {})
+first = weights.publish(run_dir, 0)
+try:
+    weights.stage(run_dir, 1, {"a": torch.ones(1_000_000)}, {}, {})
+except OSError as error:
+    assert (type(error), error.errno) == (OSError, errno.ENOSPC), repr(error)
+    assert weights.latest(run_dir) == first
+    assert weights.load(run_dir, first.weights)["a"].sum() == 100
+    print("full")
+"""
+
+
+def test_a_full_disk_is_an_oserror_and_leaves_the_version_before(tmp_path: Path) -> None:
+    mount = f"mount -t tmpfs -o size=1m none {tmp_path}"  # version 1 needs 4 MB
+    private = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if not shutil.which("unshare") or subprocess.run([*private, mount], capture_output=True).returncode:
+        pytest.skip("this user may not mount a small file system in a namespace of its own")
+
+    command = [*private, f'{mount} && exec "$0" "$@"', sys.executable, "-c", FILL_THE_DISK, str(tmp_path), IMPORT_ROOT]
+    ran = subprocess.run(command, capture_output=True, text=True)
+
+    assert (ran.stdout, ran.returncode) == ("full\n", 0), ran.stderr
