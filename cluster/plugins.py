@@ -79,9 +79,11 @@ class Placer(SchedulerPlugin):
             if worker is not None:
                 self._running[key] = (worker.address, time.time())
         elif start == "processing":
-            self._running.pop(key, None)
+            address, started_s = self._running.pop(key, ("", 0.0))
             if finish in ("memory", "erred"):
                 self._record(key, label, facts, failed=finish == "erred")
+            elif address in self._lives:
+                self._lose(key, label, self._lives[address], started_s)
         if finish == "memory" and label.phase == "train":
             self._training_ended(label.iteration)
         if finish == "forgotten":
@@ -102,14 +104,7 @@ class Placer(SchedulerPlugin):
         life = self._lives.get(worker)
         if life is None:
             return
-        now_s = time.time()
-        self._lives[worker] = replace(life, left_s=now_s, reason="end" if self._stopping else "lost")
-        for key, (address, started_s) in list(self._running.items()):
-            if address == worker:
-                del self._running[key]
-                self._spans.append(self._span(key, self._labels[key], life, started_s, now_s, "lost"))
-                if key in self._waiting:
-                    self._waiting[key] = replace(self._waiting[key], losses=self._waiting[key].losses + 1)
+        self._lives[worker] = replace(life, left_s=time.time(), reason="end" if self._stopping else "lost")
         self._schedule_pump()
 
     def log_event(self, topic: str, msg: Any) -> None:
@@ -213,6 +208,12 @@ class Placer(SchedulerPlugin):
         if life and compute:
             outcome = "failed" if failed else "dropped" if facts.get("typename") == "Dropped" else "done"
             self._spans.append(self._span(key, label, life, compute[0]["start"], compute[-1]["stop"], outcome))
+
+    def _lose(self, key: Any, label: Label, life: WorkerLife, started_s: float) -> None:
+        """The task goes back behind the gate, if it came from there, ahead of fresh work."""
+        self._spans.append(self._span(key, label, life, started_s, time.time(), "lost"))
+        if key in self._waiting:
+            self._waiting[key] = replace(self._waiting[key], losses=self._waiting[key].losses + 1)
 
     @staticmethod
     def _span(key: Any, label: Label, life: WorkerLife, start_s: float, stop_s: float, outcome: str) -> Span:

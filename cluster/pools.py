@@ -85,41 +85,14 @@ class Pools:
     """The cluster of one run: scheduler, head and both pools, all on this machine and on loopback."""
 
     def __init__(self, config: Config, run: str) -> None:
-        self._run = run
-        self._stack = contextlib.ExitStack()
-        self._placer = Placer(
-            run,
-            close_with_training=config.strategy.exploration == "stale" and config.exploration.budget == "time",
-        )
-        port = config.cluster.dashboard_port
-        _check_free(port)
-        settings = SETTINGS | {"distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin": ["*"]}
-        self._stack.enter_context(_quiet())
-        self._stack.enter_context(dask.config.set(settings))
-        directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="spotlight-"))
-        common = {"local_directory": directory, "settings": settings}
-        places = {
-            f"{pool}-{index}": _place(pool, section, common)
-            for pool, section in (("reserved", config.pools.reserved), ("spot", config.pools.spot))
-            for index in range(section.workers)
-        }
-        self.expected = len(places)
-        self.cluster = self._stack.enter_context(
-            SpecCluster(
-                scheduler={
-                    "cls": Scheduler,
-                    "options": {
-                        "host": "127.0.0.1",
-                        "dashboard_address": f"127.0.0.1:{port}",
-                        "plugins": [self._placer],
-                    },
-                },
-                workers={"head": _head(directory)} | places,
-                silence_logs=logging.ERROR,
-                name=run,
-            )
-        )
-        self.client = self._stack.enter_context(Client(self.cluster))
+        _check_free(config.cluster.dashboard_port)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_quiet())
+            stack.enter_context(dask.config.set(SETTINGS))
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="spotlight-"))
+            self.cluster = stack.enter_context(_cluster(config, run, directory))
+            self.client = stack.enter_context(Client(self.cluster))
+            self._stack = stack.pop_all()
 
     @property
     def dashboard(self) -> str:
@@ -153,6 +126,24 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def _cluster(config: Config, run: str, directory: str) -> SpecCluster:
+    placer = Placer(
+        run, close_with_training=config.strategy.exploration == "stale" and config.exploration.budget == "time"
+    )
+    address = {"host": "127.0.0.1", "dashboard_address": f"127.0.0.1:{config.cluster.dashboard_port}"}
+    common = {"local_directory": directory, "settings": SETTINGS}
+    places = {
+        f"{pool}-{index}": _place(pool, section, common)
+        for pool, section in (("reserved", config.pools.reserved), ("spot", config.pools.spot))
+        for index in range(section.workers)
+    }
+    return SpecCluster(
+        scheduler={"cls": Scheduler, "options": {**address, "plugins": [placer]}},
+        workers={"head": _head(directory), **places},
+        name=run,
+    )
 
 
 def _place(pool: str, section: PoolSection, common: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from matplotlib.patches import FancyBboxPatch, PathPatch, Polygon
 from matplotlib.path import Path as Line
 
 from spotlight.records import SpotlightError
-from spotlight.report import FAINT, INK, POOL_COLOURS, phase_colour
+from spotlight.report.palette import FAINT, INK, POOL_COLOURS, phase_colour
 
 SUFFIXES = (".svg", ".png")
 BOXES_MOST = 8

@@ -36,7 +36,6 @@ def max_variance_subset(rewards: ArrayLike, keep: int) -> list[int]:
         raise ValueError(f"keep = {keep} of {n} rewards: it must be from 1 to {n}")
     order = np.argsort(values, kind="stable")
     centred = values[order] - values[order[n // 2]]  # variances do not mind, and the sums of squares lose fewer digits
-    centred /= np.abs(centred).max() or 1.0  # and cannot overflow
     sums = np.concatenate([[0.0], np.cumsum(centred)])
     squares = np.concatenate([[0.0], np.cumsum(centred**2)])
     low = np.arange(keep + 1)

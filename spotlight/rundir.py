@@ -92,8 +92,20 @@ class RunDir:
             yield
 
     def rows(self, journal: str) -> list[dict[str, Any]]:
-        """The finished lines of a journal; none if there is no such file yet."""
-        return [json.loads(line) for line in _whole_lines(self.path / journal)]
+        """The finished lines of a journal; none if there is no such file yet.
+
+        Raises:
+            SpotlightError: a finished line is not JSON.
+        """
+        path, rows = self.path / journal, []
+        for number, line in enumerate(_whole_lines(path), 1):
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise SpotlightError(
+                    f"{path}:{number}: not JSON ({error}); restore the file or delete the line"
+                ) from None
+        return rows
 
     def append(self, journal: str, *rows: Mapping[str, Any]) -> None:
         """Add lines durably, cutting off a torn one first."""

@@ -26,12 +26,12 @@ from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any, Literal
-
-import safetensors.torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from spotlight.records import Published, SpotlightError, WeightsRef
+
+if TYPE_CHECKING:
+    from torch import Tensor  # only those who touch tensors pay for torch: the driver asks for hashes alone
 
 Part = Literal["trainable", "optimizer", "ema"]
 
@@ -129,6 +129,8 @@ def load(run_dir: Path, ref: WeightsRef, part: Part = "trainable") -> dict[str, 
     Raises:
         SpotlightError: the version or the file is absent, is not the one that ``ref`` names, or is damaged.
     """
+    from safetensors.torch import load as from_bytes
+
     directory = _directory(run_dir, ref.version)
     if not directory.exists():
         have = sorted(dict(_versions(run_dir)))
@@ -148,7 +150,7 @@ def load(run_dir: Path, ref: WeightsRef, part: Part = "trainable") -> dict[str, 
     except FileNotFoundError:
         raise _damage(directory, name, f"{files[name]['bytes']} bytes", "no such file") from None
     _check(directory, name, files[name], len(content), sha256(content).hexdigest())
-    return safetensors.torch.load(content)
+    return from_bytes(content)
 
 
 def retain(run_dir: Path, keep: Collection[int]) -> None:
@@ -176,9 +178,11 @@ def _versions(run_dir: Path) -> Iterator[tuple[int, Path]]:
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Write and flush one file; return its entry of the manifest."""
+    from safetensors.torch import save
+
     ordered = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
     # Through memory, because safetensors' own writer hides a full disk in an error of its own type.
-    content = safetensors.torch.save(ordered)
+    content = save(ordered)
     path.write_bytes(content)
     _flush(path)
     return {"sha256": sha256(content).hexdigest(), "bytes": len(content)}

@@ -30,12 +30,12 @@ class KillDriver(SchedulerPlugin):
 
 
 class KillWorkers(SchedulerPlugin):
-    """Kills the first so many spot workers that are in the middle of a task of a phase."""
+    """Kills the first so many workers of a pool that are in the middle of a task of a phase."""
 
     name = "kill-workers"
 
-    def __init__(self, phase: str, count: int) -> None:
-        self._phase, self._left = phase, count
+    def __init__(self, phase: str, *, pool: str, count: int) -> None:
+        self._phase, self._pool, self._left = phase, pool, count
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -47,7 +47,7 @@ class KillWorkers(SchedulerPlugin):
     def _kill(self, key: Any) -> None:
         task = self._scheduler.tasks.get(key)
         worker = task.processing_on if task else None
-        if worker and "spot" in worker.resources and self._left:
+        if worker and self._pool in worker.resources and self._left:
             self._left -= 1
             kill(process_of(worker.address))
 

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 
 from graphs.draw import BOXES_MOST, _ancestors, _columns, _read, draw
 from spotlight.records import SpotlightError
-from spotlight.report import phase_colour
+from spotlight.report.palette import phase_colour
 
 
 def build(*layers: tuple[str, int, str, tuple[str, ...]]) -> HighLevelGraph:

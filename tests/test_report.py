@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from matplotlib.image import imread
 
 from spotlight import config
 from spotlight.records import SpotlightError
-from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, read_jsonl, write_report
+from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, write_report
 
 START_S = 1_700_000_000.0
 ITERATION_S, TRAIN_S = 4.0, 1.5
@@ -245,18 +247,20 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "history.jsonl"
-    path.write_bytes('{"iteration": 0}\n{"iteration": 1, "é'.encode()[:-1])
+    run_dir = write_run(tmp_path / "run", until="config.toml")
+    (run_dir / "history.jsonl").write_bytes('{"iteration": 0}\n{"iteration": 1, "é'.encode()[:-1])
 
-    assert read_jsonl(path) == [{"iteration": 0}]
+    history = history_frame(run_dir)
+
+    assert list(history.index) == [0]
 
 
 def test_damage_before_the_last_line_is_an_error_that_names_the_line(tmp_path: Path) -> None:
-    path = tmp_path / "history.jsonl"
-    path.write_text('{"iteration": 0}\n{"iterat\n{"iteration": 2}\n')
+    run_dir = write_run(tmp_path / "run", until="config.toml")
+    (run_dir / "history.jsonl").write_text('{"iteration": 0}\n{"iterat\n{"iteration": 2}\n')
 
-    with pytest.raises(SpotlightError, match=r"history\.jsonl:2: not JSON"):
-        read_jsonl(path)
+    with pytest.raises(SpotlightError, match=r"history\.jsonl:2: not JSON.*restore the file or delete the line"):
+        write_report(run_dir)
 
 
 def test_a_record_without_a_field_is_an_error_that_names_both(tmp_path: Path) -> None:
@@ -287,3 +291,12 @@ def test_a_phase_that_repeats_another_has_its_colour() -> None:
     assert phase_colour("refill") == PHASE_COLOURS["rollout"]
     assert base_phase("explore-score-r12") == "explore-score"
     assert phase_colour("anything else") not in PHASE_COLOURS.values()
+
+
+def test_the_colours_come_without_the_libraries_that_draw() -> None:
+    code = "import sys, spotlight.report.palette; print(*sys.modules)"
+
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+    assert "spotlight.report.palette" in loaded.split()
+    assert not {"bokeh", "matplotlib", "numpy", "pandas"} & set(loaded.split())

@@ -130,6 +130,18 @@ def test_the_grpo_gradient_is_the_policy_gradient_of_every_sample_and_step() -> 
     assert (gradient_of(model) - expected).norm() < 1e-4 * expected.norm()
 
 
+def test_grpo_clamps_advantages_to_their_limit() -> None:
+    limit, gradients = 0.5, []
+
+    for advantages in (ADVANTAGES, ADVANTAGES.clip(-limit, limit)):
+        model = make_model()
+        batch = replace(make_batch(model), advantages_B=advantages)
+        make_trainer(model, algorithm="grpo", advantage_clip=limit).update(batch, iteration=0)
+        gradients.append(gradient_of(model))
+
+    assert torch.equal(gradients[0], gradients[1])
+
+
 def test_every_nft_update_measures_against_the_policy_that_the_iteration_started_from() -> None:
     model = make_model()
     batch = make_batch(model, sampler="ode")

@@ -1,0 +1,87 @@
+"""Which algorithm learns faster per second on the demo's job: DiffusionNFT or Flow-GRPO?
+
+Each setting runs the whole demo for the same wall time and is then validated; one row per setting, median over run
+seeds. ``python -m benchmarks.algorithms`` prints a table in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from spotlight.run import Run
+from spotlight.rundir import HISTORY, VALIDATION, RunDir
+
+SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
+SDE = ["train.algorithm=grpo", "rollout.sampler=sde", "rollout.noise_level=0.7", "rollout.window=[0, 4]"]
+VARIANTS: dict[str, list[str]] = {
+    "DiffusionNFT, explored": [],
+    "DiffusionNFT, not explored": ["strategy.exploration=off"],
+    "Flow-GRPO (SDE), explored": [*SDE, "train.clip_range=1e-3"],
+    "Flow-GRPO (CPS), explored": [*SDE, "rollout.sampler=cps", "train.clip_range=1e-3"],
+    "Flow-GRPO (SDE), not explored": [*SDE, "train.clip_range=1e-3", "strategy.exploration=off"],
+}
+
+
+def run_for(seconds: float, overrides: list[str], seed: int) -> tuple[float, float, int]:
+    """Validation score before, after about so many seconds of iterations, and how many iterations that was."""
+    with tempfile.TemporaryDirectory() as directory:
+        common = [f"run.dir={directory}", f"run.seed={seed}", "run.iterations=200", "cluster.dashboard_port=0"]
+        run = Run(SETTINGS, [*common, "run.validate_every=200", *overrides]).start()
+        first_row_s = None
+        while run.alive:
+            time.sleep(0.2)
+            done = len(run.directory.rows(HISTORY))
+            if done and first_row_s is None:
+                first_row_s = time.monotonic()
+            if first_row_s and time.monotonic() - first_row_s > seconds:
+                break
+        run.stop()
+        _stopped(run)
+        return _finish(run.directory, done)
+
+
+def _stopped(run: Run) -> None:
+    from spotlight.records import Stopped
+
+    try:
+        run.wait()
+    except Stopped:
+        return
+
+
+def _finish(directory: RunDir, done: int) -> tuple[float, float, int]:
+    """Validate the last version: the same run with no iterations left."""
+    settings = directory.path / "config.toml"
+    settings.write_text(settings.read_text().replace("iterations = 200", f"iterations = {done}"))
+    Run.resume(directory.path).start().wait()
+    scores = directory.rows(VALIDATION)
+    return scores[0]["score"], scores[-1]["score"], done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=40.0, help="of iterations, after the first")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", help="run the settings whose name has this in it")
+    arguments = parser.parse_args()
+
+    print(f"| setting | score before | after {arguments.seconds:.0f} s: median (min, max) | iterations |")
+    print("|---|---|---|---|")
+    for name, overrides in VARIANTS.items():
+        if arguments.only and arguments.only not in name:
+            continue
+        results = [run_for(arguments.seconds, overrides, seed) for seed in range(arguments.seeds)]
+        after = [result[1] for result in results]
+        print(
+            f"| {name} | {results[0][0]:.3f} | {statistics.median(after):.3f} ({min(after):.3f}, {max(after):.3f}) | "
+            f"{statistics.median(result[2] for result in results):.0f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""What a run directory says, worked out as far as every picture of it needs; draws nothing.
+
+A run that stopped early gives fewer facts and a list of what is missing; only a directory that is no run,
+or a damaged file, is an error. All times are seconds since the first moment that anything is known of.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+from zipfile import BadZipFile
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from spotlight.config import Config
+from spotlight.costs import (
+    SECONDS_PER_H,
+    Span,
+    Window,
+    WorkerLife,
+    busy_intervals,
+    life_from_json,
+    span_from_json,
+    useful,
+)
+from spotlight.records import SpotlightError
+from spotlight.report.palette import PHASE_COLOURS, base_phase
+from spotlight.rundir import HISTORY, SPANS, SUMMARY, VALIDATION, WORKERS, RunDir
+
+Lane = tuple[str, str]
+"""``(pool, worker)``: a row of a timeline."""
+Record = TypeVar("Record")
+
+ZOOM_MARGIN = 2
+"""Iterations shown on either side of the one that a timeline looks at closely."""
+MONEY_POINTS = 120
+"""Points of a curve of dollars: one every 10 px of the page."""
+
+
+def history_frame(run_dir: Path) -> pd.DataFrame:
+    """Metrics and measurements of every finished iteration, one column each, indexed by iteration.
+
+    Raises:
+        SpotlightError: the directory is not a run, or its history is damaged.
+    """
+    rows = {}
+    for row in RunDir.open(run_dir).rows(HISTORY):
+        numbers = row.pop("metrics", {}) | row.pop("measured", {})
+        rows[row["iteration"]] = row | numbers
+    frame = pd.DataFrame.from_records([rows[iteration] for iteration in sorted(rows)])
+    return frame.set_index("iteration") if rows else pd.DataFrame(index=pd.Index([], name="iteration"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """All that a run directory says, and what it should say but does not."""
+
+    dir: Path
+    settings: Config
+    history: pd.DataFrame
+    validation: list[dict[str, Any]]
+    spans: list[Span]
+    workers: list[WorkerLife]
+    summary: dict[str, Any]
+    whole: Window
+    """From 0 to the last moment that anything is known of."""
+    missing: list[str]
+
+    @property
+    def usd_per_h(self) -> dict[str, float]:
+        """The price of a worker, by pool."""
+        pools = self.settings.pools
+        return {"reserved": pools.reserved.usd_per_h, "spot": pools.spot.usd_per_h}
+
+    def lanes(self) -> list[Lane]:
+        """Every worker, reserved ones first, then by name with numbers in order."""
+
+        def order(lane: Lane) -> tuple[bool, str, list[tuple[int, str]]]:
+            pool, worker = lane
+            parts = re.findall(r"(\d+)|(\D+)", worker)
+            return pool != "reserved", pool, [(int(number or 0), text) for number, text in parts]
+
+        return sorted({(each.pool, each.worker) for each in (*self.spans, *self.workers)}, key=order)
+
+    def phases(self) -> list[str]:
+        """The phases that the run had, in the order of an iteration, unknown ones last."""
+        found = {base_phase(span.phase) for span in self.spans}
+        return [phase for phase in (*PHASE_COLOURS, *sorted(found - PHASE_COLOURS.keys())) if phase in found]
+
+    def zoom(self) -> Window:
+        """A few iterations worth a closer look: around the first loss, else the middle; all of a short run."""
+        ends = sorted({span.iteration: span.stop_s for span in self.spans if span.phase == "train"}.values())
+        if len(ends) <= 2 * ZOOM_MARGIN + 1:
+            return self.whole
+        losses = [span.stop_s for span in self.spans if span.outcome == "lost"]
+        middle = int(np.searchsorted(ends, losses[0])) if losses else len(ends) // 2
+        at = max(ZOOM_MARGIN, min(middle, len(ends) - 1 - ZOOM_MARGIN))
+        return ends[at - ZOOM_MARGIN], ends[at + ZOOM_MARGIN]
+
+    def alive(self) -> list[tuple[Lane, Window]]:
+        """From when to when there was a worker; to the end of the run where nobody saw it go."""
+        return [
+            ((life.pool, life.worker), (life.joined_s, self.whole[1] if life.left_s is None else life.left_s))
+            for life in self.workers
+        ]
+
+    def departures(self) -> list[tuple[Lane, float]]:
+        """Workers that went before the run's end, and when."""
+        return [
+            ((life.pool, life.worker), life.left_s)
+            for life in self.workers
+            if life.left_s is not None and life.reason in ("lost", "left")
+        ]
+
+    def losses(self) -> list[tuple[Lane, float]]:
+        """Where and when a preemption struck: at the lost work where there was any, else as the worker went."""
+        struck = [((span.pool, span.worker), span.stop_s) for span in self.spans if span.outcome == "lost"]
+        working = {lane for lane, _ in struck}
+        return struck + [(lane, left_s) for lane, left_s in self.departures() if lane not in working]
+
+    def money(self) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]], NDArray[np.float64]]:
+        """Times, the dollars spent by then in each pool, and the reserved-only price of the work by then."""
+        at_s = np.linspace(*self.whole, MONEY_POINTS)
+
+        def spent(intervals: Iterable[Window], usd_per_h: float) -> NDArray[np.float64]:
+            seconds = np.zeros_like(at_s)
+            for start_s, stop_s in intervals:
+                seconds += np.clip(at_s - start_s, 0, stop_s - start_s)
+            return seconds / SECONDS_PER_H * usd_per_h
+
+        pools = {
+            pool: spent((stay for lane, stay in self.alive() if lane[0] == pool), usd_per_h)
+            for pool, usd_per_h in self.usd_per_h.items()
+        }
+        busy = [interval for worker in busy_intervals(useful(self.spans)).values() for interval in worker]
+        return at_s, pools, spent(busy, self.usd_per_h["reserved"])
+
+    def curve(self, name: str) -> pd.Series[float] | None:
+        """A metric over iterations, where the run has it at all and it is a number."""
+        if name not in self.history:
+            return None
+        values = pd.to_numeric(self.history[name], errors="coerce").dropna()
+        return values if len(values) else None
+
+    def images(self, line: Mapping[str, Any]) -> tuple[NDArray[np.uint8], list[str]] | None:
+        """Images (B, height, width, 3) and prompts of one validation; None where the file cannot be read."""
+        try:
+            with np.load(self.dir / line["images"]) as file:
+                return file["images"], [str(text) for text in file["texts"]]
+        except (OSError, KeyError, ValueError, BadZipFile):
+            return None
+
+
+def read(run_dir: Path) -> Facts:
+    """All facts of a run.
+
+    Raises:
+        SpotlightError: the directory is not a run, or one of its files is damaged.
+    """
+    run = RunDir.open(run_dir)
+    history, validation = history_frame(run_dir), run.rows(VALIDATION)
+    spans, workers = _records(run, SPANS, span_from_json), _records(run, WORKERS, life_from_json)
+    summary = _summary(run.path / SUMMARY)
+    absent = {
+        "history.jsonl: no iteration has finished, so there is no reward curve": history.empty,
+        "validation.jsonl: nothing was validated, so there is no score and no image": not validation,
+        "validation.jsonl: validated only once, so there is no score after training": len(validation) == 1,
+        "spans.jsonl: no work was recorded, so there is no timeline": not spans,
+        "workers.jsonl: no worker was recorded, so there are no dollars": not workers,
+        "summary.json: the run has not ended; the numbers below are worked out from the other files": not summary,
+    }
+    moments_s = [
+        *(moment for span in spans for moment in (span.start_s, span.stop_s)),
+        *(moment for life in workers for moment in (life.joined_s, life.left_s) if moment is not None),
+        *(line["at_s"] for line in validation),
+    ]
+    zero_s = min(moments_s, default=0.0)
+    return Facts(
+        dir=run.path,
+        settings=run.config(),
+        history=history,
+        validation=validation,
+        spans=[replace(span, start_s=span.start_s - zero_s, stop_s=span.stop_s - zero_s) for span in spans],
+        workers=[
+            replace(
+                life,
+                joined_s=life.joined_s - zero_s,
+                left_s=None if life.left_s is None else life.left_s - zero_s,
+            )
+            for life in workers
+        ],
+        summary=summary,
+        whole=(0.0, max(moments_s, default=0.0) - zero_s),
+        missing=[text for text, is_absent in absent.items() if is_absent],
+    )
+
+
+def _records(run: RunDir, journal: str, parse: Callable[[Mapping[str, Any]], Record]) -> list[Record]:
+    try:
+        return [parse(row) for row in run.rows(journal)]
+    except KeyError as error:
+        raise SpotlightError(
+            f"{run.path / journal}: a line has no field {error}; restore the file or delete the line"
+        ) from None
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_bytes())) if path.exists() else {}
+    except ValueError as error:
+        raise SpotlightError(f"{path}: not JSON ({error}); delete it, the report does without") from None

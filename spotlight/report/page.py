@@ -1,0 +1,271 @@
+"""Writes the page that explains a run: one HTML file that needs no network and no server.
+
+What is missing is said on top, and its section is left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from bokeh.embed import components
+from bokeh.models import Model
+from bokeh.resources import Resources
+
+from spotlight.costs import dollars, pool_seconds, reserved_only_usd, spot_utilisation
+from spotlight.report.facts import Facts, read
+from spotlight.report.palette import FAINT, INK, PHASE_COLOURS, RULE
+from spotlight.report.pictures import write_pictures
+from spotlight.report.plots import money_plot, reward_plot, timeline_plot
+
+METRICS = {
+    "reward_mean": "reward of the samples that were trained on",
+    "reward_std": "their spread: what the advantage lives on",
+    "explored_reward_mean": "reward of all seeds tried, drawn with weights one version old",
+    "rank_correlation": "Spearman, explored against regenerated rewards: does stale ranking hold? 1 is perfect",
+    "zero_std_ratio": "share of groups whose rewards are all equal: nothing to learn from them",
+    "seeds_scored": "candidate seeds scored before training ended",
+    "seeds_dropped": "candidate seeds called off by the end of training",
+    "loss": "of the last update",
+    "grad_norm": "before clipping",
+    "log_prob_difference": "|Δ log-prob|, trainer against worker: near 0, or they disagree",
+    "ratio": "of the new policy to the old one",
+    "clip_fraction": "share of samples outside the clip range",
+    "spot_utilisation": "busy share of the seconds that spot workers were alive",
+    "preemptions": "spot workers lost",
+    "usd": "dollars, idle time included",
+}
+FILES = {
+    "config.toml": "the settings, every default written out",
+    "history.jsonl": "metrics of every iteration",
+    "validation.jsonl": "validation scores; their images are in images/",
+    "spans.jsonl": "what every worker did, and when",
+    "workers.jsonl": "when every worker came and went",
+    "summary.json": "the numbers at the top of this page",
+    "images": "validation images, and this page's pictures as PNG",
+    "selections": "the seeds that every iteration kept, and what exploration scored them",
+    "weights": "every weights version, as safetensors",
+    "latents": "committed denoising steps, as Zarr",
+}
+HIDDEN = ("weights_version", "weights_sha256", "started_s", "stopped_s", "busy_s.")
+"""What names of metrics without a row begin with: the timeline shows them."""
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write ``report.html`` and the PNG files that the run has data for; return the page's path.
+
+    The pictures are ``images/reward.png``, ``images/timeline.png`` and ``images/before-after.png``.
+
+    Raises:
+        SpotlightError: the directory is not a run, or one of its files is damaged.
+    """
+    facts = read(run_dir)
+    grid = write_pictures(facts)
+    page = run_dir / "report.html"
+    page.write_text(_page(facts, grid), encoding="utf-8")
+    return page
+
+
+def _page(facts: Facts, grid: Path | None) -> str:
+    plots: dict[str, Model] = {}
+    if not facts.history.empty or facts.validation:
+        plots["reward"] = reward_plot(facts)
+    if facts.spans:
+        plots["timeline"] = timeline_plot(facts)
+    if facts.workers:
+        plots["money"] = money_plot(facts)
+    script, divs = components(plots) if plots else ("", {})
+    sections = [
+        _section("Reward", REWARD_NOTE, divs.get("reward", "")),
+        _section("What every worker did", TIMELINE_NOTE, divs.get("timeline", "")),
+        _section("Before and after", GRID_NOTE, _embedded(grid) if grid else ""),
+        _section("Dollars", MONEY_NOTE, divs.get("money", "")),
+        _section("Diagnostics", DIAGNOSTICS_NOTE, _diagnostics(facts)),
+        _section("Files", html.escape(str(facts.dir)), _files(facts)),
+    ]
+    return _PAGE.substitute(
+        PHASE_COLOURS,
+        ink=INK,
+        faint=FAINT,
+        rule=RULE,
+        title=html.escape(facts.settings.run.name),
+        subtitle=html.escape(_subtitle(facts)),
+        missing=_missing(facts),
+        cards=_cards(facts),
+        sections="\n".join(section for section in sections if section),
+        bokeh=Resources(mode="inline", components=["bokeh"]).render() if plots else "",
+        script=script,
+    )
+
+
+def _section(title: str, note: str, body: str) -> str:
+    return f"<section><h2>{title}</h2><p>{note}</p>{body}</section>" if body else ""
+
+
+def _missing(facts: Facts) -> str:
+    lines = "".join(f"<li>{html.escape(text)}</li>" for text in facts.missing)
+    return f"<aside><b>Not in this run directory</b><ul>{lines}</ul></aside>" if lines else ""
+
+
+def _subtitle(facts: Facts) -> str:
+    settings, pools = facts.settings, facts.settings.pools
+    return (
+        f"{settings.model.name}, {settings.train.algorithm}, exploration {settings.strategy.exploration}; "
+        f"{pools.reserved.workers} reserved + {pools.spot.workers} spot workers "
+        f"at ${pools.reserved.usd_per_h:.2f} and ${pools.spot.usd_per_h:.2f} per hour; seed {settings.run.seed}"
+    )
+
+
+def _cards(facts: Facts) -> str:
+    """The headline numbers, from the summary where there is one, else worked out from the records."""
+    scores = [line["score"] for line in facts.validation]
+    alive_s = pool_seconds(facts.workers, facts.whole)
+    known: dict[str, Any] = {
+        "score_before": scores[0] if scores else None,
+        "score_after": scores[-1] if len(scores) > 1 else None,
+        "iterations": len(facts.history),
+        "wall_s": facts.whole[1] or None,
+        "usd": dollars(alive_s, facts.usd_per_h) if alive_s else None,
+        "usd_reserved_only": reserved_only_usd(facts.spans, facts.usd_per_h["reserved"]) if facts.spans else None,
+        "preemptions": len(facts.departures()),
+        "first_image_s": None,
+    } | facts.summary
+    before, after, usd, alone = (known[name] for name in ("score_before", "score_after", "usd", "usd_reserved_only"))
+    unknown = before is None or after is None
+    busy = spot_utilisation(facts.spans, facts.workers, facts.whole)
+    times = f" ({alone / usd:.1f} ×)" if usd and alone else ""
+    cards = [
+        (
+            "Validation score",
+            f"{_number(before, '.2f')} → {_number(after, '.2f')}",
+            "not measured yet" if unknown else f"{after - before:+.2f} on held-out prompts",
+        ),
+        ("Wall time", _duration(known["wall_s"]), f"first image after {_duration(known['first_image_s'])}"),
+        ("Iterations", str(known["iterations"]), f"of {facts.settings.run.iterations} asked for"),
+        ("Cost", _number(usd, ".2f", "$"), f"reserved workers alone: {_number(alone, '.2f', '$')}{times}"),
+        ("Spot workers busy", f"{busy:.0%}" if alive_s.get("spot") else "–", "of the seconds that were paid for"),
+        ("Preemptions", str(known["preemptions"]), "spot workers lost on the way"),
+    ]
+    return "".join(
+        f"<div><h3>{name}</h3><b>{html.escape(value)}</b><span>{note}</span></div>" for name, value, note in cards
+    )
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "–" if value is None else unit + format(value, form)
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def _diagnostics(facts: Facts) -> str:
+    """A row per metric: its course in a small line, and its first, last and mean value."""
+    others = sorted(str(name) for name in facts.history if name not in METRICS)
+    rows = []
+    for name in (*METRICS, *others):
+        values = None if name.startswith(HIDDEN) else facts.curve(name)
+        if values is not None:
+            numbers = "".join(f"<td>{value:.4g}</td>" for value in (values.iloc[0], values.iloc[-1], values.mean()))
+            note = html.escape(METRICS.get(name, "seconds" if name.endswith("_s") else ""))
+            rows.append(f"<tr><th>{html.escape(name)}<i>{note}</i></th><td>{_sparkline(values)}</td>{numbers}</tr>")
+    head = "<tr><td></td><td>over the run</td><td>first</td><td>last</td><td>mean</td></tr>"
+    return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>" if rows else ""
+
+
+def _sparkline(values: pd.Series[float]) -> str:
+    y = values.to_numpy(dtype=float)
+    spread = float(np.ptp(y)) or 1.0
+    x = np.linspace(2, 158, len(y))
+    points = " ".join(f"{a:.1f},{20 - 16 * (b - y.min()) / spread:.1f}" for a, b in zip(x, y, strict=True))
+    return f'<svg width="160" height="24"><polyline points="{points}"/></svg>'
+
+
+def _files(facts: Facts) -> str:
+    present = [(name, note) for name, note in FILES.items() if (facts.dir / name).exists()]
+    return "<dl>" + "".join(f'<dt><a href="{name}">{name}</a></dt><dd>{note}</dd>' for name, note in present) + "</dl>"
+
+
+def _embedded(picture: Path) -> str:
+    data = base64.b64encode(picture.read_bytes()).decode()
+    return f'<img alt="validation images before and after training" src="data:image/png;base64,{data}">'
+
+
+REWARD_NOTE = (
+    "Mean reward of the samples that were trained on, of all seeds that were explored, and of the held-out prompts. "
+    "Explored seeds were drawn one version earlier than the samples chosen from them. Click a name to hide its line."
+)
+TIMELINE_NOTE = (
+    "One lane per worker. In the violet bands a reserved worker trains: amber below it is exploration for the next "
+    "iteration, in time that spot workers would have idled away. Pale amber was called off when training ended. "
+    "Drag to move, drag the window in the small picture, or hold ctrl and use the wheel."
+)
+GRID_NOTE = (
+    "The text that each held-out prompt asks for, drawn with its first seed before and after training; rewards below."
+)
+MONEY_NOTE = (
+    "What the workers cost from joining to leaving, idle time included. "
+    "The dashed line prices the same busy seconds on reserved workers alone: the least that such a run could have cost."
+)
+DIAGNOSTICS_NOTE = "One value per iteration."
+
+_PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>$title · Spotlight</title>
+<style>
+body { margin: 0; background: #f4f5f8; color: $ink; font: 15px/1.5 system-ui, "Segoe UI", sans-serif; }
+main { max-width: 1200px; margin: 0 auto; padding: 32px 24px 64px; }
+h1 { margin: 0; font-size: 30px; letter-spacing: -0.02em; }
+h1 small { color: $explore; font-size: inherit; }
+h2 { margin: 0; font-size: 19px; letter-spacing: -0.01em; }
+p, header { color: $faint; margin: 2px 0 14px; max-width: 880px; }
+header h1 { color: $ink; }
+section, .cards div { background: #fff; border: 1px solid #e4e7ed; border-radius: 12px; }
+section { margin-top: 20px; padding: 22px 26px 24px; }
+section > img { display: block; max-width: 100%; margin: 0 auto; }
+.cards { display: grid; grid-template-columns: 1.45fr 1fr 0.85fr 1.35fr 1fr 0.95fr; gap: 12px; }
+.cards div { padding: 14px 16px; }
+.cards h3 { margin: 0; font-size: 13px; font-weight: 500; color: $faint; }
+.cards b { display: block; font-size: 25px; letter-spacing: -0.02em; white-space: nowrap; }
+.cards span { font-size: 12.5px; color: $faint; }
+aside { background: #fff6e5; border: 1px solid #f8d08a; border-radius: 12px; padding: 12px 18px; margin: 0 0 14px; }
+aside ul { margin: 4px 0 0; padding-left: 20px; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+td { text-align: right; padding: 5px 10px; }
+th { text-align: left; font-weight: 500; padding: 5px 10px 5px 0; }
+th i { display: block; font-style: normal; font-weight: 400; font-size: 12.5px; color: $faint; }
+thead td { color: $faint; font-size: 12.5px; }
+tbody tr { border-top: 1px solid $rule; }
+polyline { fill: none; stroke: $train; stroke-width: 1.5; }
+svg { vertical-align: middle; }
+dl { display: grid; grid-template-columns: 180px 1fr; gap: 4px 12px; margin: 0; }
+dt { font-family: ui-monospace, monospace; font-size: 13.5px; }
+dd { margin: 0; color: $faint; }
+a { color: $rollout; text-decoration: none; }
+</style>
+$bokeh
+</head>
+<body>
+<main>
+<header><h1><small>Spotlight</small> $title</h1>$subtitle</header>
+$missing
+<div class="cards">$cards</div>
+$sections
+</main>
+$script
+</body>
+</html>
+""")

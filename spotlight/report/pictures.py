@@ -1,0 +1,200 @@
+"""Draws a run's pictures for a README with matplotlib: reward, timeline, images before and after training."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from spotlight.costs import Window
+from spotlight.report.facts import Facts
+from spotlight.report.palette import (
+    ALIVE,
+    AXIS,
+    CALLED_OFF_ALPHA,
+    FAINT,
+    INK,
+    LOST,
+    PHASE_COLOURS,
+    POOL_COLOURS,
+    RULE,
+    phase_colour,
+)
+
+GRID_COLUMNS, GRID_MOST = 8, 32
+"""Validation prompts in a row and in all: more cannot be told apart on a page 1,180 px wide."""
+STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": AXIS,
+    "axes.labelcolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "grid.color": RULE,
+    "legend.frameon": False,
+}
+
+
+def write_pictures(facts: Facts) -> Path | None:
+    """Write ``images/reward.png``, ``timeline.png`` and ``before-after.png``, each if the run has data for it.
+
+    Returns:
+        The path of the last, which the page shows too; None where no validation image can be read.
+    """
+    images = facts.dir / "images"
+    images.mkdir(exist_ok=True)
+    grid = images / "before-after.png"
+    with mpl.rc_context(STYLE):
+        drawn = {
+            images / "reward.png": _reward(facts),
+            images / "timeline.png": _timeline(facts),
+            grid: _grid(facts),
+        }
+        for path, picture in drawn.items():
+            if picture:
+                picture.savefig(path, dpi=160, facecolor="white")
+    return grid if drawn[grid] else None
+
+
+def _reward(facts: Facts) -> Figure | None:
+    reward, spread, explored = (facts.curve(name) for name in ("reward_mean", "reward_std", "explored_reward_mean"))
+    if reward is None and not facts.validation:
+        return None
+    picture = Figure(figsize=(9, 4), layout="constrained")
+    ax = picture.subplots()
+    ax.grid(axis="y")
+    ax.set_axisbelow(True)
+    if reward is not None:
+        colour = PHASE_COLOURS["train"]
+        if spread is not None:
+            ax.fill_between(reward.index, reward - spread, reward + spread, color=colour, alpha=0.12, lw=0)
+        ax.plot(reward.index, reward, color=colour, lw=2.2, label="trained samples (mean ± std)")
+    if explored is not None:
+        dashed: Any = {"color": PHASE_COLOURS["explore"], "lw": 1.8, "ls": (0, (4, 2))}
+        ax.plot(explored.index, explored, **dashed, label="explored seeds")
+    if facts.validation:
+        scores = [(line["version"], line["score"]) for line in facts.validation]
+        ax.plot(*zip(*scores, strict=True), "D-", color=INK, lw=1, ms=6, label="validation (held-out prompts)")
+        for at in {scores[0], scores[-1]}:
+            ax.annotate(f"{at[1]:.2f}", at, (0, 9), textcoords="offset points", ha="center", weight="bold")
+    ax.set(title="Reward", xlabel="weights version", ylabel="reward")
+    ax.margins(x=0.03)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.legend(loc="lower right")
+    return picture
+
+
+def _timeline(facts: Facts) -> Figure | None:
+    if not facts.spans:
+        return None
+    windows = list(dict.fromkeys([facts.whole, facts.zoom()]))
+    count = len(facts.lanes())
+    lane_in = max(0.12, min(0.34, 6 / count))
+    picture = Figure(figsize=(13, 1.3 + len(windows) * (0.75 + lane_in * count)), layout="constrained")
+    axes = picture.subplots(len(windows), 1, squeeze=False)[:, 0]
+    for ax, window in zip(axes, windows, strict=True):
+        _draw_lanes(ax, facts, window)
+    axes[0].set_title("What every worker did")
+    axes[-1].set_xlabel("seconds since the start")
+    if len(windows) > 1:
+        axes[0].axvspan(*windows[1], fill=False, edgecolor=INK, lw=1.2, zorder=5)
+        axes[1].set_title(f"Closer: {windows[1][0]:.0f} s to {windows[1][1]:.0f} s", fontsize=10)
+    handles: list[Artist] = [Patch(color=phase_colour(phase), label=phase) for phase in facts.phases()]
+    handles.append(Patch(color=ALIVE, label="idle"))
+    if facts.losses():
+        handles.append(Line2D([], [], color=LOST, marker="X", mec="white", ms=9, lw=0, label="preempted"))
+    picture.legend(handles=handles, loc="outside lower center", ncols=len(handles), handlelength=1.1, columnspacing=1.4)
+    return picture
+
+
+def _draw_lanes(ax: Axes, facts: Facts, window: Window) -> None:
+    """One row per worker, the pools set apart by a gap."""
+    lanes = facts.lanes()
+    pools = list(dict.fromkeys(pool for pool, _ in lanes))
+    row = {lane: index + 0.5 * pools.index(lane[0]) for index, lane in enumerate(lanes)}
+    for lane, (joined_s, left_s) in facts.alive():
+        ax.broken_barh([(joined_s, left_s - joined_s)], (row[lane] - 0.44, 0.88), color=ALIVE, lw=0, zorder=0.5)
+    bars: defaultdict[tuple[float, str, float], list[Window]] = defaultdict(list)
+    for span in facts.spans:
+        alpha = CALLED_OFF_ALPHA if span.outcome in ("dropped", "stopped") else 1.0
+        bars[row[span.pool, span.worker], phase_colour(span.phase), alpha].append(
+            (span.start_s, span.stop_s - span.start_s)
+        )
+        if span.phase == "train":
+            ax.axvspan(span.start_s, span.stop_s, color=phase_colour("train"), alpha=0.1, lw=0, zorder=0.8)
+    for (middle, colour, alpha), bar in bars.items():
+        ax.broken_barh(bar, (middle - 0.36, 0.72), color=colour, alpha=alpha, lw=0)
+    for lane, at_s in facts.losses():
+        ax.plot(at_s, row[lane], "X", color=LOST, mec="white", ms=9, zorder=6)
+    for lane, left_s in facts.departures():
+        ax.vlines(left_s, row[lane] - 0.46, row[lane] + 0.46, color=LOST, lw=2.5)
+    ax.set_yticks([row[lane] for lane in lanes], [worker for _, worker in lanes])
+    for label, (pool, _) in zip(ax.get_yticklabels(), lanes, strict=True):
+        label.set_color(POOL_COLOURS.get(pool, INK))
+        label.set_fontweight("bold")
+    ax.tick_params(left=False)
+    ax.spines["left"].set_visible(False)
+    ax.set(xlim=window, ylim=(max(row.values()) + 0.6, -0.6))
+
+
+def _grid(facts: Facts) -> Figure | None:
+    """Each validation prompt's target, its first image before and after training, and their rewards."""
+    ends = facts.validation[:1] + facts.validation[1:][-1:]
+    shown = [(line, found) for line in ends if (found := facts.images(line)) is not None]
+    if not shown:
+        return None
+    texts = shown[0][1][1]
+    rows = [texts.index(text) for text in dict.fromkeys(texts)][:GRID_MOST]
+    count, columns = len(rows), min(GRID_COLUMNS, len(rows))
+    height_px, width_px = shown[0][1][0].shape[1:3]
+    cell_in, label_in, title_in, reward_in = 12.2 / GRID_COLUMNS, 0.8, 0.4, 0.26
+    image_in = (cell_in - 0.1) * height_px / width_px
+    block_in = title_in + len(shown) * (image_in + reward_in)
+    width_in, height_in = label_in + cell_in * columns, block_in * -(-count // columns)
+    picture = Figure(figsize=(width_in, height_in))
+    for at, row in enumerate(rows):
+        left_in, bottom_in = label_in + at % columns * cell_in, height_in - at // columns * block_in - title_in
+        for turn, (line, (images, _)) in enumerate(shown):
+            bottom_in -= image_in
+            place = (left_in / width_in, bottom_in / height_in, (cell_in - 0.1) / width_in, image_in / height_in)
+            ax = picture.add_axes(place)
+            bottom_in -= reward_in
+            _draw_image(ax, images[row], line["rewards"][row], shown[0][0]["rewards"][row])
+            if turn == 0:
+                ax.set_title(_target(texts[row]), loc="center", fontsize=12, pad=4)
+            if at % columns == 0:
+                label = f"version {line['version']}" if len(shown) == 1 else ("before", "after")[turn]
+                ax.text(-0.07, 0.5, label, transform=ax.transAxes, ha="right", va="center", color=FAINT)
+    return picture
+
+
+def _draw_image(ax: Axes, image: NDArray[Any], reward: float | None, before: float | None) -> None:
+    """One image and its reward below, green where it rose and red where it fell."""
+    ax.imshow(image, interpolation="nearest", aspect="auto")
+    ax.set(xticks=[], yticks=[])
+    ax.spines[:].set(visible=True, color="#d9dde4", linewidth=0.8)
+    risen = 0.0 if reward is None or before is None else reward - before
+    colour = "#1c8a5a" if risen > 0 else LOST if risen < 0 else FAINT
+    text = "no reward" if reward is None else f"{reward:.2f}"
+    below: Any = {"xy": (0.5, 0), "xycoords": "axes fraction", "xytext": (0, -3), "textcoords": "offset points"}
+    ax.annotate(text, **below, ha="center", va="top", color=colour, weight="bold", fontsize=9)
+
+
+def _target(text: str) -> str:
+    """What a prompt asks to be written, else its beginning, short enough for a title."""
+    parts = text.split('"')
+    wanted = parts[1] if len(parts) > 2 else text
+    return (wanted if len(wanted) <= 14 else wanted[:13] + "…").replace("$", r"\$")

@@ -1,0 +1,204 @@
+"""Draws the page's plots with Bokeh: reward, timeline and dollars, to hover over, drag and zoom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from bokeh.layouts import column
+from bokeh.models import (
+    ColumnDataSource,
+    FactorRange,
+    HoverTool,
+    Model,
+    NumeralTickFormatter,
+    RangeTool,
+    WheelZoomTool,
+)
+from bokeh.plotting import figure
+
+from spotlight.costs import Span
+from spotlight.report.facts import Facts
+from spotlight.report.palette import (
+    ALIVE,
+    AXIS,
+    CALLED_OFF_ALPHA,
+    FAINT,
+    INK,
+    LOST,
+    PHASE_COLOURS,
+    POOL_COLOURS,
+    RULE,
+    base_phase,
+    phase_colour,
+)
+
+Plot = Any
+"""A Bokeh figure; Bokeh's types know neither factors of two levels nor all of an axis's properties."""
+
+
+def reward_plot(facts: Facts) -> Model:
+    """Rewards of trained, explored and held-out samples over weights versions."""
+    plot = _plot(340, tools="xpan,box_zoom,reset,save", x_axis_label="weights version", y_axis_label="reward")
+    reward, spread, explored = (facts.curve(name) for name in ("reward_mean", "reward_std", "explored_reward_mean"))
+    if reward is not None:
+        colour = PHASE_COLOURS["train"]
+        if spread is not None:
+            low, high = reward - spread, reward + spread
+            plot.varea(list(reward.index), low, high, color=colour, alpha=0.12, legend_label="± std")
+        _hoverable_line(plot, reward, colour, "trained samples")
+    if explored is not None:
+        _hoverable_line(plot, explored, PHASE_COLOURS["explore"], "explored seeds (stale weights)", dash="dashed")
+    if facts.validation:
+        scores = pd.Series({line["version"]: line["score"] for line in facts.validation})
+        _hoverable_line(plot, scores, INK, "validation", width=1, marker="diamond", size=13)
+    _legend(plot)
+    return plot
+
+
+def timeline_plot(facts: Facts) -> Model:
+    """What every worker did, and below it the whole run with a window to drag."""
+    lanes = facts.lanes()[::-1]
+    plot = _plot(
+        90 + max(14, min(36, 900 // len(lanes))) * len(lanes),
+        tools="xpan,xbox_zoom,reset,save",
+        y_range=FactorRange(factors=lanes, group_padding=0.6),
+        x_range=facts.zoom(),
+        x_axis_label="seconds since the start",
+    )
+    plot.ygrid.grid_line_color = None
+    plot.yaxis.group_text_font_size = "12px"
+    plot.yaxis.group_text_color = INK
+    plot.yaxis.separator_line_color = plot.yaxis.major_tick_line_color = plot.yaxis.axis_line_color = None
+    tooltips = [
+        ("", "@phase, iteration @iteration: @outcome"),
+        ("worker", "@worker (@pool)"),
+        ("time", "@start_s{0.00} s, for @seconds{0.00} s"),
+        ("key", "@key"),
+    ]
+    plot.add_tools(HoverTool(renderers=_plot_lanes(plot, facts, cross_px=13), tooltips=tooltips, visible=False))
+    _legend(plot)
+    if facts.zoom() == facts.whole:
+        return plot
+    overview = _plot(50 + min(12 * len(lanes), 140), tools="", y_range=plot.y_range, x_range=facts.whole)
+    overview.yaxis.visible = overview.ygrid.visible = False
+    _plot_lanes(overview, facts, cross_px=7)
+    overview.legend.visible = False
+    window = RangeTool(x_range=plot.x_range)
+    window.overlay.fill_color, window.overlay.fill_alpha = INK, 0.08
+    window.overlay.line_color, window.overlay.line_alpha, window.overlay.line_dash = INK, 0.8, "solid"
+    overview.add_tools(window)
+    return column(plot, overview, sizing_mode="stretch_width")
+
+
+def money_plot(facts: Facts) -> Model:
+    """Dollars spent by pool over time, beside what reserved workers alone would have cost."""
+    plot = _plot(280, tools="xpan,reset,save", x_axis_label="seconds since the start", y_axis_label="US dollars")
+    plot.yaxis.formatter = NumeralTickFormatter(format="$0.00")
+    at_s, pools, reserved_only = facts.money()
+    total = np.sum(list(pools.values()), axis=0)
+    source = ColumnDataSource({"at": at_s, "reserved_only": reserved_only, "total": total, **pools})
+    names = list(pools)
+    colours = [POOL_COLOURS[name] for name in names]
+    plot.varea_stack(names, x="at", color=colours, alpha=0.8, legend_label=names, source=source)
+    line = plot.line("at", "total", source=source, line_alpha=0)
+    label = "the same work on reserved workers alone, never idle"
+    dashed: Any = {"color": LOST, "line_width": 2, "line_dash": "dashed"}
+    plot.line("at", "reserved_only", source=source, **dashed, legend_label=label)
+    rows = [("at", "@at{0} s"), *((name, f"@{name}{{$0.000}}") for name in names), ("together", "@total{$0.000}")]
+    tooltips = [*rows, ("reserved only", "@reserved_only{$0.000}")]
+    plot.add_tools(HoverTool(renderers=[line], tooltips=tooltips, mode="vline", visible=False))
+    _legend(plot)
+    return plot
+
+
+def _plot(height: int, **options: Any) -> Plot:
+    """An empty plot in the page's style."""
+    plot = figure(height=height, sizing_mode="stretch_width", toolbar_location="right", **options)
+    plot.toolbar.logo = None
+    plot.toolbar.autohide = True
+    plot.outline_line_color = None
+    plot.grid.grid_line_color = RULE
+    plot.axis.axis_line_color = plot.axis.major_tick_line_color = AXIS
+    plot.axis.minor_tick_line_color = None
+    plot.axis.major_label_text_font = plot.axis.axis_label_text_font = "system-ui, sans-serif"
+    plot.axis.major_label_text_font_size = plot.axis.axis_label_text_font_size = "12px"
+    plot.axis.major_label_text_color = plot.axis.axis_label_text_color = FAINT
+    plot.axis.axis_label_text_font_style = "normal"
+    wheel = WheelZoomTool(dimensions="width", modifiers="ctrl")  # without ctrl the wheel scrolls the page
+    plot.add_tools(wheel)
+    plot.toolbar.active_scroll = wheel
+    return plot
+
+
+def _legend(plot: Plot) -> None:
+    for legend in plot.legend:
+        legend.click_policy = "hide"
+        legend.label_text_font = "system-ui, sans-serif"
+        legend.label_text_font_size = "12px"
+        legend.label_text_color = INK
+        legend.border_line_color = None
+        legend.orientation = "horizontal"
+        legend.location = "top_left"
+        legend.padding = legend.margin = 0
+        legend.spacing = 14
+        plot.add_layout(legend, "above")
+
+
+def _hoverable_line(
+    plot: Plot,
+    values: pd.Series[float],
+    colour: str,
+    label: str,
+    *,
+    dash: str = "solid",
+    width: float = 2.5,
+    marker: str = "circle",
+    size: int = 5,
+) -> None:
+    source = ColumnDataSource({"x": list(values.index), "y": values.to_numpy(dtype=float)})
+    plot.line("x", "y", source=source, color=colour, line_width=width, line_dash=dash, legend_label=label)
+    dots = plot.scatter("x", "y", source=source, color=colour, marker=marker, size=size, legend_label=label)
+    plot.add_tools(HoverTool(renderers=[dots], tooltips=[(label, "@y{0.000}"), ("version", "@x")], visible=False))
+
+
+def _plot_lanes(plot: Plot, facts: Facts, *, cross_px: int) -> list[Model]:
+    """Draw every worker's lane; returns the bars of its work."""
+    alive = facts.alive()
+    plot.hbar(
+        y=[lane for lane, _ in alive],
+        left=[joined_s for _, (joined_s, _) in alive],
+        right=[left_s for _, (_, left_s) in alive],
+        height=0.9,
+        color=ALIVE,
+        legend_label="idle",
+    )
+    training = [span for span in facts.spans if span.phase == "train"]
+    plot.vstrip(
+        x0=[span.start_s for span in training],
+        x1=[span.stop_s for span in training],
+        color=PHASE_COLOURS["train"],
+        alpha=0.1,
+        line_color=None,
+    )
+    bars: list[Model] = []
+    for phase in facts.phases():
+        source = ColumnDataSource(_columns([span for span in facts.spans if base_phase(span.phase) == phase]))
+        style: Any = {"color": phase_colour(phase), "alpha": "alpha", "line_color": None}
+        bars.append(plot.hbar("lane", 0.72, "start_s", "stop_s", source=source, **style, legend_label=phase))
+    gone, losses = facts.departures(), facts.losses()
+    plot.rect([at_s for _, at_s in gone], [lane for lane, _ in gone], 3, 0.94, width_units="screen", color=LOST)
+    if losses:
+        cross: Any = {"marker": "x", "size": cross_px, "line_width": cross_px // 3, "color": LOST}
+        plot.scatter([at_s for _, at_s in losses], [lane for lane, _ in losses], **cross, legend_label="preempted")
+    return bars
+
+
+def _columns(spans: Sequence[Span]) -> dict[str, list[Any]]:
+    return {name: [getattr(span, name) for span in spans] for name in Span.__dataclass_fields__} | {
+        "lane": [(span.pool, span.worker) for span in spans],
+        "seconds": [span.stop_s - span.start_s for span in spans],
+        "alpha": [CALLED_OFF_ALPHA if span.outcome in ("dropped", "stopped") else 1.0 for span in spans],
+    }
