@@ -1,13 +1,14 @@
 """Which algorithm learns faster per second on the demo's job: DiffusionNFT or Flow-GRPO?
 
-Each setting runs the whole demo for the same wall time and is then validated; one row per setting, median over run
-seeds. ``python -m benchmarks.algorithms`` prints a table in Markdown.
+Each setting runs the whole demo for the same wall time and is then validated; the settings take turns, once for each
+run seed, and a row gives a setting's median. ``python -m benchmarks.algorithms`` prints a table in Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +22,6 @@ VARIANTS: dict[str, list[str]] = {
     "DiffusionNFT, explored": [],
     "DiffusionNFT, not explored": ["strategy.exploration=off"],
     "Flow-GRPO (SDE), explored": [*SDE, "train.clip_range=1e-3"],
-    "Flow-GRPO (CPS), explored": [*SDE, "rollout.sampler=cps", "train.clip_range=1e-3"],
     "Flow-GRPO (SDE), not explored": [*SDE, "train.clip_range=1e-3", "strategy.exploration=off"],
 }
 
@@ -69,18 +69,19 @@ def main() -> None:
     parser.add_argument("--only", help="run the settings whose name has this in it")
     arguments = parser.parse_args()
 
+    variants = {name: more for name, more in VARIANTS.items() if not arguments.only or arguments.only in name}
+    results: dict[str, list[tuple[float, float, int]]] = {name: [] for name in variants}
+    for seed in range(arguments.seeds):
+        for name, overrides in variants.items():
+            results[name].append(run_for(arguments.seconds, overrides, seed))
+            print(f"{name}, seed {seed}: {results[name][-1]}", file=sys.stderr, flush=True)
+
     print(f"| setting | score before | after {arguments.seconds:.0f} s: median (min, max) | iterations |")
     print("|---|---|---|---|")
-    for name, overrides in VARIANTS.items():
-        if arguments.only and arguments.only not in name:
-            continue
-        results = [run_for(arguments.seconds, overrides, seed) for seed in range(arguments.seeds)]
-        after = [result[1] for result in results]
-        print(
-            f"| {name} | {results[0][0]:.3f} | {statistics.median(after):.3f} ({min(after):.3f}, {max(after):.3f}) | "
-            f"{statistics.median(result[2] for result in results):.0f} |",
-            flush=True,
-        )
+    for name, rows in results.items():
+        before, after, iterations = zip(*rows, strict=True)
+        spread = f"{statistics.median(after):.3f} ({min(after):.3f}, {max(after):.3f})"
+        print(f"| {name} | {before[0]:.3f} | {spread} | {statistics.median(iterations):.0f} |")
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
+import signal
 import tempfile
 from collections.abc import Iterator, Mapping
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import dask
@@ -21,7 +22,6 @@ from distributed.deploy.spec import ProcessInterface
 from cluster.plugins import Ears, Placer
 from cluster.workers import WorkerSpec, serve, warm_parent
 from spotlight.config import Config, PoolSection
-from spotlight.records import SpotlightError
 
 SETTINGS = {
     "distributed.scheduler.allowed-failures": 1000,  # losing spot workers is normal; see Placer.log_event
@@ -67,7 +67,7 @@ class Place(ProcessInterface):
         theirs, ours = context.Pipe(duplex=False)
         process = context.Process(target=serve, args=(self._spec, theirs), daemon=True)
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, process.start)  # the first start waits for the warm parent's imports
+        await loop.run_in_executor(None, _start, process)  # the first start waits for the warm parent's imports
         theirs.close()
         ended = asyncio.Event()
         loop.add_reader(process.sentinel, ended.set)
@@ -85,7 +85,6 @@ class Pools:
     """The cluster of one run: scheduler, head and both pools, all on this machine and on loopback."""
 
     def __init__(self, config: Config, run: str) -> None:
-        _check_free(config.cluster.dashboard_port)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_quiet())
             stack.enter_context(dask.config.set(SETTINGS))
@@ -119,13 +118,21 @@ class Pools:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Dask reports each lost worker as a fault, down to the last ones at the end; here they are expected."""
-    logger = logging.getLogger("distributed")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    levels = {"distributed": logging.ERROR, "distributed.worker": logging.CRITICAL}  # as in the worker processes
+    before = {name: logging.getLogger(name).level for name in levels}
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def _start(process: ForkServerProcess) -> None:
+    """Start with SIGINT blocked in this thread, which a new warm parent inherits: Ctrl-C is for the driver alone."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    process.start()
 
 
 def _cluster(config: Config, run: str, directory: str) -> SpecCluster:
@@ -163,15 +170,3 @@ def _head(directory: str) -> dict[str, Any]:
         "plugins": (Ears(),),
     }
     return {"cls": Worker, "options": options}
-
-
-def _check_free(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise SpotlightError(
-                f"cluster.dashboard_port = {port} cannot be used ({error.strerror}): stop what listens there, or "
-                "choose another, for example --set cluster.dashboard_port=0 for any free one"
-            ) from None

@@ -57,6 +57,7 @@ def serve(spec: WorkerSpec, lifeline: Connection) -> None:
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     dask.config.set(spec.settings)
     logging.getLogger("distributed").setLevel(logging.ERROR)  # losing a peer is no news here
+    logging.getLogger("distributed.worker").setLevel(logging.CRITICAL)  # a failed task's error goes to the driver
     asyncio.run(_serve(spec))
     os._exit(0)  # a task thread that is still at work would keep the process alive
 

@@ -171,10 +171,9 @@ def _metrics(selection: Selection, training: TrainingSet, after: Published) -> d
     ]
     metrics = dict(training.metrics) | dict(after.metrics)
     metrics["seeds_scored"] = float(selection.seeds_scored)
-    if pairs:
-        explored, again = zip(*pairs, strict=True)
-        metrics["explored_reward_mean"] = sum(explored) / len(explored)
-        correlation = rank_correlation(explored, again)
-        if correlation is not None:
-            metrics["rank_correlation"] = correlation
+    if selection.reward_mean is not None and selection.reward_std is not None:
+        metrics |= {"explored_reward_mean": selection.reward_mean, "explored_reward_std": selection.reward_std}
+    correlation = rank_correlation(*zip(*pairs, strict=True)) if pairs else None
+    if correlation is not None:
+        metrics["rank_correlation"] = correlation
     return metrics

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Literal
 
 from spotlight.explore import equal_shares, max_variance_subset
@@ -159,15 +160,14 @@ def advantage(settings_std: str, scored: Sequence[Scored]) -> TrainingSet:
     rewards = [reward for _, _, reward in rows]
     groups = [request.prompt.id for request, _, _ in rows]
     advantages = group_advantages(rewards, groups, std="group" if settings_std == "group" else "global")
-    mean = sum(rewards) / len(rewards)
     return TrainingSet(
         samples=tuple(
             Sample(request=request, index=index, reward=reward, advantage=float(value))
             for (request, index, reward), value in zip(rows, advantages, strict=True)
         ),
         metrics={
-            "reward_mean": mean,
-            "reward_std": (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5,
+            "reward_mean": fmean(rewards),
+            "reward_std": pstdev(rewards),
             "zero_std_ratio": zero_std_ratio(rewards, groups),
             "samples": float(len(rows)),
         },
@@ -251,12 +251,14 @@ def select(candidates: Candidates, scored: Sequence[Scored | Dropped]) -> Select
             pairs = zip(one.request.seeds, one.rewards, strict=True)
             by_prompt[one.request.prompt.id] += [(seed, reward) for seed, reward in pairs if reward is not None]
     kept = tuple(_keep(candidates, prompt, by_prompt[prompt.id]) for prompt in candidates.prompts)
-    found = sum(len(pairs) for pairs in by_prompt.values())
+    rewards = [reward for pairs in by_prompt.values() for _, reward in pairs]
     return Selection(
         iteration=candidates.iteration,
         kept=kept,
-        seeds_scored=found,
-        seeds_dropped=candidates.seeds_tried * len(candidates.prompts) - found,
+        seeds_scored=len(rewards),
+        seeds_dropped=candidates.seeds_tried * len(candidates.prompts) - len(rewards),
+        reward_mean=fmean(rewards) if rewards else None,
+        reward_std=pstdev(rewards) if rewards else None,
     )
 
 

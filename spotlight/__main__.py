@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spotlight.records import SpotlightError, Stopped
+from spotlight.rundir import RunDir
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,9 +21,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SpotlightError as error:
         print(f"spotlight: {error}", file=sys.stderr)
         return 1
-    except (Stopped, KeyboardInterrupt) as stopped:
+    except Stopped as stopped:
         print(f"spotlight: stopped; {stopped}", file=sys.stderr)
         return 130
+    except KeyboardInterrupt as interrupt:
+        print(f"spotlight: left at once; {interrupt}", file=sys.stderr, flush=True)
+        os._exit(130)  # the run's thread would keep this process until it is done; the workers end with it
     return 0
 
 
@@ -75,9 +81,11 @@ def _resume(parsed: argparse.Namespace) -> None:
 
 
 def _report(parsed: argparse.Namespace) -> None:
+    RunDir.open(parsed.run_dir)  # before the imports, which take seconds
     from spotlight.report import write_report
 
-    print(write_report(parsed.run_dir))
+    with _writing(parsed.run_dir):
+        print(write_report(parsed.run_dir))
 
 
 def _graph(parsed: argparse.Namespace) -> None:
@@ -85,14 +93,27 @@ def _graph(parsed: argparse.Namespace) -> None:
     from graphs.iteration import example_graph
     from spotlight import config
 
-    draw(example_graph(config.load(parsed.config, parsed.overrides)).graph, parsed.to)
+    graph = example_graph(config.load(parsed.config, parsed.overrides)).graph
+    with _writing(parsed.to):
+        draw(graph, parsed.to)
     print(parsed.to)
 
 
 def _export(parsed: argparse.Namespace) -> None:
+    RunDir.open(parsed.run_dir)
     from spotlight.export import export_lora
 
-    print(export_lora(parsed.run_dir, parsed.to, parsed.version))
+    with _writing(parsed.to):
+        print(export_lora(parsed.run_dir, parsed.to, parsed.version))
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A place that cannot be written to, or is full, is for a person to put right."""
+    try:
+        yield
+    except OSError as error:
+        raise SpotlightError(f"{path}: cannot be written: {error}; make room, or choose another place") from error
 
 
 if __name__ == "__main__":

@@ -27,21 +27,28 @@ def follow(run: Run, console: Console | None = None) -> None:
     console = console or Console()
     run.start()
     console.print(f"run directory   {run.directory.path}", soft_wrap=True)
-    stopping = False
-    with _Display(console) as display:
-        while run.alive:
-            try:
-                display.show(run.status)
-                time.sleep(REFRESH_S)
-            except KeyboardInterrupt:
-                if stopping:
-                    raise
-                stopping = True
-                run.stop()
-                console.print("stopping after the steps in flight; Ctrl-C again leaves at once")
+    try:
+        with _Display(console) as display:
+            _watch(run, display, console)
+    finally:
+        run.stop()  # whatever ended the display: a run does not go on unseen
     run.wait()
     console.print(_summary(run.directory.path))
     console.print(f"report          {run.directory.path / 'report.html'}", soft_wrap=True)
+
+
+def _watch(run: Run, display: _Display, console: Console) -> None:
+    stopping = False
+    while run.alive:
+        try:
+            display.show(run.status)
+            time.sleep(REFRESH_S)
+        except KeyboardInterrupt:
+            if stopping:
+                raise KeyboardInterrupt(f"resume with: spotlight resume {run.directory.path}") from None
+            stopping = True
+            run.stop()
+            console.print("stopping after the steps in flight; Ctrl-C again leaves at once")
 
 
 class _Display:

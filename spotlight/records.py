@@ -132,6 +132,9 @@ class Selection:
     kept: tuple[Kept, ...]
     seeds_scored: int
     seeds_dropped: int
+    reward_mean: float | None = None
+    """Of all seeds scored, kept or not; None where there were none."""
+    reward_std: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

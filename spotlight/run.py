@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from spotlight import config as configuration
 from spotlight.books import Books
-from spotlight.data import check_quoted, read_prompts
+from spotlight.data import check_quoted, choose_prompts, read_prompts
 from spotlight.records import SpotlightError, Stopped
 from spotlight.rundir import HISTORY, SUMMARY, VALIDATION, RunDir
 from spotlight.signals import signals
+from spotlight.weights import published
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -98,8 +100,7 @@ class Run:
         self._pools: Pools | None = None
         self._dashboard = ""
         self._began_s = 0.0
-        for path in (settings.data.train_prompts, settings.data.validation_prompts):
-            check_quoted(read_prompts(path), path)
+        _check_inputs(settings)
 
     @property
     def directory(self) -> RunDir:
@@ -111,6 +112,7 @@ class Run:
         """Begin in the background, or go on; returns at once."""
         if self.alive:
             raise SpotlightError(f"{self.directory.path}: this run is already running")
+        _check_port(self.config.cluster.dashboard_port)
         self._began_s = time.time()
         if self._directory is None:
             self._directory = RunDir.create(self.config, self._began_s)
@@ -205,10 +207,8 @@ class Run:
             self._state = "finished"
         except Stopped:
             self._state, self._error = "stopped", Stopped(f"resume with: spotlight resume {self.directory.path}")
-        except OSError as error:
-            self._state, self._error = "failed", _explain(error, self.directory.path)
         except BaseException as error:  # carried to whoever waits
-            self._state, self._error = "failed", error
+            self._state, self._error = "failed", _explain(error, self.directory.path)
 
     def _run_locked(self) -> None:
         from cluster.pools import Pools
@@ -216,6 +216,7 @@ class Run:
 
         run = self.directory
         signals.clear(run.path.name)
+        self._rewind()
         self._pools = Pools(self.config, run.path.name)
         try:
             self._dashboard = self._pools.dashboard
@@ -224,6 +225,14 @@ class Run:
         finally:
             self._close()
         self._summarise()
+
+    def _rewind(self) -> None:
+        """Take back the last iterations if their weights were deleted, being damaged: they are done again."""
+        done = history = self.directory.rows(HISTORY)
+        while done and not published(self.directory.path, done[-1]["weights_version"]):
+            done = done[:-1]
+        if done != history:
+            self.directory.rewrite(HISTORY, done)
 
     def _close(self) -> None:
         assert self._pools
@@ -313,12 +322,37 @@ def _wait(futures: Sequence[Future[Any]]) -> None:
         wait(futures, timeout=POLL_S)
 
 
-def _explain(error: OSError, run_dir: Path) -> BaseException:
-    """A full disk is for a person to put right; other errors are passed on."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return error
-    free_mb = shutil.disk_usage(run_dir).free / 1e6
-    return SpotlightError(
-        f"{run_dir}: the disk is full ({free_mb:.1f} MB free): make room, then `spotlight resume {run_dir}`; "
-        "all that was committed is kept"
-    )
+def _check_inputs(settings: configuration.Config) -> None:
+    """Find at once what would stop the run once its cluster is up."""
+    data, model = settings.data, settings.model
+    for path in (data.train_prompts, data.validation_prompts):
+        check_quoted(read_prompts(path), path)
+    choose_prompts(len(read_prompts(data.train_prompts)), settings.rollout.prompts, seed=settings.run.seed, iteration=0)
+    if model.path and not Path(model.path).is_dir():
+        raise SpotlightError(f"model.path = {model.path!r}: no such directory; give that of a diffusers pipeline")
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise SpotlightError(
+                f"cluster.dashboard_port = {port} cannot be used ({error.strerror}): stop what listens there, or "
+                "choose another, 0 for any free one: for a new run by --set cluster.dashboard_port=0, for a resumed "
+                f"one in its {configuration.RESOLVED}"
+            ) from None
+
+
+def _explain(error: BaseException, run_dir: Path) -> BaseException:
+    """A full disk is for a person to put right; what nobody foresaw says at least how to go on."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free_mb = shutil.disk_usage(run_dir).free / 1e6
+        return SpotlightError(
+            f"{run_dir}: the disk is full ({free_mb:.1f} MB free): make room, then `spotlight resume {run_dir}`; "
+            "all that was committed is kept"
+        )
+    if not isinstance(error, SpotlightError):
+        error.add_note(f"all that was committed is kept; `spotlight resume {run_dir}` goes on from there")
+    return error

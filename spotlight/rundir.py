@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -40,12 +40,22 @@ class RunDir:
         for attempt in range(100):
             path = parent / f"{settings.run.name}-{stamp}{f'-{attempt}' if attempt else ''}"
             with contextlib.suppress(FileExistsError):
-                path.mkdir(parents=True)
-                run = cls(path)
-                with atomic_write(path / config.RESOLVED) as file:
-                    file.write(config.dump(settings).encode())
-                return run
+                return cls._create(path, settings)
         raise SpotlightError(f"{parent}: a hundred runs named {settings.run.name!r} were started this second")
+
+    @classmethod
+    def _create(cls, path: Path, settings: config.Config) -> RunDir:
+        try:
+            path.mkdir(parents=True)
+            with atomic_write(path / config.RESOLVED) as file:
+                file.write(config.dump(settings).encode())
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise SpotlightError(
+                f"{path}: cannot make the run directory: {error.strerror}; choose another run.dir, or make room there"
+            ) from None
+        return cls(path)
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
@@ -113,9 +123,14 @@ class RunDir:
         whole = sum(len(line) for line in _whole_lines(path))
         with path.open("ab") as file:
             file.truncate(whole)
-            file.write(b"".join(json.dumps(row, sort_keys=True).encode() + b"\n" for row in rows))
+            file.write(_lines(rows))
             file.flush()
             os.fsync(file.fileno())
+
+    def rewrite(self, journal: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Replace a whole journal at once."""
+        with atomic_write(self.path / journal) as file:
+            file.write(_lines(rows))
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         with atomic_write(self.path / name) as file:
@@ -154,6 +169,10 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"".join(json.dumps(row, sort_keys=True).encode() + b"\n" for row in rows)
 
 
 def _whole_lines(path: Path) -> list[bytes]:

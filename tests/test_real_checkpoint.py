@@ -16,23 +16,30 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
+from numpy.typing import NDArray
 from torch import Tensor
 
 from graphs.loop import Loop, synchronous
 from graphs.tasks import validation_seeds
-from pipelines import tiny_qwen_image
+from pipelines import PACKED_CHANNELS, PX_PER_TOKEN, tiny_qwen_image
 from runs import outcome, settings_file
 from spotlight import config, flow, weights
 from spotlight.data import read_prompts
 from spotlight.engine import Engine
 from spotlight.export import export_lora
+from spotlight.models import Model
+from spotlight.records import WeightsRef
 from spotlight.run import Run
 from spotlight.rundir import HISTORY, SPANS, RunDir
 
 ITERATIONS, STEPS, GUIDANCE, RANK = 2, 4, 4.0, 4
 HEIGHT_PX, WIDTH_PX = 16, 64
 """Flat enough that the recogniser takes the noise for a word: about a third of the images have an "e" in it."""
+TOKENS, CHANNELS = (HEIGHT_PX // PX_PER_TOKEN) * (WIDTH_PX // PX_PER_TOKEN), PACKED_CHANNELS
+LEVEL = 1 / 255
+"""Of an image: what is stored is rounded by half a level."""
 LETTERS = {"train": "eant", "validation": "r"}
 COMMON = [
     f"run.iterations={ITERATIONS}",
@@ -46,8 +53,9 @@ ALGORITHMS = {
     "nft": ["train.algorithm=nft", "rollout.sampler=ode"],
     "grpo": ["train.algorithm=grpo", "rollout.sampler=sde", "rollout.window=[1, 3]"],
 }
-LOG_PROB_TOLERANCE = 1e-4
-"""Worker and trainer differ in the size of their batches alone; the clip range in use is as wide."""
+LOG_PROB_TOLERANCE, BFLOAT16_TOLERANCE = 1e-4, 1e-3
+"""Worker and trainer differ in the size of their batches alone, measured: 1.2e-7 and 0. A trainer that forgot the
+guidance was off by 7e-4 and 2e-3."""
 
 
 class NoWatch:
@@ -67,7 +75,6 @@ class NoWatch:
 class Trained:
     """A finished run, and the pipeline that it started from."""
 
-    algorithm: str
     pipeline: Path
     run: RunDir
 
@@ -88,7 +95,7 @@ def trained(request: pytest.FixtureRequest, pipeline: Path, tmp_path_factory: py
     directory = tmp_path_factory.mktemp(request.param)
     run = Run(settings_file(directory), checkpoint_overrides(pipeline, directory, request.param)).start()
     run.wait()
-    return Trained(algorithm=request.param, pipeline=pipeline, run=run.directory)
+    return Trained(pipeline=pipeline, run=run.directory)
 
 
 def checkpoint_overrides(pipeline: Path, directory: Path, algorithm: str) -> list[str]:
@@ -117,16 +124,52 @@ def run_here(directory: Path, overrides: list[str]) -> RunDir:
     return run
 
 
-def lora(run: RunDir, version: int) -> dict[str, Tensor]:
-    """All that a published version holds."""
+def published(run: RunDir, version: int) -> WeightsRef:
     found = weights.published(run.path, version)
     assert found
-    return weights.load(run.path, found.weights, "trainable")
+    return found.weights
+
+
+def lora(run: RunDir, version: int) -> dict[str, Tensor]:
+    """All that a published version holds."""
+    return weights.load(run.path, published(run, version), "trainable")
 
 
 def moved(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> float:
     """Largest change of a weight."""
     return max((new[name] - value).abs().max().item() for name, value in old.items())
+
+
+def plain_pipeline(path: Path) -> Any:
+    """As anyone loads it who has never heard of this project."""
+    plain = QwenImagePipeline.from_pretrained(path)
+    plain.set_progress_bar_config(disable=True)
+    return plain
+
+
+def draw(plain: Any, text: str, noise_BNC: Tensor) -> NDArray[np.float32]:
+    """What a pipeline makes of the noise: images of shape (B, height, width, 3), from 0 to 1."""
+    drawn = plain(
+        prompt=text,
+        negative_prompt=" ",
+        true_cfg_scale=GUIDANCE,
+        height=HEIGHT_PX,
+        width=WIDTH_PX,
+        num_inference_steps=STEPS,
+        latents=noise_BNC,
+        output_type="np",
+    )
+    images: NDArray[np.float32] = drawn.images
+    return images
+
+
+@torch.no_grad()
+def velocity(model: Model) -> Tensor:
+    """For two noise levels of one noise."""
+    x_BNC = flow.initial_noise([0, 0], TOKENS, CHANNELS)
+    text = model.encode([f'A sign that says "{LETTERS["validation"]}".']).rows([0, 0])
+    sigma_B = torch.tensor([1.0, 0.5])
+    return model.velocity(x_BNC, sigma_B, text, height_px=HEIGHT_PX, width_px=WIDTH_PX, guidance=GUIDANCE)
 
 
 def test_both_pools_worked_and_the_rewards_differed(trained: Trained) -> None:
@@ -153,42 +196,79 @@ def test_versions_hold_the_lora_alone_and_each_differs_from_the_last(trained: Tr
     assert all(moved(old, new) > 0 for old, new in pairwise(states))
 
 
+@pytest.mark.parametrize("trained", ["grpo"], indirect=True)
 def test_worker_and_trainer_agree_on_the_policy_that_sampled(trained: Trained) -> None:
-    if trained.algorithm != "grpo":
-        assert not any("log_prob_delta" in metrics for metrics in trained.metrics)
-        return
+    deltas = [metrics["log_prob_delta_max"] for metrics in trained.metrics]
+    ratios = [metrics["ratio_mean"] for metrics in trained.metrics]
 
-    for metrics in trained.metrics:
-        assert metrics["log_prob_delta_max"] < LOG_PROB_TOLERANCE
-        assert metrics["ratio_mean"] == 1  # one update an iteration: every ratio is taken before it
-        assert metrics["pg_clipfrac"] == 0
+    assert max(deltas) < LOG_PROB_TOLERANCE
+    assert ratios == [1.0] * ITERATIONS  # one update an iteration: every ratio is taken before it
 
 
 def test_plain_diffusers_draws_the_validation_images_with_the_exported_lora(trained: Trained, tmp_path: Path) -> None:
     settings = trained.run.config()
     (prompt,) = read_prompts(settings.data.validation_prompts)
     with np.load(trained.run.path / "images" / f"validation-{ITERATIONS:05d}.npz") as file:
-        ours = file["images"]
-    plain: Any = QwenImagePipeline.from_pretrained(trained.pipeline)
-    plain.set_progress_bar_config(disable=True)
-    tokens, channels = Engine(trained.run.path).model.latent_shape(HEIGHT_PX, WIDTH_PX)
-    noise_BNC = flow.initial_noise(validation_seeds(prompt, settings.run.validation_seeds), tokens, channels)
+        ours_BHWC = file["images"] / 255
+    noise_BNC = flow.initial_noise(validation_seeds(prompt, settings.run.validation_seeds), TOKENS, CHANNELS)
+    plain = plain_pipeline(trained.pipeline)
 
-    def draw() -> np.ndarray[Any, np.dtype[np.float32]]:
-        return plain(
-            prompt=prompt.text,
-            negative_prompt=" ",
-            true_cfg_scale=GUIDANCE,
-            height=HEIGHT_PX,
-            width=WIDTH_PX,
-            num_inference_steps=STEPS,
-            latents=noise_BNC,
-            output_type="np",
-        ).images
-
-    before = draw()
+    untrained_BHWC = draw(plain, prompt.text, noise_BNC)
     plain.load_lora_weights(export_lora(trained.run.path, tmp_path / "lora"))
-    after = draw()
+    trained_BHWC = draw(plain, prompt.text, noise_BNC)
 
-    np.testing.assert_allclose(ours / 255, after, atol=1 / 255)  # half a level of rounding, and float32's own
-    assert np.abs(after - before).max() > 4 / 255
+    np.testing.assert_allclose(trained_BHWC, ours_BHWC, atol=LEVEL)
+    assert np.abs(trained_BHWC - untrained_BHWC).max() > 10 * LEVEL
+
+
+def test_the_exported_lora_gives_the_velocities_of_the_engine(trained: Trained, tmp_path: Path) -> None:
+    engine, plain = Engine(trained.run.path), plain_pipeline(trained.pipeline)
+    engine.use(published(trained.run, ITERATIONS))
+    plain.load_lora_weights(export_lora(trained.run.path, tmp_path / "lora"))
+
+    ours_BNC = velocity(engine.model)
+    engine.model.transformer = plain.transformer
+
+    assert torch.equal(velocity(engine.model), ours_BNC)
+
+
+def test_a_finished_run_that_is_resumed_does_nothing_again(trained: Trained) -> None:
+    before, spans = outcome(trained.run.path), trained.run.rows(SPANS)
+    written = {path: path.stat().st_mtime_ns for path in (trained.run.path / "weights").rglob("*")}
+
+    status = Run.resume(trained.run.path).start().wait()
+
+    assert status.state == "finished"
+    assert {row["phase"] for row in trained.run.rows(SPANS)[len(spans) :]} == {"prepare"}
+    assert outcome(trained.run.path) == before
+    assert {path: path.stat().st_mtime_ns for path in (trained.run.path / "weights").rglob("*")} == written
+
+
+def test_in_bfloat16_worker_and_trainer_agree_to_its_rounding(pipeline: Path, tmp_path: Path) -> None:
+    overrides = [*checkpoint_overrides(pipeline, tmp_path, "grpo"), "model.dtype=bfloat16", "run.iterations=1"]
+
+    run = run_here(tmp_path, overrides)
+
+    (row,) = run.rows(HISTORY)
+    assert row["metrics"]["ratio_mean"] == 1
+    assert row["metrics"]["log_prob_delta_max"] < BFLOAT16_TOLERANCE
+    assert {value.dtype for value in lora(run, 1).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("sampler", ["sde", "cps", "dance"])
+def test_the_embedded_model_trains_on_any_stochastic_sampler(sampler: str, tmp_path: Path) -> None:
+    (tmp_path / "validation.txt").write_text('A sign that says "47".\n')
+    overrides = [
+        'data.validation_prompts="validation.txt"',
+        "train.algorithm=grpo",
+        f"rollout.sampler={sampler}",
+        "run.iterations=1",
+        "strategy.exploration=off",
+    ]
+
+    run = run_here(tmp_path, overrides)
+
+    (row,) = run.rows(HISTORY)
+    assert row["metrics"]["ratio_mean"] == 1
+    assert row["metrics"]["log_prob_delta_max"] < LOG_PROB_TOLERANCE
+    assert row["metrics"]["grad_norm"] > 0

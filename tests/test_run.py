@@ -139,6 +139,15 @@ def test_exploration_is_one_setting_away(undisturbed: Path, tmp_path: Path) -> N
     assert run.directory.rows(HISTORY)[0]["metrics"]["seeds_scored"] == 0
 
 
+def test_latents_go_where_the_settings_say(tmp_path: Path) -> None:
+    overrides = ["strategy.exploration=off", "run.iterations=1", f"latents.url=file://{tmp_path}/store"]
+    run = Run(settings_file(tmp_path), overrides).start()
+    run.wait()
+
+    assert list((tmp_path / "store" / run.directory.path.name).iterdir())
+    assert not (run.directory.path / "latents").exists()
+
+
 def test_training_closes_exploration_that_runs_on_time(tmp_path: Path) -> None:
     overrides = ["exploration.budget=time", "exploration.seeds_tried=200", "run.iterations=2"]
     run = Run(settings_file(tmp_path), overrides).start()

@@ -86,7 +86,8 @@ class Facts:
             parts = re.findall(r"(\d+)|(\D+)", worker)
             return pool != "reserved", pool, [(int(number or 0), text) for number, text in parts]
 
-        return sorted({(each.pool, each.worker) for each in (*self.spans, *self.workers)}, key=order)
+        found = {(span.pool, span.worker) for span in self.spans} | {(life.pool, life.worker) for life in self.workers}
+        return sorted(found, key=order)
 
     def phases(self) -> list[str]:
         """The phases that the run had, in the order of an iteration, unknown ones last."""
@@ -168,7 +169,7 @@ def read(run_dir: Path) -> Facts:
     spans, workers = _records(run, SPANS, span_from_json), _records(run, WORKERS, life_from_json)
     summary = _summary(run.path / SUMMARY)
     absent = {
-        "history.jsonl: no iteration has finished, so there is no reward curve": history.empty,
+        "history.jsonl: no iteration has finished, so there is no reward curve": not len(history),
         "validation.jsonl: nothing was validated, so there is no score and no image": not validation,
         "validation.jsonl: validated only once, so there is no score after training": len(validation) == 1,
         "spans.jsonl: no work was recorded, so there is no timeline": not spans,

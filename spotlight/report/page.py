@@ -73,7 +73,7 @@ def write_report(run_dir: Path) -> Path:
 
 def _page(facts: Facts, grid: Path | None) -> str:
     plots: dict[str, Model] = {}
-    if not facts.history.empty or facts.validation:
+    if len(facts.history) or facts.validation:
         plots["reward"] = reward_plot(facts)
     if facts.spans:
         plots["timeline"] = timeline_plot(facts)

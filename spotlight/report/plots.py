@@ -12,7 +12,6 @@ from bokeh.models import (
     ColumnDataSource,
     FactorRange,
     HoverTool,
-    Model,
     NumeralTickFormatter,
     RangeTool,
     WheelZoomTool,
@@ -36,10 +35,10 @@ from spotlight.report.palette import (
 )
 
 Plot = Any
-"""A Bokeh figure; Bokeh's types know neither factors of two levels nor all of an axis's properties."""
+"""One Bokeh figure or several; Bokeh's types know neither factors of two levels nor all of an axis's properties."""
 
 
-def reward_plot(facts: Facts) -> Model:
+def reward_plot(facts: Facts) -> Plot:
     """Rewards of trained, explored and held-out samples over weights versions."""
     plot = _plot(340, tools="xpan,box_zoom,reset,save", x_axis_label="weights version", y_axis_label="reward")
     reward, spread, explored = (facts.curve(name) for name in ("reward_mean", "reward_std", "explored_reward_mean"))
@@ -58,7 +57,7 @@ def reward_plot(facts: Facts) -> Model:
     return plot
 
 
-def timeline_plot(facts: Facts) -> Model:
+def timeline_plot(facts: Facts) -> Plot:
     """What every worker did, and below it the whole run with a window to drag."""
     lanes = facts.lanes()[::-1]
     plot = _plot(
@@ -93,7 +92,7 @@ def timeline_plot(facts: Facts) -> Model:
     return column(plot, overview, sizing_mode="stretch_width")
 
 
-def money_plot(facts: Facts) -> Model:
+def money_plot(facts: Facts) -> Plot:
     """Dollars spent by pool over time, beside what reserved workers alone would have cost."""
     plot = _plot(280, tools="xpan,reset,save", x_axis_label="seconds since the start", y_axis_label="US dollars")
     plot.yaxis.formatter = NumeralTickFormatter(format="$0.00")
@@ -164,7 +163,7 @@ def _hoverable_line(
     plot.add_tools(HoverTool(renderers=[dots], tooltips=[(label, "@y{0.000}"), ("version", "@x")], visible=False))
 
 
-def _plot_lanes(plot: Plot, facts: Facts, *, cross_px: int) -> list[Model]:
+def _plot_lanes(plot: Plot, facts: Facts, *, cross_px: int) -> list[Any]:
     """Draw every worker's lane; returns the bars of its work."""
     alive = facts.alive()
     plot.hbar(
@@ -183,7 +182,7 @@ def _plot_lanes(plot: Plot, facts: Facts, *, cross_px: int) -> list[Model]:
         alpha=0.1,
         line_color=None,
     )
-    bars: list[Model] = []
+    bars = []
     for phase in facts.phases():
         source = ColumnDataSource(_columns([span for span in facts.spans if base_phase(span.phase) == phase]))
         style: Any = {"color": phase_colour(phase), "alpha": "alpha", "line_color": None}
@@ -196,7 +195,7 @@ def _plot_lanes(plot: Plot, facts: Facts, *, cross_px: int) -> list[Model]:
     return bars
 
 
-def _columns(spans: Sequence[Span]) -> dict[str, list[Any]]:
+def _columns(spans: Sequence[Span]) -> dict[str, Any]:
     return {name: [getattr(span, name) for span in spans] for name in Span.__dataclass_fields__} | {
         "lane": [(span.pool, span.worker) for span in spans],
         "seconds": [span.stop_s - span.start_s for span in spans],

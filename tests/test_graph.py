@@ -1,0 +1,378 @@
+"""The iteration graph itself: its layers, edges and pools, what its deciding tasks decide, and that Dask takes it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, pairwise
+from pathlib import Path
+from statistics import pvariance
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, LocalCluster, Scheduler
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.plugins import GATED
+from graphs import tasks
+from graphs.iteration import (
+    RESOURCES,
+    Graph,
+    Key,
+    candidates_for,
+    example_graph,
+    exploration_graph,
+    final_graph,
+    prepare_graph,
+    rollout_requests,
+    unexplored,
+    validation_graph,
+)
+from graphs.tasks import Candidates, Setting
+from kills import KillWorkers, client_of
+from runs import ROOT, settings_file, wait_for
+from spotlight import config
+from spotlight.config import Config
+from spotlight.records import Dropped, Prompt, Request, Scored, WeightsRef
+from spotlight.run import Run
+
+VERSION = WeightsRef(version=1, sha256="1" * 64)
+SETTING = Setting(
+    run_dir="", run="run", seed=5, sigmas=(1.0, 0.5, 0.0), explore_sigmas=(1.0, 0.0), start=replace(VERSION, version=0)
+)
+PROMPTS = tuple(Prompt(id=index, text=f'a sign that says "{index}"') for index in (4, 7, 1))
+TRAINING = ["rollout-1", "score-1", "refill-1", "advantage-1", "train-1", "publish-1"]
+
+
+def load(*overrides: str) -> Config:
+    return config.load(ROOT / "examples" / "ocr-tiny.toml", overrides)
+
+
+def make_candidates(*, seeds_tried: int = 7, request_seeds: int = 2, rounds: int = 3, keep: int = 3) -> Candidates:
+    """For iteration 2 and all prompts."""
+    return replace(
+        candidates_for(load(), SETTING, 2, PROMPTS, VERSION),
+        seeds_tried=seeds_tried,
+        request_seeds=request_seeds,
+        rounds=rounds,
+        keep=keep,
+    )
+
+
+def allocated(candidates: Candidates) -> list[list[Request]]:
+    """What each round tries."""
+    return [list(tasks.allocate(candidates, r, ())) for r in range(candidates.rounds)]
+
+
+def seeds_of(candidates: Candidates, prompt: Prompt, count: int) -> list[int]:
+    """A prompt's first candidates."""
+    return [tasks.candidate_seed(candidates.seed, candidates.iteration, prompt, index) for index in range(count)]
+
+
+def score(requests: Sequence[Request], rewards: Sequence[float | None]) -> list[Scored]:
+    """Rewards to the requests' seeds, in order."""
+    stream = iter(rewards)
+    return [Scored(request=request, rewards=tuple(next(stream) for _ in request.seeds)) for request in requests]
+
+
+def calls_of(graph: Graph) -> dict[Key, tuple[Any, ...]]:
+    layers: Any = graph.graph.layers.values()
+    return {key: call for layer in layers for key, call in layer.items()}
+
+
+def notes(graph: Graph) -> dict[str, dict[str, Any]]:
+    """The annotations of each layer."""
+    return {name: dict(layer.annotations or {}) for name, layer in graph.graph.layers.items()}
+
+
+def keys_in(value: Any) -> Iterator[Key]:
+    """All keys that a call names, also inside lists."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], int):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from keys_in(part)
+
+
+def above(graph: Graph, layer: str) -> set[str]:
+    """All layers that a layer waits for, near and far."""
+    near = graph.graph.dependencies[layer]
+    return near.union(*(above(graph, name) for name in near))
+
+
+GRAPHS = {
+    "prepare": prepare_graph("run"),
+    "iteration": example_graph(load()),
+    "without exploration": example_graph(load('strategy.exploration="off"')),
+    "exploration": exploration_graph(SETTING, make_candidates()),
+    "validation": validation_graph(load(), SETTING, PROMPTS, VERSION),
+    "final": final_graph(load(), SETTING),
+}
+
+
+# The shape
+
+
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
+def test_every_key_that_is_named_exists_and_its_layer_is_a_declared_dependency(graph: Graph) -> None:
+    calls = calls_of(graph)
+
+    assert set(keys_in(list(graph.outputs.values()))) <= calls.keys()
+    for layer, declared in graph.graph.dependencies.items():
+        named = {key for key, call in calls.items() if key[0] == layer for key in keys_in(call)}
+        assert named <= calls.keys()
+        assert {name for name, _ in named} == declared
+
+
+def test_an_iteration_has_the_edges_of_the_design() -> None:
+    rounds = range(load().exploration.rounds)
+    graph = example_graph(load()).graph
+
+    edges = {(before, name) for name, above in graph.dependencies.items() for before in above}
+
+    assert edges == {
+        *pairwise(TRAINING),
+        *((f"allocate-r{r}-2", f"explore-r{r}-2") for r in rounds),
+        *((f"explore-r{r}-2", f"explore-score-r{r}-2") for r in rounds),
+        *((f"explore-score-r{seen}-2", f"allocate-r{r}-2") for r in rounds for seen in range(r - 1)),
+        *((f"explore-score-r{r}-2", "select-2") for r in rounds),
+    }
+    assert graph.layers.keys() - {name for edge in edges for name in edge} == {"compact-0"}
+
+
+def test_exploration_waits_for_nothing_of_the_training_beside_it() -> None:
+    graph = example_graph(load())
+
+    waits_for = above(graph, "select-2")
+
+    assert waits_for == {name for name in graph.graph.layers if name.startswith(("allocate", "explore"))}
+
+
+def test_a_round_sees_every_score_of_the_rounds_up_to_the_one_before_the_last() -> None:
+    graph = example_graph(load())
+    calls = calls_of(graph)
+
+    for r in range(load().exploration.rounds):
+        seen = set(keys_in(calls[f"allocate-r{r}-2", 0]))
+        assert seen == {key for key in calls for early in range(r - 1) if key[0] == f"explore-score-r{early}-2"}
+
+
+def test_each_task_runs_in_the_pool_of_its_phase() -> None:
+    pools = {layer["phase"]: layer["pool"] for layer in notes(example_graph(load())).values()}
+
+    rounds = range(load().exploration.rounds)
+    assert pools == {
+        "rollout": "any",
+        "score": "engine",
+        **dict.fromkeys(("refill", "advantage", "train", "publish"), "trainer"),
+        **dict.fromkeys(("compact", "select", *(f"allocate-r{r}" for r in rounds)), "head"),
+        **{f"explore-r{r}": "spot" for r in rounds},
+        **{f"explore-score-r{r}": "engine" for r in rounds},
+    }
+
+
+@pytest.mark.parametrize(
+    ("pools", "pool"), [('["reserved"]', "reserved"), ('["spot"]', "spot"), ('["spot", "reserved"]', "any")]
+)
+def test_rollouts_go_where_the_strategy_says(pools: str, pool: str) -> None:
+    graph = example_graph(load(f"strategy.rollout_pools={pools}"))
+
+    assert notes(graph)["rollout-1"]["pool"] == pool
+
+
+def test_exploration_before_an_iteration_runs_in_any_pool() -> None:
+    layers = notes(exploration_graph(SETTING, make_candidates()))
+
+    assert {layers[f"explore-r{r}-2"]["pool"] for r in range(3)} == {"any"}
+
+
+def test_every_task_arrives_at_the_scheduler_with_its_annotations() -> None:
+    graph = example_graph(load())
+    sent = {key: notes(graph)[key[0]] for key in calls_of(graph)}
+
+    with (
+        LocalCluster(n_workers=0, processes=False, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+    ):
+        futures = client.get(graph.graph, list(graph.outputs.values()), sync=False)
+        arrived = wait_for(lambda: client.run_on_scheduler(known_tasks))
+        del futures
+
+    assert arrived == {key: (layer, RESOURCES[layer["pool"]]) for key, layer in sent.items()}
+
+
+def known_tasks(dask_scheduler: Scheduler) -> dict[Any, Any]:
+    """Annotations and resources of each task that the scheduler knows."""
+    return {key: (task.annotations, task.resource_restrictions) for key, task in dask_scheduler.tasks.items()}
+
+
+def test_the_gate_is_asked_for_by_the_pools_that_the_placer_serves() -> None:
+    assert {pool for pool, resources in RESOURCES.items() if "gate" in resources} == GATED.keys()
+
+
+# The decisions
+
+
+@pytest.mark.parametrize(
+    ("seeds_tried", "request_seeds", "rounds"), [(7, 2, 3), (8, 4, 2), (5, 8, 4), (1, 1, 1), (32, 8, 4)]
+)
+def test_the_rounds_try_every_candidate_of_every_prompt_once(seeds_tried: int, request_seeds: int, rounds: int) -> None:
+    candidates = make_candidates(seeds_tried=seeds_tried, request_seeds=request_seeds, rounds=rounds)
+
+    requests = [request for one in allocated(candidates) for request in one]
+
+    tried = Counter((request.prompt, seed) for request in requests for seed in request.seeds)
+    assert tried == Counter((prompt, seed) for prompt in PROMPTS for seed in seeds_of(candidates, prompt, seeds_tried))
+    assert max(len(request.seeds) for request in requests) <= request_seeds
+
+
+def test_a_round_has_a_slot_for_each_request_that_it_allocates() -> None:
+    candidates = make_candidates()
+    graph = exploration_graph(SETTING, candidates).graph
+
+    slots = [len(graph.layers[f"explore-r{r}-2"]) for r in range(candidates.rounds)]
+
+    assert slots == [len(requests) for requests in allocated(candidates)]
+
+
+def test_exploration_is_an_ode_with_its_own_steps_and_the_weights_that_are_there() -> None:
+    settings = load("train.algorithm=grpo", "rollout.sampler=sde")
+
+    template = candidates_for(settings, SETTING, 2, PROMPTS, VERSION).template
+
+    assert (template.purpose, template.iteration, template.sampler) == ("explore", 2, "ode")
+    assert (template.sigmas, template.weights) == (SETTING.explore_sigmas, VERSION)
+
+
+def test_candidates_differ_between_prompts_iterations_runs_and_replacements() -> None:
+    indices = [*range(16), *range(tasks.REFILL, tasks.REFILL + 16)]
+
+    seeds = {
+        tasks.candidate_seed(seed, iteration, prompt, index)
+        for seed in (-1, 0, 1, 11)
+        for iteration in (0, 1, 11)
+        for prompt in PROMPTS
+        for index in indices
+    }
+
+    assert len(seeds) == 4 * 3 * len(PROMPTS) * len(indices)
+    assert all(0 <= seed < 2**63 for seed in seeds)  # as far as TOML and JSON readers go
+
+
+def test_the_kept_seeds_are_those_whose_rewards_differ_most() -> None:
+    candidates = make_candidates()
+    requests = [request for one in allocated(candidates) for request in one]
+    rewards = [(11 * index % 21) / 21 for index in range(candidates.seeds_tried * len(PROMPTS))]
+    scored = score(requests, rewards)
+
+    selection = tasks.select(candidates, scored)
+
+    assert [kept.prompt for kept in selection.kept] == list(PROMPTS)
+    for kept in selection.kept:
+        of_prompt = {
+            seed: reward
+            for one in scored
+            if one.request.prompt == kept.prompt
+            for seed, reward in zip(one.request.seeds, one.rewards, strict=True)
+            if reward is not None
+        }
+        best = max(pvariance(subset) for subset in combinations(of_prompt.values(), candidates.keep))
+        assert kept.explored_rewards == tuple(of_prompt[seed] for seed in kept.seeds)
+        assert pvariance([of_prompt[seed] for seed in kept.seeds]) == pytest.approx(best)
+
+
+def test_too_few_scores_are_filled_up_with_untried_candidates() -> None:
+    candidates = make_candidates(keep=4)
+    requests = [request for request in allocated(candidates)[0] if request.prompt == PROMPTS[0]][:1]
+    dropped = [Dropped(reason="exploration was closed")] * 3
+
+    selection = tasks.select(candidates, [*score(requests, (0.25, 0.5)), *dropped])
+
+    kept = selection.kept[0]
+    assert dict(zip(kept.seeds, kept.explored_rewards, strict=True)) == {
+        **dict(zip(requests[0].seeds, (0.25, 0.5), strict=True)),
+        **dict.fromkeys(seeds_of(candidates, PROMPTS[0], 4)[2:]),
+    }
+    assert (selection.seeds_scored, selection.seeds_dropped) == (2, 7 * len(PROMPTS) - 2)
+
+
+def test_exploration_that_scored_nothing_keeps_what_no_exploration_keeps() -> None:
+    settings = load()
+    count = settings.rollout.seeds_kept
+    candidates = candidates_for(settings, SETTING, 2, PROMPTS, VERSION)
+
+    plain = unexplored(settings, SETTING, 2, PROMPTS)
+    selection = tasks.select(candidates, [Dropped(reason="exploration was closed")])
+
+    assert [list(kept.seeds) for kept in plain.kept] == [seeds_of(candidates, prompt, count) for prompt in PROMPTS]
+    assert selection.kept == plain.kept
+    assert {reward for kept in plain.kept for reward in kept.explored_rewards} == {None}
+
+
+@given(data=st.data(), keep=st.integers(1, 7))
+def test_whatever_was_scored_each_prompt_keeps_so_many_different_candidates(data: st.DataObject, keep: int) -> None:
+    candidates = make_candidates(keep=keep)
+    rewards = st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0]))
+    scored: list[Scored | Dropped] = [
+        Dropped(reason="exploration was closed")
+        if data.draw(st.booleans())
+        else Scored(request=request, rewards=tuple(data.draw(rewards) for _ in request.seeds))
+        for one in allocated(candidates)
+        for request in one
+    ]
+
+    selection = tasks.select(candidates, scored)
+
+    for kept in selection.kept:
+        assert len(kept.seeds) == len(set(kept.seeds)) == len(kept.explored_rewards) == keep
+        assert set(kept.seeds) <= set(seeds_of(candidates, kept.prompt, candidates.seeds_tried))
+
+
+def test_rollouts_are_requested_prompt_by_prompt_in_the_order_of_the_selection() -> None:
+    settings = load("rollout.request_seeds=3", "rollout.seeds_kept=8")
+    selection = unexplored(settings, SETTING, 1, PROMPTS)
+
+    requests = rollout_requests(settings, SETTING, selection, VERSION)
+
+    asked = [(request.prompt, seed) for request in requests for seed in request.seeds]
+    assert asked == [(kept.prompt, seed) for kept in selection.kept for seed in kept.seeds]
+    assert [len(request.seeds) for request in requests] == [3, 3, 2] * len(PROMPTS)
+    assert {(request.purpose, request.iteration, request.weights) for request in requests} == {("rollout", 1, VERSION)}
+    assert len({request.id for request in requests}) == len(requests)
+
+
+# A real cluster
+
+
+@contextlib.contextmanager
+def heard(handler: logging.Handler) -> Iterator[None]:
+    """Dask keeps its records from the root logger, where pytest listens."""
+    loggers = [logging.getLogger(name) for name in ("distributed", "tornado", "tornado.application")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+
+
+def test_dasks_state_stays_valid_though_a_worker_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "validation.txt").write_text(PROMPTS[0].text)
+    overrides = ["run.iterations=2", 'data.validation_prompts="validation.txt"']
+
+    with dask.config.set({"distributed.scheduler.validate": True}), heard(caplog.handler):
+        run = Run(settings_file(tmp_path), overrides).start()
+        client = client_of(run)
+        client.register_plugin(KillWorkers("rollout", pool="spot", count=1))
+        validating = client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.validate)
+        status = run.wait()
+
+    assert validating
+    assert status.preemptions == 1
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
