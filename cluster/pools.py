@@ -12,6 +12,7 @@ import logging
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping
+from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
@@ -59,7 +60,8 @@ class Place(ProcessInterface):
 
     async def _keep(self) -> None:
         while True:
-            await self._live_once()
+            with contextlib.suppress(EOFError, ConnectionError):  # the warm parent died; the next start makes another
+                await self._live_once()
             await asyncio.sleep(self._replace_after_s)
 
     async def _live_once(self) -> None:
@@ -67,15 +69,14 @@ class Place(ProcessInterface):
         theirs, ours = context.Pipe(duplex=False)
         process = context.Process(target=serve, args=(self._spec, theirs), daemon=True)
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, _start, process)  # the first start waits for the warm parent's imports
-        theirs.close()
-        ended = asyncio.Event()
-        loop.add_reader(process.sentinel, ended.set)
+        starting = loop.run_in_executor(None, _start, process)  # the first one waits for the warm parent's imports
         try:
-            await ended.wait()
+            await asyncio.shield(starting)
+            theirs.close()
+            await _end_of(process)
         finally:
-            loop.remove_reader(process.sentinel)
             ours.close()  # ends the process if it is still there
+            await starting  # called off or not: what is being started is ended before its cluster is
             process.kill()
             await loop.run_in_executor(None, process.join)
             process.close()
@@ -131,8 +132,18 @@ def _quiet() -> Iterator[None]:
 
 def _start(process: ForkServerProcess) -> None:
     """Start with SIGINT blocked in this thread, which a new warm parent inherits: Ctrl-C is for the driver alone."""
+    resource_tracker.ensure_running()  # first, because it unblocks SIGINT
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     process.start()
+
+
+async def _end_of(process: ForkServerProcess) -> None:
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process.sentinel, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(process.sentinel)
 
 
 def _cluster(config: Config, run: str, directory: str) -> SpecCluster:
@@ -141,11 +152,10 @@ def _cluster(config: Config, run: str, directory: str) -> SpecCluster:
     )
     address = {"host": "127.0.0.1", "dashboard_address": f"127.0.0.1:{config.cluster.dashboard_port}"}
     common = {"local_directory": directory, "settings": SETTINGS}
-    places = {
-        f"{pool}-{index}": _place(pool, section, common)
-        for pool, section in (("reserved", config.pools.reserved), ("spot", config.pools.spot))
-        for index in range(section.workers)
-    }
+    places: dict[str, Any] = {}
+    for pool, section in (("reserved", config.pools.reserved), ("spot", config.pools.spot)):
+        for index in range(section.workers):
+            places[f"{pool}-{index}"] = _place(pool, section, {**common, "number": len(places)})
     return SpecCluster(
         scheduler={"cls": Scheduler, "options": {**address, "plugins": [placer]}},
         workers={"head": _head(directory), **places},

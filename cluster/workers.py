@@ -32,6 +32,8 @@ class WorkerSpec:
     """All that a worker process needs to know."""
 
     name: str
+    number: int
+    """Among the machine's workers; picks its GPU where there are several."""
     scheduler: str
     resources: Mapping[str, float]
     local_directory: str
@@ -55,6 +57,7 @@ def serve(spec: WorkerSpec, lifeline: Connection) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which stops workers in order
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    os.environ["LOCAL_RANK"] = str(spec.number)  # read by spotlight.models.load
     dask.config.set(spec.settings)
     logging.getLogger("distributed").setLevel(logging.ERROR)  # losing a peer is no news here
     logging.getLogger("distributed.worker").setLevel(logging.CRITICAL)  # a failed task's error goes to the driver

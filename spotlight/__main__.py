@@ -24,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Stopped as stopped:
         print(f"spotlight: stopped; {stopped}", file=sys.stderr)
         return 130
-    except KeyboardInterrupt as interrupt:
-        print(f"spotlight: left at once; {interrupt}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("spotlight: left at once", file=sys.stderr, flush=True)
         os._exit(130)  # the run's thread would keep this process until it is done; the workers end with it
     return 0
 

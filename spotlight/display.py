@@ -26,8 +26,8 @@ def follow(run: Run, console: Console | None = None) -> None:
     """
     console = console or Console()
     run.start()
-    console.print(f"run directory   {run.directory.path}", soft_wrap=True)
     try:
+        console.print(f"run directory   {run.directory.path}", soft_wrap=True)
         with _Display(console) as display:
             _watch(run, display, console)
     finally:
@@ -45,10 +45,14 @@ def _watch(run: Run, display: _Display, console: Console) -> None:
             time.sleep(REFRESH_S)
         except KeyboardInterrupt:
             if stopping:
-                raise KeyboardInterrupt(f"resume with: spotlight resume {run.directory.path}") from None
+                raise
             stopping = True
             run.stop()
-            console.print("stopping after the steps in flight; Ctrl-C again leaves at once")
+            console.print(
+                f"stopping after the steps in flight; Ctrl-C again leaves at once; either way, "
+                f"`spotlight resume {run.directory.path}` goes on",
+                soft_wrap=True,
+            )
 
 
 class _Display:

@@ -217,6 +217,7 @@ class Run:
         run = self.directory
         signals.clear(run.path.name)
         self._rewind()
+        done = len(run.rows(HISTORY))
         self._pools = Pools(self.config, run.path.name)
         try:
             self._dashboard = self._pools.dashboard
@@ -224,7 +225,10 @@ class Run:
             Loop(run, self._compute, self).go()
         finally:
             self._close()
-        self._summarise()
+        if len(run.rows(HISTORY)) > done or not (run.path / SUMMARY).exists():
+            self._summarise()
+        self._phase = "report"
+        self.report()
 
     def _rewind(self) -> None:
         """Take back the last iterations if their weights were deleted, being damaged: they are done again."""
@@ -306,8 +310,6 @@ class Run:
                 "first_image_s": books.first_image_s(self._began_s),
             },
         )
-        self._phase = "report"
-        self.report()
 
 
 def _flatten(packed: Any) -> list[Future[Any]]:

@@ -6,6 +6,7 @@ and one more line in `load`.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,9 +24,11 @@ def load(settings: ModelSection) -> Model:
     Raises:
         SpotlightError: the directory is not a pipeline of that family, or a file in it is damaged.
     """
-    device = settings.device
+    device: str = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
     if settings.name == "tiny-text":
         from spotlight.models.tiny_text import TinyText

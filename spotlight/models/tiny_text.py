@@ -83,6 +83,14 @@ class TinyText(Model):
             prefix = f"{part}."
             module.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
 
+    def preload(self, texts: Sequence[str], cache: Path | None = None) -> None:
+        """Nothing is worth keeping, but what cannot be drawn is found before the run begins.
+
+        Raises:
+            SpotlightError: as `encode`.
+        """
+        self.encode(texts)
+
     def encode(self, texts: Sequence[str]) -> Conditioning:
         """Letters of the quoted targets; a text without quotes (the negative prompt) is a blank.
 

@@ -22,6 +22,7 @@ from spotlight.report.facts import Facts, read
 from spotlight.report.palette import FAINT, INK, PHASE_COLOURS, RULE
 from spotlight.report.pictures import write_pictures
 from spotlight.report.plots import money_plot, reward_plot, timeline_plot
+from spotlight.rundir import atomic_write
 
 METRICS = {
     "reward_mean": "reward of the samples that were trained on",
@@ -67,7 +68,8 @@ def write_report(run_dir: Path) -> Path:
     facts = read(run_dir)
     grid = write_pictures(facts)
     page = run_dir / "report.html"
-    page.write_text(_page(facts, grid), encoding="utf-8")
+    with atomic_write(page) as file:
+        file.write(_page(facts, grid).encode())
     return page
 
 

@@ -1,0 +1,268 @@
+"""What people and machines get wrong, through the real shell command: one message, the way out, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runs import PROMPTS, WAIT_S, outcome, settings_file, spotlight, start, wait_for
+from spotlight import config
+from spotlight.run import Run
+from spotlight.rundir import HISTORY, SPANS, VALIDATION, RunDir
+
+MARK = "SPOTLIGHT_TEST"
+"""A variable that every process of a command inherits: an orphan has lost its parent, but not this."""
+DISK = "size=32m"
+"""Twice of what a run of `runs.SETTINGS` writes."""
+TRAIN_PROMPTS = len((PROMPTS / "digits-train.txt").read_text().splitlines())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """However a command ends, its workers end with it."""
+    monkeypatch.setenv(MARK, str(tmp_path))
+    yield
+    wait_for(lambda: not processes(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that nothing happened to."""
+    run = Run(settings_file(tmp_path_factory.mktemp("undisturbed"))).start()
+    run.wait()
+    return run.directory.path
+
+
+@pytest.fixture
+def stopped(undisturbed: Path, tmp_path: Path) -> RunDir:
+    """The directory of that run as if it had been stopped before its last iteration."""
+    run = RunDir(shutil.copytree(undisturbed, tmp_path / undisturbed.name))
+    for journal in (HISTORY, VALIDATION):
+        run.rewrite(journal, run.rows(journal)[:-1])
+    shutil.rmtree(run.path / "weights" / "v00003")
+    return run
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that can be filled without harm."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", DISK, "tmpfs", str(disk)]
+    mounted = subprocess.run(mount, check=False, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"only who may mount a file system can fill one: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("rollout.promts=3", ["run.toml", "[rollout] has no field 'promts'", "did you mean 'prompts'"]),
+        ("rollouts.prompts=3", ["run.toml", "no section 'rollouts'", "did you mean 'rollout'"]),
+        ("rollout.prompts=many", ["run.toml: rollout.prompts = 'many'", "valid integer"]),
+        ("train.ema_decay=1", ["run.toml: train.ema_decay = 1", "less than 1"]),
+        ("rollout.prompts", ["'rollout.prompts'", "expected section.key=value"]),
+        (f"rollout.prompts={TRAIN_PROMPTS + 1}", [f"{TRAIN_PROMPTS + 1}", f"{TRAIN_PROMPTS} prompts", "lower it"]),
+        ("data.train_prompts=nowhere.txt", ["nowhere.txt", "No such file", "[data]"]),
+        ("model.name=qwen-image", ["run.toml", "needs model.path"]),
+        ("model.path=nowhere", ["model.path", "nowhere", "no such directory", "pipeline"]),
+        ("run.dir=/dev/null", ["/dev/null/run-", "Not a directory", "choose another run.dir"]),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_refused_before_anything_starts(
+    tmp_path: Path, override: str, says: list[str]
+) -> None:
+    settings = settings_file(tmp_path)
+
+    said = refusal("run", settings, "--set", override)
+
+    assert [part for part in says if part not in said] == [], said
+    assert list(tmp_path.glob("run-*")) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'A sign that reads "47".\nA blank sign.\n', [":2:", "'A blank sign.'", "double quotes"]),
+        (b'A sign that reads "47".\nA caf\xe9 called "48".\n', [":2:", "0xe9", "save the file as UTF-8"]),
+        (b"\n", ["empty", "one prompt a line"]),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_is_named_by_file_and_line(
+    tmp_path: Path, content: bytes, says: list[str]
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_bytes(content)
+
+    said = refusal("run", settings_file(tmp_path), "--set", f"data.validation_prompts={prompts}")
+
+    assert [part for part in [str(prompts), *says] if part not in said] == [], said
+
+
+def test_a_settings_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    settings = tmp_path / "nowhere.toml"
+
+    said = refusal("run", settings)
+
+    assert f"{settings}: no such settings file; examples/" in said
+
+
+@pytest.mark.parametrize("command", [["resume"], ["report"], ["export", "--to", "new"]])
+def test_a_directory_that_is_no_run_is_named(tmp_path: Path, command: list[str]) -> None:
+    verb, *options = command
+
+    said = refusal(verb, tmp_path, *options)
+
+    assert f"{tmp_path}: not a run directory: it has no config.toml; `spotlight run CONFIG` makes one" in said
+
+
+def test_a_graph_is_not_drawn_in_a_form_that_nobody_knows(tmp_path: Path) -> None:
+    picture = tmp_path / "iteration.gif"
+
+    said = refusal("graph", settings_file(tmp_path), "--to", picture)
+
+    assert f"{picture}: a graph is drawn as .svg or .png, not as '.gif'" in said
+    assert not picture.exists()
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    picture = Path("/dev/null/iteration.svg")
+
+    said = refusal("graph", settings_file(tmp_path), "--to", picture)
+
+    assert f"{picture}: cannot be written" in said
+    assert "choose another place" in said
+
+
+def test_help_and_an_unknown_verb_name_the_verbs() -> None:
+    verbs = {"run", "resume", "report", "graph", "export"}
+
+    asked, mistyped = spotlight("--help"), spotlight("rnu")
+
+    assert asked.returncode == 0
+    assert verbs <= set(asked.stdout.split())
+    assert mistyped.returncode == 2
+    assert "invalid choice: 'rnu'" in mistyped.stderr
+    assert [verb for verb in verbs if verb not in mistyped.stderr] == []
+
+
+def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = refusal("run", settings_file(tmp_path), "--set", f"cluster.dashboard_port={port}")
+
+    assert f"cluster.dashboard_port = {port} cannot be used (Address already in use)" in said
+    assert "--set cluster.dashboard_port=0" in said
+    assert list(tmp_path.glob("run-*")) == []
+
+
+def test_a_run_has_one_driver_at_a_time(tmp_path: Path) -> None:
+    run = RunDir.create(config.load(settings_file(tmp_path)), now_s=0.0)
+
+    with run.lock():
+        said = refusal("resume", run.path)
+
+    assert f"{run.path}: process {os.getpid()} is running this run: wait for it, or stop it first" in said
+
+
+def test_cut_short_weights_are_named_and_the_way_out_leads_to_the_same_outcome(
+    undisturbed: Path, stopped: RunDir
+) -> None:
+    version = stopped.path / "weights" / "v00002"
+    file = version / "weights.safetensors"
+    whole_bytes = file.stat().st_size
+    os.truncate(file, whole_bytes // 2)
+
+    said = refusal("resume", stopped.path)
+
+    assert f"{file}: expected {whole_bytes} bytes, found {whole_bytes // 2} bytes; delete {version}" in said
+    shutil.rmtree(version)
+    done = spotlight("resume", stopped.path)
+    assert done.returncode == 0, done.stderr
+    assert outcome(stopped.path) == outcome(undisturbed)
+
+
+def test_a_full_disk_loses_nothing(undisturbed: Path, small_disk: Path) -> None:
+    process = start("run", settings_file(small_disk))
+    ((run_dir, *_),) = wait_for(lambda: [path.parents for path in small_disk.glob("run-*/history.jsonl")], process)
+    ballast = fill(small_disk)
+    _, said = process.communicate(timeout=WAIT_S)
+
+    assert process.returncode == 1
+    assert said.startswith(f"spotlight: {run_dir}: the disk is full")
+    assert said.count("\n") == 1, said
+    assert f"make room, then `spotlight resume {run_dir}`" in said
+    ballast.unlink()
+    done = spotlight("resume", run_dir)
+    assert done.returncode == 0, done.stderr
+    assert outcome(run_dir) == outcome(undisturbed)
+
+
+def test_what_nobody_foresaw_says_how_to_go_on(stopped: RunDir) -> None:
+    spans = stopped.path / SPANS
+    spans.unlink()
+    spans.mkdir()
+
+    failed = spotlight("resume", stopped.path)
+
+    assert failed.returncode == 1
+    assert "IsADirectoryError" in failed.stderr
+    assert f"`spotlight resume {stopped.path}` goes on" in failed.stderr
+
+
+def test_ctrl_c_twice_leaves_at_once(tmp_path: Path) -> None:
+    process = start("run", settings_file(tmp_path))
+    wait_for(lambda: processes(tmp_path, "forkserver"), process)
+    for one in processes(tmp_path):  # as a terminal does: everybody hears it, also who is still importing
+        one.send_signal(signal.SIGINT)
+    assert process.stdout
+    said = next(line for line in process.stdout if "Ctrl-C" in line)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=WAIT_S)
+
+    (run_dir,) = tmp_path.glob("run-*")
+    assert process.returncode == 130
+    assert f"`spotlight resume {run_dir}` goes on" in said
+    assert error == "spotlight: left at once\n"
+
+
+def refusal(*arguments: str | Path) -> str:
+    """What a command says that refuses: one line, which is all that it says of it."""
+    refused = spotlight(*arguments)
+    assert refused.returncode == 1, refused
+    assert refused.stderr.startswith("spotlight: "), refused.stderr
+    assert refused.stderr.count("\n") == 1, refused.stderr
+    return refused.stderr
+
+
+def processes(mark: Path, command: str = "") -> list[psutil.Process]:
+    """All that live, were started with the mark, and have this in their command line."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # a zombie is no such process either
+            if process.environ().get(MARK) == str(mark) and command in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def fill(disk: Path) -> Path:
+    """Leave no room; returns what is to be deleted to make some."""
+    ballast = disk / "ballast"
+    page = bytes(4096)
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(page)
+    return ballast
