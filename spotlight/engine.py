@@ -91,12 +91,13 @@ class Engine:
         first = found.step if resume else 0
         x_BNC = torch.from_numpy(found.x_BNC) if first and found.x_BNC is not None else self._initial(request)
         self.use(request.weights, averaged=request.averaged)
+        text = self.model.encode([request.prompt.text]).rows([0] * len(request.seeds))
         with self.store.writer(request, found.epoch) as writer:
             for step in range(first, request.steps):
                 reason = signals.check(request)
                 if reason:
                     return Dropped(reason=reason)
-                x_BNC = self._step(request, step, x_BNC, writer)
+                x_BNC = self._step(request, step, x_BNC, text, writer)
         return self._rolled_out(request, resumed=first)
 
     def _rolled_out(self, request: Request, *, resumed: int) -> Rollout:
@@ -120,13 +121,13 @@ class Engine:
         return flow.initial_noise(request.seeds, tokens, channels)
 
     @torch.no_grad()
-    def _step(self, request: Request, step: int, x_BNC: Tensor, writer: Writer) -> Tensor:
+    def _step(self, request: Request, step: int, x_BNC: Tensor, text: Conditioning, writer: Writer) -> Tensor:
         sigma, sigma_next = request.sigmas[step], request.sigmas[step + 1]
         device = self.model.device
         v_BNC = self.model.velocity(
             x_BNC.to(device),
             torch.full((len(request.seeds),), sigma, device=device),
-            self._conditioning(request),
+            text,
             height_px=request.height_px,
             width_px=request.width_px,
             guidance=request.guidance,
@@ -148,9 +149,6 @@ class Engine:
             x_BNC = flow.ode_step(x_BNC, v_BNC, sigma, sigma_next)
         writer.commit(step + 1, x_BNC.numpy(), log_prob_B)
         return x_BNC
-
-    def _conditioning(self, request: Request) -> Conditioning:
-        return self.model.encode([request.prompt.text]).rows([0] * len(request.seeds))
 
     # Images and rewards
 
