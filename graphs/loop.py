@@ -44,11 +44,6 @@ class Watch(Protocol):
     def begin(self, phase: str, iteration: int) -> None:
         """A graph is about to be computed."""
 
-    def validated(self, version: int, score: float) -> None: ...
-
-    def finished(self, row: Mapping[str, Any]) -> None:
-        """An iteration is recorded; ``row`` is its line in the history."""
-
     def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
         """Seconds and dollars of a stretch of time."""
         ...
@@ -116,7 +111,6 @@ class Loop:
         }
         run.append(HISTORY, row)
         retain(run.path, {0, after.weights.version, weights.version, *self._validated_versions()})
-        self._watch.finished(row)
         return after.weights
 
     def _first_selection(self, setting: Setting, k: int, weights: WeightsRef) -> Selection:
@@ -152,7 +146,6 @@ class Loop:
                 "at_s": time.time(),
             },
         )
-        self._watch.validated(weights.version, score)
 
     def _validated_versions(self) -> set[int]:
         return {row["version"] for row in self._run.rows(VALIDATION)}

@@ -99,7 +99,9 @@ class _Display:
 def _facts(status: Status) -> Table:
     table = Table.grid(padding=(0, 2))
     running = ", ".join(f"{phase} x {count}" for phase, count in sorted(status.running.items())) or "-"
-    workers = ", ".join(f"{count} {pool}" for pool, count in sorted(status.workers.items())) or "starting"
+    workers = ", ".join(f"{count} {pool}" for pool, count in sorted(status.workers.items())) or (
+        "starting" if status.state == "starting" else "-"
+    )
     table.add_row("phase", status.phase, "running", running)
     table.add_row("reward", _number(status.reward), "validation", _scores(status))
     table.add_row("workers", workers, "preemptions", str(status.preemptions))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from json import dumps
-from typing import Any, Literal
+from typing import Literal
 
 Purpose = Literal["rollout", "explore", "validate"]
 Sampler = Literal["ode", "sde", "cps", "dance"]
@@ -154,13 +154,3 @@ class Published:
 
     weights: WeightsRef
     metrics: Mapping[str, float]
-
-
-def request_from_json(value: Mapping[str, Any]) -> Request:
-    """The inverse of ``dataclasses.asdict`` followed by JSON, which loses tuples."""
-    fields = dict(value)
-    fields["prompt"] = Prompt(**fields["prompt"])
-    fields["weights"] = WeightsRef(**fields["weights"])
-    for name in ("seeds", "sigmas", "window"):
-        fields[name] = tuple(fields[name])
-    return Request(**fields)

@@ -284,12 +284,6 @@ class Run:
     def begin(self, phase: str, iteration: int) -> None:
         self._phase = f"{phase} {iteration}"
 
-    def validated(self, version: int, score: float) -> None:
-        pass
-
-    def finished(self, row: Mapping[str, Any]) -> None:
-        pass
-
     def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
         self._follow()
         return self._kept.measure(start_s, stop_s)

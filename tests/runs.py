@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,15 @@ replace_after_s = 0.5
 [cluster]
 dashboard_port = 0
 """
+
+
+class NoWatch:
+    """A `graphs.loop.Watch` that follows nothing."""
+
+    def begin(self, phase: str, iteration: int) -> None: ...
+
+    def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
+        return {}
 
 
 def settings_file(directory: Path) -> Path:

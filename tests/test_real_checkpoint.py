@@ -24,7 +24,7 @@ from torch import Tensor
 from graphs.loop import Loop, synchronous
 from graphs.tasks import validation_seeds
 from pipelines import PACKED_CHANNELS, PX_PER_TOKEN, tiny_qwen_image
-from runs import outcome, settings_file
+from runs import NoWatch, outcome, settings_file
 from spotlight import config, flow, weights
 from spotlight.data import read_prompts
 from spotlight.engine import Engine
@@ -56,19 +56,6 @@ ALGORITHMS = {
 LOG_PROB_TOLERANCE, BFLOAT16_TOLERANCE = 1e-4, 1e-3
 """Worker and trainer differ in the size of their batches alone, measured: 1.2e-7 and 0. A trainer that forgot the
 guidance was off by 7e-4 and 2e-3."""
-
-
-class NoWatch:
-    """Follows nothing."""
-
-    def begin(self, phase: str, iteration: int) -> None: ...
-
-    def validated(self, version: int, score: float) -> None: ...
-
-    def finished(self, row: Mapping[str, Any]) -> None: ...
-
-    def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
-        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

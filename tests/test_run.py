@@ -6,15 +6,13 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from graphs.loop import Loop, synchronous
 from kills import KillWorkers, client_of
-from runs import ROOT, outcome, settings_file, spotlight, start, wait_for
+from runs import ROOT, NoWatch, outcome, settings_file, spotlight, start, wait_for
 from spotlight import config
 from spotlight.records import Stopped
 from spotlight.run import Run
@@ -27,19 +25,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = Run(settings_file(tmp_path_factory.mktemp("undisturbed"))).start()
     run.wait()
     return run.directory.path
-
-
-class NoWatch:
-    """Follows nothing."""
-
-    def begin(self, phase: str, iteration: int) -> None: ...
-
-    def validated(self, version: int, score: float) -> None: ...
-
-    def finished(self, row: Mapping[str, Any]) -> None: ...
-
-    def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
-        return {}
 
 
 def test_a_run_leaves_what_a_person_looks_for(undisturbed: Path) -> None:
