@@ -23,9 +23,6 @@ from distributed import Worker
 
 from cluster.plugins import Ears
 
-WARM = ("torch", "diffusers.models.transformers.transformer_qwenimage", "spotlight.engine", "cluster.workers")
-"""What the warm parent imports: 5 s of CPU that each worker is spared."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
@@ -44,7 +41,7 @@ class WorkerSpec:
 def warm_parent() -> ForkServerContext:
     """The context whose processes are forked from the warm parent; the first start waits for its imports."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(WARM))
+    context.set_forkserver_preload(["cluster.warm"])
     return context
 
 

@@ -133,6 +133,18 @@ def test_latents_go_where_the_settings_say(tmp_path: Path) -> None:
     assert not (run.directory.path / "latents").exists()
 
 
+def test_a_script_without_a_main_guard_starts_one_run(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    settings = settings_file(tmp_path)
+    overrides = ["strategy.exploration=off", "run.iterations=1"]
+    script.write_text(f"import spotlight\nspotlight.Run({str(settings)!r}, {overrides}).start().wait()\n")
+
+    subprocess.run([sys.executable, str(script)], check=True, timeout=100)
+
+    (run_dir,) = tmp_path.glob("run-*")
+    assert len(RunDir.open(run_dir).rows(HISTORY)) == 1
+
+
 def test_training_closes_exploration_that_runs_on_time(tmp_path: Path) -> None:
     overrides = ["exploration.budget=time", "exploration.seeds_tried=200", "run.iterations=2"]
     run = Run(settings_file(tmp_path), overrides).start()

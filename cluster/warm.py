@@ -1,0 +1,21 @@
+"""What the warm parent of the workers imports, once for all of them; nothing else may import it.
+
+A process that `multiprocessing` starts first runs the driver's main script again. A worker needs nothing
+from there, and a script that starts a run at its top level would start it once more in every worker.
+"""
+
+from __future__ import annotations
+
+from multiprocessing import spawn
+
+import cluster.workers
+import spotlight.engine
+
+
+def _leave_out(main: str) -> None:
+    """Stands in for running the driver's main script."""
+
+
+spawn._fixup_main_from_name = spawn._fixup_main_from_path = _leave_out  # type: ignore[attr-defined]
+
+__all__ = ["cluster", "spotlight"]
