@@ -1,31 +1,48 @@
 """Dask's events into `spotlight.policy`, its launches back into Dask. The only user of Dask's internals.
 
-`Placer` runs on the scheduler's event loop. It uses, of the scheduler: ``tasks``, ``running``,
-``workers``, ``handlers``, ``loop``, ``set_restrictions``, ``transitions`` and ``send_all``; of a task:
-``state``, ``resource_restrictions`` and ``suspicious``; of a worker: ``processing`` and ``resources``.
+`Placer` runs on the scheduler's event loop. It uses, of the scheduler: ``tasks``, ``running``, ``workers``,
+``handlers``, ``stream_handlers``, ``loop``, ``set_restrictions``, ``transitions``, ``remove_worker`` and ``send_all``;
+of a task: ``state``, ``resource_restrictions``, ``worker_restrictions``, ``processing_on`` and ``suspicious``; of a
+worker: ``address``, ``name``, ``processing``, ``resources`` and ``last_seen``. `Ears` uses the ``stream_handlers``
+of a worker.
 
-Invariants: a gated task is in Dask's state "no-worker" until a launch names its worker; a worker gets
-one task at a time; a lost worker's tasks go back behind the gate with one more loss, and are never
-counted as failures.
+Invariants: a gated task is in Dask's state "no-worker" until a launch names its worker; the shards of a gang are
+launched in one transition or not at all; a worker gets one task at a time; a lost worker's tasks go back
+behind the gate, and are never counted as failures.
+
+A launch and what it says to a shard travel in the same ordered stream, so a task finds its
+placement on the worker when it starts.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin, Worker, WorkerPlugin
+from tornado.ioloop import PeriodicCallback
 
+from cluster.gangs import GATED, Gang, gang_of, members_of
 from spotlight.costs import Span, WorkerLife
-from spotlight.policy import Idle, Pool, View, Waiting, plan
+from spotlight.decisions import PlacementLog
+from spotlight.policy import Idle, Pool, Running, View, Waiting, plan, widen
+from spotlight.records import Placement, Spare
 from spotlight.signals import signals
 
-GATED: dict[str, tuple[Pool, ...]] = {"any": ("reserved", "spot"), "spot": ("spot",), "reserved": ("reserved",)}
-"""Pool annotation of a gated task to the pools it may run in, the preferred one first."""
-CLOSE, STOP = "spotlight-close-exploration", "spotlight-stop"
+ORDER, PLACE = "spotlight-order", "spotlight-place"
+"""To workers: an order for the work in flight; where a shard runs."""
+BEAT, LOST_ENGINE, NOTICE = "spotlight-beat", "spotlight-lost-engine", "spotlight-notice"
+"""From workers: how far a gang is; the engine process died; the machine will be taken away."""
+HOLDS = "spotlight-holds"
+"""From workers: a file of weights is on their node now."""
+MOST_HOLDERS = 3
+"""Told to a node that lacks a file: the others are spares, should the first be lost in the middle of it."""
+WATCH_S = 0.5
+GATE = {"gate": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,40 +55,86 @@ class Label:
 
 
 class Placer(SchedulerPlugin):
-    """Opens the gate: whenever anything changes, asks `plan` and launches what it says."""
+    """Opens the gate: whenever anything changes, asks `plan` and launches what it says.
+
+    Args:
+        rendezvous: address of the store where ranks meet; None if no gang is wider than 1.
+        evict: is given the name of a worker that hangs, to end its process.
+    """
 
     name = "spotlight-placer"
 
-    def __init__(self, run: str, *, close_with_training: bool) -> None:
+    def __init__(
+        self,
+        run: str,
+        *,
+        close_with_training: bool,
+        hang_after_s: float = 60.0,
+        losses: int = 5,
+        rendezvous: tuple[str, int] | None = None,
+        evict: Callable[[str], None] = lambda name: None,
+    ) -> None:
         self._run = run
         self._close_with_training = close_with_training
+        self._hang_after_s, self._losses = hang_after_s, losses
+        self._rendezvous, self._evict = rendezvous, evict
         self._labels: dict[Any, Label] = {}
-        self._waiting: dict[Any, Waiting] = {}
+        self._gangs: dict[str, Gang] = {}
+        self._gang_of: dict[Any, Gang] = {}
         self._trained = -1
         self._pumping = self._stopping = False
         self._order = 0
         self._running: dict[Any, tuple[str, float]] = {}
         self._lives: dict[str, WorkerLife] = {}
+        self._nodes: dict[str, str] = {}
+        self._addresses: dict[str, str] = {}
+        """Of the workers that are alive, by name."""
+        self._holders: dict[str, dict[str, None]] = {}
+        """Of each file of weights, by hash, the workers whose nodes have it, the latest last."""
+        self._leaving: set[str] = set()
+        """Names of workers under notice, until another takes the name."""
         self._spans: list[Span] = []
+        self._events: list[dict[str, Any]] = []
+        self._placements, self._decisions = PlacementLog(), list[dict[str, Any]]()
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         scheduler.handlers.update(spotlight_status=self.status, spotlight_drain=self.drain, spotlight_stop=self.stop)
+        scheduler.handlers["spotlight_holders"] = self.holders
+        heard = ((BEAT, self._beat), (LOST_ENGINE, self._lost_engine), (NOTICE, self._notice), (HOLDS, self._holds))
+        scheduler.stream_handlers.update(heard)
+        PeriodicCallback(self._watch, WATCH_S * 1000).start()
 
     # What happened
 
     def update_graph(self, scheduler: Scheduler, *, annotations: dict[str, dict[Any, Any]], **_: Any) -> None:
-        for key, pool in annotations.get("pool", {}).items():
+        shards, widths = annotations.get("shards", {}), annotations.get("widths", {})
+        pools = annotations.get("pool", {})
+        for key in sorted(pools, key=lambda key: (len(key[0]), key)):  # rounds and requests in the order of numbers
+            pool = pools[key]
             label = Label(pool, annotations["phase"][key], annotations["iteration"][key])
             self._labels[key] = label
             if pool in GATED:
-                self._order += 1
-                exploring = label.phase.startswith("explore")
-                self._waiting[key] = Waiting(id=str(key), pools=GATED[pool], order=self._order, exploring=exploring)
+                gang = self._gang(gang_of(key, shards.get(key, 1)), label, tuple(widths.get(key, (1,))))
+                insort(gang.keys, key)
+                self._gang_of[key] = gang
         self._schedule_pump()
 
+    def _gang(self, name: str, label: Label, widths: tuple[int, ...]) -> Gang:
+        if name not in self._gangs:
+            self._order += 1
+            self._gangs[name] = Gang(
+                name=name,
+                iteration=label.iteration,
+                exploring=label.phase.startswith("explore"),
+                pools=GATED[label.pool],
+                order=self._order,
+                widths=widths,
+            )
+        return self._gangs[name]
+
     def transition(self, key: Any, start: str, finish: str, *args: Any, stimulus_id: str, **facts: Any) -> None:
-        label = self._labels.get(key)
+        label, gang = self._labels.get(key), self._gang_of.get(key)
         if label is None:
             return
         if finish == "processing":
@@ -83,36 +146,112 @@ class Placer(SchedulerPlugin):
             if finish in ("memory", "erred"):
                 self._record(key, label, facts, failed=finish == "erred")
             elif address in self._lives:
-                self._lose(key, label, self._lives[address], started_s)
+                self._spans.append(self._span(key, label, self._lives[address], started_s, time.time(), "lost"))
+            if gang:
+                self._came_back(gang, key, done=finish in ("memory", "erred"))
+        if gang and finish == "released":
+            self._close_gate(key)
         if finish == "memory" and label.phase == "train":
             self._training_ended(label.iteration)
         if finish == "forgotten":
-            self._labels.pop(key)
-            self._waiting.pop(key, None)
+            self._forget(key)
         self._schedule_pump()
+
+    def _forget(self, key: Any) -> None:
+        del self._labels[key]
+        gang = self._gang_of.pop(key, None)
+        if gang:
+            self._gangs.pop(gang.name, None)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         state = scheduler.workers[worker]
         pool = next((pool for pool in ("reserved", "spot") if pool in state.resources), None)
         if pool:
+            node = next((name for name in state.resources if name.startswith("node:")), "")
+            self._nodes[worker], self._addresses[str(state.name)] = node, worker
             self._lives[worker] = WorkerLife(
                 worker=str(state.name), pool=pool, joined_s=time.time(), left_s=None, reason=""
             )
+            self._leaving.discard(str(state.name))
+            self._log("joined", worker=str(state.name))
             self._schedule_pump()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **_: Any) -> None:
         life = self._lives.get(worker)
         if life is None:
             return
-        self._lives[worker] = replace(life, left_s=time.time(), reason="end" if self._stopping else "lost")
+        reason = "end" if self._stopping else "left" if life.worker in self._leaving else "lost"
+        self._lives[worker] = replace(life, left_s=time.time(), reason=reason)
+        self._log(reason, worker=life.worker)
         self._schedule_pump()
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Forgive a lost worker's tasks: losing a spot machine is no fault of theirs."""
+        """Before a lost worker's tasks are moved: note that it is gone, and that its loss is no fault of theirs."""
         if topic == "all" and isinstance(msg, dict) and msg.get("action") == "remove-worker":
+            for holders in self._holders.values():
+                holders.pop(msg["worker"], None)
+            life = self._lives.get(msg["worker"])
+            if life and self._addresses.get(life.worker) == msg["worker"]:
+                del self._addresses[life.worker]
             for key in msg.get("processing-tasks", ()):
                 if key in self._scheduler.tasks:
                     self._scheduler.tasks[key].suspicious = 0
+
+    # Gangs
+
+    def _came_back(self, gang: Gang, key: Any, *, done: bool) -> None:
+        """A shard is done, or its worker is gone, or it was sent back at a step boundary."""
+        worker = gang.members.pop(key, None)
+        if done or worker is None:
+            return
+        alive = worker in self._addresses
+        if not gang.breaking:
+            self._break(gang, lost="" if alive else worker)
+        if alive:
+            gang.held = (*gang.held, worker)
+
+    def _break(self, gang: Gang, *, lost: str) -> None:
+        """The present forming is over: its other members are to leave."""
+        gang.breaking = True
+        planned = gang.planned or self._stopping or not self._leaving.isdisjoint((lost, *gang.members.values()))
+        self._log("leaves" if planned else "broken", gang=gang, lost=lost)
+        if not planned:
+            gang.lose()
+        for worker in gang.members.values():  # after a leave that was agreed on they have ended, and hear it in vain
+            self._order_gang("call_off", gang, worker)
+
+    def _order_gang(self, order: str, gang: Gang, worker: str) -> None:
+        facts = {"gang": gang.name, "epoch": gang.epoch}
+        self._send(self._addresses.get(worker), {"op": ORDER, "order": order, "facts": facts})
+
+    def _beat(self, gang: str, epoch: int, step: int, steps: int, resumed: bool, **_: Any) -> None:
+        """The first rank tells where its gang is."""
+        known = self._gangs.get(gang)
+        if known is None or known.epoch != epoch:
+            return
+        if resumed:
+            known.begin(step, steps, time.time())
+            self._log_formed("resumed", known)
+            return
+        first = known.step == known.resumed_at
+        known.advance(step)
+        if first:
+            self._log_formed("stepped", known)
+            self._schedule_pump()
+
+    def _lost_engine(self, worker: str, gang: str, reason: str, **_: Any) -> None:
+        known = self._gangs.get(gang)
+        self._log("engine lost", gang=known, worker=worker, reason=reason)
+
+    def _notice(self, worker: str, reason: str, **_: Any) -> None:
+        """The worker's machine will be taken away: it gets no more work."""
+        life = self._lives.get(worker)
+        if life:
+            self._leaving.add(life.worker)
+            self._log("notice", worker=life.worker, reason=reason)
+
+    def _holds(self, worker: str, sha256: str, **_: Any) -> None:
+        self._holders.setdefault(sha256, {})[worker] = None
 
     # What follows
 
@@ -125,64 +264,160 @@ class Placer(SchedulerPlugin):
         self._pumping = False
         if self._stopping:
             return
-        parked = {w.id: key for key, w in self._parked()}
-        called_off = [key for key in parked.values() if self._called_off(key)]
-        for key in called_off:
-            del parked[str(key)]
-            self._launch(key, self._head(), resource="head")
-        addresses = {str(life.worker): address for address, life in self._lives.items() if life.left_s is None}
+        waiting, parked = [], {}
+        for gang in list(self._gangs.values()):
+            keys = self._parked(gang)
+            if not keys:
+                continue
+            if self._is_over(gang):
+                for key in keys:
+                    self._dismiss(gang, key)
+            elif not gang.members:
+                waiting.append(self._pools_now(gang, gang.waiting(len(keys))))
+                parked[gang.name] = keys
         view = View(
             idle=tuple(self._idle()),
-            waiting=tuple(self._pools_now(key) for key in parked.values()),
+            waiting=tuple(waiting),
+            running=tuple(self._at_work()),
+            nodes=Counter(self._nodes[address] for address in self._addresses.values()),
         )
-        for launch in plan(view):
-            self._launch(parked[launch.request], addresses[launch.worker], resource="engine")
+        launches = plan(view)
+        widened = [] if waiting else widen(view)
+        if launches or widened:
+            self._decisions.append(self._placements.row(view, launches, widened))
+        for launch in launches:
+            self._launch(self._gangs[launch.request], parked[launch.request], launch.workers)
+        for name in widened:
+            self._regroup(self._gangs[name])
 
-    def _parked(self) -> Iterator[tuple[Any, Waiting]]:
-        for key, waiting in self._waiting.items():
-            task = self._scheduler.tasks.get(key)
-            if task is not None and task.state == "no-worker":
-                yield key, waiting
+    def _parked(self, gang: Gang) -> list[Any]:
+        """Its shards behind the gate, if all that are not done are there or at work."""
+        states = {key: self._scheduler.tasks[key].state for key in gang.keys if key in self._scheduler.tasks}
+        if any(state in ("waiting", "released") for state in states.values()):
+            return []
+        return [key for key, state in states.items() if state == "no-worker"]
+
+    def _is_over(self, gang: Gang) -> bool:
+        """Whether what is behind the gate has nothing to do any more: done, called off, or set aside."""
+        first = self._scheduler.tasks.get(gang.keys[0])
+        done = first is not None and first.state in ("memory", "erred")
+        return done or gang.fruitless >= self._losses or self._called_off(gang)
+
+    def _called_off(self, gang: Gang) -> bool:
+        closed = self._close_with_training and gang.iteration <= self._trained + 1
+        return closed and gang.exploring and self._trained >= 0
+
+    def _dismiss(self, gang: Gang, key: Any) -> None:
+        """Run a shard that has nothing to do where it costs nothing."""
+        aside = gang.fruitless >= self._losses and key == gang.keys[0]
+        if aside:
+            self._log("set aside", gang=gang)
+        elif self._called_off(gang) and key == gang.keys[0]:
+            self._open_gate(key, self._head(), "head")  # it sees by itself that it is called off
+            return
+        self._place(self._head(), gang, key, gang.losses if aside else Spare())
+        self._open_gate(key, self._head(), "head")
 
     def _idle(self) -> Iterator[Idle]:
         for state in self._scheduler.running:
             life = self._lives.get(state.address)
-            if life and not state.processing:
-                yield Idle(worker=life.worker, pool="spot" if life.pool == "spot" else "reserved")
+            if life and not state.processing and life.worker not in self._leaving:
+                yield Idle(worker=life.worker, pool=_pool(life), node=self._nodes[state.address])
 
-    def _pools_now(self, key: Any) -> Waiting:
+    def _at_work(self) -> Iterator[Running]:
+        now_s = time.time()
+        for gang in self._gangs.values():
+            if gang.members and max(gang.widths) > gang.width and not (gang.breaking or gang.planned):
+                address = self._addresses.get(next(iter(gang.members.values())))
+                if address:
+                    slots = len(gang.members) + len(self._parked(gang))
+                    yield gang.running(_pool(self._lives[address]), self._nodes[address], slots, now_s)
+
+    def _pools_now(self, gang: Gang, waiting: Waiting) -> Waiting:
         """Once training has ended, reserved workers help with the exploration that is left."""
-        waiting, label = self._waiting[key], self._labels[key]
-        helped = waiting.exploring and label.iteration <= self._trained + 1
+        helped = gang.exploring and gang.iteration <= self._trained + 1
         return replace(waiting, pools=("spot", "reserved")) if helped else waiting
-
-    def _called_off(self, key: Any) -> bool:
-        label = self._labels[key]
-        closed = self._close_with_training and label.iteration <= self._trained + 1
-        return closed and self._waiting[key].exploring and self._trained >= 0
 
     def _head(self) -> str:
         return next(state.address for state in self._scheduler.running if "head" in state.resources)
 
-    def _launch(self, key: Any, address: str, *, resource: str) -> None:
+    def _launch(self, gang: Gang, parked: list[Any], workers: tuple[str, ...]) -> None:
+        """Admit a whole gang, in one transition."""
+        members = members_of(parked, workers)
+        gang.form(members)
+        for rank, (key, worker) in enumerate(members.items()):
+            placement = Placement(
+                gang=gang.name,
+                epoch=gang.epoch,
+                rank=rank,
+                width=len(members),
+                rendezvous=self._rendezvous if len(members) > 1 else None,
+            )
+            self._place(self._addresses[worker], gang, key, placement)
+            self._restrict(key, self._addresses[worker], "engine")
+        self._log_formed("formed", gang)
+        self._scheduler.transitions(dict.fromkeys(members, "processing"), stimulus_id=f"spotlight-{gang.name}")
+
+    def _regroup(self, gang: Gang) -> None:
+        """Have a gang form anew, wider, at its next step boundary."""
+        gang.planned = True
+        self._log("regroup", gang=gang)
+        for worker in gang.members.values():
+            self._order_gang("regroup", gang, worker)
+
+    def _open_gate(self, key: Any, address: str, resource: str) -> None:
+        self._restrict(key, address, resource)
+        self._scheduler.transitions({key: "processing"}, stimulus_id=f"spotlight-dismiss-{time.time()}")
+
+    def _restrict(self, key: Any, address: str, resource: str) -> None:
         self._scheduler.tasks[key].resource_restrictions = {resource: 1}
         self._scheduler.set_restrictions({key: {address}})
-        self._scheduler.transitions({key: "processing"}, stimulus_id=f"spotlight-launch-{time.time()}")
+
+    def _close_gate(self, key: Any) -> None:
+        task = self._scheduler.tasks.get(key)
+        if task is not None:
+            task.resource_restrictions, task.worker_restrictions = dict(GATE), None
 
     def _training_ended(self, iteration: int) -> None:
         self._trained = max(self._trained, iteration)
         if self._close_with_training:
-            self._tell({"op": CLOSE, "run": self._run, "iteration": iteration + 1})
+            self._tell("close_exploration", run=self._run, iteration=iteration + 1)
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        self._scheduler.send_all({}, {address: [message] for address in self._scheduler.workers})
+    def _tell(self, order: str, **facts: Any) -> None:
+        for address in self._scheduler.workers:
+            self._send(address, {"op": ORDER, "order": order, "facts": facts})
+
+    def _place(self, address: str, gang: Gang, key: Any, what: Placement | Spare | int) -> None:
+        value = asdict(what) if isinstance(what, Placement) else None if isinstance(what, Spare) else what
+        self._send(address, {"op": PLACE, "gang": gang.name, "shard": gang.shard(key), "value": value})
+
+    def _send(self, address: str | None, message: dict[str, Any]) -> None:
+        if address in self._scheduler.workers:
+            self._scheduler.send_all({}, {address: [message]})
+
+    async def _watch(self) -> None:
+        """Remove workers that run something and have not been heard of; their engines are watched by themselves."""
+        now_s = time.time()
+        for address in {address for address, _ in self._running.values()}:
+            state, life = self._scheduler.workers.get(address), self._lives.get(address)
+            if state is not None and life and now_s - state.last_seen > self._hang_after_s:
+                self._log("hung", worker=life.worker)
+                await self._scheduler.remove_worker(address, stimulus_id="spotlight-watch", expected=True, close=True)
+                self._evict(life.worker)
+
+    # What workers ask
+
+    def holders(self, sha256: str) -> list[str]:
+        """Workers, one a node, whose nodes hold a file of weights; the latest to get it first: it serves fewest."""
+        by_node = {self._nodes[address]: address for address in self._holders.get(sha256, ())}
+        return list(by_node.values())[::-1][:MOST_HOLDERS]
 
     # What the driver asks
 
     def stop(self) -> None:
         """Launch nothing more; what runs ends at its next step boundary."""
         self._stopping = True
-        self._tell({"op": STOP, "run": self._run})
+        self._tell("stop", run=self._run)
 
     def status(self) -> dict[str, Any]:
         """What is running where, for a display; plain values."""
@@ -190,17 +425,43 @@ class Placer(SchedulerPlugin):
         return {
             "workers": dict(Counter(life.pool for life in alive)),
             "running": dict(Counter(self._labels[key].phase for key in self._running)),
-            "waiting": sum(1 for _ in self._parked()),
-            "preemptions": sum(life.reason == "lost" and life.pool == "spot" for life in self._lives.values()),
+            "waiting": sum(bool(self._parked(gang)) for gang in self._gangs.values() if not gang.members),
+            "waiting_for": sorted(self._missing_pools()),
+            "widths": dict(Counter(gang.width for gang in self._gangs.values() if gang.members)),
+            "preemptions": sum(
+                life.reason in ("lost", "left") and life.pool == "spot" for life in self._lives.values()
+            ),
         }
 
+    def _missing_pools(self) -> set[str]:
+        """Pools that requests wait for, and that have no worker at all now."""
+        alive = {self._lives[address].pool for address in self._addresses.values()}
+        waiting = [gang for gang in self._gangs.values() if not gang.members and self._parked(gang)]
+        return {pool for gang in waiting if alive.isdisjoint(gang.pools) for pool in gang.pools}
+
     def drain(self) -> dict[str, list[dict[str, Any]]]:
-        """The spans since the last call, and the lives of all workers so far."""
+        """The spans, events and decisions since the last call, and the lives of all workers so far."""
         spans, self._spans = self._spans, []
+        events, self._events = self._events, []
+        decisions, self._decisions = self._decisions, []
         return {
             "spans": [asdict(span) for span in spans],
             "workers": [asdict(life) for life in self._lives.values()],
+            "events": events,
+            "decisions": decisions,
         }
+
+    def _log(self, event: str, *, gang: Gang | None = None, **facts: Any) -> None:
+        row: dict[str, Any] = {"at_s": time.time(), "event": event, **facts}
+        if gang:
+            row |= {"gang": gang.name, "epoch": gang.epoch, "width": gang.width, "step": gang.step}
+            row["workers"] = list(gang.members.values())
+        self._events.append(row)
+
+    def _log_formed(self, event: str, gang: Gang) -> None:
+        """Of a single worker that starts a request afresh there is nothing to tell."""
+        if gang.epoch > 1 or gang.width > 1:
+            self._log(event, gang=gang)
 
     def _record(self, key: Any, label: Label, facts: dict[str, Any], *, failed: bool) -> None:
         life = self._lives.get(facts.get("worker", ""))
@@ -208,12 +469,6 @@ class Placer(SchedulerPlugin):
         if life and compute:
             outcome = "failed" if failed else "dropped" if facts.get("typename") == "Dropped" else "done"
             self._spans.append(self._span(key, label, life, compute[0]["start"], compute[-1]["stop"], outcome))
-
-    def _lose(self, key: Any, label: Label, life: WorkerLife, started_s: float) -> None:
-        """The task goes back behind the gate, if it came from there, ahead of fresh work."""
-        self._spans.append(self._span(key, label, life, started_s, time.time(), "lost"))
-        if key in self._waiting:
-            self._waiting[key] = replace(self._waiting[key], losses=self._waiting[key].losses + 1)
 
     @staticmethod
     def _span(key: Any, label: Label, life: WorkerLife, start_s: float, stop_s: float, outcome: str) -> Span:
@@ -229,11 +484,33 @@ class Placer(SchedulerPlugin):
         )
 
 
+def _pool(life: WorkerLife) -> Pool:
+    return "spot" if life.pool == "spot" else "reserved"
+
+
 class Ears(WorkerPlugin):
-    """Passes what the `Placer` tells a worker on to the work in its process."""
+    """Passes what the `Placer` tells a worker on to the work in its process, and to its engine.
+
+    Args:
+        pass_on: is given each order and its facts too.
+    """
 
     name = "spotlight-ears"
 
+    def __init__(self, pass_on: Callable[..., None] = lambda order, **facts: None) -> None:
+        self._pass_on = pass_on
+
     def setup(self, worker: Worker) -> None:
-        worker.stream_handlers[CLOSE] = signals.close_exploration
-        worker.stream_handlers[STOP] = signals.stop
+        worker.stream_handlers[ORDER] = self._order
+        worker.stream_handlers[PLACE] = self._place
+
+    def _order(self, order: str, facts: dict[str, Any]) -> None:
+        signals.obey(order, facts)
+        self._pass_on(order, **facts)
+
+    @staticmethod
+    def _place(gang: str, shard: int, value: Any) -> None:
+        if isinstance(value, dict):
+            rendezvous = value["rendezvous"]
+            value = Placement(**{**value, "rendezvous": tuple(rendezvous) if rendezvous else None})
+        signals.place(gang, shard, Spare() if value is None else value)

@@ -1,7 +1,7 @@
 """Reserved and spot pools on this machine: they start the scheduler and keep worker processes alive.
 
 A pool has places; each place keeps one worker process alive, and replaces it some time after it was
-lost, as a cloud would. What runs where is not decided here.
+lost, as a cloud would. Along a trace, a place also takes its worker away. What runs where is not decided here.
 """
 
 from __future__ import annotations
@@ -9,20 +9,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import cycle
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import dask
 from distributed import Client, Scheduler, SpecCluster, Worker
 from distributed.deploy.spec import ProcessInterface
 
+from cluster.notices import sources
 from cluster.plugins import Ears, Placer
-from cluster.workers import WorkerSpec, serve, warm_parent
+from cluster.workers import WorkerSpec, serve, serve_rendezvous, warm_parent
 from spotlight.config import Config, PoolSection
+from spotlight.node import shared_root, sweep
+from spotlight.records import SpotlightError
+from spotlight.traces import read_trace
 
 SETTINGS = {
     "distributed.scheduler.allowed-failures": 1000,  # losing spot workers is normal; see Placer.log_event
@@ -38,31 +48,86 @@ SETTINGS = {
 }
 
 
+RETRY_S = 0.05
+NEVER_S = 1e9
+LOSSES = ("kill", "notice", "hang")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """How a place treats its workers."""
+
+    replace_after_s: float
+    """From a loss to the next worker; along a trace, the trace says when."""
+    ups: tuple[tuple[float, float], ...] | None = None
+    """``(start_s, stop_s)`` from the place's start: when a worker is there. None: always."""
+    losses: tuple[str, ...] = ("kill",)
+    """How workers are taken away at each stop, in turn: "kill", "notice" or "hang"."""
+    grace_s: float = 30.0
+    """From a notice to the kill."""
+
+
 class Place(ProcessInterface):
     """One place in a pool: keeps a worker process alive there."""
 
-    def __init__(self, scheduler: str, *, name: str, spec: Mapping[str, Any], replace_after_s: float) -> None:
+    def __init__(self, scheduler: str, *, name: str, spec: Mapping[str, Any], fate: Fate) -> None:
         super().__init__()
         self._spec = WorkerSpec(scheduler=scheduler, name=name, **spec)
-        self._replace_after_s = replace_after_s
-        self._keeper: asyncio.Task[None] | None = None
+        self._fate = fate
+        self._tasks: list[asyncio.Task[None]] = []
+        self._process: ForkServerProcess | None = None
+        self._began_s = 0.0
+
+    def evict(self) -> None:
+        """End the worker that is there now; the place replaces it as after any other loss."""
+        self._signal(signal.SIGKILL)
 
     async def start(self) -> None:
         await super().start()
-        self._keeper = asyncio.create_task(self._keep())
+        self._began_s = time.monotonic()
+        self._tasks = [asyncio.create_task(self._keep())]
+        if self._fate.ups is not None:
+            self._tasks.append(asyncio.create_task(self._follow(self._fate.ups)))
 
     async def close(self) -> None:
-        if self._keeper:
-            self._keeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._keeper
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await super().close()
 
     async def _keep(self) -> None:
         while True:
+            await asyncio.sleep(self._until_up_s())
             with contextlib.suppress(EOFError, ConnectionError):  # the warm parent died; the next start makes another
                 await self._live_once()
-            await asyncio.sleep(self._replace_after_s)
+            await asyncio.sleep(RETRY_S if self._fate.ups else self._fate.replace_after_s)
+
+    def _until_up_s(self) -> float:
+        """Seconds until the trace has a worker here; for ever after its end, if it ends without one."""
+        if self._fate.ups is None:
+            return 0.0
+        now_s = time.monotonic() - self._began_s
+        return next((max(0.0, start_s - now_s) for start_s, stop_s in self._fate.ups if stop_s > now_s), NEVER_S)
+
+    async def _follow(self, ups: Sequence[tuple[float, float]]) -> None:
+        for (_, stop_s), loss in zip(ups, cycle(self._fate.losses), strict=False):
+            await asyncio.sleep(stop_s - (time.monotonic() - self._began_s))
+            if loss == "notice":
+                self._signal(signal.SIGTERM)
+                self._tasks.append(asyncio.create_task(self._kill_after(self._fate.grace_s)))
+            else:
+                self._signal(signal.SIGSTOP if loss == "hang" else signal.SIGKILL)
+
+    async def _kill_after(self, grace_s: float) -> None:
+        process = self._process
+        await asyncio.sleep(grace_s)
+        if process is self._process:
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process and self._process.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
 
     async def _live_once(self) -> None:
         context = warm_parent()
@@ -73,8 +138,10 @@ class Place(ProcessInterface):
         try:
             await asyncio.shield(starting)
             theirs.close()
+            self._process = process
             await _end_of(process)
         finally:
+            self._process = None
             ours.close()  # ends the process if it is still there
             await starting  # called off or not: what is being started is ended before its cluster is
             process.kill()
@@ -85,14 +152,22 @@ class Place(ProcessInterface):
 class Pools:
     """The cluster of one run: scheduler, head and both pools, all on this machine and on loopback."""
 
+    cluster: SpecCluster
+
     def __init__(self, config: Config, run: str) -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_quiet())
             stack.enter_context(dask.config.set(SETTINGS))
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="spotlight-"))
-            self.cluster = stack.enter_context(_cluster(config, run, directory))
+            rendezvous = stack.enter_context(_rendezvous()) if max(config.strategy.widths) > 1 else None
+            placer = _placer(config, run, rendezvous, evict=self._evict)
+            roots = stack.enter_context(_node_roots(run, directory))
+            self.cluster = stack.enter_context(_cluster(config, directory, placer, roots))
             self.client = stack.enter_context(Client(self.cluster))
             self._stack = stack.pop_all()
+
+    def _evict(self, name: str) -> None:
+        self.cluster.workers[name].evict()
 
     @property
     def dashboard(self) -> str:
@@ -146,26 +221,116 @@ async def _end_of(process: ForkServerProcess) -> None:
         loop.remove_reader(process.sentinel)
 
 
-def _cluster(config: Config, run: str, directory: str) -> SpecCluster:
-    placer = Placer(
-        run, close_with_training=config.strategy.exploration == "stale" and config.exploration.budget == "time"
+@contextlib.contextmanager
+def _rendezvous() -> Iterator[tuple[str, int]]:
+    """A process where the ranks of gangs meet; its address."""
+    context = warm_parent()
+    answer, address = context.Pipe(duplex=False)
+    theirs, ours = context.Pipe(duplex=False)
+    process = context.Process(target=serve_rendezvous, args=(address, theirs), daemon=True)
+    with ThreadPoolExecutor(1) as starter:
+        starter.submit(_start, process).result()
+    address.close()
+    theirs.close()
+    try:
+        host, port = answer.recv()
+        yield host, port
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
+
+
+def _placer(config: Config, run: str, rendezvous: tuple[str, int] | None, *, evict: Callable[[str], None]) -> Placer:
+    return Placer(
+        run,
+        close_with_training=config.strategy.exploration == "stale" and config.exploration.budget == "time",
+        hang_after_s=config.cluster.hang_after_s,
+        losses=config.cluster.losses,
+        rendezvous=rendezvous,
+        evict=evict,
     )
+
+
+@contextlib.contextmanager
+def _node_roots(run: str, directory: str) -> Iterator[Callable[[str], Path]]:
+    """Where each node of this machine has its shared memory; freed at the end."""
+    token = f"{run}-{Path(directory).name}"  # a run's name may occur in several directories
+    roots: dict[str, Path] = {}
+
+    def root(node: str) -> Path:
+        return roots.setdefault(node, shared_root(f"{token}-{node.removeprefix('node:')}"))
+
+    try:
+        yield root
+    finally:
+        for path in roots.values():
+            sweep(path)
+
+
+def _cluster(config: Config, directory: str, placer: Placer, root: Callable[[str], Path]) -> SpecCluster:
     address = {"host": "127.0.0.1", "dashboard_address": f"127.0.0.1:{config.cluster.dashboard_port}"}
-    common = {"local_directory": directory, "settings": SETTINGS}
+    common = {
+        "local_directory": directory,
+        "settings": SETTINGS,
+        "hang_after_s": config.cluster.hang_after_s,
+        "losses": config.cluster.losses,
+    }
     places: dict[str, Any] = {}
     for pool, section in (("reserved", config.pools.reserved), ("spot", config.pools.spot)):
+        fates = _fates(section)
         for index in range(section.workers):
-            places[f"{pool}-{index}"] = _place(pool, section, {**common, "number": len(places)})
+            spec = _spec(pool, section, index, root) | common | {"number": len(places)}
+            places[f"{pool}-{index}"] = {"cls": Place, "options": {"spec": spec, "fate": fates[index]}}
     return SpecCluster(
         scheduler={"cls": Scheduler, "options": {**address, "plugins": [placer]}},
         workers={"head": _head(directory), **places},
-        name=run,
     )
 
 
-def _place(pool: str, section: PoolSection, common: Mapping[str, Any]) -> dict[str, Any]:
-    spec = {"resources": {"engine": 1, pool: 1}, **common}
-    return {"cls": Place, "options": {"spec": spec, "replace_after_s": section.replace_after_s}}
+def _spec(pool: str, section: PoolSection, index: int, root: Callable[[str], Path]) -> dict[str, Any]:
+    node = f"node:{pool}-{index // section.workers_per_node}"
+    return {
+        "resources": {"engine": 1, pool: 1, node: 1},
+        "node": root(node),
+        "notices": _checked_notices(pool, section.notices),
+        "grace_s": section.grace_s,
+    }
+
+
+def _checked_notices(pool: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names, if all are known.
+
+    Raises:
+        SpotlightError: one is not.
+    """
+    try:
+        sources(names)
+    except SpotlightError as error:
+        raise SpotlightError(f"pools.{pool}.{error}") from None
+    return names
+
+
+def _fates(section: PoolSection) -> list[Fate]:
+    """Of each place of a pool: for ever, or along the pool's trace."""
+    losses = LOSSES if section.loss == "mixed" else (section.loss,)
+    fate = Fate(replace_after_s=section.replace_after_s, losses=losses, grace_s=section.grace_s)
+    if not section.trace:
+        return [fate] * section.workers
+    trace = read_trace(section.trace).stretch(1 / section.speedup)
+    return [replace(fate, ups=_ups(switches)) for switches in trace.places(section.workers)]
+
+
+def _ups(switches: Iterable[tuple[float, bool]]) -> tuple[tuple[float, float], ...]:
+    """When a place has a worker; after the trace's end, as it was at its end."""
+    ups, since_s = [], None
+    for time_s, up in switches:
+        if up and since_s is None:
+            since_s = time_s
+        elif not up and since_s is not None:
+            ups.append((since_s, time_s))
+            since_s = None
+    return (*ups, (since_s, NEVER_S)) if since_s is not None else tuple(ups)
 
 
 def _head(directory: str) -> dict[str, Any]:

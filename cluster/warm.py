@@ -1,14 +1,19 @@
 """What the warm parent of the workers imports, once for all of them; nothing else may import it.
 
 A process that `multiprocessing` starts first runs the driver's main script again. A worker needs nothing
-from there, and a script that starts a run at its top level would start it once more in every worker.
+from there, and a script that starts a run at its top level would start it once more in every worker. And
+a process that was forked from the warm parent would start a parent of its own for its children, though it
+has the address of this one.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from multiprocessing import spawn
+from multiprocessing import forkserver, spawn
 from types import TracebackType
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by torch's import: losing a peer is no news here
 
 import cluster.workers
 import spotlight.engine
@@ -24,6 +29,14 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         sys.__excepthook__(kind, error, trace)
 
 
+def _ensure_running(server: forkserver.ForkServer) -> None:
+    """A worker's engine is forked from the parent that the worker came from."""
+    if server._forkserver_address is None:  # type: ignore[attr-defined]
+        _start_server(server)
+
+
+_start_server = forkserver.ForkServer.ensure_running
+forkserver.ForkServer.ensure_running = _ensure_running  # type: ignore[assignment,method-assign]
 sys.excepthook = _report
 spawn._fixup_main_from_name = spawn._fixup_main_from_path = _leave_out  # type: ignore[attr-defined]
 

@@ -1,27 +1,45 @@
-"""One worker process: it lives as long as its driver, runs one task at a time, and imports little itself.
+"""One worker process: it lives as long as its driver, runs one task at a time, and leaves on notice.
 
-Processes are forked from a warm parent that has done the imports, so that a worker starts in
-well under a second; the parent starts no thread and holds no device.
+The worker stays light: a child process, its engine, owns the device, and is killed and started again without
+it. Both are forked from a warm parent that has done the imports, so that either starts in moments;
+the parent starts no thread and holds no device.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 import dask
-from distributed import Worker
+from distributed import Reschedule, Status, Worker
 
-from cluster.plugins import Ears
+from cluster import peers
+from cluster.notices import Notice, first_notice, sources
+from cluster.plugins import BEAT, HOLDS, LOST_ENGINE, NOTICE, Ears
+from spotlight import weights
+from spotlight.device import Beat, EngineLost, EngineProcess, install
+from spotlight.node import Node, NotOnNode
+from spotlight.records import Interrupted, Placement, Request, SpotlightError
+from spotlight.signals import signals
+
+BACK_OFF_S = 0.01
+"""Before a task is sent back: it comes again at once, and the scheduler needs a moment to see why."""
+LEAVE_POLL_S = 0.01
+CLOSE_MARGIN_S = 2.0
+"""Left of a notice's time for handing over what the worker's memory holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +54,15 @@ class WorkerSpec:
     local_directory: str
     settings: Mapping[str, Any]
     """Dask's configuration, the same for all processes of a run."""
+    node: Path
+    """Root of the shared memory of its machine."""
+    hang_after_s: float
+    losses: int
+    """Engine processes in a row that a task may lose before it fails."""
+    notices: tuple[str, ...]
+    """Where notices of preemption come from; see `cluster.notices`."""
+    grace_s: float
+    """From a notice that tells no deadline."""
 
 
 def warm_parent() -> ForkServerContext:
@@ -54,12 +81,22 @@ def serve(spec: WorkerSpec, lifeline: Connection) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which stops workers in order
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    os.environ["LOCAL_RANK"] = str(spec.number)  # read by spotlight.models.load
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it ends its own child
     dask.config.set(spec.settings)
     logging.getLogger("distributed").setLevel(logging.ERROR)  # losing a peer is no news here
     logging.getLogger("distributed.worker").setLevel(logging.CRITICAL)  # a failed task's error goes to the driver
     asyncio.run(_serve(spec))
     os._exit(0)  # a task thread that is still at work would keep the process alive
+
+
+def serve_rendezvous(address: Connection, lifeline: Connection) -> None:
+    """Host the store where the ranks of gangs meet, on the side that no preemption takes."""
+    from spotlight.sequence import rendezvous_server
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = rendezvous_server("127.0.0.1")
+    address.send(("127.0.0.1", server.port))
+    _end_with(lifeline)
 
 
 def _end_with(lifeline: Connection) -> None:
@@ -70,6 +107,7 @@ def _end_with(lifeline: Connection) -> None:
 
 
 async def _serve(spec: WorkerSpec) -> None:
+    engine = EngineProcess(warm_parent(), spec.number, node=spec.node, hang_after_s=spec.hang_after_s)
     async with Worker(
         spec.scheduler,
         name=spec.name,
@@ -79,6 +117,104 @@ async def _serve(spec: WorkerSpec) -> None:
         host="127.0.0.1",
         local_directory=spec.local_directory,
         dashboard=False,
-        plugins=(Ears(),),
+        plugins=(Ears(engine.tell),),
     ) as worker:
+        node = Node(spec.node)
+        peers.serve(worker, node)
+        install(WorkerDevice(worker, engine, node, losses=spec.losses))
+        waiting = asyncio.create_task(_leave_on_notice(worker, engine, spec))
         await worker.finished()
+        waiting.cancel()
+    engine.close()
+
+
+class WorkerDevice:
+    """Runs a task's work in the engine process, and tells the scheduler how it goes.
+
+    The weights that a request asks for are on the node before the engine is: they come from another node that has
+    them, or else from the run directory.
+    """
+
+    def __init__(self, worker: Worker, engine: EngineProcess, node: Node, *, losses: int) -> None:
+        self._worker, self._engine, self._node = worker, engine, node
+        self._losses, self._lost_in_row = losses, 0
+
+    def run(self, run_dir: str, verb: str, *arguments: Any) -> Any:
+        """Run a verb of the engine's; called by task threads.
+
+        Raises:
+            Reschedule: it is to be done anew, here or elsewhere.
+            SpotlightError: it lost its engine process too many times in a row.
+        """
+        gang = next((one for one in arguments if isinstance(one, Placement)), None)
+        for request in arguments:
+            if isinstance(request, Request):
+                self._bring(Path(run_dir), request)
+        try:
+            value = self._engine.call(run_dir, verb, arguments, partial(self._beat, gang))
+        except Interrupted:
+            time.sleep(BACK_OFF_S)
+            raise Reschedule from None
+        except EngineLost as lost:
+            self._count(verb, gang, str(lost))
+            raise Reschedule from None
+        self._lost_in_row = 0
+        return value
+
+    def _bring(self, run_dir: Path, request: Request) -> None:
+        part: weights.Part = "ema" if request.averaged else "trainable"
+        sha256 = weights.digest(run_dir, request.weights, part)
+        if self._node.holds(sha256):
+            return
+        asked = self._worker.scheduler.spotlight_holders(sha256=sha256)
+        holders = asyncio.run_coroutine_threadsafe(_answer(asked), self._worker.loop.asyncio_loop).result()  # type: ignore[attr-defined]
+        with contextlib.suppress(NotOnNode):  # the engine will read the store itself
+            weights.bring(run_dir, request.weights, self._node, part, peers.sources(self._worker, holders))
+            self._tell(HOLDS, sha256=sha256)
+
+    def _count(self, verb: str, gang: Placement | None, reason: str) -> None:
+        """Requests are counted by the scheduler, wherever they run; the rest here."""
+        self._tell(LOST_ENGINE, worker=self._worker.name, gang=gang.gang if gang else "", reason=reason)
+        if gang is None:
+            self._lost_in_row += 1
+            if self._lost_in_row >= self._losses:
+                raise SpotlightError(
+                    f"{verb!r} lost its engine process {self._lost_in_row} times in a row on worker "
+                    f"{self._worker.name}: {reason}; if memory is short, make train.micro_batch or the requests "
+                    "smaller, then `spotlight resume` the run"
+                )
+        time.sleep(BACK_OFF_S)
+
+    def _beat(self, gang: Placement | None, beat: Beat) -> None:
+        if gang and gang.rank == 0 and beat.steps:
+            where = {"gang": gang.gang, "epoch": gang.epoch}
+            self._tell(BEAT, **where, step=beat.step, steps=beat.steps, resumed=beat.resumed)
+
+    def _tell(self, op: str, **facts: Any) -> None:
+        self._worker.loop.add_callback(self._worker.batched_send, {"op": op, **facts})
+
+
+async def _answer(asked: Awaitable[Any]) -> Any:
+    return await asked
+
+
+async def _leave_on_notice(worker: Worker, engine: EngineProcess, spec: WorkerSpec) -> None:
+    notice = await first_notice(sources(spec.notices, grace_s=spec.grace_s))
+    last = threading.Timer(max(0.0, notice.deadline_s - time.time()), os._exit, (0,))  # whatever hangs by then
+    last.daemon = True
+    last.start()
+    worker.batched_send({"op": NOTICE, "reason": notice.reason})
+    signals.leave()
+    engine.tell("leave")
+    await _finish(worker, notice)
+    with contextlib.suppress(Exception):  # whatever goes wrong, the worker is gone by the deadline
+        async with asyncio.timeout(max(0.0, notice.deadline_s - time.time())):
+            await worker.close_gracefully()
+    await worker.close(executor_wait=False)
+
+
+async def _finish(worker: Worker, notice: Notice) -> None:
+    """Take no new tasks, and let those in flight come to their step boundary, if there is time."""
+    worker.status = Status.paused
+    while worker.state.executing_count and time.time() < notice.deadline_s - CLOSE_MARGIN_S:
+        await asyncio.sleep(LEAVE_POLL_S)

@@ -3,9 +3,9 @@
 A layer is a phase of an iteration. Its annotations say in which ``pool`` its tasks run; the cluster
 turns that into places. Dask's synchronous scheduler ignores them and gets the same results.
 
-Pools: ``any``, ``spot`` and ``reserved`` tasks are denoising requests, parked behind the gate until a worker
-of the pool is free; ``engine`` tasks need a model, and go where their input is; ``trainer`` tasks train, on
-reserved workers; ``head`` tasks only decide, beside the scheduler.
+Pools: ``any``, ``spot`` and ``reserved`` tasks are shards of denoising requests, as many each as the widest gang has
+ranks, parked behind the gate until workers of the pool are free; ``engine`` tasks need a model, and go where their
+input is; ``trainer`` tasks train, on reserved workers; ``head`` tasks only decide, beside the scheduler.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from graphs import tasks
 from graphs.tasks import Candidates, Setting
 from spotlight.config import Config
-from spotlight.explore import equal_shares
+from spotlight.explore import Beliefs, equal_shares
 from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef
 
 Key = tuple[str, int]
@@ -50,14 +50,34 @@ class Layers:
         Args:
             after: keys whose layers the calls depend on.
         """
+        return self._add(self._free_name(phase, iteration), phase, iteration, calls, pool, after)
+
+    def _free_name(self, phase: str, iteration: int) -> str:
         name = f"{phase}-{iteration}"
         while name in self.tasks:
             name += "+"
-        annotations = {"pool": pool, "phase": phase, "iteration": iteration, "resources": RESOURCES[pool]}
+        return name
+
+    def _add(
+        self, name: str, phase: str, iteration: int, calls: Calls, pool: str, after: Sequence[Key], **more: Any
+    ) -> list[Key]:
+        annotations = {"pool": pool, "phase": phase, "iteration": iteration, "resources": RESOURCES[pool], **more}
         mapping = {(name, index): call for index, call in enumerate(calls)}
         self.tasks[name] = MaterializedLayer(mapping, annotations=annotations)
         self.dependencies[name] = {layer for layer, _ in after}
         return list(mapping)
+
+    def add_requests(
+        self, phase: str, iteration: int, calls: Calls, *, pool: str, widths: Sequence[int], after: Sequence[Key] = ()
+    ) -> list[list[Key]]:
+        """Add requests, each as many tasks as the widest gang has ranks; returns the shards of each.
+
+        A task is told its request's name within the graph and its own number, by which the cluster places it.
+        """
+        name, shards = self._free_name(phase, iteration), max(widths)
+        sharded = [(*call, f"{name}/{index}", shard) for index, call in enumerate(calls) for shard in range(shards)]
+        keys = self._add(name, phase, iteration, sharded, pool, after, shards=shards, widths=list(widths))
+        return [keys[first : first + shards] for first in range(0, len(keys), shards)]
 
     def graph(self) -> HighLevelGraph:
         return HighLevelGraph(self.tasks, self.dependencies)
@@ -91,21 +111,25 @@ def iteration_graph(
     layers, k, run_dir = Layers(), selection.iteration, setting.run_dir
     requests = rollout_requests(config, setting, selection, weights)
     calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
-    rollouts = layers.add("rollout", k, calls, pool=_rollout_pool(config))
-    scores = layers.add("score", k, [(tasks.score, run_dir, key) for key in rollouts], pool="engine", after=rollouts)
+    rollouts = layers.add_requests("rollout", k, calls, pool=_rollout_pool(config), widths=config.strategy.widths)
+    scores = _add_scores(layers, "score", k, run_dir, rollouts)
     refill = layers.add("refill", k, [(tasks.refill, run_dir, setting.seed, scores)], pool="trainer", after=scores)
     advantage = layers.add(
         "advantage", k, [(tasks.advantage, config.train.advantage_std, refill[0])], pool="trainer", after=refill
     )
     train = layers.add("train", k, [(tasks.train, run_dir, weights, advantage[0], k)], pool="trainer", after=advantage)
     publish = layers.add("publish", k, [(tasks.publish, run_dir, train[0])], pool="trainer", after=train)
-    outputs: dict[str, Key | list[Key]] = {"training": advantage[0], "published": publish[0], "rollouts": rollouts}
+    outputs: dict[str, Key | list[Key]] = {
+        "training": advantage[0],
+        "published": publish[0],
+        "rollouts": _first(rollouts),
+    }
     if k > 0:
         (outputs["compacted"],) = layers.add(
             "compact", k - 1, [(tasks.compact, run_dir, k - 1, config.latents.keep)], pool="head"
         )
     if candidates:
-        outputs["selection"] = _add_exploration(layers, setting, candidates, pool="spot")
+        outputs["selection"] = _add_exploration(layers, config, setting, candidates, pool="spot")
     return Graph(graph=layers.graph(), outputs=outputs)
 
 
@@ -116,10 +140,10 @@ def final_graph(config: Config, setting: Setting) -> Graph:
     return Graph(graph=layers.graph(), outputs={"compacted": key})
 
 
-def exploration_graph(setting: Setting, candidates: Candidates) -> Graph:
+def exploration_graph(config: Config, setting: Setting, candidates: Candidates) -> Graph:
     """Exploration with nothing beside it: before the first iteration, or before each one."""
     layers = Layers()
-    selection = _add_exploration(layers, setting, candidates, pool="any")
+    selection = _add_exploration(layers, config, setting, candidates, pool="any")
     return Graph(graph=layers.graph(), outputs={"selection": selection})
 
 
@@ -134,9 +158,9 @@ def validation_graph(config: Config, setting: Setting, prompts: Sequence[Prompt]
     count = config.run.validation_seeds
     requests = [replace(template, prompt=prompt, seeds=tasks.validation_seeds(prompt, count)) for prompt in prompts]
     calls: Calls = [(tasks.rollout_shard, setting.run_dir, request) for request in requests]
-    rollouts = layers.add("validate", weights.version, calls, pool="any")
-    calls = [(tasks.score, setting.run_dir, key) for key in rollouts]
-    scores = layers.add("validate-score", weights.version, calls, pool="engine", after=rollouts)
+    widths = config.strategy.widths
+    rollouts = layers.add_requests("validate", weights.version, calls, pool="any", widths=widths)
+    scores = _add_scores(layers, "validate-score", weights.version, setting.run_dir, rollouts)
     save = (tasks.save_images, setting.run_dir, weights.version, scores)
     images = layers.add("validate-images", weights.version, [save], pool="engine", after=scores)
     return Graph(graph=layers.graph(), outputs={"scores": scores, "images": images[0]})
@@ -160,9 +184,22 @@ def example_graph(config: Config) -> Graph:
 
 
 def candidates_for(
-    config: Config, setting: Setting, iteration: int, prompts: Sequence[Prompt], weights: WeightsRef
+    config: Config,
+    setting: Setting,
+    iteration: int,
+    prompts: Sequence[Prompt],
+    weights: WeightsRef,
+    *,
+    beliefs: Beliefs = Beliefs(),  # noqa: B008  # a frozen value
+    most: int | None = None,
 ) -> Candidates:
-    """What exploration for an iteration may try with the given weights."""
+    """What exploration for an iteration may try with the given weights.
+
+    Args:
+        beliefs: what the planner learnt from the iterations before.
+        most: candidates that there is time for; None where nothing is known of the time.
+    """
+    limit = config.exploration.seeds_tried * len(prompts)
     template = _template(config, setting, "explore", iteration, weights)
     return Candidates(
         iteration=iteration,
@@ -173,6 +210,9 @@ def candidates_for(
         request_seeds=config.exploration.request_seeds,
         rounds=config.exploration.rounds,
         keep=config.rollout.seeds_kept,
+        most=limit if most is None else min(limit, most),
+        planner=config.exploration.planner,
+        beliefs=beliefs.about([prompt.id for prompt in prompts]),
     )
 
 
@@ -201,27 +241,41 @@ def rollout_requests(config: Config, setting: Setting, selection: Selection, wei
     ]
 
 
-def _add_exploration(layers: Layers, setting: Setting, candidates: Candidates, *, pool: str) -> Key:
+def _add_scores(layers: Layers, phase: str, iteration: int, run_dir: str, requests: list[list[Key]]) -> list[Key]:
+    calls = [(tasks.score, run_dir, shards) for shards in requests]
+    return layers.add(phase, iteration, calls, pool="engine", after=_first(requests))
+
+
+def _first(requests: list[list[Key]]) -> list[Key]:
+    """The shard of each request that answers for it."""
+    return [shards[0] for shards in requests]
+
+
+def _add_exploration(layers: Layers, config: Config, setting: Setting, candidates: Candidates, *, pool: str) -> Key:
     """Rounds of allocate, slots and score, then select.
 
     Round r sees the scores of rounds up to r - 2, so that no slot waits for the round before it.
     """
     k, run_dir = candidates.iteration, setting.run_dir
     scores: list[list[Key]] = []
+    allocations: list[Key] = []
     for r in range(candidates.rounds):
         seen = [key for earlier in scores[: max(0, r - 1)] for key in earlier]
-        allocation = layers.add(f"allocate-r{r}", k, [(tasks.allocate, candidates, r, seen)], pool="head", after=seen)
+        call = (tasks.allocate, run_dir, candidates, r, seen, list(allocations))
+        allocations += layers.add(f"allocate-r{r}", k, [call], pool="head", after=[*seen, *allocations])
         slots = len(
             equal_shares(
                 len(candidates.prompts), candidates.seeds_tried, candidates.request_seeds, candidates.rounds, r
             )
         )
-        calls: Calls = [(tasks.explore_slot, run_dir, allocation[0], slot) for slot in range(slots)]
-        explored = layers.add(f"explore-r{r}", k, calls, pool=pool, after=allocation)
-        calls = [(tasks.score, run_dir, key) for key in explored]
-        scores.append(layers.add(f"explore-score-r{r}", k, calls, pool="engine", after=explored))
+        calls: Calls = [(tasks.explore_slot, run_dir, allocations[r], slot) for slot in range(slots)]
+        explored = layers.add_requests(
+            f"explore-r{r}", k, calls, pool=pool, widths=config.strategy.widths, after=allocations[r:]
+        )
+        scores.append(_add_scores(layers, f"explore-score-r{r}", k, run_dir, explored))
     everything = [key for round_scores in scores for key in round_scores]
-    return layers.add("select", k, [(tasks.select, candidates, everything)], pool="head", after=everything)[0]
+    select = (tasks.select, candidates, everything, allocations)
+    return layers.add("select", k, [select], pool="head", after=[*everything, *allocations])[0]
 
 
 def _template(config: Config, setting: Setting, purpose: Purpose, iteration: int, weights: WeightsRef) -> Request:

@@ -26,10 +26,13 @@ from graphs.iteration import (
 from graphs.tasks import Setting, TrainingSet
 from spotlight.config import Config
 from spotlight.data import choose_prompts, read_prompts
-from spotlight.explore import rank_correlation
-from spotlight.records import Prompt, Published, Selection, WeightsRef
+from spotlight.explore import Beliefs, budget, learn, rank_correlation
+from spotlight.records import Prompt, Published, Scored, Selection, WeightsRef
 from spotlight.rundir import HISTORY, VALIDATION, RunDir
 from spotlight.weights import published, retain
+
+SLACK = 1.5
+"""Exploration is planned for more time than training took last: what is too much is called off, least useful first."""
 
 
 class Compute(Protocol):
@@ -90,22 +93,27 @@ class Loop:
         selection = run.selection(k) or self._first_selection(setting, k, weights)
         candidates = None
         if config.strategy.exploration == "stale" and k + 1 < config.run.iterations and not run.selection(k + 1):
-            candidates = candidates_for(config, setting, k + 1, self._prompts(setting, k + 1), weights)
+            prompts = self._prompts(setting, k + 1)
+            candidates = candidates_for(
+                config, setting, k + 1, prompts, weights, beliefs=run.beliefs(k), most=self._affordable()
+            )
         self._watch.begin("iterate", k)
         results = self._compute(iteration_graph(config, setting, selection, weights, candidates))
         after: Published = results["published"]
         if candidates:
             run.record_selection(results["selection"])
+        beliefs = _learn(run.beliefs(k), selection, results["training"])
+        run.record_beliefs(k + 1, beliefs)
         stopped_s = time.time()
         row = {
             "iteration": k,
             "weights_version": after.weights.version,
             "weights_sha256": after.weights.sha256,
-            "metrics": _metrics(selection, results["training"], after),
+            "metrics": {**_metrics(selection, results["training"], after), "fidelity": beliefs.fidelity},
             "measured": {
                 "started_s": started_s,
                 "stopped_s": stopped_s,
-                "steps_resumed": sum(rollout.steps_resumed for rollout in results["rollouts"]),
+                "steps_resumed": sum(getattr(rollout, "steps_resumed", 0) for rollout in results["rollouts"]),
                 **self._watch.measure(started_s, stopped_s),
             },
         }
@@ -119,7 +127,9 @@ class Loop:
         if self._config.strategy.exploration == "off":
             return unexplored(self._config, setting, k, prompts)
         self._watch.begin("explore", k)
-        graph = exploration_graph(setting, candidates_for(self._config, setting, k, prompts, weights))
+        beliefs = self._run.beliefs(k)
+        candidates = candidates_for(self._config, setting, k, prompts, weights, beliefs=beliefs)
+        graph = exploration_graph(self._config, setting, candidates)
         selection: Selection = self._compute(graph)["selection"]
         self._run.record_selection(selection)
         return selection
@@ -133,7 +143,7 @@ class Loop:
             return
         self._watch.begin("validate", weights.version)
         results = self._compute(validation_graph(self._config, setting, self._validation, weights))
-        rewards = [reward for one in results["scores"] for reward in one.rewards]
+        rewards = [reward for one in results["scores"] if isinstance(one, Scored) for reward in one.rewards]
         known = [reward for reward in rewards if reward is not None]
         score = sum(known) / len(known)
         self._run.append(
@@ -147,21 +157,52 @@ class Loop:
             },
         )
 
+    def _affordable(self) -> int | None:
+        """Candidates that can be explored while the next version is trained, going by the last iteration."""
+        config, history = self._config, self._run.rows(HISTORY)
+        if config.exploration.budget == "fixed" or not history:
+            return None
+        measured, scored = history[-1]["measured"], history[-1]["metrics"]["seeds_scored"]
+        explored_s, training_s = measured.get("explore_s", 0.0), measured.get("train_s", 0.0)
+        if not (scored and explored_s and training_s):
+            return None
+        size = config.exploration.request_seeds
+        chunks = budget(
+            training_s=training_s * SLACK,
+            request_s=explored_s / scored * size,
+            spot_workers=config.pools.spot.workers,
+        )
+        return chunks * size
+
     def _validated_versions(self) -> set[int]:
         return {row["version"] for row in self._run.rows(VALIDATION)}
 
 
-def _metrics(selection: Selection, training: TrainingSet, after: Published) -> dict[str, float]:
-    """What the iteration measured, none of it dependent on time or place."""
+def _learn(beliefs: Beliefs, selection: Selection, training: TrainingSet) -> Beliefs:
+    """What the planner learns from an iteration: all that was explored, and what of it came back in the rollouts."""
+    rewards = {kept.prompt.id: found for kept, found in zip(selection.kept, selection.explored, strict=False)}
+    by_prompt: dict[int, list[tuple[float, float]]] = {}
+    for prompt, explored, regenerated in _pairs(selection, training):
+        by_prompt.setdefault(prompt, []).append((explored, regenerated))
+    return learn(beliefs, selection.iteration, rewards, by_prompt)
+
+
+def _pairs(selection: Selection, training: TrainingSet) -> list[tuple[int, float, float]]:
+    """``(prompt id, explored reward, regenerated reward)`` of the kept seeds."""
     regenerated = {
         (sample.request.prompt.id, sample.request.seeds[sample.index]): sample.reward for sample in training.samples
     }
-    pairs = [
-        (explored, regenerated[kept.prompt.id, seed])
+    return [
+        (kept.prompt.id, explored, regenerated[kept.prompt.id, seed])
         for kept in selection.kept
         for seed, explored in zip(kept.seeds, kept.explored_rewards, strict=True)
         if explored is not None and (kept.prompt.id, seed) in regenerated
     ]
+
+
+def _metrics(selection: Selection, training: TrainingSet, after: Published) -> dict[str, float]:
+    """What the iteration measured, none of it dependent on time or place."""
+    pairs = [(explored, regenerated) for _, explored, regenerated in _pairs(selection, training)]
     metrics = dict(training.metrics) | dict(after.metrics)
     metrics["seeds_scored"] = float(selection.seeds_scored)
     if selection.reward_mean is not None and selection.reward_std is not None:

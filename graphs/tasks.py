@@ -1,22 +1,25 @@
 """The functions in the graph: thin shells that may run twice, anywhere, and change nothing by it.
 
-Arguments and results are small records; latents, images and weights stay in the stores. The engine is
-imported inside the functions, so that the process which only builds graphs never imports torch.
+Arguments and results are small records; latents, images and weights stay in the stores. The engine
+is reached through `spotlight.device`, so a process that only builds graphs never imports torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from spotlight.explore import equal_shares, max_variance_subset
+from spotlight import device, explore
+from spotlight.decisions import allocation_row
+from spotlight.explore import Beliefs, max_variance_subset
 from spotlight.records import (
     Dropped,
     Kept,
+    Placement,
     Prompt,
     Published,
     Request,
@@ -24,14 +27,13 @@ from spotlight.records import (
     Sample,
     Scored,
     Selection,
+    SetAside,
+    Spare,
     SpotlightError,
     WeightsRef,
 )
-from spotlight.rundir import RunDir, atomic_write
+from spotlight.rundir import DECISIONS, SET_ASIDE, RunDir, atomic_write
 from spotlight.signals import signals
-
-if TYPE_CHECKING:
-    from spotlight.engine import Engine
 
 REFILL = 1 << 20
 """Replacements are candidates numbered from here: no exploration tries so many."""
@@ -63,6 +65,10 @@ class Candidates:
     request_seeds: int
     rounds: int
     keep: int
+    most: int
+    """Candidates that there is time for, of all prompts together."""
+    planner: Literal["bandit", "equal"] = "equal"
+    beliefs: Beliefs = Beliefs()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,57 +79,81 @@ class TrainingSet:
     metrics: dict[str, float]
 
 
-def _engine(run_dir: str) -> Engine:
-    from spotlight.engine import engine_of
-
-    return engine_of(run_dir)
+Shard = Rollout | Dropped | Spare | SetAside
+"""What a shard of a request returns; the first one answers for all."""
 
 
 def prepare(run_dir: str) -> Setting:
     """Load the model once, publish version 0, and ask the model for its noise levels."""
-    engine = _engine(run_dir)
-    settings = engine.config
-    size = settings.model.height_px, settings.model.width_px
-    engine.model.grid(*size)
+    run = RunDir(run_dir)
+    sigmas, explore_sigmas, start = device.run(run_dir, "prepare")
     return Setting(
         run_dir=run_dir,
-        run=engine.run_dir.name,
-        seed=settings.run.seed,
-        sigmas=engine.model.sigmas(settings.rollout.steps, *size),
-        explore_sigmas=engine.model.sigmas(settings.exploration.steps or settings.rollout.steps, *size),
-        start=engine.publish_start(),
+        run=run.path.name,
+        seed=run.config().run.seed,
+        sigmas=sigmas,
+        explore_sigmas=explore_sigmas,
+        start=start,
     )
 
 
-def rollout_shard(run_dir: str, request: Request) -> Rollout | Dropped:
-    """Denoise one request, resuming at its last committed step."""
-    signals.check(request)
-    return _engine(run_dir).rollout(request)
+def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shard:
+    """One rank's part of denoising a request, resuming at its last committed step.
+
+    Args:
+        gang: names the request within the graph.
+        shard: of all that the widest gang would have; those that are not needed return at once.
+    """
+    place = signals.placed(gang, shard, request)
+    if isinstance(place, SetAside):
+        RunDir(run_dir).append(SET_ASIDE, asdict(place))
+    if isinstance(place, Spare | SetAside):
+        return place
+    reason = signals.check(request)
+    return Dropped(reason=reason) if reason else _rollout(run_dir, request, place)
 
 
-def score(run_dir: str, done: Rollout | Dropped) -> Scored | Dropped:
-    """Rewards of what was rolled out.
+def _rollout(run_dir: str, request: Request, *place: Placement) -> Shard:
+    done: Shard = device.run(run_dir, "rollout", request, *place)
+    return done
+
+
+def score(run_dir: str, shards: Sequence[Shard]) -> Scored | Dropped | SetAside:
+    """Rewards of what was rolled out; the first shard says what that is.
 
     Raises:
         SpotlightError: it was rolled out with other weights than were asked for.
     """
-    if isinstance(done, Dropped):
+    done = shards[0]
+    assert not isinstance(done, Spare)
+    if not isinstance(done, Rollout):
         return done
     if done.weights_sha256 != done.request.weights.sha256:
         raise SpotlightError(
             f"request {done.request.id} asked for weights {done.request.weights.sha256[:12]} and was run with "
             f"{done.weights_sha256[:12]}: nothing was trained on it; resume the run"
         )
-    return _engine(run_dir).score(done.request)
+    return _score(run_dir, done.request)
 
 
-def refill(run_dir: str, seed: int, scored: Sequence[Scored]) -> tuple[Scored, ...]:
-    """Replace the samples whose scorer failed for good by fresh seeds of the same prompt.
+def _score(run_dir: str, request: Request) -> Scored:
+    scored: Scored = device.run(run_dir, "score", request)
+    return scored
+
+
+def refill(run_dir: str, seed: int, scored: Sequence[Scored | SetAside]) -> tuple[Scored, ...]:
+    """Replace the samples that have no reward, and the requests that were set aside, by fresh seeds of the same prompt.
 
     Raises:
         SpotlightError: the replacements have no reward either.
     """
-    return tuple(part for one in scored for part in (one, *_replacements(run_dir, seed, one)))
+    known = [one if isinstance(one, Scored) else _unscored(one) for one in scored]
+    return tuple(part for one in known for part in (one, *_replacements(run_dir, seed, one)))
+
+
+def _unscored(aside: SetAside) -> Scored:
+    error = f"set aside: it killed those who ran it {aside.losses} times"
+    return Scored(request=aside.request, rewards=(None,) * len(aside.request.seeds), errors=(error,))
 
 
 def _replacements(run_dir: str, seed: int, scored: Scored) -> list[Scored]:
@@ -139,9 +169,8 @@ def _replacements(run_dir: str, seed: int, scored: Scored) -> list[Scored]:
             for at in range(len(missing))
         ),
     )
-    engine = _engine(run_dir)
-    engine.rollout(fresh)
-    again = engine.score(fresh)
+    _rollout(run_dir, fresh)
+    again = _score(run_dir, fresh)
     if None in again.rewards:
         raise SpotlightError(
             f"the reward failed for {request.prompt.text!r}, seeds {request.seeds}, and for the seeds that replaced "
@@ -176,7 +205,7 @@ def advantage(settings_std: str, scored: Sequence[Scored]) -> TrainingSet:
 
 def train(run_dir: str, weights: WeightsRef, training: TrainingSet, iteration: int) -> int:
     """Update from one iteration's samples; the next version is left staged. Returns its number."""
-    _engine(run_dir).train(weights, training.samples, iteration=iteration)
+    device.run(run_dir, "train", weights, training.samples, iteration)
     return weights.version + 1
 
 
@@ -198,12 +227,22 @@ def validation_seeds(prompt: Prompt, count: int) -> tuple[int, ...]:
     return tuple(candidate_seed(-1, 0, prompt, index) for index in range(count))
 
 
-def allocate(candidates: Candidates, round_index: int, scored: Sequence[Scored | Dropped]) -> tuple[Request, ...]:
-    """What the slots of one round try. Equal shares look at no score."""
-    del scored  # the edge is in the graph for planners that do look
-    chunks = equal_shares(
-        len(candidates.prompts), candidates.seeds_tried, candidates.request_seeds, candidates.rounds, round_index
-    )
+def allocate(
+    run_dir: str,
+    candidates: Candidates,
+    round_index: int,
+    scored: Sequence[Scored | Dropped | SetAside],
+    earlier: Sequence[Sequence[Request]],
+) -> tuple[Request, ...]:
+    """The requests of one round of exploration.
+
+    Args:
+        scored: what the rounds up to the last but one brought.
+        earlier: the requests of all rounds before.
+    """
+    chunks = _equal_chunks(candidates, round_index)
+    if candidates.planner == "bandit":
+        chunks = _bandit_chunks(run_dir, candidates, round_index, scored, earlier)
     requests = []
     for prompt_index, first, count in chunks:
         prompt = candidates.prompts[prompt_index]
@@ -215,24 +254,75 @@ def allocate(candidates: Candidates, round_index: int, scored: Sequence[Scored |
     return tuple(requests)
 
 
-def explore_slot(run_dir: str, allocation: Sequence[Request], slot: int) -> Rollout | Dropped:
+def _bandit_chunks(
+    run_dir: str,
+    candidates: Candidates,
+    round_index: int,
+    scored: Sequence[Scored | Dropped | SetAside],
+    earlier: Sequence[Sequence[Request]],
+) -> list[tuple[int, int, int]]:
+    arms = [_arm(candidates, prompt, scored, earlier) for prompt in candidates.prompts]
+    given = {
+        "iteration": candidates.iteration,
+        "slots": len(_equal_chunks(candidates, round_index)),
+        "later": sum(len(_equal_chunks(candidates, r)) for r in range(round_index + 1, candidates.rounds)),
+        "candidates": max(0, candidates.most - sum(arm.tried for arm in arms)),
+        "chunk": candidates.request_seeds,
+        "keep": candidates.keep,
+        "seed": candidate_seed(candidates.seed, candidates.iteration, Prompt(id=-1, text=""), round_index),
+    }
+    chunks = explore.allocate(arms, candidates.beliefs, **given)
+    RunDir(run_dir).append(DECISIONS, allocation_row(arms, candidates.beliefs, chunks, **given))
+    return chunks
+
+
+def _equal_chunks(candidates: Candidates, round_index: int) -> list[tuple[int, int, int]]:
+    return explore.equal_shares(
+        len(candidates.prompts), candidates.seeds_tried, candidates.request_seeds, candidates.rounds, round_index
+    )
+
+
+def _arm(
+    candidates: Candidates,
+    prompt: Prompt,
+    scored: Sequence[Scored | Dropped | SetAside],
+    earlier: Sequence[Sequence[Request]],
+) -> explore.Arm:
+    """What is known of a prompt; the scores of the last round are still to come."""
+    tried = [[one for one in requests if one.prompt == prompt] for requests in earlier]
+    return explore.Arm(
+        prompt=prompt.id,
+        rewards=tuple(
+            reward
+            for one in scored
+            if isinstance(one, Scored) and one.request.prompt == prompt
+            for reward in one.rewards
+            if reward is not None
+        ),
+        tried=sum(len(one.seeds) for requests in tried for one in requests),
+        pending=sum(len(one.seeds) for one in tried[-1]) if tried else 0,
+    )
+
+
+def explore_slot(run_dir: str, allocation: Sequence[Request], slot: int, gang: str, shard: int) -> Shard:
     """Run what the round's allocation gave this slot; called off in time, it costs nothing."""
-    request = allocation[slot]
-    reason = signals.check(request)
-    return Dropped(reason=reason) if reason else _engine(run_dir).rollout(request)
+    if slot >= len(allocation):
+        return Dropped(reason="the round's allocation needs fewer slots")
+    return rollout_shard(run_dir, allocation[slot], gang, shard)
 
 
-def save_images(run_dir: str, version: int, scored: Sequence[Scored]) -> str:
+def save_images(run_dir: str, version: int, scored: Sequence[Scored | SetAside]) -> str:
     """Write the validation images of a version as one .npz; returns its path inside the run directory."""
     import numpy as np
 
-    engine = _engine(run_dir)
     name = f"images/validation-{version:05d}.npz"
     path = Path(run_dir) / name
     path.parent.mkdir(exist_ok=True)
-    texts = [one.request.prompt.text for one in scored for _ in one.request.seeds]
+    requests = [one.request for one in scored if isinstance(one, Scored)]
+    texts = [request.prompt.text for request in requests for _ in request.seeds]
+    images = [device.run(run_dir, "images", request) for request in requests]
     with atomic_write(path) as file:
-        np.savez_compressed(file, images=np.concatenate([engine.images(one.request) for one in scored]), texts=texts)
+        np.savez_compressed(file, images=np.concatenate(images), texts=texts)
     return name
 
 
@@ -243,7 +333,11 @@ def compact(run_dir: str, iteration: int, keep: Literal["clean", "all", "none"])
     LatentStore(RunDir(run_dir).latents_url).finish_iteration(iteration, keep)
 
 
-def select(candidates: Candidates, scored: Sequence[Scored | Dropped]) -> Selection:
+def select(
+    candidates: Candidates,
+    scored: Sequence[Scored | Dropped | SetAside],
+    allocations: Sequence[Sequence[Request]],
+) -> Selection:
     """Keep the seeds of each prompt whose rewards differ most; fill up with untried ones if too few were scored."""
     by_prompt: dict[int, list[tuple[int, float]]] = {prompt.id: [] for prompt in candidates.prompts}
     for one in scored:
@@ -256,9 +350,10 @@ def select(candidates: Candidates, scored: Sequence[Scored | Dropped]) -> Select
         iteration=candidates.iteration,
         kept=kept,
         seeds_scored=len(rewards),
-        seeds_dropped=candidates.seeds_tried * len(candidates.prompts) - len(rewards),
+        seeds_dropped=sum(len(one.seeds) for requests in allocations for one in requests) - len(rewards),
         reward_mean=fmean(rewards) if rewards else None,
         reward_std=pstdev(rewards) if rewards else None,
+        explored=tuple(tuple(reward for _, reward in by_prompt[prompt.id]) for prompt in candidates.prompts),
     )
 
 

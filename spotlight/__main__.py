@@ -1,16 +1,18 @@
-"""The shell's verbs: run, resume, report, graph, export."""
+"""The shell's verbs: run, resume, report, cost, simulate, graph, export."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spotlight.records import SpotlightError, Stopped
-from spotlight.rundir import RunDir
+from spotlight.rundir import SUMMARY, RunDir
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +47,16 @@ def _parser() -> argparse.ArgumentParser:
     report = verbs.add_parser("report", help="write a run's report.html and pictures")
     report.add_argument("run_dir", type=Path)
     report.set_defaults(verb=_report)
+
+    cost = verbs.add_parser("cost", help="say where a run's seconds and dollars went")
+    cost.add_argument("run_dir", type=Path)
+    cost.add_argument("--json", action="store_true", help="for machines")
+    cost.set_defaults(verb=_cost)
+
+    simulate = verbs.add_parser("simulate", help="compare strategies on a cluster and a spot trace, without either")
+    simulate.add_argument("scenario", type=Path, help="a TOML file; see examples/scenarios/")
+    simulate.add_argument("--timeline", type=Path, metavar="FILE.html", help="also write what every worker does")
+    simulate.set_defaults(verb=_simulate)
 
     graph = verbs.add_parser("graph", help="draw the Dask graph of one iteration")
     _add_settings(graph)
@@ -86,6 +98,41 @@ def _report(parsed: argparse.Namespace) -> None:
 
     with _writing(parsed.run_dir):
         print(write_report(parsed.run_dir))
+
+
+def _cost(parsed: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from spotlight.books import Books
+    from spotlight.report.money import bought, cost_json, cost_table
+
+    run = RunDir.open(parsed.run_dir)
+    ledger = Books(run, run.config()).ledger(time.time())
+    if not ledger.entries:
+        raise SpotlightError(f"{run.path}: no finished task is recorded yet, so there is no account: try again later")
+    if parsed.json:
+        print(json.dumps(cost_json(ledger), indent=1))
+        return
+    console = Console()
+    so_far = "" if (run.path / SUMMARY).exists() else ", as far as it is recorded"
+    console.print(cost_table(ledger, f"{run.path.name}{so_far}"))
+    for name, value in bought(ledger):
+        console.print(f"{name:<52}{value}", soft_wrap=True, highlight=False)
+
+
+def _simulate(parsed: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from spotlight.simulator import simulate_file
+
+    result = simulate_file(parsed.scenario)
+    from spotlight.report.timeline import results_table, write_timeline  # Bokeh takes a second: not for a typing error
+
+    Console().print(results_table(result))
+    if parsed.timeline:
+        with _writing(parsed.timeline):
+            write_timeline(result, parsed.timeline)
+        print(parsed.timeline)
 
 
 def _graph(parsed: argparse.Namespace) -> None:

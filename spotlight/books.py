@@ -2,45 +2,59 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import accumulate
 from json import dumps
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 from spotlight.config import Config
 from spotlight.costs import (
+    Ledger,
+    Price,
     Span,
     Window,
     WorkerLife,
+    base_phase,
     busy_intervals,
-    dollars,
+    ledger,
     life_from_json,
     overlap_s,
-    pool_seconds,
-    reserved_only_usd,
+    pool_usd,
     span_from_json,
     spot_utilisation,
 )
-from spotlight.rundir import SPANS, WORKERS, RunDir, atomic_write
+from spotlight.prices import read_prices
+from spotlight.records import SpotlightError
+from spotlight.rundir import EVENTS, HISTORY, SPANS, VALIDATION, WORKERS, RunDir, atomic_write
+
+Record = TypeVar("Record")
 
 
 class Books:
     """Spans and worker lives of one run; times are Unix seconds."""
 
     def __init__(self, run: RunDir, config: Config) -> None:
-        self._run = run
-        self._prices = {"reserved": config.pools.reserved.usd_per_h, "spot": config.pools.spot.usd_per_h}
-        self._spans = [span_from_json(row) for row in run.rows(SPANS)]
+        self._run, self._config = run, config
+        self._prices = pool_prices(config)
+        self._spans = read_spans(run)
         last_s = max((span.stop_s for span in self._spans), default=0.0)
-        self._earlier = [_ended(life_from_json(row), last_s) for row in run.rows(WORKERS)]
+        self._earlier = [_ended(life, last_s) for life in read_lives(run)]
         self._lives: list[WorkerLife] = []
+        self._events: list[Mapping[str, Any]] = []
+        self._ledger: Ledger | None = None
         self.running: Mapping[str, int] = {}
         """Tasks in progress, by phase."""
 
     def take(self, drained: Mapping[str, Any], running: Mapping[str, int]) -> None:
         """Add what the cluster reports: new spans, and the lives of all its workers."""
         self.running = running
+        self._events += drained["events"]
+        if drained["events"]:
+            self._run.append(EVENTS, *drained["events"])
         self._spans += [span_from_json(row) for row in drained["spans"]]
         if drained["spans"]:
             self._run.append(SPANS, *drained["spans"])
@@ -54,6 +68,7 @@ class Books:
         self._lives = [_ended(life, now_s) for life in self._lives]
         self.running = {}
         self._write_lives()
+        self._ledger = None
 
     def measure(self, start_s: float, stop_s: float) -> dict[str, float]:
         """Seconds and dollars of a stretch of time: by phase, by worker, by pool."""
@@ -65,30 +80,41 @@ class Books:
             worker: sum(overlap_s(*interval, window) for interval in intervals)
             for worker, intervals in busy_intervals(self._spans).items()
         }
-        lost = [life for life in self._all() if life.reason == "lost" and start_s <= (life.left_s or 0) <= stop_s]
+        taken = [life for life in self._all() if _was_taken(life) and start_s <= (life.left_s or 0) <= stop_s]
+        recoveries_s = [r for at_s, r in recoveries(self._events) if start_s <= at_s <= stop_s]
+        self._ledger = None
         return {
             "wall_s": stop_s - start_s,
             **{f"{phase}_s": seconds for phase, seconds in by_phase.items() if seconds},
             **{f"busy_s.{worker}": seconds for worker, seconds in busy.items()},
-            "usd": self.usd(window, stop_s),
+            "usd": sum(self.usd_by_pool(stop_s, start_s).values()),
             "spot_utilisation": spot_utilisation(self._spans, self._all(), window),
-            "preemptions": float(len(lost)),
+            "preemptions": float(len(taken)),
+            "gangs_broken": float(len(recoveries_s)),
+            **({"recovery_s": median(recoveries_s)} if recoveries_s else {}),
         }
 
-    def usd(self, window: Window | None = None, now_s: float | None = None) -> float:
-        """Price of all workers' seconds, idle or not, up to ``now_s``."""
-        window = window or (0.0, now_s or 0.0)
-        return dollars(pool_seconds(self._all(), window), self._prices)
+    def usd_by_pool(self, now_s: float, since_s: float = 0.0) -> dict[str, float]:
+        """Price of each pool's seconds, idle or not, up to ``now_s``."""
+        return pool_usd(self._all(), self._prices, (since_s, now_s))
 
-    def usd_reserved_only(self) -> float:
-        """The least that the same work would have cost on reserved workers alone."""
-        return reserved_only_usd(self._spans, self._prices["reserved"])
+    def ledger(self, now_s: float) -> Ledger:
+        """Where seconds and dollars went, as it was worked out last: after each iteration, and at the run's end.
+
+        Working it out takes some microseconds for each span, too long for every look at a long run.
+        """
+        if self._ledger is None:
+            run, window = self._run, (0.0, now_s)
+            self._ledger = run_ledger(
+                self._config, self._spans, self._all(), self._prices, window, run.rows(HISTORY), run.rows(VALIDATION)
+            )
+        return self._ledger
 
     def spot_utilisation(self, now_s: float) -> float:
         return spot_utilisation(self._spans, self._all(), (0.0, now_s))
 
     def preemptions(self) -> int:
-        return sum(life.reason == "lost" and life.pool == "spot" for life in self._all())
+        return sum(life.pool == "spot" and _was_taken(life) for life in self._all())
 
     def alive(self) -> dict[str, int]:
         """Workers alive now, by pool."""
@@ -105,6 +131,110 @@ class Books:
     def _write_lives(self) -> None:
         with atomic_write(self._run.path / WORKERS) as file:
             file.write("".join(f"{dumps(asdict(life), sort_keys=True)}\n" for life in self._all()).encode())
+
+
+def read_spans(run: RunDir) -> list[Span]:
+    """What workers did, over all sessions.
+
+    Raises:
+        SpotlightError: a line is damaged.
+    """
+    return _records(run, SPANS, span_from_json)
+
+
+def read_lives(run: RunDir) -> list[WorkerLife]:
+    """When workers came and went, over all sessions.
+
+    Raises:
+        SpotlightError: a line is damaged.
+    """
+    return _records(run, WORKERS, life_from_json)
+
+
+def _records(run: RunDir, journal: str, parse: Callable[[Mapping[str, Any]], Record]) -> list[Record]:
+    try:
+        return [parse(row) for row in run.rows(journal)]
+    except KeyError as error:
+        raise SpotlightError(
+            f"{run.path / journal}: a line has no field {error}; restore the file or delete the line"
+        ) from None
+
+
+def pool_prices(config: Config) -> dict[str, Price]:
+    """What a worker of each pool costs, from the file of prices where one is named.
+
+    Raises:
+        SpotlightError: that file is not usable.
+    """
+    return {
+        name: read_prices(pool.prices) if pool.prices else Price.constant(pool.usd_per_h) for name, pool in config.pools
+    }
+
+
+def run_ledger(
+    config: Config,
+    spans: Sequence[Span],
+    workers: Sequence[WorkerLife],
+    prices: Mapping[str, Price],
+    window: Window,
+    history: Sequence[Mapping[str, Any]],
+    validation: Sequence[Mapping[str, Any]],
+) -> Ledger:
+    """The ledger of a run, with what its history says it bought; an iteration that was run again counts once."""
+    done = {row["iteration"]: row.get("metrics", {}) for row in history}
+    return ledger(
+        spans,
+        workers,
+        prices,
+        window,
+        step_s=step_s(config, spans),
+        iterations=len(done),
+        samples=int(sum(metrics.get("samples", 0) for metrics in done.values())),
+        scores=[row["score"] for row in validation],
+    )
+
+
+def step_s(config: Config, spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds of one denoising step, by phase, where each step is committed: what a loss costs at most.
+
+    ``typical finished span / steps``; empty where preempted work starts again from nothing.
+    """
+    if config.strategy.on_preemption == "restart":
+        return {}
+    steps = {
+        "rollout": config.rollout.steps,
+        "explore": config.exploration.steps or config.rollout.steps,
+        "validate": config.rollout.steps,
+    }
+    lasted_s: defaultdict[str, list[float]] = defaultdict(list)
+    for span in spans:
+        if span.outcome == "done" and span.phase != "validate-score" and base_phase(span.phase) in steps:
+            lasted_s[base_phase(span.phase)].append(span.stop_s - span.start_s)
+    return {phase: _typical(seconds) / steps[phase] for phase, seconds in lasted_s.items()}
+
+
+def _typical(values: Sequence[float]) -> float:
+    """The value at which half of the sum is reached: shards that returned at once do not count, nor does a first task
+    that loads the model, where others follow."""
+    ascending = sorted(values)
+    sums = list(accumulate(ascending))
+    return ascending[bisect_left(sums, sums[-1] / 2)]
+
+
+def recoveries(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float]]:
+    """``(when it broke, seconds until its next committed step)`` of each gang that lost a member and went on."""
+    broken: dict[str, float] = {}
+    for event in events:
+        if event["event"] == "broken":
+            broken.setdefault(event["gang"], event["at_s"])
+        elif event["event"] == "stepped" and event["gang"] in broken:
+            at_s = broken.pop(event["gang"])
+            yield at_s, event["at_s"] - at_s
+
+
+def _was_taken(life: WorkerLife) -> bool:
+    """Whether the worker went before the run's end, with or without a notice."""
+    return life.reason in ("lost", "left")
 
 
 def _ended(life: WorkerLife, now_s: float) -> WorkerLife:

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from spotlight.prices import usd_per_h
 from spotlight.records import Sampler, SpotlightError
 
 RESOLVED = "config.toml"
@@ -76,11 +77,13 @@ class RolloutSection(Section):
 
 class ExplorationSection(Section):
     seeds_tried: int = Field(32, ge=1)
-    """Most candidate seeds per prompt and iteration."""
+    """Most candidate seeds per prompt and iteration, on average over its prompts."""
     request_seeds: int = Field(16, ge=1)
     rounds: int = Field(4, ge=1)
     steps: int = Field(0, ge=0)
     """Denoising steps of a candidate; 0 means as many as a rollout."""
+    planner: Literal["bandit", "equal"] = "bandit"
+    """"bandit": candidates go where they raise the variance of the kept seeds most; "equal": to all prompts alike."""
     budget: Literal["time", "fixed"] = "time"
     """"time": the end of training closes exploration; "fixed": every candidate is tried."""
 
@@ -121,10 +124,28 @@ class TrainSection(Section):
 
 class PoolSection(Section):
     workers: int = Field(1, ge=0)
+    gpu: str = ""
+    """What a worker is, by its name in ``prices.toml``: it sets the price where ``usd_per_h`` does not."""
     usd_per_h: float = Field(ge=0)
     """Price of one worker."""
+    prices: str = ""
+    """CSV file of a price that changes in time (`spotlight.prices.read_prices`); relative to the settings file. Dollars
+    are then reckoned with it, and ``usd_per_h`` is the price to plan with."""
     replace_after_s: float = Field(10.0, ge=0)
     """How long the pool waits before it replaces a lost worker."""
+    workers_per_node: int = Field(8, ge=1)
+    """Workers that share a machine, its memory and its links; gangs do not span machines."""
+    notices: tuple[str, ...] = ("sigterm",)
+    """Where a worker learns that its machine will be taken away: "sigterm", "sigusr1", "file:PATH", "aws", "gcp",
+    "azure"; the clouds also with the base URL of their metadata service, as in "aws:http://127.0.0.1:1234"."""
+    grace_s: float = Field(30.0, ge=0)
+    """How long a machine stays after a notice that does not say so itself."""
+    trace: str = ""
+    """A file of spot availability that the pool follows; relative to the settings file."""
+    speedup: float = Field(1.0, gt=0)
+    """The trace passes so many times as fast."""
+    loss: Literal["kill", "notice", "hang", "mixed"] = "kill"
+    """How the trace takes workers away: without a word, with a notice, by freezing them, or each in turn."""
 
 
 class PoolsSection(Section):
@@ -132,11 +153,39 @@ class PoolsSection(Section):
     spot: PoolSection = PoolSection(workers=2, usd_per_h=2.66)
     # Prices of one H100: RLBoost (arXiv 2510.19225), on demand and spot.
 
+    @model_validator(mode="before")
+    @classmethod
+    def _listed_prices(cls, tree: Any) -> Any:
+        """Write the listed price of a pool's GPU beside it, so that a run keeps what it began with."""
+        if not isinstance(tree, dict):
+            return tree
+        return tree | {
+            name: pool | {"usd_per_h": usd_per_h(pool["gpu"], name)}
+            for name, pool in tree.items()
+            if name in cls.model_fields and isinstance(pool, dict) and "usd_per_h" not in pool
+            if isinstance(pool.get("gpu"), str) and pool["gpu"]
+        }
+
 
 class StrategySection(Section):
     exploration: Literal["stale", "blocking", "off"] = "stale"
     rollout_pools: tuple[Literal["reserved", "spot"], ...] = ("reserved", "spot")
     on_preemption: Literal["resume", "restart"] = "resume"
+    widths: tuple[int, ...] = (1,)
+    """How many workers of a node may run one request together (sequence parallelism); narrow and wide mix freely."""
+
+
+class PaceSection(Section):
+    """Devices that take their time: the model computes as ever, then waits as a larger one on a GPU would have it."""
+
+    gpu: str = ""
+    """What a worker plays, by its name in `spotlight.costs.GPUS`; empty: no pacing. Seconds are then played ones."""
+    model: str = "qwen-image"
+    height_px: int = Field(512, ge=16)
+    width_px: int = Field(512, ge=16)
+    guidance: float = Field(4.0, ge=1)
+    speedup: float = Field(1.0, gt=0)
+    """Played seconds in one real second."""
 
 
 class LatentsSection(Section):
@@ -149,6 +198,10 @@ class LatentsSection(Section):
 class ClusterSection(Section):
     dashboard_port: int = Field(8787, ge=0, le=65535)
     """0 takes any free port."""
+    hang_after_s: float = Field(60.0, gt=0)
+    """A worker whose work shows no sign of life for so long is replaced."""
+    losses: int = Field(5, ge=1)
+    """A request that loses its workers so many times in a row without a new step is set aside and replaced."""
 
 
 class Config(Section):
@@ -161,6 +214,7 @@ class Config(Section):
     train: TrainSection = TrainSection()
     pools: PoolsSection = PoolsSection()
     strategy: StrategySection = StrategySection()
+    pace: PaceSection = PaceSection()
     latents: LatentsSection = LatentsSection()
     cluster: ClusterSection = ClusterSection()
 
@@ -190,6 +244,7 @@ class Config(Section):
                 f"rollout.window = {list(rollout.window)} must lie in [0, {rollout.steps - 1}] and not be empty: "
                 f"the last of rollout.steps = {rollout.steps} steps is never stochastic"
             )
+        self._check_widths()
         if not self.strategy.rollout_pools:
             raise ValueError('strategy.rollout_pools is empty: name "reserved", "spot" or both')
         if self.strategy.rollout_pools == ("spot",) and pools.spot.workers == 0:
@@ -198,6 +253,26 @@ class Config(Section):
                 'add spot workers, or add "reserved" to rollout_pools'
             )
         return self
+
+    def _check_widths(self) -> None:
+        widths, pools = self.strategy.widths, self.pools
+        if not widths or any(width < 1 for width in widths) or sorted(set(widths)) != list(widths):
+            raise ValueError(
+                f"strategy.widths = {list(widths)} must be whole numbers from 1 on, ascending, such as [1, 2, 4]"
+            )
+        sizes = {"reserved": _largest_node(pools.reserved), "spot": _largest_node(pools.spot)}
+        for work, where in (("rollouts", self.strategy.rollout_pools), ("exploration", ("spot",))):
+            wanted = work == "rollouts" or self.strategy.exploration == "stale"
+            largest = max((sizes[name] for name in where), default=0)
+            if wanted and 0 < largest < widths[0]:
+                raise ValueError(
+                    f"strategy.widths = {list(widths)} needs {widths[0]} workers on one machine, and {work} have "
+                    f"machines of {largest}: add a narrower width, or workers to pools.{where[0]} (workers_per_node)"
+                )
+
+
+def _largest_node(pool: PoolSection) -> int:
+    return min(pool.workers, pool.workers_per_node)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -238,7 +313,23 @@ def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Co
     model = config.model
     if model.path:
         model = model.model_copy(update={"path": str((base / model.path).resolve())})
-    return config.model_copy(update={"data": data, "model": model})
+    return config.model_copy(update={"data": data, "model": model, "pools": _with_paths(config.pools, base)})
+
+
+def _with_paths(pools: PoolsSection, base: Path) -> PoolsSection:
+    """The pools with their files as absolute paths."""
+    return pools.model_copy(
+        update={
+            name: pool.model_copy(
+                update={
+                    field: str((base / path).resolve())
+                    for field, path in (("prices", pool.prices), ("trace", pool.trace))
+                    if path
+                }
+            )
+            for name, pool in pools
+        }
+    )
 
 
 def dump(config: Config) -> str:

@@ -1,14 +1,18 @@
 """What one device does: it holds a model with its resident weights, and runs requests and updates.
 
-One engine per process and run. It knows nothing of Dask: the cluster tells it from outside when to
-stop, and it looks between two denoising steps. It never decides what runs.
+One engine per process and run; `spotlight.device` gives it a process of its own. It knows nothing of Dask:
+it is told from outside when to stop or to leave a gang, and looks between two denoising steps. It
+never decides what runs.
+
+The ranks of a gang hold the same latents: all of them take every step, and the first commits it. Whether they
+go on is agreed before each step, so that all leave at the same one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 
@@ -17,11 +21,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spotlight import data, flow, models, rewards, weights
-from spotlight.latents import LatentStore, MissingLatents, Writer
+from spotlight import data, flow, models, rewards, sequence, weights
+from spotlight.device import Beat
+from spotlight.latents import LatentStore, MissingLatents, StaleEpoch, Writer
 from spotlight.models import Conditioning
-from spotlight.records import Dropped, Request, Rollout, Sample, Scored, WeightsRef
+from spotlight.node import Node
+from spotlight.pace import Pace
+from spotlight.records import (
+    Dropped,
+    Interrupted,
+    Placement,
+    Prompt,
+    Request,
+    Rollout,
+    Sample,
+    Scored,
+    Spare,
+    SpotlightError,
+    Stopped,
+    WeightsRef,
+)
 from spotlight.rundir import RunDir
+from spotlight.sequence import Gang, GangBroken
 from spotlight.signals import signals
 from spotlight.train import Trainer, TrainingBatch
 
@@ -29,25 +50,45 @@ RESIDENT_VERSIONS = 2
 """Rollouts use version k while exploration uses k or k - 1: no version is loaded twice."""
 
 
+ALONE = Placement(gang="", epoch=0, rank=0, width=1)
+JOIN_TIMEOUT_S = 600.0
+"""Longest that a rank waits for the others: they may have a large model to load first."""
+GO_ON, LEAVE, DROP, STOP = range(4)
+"""What the ranks of a gang may agree on before a step; the largest wins."""
+
+Heart = Callable[[Beat | None], None]
+"""Is given signs of life, of every step and while waiting for others."""
+
 _engines: dict[str, Engine] = {}
 
 
-def engine_of(run_dir: str) -> Engine:
+def _no_heart(beat: Beat | None) -> None:
+    """Where nobody watches."""
+
+
+def engine_of(run_dir: str, beat: Heart = _no_heart, node: Node | None = None) -> Engine:
     """This process's engine for a run; made at the first call, then reused."""
     if run_dir not in _engines:
-        _engines[run_dir] = Engine(Path(run_dir))
+        _engines[run_dir] = Engine(Path(run_dir), beat, node)
     return _engines[run_dir]
 
 
 class Engine:
-    """A run's model on this process's device."""
+    """A run's model on this process's device.
 
-    def __init__(self, run_dir: Path) -> None:
+    Args:
+        node: shares weights with the other engines of the machine.
+    """
+
+    def __init__(self, run_dir: Path, beat: Heart = _no_heart, node: Node | None = None) -> None:
+        self._node = node
+        self._beat = beat
         torch.set_num_threads(1)  # one thread per worker process: several workers share a machine's cores
         self.run_dir = run_dir
         run = RunDir(run_dir)
         self.config = run.config()
         self.store = LatentStore(run.latents_url)
+        self._pace = Pace(self.config)
         self._versions: dict[tuple[WeightsRef, bool], dict[str, Tensor]] = {}
         self._loaded: tuple[WeightsRef, bool] | None = None
         self._trained: int | None = None  # the version that the optimizer's state in this process belongs to
@@ -55,9 +96,8 @@ class Engine:
     @cached_property
     def model(self) -> models.Model:
         settings = self.config
-        model = models.load(settings.model)
-        paths = (settings.data.train_prompts, settings.data.validation_prompts)
-        texts = [prompt.text for path in paths for prompt in data.read_prompts(path)]
+        model = models.load(settings.model, self._node)
+        texts = [prompt.text for prompt in self._prompts()]
         model.preload(texts, cache=self.run_dir / "prompts.safetensors")
         model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
         return model
@@ -72,33 +112,125 @@ class Engine:
 
     # Denoising
 
-    def rollout(self, request: Request) -> Rollout | Dropped:
+    def prepare(self) -> tuple[tuple[float, ...], tuple[float, ...], WeightsRef]:
+        """Noise levels of rollouts and of exploration; version 0 is published.
+
+        Raises:
+            SpotlightError: the model cannot draw this size, or cannot be split as the settings want.
+        """
+        settings = self.config
+        size = settings.model.height_px, settings.model.width_px
+        rows, columns = self.model.grid(*size)
+        text_tokens = self.model.encode([next(iter(self._prompts())).text]).mask_BT.shape[1]
+        sequence.check_widths(self.model.transformer, rows * columns, text_tokens, settings.strategy.widths)
+        steps, explore_steps = settings.rollout.steps, settings.exploration.steps or settings.rollout.steps
+        return self.model.sigmas(steps, *size), self.model.sigmas(explore_steps, *size), self.publish_start()
+
+    def _prompts(self) -> Iterator[Prompt]:
+        for path in (self.config.data.train_prompts, self.config.data.validation_prompts):
+            yield from data.read_prompts(path)
+
+    def rollout(self, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Spare:
         """Denoise a request, committing each step; finished and half-finished work is not done again.
+
+        Args:
+            place: this process's part in the gang that runs it.
+
+        Returns:
+            From the first rank a `Rollout`, from the others a `Spare`.
 
         Raises:
             Stopped: the run is being stopped; what was committed stays.
+            Interrupted: the gang broke, or is to go on elsewhere; what was committed stays.
+            SpotlightError: it does not fit the device's memory.
         """
-        reason = signals.check(request)
-        if reason:
-            return Dropped(reason=reason)
-        resume = self.config.strategy.on_preemption == "resume"
-        if resume and self._is_done(request):
-            return self._rolled_out(request, resumed=request.steps)
-        return self._denoise(request, resume=resume)
+        try:
+            with self._memory(f"request {request.id} ({len(request.seeds)} samples)"):
+                return self._denoise(request, place, resume=self.config.strategy.on_preemption == "resume")
+        except (GangBroken, StaleEpoch) as error:
+            reason = signals.check(request)  # what called the gang off may have been meant for all of the run
+            if reason:
+                return Dropped(reason=reason)
+            raise Interrupted(str(error)) from error
 
-    def _denoise(self, request: Request, *, resume: bool) -> Rollout | Dropped:
-        found = self.store.resume(request)
-        first = found.step if resume else 0
-        x_BNC = torch.from_numpy(found.x_BNC) if first and found.x_BNC is not None else self._initial(request)
+    def _denoise(self, request: Request, place: Placement, *, resume: bool) -> Rollout | Dropped | Spare:
+        if place.width == 1 and resume and self._is_done(request):
+            return self._rolled_out(request, resumed=request.steps)
         self.use(request.weights, averaged=request.averaged)
         text = self.model.encode([request.prompt.text]).rows([0] * len(request.seeds))
-        with self.store.writer(request, found.epoch) as writer:
+        with ExitStack() as stack:
+            gang = stack.enter_context(self._gang(request, place)) if place.rendezvous else None
+            first, x_BNC, writer = self._begin(request, place, gang, stack, resume=resume)
+            step_s = self._pace.step_s(len(request.seeds), place.width)
             for step in range(first, request.steps):
-                reason = signals.check(request)
+                reason = self._agree(request, place, gang)
                 if reason:
                     return Dropped(reason=reason)
-                x_BNC = self._step(request, step, x_BNC, text, writer)
-        return self._rolled_out(request, resumed=first)
+                with self._pace.lasting(step_s, partial(self._look, request, place)):
+                    x_BNC = self._step(request, step, x_BNC, text, writer)
+                self._beat(Beat(step=step + 1, steps=request.steps))
+            if gang:
+                if writer:
+                    writer.wait()
+                gang.agree(GO_ON)  # nobody is done before the last step is committed: what is done is never redone
+        return Spare() if place.rank else self._rolled_out(request, resumed=first)
+
+    def _gang(self, request: Request, place: Placement) -> Gang:
+        assert place.rendezvous
+        return Gang(
+            self.model.transformer,
+            rendezvous=place.rendezvous,
+            name=place.name,
+            rank=place.rank,
+            width=place.width,
+            device=self.model.device,
+            called_off=lambda: self._called_off(request, place),
+            timeout_s=JOIN_TIMEOUT_S,
+        )
+
+    def _called_off(self, request: Request, place: Placement) -> str | None:
+        """Looked at while waiting: others may have been told to drop the request before they joined."""
+        self._beat(None)
+        return f"{place.name} was called off" if signals.is_called_off(place) else signals.check(request)
+
+    def _look(self, request: Request, place: Placement) -> None:
+        reason = self._called_off(request, place)
+        if reason:
+            raise GangBroken(reason)
+
+    def _begin(
+        self, request: Request, place: Placement, gang: Gang | None, stack: ExitStack, *, resume: bool
+    ) -> tuple[int, Tensor, Writer | None]:
+        """The first rank finds where to go on and takes the request over; all ranks get its latents."""
+        first, x_BNC, writer = 0, self._initial(request), None
+        if place.rank == 0 and resume and self._is_done(request):
+            first = request.steps
+        elif place.rank == 0:
+            found = self.store.resume(request)
+            if resume and found.x_BNC is not None:
+                first, x_BNC = found.step, torch.from_numpy(found.x_BNC)
+            writer = stack.enter_context(self.store.writer(request, found.epoch))
+            self._beat(Beat(step=first, steps=request.steps, resumed=True))
+        if gang:
+            first = int(gang.broadcast(torch.tensor([float(first)]))[0])
+            x_BNC = gang.broadcast(x_BNC)
+        return first, x_BNC, writer
+
+    def _agree(self, request: Request, place: Placement, gang: Gang | None) -> str | None:
+        """Before a step: whether all ranks take it, by the word of those who may not."""
+        code, reason = GO_ON, None
+        if signals.is_stopping(request.run):
+            code = STOP
+        elif reason := signals.check(request):
+            code = DROP
+        elif signals.must_leave(place):
+            code = LEAVE
+        code = gang.agree(code) if gang else code
+        if code == STOP:
+            raise Stopped(request.id)
+        if code == LEAVE:
+            raise Interrupted(f"{place.name} leaves at a step boundary")
+        return (reason or "another rank called it off") if code == DROP else None
 
     def _rolled_out(self, request: Request, *, resumed: int) -> Rollout:
         ran = resumed < request.steps
@@ -109,6 +241,19 @@ class Engine:
             steps_resumed=resumed,
             steps_run=request.steps - resumed,
         )
+
+    @contextmanager
+    def _memory(self, what: str) -> Iterator[None]:
+        """Say of a full device what was too large for it, and what may be made smaller."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise SpotlightError(
+                f"{what} does not fit the memory of device {self.model.device}: {error}; make rollout.request_seeds, "
+                "exploration.request_seeds or train.micro_batch smaller, allow wider gangs (strategy.widths), or take "
+                "a device with more memory"
+            ) from error
 
     def _is_done(self, request: Request) -> bool:
         with suppress(MissingLatents):
@@ -121,7 +266,7 @@ class Engine:
         return flow.initial_noise(request.seeds, tokens, channels)
 
     @torch.no_grad()
-    def _step(self, request: Request, step: int, x_BNC: Tensor, text: Conditioning, writer: Writer) -> Tensor:
+    def _step(self, request: Request, step: int, x_BNC: Tensor, text: Conditioning, writer: Writer | None) -> Tensor:
         sigma, sigma_next = request.sigmas[step], request.sigmas[step + 1]
         device = self.model.device
         v_BNC = self.model.velocity(
@@ -147,7 +292,8 @@ class Engine:
             log_prob_B = log_prob.numpy()
         else:
             x_BNC = flow.ode_step(x_BNC, v_BNC, sigma, sigma_next)
-        writer.commit(step + 1, x_BNC.numpy(), log_prob_B)
+        if writer:
+            writer.commit(step + 1, x_BNC.numpy(), log_prob_B)
         return x_BNC
 
     # Images and rewards
@@ -173,7 +319,7 @@ class Engine:
         try:
             return self.store.window(request, initial_BNC)
         except MissingLatents:
-            self._denoise(request, resume=False)
+            self._denoise(request, ALONE, resume=False)
             return self.store.window(request, initial_BNC)
 
     def score(self, request: Request) -> Scored:
@@ -183,7 +329,9 @@ class Engine:
         if known and known["digest"] == request.digest:
             return Scored(request=request, rewards=tuple(known["rewards"]), errors=tuple(known["errors"]))
         prompts = [request.prompt.text] * len(request.seeds)
-        values, errors = rewards.score(self.scorer, self.images(request), prompts, attempts=self.config.reward.attempts)
+        with self._pace.lasting(self._pace.score_s(len(request.seeds))):
+            images = self.images(request)
+            values, errors = rewards.score(self.scorer, images, prompts, attempts=self.config.reward.attempts)
         self.store.put_record(name, {"digest": request.digest, "rewards": values, "errors": errors})
         return Scored(request=request, rewards=tuple(values), errors=tuple(errors))
 
@@ -201,7 +349,7 @@ class Engine:
         if wanted not in self._versions:
             while len(self._versions) >= RESIDENT_VERSIONS:
                 self._versions.pop(min(self._versions, key=lambda old: old[0].version))
-            self._versions[wanted] = weights.load(self.run_dir, ref, "ema" if averaged else "trainable")
+            self._versions[wanted] = weights.load(self.run_dir, ref, "ema" if averaged else "trainable", self._node)
         self._loaded = None
         self.model.load_trainable(self._versions[wanted])
         self._loaded = wanted
@@ -216,7 +364,7 @@ class Engine:
 
     # Training
 
-    def train(self, ref: WeightsRef, samples: Sequence[Sample], *, iteration: int) -> None:
+    def train(self, ref: WeightsRef, samples: Sequence[Sample], iteration: int) -> None:
         """One iteration's updates, from version ``ref`` to the next one, which is left staged.
 
         Does nothing if that version is published already. The optimizer's state is taken from
@@ -231,7 +379,9 @@ class Engine:
         if not resident:
             self.trainer.load_state(weights.load(self.run_dir, ref, "optimizer"))
         self._loaded = self._trained = None  # half-way through an update, nothing resident has a version
-        metrics = self.trainer.update(batch, iteration=iteration)
+        what = f"training of iteration {iteration} ({len(samples)} samples)"
+        with self._memory(what), self._pace.lasting(self._pace.train_s(len(samples))):
+            metrics = self.trainer.update(batch, iteration=iteration)
         weights.stage(self.run_dir, version, self.model.trainable(), self.trainer.state(), metrics, self.trainer.ema())
         self._trained = version
 

@@ -1,15 +1,27 @@
 """Decides which seeds to try and which of them to keep.
 
-Values in, values out: no randomness, no clock, no torch. Ties fall to the earlier candidate, so the
-same rewards always give the same seeds.
+Values in, values out: no clock, no torch, and no randomness but what a seed argument fixes. Ties fall to
+the earlier candidate, so the same rewards always give the same seeds.
+
+A prompt is an arm: a pull is its next chunk of candidates, and pays the variance that the kept subset is
+expected to gain. Beliefs about a prompt are counts of its rewards on a grid, fading with every iteration, over
+kinds of prompts whose shares are learnt from all prompts, so that a new prompt starts with what the others taught.
+
+Shapes: P prompts, K kinds, N grid nodes, W imagined worlds, M kept.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
 
 
 def max_variance_subset(rewards: ArrayLike, keep: int) -> list[int]:
@@ -114,3 +126,414 @@ def _finite(values: ArrayLike, name: str) -> NDArray[np.float64]:
     if array.ndim != 1 or not np.isfinite(array).all():
         raise ValueError(f"{name} must be a row of finite numbers, got {values!r}")
     return array
+
+
+GRID_N: Array = np.linspace(0.0, 1.0, 21)
+"""Rewards are counted at their nearest node: halves, quarters and tenths are exact. A spread below 0.02 is not seen."""
+_MEANS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 1.0)
+_CONCENTRATIONS = (1.0, 4.0, 16.0, 64.0)
+"""Of Beta distributions, beside coins: 1 is nearly a coin, 64 a bell with a standard deviation of 0.06 at most."""
+_BACKGROUND = 0.005
+"""Share of every kind that is spread over the whole grid, so that no reward is impossible."""
+OWN_WEIGHT = 10.0
+"""Rewards that a kind is worth beside a prompt's own. 10 beat 1.5 and 4 on coins in ``benchmarks.planner``."""
+START_PROMPTS = 2.0
+"""Prompts that the first guess of the kinds' shares is worth."""
+FADING = 0.93
+"""What a count is worth an iteration later: half after ten."""
+MEMORY = 48.0
+"""Most rewards that a prompt's past is worth, so that a few iterations of drift never outweigh the present."""
+LEAST_GAIN = 0.01
+"""A chunk is tried if the variance it gains is at least this share of an average prompt's unexplored variance: so
+little that coins of 0.5 stop at half of the shares, and lose no variance by it."""
+WORLDS = 64
+"""With 32 instead of 128, exact Bayes on coins lost 4 points of the optimum's gain; the time is proportional."""
+PROBE_SHARE = 4
+"""One prompt in so many is explored however low the fidelity is: it could not be measured again otherwise."""
+FIDELITY_START = 0.8
+"""What fidelity is taken for before it is measured: the demo's."""
+FIDELITY_PAIRS = 32.0
+"""Pairs that what was believed of the fidelity is worth beside new ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a prompt's rewards were."""
+
+    prompt: int
+    """Its id."""
+    iteration: int
+    """When the counts were last brought up to date."""
+    counts: tuple[float, ...]
+    """Rewards at each node of the grid, the older the fainter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beliefs:
+    """All that exploration remembers from one iteration to the next. JSON holds it: see `Beliefs.of`."""
+
+    iteration: int = 0
+    """The last one learnt from."""
+    kinds: tuple[float, ...] = ()
+    """Prompts seen of each kind, the older the fainter; empty before the first."""
+    nodes: tuple[float, ...] = ()
+    """The same prompts' rewards at each node of the grid, 1 in all for each prompt."""
+    prompts: tuple[Seen, ...] = ()
+    fidelity: float = FIDELITY_START
+    """How much of a difference between two explored rewards is there again after regeneration, 0 to 1."""
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Beliefs:
+        """The inverse of ``dataclasses.asdict``, also after a way through JSON."""
+        seen = tuple(Seen(**{**one, "counts": tuple(one["counts"])}) for one in value["prompts"])
+        return cls(**{**value, "kinds": tuple(value["kinds"]), "nodes": tuple(value["nodes"]), "prompts": seen})
+
+    def about(self, prompts: Sequence[int]) -> Beliefs:
+        """The part that matters for some prompts: small enough to travel in a task."""
+        wanted = set(prompts)
+        return replace(self, prompts=tuple(seen for seen in self.prompts if seen.prompt in wanted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One prompt of the iteration, as far as it is explored."""
+
+    prompt: int
+    """Its id."""
+    rewards: tuple[float, ...] = ()
+    """Of the candidates scored so far."""
+    tried: int = 0
+    """Candidates given out so far: the next one has this number."""
+    pending: int = 0
+    """Those of them whose score is still to come; lost ones are not."""
+
+
+def learn(
+    beliefs: Beliefs,
+    iteration: int,
+    rewards: Mapping[int, Sequence[float]],
+    pairs: Mapping[int, Sequence[tuple[float, float]]] | None = None,
+) -> Beliefs:
+    """What to believe after more rewards were seen.
+
+    Args:
+        iteration: the one that the rewards are from; not before ``beliefs.iteration``.
+        rewards: ``{prompt id: rewards}`` in [0, 1]: of every candidate scored, or regenerated ones of seeds that
+            were *not* chosen for their reward. Others would make each prompt look more varied than it is.
+        pairs: ``{prompt id: (explored, regenerated) rewards}`` of the seeds that were kept.
+    """
+    age = iteration - beliefs.iteration
+    new_PN = np.array([_counts(values) for values in rewards.values()]).reshape(len(rewards), len(GRID_N))
+    past = {seen.prompt: seen for seen in beliefs.prompts}
+    old_PN = np.array([_faded(past.get(prompt), iteration) for prompt in rewards]).reshape(new_PN.shape)
+    seen = tuple(
+        Seen(prompt=prompt, iteration=iteration, counts=tuple((old_N + new_N).tolist()))
+        for prompt, old_N, new_N in zip(rewards, old_PN, new_PN, strict=True)
+    )
+    kinds = _kinds(beliefs, age, old_PN + new_PN)
+    return Beliefs(
+        iteration=iteration,
+        kinds=tuple(kinds.prompts_K.tolist()),
+        nodes=tuple(kinds.prompts_N.tolist()),
+        prompts=(*(one for one in beliefs.prompts if one.prompt not in rewards), *seen),
+        fidelity=_fidelity(beliefs.fidelity, (pairs or {}).values()),
+    )
+
+
+def budget(
+    *, training_s: float, request_s: float, spot_workers: float, width: int = 1, regeneration_s: float = 0.0
+) -> int:
+    """How many chunks exploration gets done while training runs::
+
+        floor((training_s * spot_workers - regeneration_s) / (request_s * width))
+
+    Args:
+        training_s: predicted seconds from the end of the rollout to the new weights.
+        request_s: seconds of one chunk, from its launch to its score, on a gang of ``width`` workers.
+        spot_workers: expected over that time; a mean, so it need not be whole.
+        width: workers that run one chunk together.
+        regeneration_s: worker seconds that regeneration needs of the spot workers in that time: rollouts that they
+            still owe while training has begun on the first ones, and fetching the weights.
+
+    Returns:
+        0 or more: nothing where there is no time.
+
+    Raises:
+        ValueError: a number is negative or not finite, or a chunk takes no time.
+
+    Source: the papers name a training-time budget and no formula; this one is ours.
+    """
+    numbers = (training_s, request_s, spot_workers, regeneration_s)
+    if not all(math.isfinite(number) and number >= 0 for number in numbers) or request_s == 0 or width < 1:
+        raise ValueError(
+            f"training_s = {training_s}, spot_workers = {spot_workers} and regeneration_s = {regeneration_s} must be "
+            f"finite and not negative, request_s = {request_s} positive, and width = {width} at least 1"
+        )
+    return max(0, math.floor((training_s * spot_workers - regeneration_s) / (request_s * width)))
+
+
+def allocate(
+    arms: Sequence[Arm],
+    beliefs: Beliefs,
+    *,
+    iteration: int,
+    slots: int,
+    later: int,
+    candidates: int,
+    chunk: int,
+    keep: int,
+    rho: float | None = None,
+    optimism: float = 0.0,
+    seed: int,
+) -> list[tuple[int, int, int]]:
+    """One round of the bandit: the chunks that raise the variance of the kept seeds most, at most one a slot.
+
+    The pay-off of a chunk is imagined in a few worlds, each drawn from what is believed of the prompt: rewards for the
+    pending candidates and for the chunks to come, and the largest variance of ``keep`` of them. Regeneration keeps
+    ``rho`` of a difference in reward, thus ``rho**2`` of a gain in variance (exact for Gaussian rewards). Chunks whose
+    gain is then too small to matter are not tried: solved and hopeless prompts get none, and a low ``rho`` leaves
+    but the few that measure it.
+
+    Args:
+        arms: the iteration's prompts; what is pending counts as planned.
+        beliefs: of the iterations before; ``arms`` are learnt from here.
+        slots: most chunks in this round.
+        later: most chunks in the rounds behind it. All are planned, then those that teach most are run first:
+            each prompt's next chunk before any prompt's next but one.
+        candidates: most candidates in all these chunks.
+        chunk: candidates in a chunk; the last may have fewer.
+        keep: seeds of a prompt that are kept, from 2. With fewer scored, untried seeds fill the group, so the
+            first ``keep`` gain nothing and chunks are judged by what they gain together with those behind them.
+        rho: ranking fidelity, 0 to 1; None takes the beliefs'.
+        optimism: standard deviations between the worlds that are added to the mean gain (UCB); 0 averages over the
+            posterior.
+        seed: of the worlds; all arms share their luck, so that equal arms have equal gains.
+
+    Returns:
+        ``(arm index, first candidate, number of candidates)`` each, in the order to run them.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    rho = beliefs.fidelity if rho is None else rho
+    if min(chunk, keep - 1) < 1 or min(slots, later, candidates, optimism) < 0 or not 0 <= rho <= 1:
+        raise ValueError(
+            f"chunk = {chunk} must be positive, keep = {keep} at least 2, slots = {slots}, later = {later}, "
+            f"candidates = {candidates} and optimism = {optimism} not negative, and rho = {rho} in [0, 1]"
+        )
+    plan = min(slots + later, -(-candidates // chunk))
+    if not arms or not slots or not plan:
+        return []
+    chance_PKN, shares_PK = _posterior(arms, beliefs, iteration)
+    ahead = min(plan, -(-keep // chunk) + 8)
+    worlds_PWJ = _imagine(arms, chance_PKN, shares_PK, ahead, chunk, keep, seed)
+    gained_PJ = worlds_PWJ.mean(axis=1) + optimism * (worlds_PWJ - worlds_PWJ[..., :1]).std(axis=1)
+    slopes_PJ = rho**2 * _slopes(gained_PJ)
+    least = LEAST_GAIN * _unexplored_variance(chance_PKN, shares_PK, keep).mean()
+    order = _greedy(arms, slopes_PJ, plan, least)
+    if not any(arm.tried for arm in arms):
+        order += _probes(order, slopes_PJ, plan)
+    return sorted(_chunks(arms, order, chunk, candidates), key=lambda one: one[1])[:slots]
+
+
+def _posterior(arms: Sequence[Arm], beliefs: Beliefs, iteration: int) -> tuple[Array, Array]:
+    """Chances of each node, (P, K, N), were the prompt of that kind; and how likely that is, (P, K)."""
+    past = {seen.prompt: seen for seen in beliefs.prompts}
+    counts_PN = np.stack([_faded(past.get(arm.prompt), iteration) + _counts(arm.rewards) for arm in arms])
+    kinds = _kinds(beliefs, iteration - beliefs.iteration, counts_PN)
+    total_P = OWN_WEIGHT + counts_PN.sum(axis=1)
+    return (OWN_WEIGHT * kinds.chance_KN + counts_PN[:, None]) / total_P[:, None, None], kinds.shares_PK
+
+
+def _imagine(
+    arms: Sequence[Arm], chance_PKN: Array, shares_PK: Array, ahead: int, chunk: int, keep: int, seed: int
+) -> Array:
+    """Variance of the kept subset after 0, 1, ... ``ahead`` further chunks, in each world: (P, W, ahead + 1)."""
+    scored_P = np.array([len(arm.rewards) for arm in arms])
+    pending_P = np.array([arm.pending for arm in arms])
+    drawn_PJ = np.maximum(pending_P[:, None] + chunk * np.arange(ahead + 1), (keep - scored_P)[:, None])
+    rng = np.random.Generator(np.random.Philox(key=seed))
+    kind_W = (np.arange(WORLDS) + rng.random()) / WORLDS
+    luck_WL = rng.random((WORLDS, int(drawn_PJ.max())))
+    kind_PW = (shares_PK.cumsum(axis=1)[:, None, :-1] < kind_W[:, None]).sum(axis=-1)
+    below_PWN = np.take_along_axis(chance_PKN, kind_PW[..., None], axis=1).cumsum(axis=-1)[..., :-1]
+    rewards_PWL = GRID_N[(below_PWN[:, :, None] < luck_WL[:, :, None]).sum(axis=-1)]
+    low_PWM, high_PWM = _extremes(arms, keep)
+    variance, done_P = [], np.zeros(len(arms), dtype=np.int64)
+    for drawn_P in drawn_PJ.T:
+        at_PC = done_P[:, None] + np.arange((drawn_P - done_P).max())
+        new_PWC = np.take_along_axis(rewards_PWL, np.minimum(at_PC, rewards_PWL.shape[2] - 1)[:, None], axis=2)
+        absent_PWC = np.broadcast_to((at_PC >= drawn_P[:, None])[:, None], new_PWC.shape)
+        low_PWM = _lowest(low_PWM, np.where(absent_PWC, np.inf, new_PWC))
+        high_PWM = _lowest(high_PWM, np.where(absent_PWC, np.inf, -new_PWC))
+        variance.append(_best_variance(low_PWM, -high_PWM))
+        done_P = drawn_P
+    return np.stack(variance, axis=-1)
+
+
+def _extremes(arms: Sequence[Arm], keep: int) -> tuple[Array, Array]:
+    """The lowest scored rewards, and the negated highest ones, ascending; infinite where there are too few."""
+    both = np.full((2, len(arms), WORLDS, keep), np.inf)
+    for p, arm in enumerate(arms):
+        rewards = np.array(arm.rewards)
+        for sign, to in ((1, 0), (-1, 1)):
+            both[to, p, :, : len(rewards)] = np.sort(sign * rewards)[:keep]
+    return both[0], both[1]
+
+
+def _lowest(known_PWM: Array, new_PWC: Array) -> Array:
+    return np.sort(np.concatenate([known_PWM, new_PWC], axis=-1), axis=-1)[..., : known_PWM.shape[-1]]
+
+
+def _best_variance(low_PWM: Array, high_PWM: Array) -> Array:
+    """The largest variance of M rewards, given the M lowest ascending and the M highest descending."""
+    keep = low_PWM.shape[-1]
+    zero = np.zeros((*low_PWM.shape[:-1], 1))
+
+    def splits(values_lowest: Array, values_highest: Array) -> Array:
+        low = np.concatenate([zero, values_lowest.cumsum(axis=-1)], axis=-1)
+        high = np.concatenate([zero, values_highest.cumsum(axis=-1)], axis=-1)
+        return low + high[..., ::-1]
+
+    return (splits(low_PWM**2, high_PWM**2) / keep - (splits(low_PWM, high_PWM) / keep) ** 2).max(axis=-1)
+
+
+def _slopes(gained_PJ: Array) -> Array:
+    """Gain per chunk from each number of chunks on, of the curves' concave hulls: (P, J - 1), descending in J.
+
+    So chunks that gain only together, as those within ``keep`` do, are worth the same each.
+    """
+    slopes_PJ = np.empty((gained_PJ.shape[0], gained_PJ.shape[1] - 1))
+    for gained_J, slopes_J in zip(gained_PJ, slopes_PJ, strict=True):
+        at = 0
+        while at < len(slopes_J):
+            steepness = (gained_J[at + 1 :] - gained_J[at]) / np.arange(1, len(gained_J) - at)
+            best = int(steepness.argmax())
+            slopes_J[at : at + best + 1] = steepness[best]
+            at += best + 1
+    return slopes_PJ
+
+
+def _greedy(arms: Sequence[Arm], slopes_PJ: Array, slots: int, least: float) -> list[int]:
+    """Arms in the order of their chunks: the steepest first, of equal ones the least tried."""
+    planned = [0] * len(arms)
+    waiting = [(-slopes_PJ[p, 0], arm.tried, p) for p, arm in enumerate(arms) if slopes_PJ[p, 0] >= least]
+    heapq.heapify(waiting)
+    order: list[int] = []
+    while waiting and len(order) < slots:
+        _, tried, p = heapq.heappop(waiting)
+        order.append(p)
+        planned[p] += 1
+        if planned[p] < slopes_PJ.shape[1] and slopes_PJ[p, planned[p]] >= least:
+            heapq.heappush(waiting, (-slopes_PJ[p, planned[p]], tried + 1, p))
+    return order
+
+
+def _probes(order: Sequence[int], slopes_PJ: Array, slots: int) -> list[int]:
+    """Chunks for further arms, steepest first, until enough arms are explored to measure the fidelity."""
+    idle = sorted(set(range(len(slopes_PJ))) - set(order), key=lambda p: (-slopes_PJ[p, 0], p))
+    enough = -(-len(slopes_PJ) // PROBE_SHARE) - len(set(order))
+    return idle[: max(0, min(enough, slots - len(order)))]
+
+
+def _chunks(arms: Sequence[Arm], order: Sequence[int], chunk: int, candidates: int) -> list[tuple[int, int, int]]:
+    following = [arm.tried for arm in arms]
+    chunks = []
+    for p in order:
+        count = min(chunk, candidates)
+        chunks.append((p, following[p], count))
+        following[p] += count
+        candidates -= count
+    return chunks
+
+
+def _counts(rewards: Sequence[float]) -> Array:
+    """How many rewards are nearest to each node of the grid; those outside count at its ends."""
+    last = len(GRID_N) - 1
+    nodes = np.rint(np.clip(rewards, 0, 1) * last).astype(np.int64) if len(rewards) else np.zeros(0, dtype=np.int64)
+    return np.bincount(nodes, minlength=last + 1).astype(np.float64)
+
+
+def _faded(seen: Seen | None, iteration: int) -> Array:
+    if seen is None:
+        return np.zeros(len(GRID_N))
+    counts_N = np.array(seen.counts) * FADING ** (iteration - seen.iteration)
+    return np.asarray(counts_N * min(1.0, MEMORY / max(counts_N.sum(), 1.0)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kinds:
+    """The kinds of prompts, as the prompts seen have shaped them."""
+
+    prompts_K: Array
+    """Prompts seen of each."""
+    prompts_N: Array
+    """The same prompts, spread over their rewards."""
+    chance_KN: Array
+    """Chance of each node."""
+    shares_PK: Array
+    """How likely each prompt is of each kind."""
+
+
+def _kinds(beliefs: Beliefs, age: int, counts_PN: Array) -> _Kinds:
+    """Empirical Bayes: the kinds' shares, their shapes and the prompts' kinds, each worked out from the others in turn.
+
+    All kinds are stretched alike, so that together they give the rewards that were seen. So a reward of few values, or
+    one that keeps to a small part of [0, 1], makes kinds that do the same.
+    """
+    seen_PN = counts_PN[counts_PN.any(axis=1)]
+    fading = FADING**age
+    past_K = fading * np.array(beliefs.kinds) if beliefs.kinds else np.zeros(len(_KINDS_KN))
+    past_N = fading * np.array(beliefs.nodes) if beliefs.nodes else np.zeros(len(GRID_N))
+    prompts_N = past_N + (seen_PN / seen_PN.sum(axis=1, keepdims=True)).sum(axis=0)
+    prompts_K, chance_KN = past_K, _KINDS_KN
+    for _ in range(5):
+        log_PK = np.log(prompts_K + START_PROMPTS / len(_KINDS_KN)) + counts_PN @ np.log(chance_KN).T
+        shares_PK = np.exp(log_PK - log_PK.max(axis=1, keepdims=True))
+        shares_PK /= shares_PK.sum(axis=1, keepdims=True)
+        prompts_K = past_K + shares_PK[counts_PN.any(axis=1)].sum(axis=0)
+        if total := prompts_K.sum():
+            expected_N = prompts_K @ chance_KN
+            stretch_N = (prompts_N / expected_N * total + START_PROMPTS) / (total + START_PROMPTS)
+            chance_KN = chance_KN * stretch_N
+            chance_KN = chance_KN / chance_KN.sum(axis=1, keepdims=True)
+    return _Kinds(prompts_K=prompts_K, prompts_N=prompts_N, chance_KN=chance_KN, shares_PK=shares_PK)
+
+
+def _unexplored_variance(chance_PKN: Array, shares_PK: Array, keep: int) -> Array:
+    """What ``keep`` seeds taken unseen are expected to have."""
+    mean_PK, square_PK = chance_PKN @ GRID_N, chance_PKN @ GRID_N**2
+    return (shares_PK * (square_PK - mean_PK**2)).sum(axis=1) * (keep - 1) / keep
+
+
+def _fidelity(before: float, pairs: Iterable[Sequence[tuple[float, float]]]) -> float:
+    """Fidelity with these pairs among its measurements.
+
+    It is the slope of regenerated on explored rewards *within* prompts. Unlike a correlation, a slope does not
+    change by choosing seeds for their explored reward; and unlike a pooled one, it does not count that
+    prompts differ.
+    """
+    rows = [np.array(values) for values in pairs if len({explored for explored, _ in values}) > 1]
+    if not rows:
+        return before
+    x, y = np.concatenate([values - values.mean(axis=0) for values in rows]).T
+    slope = float(x @ y) / float(x @ x)
+    return min(1.0, max(0.0, before + (slope - before) * len(x) / (len(x) + FIDELITY_PAIRS)))
+
+
+def _make_kinds() -> Array:
+    """The kinds of prompts, (K, N): Beta distributions on the grid, from coins to bells, for every difficulty."""
+    inner_N = np.clip(GRID_N, 0.5 / len(GRID_N), 1 - 0.5 / len(GRID_N))
+    kinds = []
+    for mean in _MEANS:
+        kinds.append(np.where(GRID_N == 0, 1 - mean, np.where(GRID_N == 1, mean, 0.0)))
+        for concentration in _CONCENTRATIONS:
+            if concentration <= 200 * min(mean, 1 - mean):  # narrower ones fall on one or two nodes, as coins do
+                a, b = mean * concentration, (1 - mean) * concentration
+                log_N = (a - 1) * np.log(inner_N) + (b - 1) * np.log1p(-inner_N)
+                kinds.append(np.exp(log_N - log_N.max()))
+    kinds_KN = np.stack(kinds)
+    return _BACKGROUND / len(GRID_N) + (1 - _BACKGROUND) * kinds_KN / kinds_KN.sum(axis=1, keepdims=True)
+
+
+_KINDS_KN = _make_kinds()

@@ -24,6 +24,10 @@ class Stopped(Exception):
     """The run was asked to stop; what was committed stays, the step in flight is done."""
 
 
+class Interrupted(Exception):
+    """Work ended before it was done, through no fault of its own; what was committed stays, the rest is done anew."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A text to draw."""
@@ -86,6 +90,25 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where one shard of a request runs: its rank in a gang that was formed for it."""
+
+    gang: str
+    """Names the request within the graph."""
+    epoch: int
+    """Counts the formings of this gang; work of an older one is called off."""
+    rank: int
+    width: int
+    rendezvous: tuple[str, int] | None = None
+    """Address of the store where ranks meet; None at width 1."""
+
+    @property
+    def name(self) -> str:
+        """Of this forming of the gang."""
+        return f"{self.gang}.e{self.epoch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """A request that was run to its end; its clean latents are in the store."""
 
@@ -102,6 +125,19 @@ class Dropped:
     """Exploration that was not done, and why. Never used for work that training needs."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spare:
+    """A shard that has nothing to hand on: its gang was narrower, or its first rank answers for all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside:
+    """A request that kept killing those who ran it: nobody runs it again, and its samples are replaced."""
+
+    request: Request
+    losses: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +171,8 @@ class Selection:
     reward_mean: float | None = None
     """Of all seeds scored, kept or not; None where there were none."""
     reward_std: float | None = None
+    explored: tuple[tuple[float, ...], ...] = ()
+    """All rewards scored, of each prompt in the order of ``kept``: what the planner learns from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

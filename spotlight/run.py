@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spotlight import config as configuration
-from spotlight.books import Books
+from spotlight.books import Books, pool_prices
 from spotlight.data import check_quoted, choose_prompts, read_prompts
 from spotlight.records import SpotlightError, Stopped
-from spotlight.rundir import HISTORY, SUMMARY, VALIDATION, RunDir
+from spotlight.rundir import DECISIONS, HISTORY, SUMMARY, VALIDATION, RunDir
 from spotlight.signals import signals
 from spotlight.weights import published
 
@@ -54,11 +54,18 @@ class Status:
     spot_utilisation: float | None
     """Busy share of the spot workers' seconds so far, 0 to 1."""
     usd: float
+    usd_by_pool: Mapping[str, float]
+    usd_wasted: float
+    """Of idle time, start-up, lost and repeated work, and exploration that was called off; as of the last iteration."""
+    usd_reserved_only: float
+    """The least that the same work would have cost on reserved workers alone; as of the last iteration."""
     preemptions: int
     workers: Mapping[str, int]
     """Alive, by pool."""
     running: Mapping[str, int]
     """Tasks in progress, by phase."""
+    waiting_for: tuple[str, ...]
+    """Pools that requests wait for, because none that may run them has a worker now."""
     elapsed_s: float
     dashboard: str
     run_dir: str
@@ -99,6 +106,7 @@ class Run:
         self._state, self._phase = "new", ""
         self._pools: Pools | None = None
         self._dashboard = ""
+        self._waiting_for: tuple[str, ...] = ()
         self._began_s = 0.0
         _check_inputs(settings)
 
@@ -161,6 +169,7 @@ class Run:
         run, now_s = self.directory, time.time()
         books = self._kept
         history = run.rows(HISTORY)
+        ledger, usd_by_pool = books.ledger(now_s), books.usd_by_pool(now_s)
         return Status(
             state=self._state,
             phase=self._phase,
@@ -169,10 +178,14 @@ class Run:
             reward=history[-1]["metrics"]["reward_mean"] if history else None,
             scores={row["version"]: row["score"] for row in run.rows(VALIDATION)},
             spot_utilisation=books.spot_utilisation(now_s),
-            usd=books.usd(now_s=now_s),
+            usd=sum(usd_by_pool.values()),
+            usd_by_pool=usd_by_pool,
+            usd_wasted=ledger.usd_wasted,
+            usd_reserved_only=ledger.usd_reserved_only,
             preemptions=books.preemptions(),
             workers=books.alive(),
             running=books.running,
+            waiting_for=self._waiting_for,
             elapsed_s=now_s - self._began_s if self._began_s else 0.0,
             dashboard=self._dashboard,
             run_dir=str(run.path),
@@ -277,7 +290,11 @@ class Run:
     def _follow(self) -> None:
         """Take over what the cluster did since the last time."""
         assert self._pools
-        self._kept.take(self._pools.drain(), self._pools.status()["running"])
+        drained, status = self._pools.drain(), self._pools.status()
+        if drained["decisions"]:
+            self.directory.append(DECISIONS, *drained["decisions"])
+        self._waiting_for = tuple(status["waiting_for"])
+        self._kept.take(drained, status["running"])
 
     # Watch
 
@@ -291,6 +308,7 @@ class Run:
     def _summarise(self) -> None:
         run, books = self.directory, self._kept
         history, validation = run.rows(HISTORY), run.rows(VALIDATION)
+        ledger = books.ledger(time.time())
         run.write_json(
             SUMMARY,
             {
@@ -298,8 +316,9 @@ class Run:
                 "score_after": validation[-1]["score"],
                 "iterations": len(history),
                 "wall_s": time.time() - self._began_s,
-                "usd": books.usd(now_s=time.time()),
-                "usd_reserved_only": books.usd_reserved_only(),
+                "usd": ledger.usd(),
+                "usd_wasted": ledger.usd_wasted,
+                "usd_reserved_only": ledger.usd_reserved_only,
                 "preemptions": books.preemptions(),
                 "first_image_s": books.first_image_s(self._began_s),
             },
@@ -321,6 +340,7 @@ def _wait(futures: Sequence[Future[Any]]) -> None:
 def _check_inputs(settings: configuration.Config) -> None:
     """Find at once what would stop the run once its cluster is up."""
     data, model = settings.data, settings.model
+    pool_prices(settings)
     for path in (data.train_prompts, data.validation_prompts):
         check_quoted(read_prompts(path), path)
     choose_prompts(len(read_prompts(data.train_prompts)), settings.rollout.prompts, seed=settings.run.seed, iteration=0)

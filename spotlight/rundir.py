@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -17,13 +18,23 @@ from pathlib import Path
 from typing import IO, Any
 
 from spotlight import config
+from spotlight.explore import Beliefs
 from spotlight.records import Kept, Prompt, Selection, SpotlightError
 
 HISTORY = "history.jsonl"
 VALIDATION = "validation.jsonl"
 SPANS = "spans.jsonl"
 WORKERS = "workers.jsonl"
+EVENTS = "events.jsonl"
+"""What happened to gangs and workers, as it happened."""
+DECISIONS = "decisions.jsonl"
+"""What was decided from what; see `spotlight.decisions`."""
+SET_ASIDE = "set_aside.jsonl"
+"""Requests that nobody runs any more."""
 SUMMARY = "summary.json"
+
+
+_appending = threading.Lock()
 
 
 class RunDir:
@@ -118,11 +129,11 @@ class RunDir:
         return rows
 
     def append(self, journal: str, *rows: Mapping[str, Any]) -> None:
-        """Add lines durably, cutting off a torn one first."""
-        path = self.path / journal
-        whole = sum(len(line) for line in _whole_lines(path))
-        with path.open("ab") as file:
-            file.truncate(whole)
+        """Add lines durably, cutting off a torn one first; any thread of the one driver may."""
+        with _appending, (self.path / journal).open("ab+") as file:
+            file.seek(max(0, file.tell() - 1))
+            if file.read(1) not in (b"", b"\n"):
+                file.truncate(sum(len(line) for line in _whole_lines(self.path / journal)))
             file.write(_lines(rows))
             file.flush()
             os.fsync(file.fileno())
@@ -150,11 +161,21 @@ class RunDir:
             )
             for one in value.pop("kept")
         )
-        return Selection(kept=kept, **value)
+        explored = tuple(tuple(rewards) for rewards in value.pop("explored", ()))
+        return Selection(kept=kept, explored=explored, **value)
 
     def record_selection(self, selection: Selection) -> None:
         (self.path / "selections").mkdir(exist_ok=True)
         self.write_json(f"selections/{selection.iteration:05d}.json", asdict(selection))
+
+    def beliefs(self, iteration: int) -> Beliefs:
+        """What exploration knew before an iteration was trained on."""
+        path = self.path / "beliefs" / f"{iteration:05d}.json"
+        return Beliefs.of(json.loads(path.read_text())) if path.is_file() else Beliefs()
+
+    def record_beliefs(self, iteration: int, beliefs: Beliefs) -> None:
+        (self.path / "beliefs").mkdir(exist_ok=True)
+        self.write_json(f"beliefs/{iteration:05d}.json", asdict(beliefs))
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ Invariants:
 - A version's directory appears whole, by one rename after everything in it was flushed to disk: a kill at
   any moment leaves either no such version or a complete one.
 - The hash of ``weights.safetensors`` is a pure function of its tensors: names are sorted, no time is in it.
-- `load` returns only bytes whose hash it checked.
+- `load` returns only bytes whose hash was checked: by itself, or when they came to its node.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from spotlight.node import Node, NotOnNode, Source, from_file, map_tensors
 from spotlight.records import Published, SpotlightError, WeightsRef
 
 if TYPE_CHECKING:
@@ -123,14 +125,53 @@ def latest(run_dir: Path) -> Published | None:
     return published(run_dir, max(versions)) if (versions := dict(_versions(run_dir))) else None
 
 
-def load(run_dir: Path, ref: WeightsRef, part: Part = "trainable") -> dict[str, Tensor]:
-    """Read one file of a published version onto the CPU.
+def load(
+    run_dir: Path, ref: WeightsRef, part: Part = "trainable", node: Node | None = None, peers: Sequence[Source] = ()
+) -> dict[str, Tensor]:
+    """One file of a published version, on the CPU: mapped from the node's memory, or read from the store.
+
+    Args:
+        node: brings the file in, once for all its processes, and maps it; if it cannot, the store is read.
+        peers: asked before the store, if the node lacks the file.
 
     Raises:
         SpotlightError: the version or the file is absent, is not the one that ``ref`` names, or is damaged.
     """
     from safetensors.torch import load as from_bytes
 
+    if node is not None:
+        # Without room, it is read from the store as without a node; so it is when others removed it just now.
+        with suppress(NotOnNode, FileNotFoundError):
+            return map_tensors(bring(run_dir, ref, node, part, peers))
+    file, entry = _find(run_dir, ref, part)
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        raise _damage(file.parent, file.name, f"{entry['bytes']} bytes", "no such file") from None
+    _check(file.parent, file.name, entry, len(content), sha256(content).hexdigest())
+    return from_bytes(content)
+
+
+def bring(run_dir: Path, ref: WeightsRef, node: Node, part: Part = "trainable", peers: Sequence[Source] = ()) -> Path:
+    """Have one file of a published version in the node's memory, its hash checked; torch is not needed.
+
+    Found on the node, it costs milliseconds; else it comes from the first peer that sends it, or from the store.
+
+    Raises:
+        NotOnNode: there is no room, or neither a peer nor the store sent what the manifest says; `load` says more.
+        SpotlightError: the version or the file is absent, or is not the one that ``ref`` names.
+    """
+    file, entry = _find(run_dir, ref, part)
+    return node.bring(entry["sha256"], entry["bytes"], [*peers, from_file(file)])
+
+
+def digest(run_dir: Path, ref: WeightsRef, part: Part = "trainable") -> str:
+    """SHA-256 of one file of a published version, by which nodes name it."""
+    return str(_find(run_dir, ref, part)[1]["sha256"])
+
+
+def _find(run_dir: Path, ref: WeightsRef, part: Part) -> tuple[Path, Mapping[str, Any]]:
+    """Where a version's file lies in the store, and its entry of the manifest."""
     directory = _directory(run_dir, ref.version)
     if not directory.exists():
         have = sorted(dict(_versions(run_dir)))
@@ -145,12 +186,7 @@ def load(run_dir: Path, ref: WeightsRef, part: Part = "trainable") -> dict[str, 
         )
     if name not in files:
         raise SpotlightError(f"{directory}: version {ref.version} has no {name}; it has {sorted(files)}")
-    try:
-        content = (directory / name).read_bytes()
-    except FileNotFoundError:
-        raise _damage(directory, name, f"{files[name]['bytes']} bytes", "no such file") from None
-    _check(directory, name, files[name], len(content), sha256(content).hexdigest())
-    return from_bytes(content)
+    return directory / name, files[name]
 
 
 def retain(run_dir: Path, keep: Collection[int]) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.config import Config, dump, load, resolve
+from spotlight.prices import usd_per_h
 from spotlight.records import SpotlightError
 
 DATA = '[data]\ntrain_prompts = "train.txt"\nvalidation_prompts = "validation.txt"\n'
@@ -92,17 +93,58 @@ def test_every_refusal_begins_with_the_file(file: Path) -> None:
         (
             "exploration.seed_tried=3",
             "[exploration] has no field 'seed_tried' (did you mean 'seeds_tried'?); "
-            "it has 'budget', 'request_seeds', 'rounds', 'seeds_tried', 'steps'",
+            "it has 'budget', 'planner', 'request_seeds', 'rounds', 'seeds_tried', 'steps'",
         ),
         ("latents.zzz=1", "[latents] has no field 'zzz'; it has 'keep', 'url'"),
         ("pools.spott.workers=1", "[pools] has no field 'spott' (did you mean 'spot'?); it has 'reserved', 'spot'"),
-        ("pools.spot.price=1", "[pools.spot] has no field 'price'; it has 'replace_after_s', 'usd_per_h', 'workers'"),
     ],
 )
 def test_an_unknown_field_is_refused_with_the_known_ones(file: Path, override: str, message: str) -> None:
     text = refusal(file, "pools.spot.usd_per_h=1", override)
 
     assert text == f"{file}: {message}"
+
+
+def test_an_unknown_field_of_a_pool_is_refused_with_the_known_ones(file: Path) -> None:
+    text = refusal(file, "pools.spot.gpu=h100", "pools.spot.zzz=1")
+
+    known = ", ".join(map(repr, sorted(type(load(file).pools.spot).model_fields)))
+    assert text == f"{file}: [pools.spot] has no field 'zzz'; it has {known}"
+
+
+def test_a_pools_gpu_sets_its_price_unless_the_settings_do(file: Path) -> None:
+    overrides = ["pools.reserved.gpu=h100-aws", "pools.spot.gpu=h100-aws", "pools.spot.usd_per_h=1.5"]
+
+    config = load(file, overrides)
+
+    assert config.pools.reserved.usd_per_h == usd_per_h("h100-aws", "reserved")
+    assert config.pools.spot.usd_per_h == 1.5
+
+
+def test_an_unlisted_gpu_needs_a_price(file: Path) -> None:
+    text = refusal(file, "pools.spot.gpu=h99")
+
+    assert text.startswith(f"{file}: pools.spot.gpu = 'h99' is not in the price list, which has 'a100-80gb', 'h100',")
+    assert load(file, ["pools.spot.gpu=h99", "pools.spot.usd_per_h=1"]).pools.spot.gpu == "h99"
+
+
+def test_a_gpu_that_is_no_name_is_refused(file: Path) -> None:
+    assert "pools.spot.gpu = [1]: input should be a valid string" in refusal(file, "pools.spot.gpu=[1]")
+
+
+def test_a_price_written_by_one_run_outlives_the_list(file: Path) -> None:
+    copy = file.with_name("config.toml")
+
+    copy.write_text(dump(load(file, ["pools.spot.gpu=l40s"])))
+
+    assert f"usd_per_h = {usd_per_h('l40s', 'spot')}" in copy.read_text()
+
+
+def test_files_of_prices_are_relative_to_the_settings_file(file: Path) -> None:
+    config = load(file, ["pools.spot.gpu=h100", "pools.spot.prices=spot.csv"])
+
+    assert config.pools.spot.prices == str(file.parent / "spot.csv")
+    assert config.pools.reserved.prices == ""
 
 
 def test_an_unknown_section_is_refused_with_the_known_ones(file: Path) -> None:

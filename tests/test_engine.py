@@ -18,7 +18,7 @@ from spotlight import config
 from spotlight.data import read_prompts
 from spotlight.engine import Engine
 from spotlight.latents import MissingLatents
-from spotlight.records import Dropped, Request, Rollout, SpotlightError, Stopped
+from spotlight.records import Dropped, Request, Rollout, SetAside, SpotlightError, Stopped
 from spotlight.rundir import RunDir
 from spotlight.signals import signals
 
@@ -148,4 +148,14 @@ def test_a_missing_reward_is_replaced_by_a_fresh_seed_of_its_prompt(run: RunDir,
     assert fresh.request.prompt == request_.prompt
     assert len(fresh.rewards) == 1
     assert fresh.rewards[0] is not None
+    assert not set(fresh.request.seeds) & set(request_.seeds)
+
+
+def test_a_request_that_was_set_aside_is_replaced_as_a_whole(run: RunDir, request_: Request) -> None:
+    aside = SetAside(request=request_, losses=5)
+
+    nothing, fresh = tasks.refill(str(run.path), 0, [aside])
+
+    assert nothing.rewards == (None,) * len(request_.seeds)
+    assert len([reward for reward in fresh.rewards if reward is not None]) == len(request_.seeds)
     assert not set(fresh.request.seeds) & set(request_.seeds)

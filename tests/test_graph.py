@@ -18,7 +18,7 @@ from distributed import Client, LocalCluster, Scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.plugins import GATED
+from cluster.gangs import GATED
 from graphs import tasks
 from graphs.iteration import (
     RESOURCES,
@@ -56,7 +56,7 @@ def load(*overrides: str) -> Config:
 def make_candidates(*, seeds_tried: int = 7, request_seeds: int = 2, rounds: int = 3, keep: int = 3) -> Candidates:
     """For iteration 2 and all prompts."""
     return replace(
-        candidates_for(load(), SETTING, 2, PROMPTS, VERSION),
+        candidates_for(load("exploration.planner=equal"), SETTING, 2, PROMPTS, VERSION),
         seeds_tried=seeds_tried,
         request_seeds=request_seeds,
         rounds=rounds,
@@ -66,7 +66,10 @@ def make_candidates(*, seeds_tried: int = 7, request_seeds: int = 2, rounds: int
 
 def allocated(candidates: Candidates) -> list[list[Request]]:
     """What each round tries."""
-    return [list(tasks.allocate(candidates, r, ())) for r in range(candidates.rounds)]
+    rounds: list[list[Request]] = []
+    for r in range(candidates.rounds):
+        rounds.append(list(tasks.allocate("", candidates, r, (), list(rounds))))
+    return rounds
 
 
 def seeds_of(candidates: Candidates, prompt: Prompt, count: int) -> list[int]:
@@ -109,7 +112,7 @@ GRAPHS = {
     "prepare": prepare_graph("run"),
     "iteration": example_graph(load()),
     "without exploration": example_graph(load('strategy.exploration="off"')),
-    "exploration": exploration_graph(SETTING, make_candidates()),
+    "exploration": exploration_graph(load(), SETTING, make_candidates()),
     "validation": validation_graph(load(), SETTING, PROMPTS, VERSION),
     "final": final_graph(load(), SETTING),
 }
@@ -140,7 +143,8 @@ def test_an_iteration_has_the_edges_of_the_design() -> None:
         *((f"allocate-r{r}-2", f"explore-r{r}-2") for r in rounds),
         *((f"explore-r{r}-2", f"explore-score-r{r}-2") for r in rounds),
         *((f"explore-score-r{seen}-2", f"allocate-r{r}-2") for r in rounds for seen in range(r - 1)),
-        *((f"explore-score-r{r}-2", "select-2") for r in rounds),
+        *((f"allocate-r{earlier}-2", f"allocate-r{r}-2") for r in rounds for earlier in range(r)),
+        *((f"{layer}-r{r}-2", "select-2") for r in rounds for layer in ("allocate", "explore-score")),
     }
     assert graph.layers.keys() - {name for edge in edges for name in edge} == {"compact-0"}
 
@@ -158,7 +162,7 @@ def test_a_round_sees_every_score_of_the_rounds_up_to_the_one_before_the_last() 
     calls = calls_of(graph)
 
     for r in range(load().exploration.rounds):
-        seen = set(keys_in(calls[f"allocate-r{r}-2", 0]))
+        seen = {key for key in keys_in(calls[f"allocate-r{r}-2", 0]) if key[0].startswith("explore-score")}
         assert seen == {key for key in calls for early in range(r - 1) if key[0] == f"explore-score-r{early}-2"}
 
 
@@ -186,7 +190,7 @@ def test_rollouts_go_where_the_strategy_says(pools: str, pool: str) -> None:
 
 
 def test_exploration_before_an_iteration_runs_in_any_pool() -> None:
-    layers = notes(exploration_graph(SETTING, make_candidates()))
+    layers = notes(exploration_graph(load(), SETTING, make_candidates()))
 
     assert {layers[f"explore-r{r}-2"]["pool"] for r in range(3)} == {"any"}
 
@@ -231,9 +235,56 @@ def test_the_rounds_try_every_candidate_of_every_prompt_once(seeds_tried: int, r
     assert max(len(request.seeds) for request in requests) <= request_seeds
 
 
+@pytest.fixture(scope="module")
+def journals(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory that decisions are logged in."""
+    return str(tmp_path_factory.mktemp("journals"))
+
+
+@given(data=st.data(), most=st.integers(1, 6), rounds=st.integers(1, 4))
+def test_the_bandit_tries_each_prompts_next_candidates_and_no_more_than_there_is_time_for(
+    journals: str, data: st.DataObject, most: int, rounds: int
+) -> None:
+    candidates = replace(make_candidates(rounds=rounds), planner="bandit", most=most * 2)
+    allocations: list[list[Request]] = []
+    scored: list[list[Scored]] = []
+
+    for r in range(rounds):
+        seen = [one for earlier in scored[: max(0, r - 1)] for one in earlier]
+        allocations.append(list(tasks.allocate(journals, candidates, r, seen, list(allocations))))
+        rewards = [data.draw(st.sampled_from([0.0, 0.5, 1.0])) for one in allocations[r] for _ in one.seeds]
+        scored.append(score(allocations[r], rewards))
+
+    tried: dict[Prompt, list[int]] = {prompt: [] for prompt in PROMPTS}
+    for one in (request for requests in allocations for request in requests):
+        tried[one.prompt] += one.seeds
+    for prompt, seeds in tried.items():
+        assert seeds == seeds_of(candidates, prompt, len(seeds))
+    assert sum(map(len, tried.values())) <= most * 2
+
+
+def test_the_bandit_leaves_a_prompt_alone_whose_kept_seeds_cannot_differ_more(journals: str) -> None:
+    candidates = replace(make_candidates(seeds_tried=16, keep=4), planner="bandit")
+    first = list(tasks.allocate(journals, candidates, 0, (), ()))
+    known = [
+        Scored(request=one, rewards=(0.0, 1.0) if one.prompt == PROMPTS[0] else (1.0, 1.0))
+        for prompt in PROMPTS
+        for one in [
+            replace(first[0], prompt=prompt, seeds=tuple(seeds_of(candidates, prompt, 6)[at : at + 2]))
+            for at in (0, 2, 4)
+        ]
+    ]
+    earlier = [[one.request for one in known], []]
+
+    chosen = Counter(request.prompt for request in tasks.allocate(journals, candidates, 2, known, earlier))
+
+    assert chosen[PROMPTS[0]] == 0  # two zeros and two ones are kept already
+    assert min(chosen[PROMPTS[1]], chosen[PROMPTS[2]]) > 0
+
+
 def test_a_round_has_a_slot_for_each_request_that_it_allocates() -> None:
     candidates = make_candidates()
-    graph = exploration_graph(SETTING, candidates).graph
+    graph = exploration_graph(load(), SETTING, candidates).graph
 
     slots = [len(graph.layers[f"explore-r{r}-2"]) for r in range(candidates.rounds)]
 
@@ -270,7 +321,7 @@ def test_the_kept_seeds_are_those_whose_rewards_differ_most() -> None:
     rewards = [(11 * index % 21) / 21 for index in range(candidates.seeds_tried * len(PROMPTS))]
     scored = score(requests, rewards)
 
-    selection = tasks.select(candidates, scored)
+    selection = tasks.select(candidates, scored, allocated(candidates))
 
     assert [kept.prompt for kept in selection.kept] == list(PROMPTS)
     for kept in selection.kept:
@@ -291,7 +342,7 @@ def test_too_few_scores_are_filled_up_with_untried_candidates() -> None:
     requests = [request for request in allocated(candidates)[0] if request.prompt == PROMPTS[0]][:1]
     dropped = [Dropped(reason="exploration was closed")] * 3
 
-    selection = tasks.select(candidates, [*score(requests, (0.25, 0.5)), *dropped])
+    selection = tasks.select(candidates, [*score(requests, (0.25, 0.5)), *dropped], allocated(candidates))
 
     kept = selection.kept[0]
     assert dict(zip(kept.seeds, kept.explored_rewards, strict=True)) == {
@@ -307,7 +358,7 @@ def test_exploration_that_scored_nothing_keeps_what_no_exploration_keeps() -> No
     candidates = candidates_for(settings, SETTING, 2, PROMPTS, VERSION)
 
     plain = unexplored(settings, SETTING, 2, PROMPTS)
-    selection = tasks.select(candidates, [Dropped(reason="exploration was closed")])
+    selection = tasks.select(candidates, [Dropped(reason="exploration was closed")], ())
 
     assert [list(kept.seeds) for kept in plain.kept] == [seeds_of(candidates, prompt, count) for prompt in PROMPTS]
     assert selection.kept == plain.kept
@@ -326,7 +377,7 @@ def test_whatever_was_scored_each_prompt_keeps_so_many_different_candidates(data
         for request in one
     ]
 
-    selection = tasks.select(candidates, scored)
+    selection = tasks.select(candidates, scored, allocated(candidates))
 
     for kept in selection.kept:
         assert len(kept.seeds) == len(set(kept.seeds)) == len(kept.explored_rewards) == keep
@@ -362,9 +413,12 @@ def heard(handler: logging.Handler) -> Iterator[None]:
             logger.removeHandler(handler)
 
 
-def test_dasks_state_stays_valid_though_a_worker_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("widths", ["[1]", "[1,2]"])
+def test_dasks_state_stays_valid_though_a_worker_is_killed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, widths: str
+) -> None:
     (tmp_path / "validation.txt").write_text(PROMPTS[0].text)
-    overrides = ["run.iterations=2", 'data.validation_prompts="validation.txt"']
+    overrides = ["run.iterations=2", 'data.validation_prompts="validation.txt"', f"strategy.widths={widths}"]
 
     with dask.config.set({"distributed.scheduler.validate": True}), heard(caplog.handler):
         run = Run(settings_file(tmp_path), overrides).start()

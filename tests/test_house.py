@@ -14,8 +14,23 @@ ROOMS = ("spotlight", "graphs", "cluster")
 ROOF = ("spotlight/__init__.py", "spotlight/__main__.py", "spotlight/display.py", "spotlight/run.py")
 """May import every room; the first only names what the last holds."""
 
-PURE = ("spotlight/costs.py", "spotlight/explore.py", "spotlight/policy.py")
-PURE_IMPORTS = ("numpy", "spotlight.config", "spotlight.records", *(path[:-3].replace("/", ".") for path in PURE))
+PURE = (
+    "spotlight/costs.py",
+    "spotlight/decisions.py",
+    "spotlight/explore.py",
+    "spotlight/learning.py",
+    "spotlight/machines.py",
+    "spotlight/offload.py",
+    "spotlight/policy.py",
+    "spotlight/simulated.py",
+    "spotlight/simulator.py",
+    "spotlight/traces.py",
+)
+PURE_IMPORTS = (
+    "numpy",
+    *(f"spotlight.{ground}" for ground in ("config", "prices", "records", "scenario")),
+    *(path[:-3].replace("/", ".") for path in PURE),
+)
 IMPURE_STDLIB = ("asyncio", "datetime", "logging", "os", "random", "socket", "subprocess", "threading", "time")
 """Clocks, chance and the world: pure files take what they need as arguments."""
 
@@ -24,7 +39,7 @@ DOORS = {
     "cv2": ("spotlight/rewards.py",),
     "dask": ("graphs/", "cluster/", *ROOF),
     "dask_jobqueue": ("cluster/pools.py",),
-    "diffusers": ("spotlight/models/", "spotlight/export.py"),
+    "diffusers": ("spotlight/models/", "spotlight/export.py", "spotlight/sequence.py"),
     "distributed": ("graphs/", "cluster/", *ROOF),
     "onnxruntime": ("spotlight/rewards.py",),
     "peft": ("spotlight/models/", "spotlight/export.py"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,8 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from pipelines import PX_PER_TOKEN, TEXT_DIM, checkpoint_scheduler, tiny_qwen_image
 from spotlight.models.base import LORA_TARGETS, Conditioning
 from spotlight.models.qwen_image import NEGATIVE, TEXT_MULTIPLE, QwenImage
+from spotlight.models.tiny_text import TinyText
+from spotlight.node import Node
 from spotlight.records import SpotlightError
 
 HEIGHT_PX, WIDTH_PX = 16, 32
@@ -65,6 +69,128 @@ def perturb(model: QwenImage) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+# The node's memory
+
+
+def mapped_from(folder: Path) -> list[range]:
+    """The addresses at which this process has mapped files that lie under a folder."""
+    spans = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if f"{folder}/" in line
+    )
+    return [range(int(first, 16), int(end, 16)) for first, end in spans]
+
+
+def copied(parameters: Iterable[Tensor], folder: Path) -> int:
+    spans = mapped_from(folder)
+    return sum(not any(value.data_ptr() in span for span in spans) for value in parameters)
+
+
+def blank(file: Path) -> None:
+    """Overwrite the tensors, and let nobody notice who does not read them."""
+    before = file.stat()
+    file.write_bytes(bytes(before.st_size))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_networks_on_a_node_are_views_of_its_memory_and_the_checkpoint_is_read_once(
+    directory: Path, cache: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    checkpoint = shutil.copytree(directory, tmp_path / "checkpoint")
+    alone = loaded(directory, cache, dtype)
+    node = Node(tmp_path / "node")
+
+    QwenImage.load(str(checkpoint), CPU, dtype, node)
+    for part in ("transformer", "vae"):
+        blank(checkpoint / part / "diffusion_pytorch_model.safetensors")
+    joiner = QwenImage.load(str(checkpoint), CPU, dtype, node)
+    joiner.preload(TEXTS, cache)
+
+    for networks in zip(networks_of(joiner), networks_of(alone), strict=True):
+        ours, expected = (network.state_dict() for network in networks)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+        assert copied(ours.values(), node.root) == 0
+    assert torch.equal(predicted(joiner), predicted(alone))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_training_on_a_node_leaves_its_memory_as_it_was(
+    directory: Path, cache: Path, tmp_path: Path, rank: int
+) -> None:
+    node = Node(tmp_path / "node")
+    trained, other = (QwenImage.load(str(directory), CPU, torch.float32, node) for _ in range(2))
+    for model in (trained, other):
+        model.preload(TEXTS, cache)
+        model.make_trainable(rank=rank, alpha=0, seed=0)
+    before = predicted(other)
+
+    perturb(trained)
+
+    assert not torch.equal(predicted(trained), before)
+    assert torch.equal(predicted(other), before)
+    assert (
+        copied((weight for name, weight in trained.transformer.named_parameters() if "lora" not in name), node.root)
+        == 0
+    )
+
+
+def test_a_changed_checkpoint_is_read_anew(directory: Path, tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(directory, tmp_path / "checkpoint")
+    node = Node(tmp_path / "node")
+    QwenImage.load(str(checkpoint), CPU, torch.float32, node)
+    file = checkpoint / "transformer" / "diffusion_pytorch_model.safetensors"
+    changed = {name: value + 1 for name, value in load_file(file).items()}
+    save_file(changed, file, metadata={"format": "pt"})
+
+    model = QwenImage.load(str(checkpoint), CPU, torch.float32, node)
+
+    torch.testing.assert_close(model.transformer.state_dict(), changed, rtol=0, atol=0)
+
+
+def test_a_damaged_checkpoint_is_named_and_leaves_nothing_on_the_node(directory: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(directory, tmp_path / "damaged")
+    file = damaged / "vae" / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    node = Node(tmp_path / "node")
+
+    with pytest.raises(SpotlightError, match="damaged or cut short"):
+        QwenImage.load(str(damaged), CPU, torch.float32, node)
+
+    assert not list(node.root.glob("*made-*"))
+
+
+def test_a_node_without_room_leaves_reading_to_the_checkpoint(
+    directory: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = loaded(directory, cache)
+    used = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: used._replace(free=0))
+
+    model = QwenImage.load(str(directory), CPU, torch.float32, Node(tmp_path / "node"))
+    model.preload(TEXTS, cache)
+
+    assert torch.equal(predicted(model), predicted(alone))
+    assert copied(model.transformer.parameters(), tmp_path / "node") == len(list(model.transformer.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_embedded_model_is_a_view_of_the_nodes_memory(tmp_path: Path, dtype: torch.dtype) -> None:
+    node = Node(tmp_path / "node")
+    alone = TinyText.load("", CPU, dtype)
+
+    shared = [TinyText.load("", CPU, dtype, node) for _ in range(2)]
+
+    for model in shared:
+        torch.testing.assert_close(model.state(), alone.state(), rtol=0, atol=0)
+        assert copied(model.state().values(), node.root) == 0
+        assert model.transformer.dtype == dtype
+        assert not model.parameters()
+
+
+def networks_of(model: QwenImage) -> tuple[torch.nn.Module, torch.nn.Module]:
+    return model.transformer, model._pipeline.vae
 
 
 # Texts

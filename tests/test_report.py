@@ -16,8 +16,11 @@ import pytest
 from matplotlib.image import imread
 
 from spotlight import config
+from spotlight.__main__ import main
 from spotlight.records import SpotlightError
 from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, write_report
+from spotlight.report.facts import read
+from spotlight.report.money import rows
 
 START_S = 1_700_000_000.0
 ITERATION_S, TRAIN_S = 4.0, 1.5
@@ -221,6 +224,72 @@ def test_without_a_summary_the_records_are_added_up(tmp_path: Path) -> None:
     usd = (33 * 10.47 + (17.4 - 0.25 + 33 - 24.4) * 2.66) / 3600
 
     assert f"${usd:.2f}" in page_of(run_dir)
+
+
+def test_the_page_says_where_every_dollar_went(finished: Path) -> None:
+    page = (finished / "report.html").read_text(encoding="utf-8")
+
+    (section,) = re.findall(r"<h2>Where the dollars went</h2>.*?</section>", page, flags=re.DOTALL)
+
+    # The reserved worker lives from 0 s to the last moment, 1 + 8 x 4 = 33 s.
+    assert "<td>33.0</td>" in section
+    assert all(name in section for name in ("rollout", "train", "explore", "idle", "start-up", "dropped exploration"))
+    assert "repeated steps" not in section
+    assert "<td>100.0%</td>" in section
+
+
+def test_the_ledger_and_the_curve_of_dollars_end_alike(finished: Path) -> None:
+    facts = read(finished)
+
+    _, pools, reserved_only = facts.money()
+
+    assert {pool: usd[-1] for pool, usd in pools.items()} == pytest.approx(
+        {pool: facts.ledger.usd(pool=pool) for pool in pools}
+    )
+    assert reserved_only[-1] == pytest.approx(facts.ledger.usd_reserved_only)
+
+
+def test_the_rows_of_the_account_add_up(finished: Path) -> None:
+    ledger = read(finished).ledger
+
+    *parts, whole = rows(ledger)
+
+    assert sum(sum(row.seconds.values()) for row in parts if not row.is_sum) == pytest.approx(ledger.seconds())
+    assert sum(row.share for row in parts if row.is_sum) == pytest.approx(whole.share) == pytest.approx(1.0)
+
+
+def test_the_shell_says_what_a_run_cost(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["cost", str(finished)])
+
+    out = capsys.readouterr().out
+    assert status == 0
+    assert all(name in out for name in ("rollout", "wasted", "per iteration (8)", "reserved workers alone"))
+    assert "as far as it is recorded" not in out
+
+
+def test_the_shell_gives_machines_every_column(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["cost", str(finished), "--json"])
+
+    account = json.loads(capsys.readouterr().out)
+    assert account["seconds"] == pytest.approx(sum(entry["seconds"] for entry in account["entries"]))
+    assert account["usd"] == pytest.approx(sum(account["usd_by_pool"].values()))
+    assert account["usd_per_iteration"] == pytest.approx(account["usd"] / 8)
+
+
+def test_the_cost_of_a_run_without_workers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["cost", str(write_run(tmp_path / "run", until="history.jsonl"))])
+
+    assert status == 1
+    assert "no finished task is recorded yet" in capsys.readouterr().err
+
+
+def test_the_cost_of_a_run_that_has_not_ended_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / "summary.json").unlink()
+
+    main(["cost", str(run_dir)])
+
+    assert "as far as it is recorded" in " ".join(capsys.readouterr().out.split())
 
 
 def test_unreadable_images_cost_only_the_grid(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from graphs.loop import Loop, synchronous
 from kills import KillWorkers, client_of
 from runs import ROOT, NoWatch, outcome, settings_file, spotlight, start, wait_for
 from spotlight import config
+from spotlight.costs import life_from_json
+from spotlight.decisions import differing
 from spotlight.records import Stopped
 from spotlight.run import Run
-from spotlight.rundir import HISTORY, SPANS, RunDir
+from spotlight.rundir import DECISIONS, HISTORY, SPANS, WORKERS, RunDir
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,37 @@ def test_a_run_leaves_what_a_person_looks_for(undisturbed: Path) -> None:
     assert summary["iterations"] == 3
     assert summary["usd"] > 0
     assert 0 < summary["first_image_s"] < summary["wall_s"]
+
+
+def test_the_ledger_of_a_run_adds_up_to_the_time_of_its_workers(undisturbed: Path) -> None:
+    lives = [life_from_json(row) for row in RunDir.open(undisturbed).rows(WORKERS)]
+
+    status, printed = Run.resume(undisturbed).status, spotlight("cost", undisturbed, "--json")
+
+    account = json.loads(printed.stdout)
+    alive_s = sum((life.left_s or 0) - life.joined_s for life in lives)
+    assert account["seconds"] == pytest.approx(alive_s)
+    assert account["usd"] == pytest.approx(status.usd) == pytest.approx(sum(status.usd_by_pool.values()))
+    assert (account["usd_wasted"], account["usd_reserved_only"]) == (status.usd_wasted, status.usd_reserved_only)
+    assert 0 < status.usd_wasted < status.usd
+
+
+def test_every_decision_of_a_run_is_made_again_from_its_log(undisturbed: Path) -> None:
+    rows = RunDir.open(undisturbed).rows(DECISIONS)
+
+    assert {row["decision"] for row in rows} == {"plan", "allocate"}
+    assert list(differing(rows)) == []
+
+
+def test_a_logged_decision_that_was_another_is_found(undisturbed: Path) -> None:
+    rows = RunDir.open(undisturbed).rows(DECISIONS)
+    plan = next(row for row in rows if row["decision"] == "plan" and row["launches"])
+    allocation = next(row for row in rows if row["decision"] == "allocate")
+
+    plan["launches"] = plan["launches"][1:]
+    allocation["chunks"] = allocation["chunks"][1:]
+
+    assert list(differing(rows)) == [row for row in rows if row in (plan, allocation)]
 
 
 def test_the_synchronous_scheduler_gets_the_same(undisturbed: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from spotlight import weights
+from spotlight.node import Node, NotOnNode
 from spotlight.records import SpotlightError, WeightsRef
 from spotlight.weights import Part
 
@@ -197,6 +198,70 @@ def test_only_versions_to_keep_stay(tmp_path: Path) -> None:
 
     assert versions(tmp_path) == [".staged-v00004", "v00000", "v00003"]
     assert weights.load(tmp_path, refs[3]).keys() == tensors(3).keys()
+
+
+def test_a_version_comes_to_a_node_once_and_is_mapped_there(tmp_path: Path) -> None:
+    ref = publish(tmp_path, 1)
+    node = Node(tmp_path / "node")
+
+    first = weights.load(tmp_path, ref, node=node)
+    alter(tmp_path / "weights" / "v00001" / "weights.safetensors")
+    first["b.up"].zero_()  # private to this mapping
+    second = weights.load(tmp_path, ref, node=node)
+
+    torch.testing.assert_close(second, tensors(1), rtol=0, atol=0)
+    assert node.holds(ref.sha256)
+
+
+def test_a_peer_is_asked_before_the_store(tmp_path: Path) -> None:
+    ref = publish(tmp_path, 1)
+    there, here = Node(tmp_path / "there"), Node(tmp_path / "here")
+    weights.bring(tmp_path, ref, there)
+    alter(tmp_path / "weights" / "v00001" / "weights.safetensors")
+
+    loaded = weights.load(tmp_path, ref, node=here, peers=[there.read])
+
+    torch.testing.assert_close(loaded, tensors(1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("harm", [truncate, alter, Path.unlink])
+def test_a_damaged_store_is_named_with_a_node_as_without(tmp_path: Path, harm: Callable[[Path], object]) -> None:
+    ref = publish(tmp_path, 1)
+    harm(tmp_path / "weights" / "v00001" / "weights.safetensors")
+
+    refusals = []
+    for node in (None, Node(tmp_path / "node")):
+        with pytest.raises(SpotlightError) as refused:
+            weights.load(tmp_path, ref, node=node)
+        refusals.append(str(refused.value))
+
+    assert refusals[0] == refusals[1]
+
+
+def test_a_node_does_not_serve_another_runs_version(tmp_path: Path) -> None:
+    ref = publish(tmp_path, 1)
+    node = Node(tmp_path / "node")
+    weights.bring(tmp_path, ref, node)
+    other = tmp_path / "other"
+    weights.stage(other, 1, tensors(2), {}, {})
+    weights.publish(other, 1)
+
+    with pytest.raises(SpotlightError, match=f"expected weights with sha256 {ref.sha256}"):
+        weights.load(other, ref, node=node)
+
+
+def test_a_node_without_room_leaves_reading_to_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref = publish(tmp_path, 1)
+    node = Node(tmp_path / "node")
+    used = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: used._replace(free=0))
+
+    with pytest.raises(NotOnNode, match="no room"):
+        weights.bring(tmp_path, ref, node)
+    loaded = weights.load(tmp_path, ref, node=node)
+
+    torch.testing.assert_close(loaded, tensors(1), rtol=0, atol=0)
+    assert not node.holds(ref.sha256)
 
 
 PUBLISH_FOR_EVER = """

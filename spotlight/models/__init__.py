@@ -16,10 +16,14 @@ from spotlight.models.base import Model as Model
 
 if TYPE_CHECKING:
     from spotlight.config import ModelSection
+    from spotlight.node import Node
 
 
-def load(settings: ModelSection) -> Model:
+def load(settings: ModelSection, node: Node | None = None) -> Model:
     """The model that the settings name, on its device, ready to be trained or sampled.
+
+    Args:
+        node: holds the base weights for all its processes, so that only the first of them reads the checkpoint.
 
     Raises:
         SpotlightError: the directory is not a pipeline of that family, or a file in it is damaged.
@@ -33,7 +37,7 @@ def load(settings: ModelSection) -> Model:
     if settings.name == "tiny-text":
         from spotlight.models.tiny_text import TinyText
 
-        return TinyText.load(settings.path, torch.device(device), dtype)
+        return TinyText.load(settings.path, torch.device(device), dtype, node)
     from spotlight.models.qwen_image import QwenImage
 
-    return QwenImage.load(settings.path, torch.device(device), dtype)
+    return QwenImage.load(settings.path, torch.device(device), dtype, node)

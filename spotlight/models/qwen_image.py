@@ -31,6 +31,7 @@ from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from spotlight.models.base import Conditioning, Model
+from spotlight.node import Node, NotOnNode, fingerprint
 from spotlight.records import SpotlightError
 from spotlight.rundir import atomic_write
 
@@ -52,8 +53,12 @@ class QwenImage(Model):
         """Encoded tokens (T, D) by text, without padding."""
 
     @classmethod
-    def load(cls, path: str, device: torch.device, dtype: torch.dtype) -> QwenImage:
+    def load(cls, path: str, device: torch.device, dtype: torch.dtype, node: Node | None = None) -> QwenImage:
         """Load all but the text encoder from a directory that ``save_pretrained`` wrote.
+
+        Args:
+            node: holds the networks for all its processes. The first one reads the checkpoint; on the CPU the
+                parameters are views of the node's memory, on a GPU they are copied from there.
 
         Raises:
             SpotlightError: the directory is not a Qwen-Image pipeline, or a file in it is damaged.
@@ -68,7 +73,8 @@ class QwenImage(Model):
             "tokenizer": None,
         }
         for name, kind in (("vae", AutoencoderKLQwenImage), ("transformer", QwenImageTransformer2DModel)):
-            parts[name] = _weights(kind, directory, name, torch_dtype=dtype).to(device)
+            source = _on_node(node, kind, directory, name, dtype) if node else directory
+            parts[name] = _weights(kind, source, name, torch_dtype=dtype).to(device)
         return cls(directory, QwenImagePipeline(**parts), device)
 
     def preload(self, texts: Sequence[str], cache: Path | None = None) -> None:
@@ -237,6 +243,24 @@ def _weights(kind: Any, directory: Path, name: str, **dtype: torch.dtype) -> Any
             "copy the pipeline anew"
         )
     return network.requires_grad_(False).eval()
+
+
+def _on_node(node: Node, kind: Any, directory: Path, name: str, dtype: torch.dtype) -> Path:
+    """The node's copy of one network, in the layout and place of the checkpoint's but already of this dtype.
+
+    Loading from it copies nothing: diffusers maps a file whose dtype is the one wanted. Without room on the
+    node, it is the checkpoint itself.
+    """
+    files = [file for file in (directory / name).glob("*") if file.is_file()]
+    key = fingerprint(files, name, str(dtype))
+
+    def write(copy: Path) -> None:
+        _weights(kind, directory, name, torch_dtype=dtype).save_pretrained(copy / name)
+
+    try:
+        return node.make(key, write, size_bytes=sum(file.stat().st_size for file in files))
+    except NotOnNode:
+        return directory
 
 
 def _require_whole(file: Path) -> None:

@@ -15,10 +15,11 @@ import torch
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from spotlight.models.base import Conditioning, Model
+from spotlight.node import Node, NotOnNode, fingerprint, map_tensors
 from spotlight.records import SpotlightError
 from spotlight.rewards import quoted_target
 
@@ -50,17 +51,21 @@ class TinyText(Model):
         self.places = nn.Embedding(TEXT_TOKENS, TEXT_DIM)
 
     @classmethod
-    def load(cls, path: str, device: torch.device, dtype: torch.dtype) -> TinyText:
-        """The embedded weights, or those of another file that ``examples/pretrain_tiny.py`` wrote."""
+    def load(cls, path: str, device: torch.device, dtype: torch.dtype, node: Node | None = None) -> TinyText:
+        """The embedded weights, or those of another file that ``examples/pretrain_tiny.py`` wrote.
+
+        Args:
+            node: holds them for all its processes: on the CPU, the parameters are views of its memory.
+        """
         model = cls()
         file = Path(path) if path else WEIGHTS
         try:
-            state = load_file(file)
+            mapped = _on_node(node, file, dtype) if node else None
+            model.load_state(load_file(file) if mapped is None else mapped, assign=mapped is not None)
         except (SafetensorError, OSError) as error:
             raise SpotlightError(
                 f"{file}: not a readable weights file ({error}); restore it or pre-train anew"
             ) from None
-        model.load_state(state)
         model.device = device
         parts: tuple[nn.Module, ...] = (model.transformer, model.letters, model.places)
         for part in parts:
@@ -78,10 +83,12 @@ class TinyText(Model):
             f"{part}.{name}": value for part, module in parts.items() for name, value in module.state_dict().items()
         }
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor], *, assign: bool = False) -> None:
+        """Copy what `state` returned into the parameters, or ``assign`` the given tensors to them."""
         for part, module in (("transformer", self.transformer), ("letters", self.letters), ("places", self.places)):
             prefix = f"{part}."
-            module.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+            own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            module.load_state_dict(own, assign=assign)
 
     def preload(self, texts: Sequence[str], cache: Path | None = None) -> None:
         """Nothing is worth keeping, but what cannot be drawn is found before the run begins.
@@ -125,6 +132,18 @@ class TinyText(Model):
         pixels = x_BNC.view(-1, rows, columns, PATCH_PX, PATCH_PX).permute(0, 1, 3, 2, 4)
         grey = pixels.reshape(-1, height_px, width_px, 1).add(1).mul(127.5).round().clamp(0, 255)
         return np.repeat(grey.to(torch.uint8).cpu().numpy(), 3, axis=-1)
+
+
+def _on_node(node: Node, file: Path, dtype: torch.dtype) -> dict[str, Tensor] | None:
+    """The weights in this dtype, mapped from the node's memory; None without room there."""
+
+    def write(copy: Path) -> None:
+        save_file({name: value.to(dtype) for name, value in load_file(file).items()}, copy)
+
+    try:
+        return map_tensors(node.make(fingerprint([file], str(dtype)), write, size_bytes=file.stat().st_size))
+    except NotOnNode:
+        return None
 
 
 def patches(images: NDArray[np.uint8]) -> Tensor:

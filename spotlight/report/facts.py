@@ -8,34 +8,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from spotlight.books import pool_prices, read_lives, read_spans, run_ledger, step_s
 from spotlight.config import Config
-from spotlight.costs import (
-    SECONDS_PER_H,
-    Span,
-    Window,
-    WorkerLife,
-    busy_intervals,
-    life_from_json,
-    span_from_json,
-    useful,
-)
+from spotlight.costs import Ledger, Price, Span, Window, WorkerLife, absolute, pool_usd, segments
 from spotlight.records import SpotlightError
 from spotlight.report.palette import PHASE_COLOURS, base_phase
-from spotlight.rundir import HISTORY, SPANS, SUMMARY, VALIDATION, WORKERS, RunDir
+from spotlight.rundir import HISTORY, SUMMARY, VALIDATION, RunDir
 
 Lane = tuple[str, str]
 """``(pool, worker)``: a row of a timeline."""
-Record = TypeVar("Record")
 
 ZOOM_MARGIN = 2
 """Iterations shown on either side of the one that a timeline looks at closely."""
@@ -68,15 +59,12 @@ class Facts:
     spans: list[Span]
     workers: list[WorkerLife]
     summary: dict[str, Any]
+    prices: dict[str, Price]
+    """What a worker costs, by pool."""
+    ledger: Ledger
     whole: Window
     """From 0 to the last moment that anything is known of."""
     missing: list[str]
-
-    @property
-    def usd_per_h(self) -> dict[str, float]:
-        """The price of a worker, by pool."""
-        pools = self.settings.pools
-        return {"reserved": pools.reserved.usd_per_h, "spot": pools.spot.usd_per_h}
 
     def lanes(self) -> list[Lane]:
         """Every worker, reserved ones first, then by name with numbers in order."""
@@ -128,19 +116,14 @@ class Facts:
     def money(self) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]], NDArray[np.float64]]:
         """Times, the dollars spent by then in each pool, and the reserved-only price of the work by then."""
         at_s = np.linspace(*self.whole, MONEY_POINTS)
-
-        def spent(intervals: Iterable[Window], usd_per_h: float) -> NDArray[np.float64]:
-            seconds = np.zeros_like(at_s)
-            for start_s, stop_s in intervals:
-                seconds += np.clip(at_s - start_s, 0, stop_s - start_s)
-            return seconds / SECONDS_PER_H * usd_per_h
-
-        pools = {
-            pool: spent((stay for lane, stay in self.alive() if lane[0] == pool), usd_per_h)
-            for pool, usd_per_h in self.usd_per_h.items()
-        }
-        busy = [interval for worker in busy_intervals(useful(self.spans)).values() for interval in worker]
-        return at_s, pools, spent(busy, self.usd_per_h["reserved"])
+        spent = [pool_usd(self.workers, self.prices, (0.0, until_s)) for until_s in at_s]
+        pools = {pool: np.array([usd.get(pool, 0.0) for usd in spent]) for pool in self.prices}
+        reserved_only = np.zeros_like(at_s)
+        for part in segments(self.spans, self.workers, self.whole, step_s=step_s(self.settings, self.spans)):
+            if part.kind == "useful":
+                done = np.clip((at_s - part.start_s) / (part.stop_s - part.start_s), 0, 1)
+                reserved_only += done * self.prices["reserved"].usd(part.start_s, part.stop_s)
+        return at_s, pools, reserved_only
 
     def curve(self, name: str) -> pd.Series[float] | None:
         """A metric over iterations, where the run has it at all and it is a number."""
@@ -166,7 +149,7 @@ def read(run_dir: Path) -> Facts:
     """
     run = RunDir.open(run_dir)
     history, validation = history_frame(run_dir), run.rows(VALIDATION)
-    spans, workers = _records(run, SPANS, span_from_json), _records(run, WORKERS, life_from_json)
+    spans, workers = read_spans(run), read_lives(run)
     summary = _summary(run.path / SUMMARY)
     absent = {
         "history.jsonl: no iteration has finished, so there is no reward curve": not len(history),
@@ -182,33 +165,26 @@ def read(run_dir: Path) -> Facts:
         *(line["at_s"] for line in validation),
     ]
     zero_s = min(moments_s, default=0.0)
+    settings, whole = run.config(), (0.0, max(moments_s, default=0.0) - zero_s)
+    prices = {pool: price.moved(-zero_s) for pool, price in absolute(pool_prices(settings), workers).items()}
+    spans = [replace(span, start_s=span.start_s - zero_s, stop_s=span.stop_s - zero_s) for span in spans]
+    workers = [
+        replace(life, joined_s=life.joined_s - zero_s, left_s=None if life.left_s is None else life.left_s - zero_s)
+        for life in workers
+    ]
     return Facts(
         dir=run.path,
-        settings=run.config(),
+        settings=settings,
         history=history,
         validation=validation,
-        spans=[replace(span, start_s=span.start_s - zero_s, stop_s=span.stop_s - zero_s) for span in spans],
-        workers=[
-            replace(
-                life,
-                joined_s=life.joined_s - zero_s,
-                left_s=None if life.left_s is None else life.left_s - zero_s,
-            )
-            for life in workers
-        ],
+        spans=spans,
+        workers=workers,
         summary=summary,
-        whole=(0.0, max(moments_s, default=0.0) - zero_s),
+        prices=prices,
+        ledger=run_ledger(settings, spans, workers, prices, whole, run.rows(HISTORY), validation),
+        whole=whole,
         missing=[text for text, is_absent in absent.items() if is_absent],
     )
-
-
-def _records(run: RunDir, journal: str, parse: Callable[[Mapping[str, Any]], Record]) -> list[Record]:
-    try:
-        return [parse(row) for row in run.rows(journal)]
-    except KeyError as error:
-        raise SpotlightError(
-            f"{run.path / journal}: a line has no field {error}; restore the file or delete the line"
-        ) from None
 
 
 def _summary(path: Path) -> dict[str, Any]:

@@ -17,11 +17,13 @@ from bokeh.embed import components
 from bokeh.models import Model
 from bokeh.resources import Resources
 
-from spotlight.costs import dollars, pool_seconds, reserved_only_usd, spot_utilisation
+from spotlight.config import PoolSection
+from spotlight.costs import Ledger, spot_utilisation
 from spotlight.report.facts import Facts, read
+from spotlight.report.money import bought, rows
 from spotlight.report.palette import FAINT, INK, PHASE_COLOURS, RULE
 from spotlight.report.pictures import write_pictures
-from spotlight.report.plots import money_plot, reward_plot, timeline_plot
+from spotlight.report.plots import money_plot, reward_plot, spending_plot, timeline_plot
 from spotlight.rundir import atomic_write
 
 METRICS = {
@@ -81,12 +83,14 @@ def _page(facts: Facts, grid: Path | None) -> str:
         plots["timeline"] = timeline_plot(facts)
     if facts.workers:
         plots["money"] = money_plot(facts)
+        plots["spending"] = spending_plot(facts.ledger)
     script, divs = components(plots) if plots else ("", {})
     sections = [
         _section("Reward", REWARD_NOTE, divs.get("reward", "")),
         _section("What every worker did", TIMELINE_NOTE, divs.get("timeline", "")),
         _section("Before and after", GRID_NOTE, _embedded(grid) if grid else ""),
         _section("Dollars", MONEY_NOTE, divs.get("money", "")),
+        _section("Where the dollars went", SPENDING_NOTE, _spending(facts.ledger, divs.get("spending", ""))),
         _section("Diagnostics", DIAGNOSTICS_NOTE, _diagnostics(facts)),
         _section("Files", html.escape(str(facts.dir)), _files(facts)),
     ]
@@ -119,27 +123,33 @@ def _subtitle(facts: Facts) -> str:
     return (
         f"{settings.model.name}, {settings.train.algorithm}, exploration {settings.strategy.exploration}; "
         f"{pools.reserved.workers} reserved + {pools.spot.workers} spot workers "
-        f"at ${pools.reserved.usd_per_h:.2f} and ${pools.spot.usd_per_h:.2f} per hour; seed {settings.run.seed}"
+        f"at {_price(pools.reserved)} and {_price(pools.spot)} per hour; seed {settings.run.seed}"
     )
+
+
+def _price(pool: PoolSection) -> str:
+    changing = " (changing)" if pool.prices else ""
+    return f"${pool.usd_per_h:.2f}{changing}"
 
 
 def _cards(facts: Facts) -> str:
     """The headline numbers, from the summary where there is one, else worked out from the records."""
     scores = [line["score"] for line in facts.validation]
-    alive_s = pool_seconds(facts.workers, facts.whole)
+    ledger = facts.ledger
     known: dict[str, Any] = {
         "score_before": scores[0] if scores else None,
         "score_after": scores[-1] if len(scores) > 1 else None,
         "iterations": len(facts.history),
         "wall_s": facts.whole[1] or None,
-        "usd": dollars(alive_s, facts.usd_per_h) if alive_s else None,
-        "usd_reserved_only": reserved_only_usd(facts.spans, facts.usd_per_h["reserved"]) if facts.spans else None,
+        "usd": ledger.usd() if ledger.entries else None,
+        "usd_reserved_only": ledger.usd_reserved_only if facts.spans else None,
         "preemptions": len(facts.departures()),
         "first_image_s": None,
     } | facts.summary
     before, after, usd, alone = (known[name] for name in ("score_before", "score_after", "usd", "usd_reserved_only"))
     unknown = before is None or after is None
-    busy = spot_utilisation(facts.spans, facts.workers, facts.whole)
+    share = spot_utilisation(facts.spans, facts.workers, facts.whole)
+    busy = f"{share:.0%}" if ledger.seconds(pool="spot") else "–"
     times = f" ({alone / usd:.1f} ×)" if usd and alone else ""
     cards = [
         (
@@ -150,7 +160,7 @@ def _cards(facts: Facts) -> str:
         ("Wall time", _duration(known["wall_s"]), f"first image after {_duration(known['first_image_s'])}"),
         ("Iterations", str(known["iterations"]), f"of {facts.settings.run.iterations} asked for"),
         ("Cost", _number(usd, ".2f", "$"), f"reserved workers alone: {_number(alone, '.2f', '$')}{times}"),
-        ("Spot workers busy", f"{busy:.0%}" if alive_s.get("spot") else "–", "of the seconds that were paid for"),
+        ("Spot workers busy", busy, "of the seconds that were paid for"),
         ("Preemptions", str(known["preemptions"]), "spot workers lost on the way"),
     ]
     return "".join(
@@ -183,6 +193,23 @@ def _diagnostics(facts: Facts) -> str:
             rows.append(f"<tr><th>{html.escape(name)}<i>{note}</i></th><td>{_sparkline(values)}</td>{numbers}</tr>")
     head = "<tr><td></td><td>over the run</td><td>first</td><td>last</td><td>mean</td></tr>"
     return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>" if rows else ""
+
+
+def _spending(ledger: Ledger, plot: str) -> str:
+    """The plot, what the dollars bought, and a row per kind of work and of waste."""
+    if not plot:
+        return ""
+    pools = sorted({entry.pool for entry in ledger.entries})
+    heads = "".join(f"<td>{html.escape(pool)} s</td><td>$</td>" for pool in pools)
+    lines = []
+    for row in rows(ledger):
+        cells = "".join(f"<td>{row.seconds[pool]:,.1f}</td><td>{row.usd[pool]:.4f}</td>" for pool in pools)
+        name = f"<b>{html.escape(row.name)}</b>" if row.is_sum else html.escape(row.name)
+        total = f"<td>{sum(row.usd.values()):.4f}</td><td>{row.share:.1%}</td>"
+        lines.append(f"<tr><th>{name}<i>{row.note}</i></th>{cells}{total}</tr>")
+    head = f"<tr><td></td>{heads}<td>both $</td><td>share</td></tr>"
+    facts = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in bought(ledger))
+    return f"{plot}<table><thead>{head}</thead><tbody>{''.join(lines)}</tbody></table><table>{facts}</table>"
 
 
 def _sparkline(values: pd.Series[float]) -> str:
@@ -219,6 +246,11 @@ MONEY_NOTE = (
     "What the workers cost from joining to leaving, idle time included. "
     "The dashed line prices the same busy seconds on reserved workers alone: the least that such a run could have cost."
 )
+SPENDING_NOTE = (
+    "Every second of every worker, in one column each. Wasted: idle without work, start-up until the first task, "
+    "exploration that the end of training called off, and steps that a preemption lost or that were done twice. "
+    "A point is a hundredth of the validation score."
+)
 DIAGNOSTICS_NOTE = "One value per iteration."
 
 _PAGE = Template("""<!DOCTYPE html>
@@ -245,7 +277,7 @@ section > img { display: block; max-width: 100%; margin: 0 auto; }
 .cards span { font-size: 12.5px; color: $faint; }
 aside { background: #fff6e5; border: 1px solid #f8d08a; border-radius: 12px; padding: 12px 18px; margin: 0 0 14px; }
 aside ul { margin: 4px 0 0; padding-left: 20px; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; width: 100%; margin-top: 12px; font-variant-numeric: tabular-nums; }
 td { text-align: right; padding: 5px 10px; }
 th { text-align: left; font-weight: 500; padding: 5px 10px 5px 0; }
 th i { display: block; font-style: normal; font-weight: 400; font-size: 12.5px; color: $faint; }

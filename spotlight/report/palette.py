@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import re
+from spotlight.costs import base_phase
+
+__all__ = ["PHASE_COLOURS", "POOL_COLOURS", "WASTE_COLOURS", "base_phase", "phase_colour"]
 
 PHASE_COLOURS = {
     "rollout": "#3f7fd6",
@@ -17,13 +19,13 @@ PHASE_COLOURS = {
     "validate": "#5f9e94",
 }
 """Blue makes samples, violet learns from them, amber explores; in the order of an iteration."""
-ALIASES = {"refill": "rollout", "validate-score": "validate", "validate-images": "validate"}
-"""Phases that are a part of another one, or its work done again."""
 POOL_COLOURS = {"reserved": "#475569", "spot": "#1f9e8f"}
 INK, FAINT, AXIS, RULE = "#1d2433", "#6b7485", "#b4bac5", "#eceef2"
 """Text, its fainter kind, axes, and the lines of grids and tables."""
 OTHER, LOST, ALIVE = "#c3c9d2", "#d3323a", "#e9ecf1"
 """A phase of no colour, a preemption, a worker that is there whether it works or not."""
+WASTE_COLOURS = {"idle": "#dfe3ea", "start-up": "#b9c1cf", "dropped": "#f9d7a5", "lost": LOST, "redone": "#e88a8f"}
+"""Seconds that were paid for and bought nothing, by kind."""
 CALLED_OFF_ALPHA = 0.4
 """Of work that was dropped or stopped, so that what counted stands out."""
 
@@ -31,9 +33,3 @@ CALLED_OFF_ALPHA = 0.4
 def phase_colour(phase: str) -> str:
     """The phase's colour; grey where it has none."""
     return PHASE_COLOURS.get(base_phase(phase), OTHER)
-
-
-def base_phase(phase: str) -> str:
-    """The phase as people count it: ``explore-r2`` is a round of ``explore``, a refill is a rollout."""
-    phase = re.sub(r"-r\d+$", "", phase)
-    return ALIASES.get(phase, phase)

@@ -1,4 +1,4 @@
-"""Draws the page's plots with Bokeh: reward, timeline and dollars, to hover over, drag and zoom."""
+"""Draws the page's plots with Bokeh: reward, timeline, dollars and where they went, to hover over, drag and zoom."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from spotlight.costs import Span
+from spotlight.costs import Ledger, Span
 from spotlight.report.facts import Facts
+from spotlight.report.money import rows
 from spotlight.report.palette import (
     ALIVE,
     AXIS,
@@ -109,6 +110,40 @@ def money_plot(facts: Facts) -> Plot:
     rows = [("at", "@at{0} s"), *((name, f"@{name}{{$0.000}}") for name in names), ("together", "@total{$0.000}")]
     tooltips = [*rows, ("reserved only", "@reserved_only{$0.000}")]
     plot.add_tools(HoverTool(renderers=[line], tooltips=tooltips, mode="vline", visible=False))
+    _legend(plot)
+    return plot
+
+
+def spending_plot(ledger: Ledger) -> Plot:
+    """Dollars of each pool: useful work by phase, then, hatched, what was wasted."""
+    pools = sorted({entry.pool for entry in ledger.entries}, reverse=True)  # the axis begins at the bottom
+    plot = _plot(120 + 52 * len(pools), tools="save", y_range=FactorRange(factors=pools), x_axis_label="US dollars")
+    plot.ygrid.grid_line_color = None
+    plot.yaxis.axis_line_color = plot.yaxis.major_tick_line_color = None
+    plot.xaxis.formatter = NumeralTickFormatter(format="$0.00[00]")
+    plot.x_range.start = 0
+    left = dict.fromkeys(pools, 0.0)
+    for row in rows(ledger):
+        if row.is_sum:
+            continue
+        shown = [pool for pool in pools if row.usd[pool]]
+        right = {pool: left[pool] + row.usd[pool] for pool in shown}
+        source = ColumnDataSource(
+            {
+                "pool": shown,
+                "left": [left[pool] for pool in shown],
+                "right": list(right.values()),
+                "usd": [row.usd[pool] for pool in shown],
+                "seconds": [row.seconds[pool] for pool in shown],
+            }
+        )
+        left |= right
+        style: Any = {"color": row.colour, "line_color": "white"}
+        if row.is_waste:
+            style |= {"hatch_pattern": "/", "hatch_color": "white", "hatch_scale": 14, "hatch_weight": 1.2}
+        bar = plot.hbar("pool", 0.62, "left", "right", source=source, **style, legend_label=row.name)
+        tooltips = [("", f"{row.name}, @pool"), ("dollars", "@usd{$0.0000}"), ("time", "@seconds{0,0.0} s")]
+        plot.add_tools(HoverTool(renderers=[bar], tooltips=tooltips, visible=False))
     _legend(plot)
     return plot
 

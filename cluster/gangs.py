@@ -1,0 +1,120 @@
+"""What the placer remembers of each request: its shards, its gang, how far it is. It decides and sends nothing.
+
+Knows no Dask: a shard is a key, a worker a name. A request's gang is formed, runs, and is done or breaks;
+it counts as broken until its last shard has come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spotlight.policy import Pool, Running, Waiting
+
+GATED: dict[str, tuple[Pool, ...]] = {"any": ("reserved", "spot"), "spot": ("spot",), "reserved": ("reserved",)}
+"""Pool annotation of a gated task to the pools it may run in, the preferred one first."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Gang:
+    """A request and whoever runs it."""
+
+    name: str
+    iteration: int
+    exploring: bool
+    pools: tuple[Pool, ...]
+    order: int
+    widths: tuple[int, ...]
+    keys: list[Any] = field(default_factory=list)
+    """By shard."""
+    epoch: int = 0
+    """Formings so far."""
+    members: dict[Any, str] = field(default_factory=dict)
+    """Worker of each shard at work, by its key."""
+    width: int = 0
+    """Of the present forming, or of the last."""
+    breaking: bool = False
+    planned: bool = False
+    """It was asked to form anew."""
+    held: tuple[str, ...] = ()
+    """Survivors of the last forming."""
+    step: int = 0
+    """Committed, as far as was reported."""
+    steps: int = 0
+    best: int = 0
+    """Step that any forming got to."""
+    losses: int = 0
+    fruitless: int = 0
+    """Losses in a row without a new step."""
+    started_s: float = 0.0
+    resumed_at: int = 0
+
+    def shard(self, key: Any) -> int:
+        return self.keys.index(key)
+
+    def form(self, members: dict[Any, str]) -> None:
+        """Begin a new forming."""
+        self.epoch += 1
+        self.members, self.width, self.held = members, len(members), ()
+        self.breaking = self.planned = False
+        self.step = self.resumed_at = 0
+        self.started_s = 0.0
+
+    def begin(self, step: int, steps: int, now_s: float) -> None:
+        """The first rank found where to go on."""
+        self.step = self.resumed_at = step
+        self.steps, self.started_s = steps, now_s
+
+    def advance(self, step: int) -> None:
+        self.step = step
+        if step > self.best:
+            self.best, self.fruitless = step, 0
+
+    def lose(self) -> None:
+        """A forming ended that should not have."""
+        self.losses += 1
+        self.fruitless += 1
+
+    def waiting(self, parked: int) -> Waiting:
+        """As the policy sees it between two formings.
+
+        A shard whose result was lost comes back alone. Its request is done, and whoever runs it finds that, so
+        that any width will do.
+        """
+        widths = self.widths if parked >= self.widths[0] else (parked,)
+        return Waiting(
+            id=self.name,
+            pools=self.pools,
+            order=self.order,
+            exploring=self.exploring,
+            losses=self.epoch,
+            widths=widths,
+            slots=parked,
+            held=self.held,
+        )
+
+    def running(self, pool: Pool, node: str, slots: int, now_s: float) -> Running:
+        """As the policy sees it at work."""
+        done = self.step - self.resumed_at
+        pace_s = (now_s - self.started_s) / done if done else 0.0
+        return Running(
+            id=self.name,
+            workers=tuple(self.members.values()),
+            pool=pool,
+            node=node,
+            widths=self.widths,
+            slots=slots,
+            left_s=pace_s * (self.steps - self.step),
+        )
+
+
+def gang_of(key: Any, shards: int) -> str:
+    """Name of the request that a shard's key belongs to; shards of one request have neighbouring numbers."""
+    layer, index = key
+    return f"{layer}/{index // shards}"
+
+
+def members_of(keys: Sequence[Any], workers: Sequence[str]) -> dict[Any, str]:
+    """The first shards that wait, one a worker, in the order of ranks."""
+    return dict(zip(keys, workers, strict=False))

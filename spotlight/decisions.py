@@ -1,0 +1,81 @@
+"""The log of what was decided from what: enough to make every decision anew and compare.
+
+Pure functions decide; this file turns their inputs and outputs into JSON rows and back. A row of placement says only
+which of the waiting requests changed since the row before, so a long queue is not written again each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from spotlight import explore, policy
+from spotlight.explore import Arm, Beliefs
+from spotlight.policy import Idle, Launch, Running, View, Waiting
+
+
+class PlacementLog:
+    """Rows for one session's placements, in order."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Waiting] = {}
+
+    def row(self, view: View, launches: Sequence[Launch], widened: Sequence[str]) -> dict[str, Any]:
+        changed = [one for one in view.waiting if self._known.get(one.id) != one]
+        self._known |= {one.id: one for one in changed}
+        return {
+            "decision": "plan",
+            "idle": [asdict(one) for one in view.idle],
+            "waiting": [one.id for one in view.waiting],
+            "changed": [asdict(one) for one in changed],
+            "running": [asdict(one) for one in view.running],
+            "nodes": dict(view.nodes),
+            "regroup_s": view.regroup_s,
+            "launches": [asdict(one) for one in launches],
+            "widened": list(widened),
+        }
+
+
+def allocation_row(
+    arms: Sequence[Arm], beliefs: Beliefs, chunks: Sequence[Sequence[int]], **given: Any
+) -> dict[str, Any]:
+    """A row for one round of the bandit; ``given`` are the other arguments of `explore.allocate`."""
+    return {
+        "decision": "allocate",
+        "arms": [asdict(arm) for arm in arms],
+        "beliefs": asdict(beliefs),
+        "given": given,
+        "chunks": [list(chunk) for chunk in chunks],
+    }
+
+
+def differing(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The rows whose decision would be another if it were made now, from the same input."""
+    known: dict[str, Waiting] = {}
+    for row in rows:
+        if row["decision"] == "allocate":
+            if _allocate(row) != [tuple(chunk) for chunk in row["chunks"]]:
+                yield row
+            continue
+        known |= {one["id"]: Waiting(**_tuples(one)) for one in row["changed"]}
+        view = View(
+            idle=tuple(Idle(**one) for one in row["idle"]),
+            waiting=tuple(known[name] for name in row["waiting"]),
+            running=tuple(Running(**_tuples(one)) for one in row["running"]),
+            nodes=row["nodes"],
+            regroup_s=row["regroup_s"],
+        )
+        launches = [Launch(**_tuples(one)) for one in row["launches"]]
+        widened = [] if view.waiting else policy.widen(view)
+        if policy.plan(view) != launches or widened != row["widened"]:
+            yield row
+
+
+def _allocate(row: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    arms = [Arm(**_tuples(arm)) for arm in row["arms"]]
+    return explore.allocate(arms, Beliefs.of(row["beliefs"]), **row["given"])
+
+
+def _tuples(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(one) if isinstance(one, list) else one for name, one in value.items()}

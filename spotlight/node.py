@@ -1,0 +1,309 @@
+"""A node's shared memory: what one process brings in, checked, every process of the node maps.
+
+Bringing in needs no torch, so a light process can do it for the one that owns the device. Under the root,
+a directory in memory, lie ::
+
+    <sha256>.safetensors     a file by the hash of its content, brought in from a peer or the store
+    made-<key>               what a process of this node made for all of them, such as its base weights
+    .<name>.partial          one of these on its way
+    .lock-*, .alive          held while one is on its way; held as long as a process uses the node
+
+Invariants:
+
+- What lies under its final name is whole: it came there by one rename, a received file after its hash was
+  checked. What a kill leaves half done is never used, and is removed by the next that brings anything in.
+- Mappings are private: writing to a mapped tensor changes neither the file nor what others see.
+- A file may be removed at any time: who maps it keeps it, who wants it later brings it in again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from hashlib import sha256 as new_sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+
+from spotlight.records import SpotlightError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Source = Callable[[str, int, int], bytes]
+"""Reads ``(sha256, offset, length)`` of a file, from several threads at once; an OSError if it cannot."""
+
+BLOCK_BYTES = 8 << 20
+"""One read: large beside a round trip's cost, small beside a worker's memory."""
+STREAMS = 4
+"""Reads in flight, so that no stream's round trip leaves the link idle."""
+KEEP_FILES = 3
+"""Rollouts use version k, exploration k or k - 1, validation the average of k."""
+
+_SHARED_MEMORY = Path("/dev/shm")
+_SUFFIX = ".safetensors"
+_NAME = re.compile(r"[0-9a-f]{64}")
+
+
+class NotOnNode(SpotlightError):
+    """A file could not be brought into the node's memory; whoever wants it can still read the store."""
+
+
+class Node:
+    """The shared memory of one node, as one of its processes sees it.
+
+    Args:
+        root: the same for all processes of the node, and nobody else's; made if absent.
+        keep: received files that stay; the least recently used goes when another comes.
+
+    Raises:
+        SpotlightError: the root belongs to another user, who could put anything there.
+    """
+
+    def __init__(self, root: Path, *, keep: int = KEEP_FILES) -> None:
+        self.root = root
+        self._keep = keep
+        weakref.finalize(self, os.close, _hold(root))
+
+    def holds(self, sha256: str) -> bool:
+        """Whether the file with this content is here now."""
+        return self._path(sha256).exists()
+
+    def bring(self, sha256: str, size_bytes: int, sources: Iterable[Source]) -> Path:
+        """The file with this content, from the first source that has it; found here already, it is not read again.
+
+        One process of the node reads, the others wait for it.
+
+        Args:
+            sources: in order of preference; one that fails or sends other bytes is passed over.
+
+        Raises:
+            NotOnNode: there is no room, or no source sent this content; why, one after the other.
+        """
+        path = self._path(sha256)
+        with self._lock(path):
+            with suppress(FileNotFoundError):
+                os.utime(path)  # used now: it is the last to go
+                return path
+            self._clear()
+            refusals = []
+            with self._partial(path, size_bytes) as partial:
+                for number, source in enumerate(sources):
+                    try:
+                        _receive(partial, sha256, size_bytes, source)
+                    except OSError as error:
+                        if _is_full(error):
+                            raise
+                        refusals.append(f"source {number}: {error}")
+                    else:
+                        partial.rename(path)
+                        return path
+        raise NotOnNode(f"{path}: no source sent it ({'; '.join(refusals) or 'none was given'})")
+
+    def make(self, key: str, write: Callable[[Path], object], *, size_bytes: int) -> Path:
+        """What ``write`` writes to the path it is given, a file or a directory; made once, then found.
+
+        One process of the node writes, the others wait for it. It stays as long as the root.
+
+        Args:
+            key: names all that the result depends on, such as `fingerprint` of what it is made from.
+            size_bytes: about what it needs; without that much room, nothing is written.
+
+        Raises:
+            NotOnNode: there is no room.
+        """
+        path = self.root / f"made-{key}"
+        with self._lock(path):
+            if not path.exists():
+                with self._partial(path, size_bytes) as partial:
+                    write(partial)
+                    partial.rename(path)
+        return path
+
+    def read(self, sha256: str, offset: int, length: int) -> bytes:
+        """A range of a file held here: what another node's `bring` asks for.
+
+        Raises:
+            SpotlightError: that is no name of a file; no path ever is.
+            OSError: the file is not here, or not any more.
+        """
+        return from_file(self._path(sha256))(sha256, offset, length)
+
+    def _path(self, sha256: str) -> Path:
+        if not _NAME.fullmatch(sha256):
+            raise SpotlightError(f"{self.root}: files are named by 64 hexadecimal digits, and {sha256!r} is none")
+        return self.root / f"{sha256}{_SUFFIX}"
+
+    @contextmanager
+    def _lock(self, path: Path, *, wait: bool = True) -> Iterator[None]:
+        """Held by one process; let go of however that ends. Files may share a lock: that costs a wait, no more.
+
+        Raises:
+            BlockingIOError: another holds it, and this one does not wait.
+        """
+        shared = new_sha256(path.name.encode()).hexdigest()[:2]  # so that there are 256 of them, never removed
+        with (self.root / f".lock-{shared}").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+
+    @contextmanager
+    def _partial(self, path: Path, size_bytes: int) -> Iterator[Path]:
+        """Where to write what is renamed to ``path`` when it is whole; else it is gone afterwards."""
+        partial = path.with_name(f".{path.name}.partial")
+        _remove(partial)
+        try:
+            free_bytes = shutil.disk_usage(self.root).free
+            if free_bytes < size_bytes:
+                raise OSError(errno.ENOSPC, f"{free_bytes} bytes are free")
+            yield partial
+        except (OSError, SafetensorError) as error:
+            if not _is_full(error):
+                raise
+            raise NotOnNode(
+                f"{path}: no room for {size_bytes} bytes in the node's shared memory ({error}); "
+                "the file system of that directory needs more"
+            ) from None
+        finally:
+            _remove(partial)
+
+    def _clear(self) -> None:
+        """Remove what was not used for longest, and what killed processes left half received."""
+        for partial in self.root.glob(".*.partial"):
+            name = partial.name.removeprefix(".").removesuffix(".partial")
+            with suppress(BlockingIOError), self._lock(self.root / name, wait=False):
+                _remove(partial)
+        with suppress(FileNotFoundError):  # another process clears at the same time
+            newest_first = sorted(self.root.glob(f"*{_SUFFIX}"), key=lambda file: -file.stat().st_mtime_ns)
+            for old in newest_first[self._keep - 1 :]:
+                old.unlink()
+
+
+def shared_root(name: str, *, size_bytes: int = 0) -> Path:
+    """Where the processes of a node agree to meet: in memory, or on its disk if that memory is too small.
+
+    What runs that were killed left behind is freed here.
+
+    Args:
+        name: of the run, and of the node if several are played on one machine.
+        size_bytes: about what the node will hold.
+    """
+    in_memory = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).total >= size_bytes
+    parent = _SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
+    prefix = f"spotlight-{os.getuid()}-"
+    for root in parent.glob(f"{prefix}*"):
+        sweep(root)
+    return parent / f"{prefix}{name}"
+
+
+def sweep(root: Path) -> None:
+    """Remove a node's memory, unless a process still uses it."""
+    with suppress(OSError), (root / ".alive").open("a") as alive:
+        fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        swept = root.with_name(f"{root.name}.swept")
+        root.rename(swept)  # at once, so that whoever comes now makes it anew
+        shutil.rmtree(swept)
+
+
+def map_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the CPU and without a copy: its pages are shared until written to."""
+    from safetensors.torch import load_file
+
+    return load_file(file)
+
+
+def from_file(file: Path) -> Source:
+    """The source that is this one file, whatever name it is asked for."""
+
+    def read(_: str, offset: int, length: int) -> bytes:
+        with file.open("rb") as content:
+            return os.pread(content.fileno(), length, offset)
+
+    return read
+
+
+def fingerprint(files: Iterable[Path], *circumstances: str) -> str:
+    """Names the content of files without reading it: by place, size and time of change, 64 hexadecimal digits."""
+    found = [(str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in sorted(files)]
+    return new_sha256(repr((found, circumstances)).encode()).hexdigest()
+
+
+def _hold(root: Path) -> int:
+    """A descriptor that keeps `sweep` away from the root until it is closed."""
+    while True:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):  # swept between two of these lines: make it anew
+            if (owner := root.stat().st_uid) != os.getuid():
+                raise SpotlightError(f"{root}: belongs to user {owner}, not to you; name another directory")
+            descriptor = os.open(root / ".alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+                if os.path.samestat(os.fstat(descriptor), (root / ".alive").stat()):
+                    return os.dup(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _receive(partial: Path, sha256: str, size_bytes: int, source: Source) -> None:
+    digest = new_sha256()
+    with partial.open("wb") as file:
+        for block in _blocks(sha256, size_bytes, source):
+            digest.update(block)
+            file.write(block)
+    if digest.hexdigest() != sha256:
+        raise OSError(f"expected sha256 {sha256}, came {digest.hexdigest()}")
+
+
+def _blocks(sha256: str, size_bytes: int, source: Source) -> Iterator[bytes]:
+    """A file in order, with a bounded number of reads ahead of the one that is yielded."""
+
+    def read(offset: int) -> bytes:
+        length = min(BLOCK_BYTES, size_bytes - offset)
+        block = source(sha256, offset, length)
+        if len(block) != length:
+            raise OSError(f"expected {length} bytes at {offset}, came {len(block)}")
+        return block
+
+    ahead: deque[Future[bytes]] = deque()
+    streams = ThreadPoolExecutor(STREAMS)
+    try:
+        for offset in range(0, size_bytes, BLOCK_BYTES):
+            ahead.append(streams.submit(read, offset))
+            if len(ahead) > STREAMS:
+                yield _first(ahead)
+        while ahead:
+            yield _first(ahead)
+    finally:
+        streams.shutdown(wait=False, cancel_futures=True)  # a read that hangs ends by its own limit
+
+
+def _first(ahead: deque[Future[bytes]]) -> bytes:
+    """Take the first block; raises as soon as any read fails, even while the first one hangs."""
+    first, pending = ahead[0], set(ahead)
+    while not first.done():
+        done, pending = wait(pending, return_when=FIRST_COMPLETED)
+        for read in done:
+            read.result()
+    return ahead.popleft().result()
+
+
+def _is_full(error: Exception) -> bool:
+    # safetensors' own writer hides the number in a text
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "errno", None) in full or any(os.strerror(number) in str(error) for number in full)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

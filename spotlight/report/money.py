@@ -1,0 +1,118 @@
+"""Lays out a run's ledger: a row per kind of work and of waste, for the page, the terminal and machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from spotlight.costs import Ledger
+from spotlight.report.palette import PHASE_COLOURS, WASTE_COLOURS, phase_colour
+
+WASTE = {
+    "idle": ("idle", "nothing to do"),
+    "start-up": ("start-up", "joined, and no task yet"),
+    "dropped": ("dropped exploration", "called off by the end of training"),
+    "lost": ("lost work", "steps that went with their worker before they were committed"),
+    "redone": ("repeated steps", "done before by another worker"),
+}
+"""``{kind: its name, what it is}``"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the account."""
+
+    name: str
+    note: str
+    seconds: Mapping[str, float]
+    """By pool; every pool is there."""
+    usd: Mapping[str, float]
+    share: float
+    """Of all dollars, in [0, 1]; of all seconds where nothing costs anything."""
+    colour: str = ""
+    is_waste: bool = False
+    is_sum: bool = False
+
+
+def rows(ledger: Ledger) -> list[Row]:
+    """Useful phases in the order of an iteration, their sum, the kinds of waste that occurred, their sum, and all."""
+    found = {entry.phase for entry in ledger.entries if entry.kind == "useful"}
+    phases = [phase for phase in (*PHASE_COLOURS, *sorted(found - PHASE_COLOURS.keys())) if phase in found]
+    wasted = [kind for kind in WASTE if ledger.seconds(kind=kind)]
+    return [
+        *(_row(ledger, phase, "", [{"phase": phase, "kind": "useful"}], phase_colour(phase)) for phase in phases),
+        _row(ledger, "useful", "", [{"kind": "useful"}]),
+        *(_row(ledger, *WASTE[kind], [{"kind": kind}], WASTE_COLOURS[kind]) for kind in wasted),
+        _row(ledger, "wasted", "", [{"kind": kind} for kind in wasted]),
+        _row(ledger, "all", "", [{}]),
+    ]
+
+
+def _row(ledger: Ledger, name: str, note: str, columns: list[dict[str, str]], colour: str = "") -> Row:
+    pools = sorted({entry.pool for entry in ledger.entries})
+    seconds = {pool: sum(ledger.seconds(pool=pool, **column) for column in columns) for pool in pools}
+    usd = {pool: sum(ledger.usd(pool=pool, **column) for column in columns) for pool in pools}
+    whole, part = (ledger.usd(), sum(usd.values())) if ledger.usd() else (ledger.seconds(), sum(seconds.values()))
+    return Row(
+        name=name,
+        note=note,
+        seconds=seconds,
+        usd=usd,
+        share=part / whole if whole else 0.0,
+        colour=colour,
+        is_waste=colour in WASTE_COLOURS.values(),
+        is_sum=not colour,
+    )
+
+
+def bought(ledger: Ledger) -> list[tuple[str, str]]:
+    """What the dollars bought, as name and text; a dash where the run has nothing of it."""
+    times = f" ({ledger.usd_reserved_only / ledger.usd():.1f} ×)" if ledger.usd() else ""
+    return [
+        (f"per iteration ({ledger.iterations})", _usd(ledger.usd_per_iteration)),
+        (f"per kept sample ({ledger.samples})", _usd(ledger.usd_per_sample)),
+        ("per point of validation score" + _points(ledger.points), _usd(ledger.usd_per_point)),
+        ("the same work on reserved workers alone, at least", _usd(ledger.usd_reserved_only) + times),
+    ]
+
+
+def _usd(value: float | None) -> str:
+    return "–" if value is None else f"${value:.4f}" if value < 10 else f"${value:,.2f}"
+
+
+def _points(points: float | None) -> str:
+    return "" if points is None else f" ({points:+.1f})"
+
+
+def cost_table(ledger: Ledger, title: str) -> Table:
+    """The account for a terminal."""
+    pools = sorted({entry.pool for entry in ledger.entries})
+    table = Table(title=title)
+    table.add_column("", no_wrap=True)
+    for pool in pools:
+        table.add_column(f"{pool} s", justify="right", no_wrap=True)
+        table.add_column("$", justify="right", no_wrap=True)
+    table.add_column("both $", justify="right", no_wrap=True)
+    table.add_column("share", justify="right")
+    for row in rows(ledger):
+        cells = [text for pool in pools for text in (f"{row.seconds[pool]:,.1f}", f"{row.usd[pool]:.4f}")]
+        total = (f"{sum(row.usd.values()):.4f}", f"{row.share:.1%}")
+        table.add_row(row.name, *cells, *total, style="bold" if row.is_sum else None, end_section=row.is_sum)
+    return table
+
+
+def cost_json(ledger: Ledger) -> dict[str, Any]:
+    """The account for machines: every column of the ledger, and every number derived from it."""
+    pools = sorted({entry.pool for entry in ledger.entries})
+    derived = ("usd_wasted", "usd_reserved_only", "usd_per_iteration", "usd_per_sample", "usd_per_point")
+    return {
+        "seconds": ledger.seconds(),
+        "usd": ledger.usd(),
+        "usd_by_pool": {pool: ledger.usd(pool=pool) for pool in pools},
+        "wasted_s": {kind: ledger.seconds(kind=kind) for kind in WASTE},
+        **{name: getattr(ledger, name) for name in derived},
+        **asdict(ledger),
+    }

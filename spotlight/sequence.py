@@ -1,0 +1,355 @@
+"""One request on several devices: the processes of a gang share its tokens, layer by layer.
+
+The split is diffusers' own context parallelism (Ulysses). Only its transport is replaced, for as
+long as the gang lasts: every exchange starts at once, is polled, and is given up when the gang is
+called off, so that no lost or halted peer, and no lost host, ever blocks a survivor.
+
+- The members of a gang are processes of one node, and each is in one gang at a time.
+- torch's default process group is neither used nor made: a collective that bypasses the gang fails at once.
+- Everything is sent as an all-to-all, so each survivor waits on the lost peer itself and notices.
+- Forward passes only. All ranks get the same bits.
+
+Shapes: W ranks, N latent tokens, T text tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from threading import Thread
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import torch
+from diffusers.hooks import context_parallel
+from diffusers.models import attention_dispatch
+from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from torch import Tensor, distributed
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, though not in its __all__
+
+from spotlight.records import SpotlightError
+
+POLL_S = 2e-4
+"""Between two looks at an exchange: short beside a layer of a tiny model, and nearly free to wait with."""
+
+RUN_AHEAD = 8
+"""Exchanges that a GPU's host may be ahead of it: enough to hide launches, and the kernels between them fit
+the launch queue; were it full, the host would block where nothing can call it off."""
+
+LOOPBACK = "127.0.0.1"
+"""Where gloo's members meet, whatever the machine's name resolves to: a gang never spans nodes."""
+
+
+class GangBroken(Exception):
+    """A peer is gone, or the gang was called off: leave it; the work is placed anew."""
+
+
+def rendezvous_server(host: str) -> TCPStore:
+    """Where gangs find their peers; lives in a process that no preemption takes, as long as the object returned.
+
+    Listens on ``host`` alone, at the port it tells. It has no authentication: give it a trusted network.
+    """
+    listener = socket.create_server((host, 0))  # by itself, a TCPStore listens on every interface
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def check_widths(
+    transformer: QwenImageTransformer2DModel, tokens: int, text_tokens: int, widths: Iterable[int]
+) -> None:
+    """Each rank takes equal parts of heads, latent tokens and text tokens.
+
+    Raises:
+        SpotlightError: a width cannot; the text says which can.
+    """
+    heads = int(transformer.config["num_attention_heads"])
+    common = math.gcd(heads, tokens, text_tokens)
+    uneven = [width for width in widths if common % width]
+    if uneven:
+        possible = [width for width in range(1, common + 1) if common % width == 0]
+        raise SpotlightError(
+            f"a gang of {_listed(uneven)} cannot evenly share {heads} attention heads, {tokens} latent tokens and "
+            f"{text_tokens} text tokens: choose among the widths {_listed(possible)} (strategy.widths)"
+        )
+
+
+class Gang:
+    """This process's membership in one gang; inside ``with``, the transformer's forward passes are shared.
+
+    Any method may raise `GangBroken`, as may the forward passes; after that only leaving is of use. The same
+    process may then join another gang. A gang of one has no peers and joins nothing.
+
+    Args:
+        rendezvous: host and port of a `rendezvous_server`.
+        name: the same for all members, and never used before: say, the gang's id and its epoch.
+        called_off: looked at while waiting; why the gang is to be left, or None.
+        timeout_s: longest wait for a peer, when joining and in an exchange.
+    """
+
+    def __init__(
+        self,
+        transformer: QwenImageTransformer2DModel,
+        *,
+        rendezvous: tuple[str, int],
+        name: str,
+        rank: int,
+        width: int,
+        device: torch.device,
+        called_off: Callable[[], str | None],
+        timeout_s: float,
+    ) -> None:
+        assert 0 <= rank < width, f"rank {rank} of {width}"
+        self.name, self.rank, self.width = name, rank, width
+        self._transformer = transformer
+        self._rendezvous = rendezvous
+        self._device = device
+        self._called_off = called_off
+        self._timeout_s = timeout_s
+        self._backend: Any = None
+        self._started: deque[tuple[Callable[[], bool], Any]] = deque()
+        self._exits = ExitStack()
+
+    def __enter__(self) -> Gang:
+        if self.width > 1:
+            with ExitStack() as exits:
+                self._backend = self._join()
+                exits.push(self._leave)
+                exits.enter_context(_shared(self._transformer, self))
+                self._exits = exits.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exits.__exit__(kind, error, trace)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's tensor, on every rank; those of the others say only its shape, type and device."""
+        if self.width == 1:
+            return x
+        return self.exchange(self._to_each(x.to(self._device)))[0].to(x.device)
+
+    def agree(self, code: int) -> int:
+        """The largest code that any rank gave."""
+        if self.width == 1:
+            return code
+        codes_W = torch.full((self.width,), code, dtype=torch.int64, device=self._device)
+        return int(self.exchange(codes_W).max())
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """The parts of all ranks, joined along a dimension in the order of ranks."""
+        return torch.cat(tuple(self.exchange(self._to_each(x))), dim)
+
+    def exchange(self, x: Tensor, *, ahead: int = 0) -> Tensor:
+        """Row r goes to rank r; row r of the result came from rank r.
+
+        Args:
+            x: shape (W, ...), on the gang's device.
+            ahead: exchanges that need not have finished on return; the GPU waits for them, the host does not.
+        """
+        self._look()
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        try:
+            work = self._backend.alltoall_base(y, x, [], [])
+            if self._device.type == "cuda":
+                work.wait()  # the stream waits, not the host
+                arrived = torch.cuda.Event()
+                arrived.record(torch.cuda.current_stream(self._device))
+                self._started.append((arrived.query, work))  # NCCL also calls complete what failed
+                self._finish(ahead)
+            else:
+                self._started.append((work.is_completed, work))
+                self._finish(0)
+        except RuntimeError as error:
+            raise self._broken(_first_line(error)) from None
+        return y
+
+    def _to_each(self, x: Tensor) -> Tensor:
+        return x.expand(self.width, *x.shape)
+
+    def _finish(self, unfinished: int) -> None:
+        """Wait for the exchanges that were started, but the last so many."""
+        while len(self._started) > unfinished:
+            is_done, work = self._started[0]
+            self._wait(is_done, "an exchange")
+            work.wait()  # gloo raises here what broke it
+            self._started.popleft()
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        until_s = time.monotonic() + self._timeout_s
+        while not done():
+            self._look()
+            if time.monotonic() > until_s:
+                raise self._broken(f"{what} took longer than {self._timeout_s} s")
+            time.sleep(POLL_S)
+
+    def _look(self) -> None:
+        reason = self._called_off()
+        if reason:
+            raise self._broken(reason)
+
+    def _broken(self, reason: str) -> GangBroken:
+        return GangBroken(f"gang {self.name}, rank {self.rank} of {self.width}: {reason}")
+
+    # Joining and leaving may block inside torch, so other threads do it.
+
+    def _join(self) -> Any:
+        joined: Future[Any] = Future()
+
+        def join() -> None:
+            try:
+                joined.set_result(self._connect())
+            except Exception as error:
+                joined.set_exception(error)
+
+        Thread(target=join, name=f"join {self.name}", daemon=True).start()
+        self._wait(joined.done, "joining")
+        try:
+            return joined.result()
+        except RuntimeError as error:
+            raise self._broken(_first_line(error)) from None
+
+    def _connect(self) -> Any:
+        timeout = timedelta(seconds=self._timeout_s)
+        server = TCPStore(*self._rendezvous, is_master=False, wait_for_workers=False, timeout=timeout)
+        connect = _nccl if self._device.type == "cuda" else _gloo
+        backend = connect(PrefixStore(self.name, server), self.rank, self.width, timeout)
+        hello_W = torch.zeros(self.width, device=self._device)
+        backend.alltoall_base(torch.empty_like(hello_W), hello_W, [], []).wait()  # only now NCCL connects
+        return backend
+
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        backend, self._backend = self._backend, None
+        closing = Thread(target=_close, args=(backend, kind is not None), name=f"leave {self.name}", daemon=True)
+        del backend  # the thread's is the last reference: the destructor waits, up to the timeout, for what is stuck
+        closing.start()
+
+
+def _gloo(store: PrefixStore, rank: int, width: int, timeout: timedelta) -> Any:
+    gloo: Any = distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=LOOPBACK)]
+    options._threads = 1  # one exchange at a time
+    options._timeout = timeout
+    return gloo(store, rank, width, options)
+
+
+def _nccl(store: PrefixStore, rank: int, width: int, timeout: timedelta) -> Any:
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else its watchdog ends the process
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return distributed.ProcessGroupNCCL(store, rank, width, options)
+
+
+def _close(backend: Any, broken: bool) -> None:
+    if broken:
+        backend.abort()
+    else:
+        backend.shutdown()
+
+
+# What diffusers' context parallelism is made of, and what takes its places. The contract test watches both.
+
+
+class _Mesh:
+    """What diffusers asks of a device mesh, answered for a gang, which stands where a process group would."""
+
+    def __init__(self, gang: Gang) -> None:
+        self._gang = gang
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> _Mesh:
+        return self
+
+    def _flatten(self) -> _Mesh:
+        return self
+
+    def get_local_rank(self) -> int:
+        return self._gang.rank
+
+    def get_group(self) -> Gang:
+        return self._gang
+
+
+class _Sharder:
+    """Stands in for diffusers' `EquipartitionSharder`."""
+
+    @staticmethod
+    def shard(tensor: Tensor, dim: int, mesh: _Mesh) -> Tensor:
+        gang = mesh.get_group()
+        return tensor.chunk(gang.width, dim)[gang.rank]
+
+    @staticmethod
+    def unshard(tensor: Tensor, dim: int, mesh: _Mesh) -> Tensor:
+        return mesh.get_group().gather(tensor, dim)
+
+
+def _all_to_all_single(x: Tensor, group: Gang) -> Tensor:
+    return group.exchange(x, ahead=RUN_AHEAD)
+
+
+def _all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Gang) -> None:
+    tensor_list[:] = group.exchange(group._to_each(tensor), ahead=RUN_AHEAD)
+
+
+REPLACED: tuple[tuple[Any, str, Any], ...] = (
+    (attention_dispatch, "_all_to_all_single", _all_to_all_single),
+    (attention_dispatch, "dist", SimpleNamespace(all_gather=_all_gather)),
+    (context_parallel, "EquipartitionSharder", _Sharder),
+)
+"""(module of diffusers, name in it, what it is during a gang)"""
+
+
+@contextmanager
+def _shared(transformer: QwenImageTransformer2DModel, gang: Gang) -> Iterator[None]:
+    """Inside, forward passes are shared by the gang; outside, the transformer is as it was."""
+    assert transformer._parallel_config is None, "the transformer is in a gang already"
+    config = ContextParallelConfig(ulysses_degree=gang.width)
+    parallel = ParallelConfig(context_parallel_config=config)
+    parallel.setup(gang.rank, gang.width, gang._device, mesh=_Mesh(gang))  # type: ignore[arg-type]
+    plan: Any = transformer._cp_plan
+    parts: list[Any] = [transformer, *(getattr(module, "processor", None) for module in transformer.modules())]
+    with ExitStack() as undo:
+        for owner, name, ours in REPLACED:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, ours)
+        for part in parts:
+            if hasattr(part, "_parallel_config"):
+                undo.callback(setattr, part, "_parallel_config", None)
+                part._parallel_config = parallel
+        undo.callback(context_parallel.remove_context_parallel, transformer, plan)
+        context_parallel.apply_context_parallel(transformer, config, plan)
+        undo.callback(transformer.register_forward_pre_hook(_checker(gang.width), with_kwargs=True).remove)
+        yield
+
+
+def _checker(width: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+    """Looks at what goes in: diffusers only warns of what it cannot split, and then leaves it whole."""
+
+    def check(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert not torch.is_grad_enabled(), "a gang's exchanges carry no gradients"
+        x, text, mask = (
+            kwargs[name] for name in ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask")
+        )
+        assert (x.ndim, text.ndim, mask.ndim) == (3, 3, 2), f"shapes {x.shape}, {text.shape}, {mask.shape}"
+        check_widths(transformer, x.shape[1], text.shape[1], [width])
+
+    return check
+
+
+def _listed(widths: Iterable[int]) -> str:
+    return ", ".join(map(str, widths))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,150 @@
+"""A run without GPUs: the iterations of a scenario, one after the other, on simulated machines and a spot trace.
+
+Pure: no torch, no Dask, no clock; the same scenario always gives the same result. What is decided is decided by the
+functions that decide in a live run: `policy.plan`, `explore.allocate` and `max_variance_subset`, `offload`; what it
+costs by `costs`. How long work takes is the cost model's, what a run learns from it is `learning`'s: both are models.
+
+Invariant: the seconds of a strategy's ledger are those that its workers were alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spotlight import learning
+from spotlight.costs import SECONDS_PER_H, Ledger, Price, Span, Window, WorkerLife, ledger, spot_utilisation
+from spotlight.scenario import Scenario, Strategy, load
+from spotlight.simulated import Run
+from spotlight.traces import BURSTY, CALM, COLLAPSING, Switches, read_trace, synthesise
+
+CLIMATES = {"bursty": BURSTY, "calm": CALM, "collapsing": COLLAPSING}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one strategy did."""
+
+    strategy: Strategy
+    iterations: int
+    wall_s: float
+    score: float
+    """Of the last weights, by the model of learning."""
+    target_s: float | None
+    """When the target was reached; None where it was not."""
+    usd: float
+    preemptions: int
+    """Spot GPUs lost."""
+    steps_lost: int
+    """Denoising steps computed and not kept."""
+    spot_utilisation: float
+    seeds_explored: float
+    """Per prompt and iteration."""
+    captured: float
+    """Mean reward variance of the kept seeds, in units of what unexplored seeds have."""
+    spot_worth_renting: int
+    """Spot GPUs that the last iteration's rollout could use, exploration aside (`offload.spot_worth_renting`)."""
+    ledger: Ledger
+    spans: tuple[Span, ...]
+    lives: tuple[WorkerLife, ...]
+    windows: tuple[Window, ...]
+    """When each iteration began and ended."""
+
+    @property
+    def usd_per_h(self) -> float:
+        return self.usd / (self.wall_s / SECONDS_PER_H)
+
+    @property
+    def wasted_s(self) -> dict[str, float]:
+        """Worker seconds that bought nothing, by kind."""
+        kinds = sorted({entry.kind for entry in self.ledger.entries} - {"useful"})
+        return {kind: self.ledger.seconds(kind=kind) for kind in kinds}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The strategies of a scenario side by side."""
+
+    scenario: Scenario
+    outcomes: tuple[Outcome, ...]
+    model: str = learning.MODEL
+    """What of this is not simulated but modelled."""
+
+
+def simulate_file(path: str | Path) -> Result:
+    """Simulate the scenario in a TOML file.
+
+    Raises:
+        SpotlightError: the file or the trace is not usable, or a strategy cannot go on.
+    """
+    return simulate(load(path))
+
+
+def simulate(scenario: Scenario) -> Result:
+    """Run every strategy of a scenario on the same trace, with the same seeds.
+
+    Raises:
+        SpotlightError: a strategy cannot go on: it has only spot GPUs, and those are gone for good.
+    """
+    switches = spot_switches(scenario)
+    outcomes = [_outcome(scenario, strategy, switches) for strategy in scenario.strategies]
+    return Result(scenario=scenario, outcomes=tuple(outcomes))
+
+
+def spot_switches(scenario: Scenario) -> tuple[Switches, ...]:
+    """When each spot node, or each spot GPU, comes and goes.
+
+    Raises:
+        SpotlightError: the trace's file is not usable, or is over before the run begins.
+    """
+    cluster, wanted = scenario.cluster, scenario.trace
+    places = cluster.spot_nodes * (cluster.spot_gpus_per_node if wanted.takes == "gpu" else 1)
+    start_s, lasts_s = wanted.offset_h * SECONDS_PER_H, scenario.hours * SECONDS_PER_H
+    if wanted.climate:
+        climate, end_s = CLIMATES[wanted.climate], start_s + lasts_s
+        trace = synthesise(seed=scenario.seed, capacity=max(1, places), duration_s=end_s, climate=climate)
+    elif wanted.file:
+        trace = read_trace(wanted.file).sample(wanted.share, seed=scenario.seed)
+    else:
+        return (((0.0, True),),) * places
+    return trace.cut(start_s, min(start_s + lasts_s, trace.duration_s)).places(places)
+
+
+def _outcome(scenario: Scenario, strategy: Strategy, switches: Sequence[Switches]) -> Outcome:
+    run = Run(scenario, strategy, switches)
+    run.go()
+    machines, job, cluster = run.machines, scenario.job, scenario.cluster
+    spans, lives = tuple(machines.spans), tuple(machines.lives())
+    window = (0.0, machines.now_s)
+    prices = {
+        "reserved": Price.constant(cluster.usd_per_h_reserved),
+        "spot": Price.constant(cluster.usd_per_h_spot),
+    }
+    book = ledger(
+        spans,
+        lives,
+        prices,
+        window,
+        iterations=run.k,
+        samples=run.k * job.prompts * job.seeds_kept,
+        scores=(scenario.learning.start, run.score),
+    )
+    return Outcome(
+        strategy=strategy,
+        iterations=run.k,
+        wall_s=machines.now_s,
+        score=run.score,
+        target_s=run.target_s,
+        usd=book.usd(),
+        preemptions=machines.preemptions,
+        steps_lost=machines.steps_lost,
+        spot_utilisation=spot_utilisation(spans, lives, window),
+        seeds_explored=run.explored / (max(1, run.k) * job.prompts),
+        captured=run.captured_sum / max(1, run.k),
+        spot_worth_renting=run.worth,
+        ledger=book,
+        spans=spans,
+        lives=lives,
+        windows=tuple(run.windows),
+    )

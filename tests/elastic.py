@@ -1,0 +1,186 @@
+"""A live cluster without a loop around it: single requests on it, and blows struck at a chosen step."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from distributed import Scheduler
+from numpy.typing import NDArray
+
+from cluster.plugins import BEAT, Placer
+from cluster.pools import Pools
+from graphs import tasks
+from graphs.iteration import Graph, Layers, prepare_graph, rollout_requests, unexplored
+from graphs.tasks import Setting
+from runs import WAIT_S, settings_file, wait_for
+from spotlight import config as configuration
+from spotlight.data import read_prompts
+from spotlight.latents import LatentStore
+from spotlight.records import Request, Rollout
+from spotlight.rundir import RunDir
+
+STEPS = 30
+"""Of a request: some two seconds, so that a blow at step 5 finds it at work."""
+
+
+class Live:
+    """A run's cluster, and what its tests ask of it."""
+
+    def __init__(self, directory: Path, overrides: Sequence[str]) -> None:
+        steps = (f"rollout.steps={STEPS}", "rollout.sampler=cps", "rollout.window=[0,10]")
+        self.config = configuration.load(settings_file(directory), (*steps, *overrides))
+        self.run = RunDir.create(self.config, time.time())
+        self.pools = Pools(self.config, self.run.path.name)
+        self._requests = 0
+        self.events: list[dict[str, Any]] = []
+        spot, reserved = self.config.pools.spot.workers, self.config.pools.reserved.workers
+        wait_for(lambda: len(self.placer._addresses) == spot + reserved)
+        graph = prepare_graph(str(self.run.path))
+        self.setting: Setting = self.pools.client.get(graph.graph, graph.outputs["setting"])
+
+    @property
+    def placer(self) -> Placer:
+        placer = self.scheduler.plugins[Placer.name]
+        assert isinstance(placer, Placer)
+        return placer
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """In this process."""
+        assert self.pools.cluster.scheduler
+        return self.pools.cluster.scheduler
+
+    def request(self) -> Request:
+        """A fresh one on every call."""
+        self._requests += 1
+        prompts = read_prompts(self.config.data.train_prompts)
+        selection = unexplored(self.config, self.setting, self._requests, prompts[:1])
+        return rollout_requests(self.config, self.setting, selection, self.setting.start)[0]
+
+    def start(self, request: Request, *, pool: str = "spot") -> Any:
+        """Begin a request; returns the future of its first shard."""
+        layers, widths = Layers(), self.config.strategy.widths
+        call = (tasks.rollout_shard, str(self.run.path), request)
+        shards = layers.add_requests("rollout", request.iteration, [call], pool=pool, widths=widths)
+        graph = Graph(graph=layers.graph(), outputs={"shards": shards[0]})
+        self._all = self.pools.client.get(graph.graph, shards[0], sync=False)
+        return self._all[0]
+
+    def finish(self) -> Rollout:
+        """Wait for all shards of the last request; returns what the first one did."""
+        done = [future.result(timeout=WAIT_S) for future in self._all]
+        assert isinstance(done[0], Rollout)
+        return done[0]
+
+    def history(self) -> list[dict[str, Any]]:
+        """All events so far."""
+        self.events += self.pools.drain()["events"]
+        return self.events
+
+    def store(self) -> LatentStore:
+        return LatentStore(self.run.latents_url)
+
+    def commits(self, request: Request) -> Counter[int]:
+        """How many epochs committed each step."""
+        folder = Path(self.run.latents_url) / "commits" / f"{request.iteration:05d}" / request.id
+        found = (re.fullmatch(r"commit\.(\d+)\.(\d+)", path.name) for path in folder.iterdir())
+        return Counter(int(match[2]) for match in found if match)
+
+    @contextmanager
+    def at_step(self, step: int, strike: Callable[[list[str]], None]) -> Iterator[None]:
+        """When the gang at work reports this step, strike once, given the names of its workers by rank."""
+        handlers = self.scheduler.stream_handlers
+        report, reached, blows = handlers[BEAT], threading.Event(), []
+
+        def listen(**facts: Any) -> None:
+            report(**facts)
+            if facts["step"] >= step and not facts["resumed"] and not reached.is_set():
+                reached.set()
+                gang = self.placer._gangs[facts["gang"]]
+                blow = threading.Thread(target=strike, args=(list(gang.members.values()),))
+                blows.append(blow)
+                blow.start()
+
+        handlers[BEAT] = listen
+        try:
+            yield
+            assert reached.is_set(), f"no gang came to step {step}"
+        finally:
+            handlers[BEAT] = report
+            for blow in blows:
+                blow.join()
+
+    @contextmanager
+    def at_each(self, resumed: bool, strike: Callable[[list[str]], None]) -> Iterator[None]:
+        """At each report of a gang that begins (or has taken a step), strike, given its workers' names."""
+        handlers = self.scheduler.stream_handlers
+        report = handlers[BEAT]
+
+        def listen(**facts: Any) -> None:
+            report(**facts)
+            if facts["resumed"] == resumed:
+                members = list(self.placer._gangs[facts["gang"]].members.values())
+                threading.Thread(target=strike, args=(members,)).start()
+
+        handlers[BEAT] = listen
+        try:
+            yield
+        finally:
+            handlers[BEAT] = report
+
+    def when_formed(self, strike: Callable[[list[str]], None]) -> None:
+        """Strike the gang of the last request as soon as it is formed, while its ranks look for each other."""
+        name = f"rollout-{self._requests}/0"
+        members = wait_for(lambda: name in self.placer._gangs and list(self.placer._gangs[name].members.values()))
+        strike(members)
+
+    def worker_pid(self, name: str) -> int:
+        return int(self.pools.cluster.workers[name]._process.pid)
+
+    def engine_pid(self, name: str) -> int:
+        (pid,) = self.pools.client.run(engine_pid, workers=[self.placer._addresses[name]]).values()
+        return int(pid)
+
+    def kill(self, *names: str) -> None:
+        for pid in [self.worker_pid(name) for name in names]:
+            os.kill(pid, signal.SIGKILL)
+
+    def full(self) -> None:
+        """Wait until every place has a worker."""
+        spot, reserved = self.config.pools.spot.workers, self.config.pools.reserved.workers
+        wait_for(lambda: len(self.placer._addresses) == spot + reserved)
+
+    def close(self) -> None:
+        self.pools.close()
+
+
+def engine_pid() -> int:
+    """Of the worker that this is run on, by ``client.run``."""
+    from spotlight import device
+
+    return device._device._engine.pid  # type: ignore[attr-defined]
+
+
+def latents(store: LatentStore, request: Request) -> NDArray[np.float32]:
+    return store.clean(request)
+
+
+def undisturbed(live: Live, request: Request) -> NDArray[np.float32]:
+    """What the same request gives in this process, alone: the samples do not depend on the run's name."""
+    from spotlight.engine import Engine
+
+    engine = Engine(live.run.path)
+    alone = replace(request, iteration=request.iteration + 10_000)
+    engine.rollout(alone)
+    return engine.store.clean(alone)

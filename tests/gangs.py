@@ -1,0 +1,212 @@
+"""Real members of gangs: processes that are told what to do and can be killed or halted in the middle of it.
+
+They are forked from one parent that has done the imports, as the engines of a node are.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spotlight.models.tiny_text import HEIGHT_PX, WIDTH_PX, TinyText
+from spotlight.sequence import Gang
+
+NEVER_S = 3600.0
+"""A timeout that no test lives to see: what ends earlier was ended by something else."""
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["spotlight.sequence", "spotlight.models.tiny_text"])
+
+
+def tiny_model(*, lora: bool = False) -> TinyText:
+    """The embedded model; its LoRA, if asked for, is one that changes the output."""
+    model = TinyText.load("", torch.device("cpu"), torch.float32)
+    if lora:
+        model.make_trainable(rank=4, alpha=0, seed=0)
+        draw = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
+    return model
+
+
+@torch.no_grad()
+def velocity(model: TinyText) -> NDArray[np.float32]:
+    """One guided prediction for two samples, whose texts are of different lengths."""
+    tokens, channels = model.latent_shape(HEIGHT_PX, WIDTH_PX)
+    x_BNC = torch.randn(2, tokens, channels, generator=torch.Generator().manual_seed(2))
+    texts = model.encode(['a "47"', 'a "Hello 47"'])
+    size = {"height_px": HEIGHT_PX, "width_px": WIDTH_PX}
+    return model.velocity(x_BNC, torch.tensor([0.9, 0.3]), texts, guidance=4.0, **size).numpy()
+
+
+class Member:
+    """A process that can be in a gang. What `ask` started, `answer` waits for."""
+
+    def __init__(self, *, lora: bool = False) -> None:
+        self._pipe, theirs = CONTEXT.Pipe()
+        self._off = CONTEXT.RawValue("b", 0)
+        self._process = CONTEXT.Process(target=_live, args=(theirs, self._off, lora), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(self, what: str, *arguments: Any) -> None:
+        """Begin what the method of `_Life` of that name does, not called off so far."""
+        self._off.value = 0
+        self._pipe.send((what, arguments))
+
+    def answer(self) -> Any:
+        """What it returned, or raise what it raised; EOFError if the process is gone."""
+        value, error = self._pipe.recv()
+        if error:
+            raise error
+        return value
+
+    def answered(self, within_s: float) -> bool:
+        return self._pipe.poll(within_s)
+
+    def call_off(self) -> None:
+        self._off.value = 1
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+@contextmanager
+def members(count: int, *, lora: bool = False) -> Iterator[list[Member]]:
+    """So many fresh processes, killed at the end."""
+    found = [Member(lora=lora) for _ in range(count)]
+    try:
+        yield found
+    finally:
+        for member in found:
+            member.end()
+
+
+def ask(gang: Sequence[Member], what: str, *arguments: Any) -> None:
+    for member in gang:
+        member.ask(what, *arguments)
+
+
+def together(gang: Sequence[Member], what: str, *arguments: Any) -> list[Any]:
+    """All do the same at the same time; what each returned."""
+    ask(gang, what, *arguments)
+    return [member.answer() for member in gang]
+
+
+def errors(gang: Sequence[Member]) -> list[Exception | None]:
+    """What each member's task raised."""
+
+    def error_of(member: Member) -> Exception | None:
+        try:
+            member.answer()
+        except Exception as error:
+            return error
+        return None
+
+    return [error_of(member) for member in gang]
+
+
+def form(gang: Sequence[Member], port: int, name: str) -> None:
+    """The members join one gang, ranked in the order given."""
+    for rank, member in enumerate(gang):
+        member.ask("join", port, name, rank, len(gang))
+    for member in gang:
+        member.answer()
+
+
+class _Life:
+    """What a member can be asked to do."""
+
+    def __init__(self, off: Any, *, lora: bool) -> None:
+        self._off = off
+        self._model = tiny_model(lora=lora)
+        self._gang: Gang | None = None
+
+    def join(self, port: int, name: str, rank: int, width: int, timeout_s: float = NEVER_S) -> None:
+        gang = Gang(
+            self._model.transformer,
+            rendezvous=("127.0.0.1", port),
+            name=name,
+            rank=rank,
+            width=width,
+            device=torch.device("cpu"),
+            called_off=lambda: "called off" if self._off.value else None,
+            timeout_s=timeout_s,
+        )
+        self._gang = gang.__enter__()
+
+    def leave(self) -> None:
+        assert self._gang
+        self._gang.__exit__(None, None, None)
+        self._gang = None
+
+    def velocity(self) -> NDArray[np.float32]:
+        return velocity(self._model)
+
+    def velocity_until(self, end: int) -> NDArray[np.float32]:
+        """Sends itself a signal in the middle of a forward pass."""
+        middle = self._model.transformer.get_submodule("transformer_blocks.1")
+        middle.register_forward_hook(partial(_raise_signal, end))
+        return velocity(self._model)
+
+    def tokens_computed(self) -> int:
+        """Latent tokens of a sample that this process takes through a layer in the middle."""
+        seen: list[int] = []
+        layer = self._model.transformer.get_submodule("transformer_blocks.1.img_mlp")
+        watch = layer.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].shape[1]))
+        velocity(self._model)
+        watch.remove()
+        return seen[0]
+
+    def broadcast(self, values: Sequence[Sequence[float]]) -> list[list[float]]:
+        assert self._gang
+        return self._gang.broadcast(torch.tensor(values)).tolist()
+
+    def agree(self, code: int) -> int:
+        assert self._gang
+        return self._gang.agree(code)
+
+    @torch.no_grad()
+    def pass_texts_of(self, tokens: int) -> None:
+        """A forward pass whose texts have so many tokens."""
+        self._model.transformer(
+            hidden_states=torch.zeros(1, 32, 16),
+            encoder_hidden_states=torch.zeros(1, tokens, 64),
+            encoder_hidden_states_mask=torch.ones(1, tokens, dtype=torch.bool),
+            timestep=torch.zeros(1),
+            img_shapes=[[(1, 4, 8)]],
+        )
+
+    def belongings(self) -> int:
+        """How many threads and open files it has."""
+        return sum(len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("task", "fd"))
+
+
+def _raise_signal(number: int, *_: object) -> None:
+    os.kill(os.getpid(), signal.Signals(number))
+
+
+def _live(pipe: Connection, off: Any, lora: bool) -> None:
+    torch.set_num_threads(1)
+    life = _Life(off, lora=lora)
+    while True:
+        what, arguments = pipe.recv()
+        value, raised = None, None
+        try:
+            value = getattr(life, what)(*arguments)
+        except Exception as error:
+            raised = error
+        pipe.send((value, raised))

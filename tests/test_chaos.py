@@ -1,0 +1,100 @@
+"""A whole run under fire: hundreds of workers and engines killed at random, and the outcome is the same to the bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+from elastic import engine_pid
+from kills import client_of
+from runs import outcome, settings_file
+from spotlight.run import Run
+
+KILLS = 200
+PAUSE_S = 0.1
+"""Between two kills, at most: a worker that is replaced in half a second is seldom hit while it boots."""
+FATES = {"worker killed": 6, "engine killed": 6, "notice": 2, "killed while it boots": 2, "engine frozen": 1}
+"""How often each occurs, in proportion."""
+SIGNALS = {"notice": signal.SIGTERM, "engine frozen": signal.SIGSTOP}
+SETTINGS = [
+    "run.iterations=2",
+    "rollout.prompts=2",
+    "rollout.steps=10",
+    "strategy.widths=[2]",
+    'strategy.rollout_pools=["spot"]',
+    "pools.spot.workers=4",
+    "pools.spot.workers_per_node=2",
+    "pools.spot.replace_after_s=0.1",
+    "pools.spot.grace_s=2",
+    "cluster.hang_after_s=1",
+    "cluster.losses=1000",  # so many kills say nothing about a request
+]
+
+
+def test_two_hundred_kills_change_no_bit(tmp_path: Path) -> None:
+    (tmp_path / "validation.txt").write_text('a sign that says "7"\n')
+    settings = [*SETTINGS, 'data.validation_prompts="validation.txt"']
+    quiet = Run(settings_file(tmp_path), settings).start()
+    quiet.wait()
+
+    run = Run(settings_file(tmp_path), settings).start()
+    client_of(run)
+    done = Chaos(random.Random(0), run).strike(KILLS)
+    assert run.alive, "the run ended before all the blows were struck"
+    run.wait()
+
+    assert done.total() == KILLS
+    assert all(done[fate] > 0 for fate in FATES)
+    assert outcome(run.directory.path) == outcome(quiet.directory.path)
+
+
+class Chaos:
+    """Strikes the spot workers of a run that lives in this process."""
+
+    def __init__(self, chance: random.Random, run: Run) -> None:
+        self._chance = chance
+        self._run = run
+
+    def strike(self, times: int) -> Counter[str]:
+        """So many blows that hit something; how many of each kind."""
+        done: Counter[str] = Counter()
+        pause = threading.Event()
+        while done.total() < times and self._run.alive:
+            (fate,) = self._chance.choices(list(FATES), list(FATES.values()))
+            pid = self._boot() if fate == "killed while it boots" else self._victim(fate)
+            if pid:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, SIGNALS.get(fate, signal.SIGKILL))
+                    done[fate] += 1
+            pause.wait(self._chance.uniform(0, PAUSE_S))
+        return done
+
+    def _boot(self) -> int | None:
+        """A worker that has not joined yet."""
+        assert self._run._pools
+        places = self._run._pools.cluster.workers
+        joined = self._joined()
+        booting = [places[name]._process for name in places if name.startswith("spot") and name not in joined]
+        with suppress(ValueError, IndexError, AttributeError):  # there is none, or it ended this moment
+            return int(booting[0].pid)
+        return None
+
+    def _victim(self, fate: str) -> int | None:
+        """A spot worker that has joined, or its engine."""
+        joined = self._joined()
+        if not joined:
+            return None
+        address = joined[self._chance.choice(sorted(joined))]
+        ask = engine_pid if fate.startswith("engine") else os.getpid
+        pid = self._run.client.run(ask, workers=[address], on_error="return").get(address)
+        return pid if isinstance(pid, int) else None
+
+    def _joined(self) -> dict[str, str]:
+        """Addresses of the spot workers, by name."""
+        workers = self._run.client.scheduler_info(n_workers=-1)["workers"]
+        return {worker["name"]: address for address, worker in workers.items() if worker["name"].startswith("spot")}

@@ -1,0 +1,149 @@
+"""The reserved rollout window and the size of requests, on cases worked out by hand."""
+
+from __future__ import annotations
+
+from math import ceil, inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spotlight.offload import (
+    FLOOR_S,
+    Measured,
+    Offload,
+    adapt,
+    request_seeds,
+    reserved_window_s,
+    spot_worth_renting,
+)
+
+
+def test_a_starved_trainer_lengthens_the_window_by_a_share_of_its_wait() -> None:
+    state = Offload(window_s=100.0)
+
+    after = adapt(state, Measured(train_wait_s=30.0, remote_wait_s=0.0, spot=4), eta=3.0)
+
+    assert after.window_s == 100.0 + 30.0 / 3.0
+
+
+def test_waiting_spot_gpus_shorten_the_window_by_a_share_of_the_difference() -> None:
+    state = Offload(window_s=100.0)
+
+    after = adapt(state, Measured(train_wait_s=10.0, remote_wait_s=70.0, spot=4), eta=3.0)
+
+    assert after.window_s == 100.0 - 60.0 / 3.0
+
+
+def test_the_window_never_falls_below_its_floor() -> None:
+    state = Offload(window_s=10.0)
+
+    after = adapt(state, Measured(train_wait_s=0.0, remote_wait_s=900.0, spot=4))
+
+    assert after.window_s == FLOOR_S
+
+
+def test_a_count_of_spot_gpus_that_comes_back_brings_its_window_back() -> None:
+    state = adapt(Offload(window_s=90.0), Measured(train_wait_s=0.0, remote_wait_s=0.0, spot=8))
+    state = adapt(state, Measured(train_wait_s=0.0, remote_wait_s=0.0, spot=2, steady=False))
+    state = adapt(state, Measured(train_wait_s=60.0, remote_wait_s=0.0, spot=2))
+
+    back = adapt(state, Measured(train_wait_s=0.0, remote_wait_s=0.0, spot=8, steady=False))
+
+    assert state.memory == {8: 90.0, 2: 90.0 + 60.0 / 3.0}
+    assert back.window_s == 90.0
+
+
+def test_a_count_never_seen_goes_on_from_the_window_there_is() -> None:
+    state = Offload(window_s=60.0, memory={8: 200.0})
+
+    after = adapt(state, Measured(train_wait_s=9.0, remote_wait_s=0.0, spot=3, steady=False), eta=3.0)
+
+    assert after == Offload(window_s=60.0 + 9.0 / 3.0, memory={8: 200.0})
+
+
+def test_without_spot_gpus_the_reserved_ones_roll_out_to_the_end_and_nothing_is_learnt() -> None:
+    state = Offload(window_s=60.0, memory={8: 200.0})
+
+    after = adapt(state, Measured(train_wait_s=0.0, remote_wait_s=500.0, spot=0))
+
+    assert after == state
+    assert reserved_window_s(after, 0) == inf
+    assert reserved_window_s(after, 1) == 60.0
+
+
+def test_the_feedback_settles_where_both_sides_wait_equally() -> None:
+    work, train, reserved, spot = 1000.0, 150.0, 4, 8  # GPU-seconds, seconds, GPUs
+    state = Offload()
+
+    for _ in range(200):
+        remote_s = max(state.window_s, (work - reserved * state.window_s) / spot)
+        end_s = max(state.window_s + train, remote_s)
+        measured = Measured(train_wait_s=end_s - state.window_s - train, remote_wait_s=end_s - remote_s, spot=spot)
+        state = adapt(state, measured)
+
+    assert state.window_s == FLOOR_S  # 8 spot GPUs roll out alone in 125 s, sooner than training ends
+    assert measured.train_wait_s == 0.0
+
+
+@pytest.mark.parametrize("wrong", [{"eta": 0.0}, {"floor_s": -1.0}])
+def test_a_feedback_that_could_not_settle_is_refused(wrong: dict[str, float]) -> None:
+    measured = Measured(train_wait_s=0.0, remote_wait_s=0.0, spot=1)
+
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        adapt(Offload(), measured, **wrong)
+
+
+def test_as_many_spot_gpus_pay_as_training_leaves_time_for() -> None:
+    # 40 s on each of 8 spot GPUs and 30 s on each of 4 reserved ones: 440 GPU-seconds of rollout
+    worth = spot_worth_renting(remote_s=40.0, spot=8, reserved_s=30.0, reserved=4, train_s=100.0)
+
+    assert worth == 5  # 440 / 100, rounded up
+
+
+def test_before_anything_is_measured_as_many_spot_gpus_pay_as_there_are_reserved_ones() -> None:
+    assert spot_worth_renting(remote_s=0.0, spot=0, reserved_s=0.0, reserved=4, train_s=0.0) == 4
+
+
+def test_requests_are_as_large_as_keeps_the_last_wave_full() -> None:
+    size = request_seeds(prompts=8, seeds=8, gangs=16, most=8, fixed_s=0.1, sample_s=1.0)
+
+    # 64 samples on 16 gangs: 4 each. Size 8 fills 8 gangs (8.1 s), 4 fills 16 once (4.1 s), 2 fills them twice (4.2 s).
+    assert size == 4
+
+
+def test_where_size_makes_no_difference_requests_are_large() -> None:
+    size = request_seeds(prompts=4, seeds=8, gangs=4, most=8, fixed_s=0.0, sample_s=1.0)
+
+    assert size == 8
+
+
+@given(
+    prompts=st.integers(1, 40),
+    seeds=st.integers(1, 32),
+    gangs=st.integers(1, 64),
+    most=st.integers(1, 16),
+    fixed_s=st.floats(0, 5),
+    sample_s=st.floats(0, 5),
+)
+def test_no_other_size_ends_the_rollout_sooner(
+    prompts: int, seeds: int, gangs: int, most: int, fixed_s: float, sample_s: float
+) -> None:
+    def greedy_s(size: int) -> float:
+        """List scheduling, request by request, all of the full size."""
+        free_s = [0.0] * gangs
+        for _ in range(prompts * ceil(seeds / size)):
+            free_s.sort()
+            free_s[0] += fixed_s + size * sample_s
+        return max(free_s)
+
+    size = request_seeds(prompts=prompts, seeds=seeds, gangs=gangs, most=most, fixed_s=fixed_s, sample_s=sample_s)
+
+    assert 1 <= size <= min(seeds, most)
+    best_s = min(greedy_s(other) for other in range(1, min(seeds, most) + 1))
+    assert greedy_s(size) == pytest.approx(best_s)
+
+
+def test_a_size_for_nobody_is_refused() -> None:
+    with pytest.raises(ValueError, match="gangs = 0"):
+        request_seeds(prompts=1, seeds=1, gangs=0, most=1, fixed_s=0.0, sample_s=1.0)
