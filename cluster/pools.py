@@ -48,6 +48,8 @@ SETTINGS = {
 }
 
 
+logger = logging.getLogger("spotlight.pools")
+
 RETRY_S = 0.05
 NEVER_S = 1e9
 LOSSES = ("kill", "notice", "hang")
@@ -98,8 +100,12 @@ class Place(ProcessInterface):
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(self._until_up_s())
-            with contextlib.suppress(EOFError, ConnectionError):  # the warm parent died; the next start makes another
+            try:
                 await self._live_once()
+            except (EOFError, ConnectionError):  # the warm parent died; the next start makes another
+                pass
+            except Exception:  # a place that gave up would leave the run waiting without a word
+                logger.warning("%s could not start a worker and tries again", self._spec.name, exc_info=True)
             await asyncio.sleep(RETRY_S if self._fate.ups else self._fate.replace_after_s)
 
     def _until_up_s(self) -> float:

@@ -102,7 +102,8 @@ def _facts(status: Status) -> Table:
     workers = ", ".join(f"{count} {pool}" for pool, count in sorted(status.workers.items())) or (
         "starting" if status.state == "starting" else "-"
     )
-    table.add_row("phase", status.phase, "running", running)
+    waiting = f" (waiting for {' or '.join(status.waiting_for)} workers)" if status.waiting_for else ""
+    table.add_row("phase", status.phase, "running", running + waiting)
     table.add_row("reward", _number(status.reward), "validation", _scores(status))
     table.add_row("workers", workers, "preemptions", str(status.preemptions))
     table.add_row("spot utilisation", _percent(status.spot_utilisation), "cost", f"${status.usd:.4f}")

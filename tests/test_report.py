@@ -292,6 +292,29 @@ def test_the_cost_of_a_run_that_has_not_ended_says_so(tmp_path: Path, capsys: py
     assert "as far as it is recorded" in " ".join(capsys.readouterr().out.split())
 
 
+def test_what_was_set_aside_is_listed_with_its_prompt_and_seeds(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    request = {"prompt": {"id": 3, "text": "a <b>sign</b>"}, "seeds": [11, 12], "iteration": 4}
+    write_jsonl(run_dir / "set_aside.jsonl", [{"request": request, "losses": 5}])
+
+    page = write_report(run_dir).read_text()
+
+    assert "<tr><th>a &lt;b&gt;sign&lt;/b&gt;</th><td>4</td><td>11, 12</td><td>5</td></tr>" in page
+
+
+def test_paced_devices_are_named_as_such(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, iterations=1)
+    plain = write_report(run_dir).read_text()
+    settings = config.RESOLVED
+    text = (run_dir / settings).read_text()
+    (run_dir / settings).write_text(text.replace('gpu = ""\nmodel', 'gpu = "h100"\nmodel'))
+
+    paced = write_report(run_dir).read_text()
+
+    assert "PACED" in paced
+    assert "PACED" not in plain
+
+
 def test_unreadable_images_cost_only_the_grid(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run")
     for path in (run_dir / "images").glob("*.npz"):

@@ -23,7 +23,7 @@ from spotlight.config import Config
 from spotlight.costs import Ledger, Price, Span, Window, WorkerLife, absolute, pool_usd, segments
 from spotlight.records import SpotlightError
 from spotlight.report.palette import PHASE_COLOURS, base_phase
-from spotlight.rundir import HISTORY, SUMMARY, VALIDATION, RunDir
+from spotlight.rundir import HISTORY, SET_ASIDE, SUMMARY, VALIDATION, RunDir
 
 Lane = tuple[str, str]
 """``(pool, worker)``: a row of a timeline."""
@@ -65,6 +65,8 @@ class Facts:
     whole: Window
     """From 0 to the last moment that anything is known of."""
     missing: list[str]
+    set_aside: list[dict[str, Any]]
+    """Requests that nobody ran any more, with how many workers each had lost."""
 
     def lanes(self) -> list[Lane]:
         """Every worker, reserved ones first, then by name with numbers in order."""
@@ -184,6 +186,7 @@ def read(run_dir: Path) -> Facts:
         ledger=run_ledger(settings, spans, workers, prices, whole, run.rows(HISTORY), validation),
         whole=whole,
         missing=[text for text, is_absent in absent.items() if is_absent],
+        set_aside=run.rows(SET_ASIDE),
     )
 
 

@@ -17,7 +17,7 @@ from bokeh.embed import components
 from bokeh.models import Model
 from bokeh.resources import Resources
 
-from spotlight.config import PoolSection
+from spotlight.config import PaceSection, PoolSection
 from spotlight.costs import Ledger, spot_utilisation
 from spotlight.report.facts import Facts, read
 from spotlight.report.money import bought, rows
@@ -40,7 +40,10 @@ METRICS = {
     "ratio": "of the new policy to the old one",
     "clip_fraction": "share of samples outside the clip range",
     "spot_utilisation": "busy share of the seconds that spot workers were alive",
-    "preemptions": "spot workers lost",
+    "preemptions": "workers taken away, with or without a notice",
+    "gangs_broken": "gangs that lost a member and formed anew",
+    "recovery_s": "median seconds from there to the next committed step",
+    "fidelity": "how much of a difference in explored reward is there again in the rollout",
     "usd": "dollars, idle time included",
 }
 FILES = {
@@ -49,12 +52,17 @@ FILES = {
     "validation.jsonl": "validation scores; their images are in images/",
     "spans.jsonl": "what every worker did, and when",
     "workers.jsonl": "when every worker came and went",
+    "events.jsonl": "what happened to gangs and workers",
+    "decisions.jsonl": "what was decided from what, enough to decide it again",
+    "set_aside.jsonl": "requests that nobody runs any more",
+    "beliefs": "what the planner knew before every iteration",
     "summary.json": "the numbers at the top of this page",
     "images": "validation images, and this page's pictures as PNG",
     "selections": "the seeds that every iteration kept, and what exploration scored them",
     "weights": "every weights version, as safetensors",
     "latents": "committed denoising steps, as Zarr",
 }
+SET_ASIDE_NOTE = "Requests that kept killing those who ran them; fresh seeds of their prompts took their places."
 HIDDEN = ("weights_version", "weights_sha256", "started_s", "stopped_s", "busy_s.")
 """What names of metrics without a row begin with: the timeline shows them."""
 
@@ -91,6 +99,7 @@ def _page(facts: Facts, grid: Path | None) -> str:
         _section("Before and after", GRID_NOTE, _embedded(grid) if grid else ""),
         _section("Dollars", MONEY_NOTE, divs.get("money", "")),
         _section("Where the dollars went", SPENDING_NOTE, _spending(facts.ledger, divs.get("spending", ""))),
+        _section("Set aside", SET_ASIDE_NOTE, _set_aside(facts)),
         _section("Diagnostics", DIAGNOSTICS_NOTE, _diagnostics(facts)),
         _section("Files", html.escape(str(facts.dir)), _files(facts)),
     ]
@@ -123,7 +132,17 @@ def _subtitle(facts: Facts) -> str:
     return (
         f"{settings.model.name}, {settings.train.algorithm}, exploration {settings.strategy.exploration}; "
         f"{pools.reserved.workers} reserved + {pools.spot.workers} spot workers "
-        f"at {_price(pools.reserved)} and {_price(pools.spot)} per hour; seed {settings.run.seed}"
+        f"at {_price(pools.reserved)} and {_price(pools.spot)} per hour; "
+        f"seed {settings.run.seed}{_paced(settings.pace)}"
+    )
+
+
+def _paced(pace: PaceSection) -> str:
+    if not pace.gpu:
+        return ""
+    return (
+        f"; PACED: work lasts as {pace.model} at {pace.height_px} x {pace.width_px} px would on {pace.gpu}, "
+        f"{pace.speedup:g} times as fast"
     )
 
 
@@ -193,6 +212,17 @@ def _diagnostics(facts: Facts) -> str:
             rows.append(f"<tr><th>{html.escape(name)}<i>{note}</i></th><td>{_sparkline(values)}</td>{numbers}</tr>")
     head = "<tr><td></td><td>over the run</td><td>first</td><td>last</td><td>mean</td></tr>"
     return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>" if rows else ""
+
+
+def _set_aside(facts: Facts) -> str:
+    """A row per request that nobody ran any more."""
+    rows = "".join(
+        f"<tr><th>{html.escape(one['request']['prompt']['text'])}</th><td>{one['request']['iteration']}</td>"
+        f"<td>{', '.join(map(str, one['request']['seeds']))}</td><td>{one['losses']}</td></tr>"
+        for one in facts.set_aside
+    )
+    head = "<tr><td>prompt</td><td>iteration</td><td>seeds</td><td>losses</td></tr>"
+    return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>" if rows else ""
 
 
 def _spending(ledger: Ledger, plot: str) -> str:
