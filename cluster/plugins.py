@@ -58,6 +58,7 @@ class Placer(SchedulerPlugin):
     """Opens the gate: whenever anything changes, asks `plan` and launches what it says.
 
     Args:
+        widens: whether a gang at work forms anew when idle workers could make it wider; it then resumes its steps.
         rendezvous: address of the store where ranks meet; None if no gang is wider than 1.
         evict: is given the name of a worker that hangs, to end its process.
     """
@@ -71,12 +72,13 @@ class Placer(SchedulerPlugin):
         close_with_training: bool,
         hang_after_s: float = 60.0,
         losses: int = 5,
+        widens: bool = True,
         rendezvous: tuple[str, int] | None = None,
         evict: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._run = run
         self._close_with_training = close_with_training
-        self._hang_after_s, self._losses = hang_after_s, losses
+        self._hang_after_s, self._losses, self._widens = hang_after_s, losses, widens
         self._rendezvous, self._evict = rendezvous, evict
         self._labels: dict[Any, Label] = {}
         self._gangs: dict[str, Gang] = {}
@@ -282,7 +284,7 @@ class Placer(SchedulerPlugin):
             nodes=Counter(self._nodes[address] for address in self._addresses.values()),
         )
         launches = plan(view)
-        widened = [] if waiting else widen(view)
+        widened = widen(view) if self._widens and not waiting else []
         if launches or widened:
             self._decisions.append(self._placements.row(view, launches, widened))
         for launch in launches:

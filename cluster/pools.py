@@ -253,6 +253,7 @@ def _placer(config: Config, run: str, rendezvous: tuple[str, int] | None, *, evi
         close_with_training=config.strategy.exploration == "stale" and config.exploration.budget == "time",
         hang_after_s=config.cluster.hang_after_s,
         losses=config.cluster.losses,
+        widens=config.strategy.elastic and config.strategy.on_preemption == "resume",
         rendezvous=rendezvous,
         evict=evict,
     )

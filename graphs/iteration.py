@@ -111,7 +111,7 @@ def iteration_graph(
     layers, k, run_dir = Layers(), selection.iteration, setting.run_dir
     requests = rollout_requests(config, setting, selection, weights)
     calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
-    rollouts = layers.add_requests("rollout", k, calls, pool=_rollout_pool(config), widths=config.strategy.widths)
+    rollouts = layers.add_requests("rollout", k, calls, pool=_rollout_pool(config), widths=_widths(config))
     scores = _add_scores(layers, "score", k, run_dir, rollouts)
     refill = layers.add("refill", k, [(tasks.refill, run_dir, setting.seed, scores)], pool="trainer", after=scores)
     advantage = layers.add(
@@ -158,8 +158,7 @@ def validation_graph(config: Config, setting: Setting, prompts: Sequence[Prompt]
     count = config.run.validation_seeds
     requests = [replace(template, prompt=prompt, seeds=tasks.validation_seeds(prompt, count)) for prompt in prompts]
     calls: Calls = [(tasks.rollout_shard, setting.run_dir, request) for request in requests]
-    widths = config.strategy.widths
-    rollouts = layers.add_requests("validate", weights.version, calls, pool="any", widths=widths)
+    rollouts = layers.add_requests("validate", weights.version, calls, pool="any", widths=_widths(config))
     scores = _add_scores(layers, "validate-score", weights.version, setting.run_dir, rollouts)
     save = (tasks.save_images, setting.run_dir, weights.version, scores)
     images = layers.add("validate-images", weights.version, [save], pool="engine", after=scores)
@@ -246,6 +245,11 @@ def _add_scores(layers: Layers, phase: str, iteration: int, run_dir: str, reques
     return layers.add(phase, iteration, calls, pool="engine", after=_first(requests))
 
 
+def _widths(config: Config) -> tuple[int, ...]:
+    widths = config.strategy.widths
+    return widths if config.strategy.elastic else widths[-1:]
+
+
 def _first(requests: list[list[Key]]) -> list[Key]:
     """The shard of each request that answers for it."""
     return [shards[0] for shards in requests]
@@ -270,7 +274,7 @@ def _add_exploration(layers: Layers, config: Config, setting: Setting, candidate
         )
         calls: Calls = [(tasks.explore_slot, run_dir, allocations[r], slot) for slot in range(slots)]
         explored = layers.add_requests(
-            f"explore-r{r}", k, calls, pool=pool, widths=config.strategy.widths, after=allocations[r:]
+            f"explore-r{r}", k, calls, pool=pool, widths=_widths(config), after=allocations[r:]
         )
         scores.append(_add_scores(layers, f"explore-score-r{r}", k, run_dir, explored))
     everything = [key for round_scores in scores for key in round_scores]

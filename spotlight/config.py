@@ -171,6 +171,8 @@ class StrategySection(Section):
     exploration: Literal["stale", "blocking", "off"] = "stale"
     rollout_pools: tuple[Literal["reserved", "spot"], ...] = ("reserved", "spot")
     on_preemption: Literal["resume", "restart"] = "resume"
+    elastic: bool = True
+    """False: every gang has the widest of ``widths``, and waits for as many workers when it loses one."""
     widths: tuple[int, ...] = (1,)
     """How many workers of a node may run one request together (sequence parallelism); narrow and wide mix freely."""
 
@@ -264,9 +266,10 @@ class Config(Section):
         for work, where in (("rollouts", self.strategy.rollout_pools), ("exploration", ("spot",))):
             wanted = work == "rollouts" or self.strategy.exploration == "stale"
             largest = max((sizes[name] for name in where), default=0)
-            if wanted and 0 < largest < widths[0]:
+            narrowest = widths[0] if self.strategy.elastic else widths[-1]
+            if wanted and 0 < largest < narrowest:
                 raise ValueError(
-                    f"strategy.widths = {list(widths)} needs {widths[0]} workers on one machine, and {work} have "
+                    f"strategy.widths = {list(widths)} needs {narrowest} workers on one machine, and {work} have "
                     f"machines of {largest}: add a narrower width, or workers to pools.{where[0]} (workers_per_node)"
                 )
 

@@ -264,6 +264,10 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
         (["rollout.sampler=sde", "rollout.window=[3, 3]"], ["rollout.window = [3, 3]"]),
         (["rollout.sampler=sde", "rollout.window=[6, 8]", "rollout.steps=8"], ["rollout.window = [6, 8]", "[0, 7]"]),
         (["strategy.rollout_pools=[]"], ["strategy.rollout_pools is empty"]),
+        (["strategy.widths=[2, 1]"], ["strategy.widths = [2, 1]", "ascending", "[1, 2, 4]"]),
+        (["strategy.widths=[]"], ["strategy.widths = []", "from 1 on"]),
+        (["strategy.widths=[4]"], ["needs 4 workers on one machine", "rollouts have machines of 2"]),
+        (["strategy.widths=[1, 4]", "strategy.elastic=false"], ["needs 4 workers on one machine", "narrower"]),
         (
             [
                 'strategy.rollout_pools=["spot"]',

@@ -23,6 +23,8 @@ Plot = Any
 """A Bokeh figure; Bokeh's types know neither factors of two levels nor keyword styles."""
 MOST_LANES, MOST_SPANS = 64, 20_000
 """What a browser still moves smoothly: larger strategies show their first workers, and only as much time as fits."""
+WORD, NUMBER = len("exploration"), len("1.23x")
+"""Least widths: a terminal of 80 characters then breaks lines between words."""
 COLUMNS = (
     "strategy",
     "iter.",
@@ -30,8 +32,7 @@ COLUMNS = (
     "$ to target",
     "$/h",
     "spot busy",
-    "spot GPUs lost",
-    "steps lost",
+    "GPUs lost",
     "seeds tried",
     "kept var.",
     "GPU-h wasted",
@@ -47,9 +48,11 @@ def results_table(result: Result) -> Table:
         caption_justify="left",
         box=SIMPLE,
         padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "strategy" else "right", overflow="fold")
+    table.add_column(COLUMNS[0], min_width=WORD)
+    for name in COLUMNS[1:]:
+        table.add_column(name, justify="right", overflow="fold", min_width=max(NUMBER, *map(len, name.split())))
     for outcome in result.outcomes:
         table.add_row(*_cells(outcome))
     return table
@@ -76,9 +79,8 @@ def _cells(outcome: Outcome) -> list[str]:
         f"{outcome.usd_per_h:,.2f}",
         f"{outcome.spot_utilisation:.0%}" if outcome.strategy.rents_spot else "-",
         str(outcome.preemptions),
-        str(outcome.steps_lost),
         f"{outcome.seeds_explored:.1f}",
-        f"{outcome.captured:.2f} x",
+        f"{outcome.captured:.2f}x",
         f"{sum(outcome.wasted_s.values()) / SECONDS_PER_H:.1f}",
         f"{outcome.score:.3f}",
     ]
