@@ -293,16 +293,16 @@ class Placer(SchedulerPlugin):
             self._regroup(self._gangs[name])
 
     def _parked(self, gang: Gang) -> list[Any]:
-        """Its shards behind the gate, if all that are not done are there or at work."""
+        """Its shards behind the gate, if all that are not done are there or at work; nobody wants a released one."""
         states = {key: self._scheduler.tasks[key].state for key in gang.keys if key in self._scheduler.tasks}
-        if any(state in ("waiting", "released") for state in states.values()):
+        if "waiting" in states.values():
             return []
         return [key for key, state in states.items() if state == "no-worker"]
 
     def _is_over(self, gang: Gang) -> bool:
         """Whether what is behind the gate has nothing to do any more: done, called off, or set aside."""
         first = self._scheduler.tasks.get(gang.keys[0])
-        done = first is not None and first.state in ("memory", "erred")
+        done = first is not None and first.state in ("memory", "erred", "released")
         return done or gang.fruitless >= self._losses or self._called_off(gang)
 
     def _called_off(self, gang: Gang) -> bool:
@@ -469,7 +469,7 @@ class Placer(SchedulerPlugin):
         life = self._lives.get(facts.get("worker", ""))
         compute = [one for one in facts.get("startstops") or () if one["action"] == "compute"]
         if life and compute:
-            outcome = "failed" if failed else "dropped" if facts.get("typename") == "Dropped" else "done"
+            outcome = "failed" if failed else "dropped" if str(facts.get("typename")).endswith(".Dropped") else "done"
             self._spans.append(self._span(key, label, life, compute[0]["start"], compute[-1]["stop"], outcome))
 
     @staticmethod

@@ -113,7 +113,14 @@ def iteration_graph(
     calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
     rollouts = layers.add_requests("rollout", k, calls, pool=_rollout_pool(config), widths=_widths(config))
     scores = _add_scores(layers, "score", k, run_dir, rollouts)
-    refill = layers.add("refill", k, [(tasks.refill, run_dir, setting.seed, scores)], pool="trainer", after=scores)
+    spares = _spares(rollouts)
+    refill = layers.add(
+        "refill",
+        k,
+        [(tasks.refill, run_dir, setting.seed, scores, spares)],
+        pool="trainer",
+        after=[*scores, *spares],
+    )
     advantage = layers.add(
         "advantage", k, [(tasks.advantage, config.train.advantage_std, refill[0])], pool="trainer", after=refill
     )
@@ -160,8 +167,9 @@ def validation_graph(config: Config, setting: Setting, prompts: Sequence[Prompt]
     calls: Calls = [(tasks.rollout_shard, setting.run_dir, request) for request in requests]
     rollouts = layers.add_requests("validate", weights.version, calls, pool="any", widths=_widths(config))
     scores = _add_scores(layers, "validate-score", weights.version, setting.run_dir, rollouts)
-    save = (tasks.save_images, setting.run_dir, weights.version, scores)
-    images = layers.add("validate-images", weights.version, [save], pool="engine", after=scores)
+    spares = _spares(rollouts)
+    save = (tasks.save_images, setting.run_dir, weights.version, scores, spares)
+    images = layers.add("validate-images", weights.version, [save], pool="engine", after=[*scores, *spares])
     return Graph(graph=layers.graph(), outputs={"scores": scores, "images": images[0]})
 
 
@@ -241,7 +249,7 @@ def rollout_requests(config: Config, setting: Setting, selection: Selection, wei
 
 
 def _add_scores(layers: Layers, phase: str, iteration: int, run_dir: str, requests: list[list[Key]]) -> list[Key]:
-    calls = [(tasks.score, run_dir, shards) for shards in requests]
+    calls = [(tasks.score, run_dir, key) for key in _first(requests)]
     return layers.add(phase, iteration, calls, pool="engine", after=_first(requests))
 
 
@@ -255,6 +263,11 @@ def _first(requests: list[list[Key]]) -> list[Key]:
     return [shards[0] for shards in requests]
 
 
+def _spares(requests: list[list[Key]]) -> list[Key]:
+    """The other shards: what collects the scores waits for them, so that no score does."""
+    return [key for shards in requests for key in shards[1:]]
+
+
 def _add_exploration(layers: Layers, config: Config, setting: Setting, candidates: Candidates, *, pool: str) -> Key:
     """Rounds of allocate, slots and score, then select.
 
@@ -263,6 +276,7 @@ def _add_exploration(layers: Layers, config: Config, setting: Setting, candidate
     k, run_dir = candidates.iteration, setting.run_dir
     scores: list[list[Key]] = []
     allocations: list[Key] = []
+    spares: list[Key] = []
     for r in range(candidates.rounds):
         seen = [key for earlier in scores[: max(0, r - 1)] for key in earlier]
         call = (tasks.allocate, run_dir, candidates, r, seen, list(allocations))
@@ -277,9 +291,10 @@ def _add_exploration(layers: Layers, config: Config, setting: Setting, candidate
             f"explore-r{r}", k, calls, pool=pool, widths=_widths(config), after=allocations[r:]
         )
         scores.append(_add_scores(layers, f"explore-score-r{r}", k, run_dir, explored))
+        spares += _spares(explored)
     everything = [key for round_scores in scores for key in round_scores]
-    select = (tasks.select, candidates, everything, allocations)
-    return layers.add("select", k, [select], pool="head", after=[*everything, *allocations])[0]
+    select = (tasks.select, candidates, everything, allocations, spares)
+    return layers.add("select", k, [select], pool="head", after=[*everything, *allocations, *spares])[0]
 
 
 def _template(config: Config, setting: Setting, purpose: Purpose, iteration: int, weights: WeightsRef) -> Request:

@@ -98,6 +98,7 @@ class Loop:
                 config, setting, k + 1, prompts, weights, beliefs=run.beliefs(k), most=self._affordable()
             )
         self._watch.begin("iterate", k)
+        begun_s = time.time()
         results = self._compute(iteration_graph(config, setting, selection, weights, candidates))
         after: Published = results["published"]
         if candidates:
@@ -105,7 +106,7 @@ class Loop:
         beliefs = _learn(run.beliefs(k), selection, results["training"])
         run.record_beliefs(k + 1, beliefs)
         stopped_s = time.time()
-        row = {
+        row: dict[str, Any] = {
             "iteration": k,
             "weights_version": after.weights.version,
             "weights_sha256": after.weights.sha256,
@@ -117,6 +118,11 @@ class Loop:
                 **self._watch.measure(started_s, stopped_s),
             },
         }
+        if candidates:  # beside the training, for the planner; what was explored before it counts elsewhere
+            row["measured"] |= {
+                "beside_s": self._watch.measure(begun_s, stopped_s).get("explore_s", 0.0),
+                "beside_seeds": results["selection"].seeds_scored,
+            }
         run.append(HISTORY, row)
         retain(run.path, {0, after.weights.version, weights.version, *self._validated_versions()})
         return after.weights
@@ -162,8 +168,9 @@ class Loop:
         config, history = self._config, self._run.rows(HISTORY)
         if config.exploration.budget == "fixed" or not history:
             return None
-        measured, scored = history[-1]["measured"], history[-1]["metrics"]["seeds_scored"]
-        explored_s, training_s = measured.get("explore_s", 0.0), measured.get("train_s", 0.0)
+        measured = history[-1]["measured"]
+        explored_s, scored = measured.get("beside_s", 0.0), measured.get("beside_seeds", 0)
+        training_s = measured.get("train_s", 0.0)
         if not (scored and explored_s and training_s):
             return None
         size = config.exploration.request_seeds

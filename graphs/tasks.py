@@ -110,7 +110,20 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
     if isinstance(place, Spare | SetAside):
         return place
     reason = signals.check(request)
-    return Dropped(reason=reason) if reason else _rollout(run_dir, request, place)
+    if reason:
+        return _scored_before(run_dir, request) or Dropped(reason=reason)
+    return _rollout(run_dir, request, place)
+
+
+def _scored_before(run_dir: str, request: Request) -> Rollout | None:
+    """Called off, but done already: only the worker that remembered it is gone."""
+    from spotlight.latents import LatentStore
+
+    known = LatentStore(RunDir(run_dir).latents_url).get_record(f"scores/{request.id}")
+    if not known or known["digest"] != request.digest:
+        return None
+    sha256 = request.weights.sha256
+    return Rollout(request=request, weights_sha256=sha256, steps_resumed=request.steps, steps_run=0)
 
 
 def _rollout(run_dir: str, request: Request, *place: Placement) -> Shard:
@@ -118,13 +131,12 @@ def _rollout(run_dir: str, request: Request, *place: Placement) -> Shard:
     return done
 
 
-def score(run_dir: str, shards: Sequence[Shard]) -> Scored | Dropped | SetAside:
-    """Rewards of what was rolled out; the first shard says what that is.
+def score(run_dir: str, done: Shard) -> Scored | Dropped | SetAside:
+    """Rewards of what was rolled out, as the request's first shard tells.
 
     Raises:
         SpotlightError: it was rolled out with other weights than were asked for.
     """
-    done = shards[0]
     assert not isinstance(done, Spare)
     if not isinstance(done, Rollout):
         return done
@@ -141,8 +153,13 @@ def _score(run_dir: str, request: Request) -> Scored:
     return scored
 
 
-def refill(run_dir: str, seed: int, scored: Sequence[Scored | SetAside]) -> tuple[Scored, ...]:
+def refill(
+    run_dir: str, seed: int, scored: Sequence[Scored | SetAside], spares: Sequence[Shard] = ()
+) -> tuple[Scored, ...]:
     """Replace the samples that have no reward, and the requests that were set aside, by fresh seeds of the same prompt.
+
+    Args:
+        spares: the other shards of the requests; somebody has to want them.
 
     Raises:
         SpotlightError: the replacements have no reward either.
@@ -311,7 +328,7 @@ def explore_slot(run_dir: str, allocation: Sequence[Request], slot: int, gang: s
     return rollout_shard(run_dir, allocation[slot], gang, shard)
 
 
-def save_images(run_dir: str, version: int, scored: Sequence[Scored | SetAside]) -> str:
+def save_images(run_dir: str, version: int, scored: Sequence[Scored | SetAside], spares: Sequence[Shard] = ()) -> str:
     """Write the validation images of a version as one .npz; returns its path inside the run directory."""
     import numpy as np
 
@@ -337,6 +354,7 @@ def select(
     candidates: Candidates,
     scored: Sequence[Scored | Dropped | SetAside],
     allocations: Sequence[Sequence[Request]],
+    spares: Sequence[Shard] = (),
 ) -> Selection:
     """Keep the seeds of each prompt whose rewards differ most; fill up with untried ones if too few were scored."""
     by_prompt: dict[int, list[tuple[int, float]]] = {prompt.id: [] for prompt in candidates.prompts}

@@ -159,3 +159,16 @@ def test_a_request_that_was_set_aside_is_replaced_as_a_whole(run: RunDir, reques
     assert nothing.rewards == (None,) * len(request_.seeds)
     assert len([reward for reward in fresh.rewards if reward is not None]) == len(request_.seeds)
     assert not set(fresh.request.seeds) & set(request_.seeds)
+
+
+def test_exploration_that_was_scored_before_it_was_called_off_is_not_lost(run: RunDir, request_: Request) -> None:
+    explored = replace(request_, purpose="explore")
+    done = tasks.rollout_shard(str(run.path), explored, "explore-r0-0/0", 0)
+    scored = tasks.score(str(run.path), done)
+
+    signals.close_exploration(run.path.name, explored.iteration)
+    again = tasks.rollout_shard(str(run.path), explored, "explore-r0-0/0", 0)
+    other = tasks.rollout_shard(str(run.path), replace(explored, seeds=(1, 2)), "explore-r0-0/1", 0)
+
+    assert tasks.score(str(run.path), again) == scored
+    assert isinstance(other, Dropped)

@@ -18,7 +18,7 @@ from spotlight.costs import life_from_json
 from spotlight.decisions import differing
 from spotlight.records import Stopped
 from spotlight.run import Run
-from spotlight.rundir import DECISIONS, HISTORY, SPANS, WORKERS, RunDir
+from spotlight.rundir import DECISIONS, EVENTS, HISTORY, SPANS, VALIDATION, WORKERS, RunDir
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,30 @@ def test_the_synchronous_scheduler_gets_the_same(undisturbed: Path, tmp_path: Pa
     Loop(run, synchronous, NoWatch()).go()
 
     assert outcome(run.path) == outcome(undisturbed)
+
+
+FREE_WIDTHS = 0.1
+"""Tolerance of a mean reward: at other widths latents differ by 1e-5, and a few of its some twenty images may read
+differently by one of their two letters."""
+
+
+def test_with_free_widths_and_kills_the_scores_are_those_of_single_workers(undisturbed: Path, tmp_path: Path) -> None:
+    settings = ["strategy.widths=[1,2,4]", "pools.spot.workers=4"]
+
+    run = Run(settings_file(tmp_path), settings).start()
+    client_of(run).register_plugin(KillWorkers("rollout", pool="spot", count=3))
+    run.wait()
+
+    widths = {row["width"] for row in run.directory.rows(EVENTS) if row["event"] == "stepped"}
+    assert max(widths) > 1
+    for free, alone in zip(_scores(run.directory.path), _scores(undisturbed), strict=True):
+        assert free == pytest.approx(alone, abs=FREE_WIDTHS)
+
+
+def _scores(run_dir: Path) -> list[float]:
+    run = RunDir.open(run_dir)
+    rewards = [row["metrics"]["reward_mean"] for row in run.rows(HISTORY)]
+    return rewards + [row["score"] for row in run.rows(VALIDATION)]
 
 
 @pytest.mark.parametrize(

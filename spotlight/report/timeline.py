@@ -23,21 +23,21 @@ Plot = Any
 """A Bokeh figure; Bokeh's types know neither factors of two levels nor keyword styles."""
 MOST_LANES, MOST_SPANS = 64, 20_000
 """What a browser still moves smoothly: larger strategies show their first workers, and only as much time as fits."""
-WORD, NUMBER = len("exploration"), len("1.23x")
-"""Least widths: a terminal of 80 characters then breaks lines between words."""
 COLUMNS = (
     "strategy",
     "iter.",
-    "h to target",
-    "$ to target",
+    "h to\ntarget",
+    "$ to\ntarget",
     "$/h",
-    "spot busy",
-    "GPUs lost",
-    "seeds tried",
-    "kept var.",
-    "GPU-h wasted",
+    "spot\nbusy",
+    "GPUs\nlost",
+    "steps\nlost",
+    "seeds\ntried",
+    "kept\nvar.",
+    "GPU-h\nwasted",
     "score",
 )
+"""So short that a terminal of 80 characters need break no word of a strategy's name."""
 
 
 def results_table(result: Result) -> Table:
@@ -47,12 +47,11 @@ def results_table(result: Result) -> Table:
         caption=result.model,
         caption_justify="left",
         box=SIMPLE,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
+        padding=0,
     )
-    table.add_column(COLUMNS[0], min_width=WORD)
-    for name in COLUMNS[1:]:
-        table.add_column(name, justify="right", overflow="fold", min_width=max(NUMBER, *map(len, name.split())))
+    for name in COLUMNS:
+        first = name == COLUMNS[0]
+        table.add_column(name, justify="left" if first else "right", no_wrap=not first)
     for outcome in result.outcomes:
         table.add_row(*_cells(outcome))
     return table
@@ -79,6 +78,7 @@ def _cells(outcome: Outcome) -> list[str]:
         f"{outcome.usd_per_h:,.2f}",
         f"{outcome.spot_utilisation:.0%}" if outcome.strategy.rents_spot else "-",
         str(outcome.preemptions),
+        str(outcome.steps_lost),
         f"{outcome.seeds_explored:.1f}",
         f"{outcome.captured:.2f}x",
         f"{sum(outcome.wasted_s.values()) / SECONDS_PER_H:.1f}",
