@@ -1,0 +1,566 @@
+"""How long a request stands still when its gang changes, beside a cold start; and what losses cost over a whole trace.
+
+Everything is real: workers under ``kill -9``, fresh interpreters for the cold starts, a file on the disk for the
+weights. The moments come from the placer's events, but for the kill, which is timed where it is made, and for the step,
+which is timed by its commit in the store. ``python -m benchmarks.recovery`` prints tables in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import pickle
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from cluster.pools import Pools
+from graphs import tasks
+from graphs.iteration import Layers, prepare_graph, rollout_requests, unexplored
+from graphs.tasks import Setting
+from spotlight import config
+from spotlight.costs import WorkerLife
+from spotlight.data import read_prompts
+from spotlight.node import Node, shared_root, sweep
+from spotlight.records import Placement, Request, Rollout
+from spotlight.report.palette import FAINT, INK, LOST, OTHER, PHASE_COLOURS, RULE
+from spotlight.rundir import RunDir
+from spotlight.traces import BURSTY, SECONDS_PER_H, synthesise, write_trace
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = ROOT / "examples" / "ocr-tiny.toml"
+BATCH = 32
+"""Samples of a request: a step of the embedded model then takes some tens of milliseconds."""
+POLL_S = 0.02
+"""Between two looks at the events; they carry their own times."""
+PATIENCE_S = 60.0
+"""Longest wait for what a healthy cluster does in a second or two."""
+STEPS = 200
+"""Of a request along the trace: it takes some seconds, against the fraction of one that a worker takes to start."""
+
+PARTS = ("recoveries", "cold", "weights", "trace")
+LOOKS = {
+    "detect": ("worker lost: noticed", LOST),
+    "step boundary": ("worker joined: step in flight ends", PHASE_COLOURS["explore"]),
+    "re-form": ("gang formed anew", PHASE_COLOURS["train"]),
+    "load and join": ("ranks joined; a fresh one loads its model", PHASE_COLOURS["validate"]),
+    "step": ("first step, committed", PHASE_COLOURS["rollout"]),
+    "interpreter": ("interpreter starts", OTHER),
+    "imports": ("imports", FAINT),
+    "model": ("model loaded", PHASE_COLOURS["publish"]),
+    "join": ("ranks joined; a fresh one loads its model", PHASE_COLOURS["validate"]),
+}
+"""Of a recovery and of a cold start: what it is called, and its colour."""
+
+Row = dict[str, Any]
+"""An event of the placer's."""
+Split = dict[str, float]
+"""Seconds by part, in their order in time."""
+
+COLD = """
+import time
+up_s = time.time()
+import os, pickle, sys
+from pathlib import Path
+from spotlight.engine import Engine
+moments = [up_s, time.time()]
+
+def heart(beat):
+    if beat and (beat.resumed or beat.step == 1):
+        moments.append(time.time())
+    if beat and beat.step == 1:
+        print(*moments, flush=True)
+
+run_dir, request, place = pickle.load(sys.stdin.buffer)
+engine = Engine(Path(run_dir), heart)
+engine.use(request.weights)
+moments.append(time.time())
+engine.rollout(request, place)
+"""
+"""What a worker does before its first step where no warm parent did it already. The first rank tells when it was
+up, had its imports, its model, its peers, and its first step."""
+
+
+class Live:
+    """A cluster without a run's loop: requests on its spot workers, and what happens to them."""
+
+    def __init__(self, directory: str, overrides: Sequence[str]) -> None:
+        common = (
+            f"run.dir={directory}",
+            'strategy.exploration="off"',
+            "cluster.dashboard_port=0",
+            f"rollout.seeds_kept={BATCH}",
+            f"rollout.request_seeds={BATCH}",
+        )
+        self.config = config.load(SETTINGS, [*common, *overrides])
+        self.run = RunDir.create(self.config, time.time())
+        self.pools = Pools(self.config, self.run.path.name)
+        graph = prepare_graph(str(self.run.path))
+        self.setting: Setting = self.pools.client.get(graph.graph, graph.outputs["setting"])
+        self.lives: list[WorkerLife] = []
+        self.events: list[Row] = []
+        self._requests = 0
+
+    def request(self) -> Request:
+        """A fresh one on every call."""
+        self._requests += 1
+        prompts = read_prompts(self.config.data.train_prompts)[:1]
+        selection = unexplored(self.config, self.setting, self._requests, prompts)
+        return rollout_requests(self.config, self.setting, selection, self.setting.start)[0]
+
+    def start(self, requests: Sequence[Request]) -> list[Any]:
+        """Begin to run them; the futures of all their shards."""
+        layers = Layers()
+        calls = [(tasks.rollout_shard, str(self.run.path), request) for request in requests]
+        shards = layers.add_requests(
+            "rollout", requests[0].iteration, calls, pool="spot", widths=self.config.strategy.widths
+        )
+        futures: list[Any] = self.pools.client.get(layers.graph(), [key for one in shards for key in one], sync=False)
+        return futures
+
+    def look(self) -> None:
+        """Fetch what happened since the last time."""
+        news = self.pools.drain()
+        self.lives = [WorkerLife(**life) for life in news["workers"]]
+        self.events += news["events"]
+
+    def event(self, name: str, **facts: Any) -> Row:
+        """The first event of that name with these facts; waits for it."""
+
+        def find() -> Row | None:
+            self.look()
+            return next((row for row in self.events if row["event"] == name and facts.items() <= row.items()), None)
+
+        return self._wait(find, f"event {name!r} with {facts}")
+
+    def full(self) -> dict[str, str]:
+        """Names of the spot workers by address, once every place has one."""
+
+        def find() -> dict[str, str] | None:
+            workers = self.pools.client.scheduler_info(n_workers=-1)["workers"]
+            ready = {address: str(one["name"]) for address, one in workers.items() if one["status"] == "running"}
+            spot = {address: name for address, name in ready.items() if name.startswith("spot")}
+            return spot if len(spot) == self.config.pools.spot.workers else None
+
+        found: dict[str, str] = self._wait(find, "full pool")
+        return found
+
+    def pids(self) -> dict[str, int]:
+        """Processes of the spot workers by name, once every place has one."""
+        spot = self.full()
+        return {spot[address]: pid for address, pid in self.pools.client.run(os.getpid, workers=list(spot)).items()}
+
+    def _wait(self, find: Callable[[], Any], what: str) -> Any:
+        until_s = time.monotonic() + PATIENCE_S
+        while not (found := find()):
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"no {what} within {PATIENCE_S} s; the last events: {self.events[-8:]}")
+            time.sleep(POLL_S)
+        return found
+
+    def committed_s(self, request: Request, step: int) -> float:
+        """When a step was committed."""
+        folder = Path(self.run.latents_url) / "commits" / f"{request.iteration:05d}" / request.id
+        (record,) = self._wait(lambda: list(folder.glob(f"commit.*.{step}")), f"commit of step {step}")  # only one
+        return record.stat().st_mtime
+
+
+@contextmanager
+def live(*overrides: str) -> Iterator[Live]:
+    with tempfile.TemporaryDirectory() as directory:
+        cluster = Live(directory, overrides)
+        try:
+            yield cluster
+        finally:
+            cluster.pools.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """Many recoveries of one kind."""
+
+    splits: list[Split] = field(default_factory=list)
+    redone: list[int] = field(default_factory=list)
+    """Steps that were done, but not committed, when the worker died; the step in flight comes on top."""
+    booted: list[float] = field(default_factory=list)
+    """Seconds from the start of a worker's process until it joined."""
+
+    def totals(self) -> list[float]:
+        return [sum(split.values()) for split in self.splits]
+
+    def beyond_step(self) -> list[float]:
+        return [total - list(split.values())[-1] for split, total in zip(self.splits, self.totals(), strict=True)]
+
+    def median(self) -> Split:
+        """Of each part by itself."""
+        return {part: statistics.median(split[part] for split in self.splits) for part in self.splits[0]}
+
+
+# Recoveries
+
+
+def narrowings(cluster: Live, width: int, kills: int, chance: random.Random, after: Callable[..., None]) -> Measured:
+    """Kill a random rank of a gang of this width, again and again, at a random moment of a step.
+
+    Args:
+        after: is given the request, its gang and the row of the first step after the recovery.
+    """
+    found = Measured()
+    for trial in range(kills + 1):
+        pids, request = cluster.pids(), cluster.request()
+        gang = f"rollout-{request.iteration}/0"
+        futures = cluster.start([request])
+        stepped = cluster.event("stepped", gang=gang, width=width)
+        step_s = stepped["at_s"] - cluster.event("resumed", gang=gang, epoch=stepped["epoch"])["at_s"]
+        time.sleep(chance.uniform(1, 2) * step_s)
+        victim = chance.choice(stepped["workers"])
+        killed_s = time.time()
+        os.kill(pids[victim], signal.SIGKILL)
+        broken = cluster.event("broken", gang=gang, epoch=stepped["epoch"])
+        split, resumed = _formed_again(cluster, request, gang, broken)
+        if trial:  # the first one finds engines that have no model yet
+            found.splits.append({"detect": broken["at_s"] - killed_s, **split})
+            found.redone.append(max(0, broken["step"] - resumed["step"]))
+            after(request, gang, resumed, victim, killed_s)
+        for future in futures:
+            future.result(timeout=PATIENCE_S)
+    return found
+
+
+def _formed_again(cluster: Live, request: Request, gang: str, ended: Row) -> tuple[Split, Row]:
+    """From the end of one forming to the first committed step of the next; and how that one began."""
+    epoch = ended["epoch"] + 1
+    moments = [ended] + [cluster.event(name, gang=gang, epoch=epoch) for name in ("formed", "resumed", "stepped")]
+    _, formed, resumed, stepped = (row["at_s"] for row in moments)
+    committed_s = max(stepped, cluster.committed_s(request, moments[2]["step"] + 1))
+    split = {"re-form": formed - ended["at_s"], "load and join": resumed - formed, "step": committed_s - resumed}
+    return split, moments[2]
+
+
+def four_to_two(kills: int, chance: random.Random) -> Measured:
+    settings = ("pools.spot.workers=4", "strategy.widths=[1,2,4]", "pools.spot.replace_after_s=0.8", "rollout.steps=24")
+    with live(*settings) as cluster:
+        return narrowings(cluster, 4, kills, chance, lambda *_: None)
+
+
+def two_to_one_to_two(kills: int, chance: random.Random) -> tuple[Measured, Measured]:
+    """The second: from the moment at which the replaced worker has joined."""
+    after_s = 0.3
+    settings = ("pools.spot.workers=2", "strategy.widths=[1,2]", f"pools.spot.replace_after_s={after_s}")
+    widened = Measured()
+    with live(*settings, "rollout.steps=110") as cluster:
+
+        def widen(request: Request, gang: str, resumed: Row, victim: str, killed_s: float) -> None:
+            left = cluster.event("leaves", gang=gang, epoch=resumed["epoch"])
+            joined = [row for row in cluster.events if row["event"] == "joined" and row["at_s"] > killed_s][0]
+            split, begun = _formed_again(cluster, request, gang, left)
+            assert (joined["worker"], begun["width"]) == (victim, 2)
+            widened.splits.append({"step boundary": left["at_s"] - joined["at_s"], **split})
+            widened.redone.append(max(0, left["step"] - begun["step"]))
+            widened.booted.append(joined["at_s"] - killed_s - after_s)
+
+        return narrowings(cluster, 2, kills, chance, widen), widened
+
+
+# Cold starts
+
+
+def cold_starts(width: int, times: int) -> Measured:
+    """A gang of fresh interpreters, from their start to their first step; files they read are in the page cache."""
+    from spotlight.sequence import rendezvous_server
+
+    server = rendezvous_server("127.0.0.1")
+    found = Measured()
+    with live("strategy.widths=[1,2]", "rollout.steps=24") as cluster:
+        for trial in range(times + 1):
+            split = _cold_start(cluster, width, f"cold-{trial}", ("127.0.0.1", server.port))
+            if trial:  # the first one fills the page cache
+                found.splits.append(split)
+    return found
+
+
+def _cold_start(cluster: Live, width: int, gang: str, rendezvous: tuple[str, int]) -> Split:
+    request, started_s = cluster.request(), time.time()
+    command = [sys.executable, "-c", COLD]
+    ranks = [subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(width)]
+    try:
+        for rank, process in enumerate(ranks):
+            meet = rendezvous if width > 1 else None
+            place = Placement(gang=gang, epoch=1, rank=rank, width=width, rendezvous=meet)
+            assert process.stdin
+            pickle.dump((str(cluster.run.path), request, place), process.stdin)
+            process.stdin.close()
+        assert ranks[0].stdout
+        moments = [started_s, *map(float, ranks[0].stdout.readline().split())]
+    finally:
+        for process in ranks:
+            process.kill()
+        for process in ranks:  # only now, so that none has time to miss another
+            process.wait()
+    parts = ("interpreter", "imports", "model", "join", "step")
+    return {part: stop_s - start_s for part, (start_s, stop_s) in zip(parts, pairwise(moments), strict=True)}
+
+
+# Weights
+
+
+def weights_seconds(size_bytes: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds until a joiner can use a file of weights, by where it comes from and what is done with it.
+
+    Args:
+        size_bytes: of the file. It lies in the temporary directory's file system; the memory holds it four times.
+    """
+    import torch
+
+    from spotlight import weights
+
+    torch.set_num_threads(1)  # as in a worker
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        part = torch.ones(size_bytes // 8 // 2, dtype=torch.bfloat16)
+        weights.stage(folder, 0, {f"layer{n}": part + n for n in range(8)}, {}, {})
+        weights.publish(folder, 0)
+        file = folder / "weights" / "v00000" / "weights.safetensors"
+        root = shared_root(f"recovery-{os.getpid()}", size_bytes=2 * size_bytes)
+
+        def forget() -> None:
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # pages are clean: publishing flushed them
+            os.close(descriptor)
+
+        try:
+            disk = _load_seconds(folder, None, forget, repeats)
+            memory = _load_seconds(folder, Node(root), lambda: None, repeats)
+        finally:
+            sweep(root)
+    sources = {"disk store": disk, "node memory": memory}
+    return {f"{source}, {what}": took for source, found in sources.items() for what, took in found.items()}
+
+
+def _load_seconds(folder: Path, node: Node | None, before: Callable[[], None], repeats: int) -> dict[str, list[float]]:
+    import torch
+
+    from spotlight import weights
+
+    published = weights.published(folder, 0)
+    assert published
+    ref = published.weights
+    model = {name: torch.zeros_like(tensor) for name, tensor in weights.load(folder, ref, node=node).items()}
+
+    def read() -> None:
+        for tensor in weights.load(folder, ref, node=node).values():
+            tensor.view(torch.uint8)[:: os.sysconf("SC_PAGE_SIZE")].max()
+
+    def copy() -> None:
+        for name, tensor in weights.load(folder, ref, node=node).items():
+            model[name].copy_(tensor)
+
+    def seconds(work: Callable[[], None]) -> float:
+        before()
+        start_s = time.perf_counter()
+        work()
+        return time.perf_counter() - start_s
+
+    uses = {"every page read": read, "copied into a model": copy}
+    return {what: [seconds(work) for _ in range(repeats)] for what, work in uses.items()}
+
+
+# Throughput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """What became of the same requests under one regime."""
+
+    wall_s: float
+    available: float
+    """Mean share of the workers that was there."""
+    losses: int
+    """Of workers."""
+    redone: int
+    """Steps that were done more than once, without those in flight."""
+
+
+def passage(requests: int, *overrides: str) -> Passage:
+    """Run so many requests on two spot workers, one each, to their end."""
+    settings = ("pools.spot.workers=2", "strategy.widths=[1]", f"rollout.steps={STEPS}", "cluster.losses=1000")
+    with live(*settings, *overrides) as cluster:
+        cluster.full()
+        start_s = time.time()
+        done = [future.result() for future in cluster.start([cluster.request() for _ in range(requests)])]
+        stop_s = time.time()
+        cluster.look()
+    assert all(isinstance(one, Rollout) for one in done)
+    spot = [life for life in cluster.lives if life.pool == "spot"]
+    there_s = sum(max(0.0, min(life.left_s or stop_s, stop_s) - max(life.joined_s, start_s)) for life in spot)
+    broken = [row for row in cluster.events if row["event"] == "broken"]
+    resumed = [row for row in cluster.events if row["event"] == "resumed"]
+    begun = [next((one["step"] for one in resumed if _follows(one, row)), row["step"]) for row in broken]
+    return Passage(
+        wall_s=stop_s - start_s,
+        available=there_s / 2 / (stop_s - start_s),
+        losses=len(broken),
+        redone=sum(max(0, row["step"] - step) for row, step in zip(broken, begun, strict=True)),
+    )
+
+
+def _follows(later: Row, row: Row) -> bool:
+    return bool(later["gang"] == row["gang"] and later["epoch"] > row["epoch"])
+
+
+def passages(requests: int, seed: int) -> dict[str, Passage]:
+    """Undisturbed, and along the same trace with either way to go on after a loss.
+
+    The trace passes so fast that a worker lives, on average, as long as a request takes undisturbed.
+    """
+    quiet = passage(requests)
+    life_s = quiet.wall_s * 2 / requests
+    speedup = SECONDS_PER_H / BURSTY.losses_per_instance_h / life_s
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.csv"
+        lasts_s = 20 * quiet.wall_s * speedup  # longer than the slowest
+        write_trace(synthesise(seed=seed, capacity=2, duration_s=lasts_s, climate=BURSTY), path)
+        trace = (f'pools.spot.trace="{path}"', f"pools.spot.speedup={speedup}")
+        ways = {way: passage(requests, *trace, f"strategy.on_preemption={way}") for way in ("resume", "restart")}
+    return {"undisturbed": quiet, **ways}
+
+
+# What is shown
+
+
+def ms(values: Sequence[float]) -> str:
+    return f"{statistics.median(values) * 1e3:.0f} ({_p90(values) * 1e3:.0f})"
+
+
+def _p90(values: Sequence[float]) -> float:
+    return sorted(values)[math.ceil(0.9 * len(values)) - 1]
+
+
+def print_recoveries(found: Mapping[str, Measured]) -> None:
+    print("Milliseconds, median (90th percentile); each part by itself, so that the parts need not add up.\n")
+    print(
+        "| gang | times | noticed | re-formed | loaded and joined | stepped | all | without the step | steps redone |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, measured in found.items():
+        parts = [ms([split[part] for split in measured.splits]) for part in measured.splits[0]]
+        cells = [name, str(len(measured.splits)), *parts, ms(measured.totals()), ms(measured.beyond_step())]
+        print(f"| {' | '.join(cells)} | {statistics.fmean(measured.redone):.2f} |")
+    for name, measured in found.items():
+        if measured.booted:
+            print(f"\n{name}: from the start of the worker's process until it joins {ms(measured.booted)} ms.")
+
+
+def print_cold(cold: Mapping[int, Measured], found: Mapping[str, Measured]) -> None:
+    print("\n| cold start | times | interpreter | imports | model | join | step | all |")
+    print("|---|---|---|---|---|---|---|---|")
+    for width, measured in cold.items():
+        parts = [ms([split[part] for split in measured.splits]) for part in measured.splits[0]]
+        print(f"| width {width} | {' | '.join([str(len(measured.splits)), *parts, ms(measured.totals())])} |")
+    print()
+    for name, measured in found.items():
+        width = int(name[-1])
+        if width in cold:
+            ratio = statistics.median(cold[width].totals()) / statistics.median(measured.totals())
+            print(f"Cold start at width {width} / {name}: {ratio:.1f}")
+
+
+def print_weights(found: Mapping[str, Sequence[float]], size_bytes: int) -> None:
+    print(f"\n| {size_bytes / 1e9:g} GB of weights | s, median (slowest) |")
+    print("|---|---|")
+    for name, values in found.items():
+        print(f"| {name} | {statistics.median(values):.3f} ({max(values):.3f}) |")
+    for what in ("every page read", "copied into a model"):
+        disk, memory = (statistics.median(found[f"{where}, {what}"]) for where in ("disk store", "node memory"))
+        print(f"\nDisk store / node memory, {what}: {disk / memory:.1f}")
+
+
+def print_passages(found: Mapping[str, Passage], requests: int) -> None:
+    base = found["undisturbed"].wall_s
+    print(f"\n| {requests} requests of {STEPS} steps | wall, s | throughput | workers there | losses | steps redone |")
+    print("|---|---|---|---|---|---|")
+    for name, one in found.items():
+        cells = (f"{one.wall_s:.1f}", f"{base / one.wall_s:.2f}", f"{one.available:.2f}", str(one.losses))
+        print(f"| {name} | {' | '.join(cells)} | {one.redone} of {requests * STEPS} |")
+
+
+def draw(path: Path, found: Mapping[str, Measured], cold: Mapping[int, Measured]) -> None:
+    """The medians of the parts as stacked bars, with the median of all: recoveries alone, then beside cold starts."""
+    from matplotlib import pyplot
+
+    starts = {f"cold start, width {width}": measured for width, measured in cold.items()}
+    pyplot.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
+    rows = (len(found), len(found) + len(starts))
+    figure, (near, far) = pyplot.subplots(2, 1, figsize=(8.8, 4.6), height_ratios=rows, layout="constrained")
+    _draw_bars(near, found, scale=1e3, unit="{:.0f} ms")
+    near.set_xlabel("milliseconds until the first committed step", color=INK)
+    _draw_bars(far, {**found, **starts}, scale=1.0, unit="{:.2f} s")
+    far.set_xlabel("the same beside cold starts, in seconds", color=INK)
+    handles = {label: bar for axes in (near, far) for bar, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(handles.values()), list(handles), loc="outside right upper", frameon=False, labelcolor=INK)
+    figure.savefig(path, dpi=160)
+
+
+def _draw_bars(axes: Any, bars: Mapping[str, Measured], *, scale: float, unit: str) -> None:
+    for row, measured in enumerate(bars.values()):
+        left = 0.0
+        for part, seconds in measured.median().items():
+            label, colour = LOOKS[part]
+            axes.barh(row, seconds * scale, left=left, color=colour, label=label, height=0.62)
+            left += seconds * scale
+        text = unit.format(statistics.median(measured.totals()) * scale)
+        axes.annotate(text, (left, row), xytext=(5, 0), textcoords="offset points", va="center", color=INK)
+    axes.set_yticks(range(len(bars)), list(bars))
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    axes.tick_params(colors=FAINT, length=0)
+    axes.grid(axis="x", color=RULE)
+    axes.set_axisbelow(True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure; default: all")
+    parser.add_argument("--kills", type=int, default=30, help="of each kind")
+    parser.add_argument("--cold", type=int, default=6, help="cold starts of each width")
+    parser.add_argument("--weights-gb", type=float, default=2.0, help="size of the weights file")
+    parser.add_argument("--requests", type=int, default=8, help="along the trace")
+    parser.add_argument("--seed", type=int, default=0, help="of the victims, the moments and the trace")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the recoveries and the cold starts there")
+    arguments = parser.parse_args()
+
+    load = f"load average {os.getloadavg()[0]:.1f} before"
+    found: dict[str, Measured] = {}
+    cold: dict[int, Measured] = {}
+    if "recoveries" in arguments.parts:
+        chance = random.Random(arguments.seed)
+        found["4 to 2"] = four_to_two(arguments.kills, chance)
+        found["2 to 1"], found["1 to 2"] = two_to_one_to_two(arguments.kills, chance)
+        print_recoveries(found)
+    if "cold" in arguments.parts:
+        cold = {width: cold_starts(width, arguments.cold) for width in (1, 2)}
+        print_cold(cold, found)
+    if "weights" in arguments.parts:
+        size_bytes = int(arguments.weights_gb * 1e9)
+        print_weights(weights_seconds(size_bytes, repeats=3), size_bytes)
+    if "trace" in arguments.parts:
+        print_passages(passages(arguments.requests, arguments.seed), arguments.requests)
+    print(f"\n{os.cpu_count()} cores, {load}, {os.getloadavg()[0]:.1f} after.")
+    if arguments.plot:
+        draw(arguments.plot, found, cold)
+
+
+if __name__ == "__main__":
+    main()
