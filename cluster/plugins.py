@@ -95,6 +95,7 @@ class Placer(SchedulerPlugin):
         """Of each file of weights, by hash, the workers whose nodes have it, the latest last."""
         self._leaving: set[str] = set()
         """Names of workers under notice, until another takes the name."""
+        self._hung: set[str] = set()
         self._spans: list[Span] = []
         self._events: list[dict[str, Any]] = []
         self._placements, self._decisions = PlacementLog(), list[dict[str, Any]]()
@@ -195,6 +196,8 @@ class Placer(SchedulerPlugin):
             life = self._lives.get(msg["worker"])
             if life and self._addresses.get(life.worker) == msg["worker"]:
                 del self._addresses[life.worker]
+                if msg.get("expected") and msg["worker"] not in self._hung:
+                    self._leaving.add(life.worker)  # its notice may still be on its way, in another stream
             for key in msg.get("processing-tasks", ()):
                 if key in self._scheduler.tasks:
                     self._scheduler.tasks[key].suspicious = 0
@@ -404,6 +407,7 @@ class Placer(SchedulerPlugin):
             state, life = self._scheduler.workers.get(address), self._lives.get(address)
             if state is not None and life and now_s - state.last_seen > self._hang_after_s:
                 self._log("hung", worker=life.worker)
+                self._hung.add(address)
                 await self._scheduler.remove_worker(address, stimulus_id="spotlight-watch", expected=True, close=True)
                 self._evict(life.worker)
 

@@ -91,8 +91,10 @@ class Chaos:
             return None
         address = joined[self._chance.choice(sorted(joined))]
         ask = engine_pid if fate.startswith("engine") else os.getpid
-        pid = self._run.client.run(ask, workers=[address], on_error="return").get(address)
-        return pid if isinstance(pid, int) else None
+        with suppress(OSError):  # it is gone, or going
+            pid = self._run.client.run(ask, workers=[address], on_error="return").get(address)
+            return pid if isinstance(pid, int) else None
+        return None
 
     def _joined(self) -> dict[str, str]:
         """Addresses of the spot workers, by name."""
