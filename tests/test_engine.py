@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from graphs import tasks
 from graphs.iteration import rollout_requests, unexplored
@@ -172,3 +173,19 @@ def test_exploration_that_was_scored_before_it_was_called_off_is_not_lost(run: R
 
     assert tasks.score(str(run.path), again) == scored
     assert isinstance(other, Dropped)
+
+
+def test_widths_that_the_model_cannot_be_split_into_are_refused_with_those_that_it_can(tmp_path: Path) -> None:
+    settings = config.load(settings_file(tmp_path), ["strategy.widths=[1, 3]", "pools.spot.workers=3"])
+    run = RunDir.create(settings, time.time())
+
+    with pytest.raises(SpotlightError, match=r"gang of 3 .* choose among the widths 1, 2 and 4|widths 1, 2, 4"):
+        tasks.prepare(str(run.path))
+
+
+def test_a_request_too_large_for_the_device_is_named_with_what_would_make_it_fit(run: RunDir) -> None:
+    with (
+        pytest.raises(SpotlightError, match=r"request r7 .* rollout\.request_seeds"),
+        Engine(run.path)._memory("request r7 (64 samples)"),
+    ):
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
