@@ -94,6 +94,9 @@ class EngineProcess:
         self._node = node
         self._hang_after_s = hang_after_s
         self._telling = threading.Lock()
+        self._changing = threading.Lock()
+        """Held while the process is replaced or ended: a worker may leave while its engine comes up anew."""
+        self._closed = False
         self._start()
 
     @property
@@ -152,14 +155,21 @@ class EngineProcess:
             self._orders.send((order, facts))
 
     def _restart(self) -> int | None:
-        """Make sure that the process is gone and start another; returns how it ended."""
-        self.close()
-        code = self._process.exitcode
-        self._start()
+        """Make sure that the process is gone and start another, unless closed; returns how it ended."""
+        with self._changing:
+            self._end()
+            code = self._process.exitcode
+            if not self._closed:
+                self._start()
         return code
 
     def close(self) -> None:
-        """End it, whatever it is doing."""
+        """End it for good, whatever it is doing."""
+        with self._changing:
+            self._closed = True
+            self._end()
+
+    def _end(self) -> None:
         self._process.kill()  # works on a stopped process too
         self._process.join()
         self._calls.close()

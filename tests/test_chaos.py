@@ -9,11 +9,16 @@ import threading
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from elastic import engine_pid
 from kills import client_of
 from runs import outcome, settings_file
+from spotlight.records import Stopped
 from spotlight.run import Run
+from spotlight.rundir import HISTORY
 
 KILLS = 200
 PAUSE_S = 0.1
@@ -22,7 +27,7 @@ FATES = {"worker killed": 6, "engine killed": 6, "notice": 2, "killed while it b
 """How often each occurs, in proportion."""
 SIGNALS = {"notice": signal.SIGTERM, "engine frozen": signal.SIGSTOP}
 SETTINGS = [
-    "run.iterations=2",
+    "run.validate_every=1",
     "rollout.prompts=2",
     "rollout.steps=10",
     "strategy.widths=[2]",
@@ -39,18 +44,26 @@ SETTINGS = [
 def test_two_hundred_kills_change_no_bit(tmp_path: Path) -> None:
     (tmp_path / "validation.txt").write_text('a sign that says "7"\n')
     settings = [*SETTINGS, 'data.validation_prompts="validation.txt"']
-    quiet = Run(settings_file(tmp_path), settings).start()
-    quiet.wait()
-
-    run = Run(settings_file(tmp_path), settings).start()
+    run = Run(settings_file(tmp_path), [*settings, f"run.iterations={KILLS}"]).start()
     client_of(run)
     done = Chaos(random.Random(0), run).strike(KILLS)
-    assert run.alive, "the run ended before all the blows were struck"
-    run.wait()
+    run.stop()
+    with pytest.raises(Stopped):
+        run.wait()
+    iterations = len(run.directory.rows(HISTORY))
+
+    quiet = Run(settings_file(tmp_path), [*settings, f"run.iterations={iterations + 1}"]).start()
+    quiet.wait()
 
     assert done.total() == KILLS
     assert all(done[fate] > 0 for fate in FATES)
-    assert outcome(run.directory.path) == outcome(quiet.directory.path)
+    assert iterations > 0
+    assert beginning(outcome(run.directory.path), iterations) == beginning(outcome(quiet.directory.path), iterations)
+
+
+def beginning(outcome: dict[str, list[Any]], iterations: int) -> dict[str, list[Any]]:
+    """What a run's first iterations led to."""
+    return {part: rows[:iterations] for part, rows in outcome.items()}
 
 
 class Chaos:

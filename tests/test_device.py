@@ -103,6 +103,27 @@ def test_orders_reach_the_work_in_flight(engine: EngineProcess, run: RunDir, slo
     assert len(stopped.steps) < slow.steps
 
 
+def test_an_engine_that_is_closed_while_it_comes_up_anew_ends(
+    engine: EngineProcess, run: RunDir, slow: Request
+) -> None:
+    """A worker may leave at the very moment when its engine was killed."""
+    fresh = replace(slow, iteration=3)
+    closer = threading.Thread(target=engine.close)
+
+    def strike() -> None:
+        os.kill(engine.pid, signal.SIGKILL)
+        closer.start()
+
+    killed = Met(strike)
+    with pytest.raises(EngineLost):
+        engine.call(str(run.path), "rollout", (fresh,), killed)
+    closer.join()
+
+    assert not psutil.pid_exists(engine.pid)
+    with pytest.raises(EngineLost):
+        engine.call(str(run.path), "rollout", (fresh,), killed)
+
+
 def test_what_an_engine_raises_its_caller_gets(engine: EngineProcess, tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match="no such settings file") as raised:
         engine.call(str(tmp_path), "prepare", (), lambda beat: None)
