@@ -13,11 +13,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
 Pool = Literal["reserved", "spot"]
 _Place = tuple[Pool, str]
 """A node of a pool."""
+_Kind = tuple[tuple[Pool, ...], int, int]
+"""Of requests: where they may run, the narrowest gang, and the shards left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,18 +105,17 @@ def plan(view: View) -> list[Launch]:
     """
     free = _Free(view)
     launches = []
-    stuck = set()
+    stuck: set[_Kind] = set()
     """Kinds of request of which one got nothing: those behind it may use no worker that it might not."""
     for waiting, rivals in _in_order(view):
         if not free.count:
             break
-        kind = (waiting.pools, waiting.widths[0], waiting.slots)
-        if kind in stuck:
+        if stuck and _kind(waiting) in stuck:
             continue
         if workers := free.take(waiting, rivals):
             launches.append(Launch(request=waiting.id, workers=workers))
         else:
-            stuck.add(kind)
+            stuck.add(_kind(waiting))
             free.hold_node_for(waiting)
     return launches
 
@@ -138,16 +140,24 @@ def widen(view: View) -> list[str]:
     return chosen
 
 
+def _kind(waiting: Waiting) -> _Kind:
+    return waiting.pools, waiting.widths[0], waiting.slots
+
+
 def _in_order(view: View) -> Iterator[tuple[Waiting, int]]:
-    """Waiting requests that some idle worker may run, the first first; and how many of its kind still wait."""
+    """Waiting requests that some idle worker may run, the first first; and how many of its sort still wait.
+
+    A queue is sorted when its turn comes, which for exploration is never while rollouts take all idle workers.
+    """
     pools = {idle.pool for idle in view.idle}
     able = [one for one in view.waiting if not pools.isdisjoint(one.pools)]
-    able.sort(key=lambda one: one.order)  # two stable sorts by one number are faster than one by a tuple
-    able.sort(key=lambda one: 2 * (not one.losses) + one.exploring)
-    left = Counter([one.exploring for one in able])
-    for one in able:
-        yield one, left[one.exploring]
-        left[one.exploring] -= 1
+    queues = {exploring: [one for one in able if one.exploring == exploring] for exploring in (False, True)}
+    left = {exploring: len(queue) for exploring, queue in queues.items()}
+    for broken in (True, False):
+        for exploring, queue in queues.items():
+            turn = sorted([one for one in queue if (one.losses > 0) == broken], key=attrgetter("order"))
+            yield from zip(turn, range(left[exploring], 0, -1), strict=False)
+            left[exploring] -= len(turn)
 
 
 class _Free:
@@ -159,7 +169,7 @@ class _Free:
         self._alive.update({node: count - self._alive[node] for node, count in view.nodes.items()})
         broken = sorted((one for one in view.waiting if one.held), key=_rank, reverse=True)
         holders = {worker: one for one in broken for worker in one.held}  # of two that claim it, the first in order
-        self._workers: dict[_Place, list[str]] = defaultdict(list)
+        free: dict[_Place, list[str]] = defaultdict(list)
         self._held: dict[_Place, dict[str, tuple[bool, int]]] = defaultdict(dict)
         """Of each node, the workers kept for a broken gang, with the rank of its request."""
         for idle in sorted(view.idle, key=lambda idle: idle.worker):
@@ -167,18 +177,19 @@ class _Free:
             if holder and self._could_run(holder, place):
                 self._held[place][idle.worker] = _rank(holder)
             else:
-                self._workers[place].append(idle.worker)
-        self._buckets: dict[Pool, dict[int, dict[str, None]]] = {"reserved": {}, "spot": {}}
-        self._by_pool: Counter[Pool] = Counter()
-        for place in sorted(self._workers):
-            self._resize(place, 0, len(self._workers[place]))
+                free[place].append(idle.worker)
+        self._workers: dict[_Place, list[str]] = defaultdict(list)
+        self._buckets: dict[Pool, dict[int, dict[_Place, None]]] = {"reserved": {}, "spot": {}}
+        self._by_pool: dict[Pool, int] = {"reserved": 0, "spot": 0}
+        for place in sorted(free):
+            self._set_free(place, free[place])
 
     def take(self, waiting: Waiting, rivals: int) -> tuple[str, ...]:
         """Workers for the request; none if no node has enough.
 
         With the survivors of its gang if it can; else free ones; else, if its gang broke, those of gangs behind it.
         """
-        share = sum([self._by_pool[pool] for pool in waiting.pools]) // rivals
+        share = sum([self._by_pool[pool] for pool in waiting.pools]) // rivals if rivals <= self.count else 0
         workers = self._with_held(waiting, share, borrow=False) if waiting.held else ()
         workers = workers or self._fresh(waiting, share)
         if not workers and waiting.losses:
@@ -211,13 +222,16 @@ class _Free:
         """Where it can be widest, of equals in the preferred pool, on the node that the gang fills best."""
         best = 0
         for candidate in waiting.pools:
-            width = _widest(waiting, max(self._buckets[candidate], default=0), share)
-            if width > best:
-                best, pool = width, candidate
+            counts = self._buckets[candidate]
+            if counts and (width := _widest(waiting, max(counts), share)) > best:
+                best, buckets = width, counts
         if not best:
             return ()
-        buckets = self._buckets[pool]
-        place = (pool, next(iter(buckets[min([count for count in buckets if count >= best])])))
+        closest = max(buckets)
+        for count in buckets:
+            if best <= count < closest:
+                closest = count
+        place = next(iter(buckets[closest]))
         workers = self._workers[place]
         self._set_free(place, workers[best:])
         return tuple(workers[:best])
@@ -252,19 +266,16 @@ class _Free:
         return waiting.widths[0] <= min(waiting.slots, self._alive[place[1]])
 
     def _set_free(self, place: _Place, workers: list[str]) -> None:
-        self._resize(place, len(self._workers[place]), len(workers))
-        self._workers[place] = workers
-
-    def _resize(self, place: _Place, before: int, after: int) -> None:
-        pool, node = place
-        buckets = self._buckets[pool]
+        """Put the node into the bucket of how many it has now."""
+        buckets, before, after = self._buckets[place[0]], len(self._workers.get(place, ())), len(workers)
         if before:
-            del buckets[before][node]
+            del buckets[before][place]
             if not buckets[before]:
                 del buckets[before]
         if after:
-            buckets.setdefault(after, {})[node] = None
-        self._by_pool[pool] += after - before
+            buckets.setdefault(after, {})[place] = None
+        self._by_pool[place[0]] += after - before
+        self._workers[place] = workers
 
 
 def _rank(waiting: Waiting) -> tuple[bool, int]:
@@ -274,8 +285,9 @@ def _rank(waiting: Waiting) -> tuple[bool, int]:
 
 def _widest(waiting: Waiting, available: int, share: int) -> int:
     """The widest allowed width that is available and no more than a fair share; the narrowest if even that is more."""
-    widest, limit = 0, min(available, waiting.slots)
+    widest = 0
     for width in waiting.widths:
-        if width <= limit and (width <= share or not widest):
-            widest = width
+        if width > available or width > waiting.slots or (widest and width > share):
+            break
+        widest = width
     return widest
