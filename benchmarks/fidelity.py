@@ -22,6 +22,7 @@ from typing import Any
 
 from spotlight import config, costs
 from spotlight.books import read_lives, read_spans
+from spotlight.climates import BURSTY, CALM, COLLAPSING, Climate, synthesise
 from spotlight.config import Config
 from spotlight.costs import Price, Span, WorkerLife, pool_usd
 from spotlight.data import read_prompts
@@ -29,7 +30,8 @@ from spotlight.run import Run
 from spotlight.rundir import HISTORY, SUMMARY, RunDir
 from spotlight.scenario import Scenario
 from spotlight.simulator import simulate
-from spotlight.traces import BURSTY, CALM, COLLAPSING, Climate, Event, Trace, synthesise, write_trace
+from spotlight.trace_files import write_trace
+from spotlight.traces import Event, Trace
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "examples" / "ocr-tiny.toml"

@@ -30,13 +30,15 @@ from graphs import tasks
 from graphs.iteration import Layers, prepare_graph, rollout_requests, unexplored
 from graphs.tasks import Setting
 from spotlight import config
+from spotlight.climates import BURSTY, synthesise
 from spotlight.costs import WorkerLife
 from spotlight.data import read_prompts
 from spotlight.node import Node, shared_root, sweep
 from spotlight.records import Placement, Request, Rollout
 from spotlight.report.palette import FAINT, INK, LOST, OTHER, PHASE_COLOURS, RULE
 from spotlight.rundir import RunDir
-from spotlight.traces import BURSTY, SECONDS_PER_H, synthesise, write_trace
+from spotlight.trace_files import write_trace
+from spotlight.traces import SECONDS_PER_H
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "examples" / "ocr-tiny.toml"

@@ -33,6 +33,7 @@ from graphs.iteration import prepare_graph, validation_graph
 from graphs.loop import synchronous
 from spotlight import config
 from spotlight.books import pool_prices, read_lives, read_spans, run_ledger
+from spotlight.climates import BURSTY, synthesise
 from spotlight.costs import Span, spot_utilisation
 from spotlight.data import read_prompts
 from spotlight.pace import Pace
@@ -40,7 +41,8 @@ from spotlight.records import Scored, Stopped
 from spotlight.report.palette import AXIS, FAINT, LOST, OTHER, PHASE_COLOURS
 from spotlight.run import Run
 from spotlight.rundir import HISTORY, RunDir
-from spotlight.traces import BURSTY, Event, Trace, synthesise, write_trace
+from spotlight.trace_files import write_trace
+from spotlight.traces import Event, Trace
 from spotlight.weights import published
 
 ROOT = Path(__file__).parents[1]

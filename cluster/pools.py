@@ -32,7 +32,7 @@ from cluster.workers import WorkerSpec, serve, serve_rendezvous, warm_parent
 from spotlight.config import Config, PoolSection
 from spotlight.node import shared_root, sweep
 from spotlight.records import SpotlightError
-from spotlight.traces import read_trace
+from spotlight.trace_files import read_trace
 
 SETTINGS = {
     "distributed.scheduler.allowed-failures": 1000,  # losing spot workers is normal; see Placer.log_event

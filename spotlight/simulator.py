@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spotlight import learning
+from spotlight.climates import BURSTY, CALM, COLLAPSING, synthesise
 from spotlight.costs import SECONDS_PER_H, Ledger, Price, Span, Window, WorkerLife, ledger, spot_utilisation
 from spotlight.scenario import Scenario, Strategy, load
 from spotlight.simulated import Run
-from spotlight.traces import BURSTY, CALM, COLLAPSING, Switches, read_trace, synthesise
+from spotlight.trace_files import read_trace
+from spotlight.traces import Switches
 
 CLIMATES = {"bursty": BURSTY, "calm": CALM, "collapsing": COLLAPSING}
 

@@ -15,6 +15,7 @@ ROOF = ("spotlight/__init__.py", "spotlight/__main__.py", "spotlight/display.py"
 """May import every room; the first only names what the last holds."""
 
 PURE = (
+    "spotlight/climates.py",
     "spotlight/costs.py",
     "spotlight/decisions.py",
     "spotlight/explore.py",
@@ -24,6 +25,7 @@ PURE = (
     "spotlight/policy.py",
     "spotlight/simulated.py",
     "spotlight/simulator.py",
+    "spotlight/trace_files.py",
     "spotlight/traces.py",
 )
 PURE_IMPORTS = (

@@ -12,22 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spotlight.climates import BURSTY, CALM, COLLAPSING, Climate, synthesise
 from spotlight.records import SpotlightError
-from spotlight.traces import (
-    BURSTY,
-    CALM,
-    COLLAPSING,
-    SECONDS_PER_H,
-    Climate,
-    Event,
-    Kind,
-    Loss,
-    Trace,
-    parse_trace,
-    read_trace,
-    synthesise,
-    write_trace,
-)
+from spotlight.trace_files import parse_trace, read_trace, write_trace
+from spotlight.traces import SECONDS_PER_H, Event, Kind, Loss, Trace
 
 
 @st.composite
