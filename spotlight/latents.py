@@ -1,6 +1,6 @@
 """Commits denoising steps to Zarr and finds the step to resume at.
 
-It knows nothing of models or devices, and it is the only file that uses zarr. Under the store's URL lie ::
+It knows nothing of models or devices. Under the store's URL lie ::
 
     latents/                          a Zarr v3 hierarchy, read by plain ``zarr.open``
       00003/steps/<request>.e2        (steps, B, N, C) float32, one chunk per step: what epoch 2 wrote
@@ -17,51 +17,34 @@ Invariants:
   and the chunk's hash hold. Damage therefore means "one commit back", never wrong latents.
 - Claims are made in sequence, so an epoch is stale exactly when the claim after it exists.
 
-Durability: on a local path each key is a temporary file that is renamed, without fsync. A killed process
-leaves whole keys and at most an orphan ``.partial``; a crashed *host* may lose or tear what it had not
-yet flushed, which the hashes then find. Claims are exclusive on local paths and on the object stores of
-obstore; on other fsspec file systems the underlying check-then-set lets two simultaneous claims
-both win, so give each request one worker there.
+On file systems where `zarr_store` cannot create a key exclusively, two simultaneous claims may both win: give each
+request one worker there.
 
 Shapes: B samples of a request, N latent tokens, C channels, K latents of a window, S = K - 1 steps in it.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import partial
 from hashlib import sha256
-from importlib.util import find_spec
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 from uuid import uuid4
 
 import numpy as np
-import zarr
-from numpy.typing import ArrayLike, NDArray
-from zarr.abc.store import Store
-from zarr.buffer.cpu import Buffer, buffer_prototype
-from zarr.core.sync import sync
-from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore
+from numpy.typing import ArrayLike
 
-from spotlight.records import Request, SpotlightError
-
-Float32 = NDArray[np.float32]
-
-_OBSTORE_SCHEMES = ("file", "s3", "s3a", "gs", "az", "abfs", "abfss")
-"""Preferred over fsspec where obstore is installed: it creates a key exclusively."""
-
-_SHARD_BYTES = 64 * 2**20
-"""A shard is built in memory and uploaded whole; 64 MiB is ample for throughput and small for a host."""
+from spotlight import compaction
+from spotlight.compaction import Clean, index_key, iteration_path
+from spotlight.records import Request
+from spotlight.zarr_store import Float32, ZarrStore, array_metadata, group_metadata, run, seal, unseal
 
 _COMMIT = re.compile(r"commit\.(\d+)\.(\d+)")
 _CLAIM = re.compile(r"claim\.(\d+)")
-_SEALED = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "value": (.*)\}')
 
 
 class StaleEpoch(Exception):
@@ -102,18 +85,6 @@ class _Commit:
     log_prob_B: list[float] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Compacted:
-    """Where a request's clean latents are once its iteration was compacted."""
-
-    iteration: int
-    array: str
-    start: int
-    """First row; there are ``shape[0]`` of them."""
-    shape: Sequence[int]
-    sha256: str
-
-
 class LatentStore:
     """The committed steps and small records of one run.
 
@@ -130,7 +101,7 @@ class LatentStore:
             SpotlightError: nothing installed can open the URL.
         """
         self.url = url
-        self._store = _open(url)
+        self._store = ZarrStore(url)
         self._ready: set[str] = set()
 
     def resume(self, request: Request) -> Resume:
@@ -138,7 +109,7 @@ class LatentStore:
 
         Commits of any epoch count, as long as they were made for a request with the same digest.
         """
-        return sync(self._resume(request))
+        return run(self._resume(request))
 
     def commit(
         self, request: Request, epoch: int, step: int, x_BNC: ArrayLike, log_prob_B: ArrayLike | None = None
@@ -179,7 +150,7 @@ class LatentStore:
         )
         path = _steps_path(request.iteration, request.id, epoch)
         self._create_steps(path, request.iteration, (request.steps, *x_BNC.shape))
-        sync(self._commit(commit, chunk))
+        run(self._commit(commit, chunk))
 
     def writer(self, request: Request, epoch: int) -> Writer:
         """Commit in the background while the next step is computed; use it as a context manager."""
@@ -191,11 +162,11 @@ class LatentStore:
         Raises:
             MissingLatents: there are none, or no copy verifies.
         """
-        (found,) = sync(self._find(request, [request.steps]))
+        (found,) = run(self._find(request, [request.steps]))
         if found is not None:
             return found[1]
-        compacted = self._index(request.iteration).get(request.digest)
-        x_BNC = None if compacted is None else self._rows(compacted)
+        compacted = compaction.index(self._store, request.iteration).get(request.digest)
+        x_BNC = None if compacted is None else compaction.rows(self._store, compacted)
         if x_BNC is None:
             raise MissingLatents(f"{self.url}: request {request.id} has no clean latents that verify; run it again")
         return x_BNC
@@ -220,7 +191,7 @@ class LatentStore:
         latents, log_probs = [], []
         if start == 0:
             latents.append(np.asarray(initial_BNC, dtype=np.float32))
-        for step, found in zip(steps, sync(self._find(request, steps)), strict=True):
+        for step, found in zip(steps, run(self._find(request, steps)), strict=True):
             if found is None:
                 raise MissingLatents(
                     f"{self.url}: request {request.id}: step {step} of its window {start} to {end} is absent or "
@@ -234,11 +205,11 @@ class LatentStore:
 
     def put_record(self, name: str, value: Mapping[str, Any]) -> None:
         """Store a small JSON value under a name, replacing what was there at once."""
-        sync(self._set(_record_key(name), _seal(value)))
+        run(self._store.set(_record_key(name), seal(value)))
 
     def get_record(self, name: str) -> dict[str, Any] | None:
         """The value put under a name; None if there is none or it does not verify. Tuples come back as lists."""
-        return _unseal(sync(self._get(_record_key(name))))
+        return unseal(run(self._store.get(_record_key(name))))
 
     def finish_iteration(self, iteration: int, keep: Literal["clean", "all", "none"]) -> None:
         """Compact an iteration that nobody works on any more, and remove what is not kept.
@@ -251,119 +222,49 @@ class LatentStore:
         Raises:
             SpotlightError: the compacted copy does not read back as written; nothing was removed.
         """
-        root, commits = _iteration_path(iteration), f"commits/{iteration:05d}"
+        root, commits = iteration_path(iteration), f"commits/{iteration:05d}"
         for prefix in (root, commits):
-            sync(self._remove_partials(prefix))
+            run(self._store.delete_partials(prefix))
         if keep == "all":
             return
         doomed = [commits, root]
         if keep == "clean":
-            kept = {"zarr.json", *(row.array for row in self._compact(iteration).values())}
-            doomed = [commits, *(f"{root}/{name}" for name in sync(self._names(root)) if name not in kept)]
+            compacted = compaction.compact(self._store, iteration, run(self._complete(iteration)))
+            kept = {"zarr.json", *(row.array for row in compacted.values())}
+            doomed = [commits, *(f"{root}/{name}" for name in run(self._store.names(root)) if name not in kept)]
         else:
-            sync(self._store.delete(_record_key(_index_name(iteration))))
+            run(self._store.delete(index_key(iteration)))
         for prefix in doomed:
-            sync(self._store.delete_dir(prefix))
+            run(self._store.delete_all(prefix))
         self._forget(iteration)
 
     def _forget(self, iteration: int) -> None:
         """The arrays and groups of an iteration are gone: make them again if they are needed again."""
-        self._ready = {path for path in self._ready if not f"{path}/".startswith(f"{_iteration_path(iteration)}/")}
-
-    def _compact(self, iteration: int) -> dict[str, _Compacted]:
-        """Bring all clean latents into compacted arrays; return their index, {request digest: where they are}.
-
-        Arrays that the present index names are never written again: new requests make a new generation.
-        """
-        index = self._index(iteration)
-        old = {digest: row for digest, row in index.items() if self._rows(row) is not None}
-        new = {digest: row for digest, row in sync(self._complete(iteration)).items() if digest not in old}
-        if not new:
-            return index
-        sources: dict[str, _Compacted | _Commit] = {**old, **new}
-        by_shape: dict[tuple[int, ...], dict[str, _Compacted | _Commit]] = {}
-        for digest, source in sorted(sources.items()):
-            by_shape.setdefault(tuple(source.shape[1:]), {})[digest] = source
-        generation = 1 + max((int(row.array.split("-")[1]) for row in index.values()), default=0)
-        rows: dict[str, _Compacted] = {}
-        for same in by_shape.values():
-            rows |= self._write_clean(iteration, generation, same)
-        if any(self._rows(row) is None for row in rows.values()):
-            raise SpotlightError(
-                f"{self.url}: iteration {iteration}: compacted latents do not read back as written; "
-                "the committed steps were kept: check the disk, then `spotlight resume`"
-            )
-        self.put_record(_index_name(iteration), {digest: asdict(row) for digest, row in rows.items()})
-        return rows
-
-    def _write_clean(
-        self, iteration: int, generation: int, sources: Mapping[str, _Compacted | _Commit]
-    ) -> dict[str, _Compacted]:
-        """Write requests of one latent shape, shard by shard: memory holds one shard and one request."""
-        samples = sum(source.shape[0] for source in sources.values())
-        _, N, C = next(iter(sources.values())).shape
-        shard_samples = max(1, min(samples, _SHARD_BYTES // (4 * N * C)))
-        name = f"clean-{generation}-{N}x{C}"
-        path = f"{_iteration_path(iteration)}/{name}"
-        metadata = _array_metadata(("sample", "token", "channel"), (samples, N, C), (1, N, C), (shard_samples, N, C))
-        sync(self._store.delete_dir(path))
-        sync(self._set(f"{path}/zarr.json", metadata))
-        array = zarr.open_array(self._store, path=path, mode="r+")
-        rows: dict[str, _Compacted] = {}
-        start, flushed, pending = 0, 0, np.empty((0, N, C), np.float32)
-        for digest, source in sources.items():
-            x_BNC = self._rows(source) if isinstance(source, _Compacted) else sync(self._latents(source))
-            assert x_BNC is not None, f"{source} was verified a moment ago"
-            pending = np.concatenate([pending, x_BNC])
-            rows[digest] = _Compacted(
-                iteration=iteration, array=name, start=start, shape=list(x_BNC.shape), sha256=source.sha256
-            )
-            start += len(x_BNC)
-            whole = len(pending) if start == samples else len(pending) // shard_samples * shard_samples
-            if whole:
-                array[flushed : flushed + whole] = pending[:whole]
-                flushed, pending = flushed + whole, pending[whole:]
-        return rows
-
-    def _index(self, iteration: int) -> dict[str, _Compacted]:
-        index = self.get_record(_index_name(iteration)) or {}
-        return {digest: _Compacted(**row) for digest, row in index.items()}
-
-    def _rows(self, row: _Compacted) -> Float32 | None:
-        """One request's rows of a compacted array; None if they are absent or do not verify."""
-        try:
-            array = zarr.open_array(self._store, path=f"{_iteration_path(row.iteration)}/{row.array}", mode="r")
-            x_BNC = np.asarray(array[row.start : row.start + row.shape[0]], dtype="<f4")
-        except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
-            # What zarr makes of a missing array, damaged metadata or a shard whose index fails its CRC.
-            # A store that cannot be reached raises something else: that is no proof of damage.
-            return None
-        return x_BNC if sha256(x_BNC.tobytes()).hexdigest() == row.sha256 else None
+        self._ready = {path for path in self._ready if not f"{path}/".startswith(f"{iteration_path(iteration)}/")}
 
     def _create_steps(self, path: str, iteration: int, shape: tuple[int, ...]) -> None:
         """Make the array of one (request, epoch) and the groups above it, once; races write the same bytes."""
         if path in self._ready:
             return
-        root = _iteration_path(iteration)
-        metadata = {group: _group_metadata() for group in ("latents", root, f"{root}/steps")}
-        metadata[path] = _array_metadata(("step", "sample", "token", "channel"), shape, (1, *shape[1:]))
+        root = iteration_path(iteration)
+        metadata = {group: group_metadata() for group in ("latents", root, f"{root}/steps")}
+        metadata[path] = array_metadata(("step", "sample", "token", "channel"), shape, (1, *shape[1:]))
         for node, value in metadata.items():
             if node not in self._ready:
-                sync(self._store.set_if_not_exists(f"{node}/zarr.json", Buffer.from_bytes(value)))
+                run(self._store.create(f"{node}/zarr.json", value))
                 self._ready.add(node)
 
     async def _commit(self, commit: _Commit, chunk: bytes) -> None:
         folder = _commits_path(commit.iteration, commit.request_id)
-        await self._set(_chunk_key(commit), chunk)
+        await self._store.set(_chunk_key(commit), chunk)
         if await self._store.exists(f"{folder}/claim.{commit.epoch + 1}"):
             raise StaleEpoch(
                 f"request {commit.request_id}: another worker took it over from epoch {commit.epoch}; "
                 f"step {commit.step} was not committed"
             )
-        key, record = f"{folder}/commit.{commit.epoch}.{commit.step}", _seal(asdict(commit))
-        await self._store.set_if_not_exists(key, Buffer.from_bytes(record))
-        if await self._get(key) != record:
-            # The store does not tell whether it wrote: reading back does.
+        key, record = f"{folder}/commit.{commit.epoch}.{commit.step}", seal(asdict(commit))
+        await self._store.create(key, record)
+        if await self._store.get(key) != record:
             raise StaleEpoch(
                 f"request {commit.request_id}: step {commit.step} of epoch {commit.epoch} is committed already, "
                 "with other values"
@@ -371,12 +272,12 @@ class LatentStore:
 
     async def _resume(self, request: Request) -> Resume:
         folder = _commits_path(request.iteration, request.id)
-        claims = (_CLAIM.fullmatch(name) for name in await self._names(folder))
+        claims = (_CLAIM.fullmatch(name) for name in await self._store.names(folder))
         epoch = 1 + max((int(claim[1]) for claim in claims if claim), default=0)
         token = uuid4().hex.encode()
         while True:
-            await self._store.set_if_not_exists(f"{folder}/claim.{epoch}", Buffer.from_bytes(token))
-            if await self._get(f"{folder}/claim.{epoch}") == token:
+            await self._store.create(f"{folder}/claim.{epoch}", token)
+            if await self._store.get(f"{folder}/claim.{epoch}") == token:
                 break
             epoch += 1
         if _steps_path(request.iteration, request.id, epoch) in self._ready:
@@ -399,46 +300,36 @@ class LatentStore:
                     found[commit.step] = (commit, x_BNC)
         return [found.get(step) for step in steps]
 
-    async def _complete(self, iteration: int) -> dict[str, _Commit]:
-        """Verified commits of clean latents, {request digest: commit}."""
-        complete: dict[str, _Commit] = {}
-        for request_id in sorted(await self._names(f"commits/{iteration:05d}")):
+    async def _complete(self, iteration: int) -> dict[str, Clean]:
+        """Committed clean latents that verify, ``{request digest: clean latents}``."""
+        complete: dict[str, Clean] = {}
+        for request_id in sorted(await self._store.names(f"commits/{iteration:05d}")):
             async for commit in self._records(iteration, request_id):
                 fresh = commit.step == commit.steps and commit.digest not in complete
                 if fresh and await self._latents(commit) is not None:
-                    complete[commit.digest] = commit
+                    complete[commit.digest] = Clean(
+                        shape=commit.shape, sha256=commit.sha256, read=partial(self._read, commit)
+                    )
         return complete
+
+    def _read(self, commit: _Commit) -> Float32 | None:
+        return run(self._latents(commit))
 
     async def _records(self, iteration: int, request_id: str) -> AsyncIterator[_Commit]:
         """Commits of a request whose record verifies, the furthest step first, among equals the newest epoch."""
         folder = _commits_path(iteration, request_id)
-        matches = [match for name in await self._names(folder) if (match := _COMMIT.fullmatch(name))]
+        matches = [match for name in await self._store.names(folder) if (match := _COMMIT.fullmatch(name))]
         for match in sorted(matches, key=lambda match: (-int(match[2]), -int(match[1]))):
-            record = _unseal(await self._get(f"{folder}/{match[0]}"))
+            record = unseal(await self._store.get(f"{folder}/{match[0]}"))
             if record is not None:
                 yield _Commit(**record)
 
     async def _latents(self, commit: _Commit) -> Float32 | None:
         """The latents of a commit, or None if they are absent or do not verify."""
-        chunk = await self._get(_chunk_key(commit))
+        chunk = await self._store.get(_chunk_key(commit))
         if chunk is None or sha256(chunk).hexdigest() != commit.sha256:
             return None
         return np.frombuffer(chunk, dtype="<f4").reshape(commit.shape).copy()
-
-    async def _get(self, key: str) -> bytes | None:
-        value = await self._store.get(key, prototype=buffer_prototype)
-        return None if value is None else value.to_bytes()
-
-    async def _set(self, key: str, value: bytes) -> None:
-        await self._store.set(key, Buffer.from_bytes(value))
-
-    async def _names(self, prefix: str) -> list[str]:
-        return [name.strip("/") async for name in self._store.list_dir(prefix)]
-
-    async def _remove_partials(self, prefix: str) -> None:
-        for key in [key async for key in self._store.list_prefix(prefix + "/")]:
-            if key.endswith(".partial"):
-                await self._store.delete(key)
 
 
 class Writer:
@@ -486,80 +377,8 @@ class Writer:
             self._thread.shutdown()
 
 
-def _open(url: str) -> Store:
-    scheme, separator, _ = url.partition("://")
-    if not separator:
-        return LocalStore(Path(url))
-    if scheme in _OBSTORE_SCHEMES and find_spec("obstore"):
-        from obstore.store import from_url
-
-        return ObjectStore(from_url(url, mkdir=True) if scheme == "file" else from_url(url))
-    try:
-        return FsspecStore.from_url(url)
-    except (ImportError, ValueError) as error:
-        raise SpotlightError(
-            f"latents.url = {url!r} cannot be opened: {error}; give a local path, install obstore for "
-            f"{', '.join(_OBSTORE_SCHEMES)}, or the fsspec package of {scheme}"
-        ) from error
-
-
-def _seal(value: Mapping[str, Any]) -> bytes:
-    """JSON that carries the hash of the value's own text, so that a torn or altered one is recognised."""
-    body = json.dumps(value)
-    return f'{{"sha256": "{sha256(body.encode()).hexdigest()}", "value": {body}}}'.encode()
-
-
-def _unseal(sealed: bytes | None) -> dict[str, Any] | None:
-    """The value of `_seal`; None if it is absent or its hash does not hold."""
-    match = _SEALED.fullmatch(sealed or b"")
-    if match is None or sha256(match[2]).hexdigest().encode() != match[1]:
-        return None
-    value: dict[str, Any] = json.loads(match[2])
-    return value
-
-
-@lru_cache
-def _group_metadata() -> bytes:
-    store = MemoryStore()
-    zarr.create_group(store)
-    return _metadata(store)
-
-
-@lru_cache
-def _array_metadata(
-    names: tuple[str, ...], shape: tuple[int, ...], chunks: tuple[int, ...], shards: tuple[int, ...] | None = None
-) -> bytes:
-    """The ``zarr.json`` of a float32 array: made by zarr once per shape, since that costs more than a commit.
-
-    Uncompressed, because a step's chunk then *is* the bytes that its commit hashes, and noise does not compress.
-    """
-    store = MemoryStore()
-    zarr.create_array(
-        store,
-        shape=shape,
-        chunks=chunks,
-        shards=shards,
-        dtype="float32",
-        filters=None,
-        compressors=None,
-        chunk_key_encoding={"name": "default", "separator": "."},
-        dimension_names=names,
-    )
-    return _metadata(store)
-
-
-def _metadata(store: MemoryStore) -> bytes:
-    value = sync(store.get("zarr.json", prototype=buffer_prototype))
-    assert value is not None
-    return value.to_bytes()
-
-
-def _iteration_path(iteration: int) -> str:
-    return f"latents/{iteration:05d}"
-
-
 def _steps_path(iteration: int, request_id: str, epoch: int) -> str:
-    return f"{_iteration_path(iteration)}/steps/{request_id}.e{epoch}"
+    return f"{iteration_path(iteration)}/steps/{request_id}.e{epoch}"
 
 
 def _chunk_key(commit: _Commit) -> str:
@@ -570,10 +389,6 @@ def _chunk_key(commit: _Commit) -> str:
 
 def _commits_path(iteration: int, request_id: str) -> str:
     return f"commits/{iteration:05d}/{request_id}"
-
-
-def _index_name(iteration: int) -> str:
-    return f"clean-{iteration:05d}"
 
 
 def _record_key(name: str) -> str:

@@ -49,7 +49,7 @@ DOORS = {
     "rapidocr": ("spotlight/rewards.py",),
     "transformers": ("spotlight/models/",),
     "xfuser": ("spotlight/sequence.py",),
-    "zarr": ("spotlight/latents.py",),
+    "zarr": ("spotlight/zarr_store.py",),
 }
 """{dependency: the files, or directories, that alone may import it}"""
 

@@ -344,7 +344,7 @@ def test_requests_of_two_sizes_are_compacted_side_by_side(tmp_path: Path) -> Non
 
 
 def test_compaction_writes_shard_by_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spotlight.latents._SHARD_BYTES", 3 * TOKENS * CHANNELS * 4)
+    monkeypatch.setattr("spotlight.compaction._SHARD_BYTES", 3 * TOKENS * CHANNELS * 4)
     store = LatentStore(str(tmp_path))
     done = [make_request(prompt_id=count, seeds=tuple(range(count))) for count in (2, 5, 1)]
     for request in done:

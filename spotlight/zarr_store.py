@@ -1,0 +1,169 @@
+"""Keys, sealed JSON and float32 arrays in a Zarr store.
+
+The only file that uses zarr. It knows nothing of requests and commits: what is stored where is decided by `latents`
+and `compaction`.
+
+Durability: on a local path each key is a temporary file that is renamed, without fsync. A killed process
+leaves whole keys and at most an orphan ``.partial``; a crashed *host* may lose or tear what it had not
+yet flushed, which a hash of the content then finds. Keys are created exclusively on local paths and on the object
+stores of obstore; on other fsspec file systems the underlying check-then-set lets two at once both create.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+from zarr.abc.store import Store
+from zarr.buffer.cpu import Buffer, buffer_prototype
+from zarr.core.sync import sync
+from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore
+
+from spotlight.records import SpotlightError
+
+Float32 = NDArray[np.float32]
+
+run = sync
+"""Runs a coroutine of a store on zarr's event loop and returns its value, from any thread."""
+
+_OBSTORE_SCHEMES = ("file", "s3", "s3a", "gs", "az", "abfs", "abfss")
+"""Preferred over fsspec where obstore is installed: it creates a key exclusively."""
+
+_SEALED = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "value": (.*)\}')
+
+
+class ZarrStore:
+    """Keys and arrays under one URL; any number of threads may use it."""
+
+    def __init__(self, url: str) -> None:
+        """Open a store; nothing is written yet.
+
+        Raises:
+            SpotlightError: nothing installed can open the URL.
+        """
+        self.url = url
+        self._store = _open(url)
+
+    async def get(self, key: str) -> bytes | None:
+        """The bytes of a key; None if it is not there."""
+        value = await self._store.get(key, prototype=buffer_prototype)
+        return None if value is None else value.to_bytes()
+
+    async def set(self, key: str, value: bytes) -> None:
+        await self._store.set(key, Buffer.from_bytes(value))
+
+    async def create(self, key: str, value: bytes) -> None:
+        """Write a key unless it is there. The store does not tell whether it wrote: reading back does."""
+        await self._store.set_if_not_exists(key, Buffer.from_bytes(value))
+
+    async def exists(self, key: str) -> bool:
+        return await self._store.exists(key)
+
+    async def names(self, prefix: str) -> list[str]:
+        """What lies directly under a prefix."""
+        return [name.strip("/") async for name in self._store.list_dir(prefix)]
+
+    async def delete(self, key: str) -> None:
+        await self._store.delete(key)
+
+    async def delete_all(self, prefix: str) -> None:
+        """Remove every key under a prefix."""
+        await self._store.delete_dir(prefix)
+
+    async def delete_partials(self, prefix: str) -> None:
+        """Remove what killed writers left under a prefix."""
+        for key in [key async for key in self._store.list_prefix(prefix + "/")]:
+            if key.endswith(".partial"):
+                await self._store.delete(key)
+
+    def open_array(self, path: str) -> Any:
+        """A Zarr array that is there, to be read and written by slices."""
+        return zarr.open_array(self._store, path=path, mode="r+")
+
+    def rows(self, path: str, start: int, stop: int) -> Float32 | None:
+        """Rows of a float32 array; None if they are absent or damaged."""
+        try:
+            array = zarr.open_array(self._store, path=path, mode="r")
+            return np.asarray(array[start:stop], dtype="<f4")
+        except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+            # What zarr makes of a missing array, damaged metadata or a shard whose index fails its CRC.
+            # A store that cannot be reached raises something else: that is no proof of damage.
+            return None
+
+
+def _open(url: str) -> Store:
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        return LocalStore(Path(url))
+    if scheme in _OBSTORE_SCHEMES and find_spec("obstore"):
+        from obstore.store import from_url
+
+        return ObjectStore(from_url(url, mkdir=True) if scheme == "file" else from_url(url))
+    try:
+        return FsspecStore.from_url(url)
+    except (ImportError, ValueError) as error:
+        raise SpotlightError(
+            f"latents.url = {url!r} cannot be opened: {error}; give a local path, install obstore for "
+            f"{', '.join(_OBSTORE_SCHEMES)}, or the fsspec package of {scheme}"
+        ) from error
+
+
+def seal(value: Mapping[str, Any]) -> bytes:
+    """JSON that carries the hash of the value's own text, so that a torn or altered one is recognised."""
+    body = json.dumps(value)
+    return f'{{"sha256": "{sha256(body.encode()).hexdigest()}", "value": {body}}}'.encode()
+
+
+def unseal(sealed: bytes | None) -> dict[str, Any] | None:
+    """The value of `seal`; None if it is absent or its hash does not hold."""
+    match = _SEALED.fullmatch(sealed or b"")
+    if match is None or sha256(match[2]).hexdigest().encode() != match[1]:
+        return None
+    value: dict[str, Any] = json.loads(match[2])
+    return value
+
+
+@lru_cache
+def group_metadata() -> bytes:
+    """The ``zarr.json`` of a group."""
+    store = MemoryStore()
+    zarr.create_group(store)
+    return _metadata(store)
+
+
+@lru_cache
+def array_metadata(
+    names: tuple[str, ...], shape: tuple[int, ...], chunks: tuple[int, ...], shards: tuple[int, ...] | None = None
+) -> bytes:
+    """The ``zarr.json`` of a float32 array: made by zarr once per shape, since that costs more than a commit.
+
+    Uncompressed, because a step's chunk then *is* the bytes that its commit hashes, and noise does not compress.
+    """
+    store = MemoryStore()
+    zarr.create_array(
+        store,
+        shape=shape,
+        chunks=chunks,
+        shards=shards,
+        dtype="float32",
+        filters=None,
+        compressors=None,
+        chunk_key_encoding={"name": "default", "separator": "."},
+        dimension_names=names,
+    )
+    return _metadata(store)
+
+
+def _metadata(store: MemoryStore) -> bytes:
+    value = sync(store.get("zarr.json", prototype=buffer_prototype))
+    assert value is not None
+    return value.to_bytes()
