@@ -24,6 +24,7 @@ from spotlight.costs import (
     life_from_json,
     overlap_s,
     pool_usd,
+    shared,
     span_from_json,
     spot_utilisation,
 )
@@ -78,7 +79,7 @@ class Books:
             by_phase[_phase(span)] += overlap_s(span.start_s, span.stop_s, window)
         busy = {
             worker: sum(overlap_s(*interval, window) for interval in intervals)
-            for worker, intervals in busy_intervals(self._spans).items()
+            for worker, intervals in busy_intervals(played(self._config, self._spans, self._all())).items()
         }
         taken = [life for life in self._all() if _was_taken(life) and start_s <= (life.left_s or 0) <= stop_s]
         recoveries_s = [r for at_s, r in recoveries(self._events) if start_s <= at_s <= stop_s]
@@ -183,7 +184,7 @@ def run_ledger(
     """The ledger of a run, with what its history says it bought; an iteration that was run again counts once."""
     done = {row["iteration"]: row.get("metrics", {}) for row in history}
     return ledger(
-        spans,
+        played(config, spans, workers),
         workers,
         prices,
         window,
@@ -192,6 +193,14 @@ def run_ledger(
         samples=int(sum(metrics.get("samples", 0) for metrics in done.values())),
         scores=[row["score"] for row in validation],
     )
+
+
+def played(config: Config, spans: Sequence[Span], workers: Sequence[WorkerLife]) -> Sequence[Span]:
+    """What workers did as the settings play it: paced training, which one reserved worker does, is the work of all.
+
+    It lasts as long as if they shared it evenly (`spotlight.pace.Pace.train_s`), and none of them would be idle.
+    """
+    return shared(spans, workers, "train") if config.pace.gpu else spans
 
 
 def step_s(config: Config, spans: Sequence[Span]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
 from math import inf
@@ -195,6 +195,22 @@ def spot_utilisation(spans: Iterable[Span], workers: Iterable[WorkerLife], windo
     intervals = busy_intervals(span for span in spans if span.pool == "spot").values()
     busy_s = sum(overlap_s(start_s, stop_s, window) for worker in intervals for start_s, stop_s in worker)
     return min(1.0, busy_s / alive_s) if alive_s else 0.0
+
+
+def shared(spans: Iterable[Span], workers: Iterable[WorkerLife], phase: str) -> list[Span]:
+    """The spans, and those of a phase on every other worker of their pool, too, that was alive meanwhile.
+
+    For work that one worker does in the name of all, and that lasts as long as if each had done an even part.
+    """
+    spans, workers = list(spans), list(workers)
+    others = [
+        replace(span, worker=name)
+        for span in spans
+        if base_phase(span.phase) == phase
+        for name in sorted({life.worker for life in workers if life.pool == span.pool} - {span.worker})
+        if any(overlap_s(*stay(life, ALWAYS), (span.start_s, span.stop_s)) for life in workers if life.worker == name)
+    ]
+    return spans + others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spotlight.books import pool_prices, read_lives, read_spans, run_ledger, step_s
+from spotlight.books import played, pool_prices, read_lives, read_spans, run_ledger, step_s
 from spotlight.config import Config
 from spotlight.costs import Ledger, Price, Span, Window, WorkerLife, absolute, pool_usd, segments
 from spotlight.records import SpotlightError
@@ -179,7 +179,7 @@ def read(run_dir: Path) -> Facts:
         settings=settings,
         history=history,
         validation=validation,
-        spans=spans,
+        spans=list(played(settings, spans, workers)),
         workers=workers,
         summary=summary,
         prices=prices,
