@@ -173,7 +173,7 @@ def scenario(settings: Config, constants: Constants, trace: Path | None) -> Scen
             "seeds_kept": rollout.seeds_kept,
             "request_seeds": rollout.request_seeds,
             "timesteps": settings.train.timesteps,
-            "lora": settings.train.lora_rank > 0,
+            "lora": pace.lora,
             "score_s": costs.SCORE_S,
             "launch_s": played["request_s"],
             "publish_s": played["publish_s"],
@@ -246,7 +246,7 @@ def training_s(settings: Config) -> float:
         gpu=pace.gpu,
         timesteps=settings.train.timesteps,
         guidance=pace.guidance,
-        lora=settings.train.lora_rank > 0,
+        lora=pace.lora,
     )
     samples = rollout.prompts * rollout.seeds_kept
     return samples * sample_s / settings.pools.reserved.workers / pace.speedup

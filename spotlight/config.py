@@ -186,6 +186,10 @@ class PaceSection(Section):
     height_px: int = Field(512, ge=16)
     width_px: int = Field(512, ge=16)
     guidance: float = Field(4.0, ge=1)
+    """Of the played model, in denoising and in training; above 1 both take two passes instead of one. DiffusionNFT as
+    published needs none: 1."""
+    lora: bool = True
+    """What the played model trains, whatever the real one does: a LoRA, or (false) all of its weights."""
     speedup: float = Field(1.0, gt=0)
     """Played seconds in one real second."""
 

@@ -24,7 +24,6 @@ class Pace:
         self._pace = config.pace
         self._timesteps = config.train.timesteps if config.train.algorithm == "nft" else _window(config)
         self._trainers = config.pools.reserved.workers
-        self._full = config.train.lora_rank == 0
         self.late_s = 0.0
         """Real seconds that work took beyond its played ones: 0 where the machine keeps up."""
 
@@ -51,7 +50,7 @@ class Pace:
             gpu=pace.gpu,
             timesteps=self._timesteps,
             guidance=pace.guidance,
-            lora=not self._full,
+            lora=pace.lora,
         )
         return samples * per_sample_s / self._trainers / pace.speedup
 
