@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import accumulate
 from json import dumps
 from statistics import median
 from typing import Any, TypeVar
@@ -18,7 +16,6 @@ from spotlight.costs import (
     Span,
     Window,
     WorkerLife,
-    base_phase,
     busy_intervals,
     ledger,
     life_from_json,
@@ -188,7 +185,6 @@ def run_ledger(
         workers,
         prices,
         window,
-        step_s=step_s(config, spans),
         iterations=len(done),
         samples=int(sum(metrics.get("samples", 0) for metrics in done.values())),
         scores=[row["score"] for row in validation],
@@ -201,33 +197,6 @@ def played(config: Config, spans: Sequence[Span], workers: Sequence[WorkerLife])
     It lasts as long as if they shared it evenly (`spotlight.pace.Pace.train_s`), and none of them would be idle.
     """
     return shared(spans, workers, "train") if config.pace.gpu else spans
-
-
-def step_s(config: Config, spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of one denoising step, by phase, where each step is committed: what a loss costs at most.
-
-    ``typical finished span / steps``; empty where preempted work starts again from nothing.
-    """
-    if config.strategy.on_preemption == "restart":
-        return {}
-    steps = {
-        "rollout": config.rollout.steps,
-        "explore": config.exploration.steps or config.rollout.steps,
-        "validate": config.rollout.steps,
-    }
-    lasted_s: defaultdict[str, list[float]] = defaultdict(list)
-    for span in spans:
-        if span.outcome == "done" and span.phase != "validate-score" and base_phase(span.phase) in steps:
-            lasted_s[base_phase(span.phase)].append(span.stop_s - span.start_s)
-    return {phase: _typical(seconds) / steps[phase] for phase, seconds in lasted_s.items()}
-
-
-def _typical(values: Sequence[float]) -> float:
-    """The value at which half of the sum is reached: shards that returned at once do not count, nor does a first task
-    that loads the model, where others follow."""
-    ascending = sorted(values)
-    sums = list(accumulate(ascending))
-    return ascending[bisect_left(sums, sums[-1] / 2)]
 
 
 def recoveries(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float]]:

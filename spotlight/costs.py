@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
 from math import inf
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from spotlight.records import SpotlightError
 
@@ -47,7 +47,7 @@ class Span:
     """``done``; ``dropped`` (exploration called off), ``lost`` (with its worker), ``failed``, or ``stopped`` (by a
     person, after the step in flight)."""
     uncommitted_s: float | None = None
-    """Of lost or failed work: its last seconds, whose steps were not committed. None where nobody knows."""
+    """Of lost or failed work: its last seconds, whose steps were not committed. None where nothing of it was."""
     redone_s: float = 0.0
     """Its first seconds, which repeated steps that count as useful in another span. A step that is computed twice
     is wasted once: here, or as uncommitted where it was computed first."""
@@ -229,34 +229,27 @@ def segments(
     spans: Iterable[Span],
     workers: Iterable[WorkerLife],
     window: Window = ALWAYS,
-    *,
-    step_s: Mapping[str, float] | None = None,
 ) -> Iterator[Segment]:
     """Cut the time of every worker into stretches that touch and do not overlap.
 
     A worker's time before its first task is start-up (all of it, where none came), the rest without a span is
     idle. Where spans overlap on a worker, useful work counts before wasted work, then what began last.
-
-    Args:
-        step_s: ``{phase: longest that one step may last}`` for phases that commit every step. Of lost or failed work
-            that does not say what was uncommitted, the last step is taken for wasted; of a phase that is not named
-            here, everything is: both are upper bounds.
     """
     pieces: defaultdict[str, list[Segment]] = defaultdict(list)
     for span in spans:
-        pieces[span.worker] += _pieces(span, step_s or {})
+        pieces[span.worker] += _pieces(span)
     for life in workers:
         yield from _partition(life, pieces[life.worker], window)
 
 
-def _pieces(span: Span, step_s: Mapping[str, float]) -> list[Segment]:
+def _pieces(span: Span) -> list[Segment]:
     """A span's steps done twice, its useful and its lost ones, in this order; empty parts left out."""
     phase, start_s, stop_s = base_phase(span.phase), span.start_s, max(span.start_s, span.stop_s)
     redone_s = min(stop_s, start_s + span.redone_s)
     useful_s = stop_s
     if span.outcome in ("lost", "failed"):
-        assumed_s = step_s.get(phase, stop_s - start_s)
-        useful_s = max(redone_s, stop_s - (assumed_s if span.uncommitted_s is None else span.uncommitted_s))
+        useful_s = start_s if span.uncommitted_s is None else stop_s - span.uncommitted_s
+        useful_s = max(redone_s, useful_s)
     parts: list[tuple[Kind, float, float]] = [
         ("redone", start_s, redone_s),
         ("useful", redone_s, useful_s),
@@ -330,6 +323,11 @@ class Ledger:
         return sum(entry.usd for entry in self._where(where))
 
     @property
+    def wasted_s(self) -> dict[str, float]:
+        """Worker seconds that bought nothing, by kind; every kind is there."""
+        return {kind: self.seconds(kind=kind) for kind in get_args(Kind) if kind != "useful"}
+
+    @property
     def usd_wasted(self) -> float:
         """``usd - usd(kind="useful")``."""
         return sum(entry.usd for entry in self.entries if entry.kind != "useful")
@@ -368,7 +366,6 @@ def ledger(
     prices: Prices,
     window: Window = ALWAYS,
     *,
-    step_s: Mapping[str, float] | None = None,
     iterations: int = 0,
     samples: int = 0,
     scores: Sequence[float] = (),
@@ -380,12 +377,11 @@ def ledger(
 
     Args:
         window: must end, if a worker still lives.
-        step_s: as in `segments`.
         scores: of every validation, in [0, 1], in order of time.
     """
     prices = absolute(prices, workers)
     sums: defaultdict[tuple[str, str, Kind], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for segment in segments(spans, workers, window, step_s=step_s):
+    for segment in segments(spans, workers, window):
         column = sums[segment.pool, segment.phase, segment.kind]
         column[0] += segment.stop_s - segment.start_s
         column[1] += prices[segment.pool].usd(segment.start_s, segment.stop_s)

@@ -55,12 +55,6 @@ class Outcome:
     def usd_per_h(self) -> float:
         return self.usd / (self.wall_s / SECONDS_PER_H)
 
-    @property
-    def wasted_s(self) -> dict[str, float]:
-        """Worker seconds that bought nothing, by kind."""
-        kinds = sorted({entry.kind for entry in self.ledger.entries} - {"useful"})
-        return {kind: self.ledger.seconds(kind=kind) for kind in kinds}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:

@@ -175,17 +175,25 @@ def test_every_kind_of_second_has_its_column() -> None:
     assert found.usd_wasted == pytest.approx((10 + 10 + 20 + 5 + 8) * 2.5 / H)
 
 
-@pytest.mark.parametrize(
-    ("outcome", "step_s", "lost_s"),
-    [("lost", {}, 20), ("lost", {"rollout": 3}, 3), ("lost", {"rollout": 50}, 20), ("failed", {"rollout": 3}, 3)],
-)
-def test_of_a_loss_that_nobody_measured_at_most_a_step_is_wasted_where_steps_are_committed(
-    outcome: str, step_s: dict[str, float], lost_s: float
+@pytest.mark.parametrize("outcome", ["lost", "failed"])
+@pytest.mark.parametrize(("uncommitted_s", "lost_s"), [(3, 3), (0, 0), (50, 20), (None, 20)])
+def test_of_a_loss_all_is_wasted_but_what_was_committed(
+    outcome: str, uncommitted_s: float | None, lost_s: float
 ) -> None:
-    found = ledger([span("spot-0", 0, 20, outcome=outcome)], [life("spot-0", 0, 20)], PRICES, step_s=step_s)
+    work = span("spot-0", 0, 20, outcome=outcome, uncommitted_s=uncommitted_s)
+
+    found = ledger([work], [life("spot-0", 0, 20)], PRICES)
 
     assert found.seconds(kind="lost") == lost_s
     assert found.seconds() == 20
+
+
+def test_what_was_repeated_before_a_loss_is_wasted_once() -> None:
+    work = span("spot-0", 0, 20, outcome="lost", redone_s=15, uncommitted_s=8)
+
+    found = ledger([work], [life("spot-0", 0, 20)], PRICES)
+
+    assert by_kind(found) == {"redone": 15, "lost": 5}
 
 
 def test_work_that_a_person_stopped_is_not_wasted() -> None:
@@ -259,7 +267,7 @@ def test_the_ledger_adds_up_whatever_happened(
     window = (start_s, start_s + lasts_s)
     prices = {"reserved": Price(times_s=(0, 40), usd_per_h=(9.0, 11.0)), "spot": Price.constant(2.5)}
 
-    found = ledger(shared(spans, lives, "train"), lives, prices, window, step_s={"rollout": 2.0})
+    found = ledger(shared(spans, lives, "train"), lives, prices, window)
 
     assert found.seconds() == pytest.approx(sum(pool_seconds(lives, window).values()), abs=1e-9)
     assert found.usd() == pytest.approx(sum(pool_usd(lives, prices, window).values()), abs=1e-9)

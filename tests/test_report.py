@@ -20,7 +20,7 @@ from spotlight.__main__ import main
 from spotlight.records import SpotlightError
 from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, write_report
 from spotlight.report.facts import read
-from spotlight.report.money import rows
+from spotlight.report.money import WASTE, bought, rows
 
 START_S = 1_700_000_000.0
 ITERATION_S, TRAIN_S = 4.0, 1.5
@@ -236,6 +236,23 @@ def test_the_page_says_where_every_dollar_went(finished: Path) -> None:
     assert all(name in section for name in ("rollout", "train", "explore", "idle", "start-up", "dropped exploration"))
     assert "repeated steps" not in section
     assert "<td>100.0%</td>" in section
+
+
+def test_page_and_shell_list_every_kind_of_waste_and_what_dollars_bought(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "run")
+    begins_s = START_S + 1 + 3 * ITERATION_S
+    again = _span("spot-0", "rollout", 2, "again", begins_s - 0.1, begins_s) | {"redone_s": 0.1}
+    with (run_dir / "spans.jsonl").open("a") as journal:
+        journal.write(json.dumps(again) + "\n")
+
+    main(["cost", str(run_dir)])
+
+    shown = [capsys.readouterr().out, page_of(run_dir)]
+    names = [name for name, _ in WASTE.values()] + [name for name, _ in bought(read(run_dir).ledger)]
+    assert set(WASTE) == {kind for kind, seconds in read(run_dir).ledger.wasted_s.items() if seconds}
+    assert [name for text in shown for name in names if name not in text] == []
 
 
 def test_the_ledger_and_the_curve_of_dollars_end_alike(finished: Path) -> None:

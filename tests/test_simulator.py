@@ -257,7 +257,7 @@ def test_the_ledger_adds_up_to_the_seconds_that_workers_were_there(preempted: Sc
         alive_s = sum((life.left_s or 0.0) - life.joined_s for life in outcome.lives)
         assert outcome.ledger.seconds() == pytest.approx(alive_s)
         assert outcome.ledger.usd() == pytest.approx(outcome.usd)
-        assert sum(outcome.wasted_s.values()) <= alive_s
+        assert sum(outcome.ledger.wasted_s.values()) <= alive_s
 
 
 def test_what_the_last_hour_cuts_is_written_down(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def _cells(outcome: Outcome) -> list[str]:
         str(outcome.steps_lost),
         f"{outcome.seeds_explored:.1f}",
         f"{outcome.captured:.2f}x",
-        f"{sum(outcome.wasted_s.values()) / SECONDS_PER_H:.1f}",
+        f"{sum(outcome.ledger.wasted_s.values()) / SECONDS_PER_H:.1f}",
         f"{outcome.score:.3f}",
     ]
 
