@@ -303,7 +303,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SpotlightError(f"{path}: not valid TOML: {error}") from None
     for override in overrides:
-        _set(tree, override)
+        set_value(tree, override)
     return resolve(tree, path.parent, str(path))
 
 
@@ -344,11 +344,20 @@ def dump(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(mode="json"))
 
 
-def _set(tree: dict[str, Any], override: str) -> None:
+def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example: str = "run.seed=3") -> None:
+    """Put ``"section.key=value"`` into a tree of settings, the value in TOML; bare words are taken as text.
+
+    Args:
+        sections: names that must at least stand before the key.
+        example: of an override, for the error.
+
+    Raises:
+        SpotlightError: it has another form, or what should be a section is a value.
+    """
     name, equals, text = override.partition("=")
     keys = [key.strip() for key in name.split(".")]
-    if not equals or len(keys) < 2 or not all(keys):
-        raise SpotlightError(f"--set {override!r}: expected section.key=value, for example --set run.seed=3")
+    if not equals or len(keys) <= sections or not all(keys):
+        raise SpotlightError(f"--set {override!r}: expected section.key=value, for example --set {example}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -9,12 +9,13 @@ Invariant: the seconds of a strategy's ledger are those that its workers were al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from spotlight import learning
 from spotlight.costs import SECONDS_PER_H, Ledger, Price, Span, Window, WorkerLife, ledger, spot_utilisation
+from spotlight.prices import read_prices
 from spotlight.scenario import Scenario, Strategy, load
 from spotlight.simulated import Run
 from spotlight.traces import BURSTY, CALM, COLLAPSING, Switches, read_trace, synthesise
@@ -66,23 +67,23 @@ class Result:
     """What of this is not simulated but modelled."""
 
 
-def simulate_file(path: str | Path) -> Result:
-    """Simulate the scenario in a TOML file.
+def simulate_file(path: str | Path, overrides: Sequence[str] = ()) -> Result:
+    """Simulate the scenario in a TOML file, with some of its values overridden (`scenario.load`).
 
     Raises:
-        SpotlightError: the file or the trace is not usable, or a strategy cannot go on.
+        SpotlightError: the scenario or a file that it names is not usable, or a strategy cannot go on.
     """
-    return simulate(load(path))
+    return simulate(load(path, overrides))
 
 
 def simulate(scenario: Scenario) -> Result:
     """Run every strategy of a scenario on the same trace, with the same seeds.
 
     Raises:
-        SpotlightError: a strategy cannot go on: it has only spot GPUs, and those are gone for good.
+        SpotlightError: a file is not usable; or a strategy cannot go on: it has only spot GPUs, gone for good.
     """
-    switches = spot_switches(scenario)
-    outcomes = [_outcome(scenario, strategy, switches) for strategy in scenario.strategies]
+    switches, prices = spot_switches(scenario), pool_prices(scenario)
+    outcomes = [_outcome(scenario, strategy, switches, prices) for strategy in scenario.strategies]
     return Result(scenario=scenario, outcomes=tuple(outcomes))
 
 
@@ -105,16 +106,29 @@ def spot_switches(scenario: Scenario) -> tuple[Switches, ...]:
     return trace.cut(start_s, min(start_s + lasts_s, trace.duration_s)).places(places)
 
 
-def _outcome(scenario: Scenario, strategy: Strategy, switches: Sequence[Switches]) -> Outcome:
+def pool_prices(scenario: Scenario) -> dict[str, Price]:
+    """What a GPU of each pool costs, at times that count from the run's start.
+
+    Raises:
+        SpotlightError: the file of spot prices is not usable.
+    """
+    cluster = scenario.cluster
+    spot = Price.constant(cluster.usd_per_h_spot)
+    if cluster.prices_spot:
+        spot = read_prices(cluster.prices_spot)
+        zero_s = 0.0 if spot.since_start else spot.times_s[0]
+        spot = spot.moved(-zero_s - scenario.trace.offset_h * SECONDS_PER_H)
+    return {"reserved": Price.constant(cluster.usd_per_h_reserved), "spot": spot}
+
+
+def _outcome(
+    scenario: Scenario, strategy: Strategy, switches: Sequence[Switches], prices: Mapping[str, Price]
+) -> Outcome:
     run = Run(scenario, strategy, switches)
     run.go()
-    machines, job, cluster = run.machines, scenario.job, scenario.cluster
+    machines, job = run.machines, scenario.job
     spans, lives = tuple(machines.spans), tuple(machines.lives())
     window = (0.0, machines.now_s)
-    prices = {
-        "reserved": Price.constant(cluster.usd_per_h_reserved),
-        "spot": Price.constant(cluster.usd_per_h_spot),
-    }
     book = ledger(
         spans,
         lives,
