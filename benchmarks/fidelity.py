@@ -20,7 +20,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
-from spotlight import config, costs
+from spotlight import config, timings
 from spotlight.books import read_lives, read_spans
 from spotlight.config import Config
 from spotlight.costs import Price, Span, WorkerLife, pool_usd
@@ -174,7 +174,7 @@ def scenario(settings: Config, constants: Constants, trace: Path | None) -> Scen
             "request_seeds": rollout.request_seeds,
             "timesteps": settings.train.timesteps,
             "lora": pace.lora,
-            "score_s": costs.SCORE_S,
+            "score_s": timings.SCORE_S,
             "launch_s": played["request_s"],
             "publish_s": played["publish_s"],
             "prepare_s": played["prepare_s"],
@@ -230,7 +230,7 @@ def denoising_s(settings: Config, width: int) -> float:
     """Real seconds of all steps of a request."""
     pace, rollout = settings.pace, settings.rollout
     size = pace.height_px, pace.width_px
-    step_s = costs.seconds_per_step(
+    step_s = timings.seconds_per_step(
         pace.model, *size, width=width, gpu=pace.gpu, batch=rollout.request_seeds, guidance=pace.guidance
     )
     return rollout.steps * step_s / pace.speedup
@@ -239,7 +239,7 @@ def denoising_s(settings: Config, width: int) -> float:
 def training_s(settings: Config) -> float:
     """Real seconds of training, as `spotlight.pace` plays it."""
     pace, rollout = settings.pace, settings.rollout
-    sample_s = costs.train_s(
+    sample_s = timings.train_s(
         pace.model,
         pace.height_px,
         pace.width_px,
@@ -264,7 +264,7 @@ def calibrate(directory: Path) -> Constants:
     narrow = settings(CALIBRATION, _folder(directory, "calibration"), trace)
     run = go(narrow)
     spans, lives = sorted(read_spans(run), key=lambda span: span.start_s), read_lives(run)
-    scoring_s = narrow.rollout.request_seeds * costs.SCORE_S
+    scoring_s = narrow.rollout.request_seeds * timings.SCORE_S
     request_s = _median_turn_s(spans) - denoising_s(narrow, 1) - scoring_s / narrow.pace.speedup
     gang_spans = [span for span in read_spans(wide_run) if span.phase == "rollout"]
     alone_s = _median_s(spans, "rollout") - denoising_s(narrow, 1)

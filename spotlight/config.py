@@ -181,7 +181,7 @@ class PaceSection(Section):
     """Devices that take their time: the model computes as ever, then waits as a larger one on a GPU would have it."""
 
     gpu: str = ""
-    """What a worker plays, by its name in `spotlight.costs.GPUS`; empty: no pacing. Seconds are then played ones."""
+    """What a worker plays, by its name in `spotlight.timings.GPUS`; empty: no pacing. Seconds are then played ones."""
     model: str = "qwen-image"
     height_px: int = Field(512, ge=16)
     width_px: int = Field(512, ge=16)

@@ -14,10 +14,10 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from spotlight.config import Section, set_value
-from spotlight.costs import SCORE_S, seconds_per_step
 from spotlight.learning import PACE
 from spotlight.prices import price_list, usd_per_h
 from spotlight.records import SpotlightError
+from spotlight.timings import SCORE_S, seconds_per_step
 
 
 class Scenario(Section):
@@ -85,11 +85,11 @@ class Cluster(Section):
     ``usd_per_h_spot``; relative to the scenario's file. Its clock is the trace's: calendar times count from its first
     line, and the run begins at ``trace.offset_h``."""
     startup_s: float | None = Field(None, ge=0)
-    """From the moment a GPU is there until it can work; left out, it is `costs.start_up_s`."""
+    """From the moment a GPU is there until it can work; left out, it is `timings.start_up_s`."""
     pays_start_up: bool = True
     """Whether that time is paid for, as clouds have it; pools on one machine count from when a worker joins."""
     recovery_s: float | None = Field(None, ge=0)
-    """For a broken gang to form anew; left out, it is `costs.recovery_s`, which asks whether gangs are elastic."""
+    """For a broken gang to form anew; left out, it is `timings.recovery_s`, which asks whether gangs are elastic."""
     form_s: float = Field(0.0, ge=0)
     """For the GPUs of a gang of several to find each other, each time that it is launched."""
     notice_s: float = Field(0.0, ge=0)

@@ -17,7 +17,7 @@ from math import inf
 import numpy as np
 
 from spotlight import learning
-from spotlight.costs import SECONDS_PER_H, Span, recovery_s, seconds_per_step, start_up_s, train_s
+from spotlight.costs import SECONDS_PER_H, Span
 from spotlight.explore import Arm, Beliefs, allocate, budget, equal_shares, learn, max_variance_subset
 from spotlight.learning import Rewards
 from spotlight.machines import Machines, Place, Timing, Work
@@ -25,6 +25,7 @@ from spotlight.offload import Measured, Offload, adapt, request_seeds, reserved_
 from spotlight.policy import Pool, Waiting
 from spotlight.records import SpotlightError
 from spotlight.scenario import Scenario, Strategy
+from spotlight.timings import recovery_s, seconds_per_step, start_up_s, train_s
 from spotlight.traces import Switches
 
 SLACK = 1.5

@@ -2,7 +2,7 @@
 
 Pure: no torch, no Dask, no clock; the same scenario always gives the same result. What is decided is decided by the
 functions that decide in a live run: `policy.plan`, `explore.allocate` and `max_variance_subset`, `offload`; what it
-costs by `costs`. How long work takes is the cost model's, what a run learns from it is `learning`'s: both are models.
+costs by `costs`. How long work takes is `timings`', what a run learns from it is `learning`'s: both are models.
 
 Invariant: the seconds of a strategy's ledger are those that its workers were alive.
 """

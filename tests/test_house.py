@@ -24,6 +24,7 @@ PURE = (
     "spotlight/policy.py",
     "spotlight/simulated.py",
     "spotlight/simulator.py",
+    "spotlight/timings.py",
     "spotlight/traces.py",
 )
 PURE_IMPORTS = (

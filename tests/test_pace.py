@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from spotlight import config, simulator
-from spotlight.costs import SCORE_S, seconds_per_step, train_s
 from spotlight.pace import Pace
 from spotlight.scenario import Scenario
+from spotlight.timings import SCORE_S, seconds_per_step, train_s
 
 SIZE: tuple[str, int, int] = ("qwen-image", 512, 512)
 SAMPLES, RESERVED = 24, 3

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from spotlight import learning
 from spotlight.__main__ import main
-from spotlight.costs import Span, seconds_per_step, train_s
+from spotlight.costs import Span
 from spotlight.explore import rank_correlation
 from spotlight.machines import Machines, Place, Timing, Work
 from spotlight.policy import Idle, View, Waiting, plan
@@ -27,6 +27,7 @@ from spotlight.records import SpotlightError
 from spotlight.report.timeline import results_table, write_timeline
 from spotlight.scenario import BASELINES, Scenario, load
 from spotlight.simulator import Outcome, simulate, simulate_file, spot_switches
+from spotlight.timings import seconds_per_step, train_s
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "scenarios"
 TINY = """
