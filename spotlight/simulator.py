@@ -15,12 +15,10 @@ from pathlib import Path
 
 from spotlight import learning
 from spotlight.costs import SECONDS_PER_H, Ledger, Price, Span, Window, WorkerLife, ledger, spot_utilisation
-from spotlight.prices import read_prices
+from spotlight.fleet import pool_prices, spot_switches
 from spotlight.scenario import Scenario, Strategy, load
 from spotlight.simulated import Run
-from spotlight.traces import BURSTY, CALM, COLLAPSING, Switches, read_trace, synthesise
-
-CLIMATES = {"bursty": BURSTY, "calm": CALM, "collapsing": COLLAPSING}
+from spotlight.traces import Switches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,40 +83,6 @@ def simulate(scenario: Scenario) -> Result:
     switches, prices = spot_switches(scenario), pool_prices(scenario)
     outcomes = [_outcome(scenario, strategy, switches, prices) for strategy in scenario.strategies]
     return Result(scenario=scenario, outcomes=tuple(outcomes))
-
-
-def spot_switches(scenario: Scenario) -> tuple[Switches, ...]:
-    """When each spot node, or each spot GPU, comes and goes.
-
-    Raises:
-        SpotlightError: the trace's file is not usable, or is over before the run begins.
-    """
-    cluster, wanted = scenario.cluster, scenario.trace
-    places = cluster.spot_nodes * (cluster.spot_gpus_per_node if wanted.takes == "gpu" else 1)
-    start_s, lasts_s = wanted.offset_h * SECONDS_PER_H, scenario.hours * SECONDS_PER_H
-    if wanted.climate:
-        climate, end_s = CLIMATES[wanted.climate], start_s + lasts_s
-        trace = synthesise(seed=scenario.seed, capacity=max(1, places), duration_s=end_s, climate=climate)
-    elif wanted.file:
-        trace = read_trace(wanted.file).sample(wanted.share, seed=scenario.seed)
-    else:
-        return (((0.0, True),),) * places
-    return trace.cut(start_s, min(start_s + lasts_s, trace.duration_s)).places(places)
-
-
-def pool_prices(scenario: Scenario) -> dict[str, Price]:
-    """What a GPU of each pool costs, at times that count from the run's start.
-
-    Raises:
-        SpotlightError: the file of spot prices is not usable.
-    """
-    cluster = scenario.cluster
-    spot = Price.constant(cluster.usd_per_h_spot)
-    if cluster.prices_spot:
-        spot = read_prices(cluster.prices_spot)
-        zero_s = 0.0 if spot.since_start else spot.times_s[0]
-        spot = spot.moved(-zero_s - scenario.trace.offset_h * SECONDS_PER_H)
-    return {"reserved": Price.constant(cluster.usd_per_h_reserved), "spot": spot}
 
 
 def _outcome(

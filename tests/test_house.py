@@ -18,6 +18,7 @@ PURE = (
     "spotlight/costs.py",
     "spotlight/decisions.py",
     "spotlight/explore.py",
+    "spotlight/fleet.py",
     "spotlight/learning.py",
     "spotlight/machines.py",
     "spotlight/offload.py",

@@ -20,13 +20,14 @@ from spotlight import learning
 from spotlight.__main__ import main
 from spotlight.costs import Span
 from spotlight.explore import rank_correlation
+from spotlight.fleet import spot_switches
 from spotlight.machines import Machines, Place, Timing, Work
 from spotlight.policy import Idle, View, Waiting, plan
 from spotlight.prices import usd_per_h
 from spotlight.records import SpotlightError
 from spotlight.report.timeline import results_table, write_timeline
 from spotlight.scenario import BASELINES, Scenario, load
-from spotlight.simulator import Outcome, simulate, simulate_file, spot_switches
+from spotlight.simulator import Outcome, simulate, simulate_file
 from spotlight.timings import seconds_per_step, train_s
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "scenarios"
