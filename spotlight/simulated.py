@@ -18,7 +18,7 @@ import numpy as np
 
 from spotlight import fleet, learning
 from spotlight.costs import SECONDS_PER_H, Span
-from spotlight.explore import Arm, Beliefs, allocate, budget, equal_shares, learn, max_variance_subset
+from spotlight.explore import Arm, Beliefs, affordable, allocate, equal_shares, learn, max_variance_subset
 from spotlight.learning import Rewards
 from spotlight.machines import Machines, Work
 from spotlight.offload import Measured, Offload, adapt, request_seeds, reserved_window_s, spot_worth_renting
@@ -27,8 +27,6 @@ from spotlight.records import SpotlightError
 from spotlight.scenario import Scenario, Strategy
 from spotlight.traces import Switches
 
-SLACK = 1.5
-"""Exploration is planned for more time than training takes, as in a live run (`graphs.loop.SLACK`)."""
 STREAMS = 8
 """Training that takes samples as they arrive does so in at most so many parts."""
 
@@ -162,8 +160,8 @@ class Run:
         self.pairs: dict[int, list[tuple[float, float]]] = {}
         """By prompt: explored and regenerated rewards of the last iteration's kept seeds."""
         self.explored = self.order = self.worth = 0
-        self.seed_s: float | None = None
-        """GPU-seconds of denoising a candidate, as the last iteration measured them; None where it explored nothing."""
+        self.seed_s = 0.0
+        """GPU-seconds of denoising a candidate, as the last iteration measured them; 0 where it explored nothing."""
         self.windows: list[tuple[float, float]] = []
         """When each iteration began and ended."""
         self.captured_sum = 0.0
@@ -453,23 +451,22 @@ class Run:
 
     def _affordable(self) -> int:
         """Candidates that can be explored while the next version is trained, going by the last iteration: as live."""
-        job, settings = self.job, self.scenario.exploration
+        job, cluster, settings = self.job, self.scenario.cluster, self.scenario.exploration
         limit = settings.seeds_tried * job.prompts
-        if self.seed_s is None:
-            return limit
-        chunks = budget(
-            training_s=SLACK * job.prompts * job.seeds_kept * self.train_gpu_s / self.scenario.cluster.reserved_gpus,
-            request_s=self.seed_s * settings.request_seeds,
-            spot_workers=self.scenario.cluster.spot_nodes * self.scenario.cluster.spot_gpus_per_node,
+        most = affordable(
+            training_s=job.prompts * job.seeds_kept * self.train_gpu_s / cluster.reserved_gpus,
+            seed_s=self.seed_s,
+            spot_workers=cluster.spot_nodes * cluster.spot_gpus_per_node,
+            chunk=settings.request_seeds,
         )
-        return min(limit, chunks * settings.request_seeds)
+        return limit if most is None else min(limit, most)
 
-    def _measured_seed_s(self, spans: Sequence[Span]) -> float | None:
-        """Seconds that the iteration's exploration took, by the candidates that were scored for it."""
+    def _measured_seed_s(self, spans: Sequence[Span]) -> float:
+        """Seconds that a candidate took in the iteration's exploration; 0 where none was scored."""
         exploration = self.explorations.get(self.k)
         scored = sum(count for chunks in exploration.scored for _, _, count in chunks) if exploration else 0
         explored_s = sum(span.stop_s - span.start_s for span in spans if span.phase.startswith("explore-r"))
-        return explored_s / scored if scored and explored_s else None
+        return explored_s / scored if scored else 0.0
 
     def _explore(self, phase: str, round_index: int) -> None:
         stale = self.explorations[self.exploring].stale
