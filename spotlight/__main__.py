@@ -123,15 +123,17 @@ def _cost(parsed: argparse.Namespace) -> None:
     from spotlight.report.money import bought, cost_json, cost_table
 
     run = RunDir.open(parsed.run_dir)
-    ledger = Books(run, run.config()).ledger(time.time())
+    settings = run.config()
+    ledger = Books(run, settings).ledger(time.time())
     if not ledger.entries:
         raise SpotlightError(f"{run.path}: no finished task is recorded yet, so there is no account: try again later")
     if parsed.json:
-        print(json.dumps(cost_json(ledger), indent=1))
+        print(json.dumps({"paced": settings.pace.gpu} | cost_json(ledger), indent=1))
         return
     console = Console()
     so_far = "" if (run.path / SUMMARY).exists() else ", as far as it is recorded"
-    console.print(cost_table(ledger, f"{run.path.name}{so_far}"))
+    paced = f" (PACED: {settings.pace.model} on {settings.pace.gpu} is played)" if settings.pace.gpu else ""
+    console.print(cost_table(ledger, f"{run.path.name}{paced}{so_far}"))
     for name, value in bought(ledger):
         console.print(f"{name:<52}{value}", soft_wrap=True, highlight=False)
 

@@ -319,7 +319,7 @@ def test_what_was_set_aside_is_listed_with_its_prompt_and_seeds(tmp_path: Path) 
     assert "<tr><th>a &lt;b&gt;sign&lt;/b&gt;</th><td>4</td><td>11, 12</td><td>5</td></tr>" in page
 
 
-def test_paced_devices_are_named_as_such(tmp_path: Path) -> None:
+def test_paced_devices_are_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path, iterations=1)
     plain = write_report(run_dir).read_text()
     settings = config.RESOLVED
@@ -328,8 +328,10 @@ def test_paced_devices_are_named_as_such(tmp_path: Path) -> None:
 
     paced = write_report(run_dir).read_text()
 
+    main(["cost", str(run_dir)])
     assert "PACED" in paced
     assert "PACED" not in plain
+    assert "PACED: qwen-image on h100 is played" in " ".join(capsys.readouterr().out.split())
 
 
 def test_unreadable_images_cost_only_the_grid(tmp_path: Path) -> None:

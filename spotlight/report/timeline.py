@@ -93,7 +93,7 @@ def _timeline(outcome: Outcome) -> Plot:
     cut = f", of which the first {end_s / SECONDS_PER_H:.1f} h" if end_s < outcome.wall_s else ""
     plot: Plot = figure(
         title=f"{outcome.strategy.name}: {outcome.iterations} iterations{cut}",
-        height=110 + 14 * len(lanes),
+        height=150 + 14 * len(lanes),
         sizing_mode="stretch_width",
         tools="xpan,xwheel_zoom,xbox_zoom,reset,save",
         x_range=Range1d(start=0, end=end_s / SECONDS_PER_H),
