@@ -20,7 +20,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
-from spotlight import config, costs
+from spotlight import config, timings
 from spotlight.books import read_lives, read_spans
 from spotlight.climates import BURSTY, CALM, COLLAPSING, Climate, synthesise
 from spotlight.config import Config
@@ -175,8 +175,8 @@ def scenario(settings: Config, constants: Constants, trace: Path | None) -> Scen
             "seeds_kept": rollout.seeds_kept,
             "request_seeds": rollout.request_seeds,
             "timesteps": settings.train.timesteps,
-            "lora": settings.train.lora_rank > 0,
-            "score_s": costs.SCORE_S,
+            "lora": pace.lora,
+            "score_s": timings.SCORE_S,
             "launch_s": played["request_s"],
             "publish_s": played["publish_s"],
             "prepare_s": played["prepare_s"],
@@ -232,7 +232,7 @@ def denoising_s(settings: Config, width: int) -> float:
     """Real seconds of all steps of a request."""
     pace, rollout = settings.pace, settings.rollout
     size = pace.height_px, pace.width_px
-    step_s = costs.seconds_per_step(
+    step_s = timings.seconds_per_step(
         pace.model, *size, width=width, gpu=pace.gpu, batch=rollout.request_seeds, guidance=pace.guidance
     )
     return rollout.steps * step_s / pace.speedup
@@ -241,14 +241,14 @@ def denoising_s(settings: Config, width: int) -> float:
 def training_s(settings: Config) -> float:
     """Real seconds of training, as `spotlight.pace` plays it."""
     pace, rollout = settings.pace, settings.rollout
-    sample_s = costs.train_s(
+    sample_s = timings.train_s(
         pace.model,
         pace.height_px,
         pace.width_px,
         gpu=pace.gpu,
         timesteps=settings.train.timesteps,
         guidance=pace.guidance,
-        lora=settings.train.lora_rank > 0,
+        lora=pace.lora,
     )
     samples = rollout.prompts * rollout.seeds_kept
     return samples * sample_s / settings.pools.reserved.workers / pace.speedup
@@ -266,7 +266,7 @@ def calibrate(directory: Path) -> Constants:
     narrow = settings(CALIBRATION, _folder(directory, "calibration"), trace)
     run = go(narrow)
     spans, lives = sorted(read_spans(run), key=lambda span: span.start_s), read_lives(run)
-    scoring_s = narrow.rollout.request_seeds * costs.SCORE_S
+    scoring_s = narrow.rollout.request_seeds * timings.SCORE_S
     request_s = _median_turn_s(spans) - denoising_s(narrow, 1) - scoring_s / narrow.pace.speedup
     gang_spans = [span for span in read_spans(wide_run) if span.phase == "rollout"]
     alone_s = _median_s(spans, "rollout") - denoising_s(narrow, 1)

@@ -49,6 +49,10 @@ class Gang:
     """Losses in a row without a new step."""
     started_s: float = 0.0
     resumed_at: int = 0
+    stepped_s: float = 0.0
+    """When the present forming came to its last step; 0 where it came to none."""
+    repeated_s: float = 0.0
+    """When it came to the last step that another forming had come to before; 0 where there was none."""
 
     def shard(self, key: Any) -> int:
         return self.keys.index(key)
@@ -59,17 +63,24 @@ class Gang:
         self.members, self.width, self.held = members, len(members), ()
         self.breaking = self.planned = False
         self.step = self.resumed_at = 0
-        self.started_s = 0.0
+        self.started_s = self.stepped_s = self.repeated_s = 0.0
 
     def begin(self, step: int, steps: int, now_s: float) -> None:
         """The first rank found where to go on."""
         self.step = self.resumed_at = step
         self.steps, self.started_s = steps, now_s
 
-    def advance(self, step: int) -> None:
-        self.step = step
+    def advance(self, step: int, now_s: float) -> None:
+        self.step, self.stepped_s = step, now_s
         if step > self.best:
             self.best, self.fruitless = step, 0
+        else:
+            self.repeated_s = now_s
+
+    def waste(self, start_s: float, stop_s: float) -> tuple[float, float]:
+        """Of a member's time in the present forming: its last seconds, not committed, and its first, repeated ones."""
+        uncommitted_s = max(0.0, stop_s - max(start_s, self.stepped_s))
+        return uncommitted_s, max(0.0, min(stop_s, self.repeated_s) - start_s)
 
     def lose(self) -> None:
         """A forming ended that should not have."""

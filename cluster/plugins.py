@@ -149,7 +149,7 @@ class Placer(SchedulerPlugin):
             if finish in ("memory", "erred"):
                 self._record(key, label, facts, failed=finish == "erred")
             elif address in self._lives:
-                self._spans.append(self._span(key, label, self._lives[address], started_s, time.time(), "lost"))
+                self._span(key, label, self._lives[address], started_s, time.time(), "lost")
             if gang:
                 self._came_back(gang, key, done=finish in ("memory", "erred"))
         if gang and finish == "released":
@@ -239,7 +239,7 @@ class Placer(SchedulerPlugin):
             self._log_formed("resumed", known)
             return
         first = known.step == known.resumed_at
-        known.advance(step)
+        known.advance(step, time.time())
         if first:
             self._log_formed("stepped", known)
             self._schedule_pump()
@@ -474,19 +474,24 @@ class Placer(SchedulerPlugin):
         compute = [one for one in facts.get("startstops") or () if one["action"] == "compute"]
         if life and compute:
             outcome = "failed" if failed else "dropped" if str(facts.get("typename")).endswith(".Dropped") else "done"
-            self._spans.append(self._span(key, label, life, compute[0]["start"], compute[-1]["stop"], outcome))
+            self._span(key, label, life, compute[0]["start"], compute[-1]["stop"], outcome)
 
-    @staticmethod
-    def _span(key: Any, label: Label, life: WorkerLife, start_s: float, stop_s: float, outcome: str) -> Span:
-        return Span(
-            worker=life.worker,
-            pool=life.pool,
-            phase=label.phase,
-            iteration=label.iteration,
-            key=str(key),
-            start_s=start_s,
-            stop_s=stop_s,
-            outcome=outcome,
+    def _span(self, key: Any, label: Label, life: WorkerLife, start_s: float, stop_s: float, outcome: str) -> None:
+        gang = self._gang_of.get(key)
+        uncommitted_s, redone_s = gang.waste(start_s, stop_s) if gang else (None, 0.0)
+        self._spans.append(
+            Span(
+                worker=life.worker,
+                pool=life.pool,
+                phase=label.phase,
+                iteration=label.iteration,
+                key=str(key),
+                start_s=start_s,
+                stop_s=stop_s,
+                outcome=outcome,
+                uncommitted_s=uncommitted_s,
+                redone_s=redone_s,
+            )
         )
 
 

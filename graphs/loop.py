@@ -26,13 +26,10 @@ from graphs.iteration import (
 from graphs.tasks import Setting, TrainingSet
 from spotlight.config import Config
 from spotlight.data import choose_prompts, read_prompts
-from spotlight.explore import Beliefs, budget, learn, rank_correlation
+from spotlight.explore import Beliefs, affordable, learn, rank_correlation
 from spotlight.records import Prompt, Published, Scored, Selection, WeightsRef
 from spotlight.rundir import HISTORY, VALIDATION, RunDir
 from spotlight.weights import published, retain
-
-SLACK = 1.5
-"""Exploration is planned for more time than training took last: what is too much is called off, least useful first."""
 
 
 class Compute(Protocol):
@@ -169,17 +166,13 @@ class Loop:
         if config.exploration.budget == "fixed" or not history:
             return None
         measured = history[-1]["measured"]
-        explored_s, scored = measured.get("beside_s", 0.0), measured.get("beside_seeds", 0)
-        training_s = measured.get("train_s", 0.0)
-        if not (scored and explored_s and training_s):
-            return None
-        size = config.exploration.request_seeds
-        chunks = budget(
-            training_s=training_s * SLACK,
-            request_s=explored_s / scored * size,
+        scored = measured.get("beside_seeds", 0)
+        return affordable(
+            training_s=measured.get("train_s", 0.0),
+            seed_s=measured.get("beside_s", 0.0) / scored if scored else 0.0,
             spot_workers=config.pools.spot.workers,
+            chunk=config.exploration.request_seeds,
         )
-        return chunks * size
 
     def _validated_versions(self) -> set[int]:
         return {row["version"] for row in self._run.rows(VALIDATION)}

@@ -55,7 +55,14 @@ def _parser() -> argparse.ArgumentParser:
 
     simulate = verbs.add_parser("simulate", help="compare strategies on a cluster and a spot trace, without either")
     simulate.add_argument("scenario", type=Path, help="a TOML file; see examples/scenarios/")
-    simulate.add_argument("--timeline", type=Path, metavar="FILE.html", help="also write what every worker does")
+    _add_overrides(simulate, "cluster.spot_nodes=8")
+    simulate.add_argument(
+        "--timeline",
+        type=Path,
+        default=Path("timeline.html"),
+        metavar="FILE.html",
+        help="what every worker does (%(default)s)",
+    )
     simulate.set_defaults(verb=_simulate)
 
     graph = verbs.add_parser("graph", help="draw the Dask graph of one iteration")
@@ -73,8 +80,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="settings, a TOML file; see examples/")
+    _add_overrides(parser, "run.seed=3")
+
+
+def _add_overrides(parser: argparse.ArgumentParser, example: str) -> None:
     parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change one setting"
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help=f"change one setting, such as {example}; may be repeated",
     )
 
 
@@ -107,15 +123,17 @@ def _cost(parsed: argparse.Namespace) -> None:
     from spotlight.report.money import bought, cost_json, cost_table
 
     run = RunDir.open(parsed.run_dir)
-    ledger = Books(run, run.config()).ledger(time.time())
+    settings = run.config()
+    ledger = Books(run, settings).ledger(time.time())
     if not ledger.entries:
         raise SpotlightError(f"{run.path}: no finished task is recorded yet, so there is no account: try again later")
     if parsed.json:
-        print(json.dumps(cost_json(ledger), indent=1))
+        print(json.dumps({"paced": settings.pace.gpu} | cost_json(ledger), indent=1))
         return
     console = Console()
     so_far = "" if (run.path / SUMMARY).exists() else ", as far as it is recorded"
-    console.print(cost_table(ledger, f"{run.path.name}{so_far}"))
+    paced = f" (PACED: {settings.pace.model} on {settings.pace.gpu} is played)" if settings.pace.gpu else ""
+    console.print(cost_table(ledger, f"{run.path.name}{paced}{so_far}"))
     for name, value in bought(ledger):
         console.print(f"{name:<52}{value}", soft_wrap=True, highlight=False)
 
@@ -125,14 +143,13 @@ def _simulate(parsed: argparse.Namespace) -> None:
 
     from spotlight.simulator import simulate_file
 
-    result = simulate_file(parsed.scenario)
+    result = simulate_file(parsed.scenario, parsed.overrides)
     from spotlight.report.timeline import results_table, write_timeline  # Bokeh takes a second: not for a typing error
 
     Console().print(results_table(result))
-    if parsed.timeline:
-        with _writing(parsed.timeline):
-            write_timeline(result, parsed.timeline)
-        print(parsed.timeline)
+    with _writing(parsed.timeline):
+        write_timeline(result, parsed.timeline)
+    print(parsed.timeline)
 
 
 def _graph(parsed: argparse.Namespace) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import accumulate
 from json import dumps
 from statistics import median
 from typing import Any, TypeVar
@@ -18,12 +16,12 @@ from spotlight.costs import (
     Span,
     Window,
     WorkerLife,
-    base_phase,
     busy_intervals,
     ledger,
     life_from_json,
     overlap_s,
     pool_usd,
+    shared,
     span_from_json,
     spot_utilisation,
 )
@@ -78,7 +76,7 @@ class Books:
             by_phase[_phase(span)] += overlap_s(span.start_s, span.stop_s, window)
         busy = {
             worker: sum(overlap_s(*interval, window) for interval in intervals)
-            for worker, intervals in busy_intervals(self._spans).items()
+            for worker, intervals in busy_intervals(played(self._config, self._spans, self._all())).items()
         }
         taken = [life for life in self._all() if _was_taken(life) and start_s <= (life.left_s or 0) <= stop_s]
         recoveries_s = [r for at_s, r in recoveries(self._events) if start_s <= at_s <= stop_s]
@@ -183,42 +181,22 @@ def run_ledger(
     """The ledger of a run, with what its history says it bought; an iteration that was run again counts once."""
     done = {row["iteration"]: row.get("metrics", {}) for row in history}
     return ledger(
-        spans,
+        played(config, spans, workers),
         workers,
         prices,
         window,
-        step_s=step_s(config, spans),
         iterations=len(done),
         samples=int(sum(metrics.get("samples", 0) for metrics in done.values())),
         scores=[row["score"] for row in validation],
     )
 
 
-def step_s(config: Config, spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of one denoising step, by phase, where each step is committed: what a loss costs at most.
+def played(config: Config, spans: Sequence[Span], workers: Sequence[WorkerLife]) -> Sequence[Span]:
+    """What workers did as the settings play it: paced training, which one reserved worker does, is the work of all.
 
-    ``typical finished span / steps``; empty where preempted work starts again from nothing.
+    It lasts as long as if they shared it evenly (`spotlight.pace.Pace.train_s`), and none of them would be idle.
     """
-    if config.strategy.on_preemption == "restart":
-        return {}
-    steps = {
-        "rollout": config.rollout.steps,
-        "explore": config.exploration.steps or config.rollout.steps,
-        "validate": config.rollout.steps,
-    }
-    lasted_s: defaultdict[str, list[float]] = defaultdict(list)
-    for span in spans:
-        if span.outcome == "done" and span.phase != "validate-score" and base_phase(span.phase) in steps:
-            lasted_s[base_phase(span.phase)].append(span.stop_s - span.start_s)
-    return {phase: _typical(seconds) / steps[phase] for phase, seconds in lasted_s.items()}
-
-
-def _typical(values: Sequence[float]) -> float:
-    """The value at which half of the sum is reached: shards that returned at once do not count, nor does a first task
-    that loads the model, where others follow."""
-    ascending = sorted(values)
-    sums = list(accumulate(ascending))
-    return ascending[bisect_left(sums, sums[-1] / 2)]
+    return shared(spans, workers, "train") if config.pace.gpu else spans
 
 
 def recoveries(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float]]:

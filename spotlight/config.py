@@ -181,11 +181,15 @@ class PaceSection(Section):
     """Devices that take their time: the model computes as ever, then waits as a larger one on a GPU would have it."""
 
     gpu: str = ""
-    """What a worker plays, by its name in `spotlight.costs.GPUS`; empty: no pacing. Seconds are then played ones."""
+    """What a worker plays, by its name in `spotlight.timings.GPUS`; empty: no pacing. Seconds are then played ones."""
     model: str = "qwen-image"
     height_px: int = Field(512, ge=16)
     width_px: int = Field(512, ge=16)
     guidance: float = Field(4.0, ge=1)
+    """Of the played model, in denoising and in training; above 1 both take two passes instead of one. DiffusionNFT as
+    published needs none: 1."""
+    lora: bool = True
+    """What the played model trains, whatever the real one does: a LoRA, or (false) all of its weights."""
     speedup: float = Field(1.0, gt=0)
     """Played seconds in one real second."""
 
@@ -299,7 +303,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SpotlightError(f"{path}: not valid TOML: {error}") from None
     for override in overrides:
-        _set(tree, override)
+        set_value(tree, override)
     return resolve(tree, path.parent, str(path))
 
 
@@ -340,11 +344,20 @@ def dump(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(mode="json"))
 
 
-def _set(tree: dict[str, Any], override: str) -> None:
+def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example: str = "run.seed=3") -> None:
+    """Put ``"section.key=value"`` into a tree of settings, the value in TOML; bare words are taken as text.
+
+    Args:
+        sections: names that must at least stand before the key.
+        example: of an override, for the error.
+
+    Raises:
+        SpotlightError: it has another form, or what should be a section is a value.
+    """
     name, equals, text = override.partition("=")
     keys = [key.strip() for key in name.split(".")]
-    if not equals or len(keys) < 2 or not all(keys):
-        raise SpotlightError(f"--set {override!r}: expected section.key=value, for example --set run.seed=3")
+    if not equals or len(keys) <= sections or not all(keys):
+        raise SpotlightError(f"--set {override!r}: expected section.key=value, for example --set {example}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

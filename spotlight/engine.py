@@ -167,7 +167,9 @@ class Engine:
                 if reason:
                     return Dropped(reason=reason)
                 with self._pace.lasting(step_s, partial(self._look, request, place)):
-                    x_BNC = self._step(request, step, x_BNC, text, writer)
+                    x_BNC, log_prob_B = self._step(request, step, x_BNC, text)
+                if writer:
+                    writer.commit(step + 1, x_BNC.numpy(), log_prob_B)
                 self._beat(Beat(step=step + 1, steps=request.steps))
             if gang:
                 if writer:
@@ -266,7 +268,10 @@ class Engine:
         return flow.initial_noise(request.seeds, tokens, channels)
 
     @torch.no_grad()
-    def _step(self, request: Request, step: int, x_BNC: Tensor, text: Conditioning, writer: Writer | None) -> Tensor:
+    def _step(
+        self, request: Request, step: int, x_BNC: Tensor, text: Conditioning
+    ) -> tuple[Tensor, NDArray[np.float32] | None]:
+        """The latents after the step, and its log-probability where it is stochastic."""
         sigma, sigma_next = request.sigmas[step], request.sigmas[step + 1]
         device = self.model.device
         v_BNC = self.model.velocity(
@@ -292,9 +297,7 @@ class Engine:
             log_prob_B = log_prob.numpy()
         else:
             x_BNC = flow.ode_step(x_BNC, v_BNC, sigma, sigma_next)
-        if writer:
-            writer.commit(step + 1, x_BNC.numpy(), log_prob_B)
-        return x_BNC
+        return x_BNC, log_prob_B
 
     # Images and rewards
 

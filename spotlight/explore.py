@@ -272,6 +272,27 @@ def budget(
     return max(0, math.floor((training_s * spot_workers - regeneration_s) / (request_s * width)))
 
 
+SLACK = 1.5
+"""Exploration is planned for more time than training takes: what is too much is called off, least useful first."""
+
+
+def affordable(*, training_s: float, seed_s: float, spot_workers: float, chunk: int) -> int | None:
+    """Candidates, in whole chunks, that can be explored beside training of `SLACK` times its predicted seconds.
+
+    Args:
+        training_s, seed_s: seconds of training, and worker seconds of one candidate, as the last iteration had them.
+
+    Returns:
+        None where it had one of them not at all, so that nothing can be foretold.
+
+    Raises:
+        ValueError: as `budget` does.
+    """
+    if not (training_s and seed_s):
+        return None
+    return chunk * budget(training_s=SLACK * training_s, request_s=chunk * seed_s, spot_workers=spot_workers)
+
+
 def allocate(
     arms: Sequence[Arm],
     beliefs: Beliefs,

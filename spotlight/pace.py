@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from spotlight import costs
+from spotlight import timings
 from spotlight.config import Config
 
 TICK_S = 0.05
@@ -24,7 +24,6 @@ class Pace:
         self._pace = config.pace
         self._timesteps = config.train.timesteps if config.train.algorithm == "nft" else _window(config)
         self._trainers = config.pools.reserved.workers
-        self._full = config.train.lora_rank == 0
         self.late_s = 0.0
         """Real seconds that work took beyond its played ones: 0 where the machine keeps up."""
 
@@ -34,7 +33,7 @@ class Pace:
         if not pace.gpu:
             return 0.0
         size = pace.height_px, pace.width_px
-        played_s = costs.seconds_per_step(
+        played_s = timings.seconds_per_step(
             pace.model, *size, width=width, gpu=pace.gpu, batch=samples, guidance=pace.guidance
         )
         return played_s / pace.speedup
@@ -44,20 +43,20 @@ class Pace:
         pace = self._pace
         if not pace.gpu:
             return 0.0
-        per_sample_s = costs.train_s(
+        per_sample_s = timings.train_s(
             pace.model,
             pace.height_px,
             pace.width_px,
             gpu=pace.gpu,
             timesteps=self._timesteps,
             guidance=pace.guidance,
-            lora=not self._full,
+            lora=pace.lora,
         )
         return samples * per_sample_s / self._trainers / pace.speedup
 
     def score_s(self, samples: int) -> float:
         """Real seconds of scoring a batch of images."""
-        return samples * costs.SCORE_S / self._pace.speedup if self._pace.gpu else 0.0
+        return samples * timings.SCORE_S / self._pace.speedup if self._pace.gpu else 0.0
 
     @contextmanager
     def lasting(self, real_s: float, look: Callable[[], object] = lambda: None) -> Iterator[None]:

@@ -55,10 +55,17 @@ class Status:
     """Busy share of the spot workers' seconds so far, 0 to 1."""
     usd: float
     usd_by_pool: Mapping[str, float]
+    wasted_s: Mapping[str, float]
+    """Worker seconds that bought nothing, by kind (`costs.Kind`); this and what follows: as of the last iteration."""
     usd_wasted: float
-    """Of idle time, start-up, lost and repeated work, and exploration that was called off; as of the last iteration."""
+    """Of idle time, start-up, lost and repeated work, and exploration that was called off."""
     usd_reserved_only: float
-    """The least that the same work would have cost on reserved workers alone; as of the last iteration."""
+    """The least that the same work would have cost on reserved workers alone."""
+    usd_per_iteration: float | None
+    usd_per_sample: float | None
+    """That was kept and trained on."""
+    usd_per_point: float | None
+    """Of a hundredth of the validation score; None where it has not risen."""
     preemptions: int
     workers: Mapping[str, int]
     """Alive, by pool."""
@@ -180,8 +187,12 @@ class Run:
             spot_utilisation=books.spot_utilisation(now_s),
             usd=sum(usd_by_pool.values()),
             usd_by_pool=usd_by_pool,
+            wasted_s=ledger.wasted_s,
             usd_wasted=ledger.usd_wasted,
             usd_reserved_only=ledger.usd_reserved_only,
+            usd_per_iteration=ledger.usd_per_iteration,
+            usd_per_sample=ledger.usd_per_sample,
+            usd_per_point=ledger.usd_per_point,
             preemptions=books.preemptions(),
             workers=books.alive(),
             running=books.running,

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from spotlight.config import Section
-from spotlight.costs import SCORE_S, seconds_per_step
+from spotlight.config import Section, set_value
 from spotlight.learning import PACE
+from spotlight.prices import price_list, usd_per_h
 from spotlight.records import SpotlightError
+from spotlight.timings import SCORE_S, seconds_per_step
 
 
 class Scenario(Section):
@@ -33,7 +34,8 @@ class Scenario(Section):
     exploration: Exploration = Field(default_factory=lambda: Exploration())
     learning: Learning = Field(default_factory=lambda: Learning())
     trace: SpotTrace = Field(default_factory=lambda: SpotTrace())
-    strategies: tuple[Strategy, ...] = Field(min_length=1)
+    strategies: tuple[Strategy, ...] = Field(default_factory=lambda: BASELINES, min_length=1)
+    """Side by side; left out, they are Spotlight and what it is measured against."""
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -73,19 +75,41 @@ class Cluster(Section):
     spot_nodes: int = Field(ge=0)
     spot_gpus_per_node: int = Field(1, ge=1)
     gpu: str = "h100"
-    usd_per_h_reserved: float = Field(10.47, ge=0)
-    """Of one GPU; the default and the next are RLBoost's H100 (arXiv 2510.19225), on demand and spot."""
-    usd_per_h_spot: float = Field(2.66, ge=0)
+    listed: str = ""
+    """The name in ``prices.toml`` of the prices that are not given here; left out, it is ``gpu``."""
+    usd_per_h_reserved: float = Field(ge=0)
+    """Of one GPU."""
+    usd_per_h_spot: float = Field(ge=0)
+    prices_spot: str = ""
+    """CSV file of a spot price that changes in time (`spotlight.prices.read_prices`), which then counts instead of
+    ``usd_per_h_spot``; relative to the scenario's file. Its clock is the trace's: calendar times count from its first
+    line, and the run begins at ``trace.offset_h``."""
     startup_s: float | None = Field(None, ge=0)
-    """From the moment a GPU is there until it can work; left out, it is `costs.start_up_s`."""
+    """From the moment a GPU is there until it can work; left out, it is `timings.start_up_s`."""
     pays_start_up: bool = True
     """Whether that time is paid for, as clouds have it; pools on one machine count from when a worker joins."""
     recovery_s: float | None = Field(None, ge=0)
-    """For a broken gang to form anew; left out, it is `costs.recovery_s`, which asks whether gangs are elastic."""
+    """For a broken gang to form anew; left out, it is `timings.recovery_s`, which asks whether gangs are elastic."""
     form_s: float = Field(0.0, ge=0)
     """For the GPUs of a gang of several to find each other, each time that it is launched."""
     notice_s: float = Field(0.0, ge=0)
     """How long before it goes a spot machine is told; 0 is a kill."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _listed_prices(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        missing = [pool for pool in ("reserved", "spot") if f"usd_per_h_{pool}" not in tree]
+        name, known = tree.get("listed") or tree.get("gpu", "h100"), sorted(price_list())
+        if not missing or not isinstance(name, str):
+            return tree
+        if name not in known:
+            raise ValueError(
+                f"cluster: {name!r} is not in the price list, which has {', '.join(map(repr, known))}: name one of "
+                f"them in cluster.listed, or give cluster.usd_per_h_{missing[0]} yourself"
+            )
+        return tree | {f"usd_per_h_{pool}": usd_per_h(name, pool) for pool in missing}
 
 
 class Job(Section):
@@ -151,7 +175,7 @@ class SpotTrace(Section):
     share: float = Field(1.0, gt=0, le=1)
     """Of the file's instances, drawn by the scenario's seed."""
     offset_h: float = Field(0.0, ge=0)
-    """Where in the trace the run begins."""
+    """Where in the trace, and in the file of spot prices, the run begins."""
     takes: Literal["node", "gpu"] = "node"
     """What an instance of the trace is: a spot node, or one GPU, whose neighbours stay."""
 
@@ -181,8 +205,21 @@ class Strategy(Section):
         return self.exploration == "stale" or "spot" in self.rollout_pools
 
 
-def load(path: str | Path) -> Scenario:
+BASELINES: tuple[Strategy, ...] = (
+    Strategy(name="reserved only", exploration="off", rollout_pools=("reserved",)),
+    Strategy(name="reserved only, blocking exploration", exploration="blocking", rollout_pools=("reserved",)),
+    Strategy(name="reserved + spot, no exploration", exploration="off", offload="adaptive"),
+    Strategy(name="spot, restart on preemption", on_preemption="restart", elastic=False),
+    Strategy(name="Spotlight"),
+)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
     """Read and check a scenario's file.
+
+    Args:
+        path: a TOML file; the files that it names are relative to its directory.
+        overrides: ``"section.key=value"`` or ``"key=value"`` each, as for a run's settings.
 
     Raises:
         SpotlightError: the file, a key or a value is not usable; the text says which and why.
@@ -194,6 +231,8 @@ def load(path: str | Path) -> Scenario:
         raise SpotlightError(f"{path}: cannot be read as a scenario: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SpotlightError(f"{path}: not valid TOML: {error}") from None
+    for override in overrides:
+        set_value(tree, override, sections=0, example="cluster.spot_nodes=8")
     try:
         scenario = Scenario.model_validate(tree)
         for width in scenario.job.widths:  # does the cost model know model, GPU, size and width?
@@ -203,10 +242,17 @@ def load(path: str | Path) -> Scenario:
         raise SpotlightError("\n".join(_explain(path, tree, one) for one in error.errors())) from None
     except SpotlightError as error:
         raise SpotlightError(f"{path}: {error}") from None
-    if not scenario.trace.file:
-        return scenario
-    trace = scenario.trace.model_copy(update={"file": str((path.parent / scenario.trace.file).resolve())})
-    return scenario.model_copy(update={"trace": trace})
+    cluster, trace = scenario.cluster, scenario.trace
+    return scenario.model_copy(
+        update={
+            "cluster": cluster.model_copy(update={"prices_spot": _absolute(cluster.prices_spot, path.parent)}),
+            "trace": trace.model_copy(update={"file": _absolute(trace.file, path.parent)}),
+        }
+    )
+
+
+def _absolute(file: str, base: Path) -> str:
+    return str((base / file).resolve()) if file else ""
 
 
 def _explain(path: Path, tree: Mapping[str, Any], error: Mapping[str, Any]) -> str:

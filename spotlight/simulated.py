@@ -16,19 +16,17 @@ from math import inf
 
 import numpy as np
 
-from spotlight import learning
-from spotlight.costs import SECONDS_PER_H, Span, recovery_s, seconds_per_step, start_up_s, train_s
-from spotlight.explore import Arm, Beliefs, allocate, budget, equal_shares, learn, max_variance_subset
+from spotlight import fleet, learning
+from spotlight.costs import SECONDS_PER_H, Span
+from spotlight.explore import Arm, Beliefs, affordable, allocate, equal_shares, learn, max_variance_subset
 from spotlight.learning import Rewards
-from spotlight.machines import Machines, Place, Timing, Work
+from spotlight.machines import Machines, Work
 from spotlight.offload import Measured, Offload, adapt, request_seeds, reserved_window_s, spot_worth_renting
 from spotlight.policy import Pool, Waiting
 from spotlight.records import SpotlightError
 from spotlight.scenario import Scenario, Strategy
 from spotlight.traces import Switches
 
-SLACK = 1.5
-"""Exploration is planned for more time than training takes, as in a live run (`graphs.loop.SLACK`)."""
 STREAMS = 8
 """Training that takes samples as they arrive does so in at most so many parts."""
 
@@ -140,9 +138,9 @@ class Run:
 
     def __init__(self, scenario: Scenario, strategy: Strategy, switches: Sequence[Switches]) -> None:
         self.scenario, self.strategy, self.job = scenario, strategy, scenario.job
-        self.machines = Machines(timing=self._timing(), ended=self._ended)
+        self.machines = Machines(timing=fleet.timing(scenario, strategy), ended=self._ended)
         self.widths = self.job.widths if strategy.elastic else self.job.widths[-1:]
-        self.train_gpu_s = self._train_gpu_s()
+        self.train_gpu_s = fleet.train_gpu_s(scenario)
         self.over = False
         self.k = self.exploring = 0
         """The iteration that trains, and the one that is explored for."""
@@ -162,13 +160,13 @@ class Run:
         self.pairs: dict[int, list[tuple[float, float]]] = {}
         """By prompt: explored and regenerated rewards of the last iteration's kept seeds."""
         self.explored = self.order = self.worth = 0
-        self.seed_s: float | None = None
-        """GPU-seconds of denoising a candidate, as the last iteration measured them; None where it explored nothing."""
+        self.seed_s = 0.0
+        """GPU-seconds of denoising a candidate, as the last iteration measured them; 0 where it explored nothing."""
         self.windows: list[tuple[float, float]] = []
         """When each iteration began and ended."""
         self.captured_sum = 0.0
         self.balance = _Balance()
-        self._arrive(switches)
+        fleet.arrive(self.machines, scenario, strategy, switches)
         self.script = self._go()
 
     def go(self) -> None:
@@ -324,7 +322,7 @@ class Run:
             gangs=max(1, sum(self.machines.count(pool) for pool in pools) // self.widths[0]),
             most=job.batch,
             fixed_s=job.launch_s,
-            sample_s=job.steps * self._step_s(1, self.widths[0]) + job.score_s,
+            sample_s=job.steps * fleet.step_s(self.scenario, 1, self.widths[0]) + job.score_s,
         )
 
     def _rollout_pools(self) -> tuple[Pool, ...]:
@@ -453,23 +451,22 @@ class Run:
 
     def _affordable(self) -> int:
         """Candidates that can be explored while the next version is trained, going by the last iteration: as live."""
-        job, settings = self.job, self.scenario.exploration
+        job, cluster, settings = self.job, self.scenario.cluster, self.scenario.exploration
         limit = settings.seeds_tried * job.prompts
-        if self.seed_s is None:
-            return limit
-        chunks = budget(
-            training_s=SLACK * job.prompts * job.seeds_kept * self.train_gpu_s / self.scenario.cluster.reserved_gpus,
-            request_s=self.seed_s * settings.request_seeds,
-            spot_workers=self.scenario.cluster.spot_nodes * self.scenario.cluster.spot_gpus_per_node,
+        most = affordable(
+            training_s=job.prompts * job.seeds_kept * self.train_gpu_s / cluster.reserved_gpus,
+            seed_s=self.seed_s,
+            spot_workers=cluster.spot_nodes * cluster.spot_gpus_per_node,
+            chunk=settings.request_seeds,
         )
-        return min(limit, chunks * settings.request_seeds)
+        return limit if most is None else min(limit, most)
 
-    def _measured_seed_s(self, spans: Sequence[Span]) -> float | None:
-        """Seconds that the iteration's exploration took, by the candidates that were scored for it."""
+    def _measured_seed_s(self, spans: Sequence[Span]) -> float:
+        """Seconds that a candidate took in the iteration's exploration; 0 where none was scored."""
         exploration = self.explorations.get(self.k)
         scored = sum(count for chunks in exploration.scored for _, _, count in chunks) if exploration else 0
         explored_s = sum(span.stop_s - span.start_s for span in spans if span.phase.startswith("explore-r"))
-        return explored_s / scored if scored and explored_s else None
+        return explored_s / scored if scored else 0.0
 
     def _explore(self, phase: str, round_index: int) -> None:
         stale = self.explorations[self.exploring].stale
@@ -520,74 +517,6 @@ class Run:
             iteration=iteration,
         )
 
-    def _step_s(self, samples: int, width: int) -> float:
-        job, gpu = self.job, self.scenario.cluster.gpu
-        return seconds_per_step(
-            job.model, job.height_px, job.width_px, width=width, gpu=gpu, batch=samples, guidance=job.guidance
-        )
-
-    def _train_gpu_s(self) -> float:
-        """GPU-seconds to train on one sample."""
-        job, gpu = self.job, self.scenario.cluster.gpu
-        guidance, steps = job.guidance, job.timesteps
-        return train_s(
-            job.model,
-            job.height_px,
-            job.width_px,
-            gpu=gpu,
-            timesteps=steps,
-            guidance=guidance,
-            lora=job.lora,
-            old_log_probs=job.old_log_probs,
-        )
-
-    def _timing(self) -> Timing:
-        cluster, elastic = self.scenario.cluster, self.strategy.elastic
-        startup_s, regroup_s = cluster.startup_s, cluster.recovery_s
-        return Timing(
-            step_s=self._step_s,
-            launch_s=self.job.launch_s,
-            recovery_s=recovery_s(self.job.model, elastic=elastic) if regroup_s is None else regroup_s,
-            startup_s=start_up_s(self.job.model) if startup_s is None else startup_s,
-            resume=self.strategy.on_preemption == "resume",
-            elastic=elastic,
-            pays_start_up=cluster.pays_start_up,
-            form_s=cluster.form_s,
-        )
-
-    def _arrive(self, switches: Sequence[Switches]) -> None:
-        """Every worker comes when it is there, and goes when it is not."""
-        cluster, machines = self.scenario.cluster, self.machines
-        for place in _places("reserved", cluster.reserved_gpus, cluster.reserved_gpus_per_node, whole=True):
-            machines.come(place)
-        if not self.strategy.rents_spot:
-            return
-        gpus = cluster.spot_nodes * cluster.spot_gpus_per_node
-        places = _places("spot", gpus, cluster.spot_gpus_per_node, whole=self.scenario.trace.takes == "node")
-        for place, moments in zip(places, switches, strict=True):
-            came_s = 0.0
-            for at_s, up in moments:
-                machines.at(at_s, machines.come if up else machines.go, place)
-                if up:
-                    came_s = at_s
-                elif cluster.notice_s:
-                    machines.at(max(came_s, at_s - cluster.notice_s), machines.warn, place)
-
 
 def _wake() -> None:
     """Something may have become due."""
-
-
-def _places(pool: Pool, gpus: int, per_node: int, *, whole: bool) -> list[Place]:
-    """The GPUs of a pool as places: its nodes, or each GPU for itself."""
-    size = per_node if whole else 1
-    return [
-        Place(
-            pool=pool,
-            node=f"{pool}-{first // per_node}",
-            workers=tuple(
-                f"{pool}-{gpu // per_node}/{gpu % per_node}" for gpu in range(first, min(first + size, gpus))
-            ),
-        )
-        for first in range(0, gpus, size)
-    ]

@@ -2,26 +2,23 @@
 
 Pure: no torch, no Dask, no clock; the same scenario always gives the same result. What is decided is decided by the
 functions that decide in a live run: `policy.plan`, `explore.allocate` and `max_variance_subset`, `offload`; what it
-costs by `costs`. How long work takes is the cost model's, what a run learns from it is `learning`'s: both are models.
+costs by `costs`. How long work takes is `timings`', what a run learns from it is `learning`'s: both are models.
 
 Invariant: the seconds of a strategy's ledger are those that its workers were alive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from spotlight import learning
-from spotlight.climates import BURSTY, CALM, COLLAPSING, synthesise
 from spotlight.costs import SECONDS_PER_H, Ledger, Price, Span, Window, WorkerLife, ledger, spot_utilisation
+from spotlight.fleet import pool_prices, spot_switches
 from spotlight.scenario import Scenario, Strategy, load
 from spotlight.simulated import Run
-from spotlight.trace_files import read_trace
 from spotlight.traces import Switches
-
-CLIMATES = {"bursty": BURSTY, "calm": CALM, "collapsing": COLLAPSING}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +54,6 @@ class Outcome:
     def usd_per_h(self) -> float:
         return self.usd / (self.wall_s / SECONDS_PER_H)
 
-    @property
-    def wasted_s(self) -> dict[str, float]:
-        """Worker seconds that bought nothing, by kind."""
-        kinds = sorted({entry.kind for entry in self.ledger.entries} - {"useful"})
-        return {kind: self.ledger.seconds(kind=kind) for kind in kinds}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -74,55 +65,34 @@ class Result:
     """What of this is not simulated but modelled."""
 
 
-def simulate_file(path: str | Path) -> Result:
-    """Simulate the scenario in a TOML file.
+def simulate_file(path: str | Path, overrides: Sequence[str] = ()) -> Result:
+    """Simulate the scenario in a TOML file, with some of its values overridden (`scenario.load`).
 
     Raises:
-        SpotlightError: the file or the trace is not usable, or a strategy cannot go on.
+        SpotlightError: the scenario or a file that it names is not usable, or a strategy cannot go on.
     """
-    return simulate(load(path))
+    return simulate(load(path, overrides))
 
 
 def simulate(scenario: Scenario) -> Result:
     """Run every strategy of a scenario on the same trace, with the same seeds.
 
     Raises:
-        SpotlightError: a strategy cannot go on: it has only spot GPUs, and those are gone for good.
+        SpotlightError: a file is not usable; or a strategy cannot go on: it has only spot GPUs, gone for good.
     """
-    switches = spot_switches(scenario)
-    outcomes = [_outcome(scenario, strategy, switches) for strategy in scenario.strategies]
+    switches, prices = spot_switches(scenario), pool_prices(scenario)
+    outcomes = [_outcome(scenario, strategy, switches, prices) for strategy in scenario.strategies]
     return Result(scenario=scenario, outcomes=tuple(outcomes))
 
 
-def spot_switches(scenario: Scenario) -> tuple[Switches, ...]:
-    """When each spot node, or each spot GPU, comes and goes.
-
-    Raises:
-        SpotlightError: the trace's file is not usable, or is over before the run begins.
-    """
-    cluster, wanted = scenario.cluster, scenario.trace
-    places = cluster.spot_nodes * (cluster.spot_gpus_per_node if wanted.takes == "gpu" else 1)
-    start_s, lasts_s = wanted.offset_h * SECONDS_PER_H, scenario.hours * SECONDS_PER_H
-    if wanted.climate:
-        climate, end_s = CLIMATES[wanted.climate], start_s + lasts_s
-        trace = synthesise(seed=scenario.seed, capacity=max(1, places), duration_s=end_s, climate=climate)
-    elif wanted.file:
-        trace = read_trace(wanted.file).sample(wanted.share, seed=scenario.seed)
-    else:
-        return (((0.0, True),),) * places
-    return trace.cut(start_s, min(start_s + lasts_s, trace.duration_s)).places(places)
-
-
-def _outcome(scenario: Scenario, strategy: Strategy, switches: Sequence[Switches]) -> Outcome:
+def _outcome(
+    scenario: Scenario, strategy: Strategy, switches: Sequence[Switches], prices: Mapping[str, Price]
+) -> Outcome:
     run = Run(scenario, strategy, switches)
     run.go()
-    machines, job, cluster = run.machines, scenario.job, scenario.cluster
+    machines, job = run.machines, scenario.job
     spans, lives = tuple(machines.spans), tuple(machines.lives())
     window = (0.0, machines.now_s)
-    prices = {
-        "reserved": Price.constant(cluster.usd_per_h_reserved),
-        "spot": Price.constant(cluster.usd_per_h_spot),
-    }
     book = ledger(
         spans,
         lives,

@@ -25,6 +25,7 @@ from graphs.iteration import Graph, Layers, prepare_graph, rollout_requests, une
 from graphs.tasks import Setting
 from runs import WAIT_S, settings_file, wait_for
 from spotlight import config as configuration
+from spotlight.costs import Span, span_from_json
 from spotlight.data import read_prompts
 from spotlight.latents import LatentStore
 from spotlight.records import Request, Rollout
@@ -44,6 +45,7 @@ class Live:
         self.pools = Pools(self.config, self.run.path.name)
         self._requests = 0
         self.events: list[dict[str, Any]] = []
+        self._spans: list[Span] = []
         spot, reserved = self.config.pools.spot.workers, self.config.pools.reserved.workers
         wait_for(lambda: len(self.placer._addresses) == spot + reserved)
         graph = prepare_graph(str(self.run.path))
@@ -85,8 +87,19 @@ class Live:
 
     def history(self) -> list[dict[str, Any]]:
         """All events so far."""
-        self.events += self.pools.drain()["events"]
+        self._follow()
         return self.events
+
+    def spans(self, request: Request) -> list[Span]:
+        """What workers did for a request, so far."""
+        self._follow()
+        layer = f"('rollout-{request.iteration}',"
+        return [span for span in self._spans if span.key.startswith(layer)]
+
+    def _follow(self) -> None:
+        drained = self.pools.drain()
+        self.events += drained["events"]
+        self._spans += [span_from_json(row) for row in drained["spans"]]
 
     def store(self) -> LatentStore:
         return LatentStore(self.run.latents_url)

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from spotlight import config
-from spotlight.books import Books, step_s
+from spotlight.books import Books
 from spotlight.records import SpotlightError
 from spotlight.rundir import HISTORY, SPANS, VALIDATION, WORKERS, RunDir
 
 START_S = 1_700_000_000.0
 H = 3600.0
-STEPS = 10
 
 
-def open_run(directory: Path, **pools: Any) -> RunDir:
-    """A run directory with settings alone: 10 and 2 dollars an hour, rollouts of 10 steps."""
+def open_run(directory: Path, *, paced: bool = False, **pools: Any) -> RunDir:
+    """A run directory with settings alone: 10 and 2 dollars an hour."""
     pools = {"reserved": {"usd_per_h": 10.0}, "spot": {"usd_per_h": 2.0}} | pools
-    tree = {"data": {"train_prompts": "a", "validation_prompts": "b"}, "rollout": {"steps": STEPS}, "pools": pools}
+    tree = {"data": {"train_prompts": "a", "validation_prompts": "b"}, "pools": pools}
+    tree |= {"pace": {"gpu": "h100"}} if paced else {}
     directory.mkdir(exist_ok=True)
     (directory / config.RESOLVED).write_text(config.dump(config.resolve(tree, directory)))
     return RunDir.open(directory)
@@ -95,23 +95,22 @@ def test_history_says_what_the_dollars_bought(tmp_path: Path) -> None:
     assert ledger.usd_per_point == pytest.approx(20.0 / 25)
 
 
-def test_a_step_is_a_share_of_a_typical_span(tmp_path: Path) -> None:
-    run = open_run(tmp_path)
-    # A first task loads the model, and surplus shards return at once: neither is typical.
-    lasted_s = [30, 20, 20, 20, 0.001, 0.001, 0.001, 0.001]
-    run.append(SPANS, *(span("spot-0", 100 * n, 100 * n + seconds) for n, seconds in enumerate(lasted_s)))
-    run.append(SPANS, span("spot-0", 900, 950, outcome="lost"), span("spot-0", 950, 960, phase="score"))
-    run.append(WORKERS, life("spot-0", 0, 960, "end"))
+@pytest.mark.parametrize(("paced", "trainers"), [(False, 1), (True, 3)])
+def test_paced_training_is_the_work_of_all_reserved_workers(tmp_path: Path, paced: bool, trainers: int) -> None:
+    run = open_run(tmp_path, paced=paced)
+    run.append(SPANS, *(span(f"reserved-{n}", 0, 100) for n in range(3)), span("reserved-0", 100, 400, phase="train"))
+    run.append(WORKERS, *(life(f"reserved-{n}", 0, 400, "end") for n in range(3)))
 
     kept = books(run)
+    found, iteration = kept.ledger(START_S + 400), kept.measure(START_S + 100, START_S + 400)
 
-    assert kept.ledger(START_S + H).seconds(kind="lost") == pytest.approx(20 / STEPS)
-
-
-def test_without_commits_a_loss_costs_all_of_its_time() -> None:
-    tree = {"data": {"train_prompts": "a", "validation_prompts": "b"}, "strategy": {"on_preemption": "restart"}}
-
-    assert step_s(config.resolve(tree, Path("/")), []) == {}
+    assert found.seconds(phase="train") == 300 * trainers
+    assert found.seconds(kind="idle") == 300 * (3 - trainers)
+    assert found.seconds() == 400 * 3
+    assert found.usd_reserved_only == pytest.approx((100 * 3 + 300 * trainers) * 10.0 / H)
+    assert found.usd_wasted == pytest.approx(300 * (3 - trainers) * 10.0 / H)
+    assert iteration["train_s"] == 300  # what training lasts, whoever shares it
+    assert sum(iteration[f"busy_s.reserved-{n}"] for n in range(3)) == 300 * trainers
 
 
 def test_dollars_follow_a_file_of_prices(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Seconds and dollars, against sums done by hand and timings that others published."""
+"""Seconds and dollars, against sums done by hand."""
 
 from __future__ import annotations
 
@@ -10,31 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.costs import (
-    GPUS,
-    REGROUP_S,
-    SCORE_S,
     Ledger,
     Price,
     Span,
     WorkerLife,
     absolute,
     busy_intervals,
-    forward_flops,
     ledger,
     life_from_json,
-    load_s,
-    parallel_efficiency,
     pool_seconds,
     pool_usd,
-    recovery_s,
-    seconds_per_step,
     segments,
+    shared,
     span_from_json,
     spot_utilisation,
-    start_up_s,
-    train_s,
 )
-from spotlight.records import SpotlightError
 
 PRICES = {"reserved": Price.constant(10.0), "spot": Price.constant(2.5)}
 H = 3600.0
@@ -174,17 +164,25 @@ def test_every_kind_of_second_has_its_column() -> None:
     assert found.usd_wasted == pytest.approx((10 + 10 + 20 + 5 + 8) * 2.5 / H)
 
 
-@pytest.mark.parametrize(
-    ("outcome", "step_s", "lost_s"),
-    [("lost", {}, 20), ("lost", {"rollout": 3}, 3), ("lost", {"rollout": 50}, 20), ("failed", {"rollout": 3}, 3)],
-)
-def test_of_a_loss_that_nobody_measured_at_most_a_step_is_wasted_where_steps_are_committed(
-    outcome: str, step_s: dict[str, float], lost_s: float
+@pytest.mark.parametrize("outcome", ["lost", "failed"])
+@pytest.mark.parametrize(("uncommitted_s", "lost_s"), [(3, 3), (0, 0), (50, 20), (None, 20)])
+def test_of_a_loss_all_is_wasted_but_what_was_committed(
+    outcome: str, uncommitted_s: float | None, lost_s: float
 ) -> None:
-    found = ledger([span("spot-0", 0, 20, outcome=outcome)], [life("spot-0", 0, 20)], PRICES, step_s=step_s)
+    work = span("spot-0", 0, 20, outcome=outcome, uncommitted_s=uncommitted_s)
+
+    found = ledger([work], [life("spot-0", 0, 20)], PRICES)
 
     assert found.seconds(kind="lost") == lost_s
     assert found.seconds() == 20
+
+
+def test_what_was_repeated_before_a_loss_is_wasted_once() -> None:
+    work = span("spot-0", 0, 20, outcome="lost", redone_s=15, uncommitted_s=8)
+
+    found = ledger([work], [life("spot-0", 0, 20)], PRICES)
+
+    assert by_kind(found) == {"redone": 15, "lost": 5}
 
 
 def test_work_that_a_person_stopped_is_not_wasted() -> None:
@@ -203,6 +201,18 @@ def test_where_spans_overlap_useful_work_counts_first_and_then_the_later() -> No
     found = ledger(spans, [life("spot-0", 0, 10)], PRICES)
 
     assert {entry.phase: entry.seconds for entry in found.entries} == {"explore": 6, "rollout": 3, "score": 1}
+
+
+def test_what_one_does_for_all_is_the_work_of_every_worker_of_its_pool_that_is_there() -> None:
+    spans = [span("reserved-0", 10, 40, phase="train"), span("reserved-1", 0, 10), span("spot-0", 5, 60)]
+    lives = [life("reserved-0", 0, 60), life("reserved-1", 0, 30), life("reserved-2", 50, 60), life("spot-0", 0, 60)]
+
+    found = ledger(shared(spans, lives, "train"), lives, PRICES)
+
+    assert found.seconds(phase="train", kind="useful") == 30 + 20
+    assert found.seconds(pool="reserved", kind="idle") == 20  # of the first, after training
+    assert found.seconds(pool="spot", kind="useful") == 55
+    assert found.seconds() == 60 + 30 + 10 + 60
 
 
 def test_a_name_that_a_later_worker_takes_over_is_two_workers() -> None:
@@ -246,7 +256,7 @@ def test_the_ledger_adds_up_whatever_happened(
     window = (start_s, start_s + lasts_s)
     prices = {"reserved": Price(times_s=(0, 40), usd_per_h=(9.0, 11.0)), "spot": Price.constant(2.5)}
 
-    found = ledger(spans, lives, prices, window, step_s={"rollout": 2.0})
+    found = ledger(shared(spans, lives, "train"), lives, prices, window)
 
     assert found.seconds() == pytest.approx(sum(pool_seconds(lives, window).values()), abs=1e-9)
     assert found.usd() == pytest.approx(sum(pool_usd(lives, prices, window).values()), abs=1e-9)
@@ -316,88 +326,3 @@ def test_spans_from_before_a_field_was_added_are_read() -> None:
     del line["uncommitted_s"], line["redone_s"]
 
     assert span_from_json(line) == span("spot-0", 1.5, 2.5)
-
-
-@pytest.mark.parametrize(("edge_px", "tera"), [(512, 16), (1280, 119)])
-def test_a_forward_pass_takes_the_operations_that_its_layers_add_up_to(edge_px: int, tera: float) -> None:
-    flops = forward_flops("qwen-image", edge_px, edge_px)
-
-    assert flops == pytest.approx(tera * 1e12, rel=0.02)  # the table that these are from has two digits
-
-
-@pytest.mark.parametrize(
-    ("gpu", "guidance", "lora", "scored_apart", "published_s"),
-    [("h800", 4.0, True, False, 420), ("h800", 4.0, True, True, 360), ("h200", 1.0, False, False, 250)],
-)
-def test_published_qwen_image_steps_are_reproduced(
-    gpu: str, guidance: float, lora: bool, scored_apart: bool, published_s: float
-) -> None:
-    # verl-omni, 4 GPUs, 512 images of 512 px, 10 steps of which 2 are trained on; a fifth GPU scores in one of them.
-    size: tuple[str, int, int] = ("qwen-image", 512, 512)
-    denoise_s = 10 * seconds_per_step(*size, gpu=gpu, batch=16, guidance=guidance) / 16
-    update_s = train_s(*size, gpu=gpu, timesteps=2, guidance=guidance, lora=lora)
-
-    iteration_s = 512 / 4 * (denoise_s + update_s + (0 if scored_apart else SCORE_S))
-
-    assert iteration_s == pytest.approx(published_s, rel=0.05)
-
-
-@pytest.mark.parametrize("gpu", sorted(GPUS))
-@pytest.mark.parametrize("edge_px", [512, 1280])
-def test_wider_is_faster_and_less_efficient(gpu: str, edge_px: int) -> None:
-    size: tuple[str, int, int] = ("qwen-image", edge_px, edge_px)
-
-    times_s = [seconds_per_step(*size, width=width, gpu=gpu, batch=4) for width in (1, 2, 4, 8)]
-    shares = [parallel_efficiency(*size, width=width, gpu=gpu, batch=4) for width in (1, 2, 4, 8)]
-
-    assert times_s == sorted(times_s, reverse=True)
-    assert shares == sorted(shares, reverse=True)
-    assert shares[0] == 1.0
-
-
-def test_parallel_groups_pay_off_more_at_high_resolution() -> None:
-    low, high = (parallel_efficiency("qwen-image", edge, edge, width=4, gpu="h100") for edge in (512, 1280))
-
-    assert 0 < low < high < 1
-
-
-def test_guidance_takes_two_passes_and_a_batch_at_least_one() -> None:
-    one, guided, full = (
-        seconds_per_step("qwen-image", 512, 512, gpu="h100", guidance=guidance, batch=batch)
-        for guidance, batch in ((1.0, 1), (4.0, 1), (1.0, 8))
-    )
-
-    assert guided == pytest.approx(2 * one)
-    assert full == pytest.approx(8 * one)
-
-
-def test_a_step_never_takes_less_than_reading_the_weights() -> None:
-    step_s = seconds_per_step("qwen-image", 512, 512, gpu="h100", width=24)
-
-    assert step_s > 40.9e9 / 3.35e12
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model": "flux"}, "no cost model of the model 'flux'; there are 'qwen-image'"),
-        ({"gpu": "tpu"}, "no cost model of the GPU 'tpu'; there are 'a100'"),
-        ({"width": 5}, "width 5 does not divide the 24 attention heads"),
-        ({"height_px": 500}, "500 x 512 px is no size of qwen-image: both edges must be multiples of 16"),
-        ({"height_px": 0}, "0 x 512 px is no size"),
-    ],
-)
-def test_what_the_cost_model_does_not_know_is_refused_by_name(change: dict[str, object], message: str) -> None:
-    known = {"model": "qwen-image", "height_px": 512, "width_px": 512, "gpu": "h100"}
-
-    with pytest.raises(SpotlightError, match=message):
-        seconds_per_step(**known | change)  # type: ignore[arg-type]  # the values are of every type
-
-
-def test_survivors_recover_without_loading_weights() -> None:
-    elastic_s, rigid_s = (recovery_s("qwen-image", elastic=elastic) for elastic in (True, False))
-
-    assert elastic_s == REGROUP_S
-    assert load_s("qwen-image") == pytest.approx(33, rel=0.02)  # 40.9 GB at 10 Gb/s, as published
-    assert rigid_s > load_s("qwen-image")
-    assert start_up_s("qwen-image", boot_s=0) == load_s("qwen-image")

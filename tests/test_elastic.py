@@ -71,6 +71,39 @@ def test_a_gang_that_loses_a_rank_goes_on_with_its_survivors(live: Live, request
     assert_whole(live, request_of_four)
 
 
+def test_of_a_lost_gang_only_what_was_not_committed_is_wasted(live: Live, request_of_four: Request) -> None:
+    with live.at_step(5, lambda members: live.kill(members[1])):
+        live.start(request_of_four)
+        live.finish()
+
+    lost = [span for span in live.spans(request_of_four) if span.outcome == "lost"]
+    done = [span for span in live.spans(request_of_four) if span.outcome == "done"]
+    assert {span.worker for span in lost} == {"spot-0", "spot-1", "spot-2", "spot-3"}
+    assert all(span.uncommitted_s is not None for span in lost)
+    assert all(0 < (span.uncommitted_s or 0) < span.stop_s - span.start_s for span in lost)
+    # A step is done again only if the blow fell within the moment that its commit took.
+    longest_s = max(span.stop_s - span.start_s for span in done)
+    assert all(span.redone_s < longest_s / 2 for span in done)
+
+
+def test_where_nothing_is_resumed_the_repeated_steps_are_wasted(tmp_path: Path) -> None:
+    settings = ("pools.spot.workers=2", 'strategy.on_preemption="restart"')
+    live = Live(tmp_path, settings)
+    request = live.request()
+
+    with live.at_step(STEPS // 2, lambda members: live.kill(*members)):
+        live.start(request)
+        live.finish()
+    spans = live.spans(request)
+    live.close()
+
+    lost, done = (next(span for span in spans if span.outcome == outcome) for outcome in ("lost", "done"))
+    assert lost.uncommitted_s is not None
+    assert lost.uncommitted_s < lost.stop_s - lost.start_s
+    assert (lost.redone_s, done.worker == lost.worker) == (0, False)
+    assert 0 < done.redone_s < done.stop_s - done.start_s
+
+
 def test_two_ranks_lost_at_once(live: Live, request_of_four: Request) -> None:
     with live.at_step(5, lambda members: live.kill(members[0], members[2])):
         live.start(request_of_four)

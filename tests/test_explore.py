@@ -19,6 +19,7 @@ from spotlight.explore import (
     PROBE_SHARE,
     Arm,
     Beliefs,
+    affordable,
     allocate,
     budget,
     equal_shares,
@@ -403,6 +404,16 @@ def test_the_budget_by_hand() -> None:
     assert budget(training_s=60, spot_workers=8, regeneration_s=30, request_s=5, width=2) == 45
     assert budget(training_s=60, spot_workers=0, request_s=5) == 0
     assert budget(training_s=1, spot_workers=1, regeneration_s=2, request_s=5) == 0
+
+
+def test_candidates_beside_training_by_hand() -> None:
+    measured: dict[str, Any] = {"training_s": 60.0, "seed_s": 2.5, "spot_workers": 8, "chunk": 4}
+
+    # 1.5 x 60 s on 8 workers are 720 s: 72 chunks of 4 x 2.5 s.
+    assert affordable(**measured) == 72 * 4
+    assert affordable(**measured | {"spot_workers": 0}) == 0
+    assert affordable(**measured | {"seed_s": 0.0}) is None
+    assert affordable(**measured | {"training_s": 0.0}) is None
 
 
 @pytest.mark.parametrize("wrong", [{"training_s": -1.0}, {"request_s": 0.0}, {"spot_workers": math.nan}, {"width": 0}])

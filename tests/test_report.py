@@ -20,7 +20,7 @@ from spotlight.__main__ import main
 from spotlight.records import SpotlightError
 from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, write_report
 from spotlight.report.facts import read
-from spotlight.report.money import rows
+from spotlight.report.money import WASTE, bought, rows
 
 START_S = 1_700_000_000.0
 ITERATION_S, TRAIN_S = 4.0, 1.5
@@ -238,6 +238,23 @@ def test_the_page_says_where_every_dollar_went(finished: Path) -> None:
     assert "<td>100.0%</td>" in section
 
 
+def test_page_and_shell_list_every_kind_of_waste_and_what_dollars_bought(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "run")
+    begins_s = START_S + 1 + 3 * ITERATION_S
+    again = _span("spot-0", "rollout", 2, "again", begins_s - 0.1, begins_s) | {"redone_s": 0.1}
+    with (run_dir / "spans.jsonl").open("a") as journal:
+        journal.write(json.dumps(again) + "\n")
+
+    main(["cost", str(run_dir)])
+
+    shown = [capsys.readouterr().out, page_of(run_dir)]
+    names = [name for name, _ in WASTE.values()] + [name for name, _ in bought(read(run_dir).ledger)]
+    assert set(WASTE) == {kind for kind, seconds in read(run_dir).ledger.wasted_s.items() if seconds}
+    assert [name for text in shown for name in names if name not in text] == []
+
+
 def test_the_ledger_and_the_curve_of_dollars_end_alike(finished: Path) -> None:
     facts = read(finished)
 
@@ -302,7 +319,7 @@ def test_what_was_set_aside_is_listed_with_its_prompt_and_seeds(tmp_path: Path) 
     assert "<tr><th>a &lt;b&gt;sign&lt;/b&gt;</th><td>4</td><td>11, 12</td><td>5</td></tr>" in page
 
 
-def test_paced_devices_are_named_as_such(tmp_path: Path) -> None:
+def test_paced_devices_are_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(tmp_path, iterations=1)
     plain = write_report(run_dir).read_text()
     settings = config.RESOLVED
@@ -311,8 +328,10 @@ def test_paced_devices_are_named_as_such(tmp_path: Path) -> None:
 
     paced = write_report(run_dir).read_text()
 
+    main(["cost", str(run_dir)])
     assert "PACED" in paced
     assert "PACED" not in plain
+    assert "PACED: qwen-image on h100 is played" in " ".join(capsys.readouterr().out.split())
 
 
 def test_unreadable_images_cost_only_the_grid(tmp_path: Path) -> None:

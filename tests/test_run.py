@@ -48,8 +48,11 @@ def test_the_ledger_of_a_run_adds_up_to_the_time_of_its_workers(undisturbed: Pat
     alive_s = sum((life.left_s or 0) - life.joined_s for life in lives)
     assert account["seconds"] == pytest.approx(alive_s)
     assert account["usd"] == pytest.approx(status.usd) == pytest.approx(sum(status.usd_by_pool.values()))
-    assert (account["usd_wasted"], account["usd_reserved_only"]) == (status.usd_wasted, status.usd_reserved_only)
     assert 0 < status.usd_wasted < status.usd
+    assert sum(status.wasted_s.values()) < alive_s
+    same = ("usd_wasted", "usd_reserved_only", "usd_per_iteration", "usd_per_sample", "usd_per_point", "wasted_s")
+    assert {name: account[name] for name in same} == {name: getattr(status, name) for name in same}
+    assert status.usd_per_iteration == pytest.approx(status.usd / 3)
 
 
 def test_every_decision_of_a_run_is_made_again_from_its_log(undisturbed: Path) -> None:

@@ -18,14 +18,17 @@ from hypothesis import strategies as st
 
 from spotlight import learning
 from spotlight.__main__ import main
-from spotlight.costs import Span, seconds_per_step, train_s
+from spotlight.costs import Span
 from spotlight.explore import rank_correlation
+from spotlight.fleet import spot_switches
 from spotlight.machines import Machines, Place, Timing, Work
 from spotlight.policy import Idle, View, Waiting, plan
+from spotlight.prices import usd_per_h
 from spotlight.records import SpotlightError
 from spotlight.report.timeline import results_table, write_timeline
-from spotlight.scenario import Scenario, load
-from spotlight.simulator import Outcome, simulate, simulate_file, spot_switches
+from spotlight.scenario import BASELINES, Scenario, load
+from spotlight.simulator import Outcome, simulate, simulate_file
+from spotlight.timings import seconds_per_step, train_s
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "scenarios"
 TINY = """
@@ -257,7 +260,61 @@ def test_the_ledger_adds_up_to_the_seconds_that_workers_were_there(preempted: Sc
         alive_s = sum((life.left_s or 0.0) - life.joined_s for life in outcome.lives)
         assert outcome.ledger.seconds() == pytest.approx(alive_s)
         assert outcome.ledger.usd() == pytest.approx(outcome.usd)
-        assert sum(outcome.wasted_s.values()) <= alive_s
+        assert sum(outcome.ledger.wasted_s.values()) <= alive_s
+
+
+@pytest.mark.parametrize(
+    ("lines", "offset_h", "usd_per_gpu"),
+    [
+        ("since_start_s,usd_per_h\n0,1\n3600,4\n9000,2\n", 0.0, 1 * 1 + 1.5 * 4 + 0.5 * 2),
+        ("since_start_s,usd_per_h\n0,1\n3600,4\n9000,2\n", 0.5, 0.5 * 1 + 1.5 * 4 + 1 * 2),
+        ("time,usd_per_h\n2026-01-31T12:00:00Z,1\n2026-01-31T14:00:00Z,4\n", 0.0, 2 * 1 + 1 * 4),
+    ],
+)
+def test_dollars_follow_a_spot_price_that_changes(
+    tmp_path: Path, lines: str, offset_h: float, usd_per_gpu: float
+) -> None:
+    (tmp_path / "spot.csv").write_text(lines)
+    text = """
+name = "three hours"
+hours = 3.0
+[cluster]
+reserved_gpus = 1
+reserved_gpus_per_node = 1
+spot_nodes = 1
+spot_gpus_per_node = 2
+usd_per_h_reserved = 10.0
+prices_spot = "spot.csv"
+[job]
+dataset = 64
+"""
+    asked = scenario(tmp_path, "stale", text=text, trace={"offset_h": offset_h})
+
+    (outcome,), (again,) = (simulate(asked).outcomes for _ in range(2))
+
+    assert outcome.ledger.usd(pool="spot") == pytest.approx(2 * usd_per_gpu)
+    assert outcome.usd == pytest.approx(3 * 10.0 + 2 * usd_per_gpu)
+    assert again == outcome
+
+
+def test_a_file_of_spot_prices_that_is_not_usable_is_named(tmp_path: Path) -> None:
+    asked = scenario(tmp_path, "stale", text=TINY.replace("[job]", 'prices_spot = "spot.csv"\n[job]'))
+
+    with pytest.raises(SpotlightError, match=r"spot\.csv: no such file of prices"):
+        simulate(asked)
+
+
+def test_prices_that_are_not_given_are_listed_ones(tmp_path: Path) -> None:
+    usual, aws = (
+        scenario(tmp_path, "stale", text=TINY.replace("[job]", f"{listed}\n[job]")).cluster
+        for listed in ("", 'listed = "h100-aws"\nusd_per_h_spot = 1.5')
+    )
+
+    assert (usual.usd_per_h_reserved, usual.usd_per_h_spot) == (
+        usd_per_h("h100", "reserved"),
+        usd_per_h("h100", "spot"),
+    )
+    assert (aws.usd_per_h_reserved, aws.usd_per_h_spot) == (usd_per_h("h100-aws", "reserved"), 1.5)
 
 
 def test_what_the_last_hour_cuts_is_written_down(tmp_path: Path) -> None:
@@ -413,6 +470,7 @@ def test_the_model_of_learning_meets_the_measured_run() -> None:
         ("seeds_tried = 12", "seeds_tried = 3", "seeds_tried = 3 is fewer than"),
         ("[job]", "[job", "not valid TOML"),
         ("prompts = 4", "prompts = 40", "prompts = 40 is more than"),
+        ("[job]", 'gpu = "b200"\n[job]', "cluster: 'b200' is not in the price list.*cluster.usd_per_h_reserved"),
     ],
 )
 def test_a_malformed_scenario_is_refused_with_file_and_field(
@@ -461,6 +519,42 @@ def test_the_shell_simulates_a_scenario(tmp_path: Path, capsys: pytest.CaptureFi
     assert "tiny (simulated)" in printed
     assert "stale" in printed
     assert (tmp_path / "timeline.html").stat().st_size > 0
+
+
+def test_the_shell_asks_what_if_and_shows_every_baseline_where_none_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "scenario.toml").write_text(TINY)
+    changes = ("iterations=1", "cluster.spot_nodes=4", "trace.climate=calm", "job.widths=[1]")
+    overrides = [part for change in changes for part in ("--set", change)]
+
+    status = main(["simulate", str(tmp_path / "scenario.toml"), *overrides, "--timeline", str(tmp_path / "t.html")])
+
+    printed = capsys.readouterr().out
+    asked = load(tmp_path / "scenario.toml", changes)
+    assert status == 0
+    assert (asked.iterations, asked.cluster.spot_nodes, asked.trace.climate, asked.job.widths) == (1, 4, "calm", (1,))
+    assert asked.strategies == BASELINES
+    assert all(word in printed for one in BASELINES for word in one.name.replace(",", "").split())
+    assert all(one.name in (tmp_path / "t.html").read_text("utf-8") for one in BASELINES)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("cluster.spot_nodes", "--set 'cluster.spot_nodes': expected section.key=value"),
+        ("cluster.spot_knots=3", "'cluster.spot_knots' (did you mean 'spot_nodes'?)"),
+        ("cluster=3", "cluster = 3: input should be"),
+        ("hours=0", "hours = 0: input should be greater than 0"),
+        ("hours.long=1", "--set 'hours.long=1': 'hours' is a value, not a section"),
+        ("trace.file=gone.csv", "gone.csv"),
+    ],
+)
+def test_an_override_that_cannot_be_used_is_refused(tmp_path: Path, override: str, reason: str) -> None:
+    (tmp_path / "scenario.toml").write_text(TINY)
+
+    with pytest.raises(SpotlightError, match=re.escape(reason)):
+        simulate_file(tmp_path / "scenario.toml", [override])
 
 
 def test_the_shell_says_what_is_wrong_with_a_scenario(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spotlight.books import pool_prices, read_lives, read_spans, run_ledger, step_s
+from spotlight.books import played, pool_prices, read_lives, read_spans, run_ledger
 from spotlight.config import Config
 from spotlight.costs import Ledger, Price, Span, Window, WorkerLife, absolute, pool_usd, segments
 from spotlight.records import SpotlightError
@@ -121,7 +121,7 @@ class Facts:
         spent = [pool_usd(self.workers, self.prices, (0.0, until_s)) for until_s in at_s]
         pools = {pool: np.array([usd.get(pool, 0.0) for usd in spent]) for pool in self.prices}
         reserved_only = np.zeros_like(at_s)
-        for part in segments(self.spans, self.workers, self.whole, step_s=step_s(self.settings, self.spans)):
+        for part in segments(self.spans, self.workers, self.whole):
             if part.kind == "useful":
                 done = np.clip((at_s - part.start_s) / (part.stop_s - part.start_s), 0, 1)
                 reserved_only += done * self.prices["reserved"].usd(part.start_s, part.stop_s)
@@ -179,7 +179,7 @@ def read(run_dir: Path) -> Facts:
         settings=settings,
         history=history,
         validation=validation,
-        spans=spans,
+        spans=list(played(settings, spans, workers)),
         workers=workers,
         summary=summary,
         prices=prices,

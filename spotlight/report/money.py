@@ -112,7 +112,7 @@ def cost_json(ledger: Ledger) -> dict[str, Any]:
         "seconds": ledger.seconds(),
         "usd": ledger.usd(),
         "usd_by_pool": {pool: ledger.usd(pool=pool) for pool in pools},
-        "wasted_s": {kind: ledger.seconds(kind=kind) for kind in WASTE},
+        "wasted_s": ledger.wasted_s,
         **{name: getattr(ledger, name) for name in derived},
         **asdict(ledger),
     }

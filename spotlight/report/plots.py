@@ -209,10 +209,10 @@ def _plot_lanes(plot: Plot, facts: Facts, *, cross_px: int) -> list[Any]:
         color=ALIVE,
         legend_label="idle",
     )
-    training = [span for span in facts.spans if span.phase == "train"]
+    training = sorted({(span.start_s, span.stop_s) for span in facts.spans if span.phase == "train"})
     plot.vstrip(
-        x0=[span.start_s for span in training],
-        x1=[span.stop_s for span in training],
+        x0=[start_s for start_s, _ in training],
+        x1=[stop_s for _, stop_s in training],
         color=PHASE_COLOURS["train"],
         alpha=0.1,
         line_color=None,

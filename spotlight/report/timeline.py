@@ -81,7 +81,7 @@ def _cells(outcome: Outcome) -> list[str]:
         str(outcome.steps_lost),
         f"{outcome.seeds_explored:.1f}",
         f"{outcome.captured:.2f}x",
-        f"{sum(outcome.wasted_s.values()) / SECONDS_PER_H:.1f}",
+        f"{sum(outcome.ledger.wasted_s.values()) / SECONDS_PER_H:.1f}",
         f"{outcome.score:.3f}",
     ]
 
@@ -93,7 +93,7 @@ def _timeline(outcome: Outcome) -> Plot:
     cut = f", of which the first {end_s / SECONDS_PER_H:.1f} h" if end_s < outcome.wall_s else ""
     plot: Plot = figure(
         title=f"{outcome.strategy.name}: {outcome.iterations} iterations{cut}",
-        height=110 + 14 * len(lanes),
+        height=150 + 14 * len(lanes),
         sizing_mode="stretch_width",
         tools="xpan,xwheel_zoom,xbox_zoom,reset,save",
         x_range=Range1d(start=0, end=end_s / SECONDS_PER_H),

@@ -1,0 +1,102 @@
+"""Paced devices: what is played is the played model's, whatever the real one does."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from spotlight import config, simulator
+from spotlight.pace import Pace
+from spotlight.scenario import Scenario
+from spotlight.timings import SCORE_S, seconds_per_step, train_s
+
+SIZE: tuple[str, int, int] = ("qwen-image", 512, 512)
+SAMPLES, RESERVED = 24, 3
+
+
+def settings(**pace: object) -> config.Config:
+    """Three reserved H100 as DiffusionNFT uses them; the real model trains its full weights."""
+    tree = {
+        "data": {"train_prompts": "a", "validation_prompts": "b"},
+        "pools": {"reserved": {"workers": RESERVED, "usd_per_h": 10.0}},
+        "train": {"lora_rank": 0, "timesteps": 2},
+        "pace": {"gpu": "h100"} | pace,
+    }
+    return config.resolve(tree, Path("/"))
+
+
+def test_without_a_gpu_to_play_nothing_is_paced() -> None:
+    pace = Pace(settings(gpu=""))
+
+    assert (pace.step_s(SAMPLES, 1), pace.train_s(SAMPLES), pace.score_s(SAMPLES)) == (0, 0, 0)
+
+
+def test_work_lasts_what_the_cost_model_says_over_the_speedup() -> None:
+    pace = Pace(settings(speedup=4.0))
+
+    assert pace.step_s(8, 2) == pytest.approx(seconds_per_step(*SIZE, gpu="h100", width=2, batch=8, guidance=4.0) / 4)
+    assert pace.score_s(8) == pytest.approx(8 * SCORE_S / 4)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_training_is_that_of_the_played_model_shared_by_all_reserved_workers(lora: bool) -> None:
+    pace = Pace(settings(lora=lora))
+
+    alone_s = SAMPLES * train_s(*SIZE, gpu="h100", timesteps=2, guidance=4.0, lora=lora)
+    assert pace.train_s(SAMPLES) == pytest.approx(alone_s / RESERVED)
+
+
+def test_the_played_model_trains_a_lora_unless_it_is_told_otherwise() -> None:
+    usual, full = (Pace(settings(**pace)).train_s(SAMPLES) for pace in ({}, {"lora": False}))
+
+    # Forward, old policy, and a backward pass that costs two forward ones for a LoRA, three for all weights.
+    assert usual / full == pytest.approx((1 + 1 + 2) / (1 + 1 + 3))
+
+
+def test_guidance_doubles_denoising_and_training() -> None:
+    plain, guided = (Pace(settings(guidance=guidance)) for guidance in (1.0, 4.0))
+
+    assert guided.step_s(8, 1) == pytest.approx(2 * plain.step_s(8, 1))
+    assert guided.train_s(SAMPLES) == pytest.approx(2 * plain.train_s(SAMPLES))
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_the_simulator_trains_for_as_long_as_a_paced_run(lora: bool) -> None:
+    tree = {
+        "name": "as paced",
+        "hours": 1.0,
+        "iterations": 1,
+        "cluster": {"reserved_gpus": RESERVED, "reserved_gpus_per_node": RESERVED, "spot_nodes": 0},
+        "job": {"guidance": 4.0, "prompts": 6, "seeds_kept": SAMPLES // 6, "timesteps": 2}
+        | ({} if lora else {"lora": False}),
+        "strategies": [{"name": "reserved only", "exploration": "off"}],
+    }
+
+    (outcome,) = simulator.simulate(Scenario.model_validate(tree)).outcomes
+
+    training_s = Pace(settings(lora=lora)).train_s(SAMPLES)
+    assert outcome.ledger.seconds(phase="train") == pytest.approx(RESERVED * training_s)
+
+
+def test_work_is_made_to_last_and_what_is_too_slow_is_told() -> None:
+    pace = Pace(settings())
+    before_s = time.monotonic()
+
+    with pace.lasting(0.1):
+        pass
+    lasted_s = time.monotonic() - before_s
+    with pace.lasting(0.01):
+        time.sleep(0.05)
+
+    assert lasted_s >= 0.1
+    assert pace.late_s >= 0.05 - 0.01
+
+
+def test_a_wait_ends_when_its_work_is_called_off() -> None:
+    def look() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError), Pace(settings()).lasting(3600.0, look):
+        pass
