@@ -190,7 +190,7 @@ class Optimum(Equal):
 class Informed(Optimum):
     """As the optimum, but it knows only which distributions there are, not which prompt has which.
 
-    That it works out from the scores, by Bayes' rule: a bound on what any planner can learn, not on its foresight.
+    That it works out from the scores, by Bayes' rule, so that it shows what can be learnt from them.
     """
 
     def __init__(self) -> None:
