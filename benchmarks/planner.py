@@ -1,29 +1,33 @@
-"""What exploration gets for its GPU seconds: equal shares, epsilon-greedy, the planner and a clairvoyant optimum.
+"""What exploration gets for its GPU seconds: equal shares, epsilon-greedy, the planner, and two that know more.
 
 Nothing is drawn here but numbers: prompts' rewards come from synthetic models, or are those that the embedded job gave
 (``benchmarks/data/planner.jsonl``, written by ``--record``). Every policy sees the same candidates. The optimum knows
-each prompt's true distribution and sees every score at once, the others see those of rounds up to r - 2, as in the
-graph. What counts is the variance of the *regenerated* rewards of the kept seeds. ``python -m benchmarks.planner``
-prints a table in Markdown.
+each prompt's true distribution and sees every score at once; the informed sees every score at once and knows the
+distributions, but not which prompt has which; the others see the scores of rounds up to r - 2, as in the graph. What
+counts is the variance of the *regenerated* rewards of the kept seeds. ``python -m benchmarks.planner`` prints a table
+in Markdown; with ``--explore-steps``, what candidates of fewer denoising steps say of the regenerated ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from spotlight.explore import Arm, Beliefs, allocate, equal_shares, learn, max_variance_subset
+from spotlight.explore import Arm, Beliefs, allocate, equal_shares, learn, max_variance_subset, rank_correlation
 
 Array = NDArray[np.float64]
 Chunks = list[tuple[int, int, int]]
@@ -34,6 +38,7 @@ Scenario = Callable[[int, int], list[Draw]]
 """The prompts' distributions, given the iteration and a seed; a prompt keeps its place."""
 
 RECORDED = Path(__file__).with_name("data") / "planner.jsonl"
+EXPLORE_STEPS = RECORDED.with_name("explore_steps.jsonl")
 SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
 PROMPTS, POOL, ITERATIONS = 16, 48, 12
 """Prompts of an iteration and of the whole run: each is met four times, three iterations apart."""
@@ -41,8 +46,8 @@ KEEP, CHUNK, SEEDS_TRIED = 8, 8, 32
 CANDIDATE_S = 0.003
 """GPU seconds of one candidate: the embedded model's share of a batch of 512 on one core (RESULTS.md)."""
 EPSILON = 0.2
-WORLDS = 64
-"""In which the optimum weighs a chunk."""
+WORLDS, AHEAD = 64, 3 * CHUNK
+"""In which the optimum weighs a chunk, and the candidates that it looks ahead."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +57,8 @@ class Trial:
     iteration: int
     ids: Sequence[int]
     draws: Sequence[Draw]
+    pool: Sequence[Draw]
+    """All prompts', of this iteration or not."""
     rewards_PL: tuple[Array, Array]
     """Explored and regenerated rewards of each prompt's candidates, tried or not."""
     rounds: int
@@ -143,10 +150,9 @@ class Planner(Equal):
         )
 
     def end(self, trial: Trial) -> None:
-        rewards, pairs = {}, {}
-        for p, (id, (explored, regenerated, count)) in enumerate(zip(trial.ids, trial.kept(), strict=True)):
-            rewards[id] = [*trial.scored(p, count), *(regenerated[count:] if count < KEEP else ())]
-            pairs[id] = list(zip(explored[:count], regenerated[:count], strict=True)) if count else []
+        found = _learnable(trial)
+        rewards = {id: rewards for id, (rewards, _) in found.items()}
+        pairs = {id: pairs for id, (_, pairs) in found.items()}
         self.beliefs = learn(self.beliefs, trial.iteration, rewards, pairs)
 
 
@@ -158,24 +164,71 @@ class Optimum(Equal):
             return []
         rng = np.random.default_rng(seed)
         tried = [0] * len(trial.ids)
-        ahead = 3 * CHUNK
-        promise = [self._promise(trial, p, 0, rng, ahead) for p in range(len(tried))]
+        promise = [self._promise(trial, p, 0, rng) for p in range(len(tried))]
         chunks: Chunks = []
         for _ in range(sum(trial.slots(index) for index in range(trial.rounds))):
             best = int(np.argmax(promise))
             chunks.append((best, tried[best], CHUNK))
             tried[best] += CHUNK
-            promise[best] = self._promise(trial, best, tried[best], rng, ahead)
+            promise[best] = self._promise(trial, best, tried[best], rng)
         return chunks
 
-    def _promise(self, trial: Trial, p: int, count: int, rng: np.random.Generator, ahead: int) -> float:
+    def _promise(self, trial: Trial, p: int, count: int, rng: np.random.Generator) -> float:
         """Most gain per chunk over the next one to three."""
-        drawn = trial.draws[p](rng, WORLDS * (KEEP + ahead))[0].reshape(WORLDS, KEEP + ahead)
+        drawn = self._drawn(trial, p, count, rng)
         scored = trial.scored(p, count)
         missing = max(0, KEEP - count)
         before = _variance(scored, drawn[:, :missing])
-        sizes = range(CHUNK, ahead + 1, CHUNK)
+        sizes = range(CHUNK, AHEAD + 1, CHUNK)
         return max((_variance(scored, drawn[:, : max(size, missing)]) - before) * CHUNK / size for size in sizes)
+
+    def _drawn(self, trial: Trial, p: int, count: int, rng: np.random.Generator) -> Array:
+        """What further candidates may bring, (W, KEEP + AHEAD)."""
+        return trial.draws[p](rng, WORLDS * (KEEP + AHEAD))[0].reshape(WORLDS, KEEP + AHEAD)
+
+
+class Informed(Optimum):
+    """As the optimum, but it knows only which distributions there are, not which prompt has which.
+
+    That it works out from the scores, by Bayes' rule, so that it shows what can be learnt from them.
+    """
+
+    def __init__(self) -> None:
+        self.log_likelihood = np.zeros((POOL, POOL))
+        """Of each prompt's rewards in the iterations before, were it each of the pool."""
+
+    def round(self, trial: Trial, r: int, seed: int) -> Chunks:
+        if r == 0:
+            rng = np.random.default_rng([seed, 1])
+            self.bank = np.stack([draw(rng, 16 * WORLDS * (KEEP + AHEAD))[0] for draw in trial.pool])
+            self.log_chance = np.log(np.stack([_histogram(rewards) for rewards in self.bank]) + 0.5)
+            self.log_chance -= np.log(self.bank.shape[1] + 0.5 * self.log_chance.shape[1])
+            self.bank = self.bank.reshape(len(trial.pool), 16 * WORLDS, -1)
+        return super().round(trial, r, seed)
+
+    def _drawn(self, trial: Trial, p: int, count: int, rng: np.random.Generator) -> Array:
+        known = self.log_likelihood[trial.ids[p], : len(self.bank)]
+        log = known + self.log_chance @ _histogram(trial.scored(p, count))
+        share = np.exp(log - log.max())
+        kinds = rng.choice(len(share), 4 * WORLDS, p=share / share.sum())
+        return np.asarray(self.bank[kinds, rng.integers(self.bank.shape[1], size=4 * WORLDS)])
+
+    def end(self, trial: Trial) -> None:
+        for id, (rewards, _) in _learnable(trial).items():
+            self.log_likelihood[id, : len(self.bank)] += self.log_chance @ _histogram(rewards)
+
+
+def _histogram(rewards: ArrayLike) -> Array:
+    return np.bincount(np.rint(np.asarray(rewards) * 100).astype(np.int64), minlength=101).astype(float)
+
+
+def _learnable(trial: Trial) -> dict[int, tuple[list[float], list[tuple[float, float]]]]:
+    """Of each prompt: rewards of seeds that were not chosen for them, and pairs of explored and regenerated ones."""
+    found = {}
+    for p, (id, (explored, regenerated, count)) in enumerate(zip(trial.ids, trial.kept(), strict=True)):
+        rewards = [*trial.scored(p, count), *(regenerated[count:] if count < KEEP else ())]
+        found[id] = rewards, list(zip(explored[:count], regenerated[:count], strict=True)) if count else []
+    return found
 
 
 def _gain(scored: Array, drawn_WL: Array) -> float:
@@ -283,6 +336,7 @@ POLICIES: Mapping[str, Callable[[], Equal]] = {
     "equal": Equal,
     "epsilon-greedy": EpsilonGreedy,
     "planner": Planner,
+    "informed": Informed,
     "optimum": Optimum,
 }
 
@@ -297,7 +351,12 @@ def explore(scenario: Scenario, policy: Equal, rounds: int, seed: int) -> tuple[
         rng = np.random.default_rng([seed, k])
         rewards = np.stack([draws[id](rng, PROMPTS * SEEDS_TRIED + KEEP) for id in ids], axis=1)
         trial = Trial(
-            iteration=k, ids=ids, draws=[draws[id] for id in ids], rewards_PL=(rewards[0], rewards[1]), rounds=rounds
+            iteration=k,
+            ids=ids,
+            draws=[draws[id] for id in ids],
+            pool=draws,
+            rewards_PL=(rewards[0], rewards[1]),
+            rounds=rounds,
         )
         for r in range(rounds):
             trial.given.append(policy.round(trial, r, seed * ITERATIONS + k))
@@ -307,8 +366,12 @@ def explore(scenario: Scenario, policy: Equal, rounds: int, seed: int) -> tuple[
     return variances, candidates
 
 
-def record(out: Path, versions: Sequence[int], prompts: int, seeds: int) -> None:
-    """Train the embedded job in this process, and write what each version in turn gives for the same seeds."""
+def record(out: Path, versions: Sequence[int], steps: Sequence[int], prompts: int, seeds: int) -> None:
+    """Train the embedded job in this process, and write what each version in turn gives for the same seeds.
+
+    Args:
+        steps: denoising steps; each number of them is a row of its own.
+    """
     from graphs.iteration import Graph, candidates_for
     from graphs.loop import Loop, synchronous
     from graphs.tasks import Setting, candidate_seed
@@ -320,12 +383,14 @@ def record(out: Path, versions: Sequence[int], prompts: int, seeds: int) -> None
 
     def save(setting: Setting, weights: WeightsRef) -> None:
         engine = engine_of(str(run.path))
-        for prompt in read_prompts(settings.data.train_prompts)[:prompts]:
+        for prompt, count in product(read_prompts(settings.data.train_prompts)[:prompts], steps):
             template = candidates_for(settings, setting, weights.version, [prompt], weights).template
+            sigmas = engine.model.sigmas(count, template.height_px, template.width_px)
             tried = tuple(candidate_seed(settings.run.seed, 0, prompt, index) for index in range(seeds))
-            request = replace(template, prompt=prompt, seeds=tried)
+            request = replace(template, prompt=prompt, seeds=tried, sigmas=sigmas)
             engine.rollout(request)
-            row = {"version": weights.version, "prompt": prompt.id, "rewards": engine.score(request).rewards}
+            rewards = engine.score(request).rewards
+            row = {"version": weights.version, "steps": count, "prompt": prompt.id, "rewards": rewards}
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
     def compute(graph: Graph) -> Mapping[str, Any]:
@@ -357,14 +422,17 @@ def record(out: Path, versions: Sequence[int], prompts: int, seeds: int) -> None
 def table(rounds: int, seeds: int, only: str) -> None:
     """Print one row per scenario."""
     names = [*POLICIES][1:]
-    print(f"| scenario, {rounds} rounds | {' | '.join(names)} | share of the optimum's gain: all, first, later |")
-    print("|---" * (len(names) + 2) + "|")
+    shares = "share of the optimum's gain: all, first, later | of the informed's: all, first, later"
+    print(f"| scenario, {rounds} rounds | {' | '.join(names)} | {shares} |")
+    print("|---" * (len(names) + 3) + "|")
+    parts = (slice(None), slice(POOL // PROMPTS), slice(POOL // PROMPTS, None))
     for name, scenario in SCENARIOS.items():
         if only not in name:
             continue
         found = {policy: _measure(scenario, make, rounds, seeds) for policy, make in POLICIES.items()}
         cells = " | ".join(_cell(found, policy) for policy in names)
-        print(f"| {name} | {cells} | {', '.join(_shares(found))} |", flush=True)
+        of_optimum, of_informed = (_shares(found, of, parts) for of in ("optimum", "informed"))
+        print(f"| {name} | {cells} | {of_optimum} | {of_informed} |", flush=True)
 
 
 def _measure(scenario: Scenario, make: Callable[[], Equal], rounds: int, seeds: int) -> tuple[Array, Array]:
@@ -384,19 +452,95 @@ def _cell(found: Mapping[str, tuple[Array, Array]], policy: str) -> str:
     return f"{variances.mean():.4f}, {over.mean():+.1f} % ({over.min():+.1f} to {over.max():+.1f}), {per_s}"
 
 
-def _shares(found: Mapping[str, tuple[Array, Array]]) -> list[str]:
-    """The planner's share of the optimum's gain over equal shares, where that is more than 2 %."""
-    met_first = POOL // PROMPTS
+def _shares(found: Mapping[str, tuple[Array, Array]], of: str, parts: Sequence[slice]) -> str:
+    """The planner's share of another's gain over equal shares in parts of the run, where that is more than 2 %."""
     shares = []
-    for part in (slice(None), slice(met_first), slice(met_first, None)):
-        equal, planner, optimum = (found[policy][0][:, part].mean() for policy in ("equal", "planner", "optimum"))
-        differs = optimum > 1.02 * equal
-        shares.append(f"{(planner - equal) / (optimum - equal):.2f}" if differs else "-")
-    return shares
+    for part in parts:
+        equal, planner, best = (found[policy][0][:, part].mean() for policy in ("equal", "planner", of))
+        shares.append(f"{(planner - equal) / (best - equal):.2f}" if best > 1.02 * equal else "-")
+    return ", ".join(shares)
+
+
+def steps_table(rollout_steps: Sequence[int] = (8, 16)) -> None:
+    """Print what fewer explore steps cost in fidelity, with weights one version old and, below, with the same ones."""
+    rows = [json.loads(line) for line in EXPLORE_STEPS.read_text().splitlines()]
+    rewards = {(row["version"], row["steps"], row["prompt"]): np.array(row["rewards"]) for row in rows}
+    versions, steps, prompts = ({row[name] for row in rows} for name in ("version", "steps", "prompt"))
+    print("| versions | steps | " + " | ".join(f"explored with {count}" for count in sorted(steps)) + " |")
+    print("|---" * (len(steps) + 2) + "|")
+    for age, version, regenerated in product((1, 0), sorted(versions), rollout_steps):
+        if not {version - 1, version} <= versions:
+            continue
+        after = [rewards[version, regenerated, prompt] for prompt in sorted(prompts)]
+        cells = (
+            _steps_cell([rewards[version - age, explored, prompt] for prompt in sorted(prompts)], after)
+            for explored in sorted(steps)
+        )
+        print(f"| {version - age}, {version} | {regenerated} | {' | '.join(cells)} |")
+
+
+def _steps_cell(explored: Sequence[Array], regenerated: Sequence[Array]) -> str:
+    """Rank correlation within prompts, and the share of the gain in variance that choosing by explored rewards gets.
+
+    The whole is the gain of choosing by the regenerated rewards themselves, over keeping seeds unseen, whose variance
+    is the candidates' own but for a factor.
+    """
+    unseen = [float(np.var(after, ddof=1)) * (KEEP - 1) / KEEP for after in regenerated]
+    gained, most = (
+        sum(float(np.var(after[max_variance_subset(by, KEEP)])) for by, after in zip(chosen, regenerated, strict=True))
+        - sum(unseen)
+        for chosen in (explored, regenerated)
+    )
+    correlations = [rank_correlation(*pair) for pair in zip(explored, regenerated, strict=True)]
+    return f"{statistics.fmean(one for one in correlations if one is not None):.2f}, {gained / most:.2f}"
+
+
+def coin_bound(seen: int, a: float = 0.3) -> float:
+    """About the most of the optimum's gain over equal shares that *any* planner can get, with ``seen`` rewards each.
+
+    For coins of Beta(a, a), that prior known and every score seen at once. By Lagrange's relaxation: each prompt pays a
+    price per chunk and stops when it likes; for any price, its mean value and the budget's price together are no less
+    than the best policy's value. The optimum, whose coins are known, is relaxed alike; only a ratio of two bounds is
+    no bound itself.
+    """
+    prices = np.geomspace(1e-4, 0.1, 60)
+    chunks = SEEDS_TRIED / CHUNK
+    coins = np.sort(np.random.default_rng(0).beta(a, a, 20_000))[50::100]
+    equal = float(_heads(a, a, SEEDS_TRIED) @ [_kept(heads, SEEDS_TRIED - heads) for heads in range(SEEDS_TRIED + 1)])
+    known = np.mean([_stopped(1e6 * p, 1e6 * (1 - p), prices) for p in coins], axis=0)
+    priors = ((chance, a + heads, a + seen - heads) for heads, chance in enumerate(_heads(a, a, seen)))
+    learnt = np.sum([chance * _stopped(alpha, beta, prices) for chance, alpha, beta in priors], axis=0)
+    informed, optimum = (float((chunks * prices + value).min()) for value in (learnt, known))
+    return (informed - equal) / (optimum - equal)
+
+
+def _stopped(alpha: float, beta: float, prices: Array, most: int = 20) -> Array:
+    """Expected variance kept of a coin less what its chunks cost, at each price, if each stop is the best one."""
+    value = np.zeros((len(prices), CHUNK * (most + 1) + 1))
+    for n in range(CHUNK * most, -1, -CHUNK):
+        unseen = alpha * beta / (alpha + beta) / (alpha + beta + 1) * (KEEP - 1) / KEEP
+        stop = np.array([_kept(heads, n - heads) if n else unseen for heads in range(n + 1)])
+        chance = np.array([_heads(alpha + heads, beta + n - heads, CHUNK) for heads in range(n + 1)])
+        ahead = np.lib.stride_tricks.sliding_window_view(value, CHUNK + 1, axis=1)
+        value = np.maximum(stop, np.einsum("hc,phc->ph", chance, ahead) - prices[:, None])
+    return value[:, 0]
+
+
+@cache
+def _kept(heads: int, tails: int) -> float:
+    """Variance of the kept among so many ones and zeros."""
+    ones = min(heads, max(KEEP - tails, KEEP // 2))
+    return ones * (KEEP - ones) / KEEP**2
+
+
+def _heads(alpha: float, beta: float, n: int) -> Array:
+    """Chance of 0 to n heads of a coin of Beta(alpha, beta)."""
+    up, down, all_ = (np.cumprod(np.append(1.0, x + np.arange(n))) for x in (alpha, beta, alpha + beta))
+    return np.array([math.comb(n, heads) for heads in range(n + 1)]) * up * down[::-1] / all_[-1]
 
 
 def speed(prompts: int = 32, chunks: int = 16) -> float:
-    """Median seconds of one round's allocation for so many prompts and chunks each, half of them scored."""
+    """Median CPU seconds of one round's allocation for so many prompts and chunks each, half of them scored."""
     rng = np.random.default_rng(0)
     scored = chunks // 2 * CHUNK
     arms = [
@@ -405,7 +549,7 @@ def speed(prompts: int = 32, chunks: int = 16) -> float:
     ]
     seconds = []
     for seed in range(9):
-        started_s = time.perf_counter()
+        started_s = time.process_time()
         allocate(
             arms,
             Beliefs(),
@@ -417,7 +561,7 @@ def speed(prompts: int = 32, chunks: int = 16) -> float:
             keep=KEEP,
             seed=seed,
         )
-        seconds.append(time.perf_counter() - started_s)
+        seconds.append(time.process_time() - started_s)
     return statistics.median(seconds)
 
 
@@ -427,12 +571,24 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", default="", help="the scenarios whose name has this in it")
     parser.add_argument("--record", action="store_true", help="write the embedded job's rewards anew: minutes")
+    parser.add_argument("--explore-steps", action="store_true", help="instead: what fewer explore steps cost")
+    parser.add_argument(
+        "--bound", action="store_true", help="instead: about the most that any planner can get of coins"
+    )
     arguments = parser.parse_args()
-    if arguments.record:
-        record(RECORDED, (0, 1, 12, 13, 40, 41), prompts=40, seeds=96)
+    if arguments.record and arguments.explore_steps:
+        record(EXPLORE_STEPS, (0, 1, 12, 13, 24, 25), steps=(2, 3, 4, 6, 8, 16), prompts=12, seeds=32)
+    elif arguments.record:
+        record(RECORDED, (0, 1, 12, 13, 40, 41), steps=(8,), prompts=40, seeds=96)
+    elif arguments.bound:
+        for seen in (0, 16, 32, 64, 96):
+            print(f"coins with {seen} rewards seen: about {coin_bound(seen):.2f} of the optimum's gain", flush=True)
+    elif arguments.explore_steps:
+        steps_table()
     else:
         table(arguments.rounds, arguments.seeds, arguments.only)
-        print(f"\nallocate, 32 prompts x 16 chunks: {1000 * speed():.0f} ms (median of 9)")
+        seconds = ", ".join(f"{prompts} prompts {1000 * speed(prompts):.0f}" for prompts in (32, 1024))
+        print(f"\nallocate, 16 chunks a prompt, CPU ms (median of 9): {seconds}")
 
 
 if __name__ == "__main__":

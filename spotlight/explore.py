@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+Narrow = NDArray[np.float32]
+"""Of what is computed in each world: a reward's seventh digit decides nothing."""
 
 
 def max_variance_subset(rewards: ArrayLike, keep: int) -> list[int]:
@@ -135,19 +138,21 @@ _CONCENTRATIONS = (1.0, 4.0, 16.0, 64.0)
 """Of Beta distributions, beside coins: 1 is nearly a coin, 64 a bell with a standard deviation of 0.06 at most."""
 _BACKGROUND = 0.005
 """Share of every kind that is spread over the whole grid, so that no reward is impossible."""
-OWN_WEIGHT = 10.0
-"""Rewards that a kind is worth beside a prompt's own. 10 beat 1.5 and 4 on coins in ``benchmarks.planner``."""
-START_PROMPTS = 2.0
+OWN_WEIGHT = 40.0
+"""Rewards that a kind is worth beside a prompt's own. On coins, 10 lost some 3 points of the optimum's gain, 4 some 10;
+25 and 60 were as good (``benchmarks.planner``)."""
+START_PROMPTS = 1.0
 """Prompts that the first guess of the kinds' shares is worth."""
 FADING = 0.93
 """What a count is worth an iteration later: half after ten."""
-MEMORY = 48.0
+MEMORY = 64.0
 """Most rewards that a prompt's past is worth, so that a few iterations of drift never outweigh the present."""
 LEAST_GAIN = 0.01
 """A chunk is tried if the variance it gains is at least this share of an average prompt's unexplored variance: so
 little that coins of 0.5 stop at half of the shares, and lose no variance by it."""
-WORLDS = 64
-"""With 32 instead of 128, exact Bayes on coins lost 4 points of the optimum's gain; the time is proportional."""
+WORLDS, LEAST_WORLDS, ALL_WORLDS = 128, 16, 2**14
+"""In which a prompt is imagined: fewer where there are many prompts, so that the time grows little with them. Spread
+evenly, 64 were as good as 256."""
 PROBE_SHARE = 4
 """One prompt in so many is explored however low the fidelity is: it could not be measured again otherwise."""
 FIDELITY_START = 0.8
@@ -223,14 +228,12 @@ def learn(
         pairs: ``{prompt id: (explored, regenerated) rewards}`` of the seeds that were kept.
     """
     age = iteration - beliefs.iteration
-    new_PN = np.array([_counts(values) for values in rewards.values()]).reshape(len(rewards), len(GRID_N))
-    past = {seen.prompt: seen for seen in beliefs.prompts}
-    old_PN = np.array([_faded(past.get(prompt), iteration) for prompt in rewards]).reshape(new_PN.shape)
+    counts_PN = _past(beliefs, rewards, iteration) + _counts(rewards.values())
     seen = tuple(
-        Seen(prompt=prompt, iteration=iteration, counts=tuple((old_N + new_N).tolist()))
-        for prompt, old_N, new_N in zip(rewards, old_PN, new_PN, strict=True)
+        Seen(prompt=prompt, iteration=iteration, counts=tuple(counts_N))
+        for prompt, counts_N in zip(rewards, counts_PN.tolist(), strict=True)
     )
-    kinds = _kinds(beliefs, age, old_PN + new_PN)
+    kinds = _kinds(beliefs, age, counts_PN)
     return Beliefs(
         iteration=iteration,
         kinds=tuple(kinds.prompts_K.tolist()),
@@ -359,8 +362,7 @@ def allocate(
 
 def _posterior(arms: Sequence[Arm], beliefs: Beliefs, iteration: int) -> tuple[Array, Array]:
     """Chances of each node, (P, K, N), were the prompt of that kind; and how likely that is, (P, K)."""
-    past = {seen.prompt: seen for seen in beliefs.prompts}
-    counts_PN = np.stack([_faded(past.get(arm.prompt), iteration) + _counts(arm.rewards) for arm in arms])
+    counts_PN = _past(beliefs, [arm.prompt for arm in arms], iteration) + _counts([arm.rewards for arm in arms])
     kinds = _kinds(beliefs, iteration - beliefs.iteration, counts_PN)
     total_P = OWN_WEIGHT + counts_PN.sum(axis=1)
     return (OWN_WEIGHT * kinds.chance_KN + counts_PN[:, None]) / total_P[:, None, None], kinds.shares_PK
@@ -369,69 +371,79 @@ def _posterior(arms: Sequence[Arm], beliefs: Beliefs, iteration: int) -> tuple[A
 def _imagine(
     arms: Sequence[Arm], chance_PKN: Array, shares_PK: Array, ahead: int, chunk: int, keep: int, seed: int
 ) -> Array:
-    """Variance of the kept subset after 0, 1, ... ``ahead`` further chunks, in each world: (P, W, ahead + 1)."""
+    """Variance of the kept subset after 0, 1, ... ``ahead`` further chunks, in each world: (P, W, ahead + 1).
+
+    Draw by draw, for all arms and worlds at once. A draw's luck is spread evenly over the worlds, in an order of its
+    own (a Latin hypercube), so that few worlds do for many.
+    """
     scored_P = np.array([len(arm.rewards) for arm in arms])
     pending_P = np.array([arm.pending for arm in arms])
-    drawn_PJ = np.maximum(pending_P[:, None] + chunk * np.arange(ahead + 1), (keep - scored_P)[:, None])
+    drawn_JP = np.maximum(pending_P + chunk * np.arange(ahead + 1)[:, None], keep - scored_P)
+    new_JP = np.diff(drawn_JP, axis=0, prepend=0)
+    worlds = min(WORLDS, max(LEAST_WORLDS, ALL_WORLDS // len(arms)))
     rng = np.random.Generator(np.random.Philox(key=seed))
-    kind_W = (np.arange(WORLDS) + rng.random()) / WORLDS
-    luck_WL = rng.random((WORLDS, int(drawn_PJ.max())))
+    kind_W = (np.arange(worlds) + rng.random()) / worlds
     kind_PW = (shares_PK.cumsum(axis=1)[:, None, :-1] < kind_W[:, None]).sum(axis=-1)
-    below_PWN = np.take_along_axis(chance_PKN, kind_PW[..., None], axis=1).cumsum(axis=-1)[..., :-1]
-    rewards_PWL = GRID_N[(below_PWN[:, :, None] < luck_WL[:, :, None]).sum(axis=-1)]
-    low_PWM, high_PWM = _extremes(arms, keep)
-    variance, done_P = [], np.zeros(len(arms), dtype=np.int64)
-    for drawn_P in drawn_PJ.T:
-        at_PC = done_P[:, None] + np.arange((drawn_P - done_P).max())
-        new_PWC = np.take_along_axis(rewards_PWL, np.minimum(at_PC, rewards_PWL.shape[2] - 1)[:, None], axis=2)
-        absent_PWC = np.broadcast_to((at_PC >= drawn_P[:, None])[:, None], new_PWC.shape)
-        low_PWM = _lowest(low_PWM, np.where(absent_PWC, np.inf, new_PWC))
-        high_PWM = _lowest(high_PWM, np.where(absent_PWC, np.inf, -new_PWC))
-        variance.append(_best_variance(low_PWM, -high_PWM))
-        done_P = drawn_P
-    return np.stack(variance, axis=-1)
+    below_NPW = np.moveaxis(np.take_along_axis(chance_PKN.cumsum(axis=-1)[..., :-1], kind_PW[..., None], axis=1), -1, 0)
+    below_NPW = np.ascontiguousarray(below_NPW, dtype=np.float32)
+    low_MPW, high_MPW = _extremes(arms, keep, worlds)
+    variance_JPW = np.empty((ahead + 1, *kind_PW.shape), dtype=np.float32)
+    for new_P, variance_PW in zip(new_JP, variance_JPW, strict=True):
+        for at in range(new_P.max()):
+            luck_W = ((rng.permutation(worlds) + rng.random(worlds)) / worlds).astype(np.float32)
+            reward_PW = (below_NPW < luck_W).view(np.uint8).sum(axis=0, dtype=np.uint8) * np.float32(GRID_N[1])
+            absent_P1 = (new_P <= at)[:, None]
+            _insert(low_MPW, np.where(absent_P1, np.float32(np.inf), reward_PW))
+            _insert(high_MPW, np.where(absent_P1, np.float32(np.inf), -reward_PW))
+        variance_PW[:] = _best_variance(low_MPW, -high_MPW)
+    return np.moveaxis(variance_JPW, 0, -1).astype(np.float64)
 
 
-def _extremes(arms: Sequence[Arm], keep: int) -> tuple[Array, Array]:
+def _extremes(arms: Sequence[Arm], keep: int, worlds: int) -> tuple[Narrow, Narrow]:
     """The lowest scored rewards, and the negated highest ones, ascending; infinite where there are too few."""
-    both = np.full((2, len(arms), WORLDS, keep), np.inf)
+    most = max(keep, *(len(arm.rewards) for arm in arms))
+    both = np.full((2, len(arms), most), np.inf, dtype=np.float32)
     for p, arm in enumerate(arms):
-        rewards = np.array(arm.rewards)
-        for sign, to in ((1, 0), (-1, 1)):
-            both[to, p, :, : len(rewards)] = np.sort(sign * rewards)[:keep]
-    return both[0], both[1]
+        both[0, p, : len(arm.rewards)] = arm.rewards
+    both[1] = np.where(np.isinf(both[0]), np.inf, -both[0])
+    both.sort(axis=-1)
+    low_MPW, high_MPW = (np.repeat(extremes_PM.T[:keep, :, None], worlds, axis=-1) for extremes_PM in both)
+    return low_MPW, high_MPW
 
 
-def _lowest(known_PWM: Array, new_PWC: Array) -> Array:
-    return np.sort(np.concatenate([known_PWM, new_PWC], axis=-1), axis=-1)[..., : known_PWM.shape[-1]]
+def _insert(lowest_MPW: Narrow, new_PW: Narrow) -> None:
+    """A new value among the lowest, which stay ascending: what it displaces moves up."""
+    for value_PW in lowest_MPW:
+        larger_PW = np.maximum(value_PW, new_PW)
+        np.minimum(value_PW, new_PW, out=value_PW)
+        new_PW = larger_PW
 
 
-def _best_variance(low_PWM: Array, high_PWM: Array) -> Array:
+def _best_variance(low_MPW: Narrow, high_MPW: Narrow) -> Narrow:
     """The largest variance of M rewards, given the M lowest ascending and the M highest descending."""
-    keep = low_PWM.shape[-1]
-    zero = np.zeros((*low_PWM.shape[:-1], 1))
+    keep, zero_PW = len(low_MPW), np.zeros_like(low_MPW[0])
 
-    def splits(values_lowest: Array, values_highest: Array) -> Array:
-        low = np.concatenate([zero, values_lowest.cumsum(axis=-1)], axis=-1)
-        high = np.concatenate([zero, values_highest.cumsum(axis=-1)], axis=-1)
-        return low + high[..., ::-1]
+    def splits(lowest_MPW: Narrow, highest_MPW: Narrow) -> Narrow:
+        low = np.stack([*accumulate(lowest_MPW, initial=zero_PW)])
+        high = np.stack([*accumulate(highest_MPW, initial=zero_PW)])
+        return low + high[::-1]
 
-    return (splits(low_PWM**2, high_PWM**2) / keep - (splits(low_PWM, high_PWM) / keep) ** 2).max(axis=-1)
+    best: Narrow = (splits(low_MPW**2, high_MPW**2) / keep - (splits(low_MPW, high_MPW) / keep) ** 2).max(axis=0)
+    return best
 
 
 def _slopes(gained_PJ: Array) -> Array:
     """Gain per chunk from each number of chunks on, of the curves' concave hulls: (P, J - 1), descending in J.
 
-    So chunks that gain only together, as those within ``keep`` do, are worth the same each.
+    So chunks that gain only together, as those within ``keep`` do, are worth the same each. The hull's slope behind j
+    is the least, over the points up to j, of the steepest line from there to a point behind j.
     """
-    slopes_PJ = np.empty((gained_PJ.shape[0], gained_PJ.shape[1] - 1))
-    for gained_J, slopes_J in zip(gained_PJ, slopes_PJ, strict=True):
-        at = 0
-        while at < len(slopes_J):
-            steepness = (gained_J[at + 1 :] - gained_J[at]) / np.arange(1, len(gained_J) - at)
-            best = int(steepness.argmax())
-            slopes_J[at : at + best + 1] = steepness[best]
-            at += best + 1
+    last = gained_PJ.shape[1] - 1
+    slopes_PJ = np.full((len(gained_PJ), last), np.inf)
+    for start in range(last):
+        steepness_PJ = (gained_PJ[:, start + 1 :] - gained_PJ[:, start, None]) / np.arange(1, last - start + 1)
+        steepest_PJ = np.maximum.accumulate(steepness_PJ[:, ::-1], axis=1)[:, ::-1]
+        np.minimum(slopes_PJ[:, start:], steepest_PJ, out=slopes_PJ[:, start:])
     return slopes_PJ
 
 
@@ -468,18 +480,24 @@ def _chunks(arms: Sequence[Arm], order: Sequence[int], chunk: int, candidates: i
     return chunks
 
 
-def _counts(rewards: Sequence[float]) -> Array:
-    """How many rewards are nearest to each node of the grid; those outside count at its ends."""
+def _counts(rewards_P: Collection[Sequence[float]]) -> Array:
+    """How many of each prompt's rewards are nearest to each node, (P, N); those outside count at the grid's ends."""
     last = len(GRID_N) - 1
-    nodes = np.rint(np.clip(rewards, 0, 1) * last).astype(np.int64) if len(rewards) else np.zeros(0, dtype=np.int64)
-    return np.bincount(nodes, minlength=last + 1).astype(np.float64)
+    prompt_L = np.repeat(np.arange(len(rewards_P)), [len(rewards) for rewards in rewards_P])
+    rewards_L = np.fromiter(chain.from_iterable(rewards_P), dtype=np.float64)
+    node_L = np.rint(np.clip(rewards_L, 0, 1) * last).astype(np.int64)
+    counts = np.bincount(prompt_L * len(GRID_N) + node_L, minlength=len(rewards_P) * len(GRID_N))
+    return counts.reshape(len(rewards_P), len(GRID_N)).astype(np.float64)
 
 
-def _faded(seen: Seen | None, iteration: int) -> Array:
-    if seen is None:
-        return np.zeros(len(GRID_N))
-    counts_N = np.array(seen.counts) * FADING ** (iteration - seen.iteration)
-    return np.asarray(counts_N * min(1.0, MEMORY / max(counts_N.sum(), 1.0)))
+def _past(beliefs: Beliefs, prompts: Iterable[int], iteration: int) -> Array:
+    """What is still known of prompts' rewards, (P, N)."""
+    known = {seen.prompt: seen for seen in beliefs.prompts}
+    nothing = Seen(prompt=-1, iteration=iteration, counts=(0.0,) * len(GRID_N))
+    seen = [known.get(prompt, nothing) for prompt in prompts]
+    counts_PN = np.array([one.counts for one in seen]).reshape(len(seen), len(GRID_N))
+    counts_PN *= FADING ** np.array([[iteration - one.iteration] for one in seen]).reshape(len(seen), 1)
+    return np.asarray(counts_PN * np.minimum(1.0, MEMORY / np.maximum(counts_PN.sum(axis=1, keepdims=True), 1.0)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
