@@ -12,16 +12,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from math import inf
 
 import numpy as np
 
 from spotlight import learning
+from spotlight.config import PARTS
 from spotlight.costs import SECONDS_PER_H, Span, recovery_s, seconds_per_step, start_up_s, train_s
 from spotlight.explore import Arm, Beliefs, allocate, budget, equal_shares, learn, max_variance_subset
 from spotlight.learning import Rewards
 from spotlight.machines import Machines, Place, Timing, Work
-from spotlight.offload import Measured, Offload, adapt, request_seeds, reserved_window_s, spot_worth_renting
+from spotlight.offload import (
+    Measured,
+    Offload,
+    Sides,
+    Turn,
+    adapt,
+    parts,
+    request_seeds,
+    rollout_window_s,
+    spot_worth_renting,
+    turn,
+)
 from spotlight.policy import Pool, Waiting
 from spotlight.records import SpotlightError
 from spotlight.scenario import Scenario, Strategy
@@ -29,8 +42,6 @@ from spotlight.traces import Switches
 
 SLACK = 1.5
 """Exploration is planned for more time than training takes, as in a live run (`graphs.loop.SLACK`)."""
-STREAMS = 8
-"""Training that takes samples as they arrive does so in at most so many parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +154,7 @@ class Run:
         self.machines = Machines(timing=self._timing(), ended=self._ended)
         self.widths = self.job.widths if strategy.elastic else self.job.widths[-1:]
         self.train_gpu_s = self._train_gpu_s()
+        self.parts = 1 if strategy.offload == "none" else PARTS
         self.over = False
         self.k = self.exploring = 0
         """The iteration that trains, and the one that is explored for."""
@@ -192,7 +204,7 @@ class Run:
     def _go(self) -> Iterator[tuple[Layer, ...]]:
         """The graphs of a run, each when the one before is done."""
         job, explores, last = self.job, self.strategy.exploration, self.scenario.iterations - 1
-        rounds, streams = self.scenario.exploration.rounds, self.strategy.offload != "all"
+        rounds, streams = self.scenario.exploration.rounds, self.parts > 1
         yield PREPARATION
         while self.k != last + 1 or last < 0:
             if job.validation_images and self.k % job.validate_every == 0:
@@ -298,17 +310,14 @@ class Run:
             self.kept[self.k] = [list(range(job.seeds_kept)) for _ in range(job.prompts)]
         if stale:
             self._begin_exploration(self.k + 1, stale=True)
-        self.balance = _Balance(began_s=machines.now_s, changes=machines.changes)
-        match self.strategy.offload:
-            case "adaptive":
-                self.balance.window_s = reserved_window_s(self.offload, machines.count("spot"))
-                machines.at(machines.now_s + self.balance.window_s, _wake)
-            case "none":
-                self.balance.window_s = 0.0
+        window_s = rollout_window_s(self.strategy.offload, self.offload, parts=self.parts)
+        self.balance = _Balance(began_s=machines.now_s, window_s=window_s, changes=machines.changes)
+        if window_s < inf:
+            machines.at(machines.now_s + window_s, _wake)
 
     def _roll_out(self) -> None:
         job, balance = self.job, self.balance
-        balance.pools = self._rollout_pools()
+        balance.pools = self._turn().pools
         size = job.request_seeds or self._request_seeds(balance.pools)
         balance.groups_left = [-(-job.seeds_kept // size)] * job.prompts
         for index in range(job.prompts):
@@ -327,36 +336,44 @@ class Run:
             sample_s=job.steps * self._step_s(1, self.widths[0]) + job.score_s,
         )
 
-    def _rollout_pools(self) -> tuple[Pool, ...]:
-        """Where rollouts run now: reserved GPUs leave them to spot ones when their window is over, if there are any."""
-        pools, balance = self.strategy.rollout_pools, self.balance
-        closed = self.machines.now_s >= balance.began_s + balance.window_s
-        return ("spot",) if closed and "spot" in pools and self.machines.count("spot") else pools
+    def _turn(self) -> Turn:
+        """Whether reserved GPUs roll out or train now."""
+        balance, machines = self.balance, self.machines
+        return turn(
+            Sides(
+                pools=self.strategy.rollout_pools,
+                elapsed_s=machines.now_s - balance.began_s,
+                window_s=balance.window_s,
+                spot=machines.count("spot"),
+                waiting=machines.waits(),
+                rolling=machines.busy("reserved"),
+            )
+        )
 
     def _move_rollouts(self) -> None:
-        if self.left.get("rollout") and (pools := self._rollout_pools()) != self.balance.pools:
-            self.balance.pools = pools
-            self.machines.move("rollout", pools)
+        """Look for the end of the window, and for spot GPUs that come or go after it."""
+        if self.left.get("rollout") and self.balance.window_s < inf:
+            pools = self._turn().pools
+            if pools != self.balance.pools:
+                self.balance.pools = pools
+                self.machines.move("rollout", pools)
 
     def _train_on(self) -> bool:
-        """Train on what is ready, if the reserved GPUs are free for it."""
+        """Train on the next part, if it is ready and the reserved GPUs are free for it."""
         balance, machines = self.balance, self.machines
-        if not self.left.get("train") or balance.training or not machines.all_idle("reserved"):
+        if not self.left.get("train") or balance.training or not machines.count("reserved") or not self._turn().train:
             return False
-        if "reserved" in balance.pools and machines.waits():
-            return False
-        ready = balance.ready()
-        enough = -(-self.job.prompts // STREAMS) if self.left["rollout"] else 1
-        if ready < enough:
+        part = next(one for one in parts(self.job.prompts, most=self.parts) if one.start == balance.trained)
+        if balance.ready() < len(part):
             if balance.waiting_since_s is None:
                 balance.waiting_since_s = machines.now_s
             return False
         if balance.waiting_since_s is not None:
             balance.train_wait_s += machines.now_s - balance.waiting_since_s
-        seconds = ready * self.job.seeds_kept * self.train_gpu_s / machines.count("reserved")
+        seconds = len(part) * self.job.seeds_kept * self.train_gpu_s / machines.count("reserved")
         balance.training, balance.waiting_since_s = True, None
         balance.train_s += seconds
-        machines.occupy("reserved", seconds, "train", self.k, lambda: self._trained(ready))
+        machines.occupy("reserved", seconds, "train", self.k, lambda: self._trained(len(part)))
         return True
 
     def _trained(self, groups: int) -> None:
@@ -394,7 +411,7 @@ class Run:
         rollout_s = balance.rolled_out_s - balance.began_s
         measured = Measured(
             train_wait_s=balance.train_wait_s,
-            remote_wait_s=self.machines.now_s - balance.rolled_out_s,
+            remote_wait_s=self.machines.now_s - max(balance.rolled_out_s, self._explored_s()),
             spot=spot,
             steady=self.machines.changes == balance.changes,
         )
@@ -407,6 +424,11 @@ class Run:
             reserved=self.scenario.cluster.reserved_gpus,
             train_s=balance.train_s,
         )
+
+    def _explored_s(self) -> float:
+        """When the last exploration of this iteration ended; 0 where there was none."""
+        recent = takewhile(lambda span: span.stop_s >= self.balance.began_s, reversed(self.machines.spans))
+        return max((span.stop_s for span in recent if span.phase.startswith("explore")), default=0.0)
 
     # Exploration
 
