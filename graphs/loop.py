@@ -137,8 +137,11 @@ class Loop:
         return after.weights
 
     def _window_s(self, k: int) -> float:
-        """How long reserved workers roll out in an iteration, while there are spot workers."""
-        return rollout_window_s(self._config.strategy.offload, self._offload(k), parts=self._config.train_parts)
+        """How long reserved workers roll out in an iteration, while there are spot workers to do it."""
+        config = self._config
+        if set(config.strategy.rollout_pools) != {"reserved", "spot"} or not config.pools.spot.workers:
+            return inf
+        return rollout_window_s(config.strategy.offload, self._offload(k), parts=config.train_parts)
 
     def _offload(self, k: int) -> Offload:
         return self._run.offload(k) or Offload(window_s=FIRST_WINDOW_S / self._config.played)
@@ -153,14 +156,15 @@ class Loop:
             return {}
         pools = self._config.strategy.rollout_pools
         worth = spot_worth_renting(
-            remote_s=found.remote_s if "spot" in pools else 0.0,
+            remote_s=found.measured.rollout_s if "spot" in pools else 0.0,
             spot=found.measured.spot,
-            reserved_s=min(window_s, found.remote_s) if "reserved" in pools else 0.0,
+            reserved_s=min(window_s, found.measured.rollout_s) if "reserved" in pools else 0.0,
             reserved=self._config.pools.reserved.workers,
             train_s=found.train_s,
         )
         return {
             **({"window_s": window_s} if window_s < inf else {}),
+            "after_rollout_s": found.beside_s,
             "train_wait_s": found.measured.train_wait_s,
             "spot_wait_s": found.measured.remote_wait_s,
             "spot_worth_renting": worth,
@@ -209,7 +213,7 @@ class Loop:
             return None
         measured = history[-1]["measured"]
         explored_s, scored = measured.get("beside_s", 0.0), measured.get("beside_seeds", 0)
-        training_s = measured.get("train_s", 0.0)
+        training_s = min(measured.get("train_s", 0.0), measured.get("after_rollout_s", inf))
         if not (scored and explored_s and training_s):
             return None
         size = config.exploration.request_seeds

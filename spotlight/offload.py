@@ -36,6 +36,8 @@ class Measured:
     as well: where it fills their time, nobody waits, and the window stays as it is."""
     spot: int
     """Spot GPUs at the iteration's end."""
+    rollout_s: float = inf
+    """From the iteration's beginning to the end of its last rollout."""
     steady: bool = True
     """No spot GPU came or went during it."""
 
@@ -55,11 +57,16 @@ def adapt(state: Offload, measured: Measured, *, eta: float = ETA, floor_s: floa
 
     ::
 
+        T_seed <- rollout    where spot GPUs waited longer, and the window outlasted the rollout
         T_seed <- max(floor, T_seed + (train_wait - remote_wait) / eta)
         M[n]   <- T_seed     where the number of spot GPUs stayed n
         T_seed <- M[n]       where it became n, and M[n] is known
 
-    An iteration without spot GPUs measures no balance and changes nothing.
+    The first line is ours: RLBoost's rollouts outlast its first window, but a small job's do not, and what a window has
+    beyond the rollout would take many iterations to go, to no effect.
+
+    It settles where the trainer waits as long as spot GPUs do, and for as long as exploration fills their time: then
+    neither waits. An iteration without spot GPUs measures no balance and changes nothing.
 
     Raises:
         ValueError: ``eta`` or ``floor_s`` is not positive.
@@ -68,7 +75,9 @@ def adapt(state: Offload, measured: Measured, *, eta: float = ETA, floor_s: floa
         raise ValueError(f"eta = {eta} and floor_s = {floor_s} must be positive")
     if not measured.spot:
         return state
-    window_s = max(floor_s, state.window_s + (measured.train_wait_s - measured.remote_wait_s) / eta)
+    surplus_s = measured.train_wait_s - measured.remote_wait_s
+    effective_s = min(state.window_s, measured.rollout_s) if surplus_s < 0 else state.window_s
+    window_s = max(floor_s, effective_s + surplus_s / eta)
     if measured.steady:
         return Offload(window_s=window_s, memory={**state.memory, measured.spot: window_s})
     return replace(state, window_s=state.memory.get(measured.spot, window_s))
@@ -129,8 +138,8 @@ class Balance:
     """How the two sides of an iteration got on."""
 
     measured: Measured
-    remote_s: float
-    """From the iteration's beginning to the end of its last rollout."""
+    beside_s: float
+    """From the end of the last rollout to the end of training: what exploration has."""
     train_s: float
 
 
@@ -169,10 +178,11 @@ def balance(
         measured=Measured(
             train_wait_s=max(0.0, trained_s - closed_s - useful_s) if rolled_out_s > closed_s else 0.0,
             remote_wait_s=trained_s - max(remote, default=trained_s),
+            rollout_s=rolled_out_s - began_s,
             spot=sum(life.joined_s <= trained_s and (life.left_s or inf) > trained_s for life in spot),
             steady=not any(began_s <= moment <= trained_s for moment in moments),
         ),
-        remote_s=rolled_out_s - began_s,
+        beside_s=trained_s - rolled_out_s,
         train_s=sum(span.stop_s - span.start_s for span in training),
     )
 

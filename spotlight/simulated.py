@@ -176,6 +176,8 @@ class Run:
         self.explored = self.order = self.worth = 0
         self.seed_s: float | None = None
         """GPU-seconds of denoising a candidate, as the last iteration measured them; None where it explored nothing."""
+        self.after_rollout_s = inf
+        """From the last iteration's last rollout to its end."""
         self.windows: list[tuple[float, float]] = []
         """When each iteration began and ended."""
         self.captured_sum = 0.0
@@ -409,8 +411,10 @@ class Run:
         """What the iteration says about the balance of its two sides."""
         balance, spot = self.balance, self.machines.count("spot")
         rollout_s = balance.rolled_out_s - balance.began_s
+        self.after_rollout_s = self.machines.now_s - balance.rolled_out_s
         measured = Measured(
             train_wait_s=balance.train_wait_s,
+            rollout_s=rollout_s,
             remote_wait_s=self.machines.now_s - max(balance.rolled_out_s, self._explored_s()),
             spot=spot,
             steady=self.machines.changes == balance.changes,
@@ -479,8 +483,9 @@ class Run:
         limit = settings.seeds_tried * job.prompts
         if self.seed_s is None:
             return limit
+        training_s = job.prompts * job.seeds_kept * self.train_gpu_s / self.scenario.cluster.reserved_gpus
         chunks = budget(
-            training_s=SLACK * job.prompts * job.seeds_kept * self.train_gpu_s / self.scenario.cluster.reserved_gpus,
+            training_s=SLACK * min(training_s, self.after_rollout_s),
             request_s=self.seed_s * settings.request_seeds,
             spot_workers=self.scenario.cluster.spot_nodes * self.scenario.cluster.spot_gpus_per_node,
         )

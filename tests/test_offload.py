@@ -109,9 +109,9 @@ def test_what_an_iteration_recorded_says_who_waited() -> None:
 
     assert found
     assert found.measured == Measured(
-        train_wait_s=(125.0 - 121.0) + (155.0 - 140.0), remote_wait_s=170.0 - 162.0, spot=1, steady=True
+        train_wait_s=(125.0 - 121.0) + (155.0 - 140.0), remote_wait_s=170.0 - 162.0, spot=1, rollout_s=150.0 - 100.0
     )
-    assert (found.remote_s, found.train_s) == (150.0 - 100.0, 30.0)
+    assert (found.beside_s, found.train_s) == (170.0 - 150.0, 15.0 + 15.0)
 
 
 def test_a_trainer_whose_window_never_closed_has_not_waited_for_it() -> None:
@@ -150,6 +150,15 @@ def test_waiting_spot_gpus_shorten_the_window_by_a_share_of_the_difference() -> 
     after = adapt(state, Measured(train_wait_s=10.0, remote_wait_s=70.0, spot=4), eta=3.0)
 
     assert after.window_s == 100.0 - 60.0 / 3.0
+
+
+@pytest.mark.parametrize(("train_wait_s", "expected_s"), [(10.0, 40.0 - 20.0 / 4.0), (30.0, 100.0), (70.0, 110.0)])
+def test_what_a_window_has_beyond_the_rollout_goes_at_once_where_spot_gpus_wait(
+    train_wait_s: float, expected_s: float
+) -> None:
+    measured = Measured(train_wait_s=train_wait_s, remote_wait_s=30.0, spot=4, rollout_s=40.0)
+
+    assert adapt(Offload(window_s=100.0), measured, eta=4.0).window_s == expected_s
 
 
 def test_the_window_never_falls_below_its_floor() -> None:
