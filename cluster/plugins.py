@@ -179,7 +179,9 @@ class Placer(SchedulerPlugin):
             if finish in ("memory", "erred"):
                 self._record(key, label, facts, failed=finish == "erred")
             elif address in self._lives:
-                self._spans.append(self._span(key, label, self._lives[address], started_s, time.time(), "lost"))
+                life = self._lives[address]
+                outcome = "stopped" if gang and gang.planned and life.worker in self._addresses else "lost"
+                self._spans.append(self._span(key, label, life, started_s, time.time(), outcome))
             if gang:
                 self._came_back(gang, key, done=finish in ("memory", "erred"))
         if (gang or key in self._parts) and finish == "released":

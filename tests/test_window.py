@@ -62,6 +62,10 @@ def test_a_rollout_on_a_reserved_worker_moves_when_the_window_closes_and_loses_n
         done = live.finish()
 
     assert done.steps_resumed >= 5
+    assert [(span.pool, span.outcome) for span in live.placer._spans if span.phase == "rollout"] == [
+        ("reserved", "stopped"),
+        ("spot", "done"),
+    ]
     assert pools_of(live, request) == ["spot"]
     assert "moves" in {row["event"] for row in live.history()}
     assert_whole(live, request)
