@@ -197,7 +197,7 @@ def scenario(settings: Config, constants: Constants, trace: Path | None) -> Scen
                 "exploration": settings.strategy.exploration,
                 "rollout_pools": settings.strategy.rollout_pools,
                 "on_preemption": settings.strategy.on_preemption,
-                "offload": "all",
+                "offload": settings.strategy.offload if settings.train_parts > 1 else "none",
             }
         ],
     }

@@ -411,6 +411,8 @@ def record(out: Path, versions: Sequence[int], steps: Sequence[int], prompts: in
         def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
             return {}
 
+        def balance(self, iteration: int, began_s: float, window_s: float) -> None: ...
+
     known: list[Setting] = []
     with tempfile.TemporaryDirectory() as directory, out.open("w") as file:
         overrides = [f"run.dir={directory}", f"run.iterations={max(versions)}", "run.validate_every=1000"]

@@ -208,11 +208,11 @@ def points(strategy: str, target: float, run: RunDir, scores: Sequence[float]) -
 def late(settings: config.Config, spans: Sequence[Span]) -> dict[str, float]:
     """How long work of a known size lasted, over how long it was to last: the median, by phase."""
     pace, rollout = Pace(settings), settings.rollout
-    samples = rollout.prompts * rollout.seeds_kept
+    part = rollout.prompts * rollout.seeds_kept / min(settings.train_parts, rollout.prompts)
     wanted_s = {
         "rollout": rollout.steps * pace.step_s(rollout.request_seeds, 1),
         "score": pace.score_s(rollout.request_seeds),
-        "train": pace.train_s(samples),
+        "train": pace.train_s(part),
     }
     found = {
         phase: [span.stop_s - span.start_s for span in spans if span.phase == phase and span.outcome == "done"]

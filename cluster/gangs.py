@@ -26,6 +26,8 @@ class Gang:
     pools: tuple[Pool, ...]
     order: int
     widths: tuple[int, ...]
+    windowed: bool = False
+    """A rollout that training waits for: reserved workers take it while their window is open."""
     keys: list[Any] = field(default_factory=list)
     """By shard."""
     epoch: int = 0

@@ -21,6 +21,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin, Worker, WorkerPlugin
@@ -28,7 +29,8 @@ from tornado.ioloop import PeriodicCallback
 
 from cluster.gangs import GATED, Gang, gang_of, members_of
 from spotlight.costs import Span, WorkerLife
-from spotlight.decisions import PlacementLog
+from spotlight.decisions import PlacementLog, turn_row
+from spotlight.offload import Sides, Turn, turn
 from spotlight.policy import Idle, Pool, Running, View, Waiting, plan, widen
 from spotlight.records import Placement, Spare
 from spotlight.signals import signals
@@ -42,6 +44,8 @@ HOLDS = "spotlight-holds"
 MOST_HOLDERS = 3
 """Told to a node that lacks a file: the others are spares, should the first be lost in the middle of it."""
 WATCH_S = 0.5
+LATE_S = 0.01
+"""A timer for the end of a window rings so much after it, so that the window is over when it is looked at."""
 GATE = {"gate": 1}
 
 
@@ -54,11 +58,23 @@ class Label:
     iteration: int
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How long reserved workers roll out, from when an iteration's graph came."""
+
+    began_s: float
+    """On the monotonic clock."""
+    window_s: float
+    pools: tuple[Pool, ...]
+
+
 class Placer(SchedulerPlugin):
     """Opens the gate: whenever anything changes, asks `plan` and launches what it says.
 
     Args:
         widens: whether a gang at work forms anew when idle workers could make it wider; it then resumes its steps.
+        moves: whether a rollout at work on reserved workers goes on elsewhere, from its last step, once their window is
+            over.
         rendezvous: address of the store where ranks meet; None if no gang is wider than 1.
         evict: is given the name of a worker that hangs, to end its process.
     """
@@ -73,16 +89,23 @@ class Placer(SchedulerPlugin):
         hang_after_s: float = 60.0,
         losses: int = 5,
         widens: bool = True,
+        moves: bool = True,
         rendezvous: tuple[str, int] | None = None,
         evict: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._run = run
         self._close_with_training = close_with_training
-        self._hang_after_s, self._losses, self._widens = hang_after_s, losses, widens
+        self._hang_after_s, self._losses, self._widens, self._moves = hang_after_s, losses, widens, moves
         self._rendezvous, self._evict = rendezvous, evict
         self._labels: dict[Any, Label] = {}
         self._gangs: dict[str, Gang] = {}
         self._gang_of: dict[Any, Gang] = {}
+        self._parts: dict[Any, None] = {}
+        """Training, part by part."""
+        self._trainer = ""
+        """The worker that had the last part: it holds the gradient."""
+        self._window = Window(began_s=0.0, window_s=inf, pools=())
+        self._turn: Turn | None = None
         self._trained = -1
         self._pumping = self._stopping = False
         self._order = 0
@@ -112,7 +135,7 @@ class Placer(SchedulerPlugin):
 
     def update_graph(self, scheduler: Scheduler, *, annotations: dict[str, dict[Any, Any]], **_: Any) -> None:
         shards, widths = annotations.get("shards", {}), annotations.get("widths", {})
-        pools = annotations.get("pool", {})
+        pools, windows = annotations.get("pool", {}), annotations.get("window_s", {})
         for key in sorted(pools, key=lambda key: (len(key[0]), key)):  # rounds and requests in the order of numbers
             pool = pools[key]
             label = Label(pool, annotations["phase"][key], annotations["iteration"][key])
@@ -121,6 +144,12 @@ class Placer(SchedulerPlugin):
                 gang = self._gang(gang_of(key, shards.get(key, 1)), label, tuple(widths.get(key, (1,))))
                 insort(gang.keys, key)
                 self._gang_of[key] = gang
+                if gang.windowed:
+                    self._window = Window(time.monotonic(), windows.get(key, inf), gang.pools)
+            elif pool == "training":
+                self._parts[key] = None
+        if self._window.window_s < inf:
+            scheduler.loop.call_later(self._window.window_s + LATE_S, self._schedule_pump)
         self._schedule_pump()
 
     def _gang(self, name: str, label: Label, widths: tuple[int, ...]) -> Gang:
@@ -133,6 +162,7 @@ class Placer(SchedulerPlugin):
                 pools=GATED[label.pool],
                 order=self._order,
                 widths=widths,
+                windowed=label.phase == "rollout",
             )
         return self._gangs[name]
 
@@ -149,12 +179,14 @@ class Placer(SchedulerPlugin):
             if finish in ("memory", "erred"):
                 self._record(key, label, facts, failed=finish == "erred")
             elif address in self._lives:
-                self._span(key, label, self._lives[address], started_s, time.time(), "lost")
+                life = self._lives[address]
+                outcome = "stopped" if gang and gang.planned and life.worker in self._addresses else "lost"
+                self._span(key, label, life, started_s, time.time(), outcome)
             if gang:
                 self._came_back(gang, key, done=finish in ("memory", "erred"))
-        if gang and finish == "released":
+        if (gang or key in self._parts) and finish == "released":
             self._close_gate(key)
-        if finish == "memory" and label.phase == "train":
+        if finish == "memory" and key in self._parts and key == max(part for part in self._parts if part[0] == key[0]):
             self._training_ended(label.iteration)
         if finish == "forgotten":
             self._forget(key)
@@ -162,6 +194,7 @@ class Placer(SchedulerPlugin):
 
     def _forget(self, key: Any) -> None:
         del self._labels[key]
+        self._parts.pop(key, None)
         gang = self._gang_of.pop(key, None)
         if gang:
             self._gangs.pop(gang.name, None)
@@ -278,8 +311,11 @@ class Placer(SchedulerPlugin):
                 for key in keys:
                     self._dismiss(gang, key)
             elif not gang.members:
-                waiting.append(self._pools_now(gang, gang.waiting(len(keys))))
+                waiting.append(gang.waiting(len(keys)))
                 parked[gang.name] = keys
+        turned = self._take_turns()
+        self._train_on(turned)
+        waiting = [self._pools_now(self._gangs[one.id], one, turned) for one in waiting]
         view = View(
             idle=tuple(self._idle()),
             waiting=tuple(waiting),
@@ -293,7 +329,46 @@ class Placer(SchedulerPlugin):
         for launch in launches:
             self._launch(self._gangs[launch.request], parked[launch.request], launch.workers)
         for name in widened:
-            self._regroup(self._gangs[name])
+            self._regroup(self._gangs[name], "regroup")
+
+    def _take_turns(self) -> Turn:
+        """Whether reserved workers roll out or train now; what they should no longer roll out goes elsewhere."""
+        windowed = [gang for gang in self._gangs.values() if gang.windowed]
+        rolling = [gang for gang in windowed if "reserved" in {self._pool_of(name) for name in gang.members.values()}]
+        sides = Sides(
+            pools=self._window.pools,
+            elapsed_s=time.monotonic() - self._window.began_s,
+            window_s=self._window.window_s,
+            spot=self._spot_for(min((gang.widths[0] for gang in windowed), default=1)),
+            waiting=sum((gang.breaking or not gang.members) and not self._is_over(gang) for gang in windowed),
+            rolling=sum(len(gang.members) for gang in rolling),
+        )
+        turned = turn(sides)
+        if windowed and turned != self._turn:
+            self._turn = turned
+            self._decisions.append(turn_row(sides, turned))
+        if "reserved" not in turned.pools and self._moves:
+            for gang in rolling:
+                if not (gang.breaking or gang.planned):
+                    self._regroup(gang, "moves")
+        return turned
+
+    def _spot_for(self, width: int) -> int:
+        """Spot workers that stay, on machines where there are enough of them for a gang."""
+        names = [name for name in self._addresses if self._pool_of(name) == "spot" and name not in self._leaving]
+        machines = Counter(self._nodes[self._addresses[name]] for name in names)
+        return sum(count for count in machines.values() if count >= width)
+
+    def _pool_of(self, worker: str) -> str:
+        return self._lives[self._addresses[worker]].pool if worker in self._addresses else ""
+
+    def _train_on(self, turned: Turn) -> None:
+        """Let the next part of training go, if it is ready, to the worker that had the one before, if it is free."""
+        ready = [key for key in self._parts if self._scheduler.tasks[key].state == "no-worker"]
+        free = [idle.worker for idle in self._idle() if idle.pool == "reserved"]
+        if ready and free and turned.train:
+            self._trainer = self._trainer if self._trainer in free else min(free)
+            self._open_gate(min(ready), self._addresses[self._trainer], "reserved")
 
     def _parked(self, gang: Gang) -> list[Any]:
         """Its shards behind the gate, if all that are not done are there or at work; nobody wants a released one."""
@@ -338,8 +413,10 @@ class Placer(SchedulerPlugin):
                     slots = len(gang.members) + len(self._parked(gang))
                     yield gang.running(_pool(self._lives[address]), self._nodes[address], slots, now_s)
 
-    def _pools_now(self, gang: Gang, waiting: Waiting) -> Waiting:
-        """Once training has ended, reserved workers help with the exploration that is left."""
+    def _pools_now(self, gang: Gang, waiting: Waiting, turned: Turn) -> Waiting:
+        """Rollouts run where it is their turn; once training has ended, reserved workers help with exploration."""
+        if gang.windowed and "reserved" in gang.pools and "reserved" not in turned.pools:
+            return replace(waiting, pools=("spot",), held=())
         helped = gang.exploring and gang.iteration <= self._trained + 1
         return replace(waiting, pools=("spot", "reserved")) if helped else waiting
 
@@ -363,10 +440,10 @@ class Placer(SchedulerPlugin):
         self._log_formed("formed", gang)
         self._scheduler.transitions(dict.fromkeys(members, "processing"), stimulus_id=f"spotlight-{gang.name}")
 
-    def _regroup(self, gang: Gang) -> None:
-        """Have a gang form anew, wider, at its next step boundary."""
+    def _regroup(self, gang: Gang, why: str) -> None:
+        """Have a gang form anew at its next step boundary: wider, or elsewhere."""
         gang.planned = True
-        self._log("regroup", gang=gang)
+        self._log(why, gang=gang)
         for worker in gang.members.values():
             self._order_gang("regroup", gang, worker)
 

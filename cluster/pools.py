@@ -254,6 +254,7 @@ def _placer(config: Config, run: str, rendezvous: tuple[str, int] | None, *, evi
         hang_after_s=config.cluster.hang_after_s,
         losses=config.cluster.losses,
         widens=config.strategy.elastic and config.strategy.on_preemption == "resume",
+        moves=config.strategy.on_preemption == "resume",
         rendezvous=rendezvous,
         evict=evict,
     )

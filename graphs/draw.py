@@ -35,7 +35,13 @@ TITLES = {
     "spot": ("spot workers", "roll out, then explore\nwith weights that are\none version old"),
     "head": ("head", "decides, beside\nthe scheduler"),
 }
-POOL_LANES = {"reserved": {"reserved"}, "trainer": {"reserved"}, "spot": {"spot"}, "head": {"head"}}
+POOL_LANES = {
+    "reserved": {"reserved"},
+    "trainer": {"reserved"},
+    "training": {"reserved"},
+    "spot": {"spot"},
+    "head": {"head"},
+}
 """Where a pool's tasks run; tasks of ``engine`` go where their input is, and all others to both kinds of worker."""
 COLUMN, GAP, ROW, PAD, LEFT, TOP = 1.0, 0.38, 1.2, 0.16, 2.3, 0.85
 """Inches: a column of boxes, the space for arrows after it, a row, around rows, titles of lanes and figure."""
@@ -235,8 +241,10 @@ def _place(layer: _Layer, columns: range, tops: Mapping[str, float]) -> _Box:
 
 
 def _grid(layer: _Layer, rows: int) -> tuple[int, int]:
-    """Rows and columns of a layer's boxes: one above the other where there is room."""
+    """Rows and columns of a layer's boxes: one above the other where there is room; parts of training one by one."""
     count = min(layer.tasks, BOXES_MOST)
+    if layer.phase == "train":
+        return 1, count
     across = 2 if rows == 1 and count > 3 else 1
     return -(-count // across), across
 

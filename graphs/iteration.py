@@ -5,13 +5,17 @@ turns that into places. Dask's synchronous scheduler ignores them and gets the s
 
 Pools: ``any``, ``spot`` and ``reserved`` tasks are shards of denoising requests, as many each as the widest gang has
 ranks, parked behind the gate until workers of the pool are free; ``engine`` tasks need a model, and go where their
-input is; ``trainer`` tasks train, on reserved workers; ``head`` tasks only decide, beside the scheduler.
+input is; ``trainer`` tasks prepare training and publish, on reserved workers; ``training`` tasks train, one after the
+other on a reserved worker, parked behind the gate until reserved workers no longer roll out; ``head`` tasks only
+decide, beside the scheduler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import inf
 from typing import Any
 
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
@@ -20,6 +24,7 @@ from graphs import tasks
 from graphs.tasks import Candidates, Setting
 from spotlight.config import Config
 from spotlight.explore import Beliefs, equal_shares
+from spotlight.offload import parts
 from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef
 
 Key = tuple[str, int]
@@ -32,6 +37,7 @@ RESOURCES = {
     "reserved": {"gate": 1},
     "engine": {"engine": 1},
     "trainer": {"reserved": 1},
+    "training": {"gate": 1},
     "head": {"head": 1},
 }
 """No worker has a ``gate``: what asks for one waits until the cluster opens it."""
@@ -44,13 +50,26 @@ class Layers:
     tasks: dict[str, MaterializedLayer] = field(default_factory=dict)
     dependencies: dict[str, set[str]] = field(default_factory=dict)
 
-    def add(self, phase: str, iteration: int, calls: Calls, *, pool: str, after: Sequence[Key] = ()) -> list[Key]:
+    def add(
+        self,
+        phase: str,
+        iteration: int,
+        calls: Calls,
+        *,
+        pool: str,
+        after: Sequence[Key] = (),
+        chained: bool = False,
+    ) -> list[Key]:
         """Add one task per call.
 
         Args:
             after: keys whose layers the calls depend on.
+            chained: each call but the first gets the key of the one before it as one more argument.
         """
-        return self._add(self._free_name(phase, iteration), phase, iteration, calls, pool, after)
+        name = self._free_name(phase, iteration)
+        if chained:
+            calls = [(*call, (name, index - 1)) if index else call for index, call in enumerate(calls)]
+        return self._add(name, phase, iteration, calls, pool, after)
 
     def _free_name(self, phase: str, iteration: int) -> str:
         name = f"{phase}-{iteration}"
@@ -68,15 +87,27 @@ class Layers:
         return list(mapping)
 
     def add_requests(
-        self, phase: str, iteration: int, calls: Calls, *, pool: str, widths: Sequence[int], after: Sequence[Key] = ()
+        self,
+        phase: str,
+        iteration: int,
+        calls: Calls,
+        *,
+        pool: str,
+        widths: Sequence[int],
+        after: Sequence[Key] = (),
+        window_s: float = inf,
     ) -> list[list[Key]]:
         """Add requests, each as many tasks as the widest gang has ranks; returns the shards of each.
 
         A task is told its request's name within the graph and its own number, by which the cluster places it.
+
+        Args:
+            window_s: how long reserved workers run them while there are spot workers.
         """
         name, shards = self._free_name(phase, iteration), max(widths)
         sharded = [(*call, f"{name}/{index}", shard) for index, call in enumerate(calls) for shard in range(shards)]
-        keys = self._add(name, phase, iteration, sharded, pool, after, shards=shards, widths=list(widths))
+        more = {"shards": shards, "widths": list(widths), "window_s": window_s}
+        keys = self._add(name, phase, iteration, sharded, pool, after, **more)
         return [keys[first : first + shards] for first in range(0, len(keys), shards)]
 
     def graph(self) -> HighLevelGraph:
@@ -99,38 +130,33 @@ def prepare_graph(run_dir: str) -> Graph:
 
 
 def iteration_graph(
-    config: Config, setting: Setting, selection: Selection, weights: WeightsRef, candidates: Candidates | None
+    config: Config,
+    setting: Setting,
+    selection: Selection,
+    weights: WeightsRef,
+    candidates: Candidates | None,
+    *,
+    window_s: float = inf,
 ) -> Graph:
     """Iteration k: roll out and train on the kept seeds; meanwhile explore for k + 1.
+
+    Where samples may be trained on as they arrive, training has a task for each of several parts.
 
     Args:
         selection: the kept seeds of iteration k.
         weights: version k.
         candidates: what exploration for k + 1 may try; None where it is off or already known.
+        window_s: how long reserved workers roll out while there are spot workers.
     """
     layers, k, run_dir = Layers(), selection.iteration, setting.run_dir
     requests = rollout_requests(config, setting, selection, weights)
     calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
-    rollouts = layers.add_requests("rollout", k, calls, pool=_rollout_pool(config), widths=_widths(config))
+    pool, widths = _rollout_pool(config), _widths(config)
+    rollouts = layers.add_requests("rollout", k, calls, pool=pool, widths=widths, window_s=window_s)
     scores = _add_scores(layers, "score", k, run_dir, rollouts)
-    spares = _spares(rollouts)
-    refill = layers.add(
-        "refill",
-        k,
-        [(tasks.refill, run_dir, setting.seed, scores, spares)],
-        pool="trainer",
-        after=[*scores, *spares],
-    )
-    advantage = layers.add(
-        "advantage", k, [(tasks.advantage, config.train.advantage_std, refill[0])], pool="trainer", after=refill
-    )
-    train = layers.add("train", k, [(tasks.train, run_dir, weights, advantage[0], k)], pool="trainer", after=advantage)
-    publish = layers.add("publish", k, [(tasks.publish, run_dir, train[0])], pool="trainer", after=train)
-    outputs: dict[str, Key | list[Key]] = {
-        "training": advantage[0],
-        "published": publish[0],
-        "rollouts": _first(rollouts),
-    }
+    training, train = _add_training(layers, config, setting, selection, weights, rollouts, scores)
+    publish = layers.add("publish", k, [(tasks.publish, run_dir, train[-1])], pool="trainer", after=train)
+    outputs: dict[str, Key | list[Key]] = {"training": training, "published": publish[0]}
     if k > 0:
         (outputs["compacted"],) = layers.add(
             "compact", k - 1, [(tasks.compact, run_dir, k - 1, config.latents.keep)], pool="head"
@@ -251,6 +277,33 @@ def rollout_requests(config: Config, setting: Setting, selection: Selection, wei
 def _add_scores(layers: Layers, phase: str, iteration: int, run_dir: str, requests: list[list[Key]]) -> list[Key]:
     calls = [(tasks.score, run_dir, key) for key in _first(requests)]
     return layers.add(phase, iteration, calls, pool="engine", after=_first(requests))
+
+
+def _add_training(
+    layers: Layers,
+    config: Config,
+    setting: Setting,
+    selection: Selection,
+    weights: WeightsRef,
+    rollouts: list[list[Key]],
+    scores: list[Key],
+) -> tuple[list[Key], list[Key]]:
+    """Of each part: refill, advantages, training. Returns the keys of the training sets and of the training.
+
+    A part is given the samples of all parts up to its own, so that whoever lacks their gradient can make it.
+    """
+    k, run_dir, std = selection.iteration, setting.run_dir, config.train.advantage_std
+    prompts = [len(range(0, len(kept.seeds), config.rollout.request_seeds)) for kept in selection.kept]
+    edges = [sum(prompts[: part.start]) for part in parts(len(prompts), most=config.train_parts)]
+    calls: Calls = [
+        (tasks.refill, run_dir, setting.seed, scores[first:stop], _spares(rollouts[first:stop]))
+        for first, stop in pairwise([*edges, len(rollouts)])
+    ]
+    refill = layers.add("refill", k, calls, pool="trainer", after=[*scores, *_spares(rollouts)])
+    training = layers.add("advantage", k, [(tasks.advantage, std, key) for key in refill], pool="trainer", after=refill)
+    of = sum(len(kept.seeds) for kept in selection.kept)
+    calls = [(tasks.train, run_dir, weights, training[:count], of, k) for count in range(1, len(training) + 1)]
+    return training, layers.add("train", k, calls, pool="training", after=training, chained=True)
 
 
 def _widths(config: Config) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from math import inf
 from typing import Any, Protocol
 
 from dask.local import get_sync
@@ -23,10 +24,11 @@ from graphs.iteration import (
     unexplored,
     validation_graph,
 )
-from graphs.tasks import Setting, TrainingSet
+from graphs.tasks import Setting, TrainingSet, whole
 from spotlight.config import Config
 from spotlight.data import choose_prompts, read_prompts
 from spotlight.explore import Beliefs, affordable, learn, rank_correlation
+from spotlight.offload import FIRST_WINDOW_S, FLOOR_S, Balance, Offload, adapt, rollout_window_s, spot_worth_renting
 from spotlight.records import Prompt, Published, Scored, Selection, WeightsRef
 from spotlight.rundir import HISTORY, VALIDATION, RunDir
 from spotlight.weights import published, retain
@@ -47,6 +49,9 @@ class Watch(Protocol):
     def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
         """Seconds and dollars of a stretch of time."""
         ...
+
+    def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
+        """How reserved and spot workers shared an iteration; None where nothing is known of it."""
 
 
 def synchronous(graph: Graph) -> Mapping[str, Any]:
@@ -96,23 +101,27 @@ class Loop:
             )
         self._watch.begin("iterate", k)
         begun_s = time.time()
-        results = self._compute(iteration_graph(config, setting, selection, weights, candidates))
+        window_s = self._window_s(k)
+        graph = iteration_graph(config, setting, selection, weights, candidates, window_s=window_s)
+        results = self._compute(graph)
         after: Published = results["published"]
+        training = whole(results["training"])
         if candidates:
             run.record_selection(results["selection"])
-        beliefs = _learn(run.beliefs(k), selection, results["training"])
+        beliefs = _learn(run.beliefs(k), selection, training)
         run.record_beliefs(k + 1, beliefs)
         stopped_s = time.time()
         row: dict[str, Any] = {
             "iteration": k,
             "weights_version": after.weights.version,
             "weights_sha256": after.weights.sha256,
-            "metrics": {**_metrics(selection, results["training"], after), "fidelity": beliefs.fidelity},
+            "metrics": {**_metrics(selection, training, after), "fidelity": beliefs.fidelity},
             "measured": {
                 "started_s": started_s,
                 "stopped_s": stopped_s,
-                "steps_resumed": sum(getattr(rollout, "steps_resumed", 0) for rollout in results["rollouts"]),
+                "steps_resumed": training.steps_resumed,
                 **self._watch.measure(started_s, stopped_s),
+                **self._balance(k, begun_s, window_s),
             },
         }
         if candidates:  # beside the training, for the planner; what was explored before it counts elsewhere
@@ -123,6 +132,40 @@ class Loop:
         run.append(HISTORY, row)
         retain(run.path, {0, after.weights.version, weights.version, *self._validated_versions()})
         return after.weights
+
+    def _window_s(self, k: int) -> float:
+        """How long reserved workers roll out in an iteration, while there are spot workers to do it."""
+        config = self._config
+        if set(config.strategy.rollout_pools) != {"reserved", "spot"} or not config.pools.spot.workers:
+            return inf
+        return rollout_window_s(config.strategy.offload, self._offload(k), parts=config.train_parts)
+
+    def _offload(self, k: int) -> Offload:
+        return self._run.offload(k) or Offload(window_s=FIRST_WINDOW_S / self._config.played)
+
+    def _balance(self, k: int, began_s: float, window_s: float) -> dict[str, float]:
+        """What the iteration says of its two sides; the window for the next one is recorded."""
+        found = self._watch.balance(k, began_s, window_s)
+        if self._config.strategy.offload == "adaptive" and window_s < inf:
+            state, floor_s = self._offload(k), FLOOR_S / self._config.played
+            self._run.record_offload(k + 1, adapt(state, found.measured, floor_s=floor_s) if found else state)
+        if found is None:
+            return {}
+        pools = self._config.strategy.rollout_pools
+        worth = spot_worth_renting(
+            remote_s=found.measured.rollout_s if "spot" in pools else 0.0,
+            spot=found.measured.spot,
+            reserved_s=min(window_s, found.measured.rollout_s) if "reserved" in pools else 0.0,
+            reserved=self._config.pools.reserved.workers,
+            train_s=found.train_s,
+        )
+        return {
+            **({"window_s": window_s} if window_s < inf else {}),
+            "after_rollout_s": found.beside_s,
+            "train_wait_s": found.measured.train_wait_s,
+            "spot_wait_s": found.measured.remote_wait_s,
+            "spot_worth_renting": worth,
+        }
 
     def _first_selection(self, setting: Setting, k: int, weights: WeightsRef) -> Selection:
         """Seeds for an iteration that no iteration before it has explored for."""
@@ -168,7 +211,7 @@ class Loop:
         measured = history[-1]["measured"]
         scored = measured.get("beside_seeds", 0)
         return affordable(
-            training_s=measured.get("train_s", 0.0),
+            training_s=min(measured.get("train_s", 0.0), measured.get("after_rollout_s", inf)),
             seed_s=measured.get("beside_s", 0.0) / scored if scored else 0.0,
             spot_workers=config.pools.spot.workers,
             chunk=config.exploration.request_seeds,

@@ -73,10 +73,12 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSet:
-    """An iteration's samples in request order, and what their rewards say."""
+    """Samples of an iteration, or of a part of it, in request order, and what their rewards say."""
 
     samples: tuple[Sample, ...]
     metrics: dict[str, float]
+    steps_resumed: int = 0
+    """Of their rollouts, found committed and not computed again."""
 
 
 Shard = Rollout | Dropped | Spare | SetAside
@@ -145,7 +147,7 @@ def score(run_dir: str, done: Shard) -> Scored | Dropped | SetAside:
             f"request {done.request.id} asked for weights {done.request.weights.sha256[:12]} and was run with "
             f"{done.weights_sha256[:12]}: nothing was trained on it; resume the run"
         )
-    return _score(run_dir, done.request)
+    return replace(_score(run_dir, done.request), steps_resumed=done.steps_resumed)
 
 
 def _score(run_dir: str, request: Request) -> Scored:
@@ -217,12 +219,46 @@ def advantage(settings_std: str, scored: Sequence[Scored]) -> TrainingSet:
             "zero_std_ratio": zero_std_ratio(rewards, groups),
             "samples": float(len(rows)),
         },
+        steps_resumed=sum(one.steps_resumed for one in scored),
     )
 
 
-def train(run_dir: str, weights: WeightsRef, training: TrainingSet, iteration: int) -> int:
-    """Update from one iteration's samples; the next version is left staged. Returns its number."""
-    device.run(run_dir, "train", weights, training.samples, iteration)
+def whole(parts: Sequence[TrainingSet]) -> TrainingSet:
+    """The training set of an iteration from those of its parts, which share no prompt."""
+    if len(parts) == 1:
+        return parts[0]
+    samples = tuple(sample for part in parts for sample in part.samples)
+    rewards = [sample.reward for sample in samples]
+    groups = [len({sample.request.prompt.id for sample in part.samples}) for part in parts]
+    flat = sum(part.metrics["zero_std_ratio"] * count for part, count in zip(parts, groups, strict=True))
+    return TrainingSet(
+        samples=samples,
+        metrics={
+            "reward_mean": fmean(rewards),
+            "reward_std": pstdev(rewards),
+            "zero_std_ratio": flat / sum(groups),
+            "samples": float(len(samples)),
+        },
+        steps_resumed=sum(part.steps_resumed for part in parts),
+    )
+
+
+def train(
+    run_dir: str, weights: WeightsRef, parts: Sequence[TrainingSet], of: int, iteration: int, before: int | None = None
+) -> int:
+    """Train on one part of an iteration's samples, and on those before it where that is still to be done.
+
+    With the last part, the next version is left staged.
+
+    Args:
+        parts: all parts up to this one, in order.
+        of: samples of the whole iteration.
+        before: what the part before this one returned; somebody has to want it.
+
+    Returns:
+        The number of the next version.
+    """
+    device.run(run_dir, "train", weights, tuple(part.samples for part in parts), of, iteration)
     return weights.version + 1
 
 

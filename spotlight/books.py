@@ -25,6 +25,7 @@ from spotlight.costs import (
     span_from_json,
     spot_utilisation,
 )
+from spotlight.offload import Balance, balance
 from spotlight.prices import read_prices
 from spotlight.records import SpotlightError
 from spotlight.rundir import EVENTS, HISTORY, SPANS, VALIDATION, WORKERS, RunDir, atomic_write
@@ -91,6 +92,10 @@ class Books:
             "gangs_broken": float(len(recoveries_s)),
             **({"recovery_s": median(recoveries_s)} if recoveries_s else {}),
         }
+
+    def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
+        """How reserved and spot workers shared an iteration."""
+        return balance(self._spans, self._all(), iteration, began_s=began_s, window_s=window_s)
 
     def usd_by_pool(self, now_s: float, since_s: float = 0.0) -> dict[str, float]:
         """Price of each pool's seconds, idle or not, up to ``now_s``."""

@@ -20,6 +20,8 @@ from spotlight.records import Sampler, SpotlightError
 
 RESOLVED = "config.toml"
 """The resolved settings' name in a run directory."""
+PARTS = 8
+"""Of an iteration's training: a first part small enough to begin early, a task's launch still small beside it."""
 
 
 class Section(BaseModel):
@@ -110,6 +112,8 @@ class TrainSection(Section):
     ema_decay: float = Field(0.0, ge=0, lt=1)
     """0 turns the averaged weights off; else they are kept beside each version and validated."""
     advantage_std: Literal["global", "group"] = "global"
+    """Spread that advantages are divided by: that of all rewards of the iteration, so that training waits for the last
+    of them; or of each prompt's own, so that training may begin with the first prompts that are scored."""
     advantage_clip: float = Field(5.0, gt=0)
     kl: float = Field(0.0, ge=0)
     """Weight of the distance to the reference policy (adapter off, or the starting weights)."""
@@ -175,6 +179,12 @@ class StrategySection(Section):
     """False: every gang has the widest of ``widths``, and waits for as many workers when it loses one."""
     widths: tuple[int, ...] = (1,)
     """How many workers of a node may run one request together (sequence parallelism); narrow and wide mix freely."""
+    offload: Literal["adaptive", "all", "none"] = "adaptive"
+    """What reserved workers leave to spot ones, while there are any, where both may roll out. "adaptive": the rollouts
+    that are left when a window is over, which adapts itself so that neither side waits; training begins with the first
+    samples. "all": every rollout; training begins as well. "none": nothing; both roll out, then training begins.
+    Where training needs all samples at once (`Config.train_parts`), there is nothing to begin early, and "adaptive" is
+    "none"."""
 
 
 class PaceSection(Section):
@@ -259,6 +269,20 @@ class Config(Section):
                 'add spot workers, or add "reserved" to rollout_pools'
             )
         return self
+
+    @property
+    def played(self) -> float:
+        """Played seconds in a real one: 1 where nothing is paced."""
+        return self.pace.speedup if self.pace.gpu else 1.0
+
+    @property
+    def train_parts(self) -> int:
+        """Most parts of an iteration that are trained on as they arrive; 1 where that would change what is trained.
+
+        A part needs its advantages, and a second update would need the policy before the first.
+        """
+        whole = self.train.advantage_std == "global" or self.train.updates > 1 or self.strategy.offload == "none"
+        return 1 if whole else PARTS
 
     def _check_widths(self) -> None:
         widths, pools = self.strategy.widths, self.pools

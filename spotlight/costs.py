@@ -41,8 +41,8 @@ class Span:
     start_s: float
     stop_s: float
     outcome: str
-    """``done``; ``dropped`` (exploration called off), ``lost`` (with its worker), ``failed``, or ``stopped`` (by a
-    person, after the step in flight)."""
+    """``done``; ``dropped`` (exploration called off), ``lost`` (with its worker), ``failed``, or ``stopped``
+    (after the step in flight: by a person, or to go on wider or elsewhere)."""
     uncommitted_s: float | None = None
     """Of lost or failed work: its last seconds, whose steps were not committed. None where nothing of it was."""
     redone_s: float = 0.0

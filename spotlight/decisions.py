@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from math import inf
 from typing import Any
 
-from spotlight import explore, policy
+from spotlight import explore, offload, policy
 from spotlight.explore import Arm, Beliefs
+from spotlight.offload import Sides, Turn
 from spotlight.policy import Idle, Launch, Running, View, Waiting
 
 
@@ -50,12 +52,22 @@ def allocation_row(
     }
 
 
+def turn_row(sides: Sides, turned: Turn) -> dict[str, Any]:
+    """A row for whose turn it became between rollout and training; a window without end is null."""
+    window_s = None if sides.window_s == inf else sides.window_s
+    return {"decision": "turn", "sides": asdict(sides) | {"window_s": window_s}, "turn": asdict(turned)}
+
+
 def differing(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """The rows whose decision would be another if it were made now, from the same input."""
     known: dict[str, Waiting] = {}
     for row in rows:
         if row["decision"] == "allocate":
             if _allocate(row) != [tuple(chunk) for chunk in row["chunks"]]:
+                yield row
+            continue
+        if row["decision"] == "turn":
+            if _turn(row) != Turn(**_tuples(row["turn"])):
                 yield row
             continue
         known |= {one["id"]: Waiting(**_tuples(one)) for one in row["changed"]}
@@ -74,6 +86,11 @@ def differing(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
 def _allocate(row: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     arms = [Arm(**_tuples(arm)) for arm in row["arms"]]
     return explore.allocate(arms, Beliefs.of(row["beliefs"]), **row["given"])
+
+
+def _turn(row: Mapping[str, Any]) -> Turn:
+    sides = _tuples(row["sides"])
+    return offload.turn(Sides(**sides | {"window_s": inf if sides["window_s"] is None else sides["window_s"]}))
 
 
 def _tuples(value: Mapping[str, Any]) -> dict[str, Any]:

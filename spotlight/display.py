@@ -106,6 +106,7 @@ def _facts(status: Status) -> Table:
     table.add_row("phase", status.phase, "running", running + waiting)
     table.add_row("reward", _number(status.reward), "validation", _scores(status))
     table.add_row("workers", workers, "preemptions", str(status.preemptions))
+    table.add_row("rollout window", _window(status), "spot workers worth renting", _worth(status))
     table.add_row("spot utilisation", _percent(status.spot_utilisation), "cost", f"${status.usd:.4f}")
     return table
 
@@ -116,6 +117,17 @@ def _line(status: Status) -> str:
         f"reward {_number(status.reward)}  validation {_scores(status)}  "
         f"spot utilisation {_percent(status.spot_utilisation)}  ${status.usd:.4f}  preemptions {status.preemptions}"
     )
+
+
+def _window(status: Status) -> str:
+    """Of reserved workers, with how long training then waited for spot ones."""
+    if status.window_s is None:
+        return "-"
+    return f"{status.window_s:.1f} s (then waited {_number(status.train_wait_s)} s)"
+
+
+def _worth(status: Status) -> str:
+    return "-" if status.spot_worth_renting is None else str(status.spot_worth_renting)
 
 
 def _scores(status: Status) -> str:

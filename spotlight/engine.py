@@ -92,6 +92,7 @@ class Engine:
         self._versions: dict[tuple[WeightsRef, bool], dict[str, Tensor]] = {}
         self._loaded: tuple[WeightsRef, bool] | None = None
         self._trained: int | None = None  # the version that the optimizer's state in this process belongs to
+        self._accumulated: list[tuple[Sample, ...]] = []  # parts of an iteration whose gradient is in the parameters
 
     @cached_property
     def model(self) -> models.Model:
@@ -367,29 +368,64 @@ class Engine:
 
     # Training
 
-    def train(self, ref: WeightsRef, samples: Sequence[Sample], iteration: int) -> None:
-        """One iteration's updates, from version ``ref`` to the next one, which is left staged.
+    def train(self, ref: WeightsRef, parts: Sequence[tuple[Sample, ...]], of: int, iteration: int) -> None:
+        """Train on some more of an iteration's samples; with the last of them, stage the version after ``ref``.
 
-        Does nothing if that version is published already. The optimizer's state is taken from
-        this process if it is the one that trained ``ref``, else from the checkpoint.
+        Safe to run twice, anywhere: parts that this process holds the gradient of are not done again, all others
+        are, also those that another process did. Nothing is done if that version is published already. The
+        optimizer's state is taken from this process if it is the one that trained ``ref``, else from the checkpoint.
+
+        Args:
+            parts: all parts so far, in order; several of them make one update.
+            of: samples of the whole iteration.
         """
         version = ref.version + 1
         if weights.published(self.run_dir, version):
             return
-        batch = self._training_batch(samples)
         resident = self._trained == ref.version
         self.use(ref)
         if not resident:
             self.trainer.load_state(weights.load(self.run_dir, ref, "optimizer"))
+            self._trained, self._accumulated = ref.version, []
+        whole = sum(map(len, parts)) == of
+        if whole and len(parts) == 1:
+            self._stage(version, self._update(parts[0], iteration))
+            return
+        self._accumulate(parts, of, iteration)
+        if whole:
+            self._accumulated, self._loaded, self._trained = [], None, None
+            self._stage(version, self.trainer.finish(iteration=iteration))
+
+    def _update(self, samples: Sequence[Sample], iteration: int) -> dict[str, float]:
+        batch = self._training_batch(samples, 0)
         self._loaded = self._trained = None  # half-way through an update, nothing resident has a version
+        with self._training(samples, iteration):
+            return self.trainer.update(batch, iteration=iteration)
+
+    def _accumulate(self, parts: Sequence[tuple[Sample, ...]], of: int, iteration: int) -> None:
+        """Make the gradient in the parameters that of all these parts, or of some more that came before."""
+        done = self._accumulated
+        if any(had != part for had, part in zip(done, parts, strict=False)):
+            done = []
+        for at in range(len(done), len(parts)):
+            batch = self._training_batch(parts[at], sum(map(len, parts[:at])))
+            self._accumulated = []  # half-way through a part, what is there is the gradient of nothing
+            with self._training(parts[at], iteration):
+                self.trainer.accumulate(batch, iteration=iteration, of=of)
+            self._accumulated = list(parts[: at + 1])
+
+    @contextmanager
+    def _training(self, samples: Sequence[Sample], iteration: int) -> Iterator[None]:
         what = f"training of iteration {iteration} ({len(samples)} samples)"
         with self._memory(what), self._pace.lasting(self._pace.train_s(len(samples))):
-            metrics = self.trainer.update(batch, iteration=iteration)
+            yield
+
+    def _stage(self, version: int, metrics: dict[str, float]) -> None:
         weights.stage(self.run_dir, version, self.model.trainable(), self.trainer.state(), metrics, self.trainer.ema())
         self._trained = version
 
-    def _training_batch(self, samples: Sequence[Sample]) -> TrainingBatch:
-        """Samples in the order given, whoever was ready first."""
+    def _training_batch(self, samples: Sequence[Sample], before: int) -> TrainingBatch:
+        """Samples in the order given, whoever was ready first; so many of the iteration's come before them."""
         first = samples[0].request
         stochastic = first.sampler != "ode"
         rows: list[NDArray[np.float32]] = []
@@ -415,6 +451,7 @@ class Engine:
             noise_level=first.noise_level,
             window_BKNC=torch.from_numpy(np.concatenate(windows)).to(device) if windows else None,
             log_prob_BS=torch.from_numpy(np.concatenate(log_probs)).to(device) if log_probs else None,
+            first=before,
         )
 
 

@@ -173,9 +173,9 @@ class Machines:
         """Workers of a pool that can work."""
         return len(self._ready[pool])
 
-    def all_idle(self, pool: Pool) -> bool:
-        """Whether a pool has workers, and all are free."""
-        return bool(self._ready[pool]) and all(name in self._idle for name in self._ready[pool])
+    def busy(self, pool: Pool) -> int:
+        """Workers of a pool that have work."""
+        return sum(name not in self._idle for name in self._ready[pool])
 
     def come(self, place: Place) -> None:
         """A place's workers are there from now on; they can work once they have started."""
@@ -271,9 +271,9 @@ class Machines:
         """It waits for a gang from now on."""
         self._fresh[work.waiting.exploring].append(work)
 
-    def waits(self) -> bool:
-        """Whether a request that is no exploration has no gang."""
-        return bool(self._fresh[False]) or any(not work.waiting.exploring for work in self._broken.values())
+    def waits(self) -> int:
+        """Requests that are no exploration and have no gang."""
+        return len(self._fresh[False]) + sum(not work.waiting.exploring for work in self._broken.values())
 
     def unplaced(self) -> list[Work]:
         """All requests without a gang."""

@@ -38,8 +38,8 @@ class Pace:
         )
         return played_s / pace.speedup
 
-    def train_s(self, samples: int) -> float:
-        """Real seconds of one iteration's training, as if all reserved workers shared it evenly."""
+    def train_s(self, samples: float) -> float:
+        """Real seconds of training on so many samples, as if all reserved workers shared it evenly."""
         pace = self._pace
         if not pace.gpu:
             return 0.0

@@ -148,6 +148,8 @@ class Scored:
     rewards: tuple[float | None, ...]
     """None where the scorer failed for good: a missing reward is never a number."""
     errors: tuple[str, ...] = ()
+    steps_resumed: int = 0
+    """Of the rollout: steps that were found committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from cluster.pools import Pools
     from graphs.iteration import Graph
+    from spotlight.offload import Balance
 
 STOP_GRACE_S = 60.0
 """How long a stop waits for the steps in flight; a step of a large model can last many seconds."""
@@ -71,6 +72,12 @@ class Status:
     """Alive, by pool."""
     running: Mapping[str, int]
     """Tasks in progress, by phase."""
+    window_s: float | None
+    """How long reserved workers rolled out at most before they trained, in the last iteration; None without an end."""
+    train_wait_s: float | None
+    """Training then waited so long for samples of spot workers."""
+    spot_worth_renting: int | None
+    """More spot workers than so many would have had no rollout left; as of the last iteration."""
     waiting_for: tuple[str, ...]
     """Pools that requests wait for, because none that may run them has a worker now."""
     elapsed_s: float
@@ -176,6 +183,7 @@ class Run:
         run, now_s = self.directory, time.time()
         books = self._kept
         history = run.rows(HISTORY)
+        measured = history[-1]["measured"] if history else {}
         ledger, usd_by_pool = books.ledger(now_s), books.usd_by_pool(now_s)
         return Status(
             state=self._state,
@@ -196,6 +204,9 @@ class Run:
             preemptions=books.preemptions(),
             workers=books.alive(),
             running=books.running,
+            window_s=measured.get("window_s"),
+            train_wait_s=measured.get("train_wait_s"),
+            spot_worth_renting=measured.get("spot_worth_renting"),
             waiting_for=self._waiting_for,
             elapsed_s=now_s - self._began_s if self._began_s else 0.0,
             dashboard=self._dashboard,
@@ -315,6 +326,10 @@ class Run:
     def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
         self._follow()
         return self._kept.measure(start_s, stop_s)
+
+    def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
+        self._follow()
+        return self._kept.balance(iteration, began_s, window_s)
 
     def _summarise(self) -> None:
         run, books = self.directory, self._kept

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from spotlight import config
 from spotlight.explore import Beliefs
+from spotlight.offload import Offload
 from spotlight.records import Kept, Prompt, Selection, SpotlightError
 
 HISTORY = "history.jsonl"
@@ -176,6 +177,18 @@ class RunDir:
     def record_beliefs(self, iteration: int, beliefs: Beliefs) -> None:
         (self.path / "beliefs").mkdir(exist_ok=True)
         self.write_json(f"beliefs/{iteration:05d}.json", asdict(beliefs))
+
+    def offload(self, iteration: int) -> Offload | None:
+        """The rollout window of an iteration, and those remembered; None where none was worked out."""
+        path = self.path / "offload" / f"{iteration:05d}.json"
+        if not path.is_file():
+            return None
+        value = json.loads(path.read_text())
+        return Offload(window_s=value["window_s"], memory={int(n): one for n, one in value["memory"].items()})
+
+    def record_offload(self, iteration: int, state: Offload) -> None:
+        (self.path / "offload").mkdir(exist_ok=True)
+        self.write_json(f"offload/{iteration:05d}.json", asdict(state))
 
 
 @contextlib.contextmanager

@@ -195,9 +195,9 @@ class Strategy(Section):
     on_preemption: Literal["resume", "restart"] = "resume"
     elastic: bool = True
     """Gangs may form anew at any width; else only at the widest, and every process of a broken one loads again."""
-    offload: Literal["adaptive", "all", "none"] = "all"
-    """How long reserved GPUs roll out: RLBoost's window, until all is rolled out, or not at all. But for "all",
-    training begins with the first samples that are scored."""
+    offload: Literal["adaptive", "all", "none"] = "none"
+    """What reserved GPUs leave to spot ones: what is left after RLBoost's window, every rollout, or nothing. But for
+    "none", training begins with the first samples that are scored."""
 
     @property
     def rents_spot(self) -> bool:

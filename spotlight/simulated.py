@@ -12,23 +12,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from math import inf
 
 import numpy as np
 
 from spotlight import fleet, learning
+from spotlight.config import PARTS
 from spotlight.costs import SECONDS_PER_H, Span
 from spotlight.explore import Arm, Beliefs, affordable, allocate, equal_shares, learn, max_variance_subset
 from spotlight.learning import Rewards
 from spotlight.machines import Machines, Work
-from spotlight.offload import Measured, Offload, adapt, request_seeds, reserved_window_s, spot_worth_renting
+from spotlight.offload import (
+    Measured,
+    Offload,
+    Sides,
+    Turn,
+    adapt,
+    parts,
+    request_seeds,
+    rollout_window_s,
+    spot_worth_renting,
+    turn,
+)
 from spotlight.policy import Pool, Waiting
 from spotlight.records import SpotlightError
 from spotlight.scenario import Scenario, Strategy
 from spotlight.traces import Switches
-
-STREAMS = 8
-"""Training that takes samples as they arrive does so in at most so many parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +151,7 @@ class Run:
         self.machines = Machines(timing=fleet.timing(scenario, strategy), ended=self._ended)
         self.widths = self.job.widths if strategy.elastic else self.job.widths[-1:]
         self.train_gpu_s = fleet.train_gpu_s(scenario)
+        self.parts = 1 if strategy.offload == "none" else PARTS
         self.over = False
         self.k = self.exploring = 0
         """The iteration that trains, and the one that is explored for."""
@@ -162,6 +173,8 @@ class Run:
         self.explored = self.order = self.worth = 0
         self.seed_s = 0.0
         """GPU-seconds of denoising a candidate, as the last iteration measured them; 0 where it explored nothing."""
+        self.after_rollout_s = inf
+        """From the last iteration's last rollout to its end."""
         self.windows: list[tuple[float, float]] = []
         """When each iteration began and ended."""
         self.captured_sum = 0.0
@@ -190,7 +203,7 @@ class Run:
     def _go(self) -> Iterator[tuple[Layer, ...]]:
         """The graphs of a run, each when the one before is done."""
         job, explores, last = self.job, self.strategy.exploration, self.scenario.iterations - 1
-        rounds, streams = self.scenario.exploration.rounds, self.strategy.offload != "all"
+        rounds, streams = self.scenario.exploration.rounds, self.parts > 1
         yield PREPARATION
         while self.k != last + 1 or last < 0:
             if job.validation_images and self.k % job.validate_every == 0:
@@ -296,17 +309,14 @@ class Run:
             self.kept[self.k] = [list(range(job.seeds_kept)) for _ in range(job.prompts)]
         if stale:
             self._begin_exploration(self.k + 1, stale=True)
-        self.balance = _Balance(began_s=machines.now_s, changes=machines.changes)
-        match self.strategy.offload:
-            case "adaptive":
-                self.balance.window_s = reserved_window_s(self.offload, machines.count("spot"))
-                machines.at(machines.now_s + self.balance.window_s, _wake)
-            case "none":
-                self.balance.window_s = 0.0
+        window_s = rollout_window_s(self.strategy.offload, self.offload, parts=self.parts)
+        self.balance = _Balance(began_s=machines.now_s, window_s=window_s, changes=machines.changes)
+        if window_s < inf:
+            machines.at(machines.now_s + window_s, _wake)
 
     def _roll_out(self) -> None:
         job, balance = self.job, self.balance
-        balance.pools = self._rollout_pools()
+        balance.pools = self._turn().pools
         size = job.request_seeds or self._request_seeds(balance.pools)
         balance.groups_left = [-(-job.seeds_kept // size)] * job.prompts
         for index in range(job.prompts):
@@ -325,36 +335,44 @@ class Run:
             sample_s=job.steps * fleet.step_s(self.scenario, 1, self.widths[0]) + job.score_s,
         )
 
-    def _rollout_pools(self) -> tuple[Pool, ...]:
-        """Where rollouts run now: reserved GPUs leave them to spot ones when their window is over, if there are any."""
-        pools, balance = self.strategy.rollout_pools, self.balance
-        closed = self.machines.now_s >= balance.began_s + balance.window_s
-        return ("spot",) if closed and "spot" in pools and self.machines.count("spot") else pools
+    def _turn(self) -> Turn:
+        """Whether reserved GPUs roll out or train now."""
+        balance, machines = self.balance, self.machines
+        return turn(
+            Sides(
+                pools=self.strategy.rollout_pools,
+                elapsed_s=machines.now_s - balance.began_s,
+                window_s=balance.window_s,
+                spot=machines.count("spot"),
+                waiting=machines.waits(),
+                rolling=machines.busy("reserved"),
+            )
+        )
 
     def _move_rollouts(self) -> None:
-        if self.left.get("rollout") and (pools := self._rollout_pools()) != self.balance.pools:
-            self.balance.pools = pools
-            self.machines.move("rollout", pools)
+        """Look for the end of the window, and for spot GPUs that come or go after it."""
+        if self.left.get("rollout") and self.balance.window_s < inf:
+            pools = self._turn().pools
+            if pools != self.balance.pools:
+                self.balance.pools = pools
+                self.machines.move("rollout", pools)
 
     def _train_on(self) -> bool:
-        """Train on what is ready, if the reserved GPUs are free for it."""
+        """Train on the next part, if it is ready and the reserved GPUs are free for it."""
         balance, machines = self.balance, self.machines
-        if not self.left.get("train") or balance.training or not machines.all_idle("reserved"):
+        if not self.left.get("train") or balance.training or not machines.count("reserved") or not self._turn().train:
             return False
-        if "reserved" in balance.pools and machines.waits():
-            return False
-        ready = balance.ready()
-        enough = -(-self.job.prompts // STREAMS) if self.left["rollout"] else 1
-        if ready < enough:
+        part = next(one for one in parts(self.job.prompts, most=self.parts) if one.start == balance.trained)
+        if balance.ready() < len(part):
             if balance.waiting_since_s is None:
                 balance.waiting_since_s = machines.now_s
             return False
         if balance.waiting_since_s is not None:
             balance.train_wait_s += machines.now_s - balance.waiting_since_s
-        seconds = ready * self.job.seeds_kept * self.train_gpu_s / machines.count("reserved")
+        seconds = len(part) * self.job.seeds_kept * self.train_gpu_s / machines.count("reserved")
         balance.training, balance.waiting_since_s = True, None
         balance.train_s += seconds
-        machines.occupy("reserved", seconds, "train", self.k, lambda: self._trained(ready))
+        machines.occupy("reserved", seconds, "train", self.k, lambda: self._trained(len(part)))
         return True
 
     def _trained(self, groups: int) -> None:
@@ -390,9 +408,11 @@ class Run:
         """What the iteration says about the balance of its two sides."""
         balance, spot = self.balance, self.machines.count("spot")
         rollout_s = balance.rolled_out_s - balance.began_s
+        self.after_rollout_s = self.machines.now_s - balance.rolled_out_s
         measured = Measured(
             train_wait_s=balance.train_wait_s,
-            remote_wait_s=self.machines.now_s - balance.rolled_out_s,
+            rollout_s=rollout_s,
+            remote_wait_s=self.machines.now_s - max(balance.rolled_out_s, self._explored_s()),
             spot=spot,
             steady=self.machines.changes == balance.changes,
         )
@@ -405,6 +425,11 @@ class Run:
             reserved=self.scenario.cluster.reserved_gpus,
             train_s=balance.train_s,
         )
+
+    def _explored_s(self) -> float:
+        """When the last exploration of this iteration ended; 0 where there was none."""
+        recent = takewhile(lambda span: span.stop_s >= self.balance.began_s, reversed(self.machines.spans))
+        return max((span.stop_s for span in recent if span.phase.startswith("explore")), default=0.0)
 
     # Exploration
 
@@ -453,8 +478,9 @@ class Run:
         """Candidates that can be explored while the next version is trained, going by the last iteration: as live."""
         job, cluster, settings = self.job, self.scenario.cluster, self.scenario.exploration
         limit = settings.seeds_tried * job.prompts
+        training_s = job.prompts * job.seeds_kept * self.train_gpu_s / cluster.reserved_gpus
         most = affordable(
-            training_s=job.prompts * job.seeds_kept * self.train_gpu_s / cluster.reserved_gpus,
+            training_s=min(training_s, self.after_rollout_s),
             seed_s=self.seed_s,
             spot_workers=cluster.spot_nodes * cluster.spot_gpus_per_node,
             chunk=settings.request_seeds,

@@ -47,6 +47,8 @@ class TrainingBatch:
     """Latents before each step of the window and after the last, float32; Flow-GRPO only."""
     log_prob_BS: Tensor | None
     """The workers' values; only compared with the trainer's own."""
+    first: int = 0
+    """Number of its first sample within the iteration: 0 unless it is a later part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ class Trainer:
         self._ema = (
             {name: value.float().clone() for name, value in model.trainable().items()} if settings.ema_decay else None
         )
+        self._parts: list[tuple[int, dict[str, float]]] = []
+        """Samples and metrics of the parts whose gradient is in the parameters; ``loss`` is a share, not a mean."""
 
     def update(self, batch: TrainingBatch, *, iteration: int) -> dict[str, float]:
         """Run the iteration's optimizer steps; the model holds the next version afterwards.
@@ -107,9 +111,44 @@ class Trainer:
         objective = self._objective(batch, iteration)
         updates = self._split(len(batch.advantages_B), objective.slots, iteration)
         objective.remember(updates)
-        steps = [self._step(objective, parts, f"iteration {iteration}, update {u}") for u, parts in enumerate(updates)]
+        steps = []
+        for u, rows in enumerate(updates):
+            self._optimizer.zero_grad()
+            loss = self._backward(objective, rows, sum(len(one.samples) for one in rows))
+            steps.append((loss, self._step(loss, f"iteration {iteration}, update {u}")))
         loss, norm = np.mean(steps, axis=0)
         return {"loss": float(loss), "grad_norm": float(norm), **objective.metrics()}
+
+    def accumulate(self, batch: TrainingBatch, *, iteration: int, of: int) -> None:
+        """Add the gradient of a part of an iteration's samples; a part whose ``first`` is 0 begins anew.
+
+        Parts follow each other in the order of their samples. Their sum is, up to rounding, the gradient of one
+        batch of all: the loss is a mean over samples, and each adds its share of it.
+
+        Args:
+            of: samples of the whole iteration, which has one update.
+
+        Raises:
+            SpotlightError: as `update`.
+        """
+        assert self._settings.updates == 1, "the parts of an iteration make one update"
+        assert batch.first == sum(samples for samples, _ in self._parts) or not batch.first, "a part was left out"
+        if not batch.first:
+            self._parts = []
+            self._optimizer.zero_grad()
+        samples = len(batch.advantages_B)
+        objective = self._objective(batch, iteration)
+        (rows,) = self._split(samples, objective.slots, iteration)
+        objective.remember([rows])
+        loss = self._backward(objective, rows, of * objective.slots)
+        self._parts.append((samples, {"loss": loss, **objective.metrics()}))
+
+    def finish(self, *, iteration: int) -> dict[str, float]:
+        """Take the optimizer step for which all parts were accumulated; returns and raises what `update` does."""
+        parts, self._parts = self._parts, []
+        loss = sum(metrics["loss"] for _, metrics in parts)
+        norm = self._step(loss, f"iteration {iteration}")
+        return _merged(parts) | {"loss": loss, "grad_norm": norm}
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the optimizer's moments and the averaged weights, flat, as safetensors wants them.
@@ -180,26 +219,39 @@ class Trainer:
             for start, end in pairwise(edges)
         ]
 
-    def _step(self, objective: Objective, parts: Sequence[Rows], where: str) -> tuple[float, float]:
-        """One optimizer step on the mean over all rows of ``parts``; its loss and gradient norm."""
-        total = sum(len(rows.samples) for rows in parts)
+    def _backward(self, objective: Objective, parts: Sequence[Rows], total: int) -> float:
+        """Add the gradient of the mean over ``total`` rows, of which these are some; returns their share of it."""
         loss_sum = 0.0
-        self._optimizer.zero_grad()
         for rows in parts:
             loss = objective.loss(rows) * (len(rows.samples) / total)
             loss.backward()
             loss_sum += loss.item()
+        return loss_sum
+
+    def _step(self, loss: float, where: str) -> float:
+        """One optimizer step with the gradient that is there; returns its norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm).item()
         if not math.isfinite(norm):
             raise SpotlightError(
-                f"{where}: the gradient's norm is {norm} (loss {loss_sum}), so the weights were left as they are: "
+                f"{where}: the gradient's norm is {norm} (loss {loss}), so the weights were left as they are: "
                 'lower train.learning_rate, or set model.dtype = "float32"'
             )
         self._optimizer.step()
         if self._ema is not None:
             live, decay = self._model.trainable(), self._settings.ema_decay
             self._ema = {name: old.lerp(live[name].float(), 1 - decay) for name, old in self._ema.items()}
-        return loss_sum, norm
+        return norm
+
+
+def _merged(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Metrics of all samples from those of the parts: of a largest value the largest, else the mean over samples."""
+    total = sum(samples for samples, _ in parts)
+    return {
+        name: max(metrics[name] for _, metrics in parts)
+        if name.endswith("_max")
+        else sum(samples * metrics[name] for samples, metrics in parts) / total
+        for name in parts[0][1]
+    }
 
 
 class _Nft:
@@ -253,7 +305,7 @@ class _Nft:
         noise = np.empty(tuple(clean_RNC.shape), dtype=np.float32)
         sigma = np.empty(len(rows.samples), dtype=np.float32)
         for row, sample in enumerate(rows.samples):
-            stream = _stream(*self._key, sample=sample, slot=rows.slot)
+            stream = _stream(*self._key, sample=self._batch.first + sample, slot=rows.slot)
             sigma[row] = 1 - stream.random()
             stream.standard_normal(out=noise[row], dtype=np.float32)
         noise_RNC = torch.from_numpy(noise).to(clean_RNC.device)
@@ -336,7 +388,7 @@ class _Grpo:
             here, there = self._old_BS[sample, slot].item(), worker_BS[sample, slot].item()
             raise SpotlightError(
                 f"iteration {self._iteration}: before the first update the trainer's policy is not the one that "
-                f"sampled. |ratio - 1| reaches {off_BS.max().item():.3g} (sample {sample}, step "
+                f"sampled. |ratio - 1| reaches {off_BS.max().item():.3g} (sample {self._batch.first + sample}, step "
                 f"{self._batch.window[0] + slot}: log-probability {here:.7g} on the trainer, {there:.7g} from the "
                 f"worker) and train.ratio_tolerance is {self._settings.ratio_tolerance:g}. Likely causes: the worker "
                 "held another weights version; guidance passes batched in one path and separate in the other; another "

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,15 @@ class Live:
         selection = unexplored(self.config, self.setting, self._requests, prompts[:1])
         return rollout_requests(self.config, self.setting, selection, self.setting.start)[0]
 
-    def start(self, request: Request, *, pool: str = "spot") -> Any:
-        """Begin a request; returns the future of its first shard."""
+    def start(self, request: Request, *, pool: str = "spot", window_s: float = inf) -> Any:
+        """Begin a request; returns the future of its first shard.
+
+        Args:
+            window_s: how long reserved workers may run it while there are spot workers.
+        """
         layers, widths = Layers(), self.config.strategy.widths
         call = (tasks.rollout_shard, str(self.run.path), request)
-        shards = layers.add_requests("rollout", request.iteration, [call], pool=pool, widths=widths)
+        shards = layers.add_requests("rollout", request.iteration, [call], pool=pool, widths=widths, window_s=window_s)
         graph = Graph(graph=layers.graph(), outputs={"shards": shards[0]})
         self._all = self.pools.client.get(graph.graph, shards[0], sync=False)
         return self._all[0]

@@ -52,6 +52,20 @@ class KillWorkers(SchedulerPlugin):
             kill(process_of(worker.address))
 
 
+class KillHolder(SchedulerPlugin):
+    """Kills, once, the worker that has just done a task."""
+
+    name = "kill-holder"
+
+    def __init__(self, key: tuple[str, int]) -> None:
+        self._key, self._struck = key, False
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, stimulus_id: str, **facts: Any) -> None:
+        if key == self._key and finish == "memory" and not self._struck:
+            self._struck = True
+            kill(process_of(facts["worker"]))
+
+
 def process_of(address: str) -> int:
     """Id of the process that listens on a Dask address."""
     port = int(address.rsplit(":", 1)[1])

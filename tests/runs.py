@@ -62,6 +62,8 @@ class NoWatch:
     def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
         return {}
 
+    def balance(self, iteration: int, began_s: float, window_s: float) -> None: ...
+
 
 def settings_file(directory: Path) -> Path:
     """A settings file whose runs go into the same directory."""

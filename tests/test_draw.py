@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from matplotlib.image import imread
 
-from graphs.draw import BOXES_MOST, _ancestors, _columns, _read, draw
+from graphs.draw import BOXES_MOST, _ancestors, _columns, _grid, _Layer, _read, draw
 from spotlight.records import SpotlightError
 from spotlight.report.palette import phase_colour
 
@@ -155,3 +156,10 @@ def test_another_suffix_is_refused_with_those_that_work(tmp_path: Path) -> None:
 def test_an_empty_graph_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match="no layers"):
         draw(HighLevelGraph({}, {}), tmp_path / "graph.svg")
+
+
+def test_parts_of_training_stand_one_after_the_other() -> None:
+    train = _Layer(phase="train", iteration="1", round="", tasks=5, lanes=frozenset({"reserved"}))
+
+    assert _grid(train, rows=1) == (1, 5)
+    assert _grid(replace(train, phase="rollout"), rows=1) == (3, 2)

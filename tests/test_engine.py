@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,9 +20,10 @@ from spotlight import config
 from spotlight.data import read_prompts
 from spotlight.engine import Engine
 from spotlight.latents import MissingLatents
-from spotlight.records import Dropped, Request, Rollout, SetAside, SpotlightError, Stopped
+from spotlight.records import Dropped, Request, Rollout, Sample, Scored, SetAside, SpotlightError, Stopped
 from spotlight.rundir import RunDir
 from spotlight.signals import signals
+from spotlight.weights import publish
 
 
 @pytest.fixture
@@ -171,7 +173,8 @@ def test_exploration_that_was_scored_before_it_was_called_off_is_not_lost(run: R
     again = tasks.rollout_shard(str(run.path), explored, "explore-r0-0/0", 0)
     other = tasks.rollout_shard(str(run.path), replace(explored, seeds=(1, 2)), "explore-r0-0/1", 0)
 
-    assert tasks.score(str(run.path), again) == scored
+    assert isinstance(scored, Scored)
+    assert tasks.score(str(run.path), again) == replace(scored, steps_resumed=explored.steps)
     assert isinstance(other, Dropped)
 
 
@@ -189,3 +192,29 @@ def test_a_request_too_large_for_the_device_is_named_with_what_would_make_it_fit
         Engine(run.path)._memory("request r7 (64 samples)"),
     ):
         raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+
+def test_training_in_parts_gives_the_same_bytes_whoever_does_them_and_however_often(
+    run: RunDir, setting: Setting
+) -> None:
+    settings, engine, other = run.config(), Engine(run.path), Engine(run.path)
+    prompts = read_prompts(settings.data.train_prompts)[:3]
+    requests = rollout_requests(settings, setting, unexplored(settings, setting, 0, prompts), setting.start)
+    for request in requests:
+        engine.rollout(request)
+    parts = [
+        tuple(Sample(request=request, index=at, reward=0.0, advantage=at - 0.5) for at in range(len(request.seeds)))
+        for request in requests
+    ]
+    of = sum(map(len, parts))
+
+    for count in (1, 2, 1, len(parts)):  # the first part is asked for again, as if its result had been lost
+        engine.train(setting.start, parts[:count], of, 0)
+    by_one = publish(run.path, 1).weights
+    shutil.rmtree(run.path / "weights" / "v00001")
+    engine.train(setting.start, parts[1:], of, 0)  # leaves a gradient that is of no use to what comes now
+    for one in (engine, other):
+        one.train(setting.start, parts, of, 0)
+        again = publish(run.path, 1).weights
+        shutil.rmtree(run.path / "weights" / "v00001")
+        assert again == by_one

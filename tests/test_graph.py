@@ -38,6 +38,7 @@ from kills import KillWorkers, client_of
 from runs import ROOT, settings_file, wait_for
 from spotlight import config
 from spotlight.config import Config
+from spotlight.offload import parts
 from spotlight.records import Dropped, Prompt, Request, Scored, WeightsRef
 from spotlight.run import Run
 
@@ -112,6 +113,7 @@ GRAPHS = {
     "prepare": prepare_graph("run"),
     "iteration": example_graph(load()),
     "without exploration": example_graph(load('strategy.exploration="off"')),
+    "in parts": example_graph(load("train.advantage_std=group")),
     "exploration": exploration_graph(load(), SETTING, make_candidates()),
     "validation": validation_graph(load(), SETTING, PROMPTS, VERSION),
     "final": final_graph(load(), SETTING),
@@ -129,7 +131,7 @@ def test_every_key_that_is_named_exists_and_its_layer_is_a_declared_dependency(g
     for layer, declared in graph.graph.dependencies.items():
         named = {key for key, call in calls.items() if key[0] == layer for key in keys_in(call)}
         assert named <= calls.keys()
-        assert {name for name, _ in named} == declared
+        assert {name for name, _ in named} - {layer} == declared
 
 
 def test_an_iteration_has_the_edges_of_the_design() -> None:
@@ -147,6 +149,30 @@ def test_an_iteration_has_the_edges_of_the_design() -> None:
         *((f"{layer}-r{r}-2", "select-2") for r in rounds for layer in ("allocate", "explore-score")),
     }
     assert graph.layers.keys() - {name for edge in edges for name in edge} == {"compact-0"}
+
+
+def test_a_part_of_training_waits_for_the_scores_of_its_prompts_and_for_the_parts_before_it() -> None:
+    settings = load("train.advantage_std=group", "rollout.prompts=10", "rollout.request_seeds=3")
+    graph = example_graph(settings)
+    calls, requests = calls_of(graph), -(-settings.rollout.seeds_kept // 3)
+
+    prompts = [part.stop for part in parts(10, most=settings.train_parts)]
+    scores = [[index for name, index in keys_in(calls["refill-1", at]) if name == "score-1"] for at in range(8)]
+    seen = [[key for key in keys_in(calls["train-1", at]) if key[0] == "advantage-1"] for at in range(8)]
+
+    assert [len(found) for found in scores] == [requests * count for count in [1, 1, 1, 2, 1, 1, 1, 2]]
+    assert [index for found in scores for index in found] == list(range(10 * requests))
+    assert [found[-1] + 1 for found in scores] == [stop * requests for stop in prompts]
+    assert seen == [[("advantage-1", index) for index in range(at + 1)] for at in range(8)]
+    assert all(("train-1", at - 1) in keys_in(calls["train-1", at]) for at in range(1, 8))
+    assert list(keys_in(calls["publish-1", 0])) == [("train-1", 7)]
+
+
+@pytest.mark.parametrize("setting", ["train.advantage_std=global", "train.updates=2", "strategy.offload=none"])
+def test_training_has_one_part_where_several_would_change_it_or_are_not_wanted(setting: str) -> None:
+    graph = example_graph(load("train.advantage_std=group", setting))
+
+    assert [key for key in calls_of(graph) if key[0] == "train-1"] == [("train-1", 0)]
 
 
 def test_exploration_waits_for_nothing_of_the_training_beside_it() -> None:
@@ -173,7 +199,8 @@ def test_each_task_runs_in_the_pool_of_its_phase() -> None:
     assert pools == {
         "rollout": "any",
         "score": "engine",
-        **dict.fromkeys(("refill", "advantage", "train", "publish"), "trainer"),
+        **dict.fromkeys(("refill", "advantage", "publish"), "trainer"),
+        "train": "training",
         **dict.fromkeys(("compact", "select", *(f"allocate-r{r}" for r in rounds)), "head"),
         **{f"explore-r{r}": "spot" for r in rounds},
         **{f"explore-score-r{r}": "engine" for r in rounds},
@@ -216,7 +243,7 @@ def known_tasks(dask_scheduler: Scheduler) -> dict[Any, Any]:
 
 
 def test_the_gate_is_asked_for_by_the_pools_that_the_placer_serves() -> None:
-    assert {pool for pool, resources in RESOURCES.items() if "gate" in resources} == GATED.keys()
+    assert {pool for pool, resources in RESOURCES.items() if "gate" in resources} == {*GATED, "training"}
 
 
 # The decisions

@@ -3,20 +3,137 @@
 from __future__ import annotations
 
 from math import ceil, inf
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spotlight.costs import Span, WorkerLife
 from spotlight.offload import (
     FLOOR_S,
     Measured,
     Offload,
+    Sides,
+    Turn,
     adapt,
+    balance,
+    parts,
     request_seeds,
-    reserved_window_s,
+    rollout_window_s,
     spot_worth_renting,
+    turn,
 )
+from spotlight.policy import Pool
+
+BOTH: tuple[Pool, ...] = ("reserved", "spot")
+
+
+def make_sides(**settings: Any) -> Sides:
+    """Two rollouts wait, and no reserved GPU is at work, before a window of 60 s is over."""
+    defaults: dict[str, Any] = {
+        "pools": BOTH,
+        "elapsed_s": 59.0,
+        "window_s": 60.0,
+        "spot": 2,
+        "waiting": 2,
+        "rolling": 0,
+    }
+    return Sides(**defaults | settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "pools", "train"),
+    [
+        ({}, BOTH, False),  # the window is open, and reserved GPUs have rollouts to take
+        ({"waiting": 0}, BOTH, True),  # nothing is left to take
+        ({"waiting": 0, "rolling": 1}, BOTH, False),  # one still rolls out
+        ({"elapsed_s": 60.0}, ("spot",), True),  # the window is over
+        ({"elapsed_s": 60.0, "rolling": 1}, ("spot",), False),  # one is still to hand its rollout back
+        ({"elapsed_s": 60.0, "spot": 0}, BOTH, False),  # nobody else rolls out
+        ({"elapsed_s": 60.0, "pools": ("reserved",)}, ("reserved",), False),
+        ({"elapsed_s": 0.0, "pools": ("spot",)}, ("spot",), True),
+    ],
+)
+def test_whose_turn_it_is(change: dict[str, Any], pools: tuple[Pool, ...], train: bool) -> None:
+    assert turn(make_sides(**change)) == Turn(pools=pools, train=train)
+
+
+@given(prompts=st.integers(1, 40), most=st.integers(1, 10))
+def test_parts_are_all_prompts_in_order_as_even_as_can_be(prompts: int, most: int) -> None:
+    found = parts(prompts, most=most)
+
+    assert [prompt for part in found for prompt in part] == list(range(prompts))
+    assert len(found) == min(prompts, most)
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+def test_the_window_is_as_the_strategy_says() -> None:
+    state = Offload(window_s=60.0)
+
+    assert rollout_window_s("adaptive", state, parts=4) == 60.0
+    assert rollout_window_s("adaptive", state, parts=1) == inf  # nothing could begin early
+    assert rollout_window_s("none", state, parts=4) == inf
+    assert rollout_window_s("all", state, parts=4) == 0.0
+
+
+def make_span(worker: str, phase: str, start_s: float, stop_s: float, iteration: int = 3) -> Span:
+    pool = worker.rstrip("0123456789")
+    return Span(
+        worker=worker,
+        pool=pool,
+        phase=phase,
+        iteration=iteration,
+        key="",
+        start_s=start_s,
+        stop_s=stop_s,
+        outcome="done",
+    )
+
+
+def make_life(worker: str, joined_s: float = 0.0, left_s: float | None = None) -> WorkerLife:
+    return WorkerLife(worker=worker, pool=worker.rstrip("0123456789"), joined_s=joined_s, left_s=left_s, reason="")
+
+
+SPANS = [
+    make_span("reserved0", "rollout", 100.0, 121.0),  # handed back a second after a window of 20 s
+    make_span("spot0", "rollout", 100.0, 150.0),
+    make_span("reserved0", "train", 125.0, 140.0),
+    make_span("reserved0", "train", 155.0, 170.0),
+    make_span("spot0", "explore-r0", 150.0, 162.0, iteration=4),
+]
+
+
+def test_what_an_iteration_recorded_says_who_waited() -> None:
+    found = balance(SPANS, [make_life("spot0")], 3, began_s=100.0, window_s=20.0)
+
+    assert found
+    assert found.measured == Measured(
+        train_wait_s=(125.0 - 121.0) + (155.0 - 140.0), remote_wait_s=170.0 - 162.0, spot=1, rollout_s=150.0 - 100.0
+    )
+    assert (found.beside_s, found.train_s) == (170.0 - 150.0, 15.0 + 15.0)
+
+
+def test_a_trainer_whose_window_never_closed_has_not_waited_for_it() -> None:
+    found = balance(SPANS, [make_life("spot0")], 3, began_s=100.0, window_s=60.0)
+
+    assert found
+    assert found.measured.train_wait_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("lives", "spot"),
+    [([make_life("spot0", 0.0, 120.0), make_life("spot0", 130.0)], 1), ([make_life("spot0", 0.0, 120.0)], 0)],
+)
+def test_spot_workers_that_come_and_go_make_an_iteration_unsteady(lives: list[WorkerLife], spot: int) -> None:
+    found = balance(SPANS, lives, 3, began_s=100.0, window_s=20.0)
+
+    assert found
+    assert (found.measured.spot, found.measured.steady) == (spot, False)
+
+
+def test_an_iteration_that_did_not_train_has_no_balance() -> None:
+    assert balance(SPANS[:2], [make_life("spot0")], 3, began_s=100.0, window_s=20.0) is None
 
 
 def test_a_starved_trainer_lengthens_the_window_by_a_share_of_its_wait() -> None:
@@ -33,6 +150,15 @@ def test_waiting_spot_gpus_shorten_the_window_by_a_share_of_the_difference() -> 
     after = adapt(state, Measured(train_wait_s=10.0, remote_wait_s=70.0, spot=4), eta=3.0)
 
     assert after.window_s == 100.0 - 60.0 / 3.0
+
+
+@pytest.mark.parametrize(("train_wait_s", "expected_s"), [(10.0, 40.0 - 20.0 / 4.0), (30.0, 100.0), (70.0, 110.0)])
+def test_what_a_window_has_beyond_the_rollout_goes_at_once_where_spot_gpus_wait(
+    train_wait_s: float, expected_s: float
+) -> None:
+    measured = Measured(train_wait_s=train_wait_s, remote_wait_s=30.0, spot=4, rollout_s=40.0)
+
+    assert adapt(Offload(window_s=100.0), measured, eta=4.0).window_s == expected_s
 
 
 def test_the_window_never_falls_below_its_floor() -> None:
@@ -68,8 +194,7 @@ def test_without_spot_gpus_the_reserved_ones_roll_out_to_the_end_and_nothing_is_
     after = adapt(state, Measured(train_wait_s=0.0, remote_wait_s=500.0, spot=0))
 
     assert after == state
-    assert reserved_window_s(after, 0) == inf
-    assert reserved_window_s(after, 1) == 60.0
+    assert turn(make_sides(elapsed_s=900.0, spot=0)).pools == BOTH
 
 
 def test_the_feedback_settles_where_both_sides_wait_equally() -> None:

@@ -58,7 +58,7 @@ def test_the_ledger_of_a_run_adds_up_to_the_time_of_its_workers(undisturbed: Pat
 def test_every_decision_of_a_run_is_made_again_from_its_log(undisturbed: Path) -> None:
     rows = RunDir.open(undisturbed).rows(DECISIONS)
 
-    assert {row["decision"] for row in rows} == {"plan", "allocate"}
+    assert {row["decision"] for row in rows} == {"plan", "allocate", "turn"}
     assert list(differing(rows)) == []
 
 
@@ -66,11 +66,13 @@ def test_a_logged_decision_that_was_another_is_found(undisturbed: Path) -> None:
     rows = RunDir.open(undisturbed).rows(DECISIONS)
     plan = next(row for row in rows if row["decision"] == "plan" and row["launches"])
     allocation = next(row for row in rows if row["decision"] == "allocate")
+    turn = next(row for row in rows if row["decision"] == "turn")
 
     plan["launches"] = plan["launches"][1:]
     allocation["chunks"] = allocation["chunks"][1:]
+    turn["turn"]["train"] = not turn["turn"]["train"]
 
-    assert list(differing(rows)) == [row for row in rows if row in (plan, allocation)]
+    assert list(differing(rows)) == [row for row in rows if row in (plan, allocation, turn)]
 
 
 def test_the_synchronous_scheduler_gets_the_same(undisturbed: Path, tmp_path: Path) -> None:

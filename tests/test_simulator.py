@@ -62,7 +62,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "restart": {"on_preemption": "restart", "elastic": False},
     "stale": {},
     "stale, window": {"offload": "adaptive"},
-    "stale, none": {"offload": "none"},
+    "stale, all": {"offload": "all"},
     "spot only": {"rollout_pools": ["spot"]},
 }
 
@@ -356,7 +356,7 @@ def test_without_spot_gpus_a_spot_strategy_falls_back_to_reserved_ones(tmp_path:
     trace = tmp_path / "trace.csv"
     trace.write_text("0,add,a\n60000,remove,a\n7200000,end,\n")
 
-    outcomes = simulate(scenario(tmp_path, "stale, window", "stale, none", trace={"file": str(trace)})).outcomes
+    outcomes = simulate(scenario(tmp_path, "stale, window", "stale, all", trace={"file": str(trace)})).outcomes
 
     assert [outcome.iterations for outcome in outcomes] == [3, 3]
 

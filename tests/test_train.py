@@ -130,6 +130,51 @@ def test_the_grpo_gradient_is_the_policy_gradient_of_every_sample_and_step() -> 
     assert (gradient_of(model) - expected).norm() < 1e-4 * expected.norm()
 
 
+def part_of(batch: TrainingBatch, model: TinyText, first: int, stop: int) -> TrainingBatch:
+    """Some of its samples, as a batch of their own."""
+    rows = slice(first, stop)
+    return replace(
+        batch,
+        clean_BNC=batch.clean_BNC[rows],
+        advantages_B=batch.advantages_B[rows],
+        conditioning=batch.conditioning.rows(range(first, stop)),
+        window_BKNC=batch.window_BKNC[rows] if batch.window_BKNC is not None else None,
+        log_prob_BS=batch.log_prob_BS[rows] if batch.log_prob_BS is not None else None,
+        first=first,
+    )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_parts_of_any_size_accumulate_the_gradient_of_the_whole_batch(algorithm: str, kl: float) -> None:
+    whole, parted = make_model(), make_model()
+    settings: dict[str, Any] = {"algorithm": algorithm, "kl": kl, "micro_batch": 2, "max_grad_norm": UNBOUND}
+    batch = make_batch(whole)
+
+    expected = make_trainer(whole, **settings).update(batch, iteration=3)
+    trainer = make_trainer(parted, **settings)
+    for first, stop in ((0, 3), (3, 4), (4, 6)):
+        trainer.accumulate(part_of(batch, parted, first, stop), iteration=3, of=len(ADVANTAGES))
+    metrics = trainer.finish(iteration=3)
+
+    gradient = gradient_of(whole)
+    assert (gradient_of(parted) - gradient).norm() < 1e-4 * gradient.norm()
+    assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+def test_a_first_part_forgets_what_was_accumulated_before() -> None:
+    model, fresh = make_model(), make_model()
+    batch, trainer = make_batch(model), make_trainer(model)
+
+    trainer.accumulate(part_of(batch, model, 0, 3), iteration=0, of=6)
+    for one, each in ((model, trainer), (fresh, make_trainer(fresh))):
+        for first, stop in ((0, 2), (2, 6)):
+            each.accumulate(part_of(batch, one, first, stop), iteration=1, of=6)
+        each.finish(iteration=1)
+
+    assert equal(weights_of(model), weights_of(fresh))
+
+
 def test_grpo_clamps_advantages_to_their_limit() -> None:
     limit, gradients = 0.5, []
 

@@ -44,6 +44,10 @@ METRICS = {
     "gangs_broken": "gangs that lost a member and formed anew",
     "recovery_s": "median seconds from there to the next committed step",
     "fidelity": "how much of a difference in explored reward is there again in the rollout",
+    "window_s": "longest that reserved workers rolled out before they trained, while there were spot workers",
+    "train_wait_s": "seconds that training then waited for samples of spot workers",
+    "spot_wait_s": "seconds that spot workers had neither a rollout nor exploration left",
+    "spot_worth_renting": "more spot workers than so many would have found no rollout to do",
     "usd": "dollars, idle time included",
 }
 FILES = {
@@ -56,6 +60,7 @@ FILES = {
     "decisions.jsonl": "what was decided from what, enough to decide it again",
     "set_aside.jsonl": "requests that nobody runs any more",
     "beliefs": "what the planner knew before every iteration",
+    "offload": "how long reserved workers may roll out in every iteration",
     "summary.json": "the numbers at the top of this page",
     "images": "validation images, and this page's pictures as PNG",
     "selections": "the seeds that every iteration kept, and what exploration scored them",
