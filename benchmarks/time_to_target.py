@@ -29,7 +29,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from graphs.iteration import prepare_graph, validation_graph
+from graphs.iteration import prepare_graph, request_size, validation_graph
 from graphs.loop import synchronous
 from spotlight import config
 from spotlight.books import pool_prices, read_lives, read_spans, run_ledger
@@ -210,8 +210,8 @@ def late(settings: config.Config, spans: Sequence[Span]) -> dict[str, float]:
     pace, rollout = Pace(settings), settings.rollout
     part = rollout.prompts * rollout.seeds_kept / min(settings.train_parts, rollout.prompts)
     wanted_s = {
-        "rollout": rollout.steps * pace.step_s(rollout.request_seeds, 1),
-        "score": pace.score_s(rollout.request_seeds),
+        "rollout": rollout.steps * pace.step_s(request_size(settings), 1),
+        "score": pace.score_s(request_size(settings)),
         "train": pace.train_s(part),
     }
     found = {
@@ -267,7 +267,7 @@ def modelled_s(strategy: str, iterations: float) -> float:
 
     samples, tried = rollout.prompts * rollout.seeds_kept, rollout.prompts * exploration.seeds_tried
     roll_s = waves_s(
-        samples, rollout.request_seeds, rollout.steps, sum(workers[pool] for pool in settings.strategy.rollout_pools)
+        samples, request_size(settings), rollout.steps, sum(workers[pool] for pool in settings.strategy.rollout_pools)
     )
     explore_s = waves_s(tried, exploration.request_seeds, exploration.steps or rollout.steps, sum(workers.values()))
     times = {"off": 0.0, "stale": 1.0, "blocking": iterations}[settings.strategy.exploration]

@@ -22,6 +22,7 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from graphs import tasks
 from graphs.tasks import Candidates, Setting
+from spotlight import offload
 from spotlight.config import Config
 from spotlight.explore import Beliefs, equal_shares
 from spotlight.offload import parts
@@ -41,6 +42,10 @@ RESOURCES = {
     "head": {"head": 1},
 }
 """No worker has a ``gate``: what asks for one waits until the cluster opens it."""
+MOST_SEEDS = 8
+"""In a forward batch, where the settings do not say: larger ones take memory and save little."""
+REQUEST_S = 0.25
+"""What a request costs whatever its size, in samples: half a sample of the embedded model, nothing for a large one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,12 +271,26 @@ def unexplored(config: Config, setting: Setting, iteration: int, prompts: Sequen
 def rollout_requests(config: Config, setting: Setting, selection: Selection, weights: WeightsRef) -> list[Request]:
     """The kept seeds as requests; their order is the order in which training consumes them."""
     template = _template(config, setting, "rollout", selection.iteration, weights)
-    size = config.rollout.request_seeds
+    size = request_size(config)
     return [
         replace(template, prompt=kept.prompt, seeds=kept.seeds[first : first + size])
         for kept in selection.kept
         for first in range(0, len(kept.seeds), size)
     ]
+
+
+def request_size(config: Config) -> int:
+    """Most samples in a rollout's request: the settings', or the size that ends the rollout soonest on these pools."""
+    rollout, strategy, pools = config.rollout, config.strategy, config.pools
+    workers = {"reserved": pools.reserved.workers, "spot": pools.spot.workers}
+    return rollout.request_seeds or offload.request_seeds(
+        prompts=rollout.prompts,
+        seeds=rollout.seeds_kept,
+        gangs=max(1, sum(workers[pool] for pool in set(strategy.rollout_pools)) // _widths(config)[0]),
+        most=MOST_SEEDS,
+        fixed_s=REQUEST_S,
+        sample_s=1.0,
+    )
 
 
 def _add_scores(layers: Layers, phase: str, iteration: int, run_dir: str, requests: list[list[Key]]) -> list[Key]:
@@ -293,7 +312,7 @@ def _add_training(
     A part is given the samples of all parts up to its own, so that whoever lacks their gradient can make it.
     """
     k, run_dir, std = selection.iteration, setting.run_dir, config.train.advantage_std
-    prompts = [len(range(0, len(kept.seeds), config.rollout.request_seeds)) for kept in selection.kept]
+    prompts = [len(range(0, len(kept.seeds), request_size(config))) for kept in selection.kept]
     edges = [sum(prompts[: part.start]) for part in parts(len(prompts), most=config.train_parts)]
     calls: Calls = [
         (tasks.refill, run_dir, setting.seed, scores[first:stop], _spares(rollouts[first:stop]))

@@ -67,8 +67,9 @@ class RolloutSection(Section):
     """Prompts (groups) per iteration."""
     seeds_kept: int = Field(8, ge=2)
     """Samples per group that are rolled out and trained on."""
-    request_seeds: int = Field(8, ge=1)
-    """Most samples in one request: one forward batch."""
+    request_seeds: int = Field(0, ge=0)
+    """Most samples in one request: one forward batch. 0 leaves it to `spotlight.offload.request_seeds`: up to 8, and
+    such that the workers of the rollout pools have no short last wave."""
     steps: int = Field(8, ge=1)
     sampler: Sampler = "ode"
     noise_level: float = Field(0.7, gt=0)

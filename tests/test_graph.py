@@ -29,6 +29,7 @@ from graphs.iteration import (
     exploration_graph,
     final_graph,
     prepare_graph,
+    request_size,
     rollout_requests,
     unexplored,
     validation_graph,
@@ -422,6 +423,17 @@ def test_rollouts_are_requested_prompt_by_prompt_in_the_order_of_the_selection()
     assert [len(request.seeds) for request in requests] == [3, 3, 2] * len(PROMPTS)
     assert {(request.purpose, request.iteration, request.weights) for request in requests} == {("rollout", 1, VERSION)}
     assert len({request.id for request in requests}) == len(requests)
+
+
+def test_requests_are_sized_for_the_workers_that_roll_out_unless_the_settings_size_them() -> None:
+    """8 prompts of 8 samples: 12 workers take 24 requests of at most 3 in two waves, 4 take 8 of 8 in two."""
+    workers = ["rollout.prompts=8", "rollout.seeds_kept=8", "pools.reserved.workers=4", "pools.spot.workers=8"]
+    alone = ['strategy.rollout_pools=["reserved"]']
+
+    both, reserved = load(*workers, "rollout.request_seeds=0"), load(*workers, *alone, "rollout.request_seeds=0")
+    set_by_hand = load(*workers, "rollout.request_seeds=5")
+
+    assert [request_size(settings) for settings in (both, reserved, set_by_hand)] == [3, 8, 5]
 
 
 # A real cluster
