@@ -28,7 +28,7 @@ from distributed import Scheduler, SchedulerPlugin, Worker, WorkerPlugin
 from tornado.ioloop import PeriodicCallback
 
 from cluster.gangs import GATED, Gang, gang_of, members_of
-from spotlight.costs import Span, WorkerLife
+from cluster.journal import Journal, Label
 from spotlight.decisions import PlacementLog, turn_row
 from spotlight.offload import Sides, Turn, turn
 from spotlight.policy import Idle, Pool, Running, View, Waiting, plan, widen
@@ -47,15 +47,6 @@ WATCH_S = 0.5
 LATE_S = 0.01
 """A timer for the end of a window rings so much after it, so that the window is over when it is looked at."""
 GATE = {"gate": 1}
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """What the annotations say of a task."""
-
-    pool: str
-    phase: str
-    iteration: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +101,7 @@ class Placer(SchedulerPlugin):
         self._pumping = self._stopping = False
         self._order = 0
         self._running: dict[Any, tuple[str, float]] = {}
-        self._lives: dict[str, WorkerLife] = {}
+        self._journal = Journal()
         self._nodes: dict[str, str] = {}
         self._addresses: dict[str, str] = {}
         """Of the workers that are alive, by name."""
@@ -119,13 +110,12 @@ class Placer(SchedulerPlugin):
         self._leaving: set[str] = set()
         """Names of workers under notice, until another takes the name."""
         self._hung: set[str] = set()
-        self._spans: list[Span] = []
-        self._events: list[dict[str, Any]] = []
-        self._placements, self._decisions = PlacementLog(), list[dict[str, Any]]()
+        self._placements = PlacementLog()
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        scheduler.handlers.update(spotlight_status=self.status, spotlight_drain=self.drain, spotlight_stop=self.stop)
+        scheduler.handlers.update(spotlight_status=self.status, spotlight_stop=self.stop)
+        scheduler.handlers["spotlight_drain"] = self._journal.drain
         scheduler.handlers["spotlight_holders"] = self.holders
         heard = ((BEAT, self._beat), (LOST_ENGINE, self._lost_engine), (NOTICE, self._notice), (HOLDS, self._holds))
         scheduler.stream_handlers.update(heard)
@@ -177,11 +167,11 @@ class Placer(SchedulerPlugin):
         elif start == "processing":
             address, started_s = self._running.pop(key, ("", 0.0))
             if finish in ("memory", "erred"):
-                self._record(key, label, facts, failed=finish == "erred")
-            elif address in self._lives:
-                life = self._lives[address]
-                outcome = "stopped" if gang and gang.planned and life.worker in self._addresses else "lost"
-                self._span(key, label, life, started_s, time.time(), outcome)
+                self._journal.ended(key, label, gang, facts, failed=finish == "erred")
+            elif address in self._journal.lives:
+                agreed = gang and gang.planned and address in self._addresses.values()
+                outcome = "stopped" if agreed else "lost"
+                self._journal.span(key, label, gang, address, started_s, time.time(), outcome)
             if gang:
                 self._came_back(gang, key, done=finish in ("memory", "erred"))
         if (gang or key in self._parts) and finish == "released":
@@ -205,20 +195,16 @@ class Placer(SchedulerPlugin):
         if pool:
             node = next((name for name in state.resources if name.startswith("node:")), "")
             self._nodes[worker], self._addresses[str(state.name)] = node, worker
-            self._lives[worker] = WorkerLife(
-                worker=str(state.name), pool=pool, joined_s=time.time(), left_s=None, reason=""
-            )
             self._leaving.discard(str(state.name))
-            self._log("joined", worker=str(state.name))
+            self._journal.joined(worker, str(state.name), pool)
             self._schedule_pump()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **_: Any) -> None:
-        life = self._lives.get(worker)
+        life = self._journal.lives.get(worker)
         if life is None:
             return
         reason = "end" if self._stopping else "left" if life.worker in self._leaving else "lost"
-        self._lives[worker] = replace(life, left_s=time.time(), reason=reason)
-        self._log(reason, worker=life.worker)
+        self._journal.left(worker, reason)
         self._schedule_pump()
 
     def log_event(self, topic: str, msg: Any) -> None:
@@ -226,7 +212,7 @@ class Placer(SchedulerPlugin):
         if topic == "all" and isinstance(msg, dict) and msg.get("action") == "remove-worker":
             for holders in self._holders.values():
                 holders.pop(msg["worker"], None)
-            life = self._lives.get(msg["worker"])
+            life = self._journal.lives.get(msg["worker"])
             if life and self._addresses.get(life.worker) == msg["worker"]:
                 del self._addresses[life.worker]
                 if msg.get("expected") and msg["worker"] not in self._hung:
@@ -252,7 +238,7 @@ class Placer(SchedulerPlugin):
         """The present forming is over: its other members are to leave."""
         gang.breaking = True
         planned = gang.planned or self._stopping or not self._leaving.isdisjoint((lost, *gang.members.values()))
-        self._log("leaves" if planned else "broken", gang=gang, lost=lost)
+        self._journal.event("leaves" if planned else "broken", gang=gang, lost=lost)
         if not planned:
             gang.lose()
         for worker in gang.members.values():  # after a leave that was agreed on they have ended, and hear it in vain
@@ -269,24 +255,24 @@ class Placer(SchedulerPlugin):
             return
         if resumed:
             known.begin(step, steps, time.time())
-            self._log_formed("resumed", known)
+            self._journal.gang_event("resumed", known)
             return
         first = known.step == known.resumed_at
         known.advance(step, time.time())
         if first:
-            self._log_formed("stepped", known)
+            self._journal.gang_event("stepped", known)
             self._schedule_pump()
 
     def _lost_engine(self, worker: str, gang: str, reason: str, **_: Any) -> None:
         known = self._gangs.get(gang)
-        self._log("engine lost", gang=known, worker=worker, reason=reason)
+        self._journal.event("engine lost", gang=known, worker=worker, reason=reason)
 
     def _notice(self, worker: str, reason: str, **_: Any) -> None:
         """The worker's machine will be taken away: it gets no more work."""
-        life = self._lives.get(worker)
+        life = self._journal.lives.get(worker)
         if life:
             self._leaving.add(life.worker)
-            self._log("notice", worker=life.worker, reason=reason)
+            self._journal.event("notice", worker=life.worker, reason=reason)
 
     def _holds(self, worker: str, sha256: str, **_: Any) -> None:
         self._holders.setdefault(sha256, {})[worker] = None
@@ -325,7 +311,7 @@ class Placer(SchedulerPlugin):
         launches = plan(view)
         widened = widen(view) if self._widens and not waiting else []
         if launches or widened:
-            self._decisions.append(self._placements.row(view, launches, widened))
+            self._journal.decisions.append(self._placements.row(view, launches, widened))
         for launch in launches:
             self._launch(self._gangs[launch.request], parked[launch.request], launch.workers)
         for name in widened:
@@ -346,7 +332,7 @@ class Placer(SchedulerPlugin):
         turned = turn(sides)
         if windowed and turned != self._turn:
             self._turn = turned
-            self._decisions.append(turn_row(sides, turned))
+            self._journal.decisions.append(turn_row(sides, turned))
         if "reserved" not in turned.pools and self._moves:
             for gang in rolling:
                 if not (gang.breaking or gang.planned):
@@ -360,7 +346,7 @@ class Placer(SchedulerPlugin):
         return sum(count for count in machines.values() if count >= width)
 
     def _pool_of(self, worker: str) -> str:
-        return self._lives[self._addresses[worker]].pool if worker in self._addresses else ""
+        return self._journal.pool(self._addresses[worker]) if worker in self._addresses else ""
 
     def _train_on(self, turned: Turn) -> None:
         """Let the next part of training go, if it is ready, to the worker that had the one before, if it is free."""
@@ -391,7 +377,7 @@ class Placer(SchedulerPlugin):
         """Run a shard that has nothing to do where it costs nothing."""
         aside = gang.fruitless >= self._losses and key == gang.keys[0]
         if aside:
-            self._log("set aside", gang=gang)
+            self._journal.event("set aside", gang=gang)
         elif self._called_off(gang) and key == gang.keys[0]:
             self._open_gate(key, self._head(), "head")  # it sees by itself that it is called off
             return
@@ -400,9 +386,9 @@ class Placer(SchedulerPlugin):
 
     def _idle(self) -> Iterator[Idle]:
         for state in self._scheduler.running:
-            life = self._lives.get(state.address)
+            life = self._journal.lives.get(state.address)
             if life and not state.processing and life.worker not in self._leaving:
-                yield Idle(worker=life.worker, pool=_pool(life), node=self._nodes[state.address])
+                yield Idle(worker=life.worker, pool=self._journal.pool(state.address), node=self._nodes[state.address])
 
     def _at_work(self) -> Iterator[Running]:
         now_s = time.time()
@@ -411,7 +397,7 @@ class Placer(SchedulerPlugin):
                 address = self._addresses.get(next(iter(gang.members.values())))
                 if address:
                     slots = len(gang.members) + len(self._parked(gang))
-                    yield gang.running(_pool(self._lives[address]), self._nodes[address], slots, now_s)
+                    yield gang.running(self._journal.pool(address), self._nodes[address], slots, now_s)
 
     def _pools_now(self, gang: Gang, waiting: Waiting, turned: Turn) -> Waiting:
         """Rollouts run where it is their turn; once training has ended, reserved workers help with exploration."""
@@ -437,13 +423,13 @@ class Placer(SchedulerPlugin):
             )
             self._place(self._addresses[worker], gang, key, placement)
             self._restrict(key, self._addresses[worker], "engine")
-        self._log_formed("formed", gang)
+        self._journal.gang_event("formed", gang)
         self._scheduler.transitions(dict.fromkeys(members, "processing"), stimulus_id=f"spotlight-{gang.name}")
 
     def _regroup(self, gang: Gang, why: str) -> None:
         """Have a gang form anew at its next step boundary: wider, or elsewhere."""
         gang.planned = True
-        self._log(why, gang=gang)
+        self._journal.event(why, gang=gang)
         for worker in gang.members.values():
             self._order_gang("regroup", gang, worker)
 
@@ -481,9 +467,9 @@ class Placer(SchedulerPlugin):
         """Remove workers that run something and have not been heard of; their engines are watched by themselves."""
         now_s = time.time()
         for address in {address for address, _ in self._running.values()}:
-            state, life = self._scheduler.workers.get(address), self._lives.get(address)
+            state, life = self._scheduler.workers.get(address), self._journal.lives.get(address)
             if state is not None and life and now_s - state.last_seen > self._hang_after_s:
-                self._log("hung", worker=life.worker)
+                self._journal.event("hung", worker=life.worker)
                 self._hung.add(address)
                 await self._scheduler.remove_worker(address, stimulus_id="spotlight-watch", expected=True, close=True)
                 self._evict(life.worker)
@@ -504,7 +490,7 @@ class Placer(SchedulerPlugin):
 
     def status(self) -> dict[str, Any]:
         """What is running where, for a display; plain values."""
-        alive = [life for life in self._lives.values() if life.left_s is None]
+        alive = [life for life in self._journal.lives.values() if life.left_s is None]
         return {
             "workers": dict(Counter(life.pool for life in alive)),
             "running": dict(Counter(self._labels[key].phase for key in self._running)),
@@ -512,68 +498,15 @@ class Placer(SchedulerPlugin):
             "waiting_for": sorted(self._missing_pools()),
             "widths": dict(Counter(gang.width for gang in self._gangs.values() if gang.members)),
             "preemptions": sum(
-                life.reason in ("lost", "left") and life.pool == "spot" for life in self._lives.values()
+                life.reason in ("lost", "left") and life.pool == "spot" for life in self._journal.lives.values()
             ),
         }
 
     def _missing_pools(self) -> set[str]:
         """Pools that requests wait for, and that have no worker at all now."""
-        alive = {self._lives[address].pool for address in self._addresses.values()}
+        alive = {self._journal.pool(address) for address in self._addresses.values()}
         waiting = [gang for gang in self._gangs.values() if not gang.members and self._parked(gang)]
         return {pool for gang in waiting if alive.isdisjoint(gang.pools) for pool in gang.pools}
-
-    def drain(self) -> dict[str, list[dict[str, Any]]]:
-        """The spans, events and decisions since the last call, and the lives of all workers so far."""
-        spans, self._spans = self._spans, []
-        events, self._events = self._events, []
-        decisions, self._decisions = self._decisions, []
-        return {
-            "spans": [asdict(span) for span in spans],
-            "workers": [asdict(life) for life in self._lives.values()],
-            "events": events,
-            "decisions": decisions,
-        }
-
-    def _log(self, event: str, *, gang: Gang | None = None, **facts: Any) -> None:
-        row: dict[str, Any] = {"at_s": time.time(), "event": event, **facts}
-        if gang:
-            row |= {"gang": gang.name, "epoch": gang.epoch, "width": gang.width, "step": gang.step}
-            row["workers"] = list(gang.members.values())
-        self._events.append(row)
-
-    def _log_formed(self, event: str, gang: Gang) -> None:
-        """Of a single worker that starts a request afresh there is nothing to tell."""
-        if gang.epoch > 1 or gang.width > 1:
-            self._log(event, gang=gang)
-
-    def _record(self, key: Any, label: Label, facts: dict[str, Any], *, failed: bool) -> None:
-        life = self._lives.get(facts.get("worker", ""))
-        compute = [one for one in facts.get("startstops") or () if one["action"] == "compute"]
-        if life and compute:
-            outcome = "failed" if failed else "dropped" if str(facts.get("typename")).endswith(".Dropped") else "done"
-            self._span(key, label, life, compute[0]["start"], compute[-1]["stop"], outcome)
-
-    def _span(self, key: Any, label: Label, life: WorkerLife, start_s: float, stop_s: float, outcome: str) -> None:
-        gang = self._gang_of.get(key)
-        uncommitted_s, redone_s = gang.waste(start_s, stop_s) if gang else (None, 0.0)
-        self._spans.append(
-            Span(
-                worker=life.worker,
-                pool=life.pool,
-                phase=label.phase,
-                iteration=label.iteration,
-                key=str(key),
-                start_s=start_s,
-                stop_s=stop_s,
-                outcome=outcome,
-                uncommitted_s=uncommitted_s,
-                redone_s=redone_s,
-            )
-        )
-
-
-def _pool(life: WorkerLife) -> Pool:
-    return "spot" if life.pool == "spot" else "reserved"
 
 
 class Ears(WorkerPlugin):

@@ -36,7 +36,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 def pools_of(live: Live, request: Request) -> list[str]:
     """Where the request went on, each time that it was formed anew."""
-    pools = {life.worker: life.pool for life in live.placer._lives.values()}
+    pools = {life.worker: life.pool for life in live.placer._journal.lives.values()}
     name = f"rollout-{request.iteration}/0"
     formed = [row for row in live.history() if row["event"] == "formed" and row["gang"] == name]
     return [pools[worker] for row in formed for worker in row["workers"]]
@@ -62,7 +62,7 @@ def test_a_rollout_on_a_reserved_worker_moves_when_the_window_closes_and_loses_n
         done = live.finish()
 
     assert done.steps_resumed >= 5
-    assert [(span.pool, span.outcome) for span in live.placer._spans if span.phase == "rollout"] == [
+    assert [(span.pool, span.outcome) for span in live.placer._journal.spans if span.phase == "rollout"] == [
         ("reserved", "stopped"),
         ("spot", "done"),
     ]
