@@ -55,7 +55,7 @@ def test_two_hundred_kills_change_no_bit(tmp_path: Path) -> None:
     quiet = Run(settings_file(tmp_path), [*settings, f"run.iterations={iterations + 1}"]).start()
     quiet.wait()
 
-    assert done.total() == KILLS
+    assert done.total() >= KILLS
     assert all(done[fate] > 0 for fate in FATES)
     assert iterations > 0
     assert beginning(outcome(run.directory.path), iterations) == beginning(outcome(quiet.directory.path), iterations)
@@ -74,10 +74,10 @@ class Chaos:
         self._run = run
 
     def strike(self, times: int) -> Counter[str]:
-        """So many blows that hit something; how many of each kind."""
+        """At least so many blows that hit something, and until an iteration is through; how many of each kind."""
         done: Counter[str] = Counter()
         pause = threading.Event()
-        while done.total() < times and self._run.alive:
+        while self._run.alive and (done.total() < times or not self._run.directory.rows(HISTORY)):
             (fate,) = self._chance.choices(list(FATES), list(FATES.values()))
             pid = self._boot() if fate == "killed while it boots" else self._victim(fate)
             if pid:

@@ -48,7 +48,7 @@ def engine(tmp_path: Path) -> Iterator[EngineProcess]:
 
 
 class Met:
-    """Does something once the call has taken a step."""
+    """Does something once the call has taken two steps, so that the first of them is committed."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
@@ -57,7 +57,7 @@ class Met:
     def __call__(self, beat: Beat) -> None:
         if beat.step is not None and not beat.resumed:
             self.steps.append(beat.step)
-            if len(self.steps) == 1:
+            if len(self.steps) == 2:
                 threading.Thread(target=self._then).start()
 
 
