@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
 from math import inf
 
 import numpy as np
@@ -412,7 +411,7 @@ class Run:
         measured = Measured(
             train_wait_s=balance.train_wait_s,
             rollout_s=rollout_s,
-            remote_wait_s=self.machines.now_s - max(balance.rolled_out_s, self._explored_s()),
+            remote_wait_s=self.after_rollout_s,
             spot=spot,
             steady=self.machines.changes == balance.changes,
         )
@@ -425,11 +424,6 @@ class Run:
             reserved=self.scenario.cluster.reserved_gpus,
             train_s=balance.train_s,
         )
-
-    def _explored_s(self) -> float:
-        """When the last exploration of this iteration ended; 0 where there was none."""
-        recent = takewhile(lambda span: span.stop_s >= self.balance.began_s, reversed(self.machines.spans))
-        return max((span.stop_s for span in recent if span.phase.startswith("explore")), default=0.0)
 
     # Exploration
 
