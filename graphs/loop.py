@@ -161,7 +161,7 @@ class Loop:
         )
         return {
             **({"window_s": window_s} if window_s < inf else {}),
-            "after_rollout_s": found.beside_s,
+            "spare_s": found.spare_s,
             "train_wait_s": found.measured.train_wait_s,
             "spot_wait_s": found.measured.remote_wait_s,
             "spot_worth_renting": worth,
@@ -204,16 +204,15 @@ class Loop:
         )
 
     def _affordable(self) -> int | None:
-        """Candidates that can be explored while the next version is trained, going by the last iteration."""
+        """Candidates that can be explored while the next version is trained, going by the last iterations."""
         config, history = self._config, self._run.rows(HISTORY)
         if config.exploration.budget == "fixed" or not history:
             return None
         measured = history[-1]["measured"]
         scored = measured.get("beside_seeds", 0)
         return affordable(
-            training_s=min(measured.get("train_s", 0.0), measured.get("after_rollout_s", inf)),
+            spare_s=[row["measured"]["spare_s"] for row in history if "spare_s" in row["measured"]],
             seed_s=measured.get("beside_s", 0.0) / scored if scored else 0.0,
-            spot_workers=config.pools.spot.workers,
             chunk=config.exploration.request_seeds,
         )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
@@ -275,25 +276,29 @@ def budget(
     return max(0, math.floor((training_s * spot_workers - regeneration_s) / (request_s * width)))
 
 
-SLACK = 1.5
-"""Exploration is planned for more time than training takes: what is too much is called off, least useful first."""
+SLACK, RECENT = 1.5, 4
+"""Exploration is planned for more time than there was in so many iterations: what is too much is called off, least
+useful first."""
 
 
-def affordable(*, training_s: float, seed_s: float, spot_workers: float, chunk: int) -> int | None:
-    """Candidates, in whole chunks, that can be explored beside training of `SLACK` times its predicted seconds.
+def affordable(*, spare_s: Sequence[float], seed_s: float, chunk: int) -> int | None:
+    """Candidates, in whole chunks, that can be explored in `SLACK` times the time that there is for it.
 
     Args:
-        training_s, seed_s: seconds of training, and worker seconds of one candidate, as the last iteration had them.
+        spare_s: worker seconds that spot workers had beside training in past iterations, the last one last. The mean of
+            the last few is taken: a loss in a rollout leaves little, and says nothing of the next.
+        seed_s: worker seconds of one candidate, as the last iteration had them.
 
     Returns:
-        None where it had one of them not at all, so that nothing can be foretold.
+        None where they had one of them not at all, so that nothing can be foretold.
 
     Raises:
         ValueError: as `budget` does.
     """
-    if not (training_s and seed_s):
+    mean_s = statistics.fmean(spare_s[-RECENT:]) if spare_s else 0.0
+    if not (mean_s and seed_s):
         return None
-    return chunk * budget(training_s=SLACK * training_s, request_s=chunk * seed_s, spot_workers=spot_workers)
+    return chunk * budget(training_s=SLACK * mean_s, request_s=chunk * seed_s, spot_workers=1)
 
 
 def allocate(

@@ -138,9 +138,24 @@ class Balance:
     """How the two sides of an iteration got on."""
 
     measured: Measured
-    beside_s: float
-    """From the end of the last rollout to the end of training: what exploration has."""
+    spare_s: float
+    """As `spare_s` has it: what exploration had."""
     train_s: float
+
+
+def spare_s(rollouts: Iterable[Span], workers: Iterable[WorkerLife], *, began_s: float, until_s: float) -> float:
+    """Worker seconds that spot workers had beside training, each from the end of its last rollout.
+
+    Args:
+        rollouts: spans of an iteration's rollouts.
+        workers: of all pools; those that are not alive at the end had no time.
+        began_s, until_s: when the iteration began, and when its training ended.
+    """
+    free_s: dict[str, float] = {}
+    for span in rollouts:
+        free_s[span.worker] = max(free_s.get(span.worker, began_s), span.stop_s)
+    alive = [life for life in workers if life.pool == "spot" and (life.left_s is None or life.left_s >= until_s)]
+    return sum(max(0.0, until_s - max(free_s.get(life.worker, began_s), life.joined_s)) for life in alive)
 
 
 def balance(
@@ -178,7 +193,7 @@ def balance(
             spot=sum(life.joined_s <= trained_s and (life.left_s or inf) > trained_s for life in spot),
             steady=not any(began_s <= moment <= trained_s for moment in moments),
         ),
-        beside_s=trained_s - rolled_out_s,
+        spare_s=spare_s(rollouts, spot, began_s=began_s, until_s=trained_s),
         train_s=sum(span.stop_s - span.start_s for span in training),
     )
 

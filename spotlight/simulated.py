@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from math import inf
 
 import numpy as np
@@ -31,6 +32,7 @@ from spotlight.offload import (
     parts,
     request_seeds,
     rollout_window_s,
+    spare_s,
     spot_worth_renting,
     turn,
 )
@@ -172,8 +174,8 @@ class Run:
         self.explored = self.order = self.worth = 0
         self.seed_s = 0.0
         """GPU-seconds of denoising a candidate, as the last iteration measured them; 0 where it explored nothing."""
-        self.after_rollout_s = inf
-        """From the last iteration's last rollout to its end."""
+        self.spare_s: list[float] = []
+        """Worker seconds that spot workers had beside each iteration's training."""
         self.windows: list[tuple[float, float]] = []
         """When each iteration began and ended."""
         self.captured_sum = 0.0
@@ -407,14 +409,14 @@ class Run:
         """What the iteration says about the balance of its two sides."""
         balance, spot = self.balance, self.machines.count("spot")
         rollout_s = balance.rolled_out_s - balance.began_s
-        self.after_rollout_s = self.machines.now_s - balance.rolled_out_s
         measured = Measured(
             train_wait_s=balance.train_wait_s,
             rollout_s=rollout_s,
-            remote_wait_s=self.after_rollout_s,
+            remote_wait_s=self.machines.now_s - balance.rolled_out_s,
             spot=spot,
             steady=self.machines.changes == balance.changes,
         )
+        self.spare_s.append(self._spare_s())
         if self.strategy.offload == "adaptive":
             self.offload = adapt(self.offload, measured)
         self.worth = spot_worth_renting(
@@ -424,6 +426,13 @@ class Run:
             reserved=self.scenario.cluster.reserved_gpus,
             train_s=balance.train_s,
         )
+
+    def _spare_s(self) -> float:
+        """What spot workers had beside the training that ends now."""
+        machines, began_s = self.machines, self.balance.began_s
+        recent = takewhile(lambda span: span.stop_s >= began_s, reversed(machines.spans))
+        rollouts = [span for span in recent if span.phase == "rollout"]
+        return spare_s(rollouts, machines.lives(), began_s=began_s, until_s=machines.now_s)
 
     # Exploration
 
@@ -469,16 +478,10 @@ class Run:
             exploration.rewards = self._draw(self.exploring, exploration.prompts, most, exploration.stale)
 
     def _affordable(self) -> int:
-        """Candidates that can be explored while the next version is trained, going by the last iteration: as live."""
-        job, cluster, settings = self.job, self.scenario.cluster, self.scenario.exploration
-        limit = settings.seeds_tried * job.prompts
-        training_s = job.prompts * job.seeds_kept * self.train_gpu_s / cluster.reserved_gpus
-        most = affordable(
-            training_s=min(training_s, self.after_rollout_s),
-            seed_s=self.seed_s,
-            spot_workers=cluster.spot_nodes * cluster.spot_gpus_per_node,
-            chunk=settings.request_seeds,
-        )
+        """Candidates that can be explored while the next version is trained, going by the last iterations: as live."""
+        settings = self.scenario.exploration
+        limit = settings.seeds_tried * self.job.prompts
+        most = affordable(spare_s=self.spare_s, seed_s=self.seed_s, chunk=settings.request_seeds)
         return limit if most is None else min(limit, most)
 
     def _measured_seed_s(self, spans: Sequence[Span]) -> float:

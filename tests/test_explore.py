@@ -431,13 +431,14 @@ def test_the_budget_by_hand() -> None:
 
 
 def test_candidates_beside_training_by_hand() -> None:
-    measured: dict[str, Any] = {"training_s": 60.0, "seed_s": 2.5, "spot_workers": 8, "chunk": 4}
+    measured: dict[str, Any] = {"spare_s": [9000.0, 300.0, 700.0, 500.0, 420.0], "seed_s": 2.5, "chunk": 4}
 
-    # 1.5 x 60 s on 8 workers are 720 s: 72 chunks of 4 x 2.5 s.
+    # 1.5 x the mean of the last four, 480 s, are 720 s: 72 chunks of 4 x 2.5 s.
     assert affordable(**measured) == 72 * 4
-    assert affordable(**measured | {"spot_workers": 0}) == 0
+    assert affordable(**measured | {"spare_s": [1.0]}) == 0
     assert affordable(**measured | {"seed_s": 0.0}) is None
-    assert affordable(**measured | {"training_s": 0.0}) is None
+    assert affordable(**measured | {"spare_s": [0.0]}) is None
+    assert affordable(**measured | {"spare_s": []}) is None
 
 
 @pytest.mark.parametrize("wrong", [{"training_s": -1.0}, {"request_s": 0.0}, {"spot_workers": math.nan}, {"width": 0}])
