@@ -54,18 +54,11 @@ OURS = "Spotlight"
 STRATEGIES: dict[str, list[str]] = {
     "reserved only": [*ON_RESERVED, "strategy.exploration=off"],
     "reserved only, blocking exploration": [*ON_RESERVED, "strategy.exploration=blocking"],
-    "reserved + spot, no exploration": ["strategy.exploration=off"],
+    "reserved + spot, no exploration": ["strategy.exploration=off", "strategy.offload=adaptive"],
     "Spotlight, restart on preemption": ["strategy.on_preemption=restart"],
-    "Spotlight, no rollout window": ["strategy.offload=none"],
     OURS: [],
 }
-COLOURS = dict(
-    zip(
-        STRATEGIES,
-        (FAINT, OTHER, PHASE_COLOURS["rollout"], LOST, PHASE_COLOURS["train"], PHASE_COLOURS["explore"]),
-        strict=True,
-    )
-)
+COLOURS = dict(zip(STRATEGIES, (FAINT, OTHER, PHASE_COLOURS["rollout"], LOST, PHASE_COLOURS["explore"]), strict=True))
 TRACE_NODES, TRACE_SEED, TRACE_H = 4, 10, 400.0
 TRACE_SPEEDUP = 24.0
 """The trace passes so many times as fast as played time: 8 because an iteration has 64 samples where the paper's has

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import Literal
 
-from spotlight.costs import Span, WorkerLife
+from spotlight.costs import Span, WorkerLife, base_phase
 from spotlight.policy import Pool
 
 FIRST_WINDOW_S = 150.0
@@ -30,10 +30,10 @@ class Measured:
     train_wait_s: float
     """The trainer had closed its rollout window and waited for samples of the spot GPUs."""
     remote_wait_s: float
-    """Spot GPUs had no rollout left and waited for the next weights, exploring or not.
+    """Spot GPUs had no rollout and no exploration left and waited for the next weights.
 
-    Exploration fills the time that is left anyway, and an iteration is not made longer for it: that would buy a few
-    candidates with the time of all GPUs."""
+    RLBoost, which does not explore, counts all the time without a rollout. Exploration is what spot GPUs are there for
+    as well: where it fills their time, nobody waits, and the window stays as it is."""
     spot: int
     """Spot GPUs at the iteration's end."""
     rollout_s: float = inf
@@ -65,8 +65,8 @@ def adapt(state: Offload, measured: Measured, *, eta: float = ETA, floor_s: floa
     The first line is ours: RLBoost's rollouts outlast its first window, but a small job's do not, and what a window has
     beyond the rollout would take many iterations to go, to no effect.
 
-    It settles where the trainer waits as long as spot GPUs do. An iteration without spot GPUs measures no balance and
-    changes nothing.
+    It settles where the trainer waits as long as spot GPUs do, and for as long as exploration fills their time: then
+    neither waits. An iteration without spot GPUs measures no balance and changes nothing.
 
     Raises:
         ValueError: ``eta`` or ``floor_s`` is not positive.
@@ -167,7 +167,7 @@ def balance(
 
         train_wait_s  = end of training - closing of the window - training since then
                         where a rollout ended after the window had closed, else 0
-        remote_wait_s = end of training - end of the last rollout of a spot worker
+        remote_wait_s = end of training - end of the last rollout or exploration of a spot worker
 
     Closing lasts until the last reserved worker has handed its rollout back.
 
@@ -182,7 +182,11 @@ def balance(
     trained_s, rolled_out_s = max(span.stop_s for span in training), max(span.stop_s for span in rollouts)
     closed_s = max([began_s + window_s, *(span.stop_s for span in rollouts if span.pool == "reserved")])
     useful_s = sum(max(0.0, span.stop_s - max(span.start_s, closed_s)) for span in training)
-    remote = [span.stop_s for span in rollouts if span.pool == "spot"]
+    remote = [
+        min(span.stop_s, trained_s)
+        for span in recent
+        if span.pool == "spot" and base_phase(span.phase) in ("rollout", "explore")
+    ]
     spot = [life for life in workers if life.pool == "spot"]
     moments = [moment for life in spot for moment in (life.joined_s, life.left_s) if moment is not None]
     return Balance(

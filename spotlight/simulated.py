@@ -412,7 +412,7 @@ class Run:
         measured = Measured(
             train_wait_s=balance.train_wait_s,
             rollout_s=rollout_s,
-            remote_wait_s=self.machines.now_s - balance.rolled_out_s,
+            remote_wait_s=self.machines.now_s - max(balance.rolled_out_s, self._explored_s()),
             spot=spot,
             steady=self.machines.changes == balance.changes,
         )
@@ -433,6 +433,11 @@ class Run:
         recent = takewhile(lambda span: span.stop_s >= began_s, reversed(machines.spans))
         rollouts = [span for span in recent if span.phase == "rollout"]
         return spare_s(rollouts, machines.lives(), began_s=began_s, until_s=machines.now_s)
+
+    def _explored_s(self) -> float:
+        """When the last exploration of this iteration ended; 0 where there was none."""
+        recent = takewhile(lambda span: span.stop_s >= self.balance.began_s, reversed(self.machines.spans))
+        return max((span.stop_s for span in recent if span.phase.startswith("explore")), default=0.0)
 
     # Exploration
 

@@ -109,7 +109,7 @@ def test_what_an_iteration_recorded_says_who_waited() -> None:
 
     assert found
     assert found.measured == Measured(
-        train_wait_s=(125.0 - 121.0) + (155.0 - 140.0), remote_wait_s=170.0 - 150.0, spot=1, rollout_s=150.0 - 100.0
+        train_wait_s=(125.0 - 121.0) + (155.0 - 140.0), remote_wait_s=170.0 - 162.0, spot=1, rollout_s=150.0 - 100.0
     )
     assert (found.spare_s, found.train_s) == (170.0 - 150.0, 15.0 + 15.0)
 
