@@ -389,7 +389,8 @@ def draw(runs: Runs, target: float, path: Path) -> None:
                     axis.plot([row[field] / unit for row in rows], [row["score"] for row in rows], color=colour, lw=1.2)
                 there = [row for row in outcomes(runs, name, target) if row]
                 axis.plot([row[field] / unit for row in there], [row["score"] for row in there], "o", color=colour)
-                axis.plot([], [], "o-", color=colour, label=name)
+                if mine:
+                    axis.plot([], [], "o-", color=colour, label=name)
             axis.set_xlim(left=0)
         left.set_ylabel("validation score (OCR)")
         left.set_xlabel("minutes, played")
