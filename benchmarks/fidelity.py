@@ -26,6 +26,7 @@ from spotlight.climates import BURSTY, CALM, COLLAPSING, Climate, synthesise
 from spotlight.config import Config
 from spotlight.costs import Price, Span, WorkerLife, pool_usd
 from spotlight.data import read_prompts
+from spotlight.pace import Pace
 from spotlight.run import Run
 from spotlight.rundir import HISTORY, SUMMARY, RunDir
 from spotlight.scenario import Scenario
@@ -176,6 +177,7 @@ def scenario(settings: Config, constants: Constants, trace: Path | None) -> Scen
             "request_seeds": rollout.request_seeds,
             "timesteps": settings.train.timesteps,
             "lora": pace.lora,
+            "old_log_probs": settings.train.algorithm == "grpo",
             "score_s": timings.SCORE_S,
             "launch_s": played["request_s"],
             "publish_s": played["publish_s"],
@@ -239,19 +241,8 @@ def denoising_s(settings: Config, width: int) -> float:
 
 
 def training_s(settings: Config) -> float:
-    """Real seconds of training, as `spotlight.pace` plays it."""
-    pace, rollout = settings.pace, settings.rollout
-    sample_s = timings.train_s(
-        pace.model,
-        pace.height_px,
-        pace.width_px,
-        gpu=pace.gpu,
-        timesteps=settings.train.timesteps,
-        guidance=pace.guidance,
-        lora=pace.lora,
-    )
-    samples = rollout.prompts * rollout.seeds_kept
-    return samples * sample_s / settings.pools.reserved.workers / pace.speedup
+    """Real seconds of training, as it is paced."""
+    return Pace(settings).train_s(settings.rollout.prompts * settings.rollout.seeds_kept)
 
 
 # Calibration

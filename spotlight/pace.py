@@ -23,6 +23,7 @@ class Pace:
     def __init__(self, config: Config) -> None:
         self._pace = config.pace
         self._timesteps = config.train.timesteps if config.train.algorithm == "nft" else _window(config)
+        self._looks_back = config.train.algorithm == "grpo" or config.train.updates > 1 or config.train.kl > 0
         self._trainers = config.pools.reserved.workers
         self.late_s = 0.0
         """Real seconds that work took beyond its played ones: 0 where the machine keeps up."""
@@ -39,7 +40,11 @@ class Pace:
         return played_s / pace.speedup
 
     def train_s(self, samples: float) -> float:
-        """Real seconds of training on so many samples, as if all reserved workers shared it evenly."""
+        """Real seconds of training on so many samples, as if all reserved workers shared it evenly.
+
+        A policy that is compared with an older one, or with the reference, takes one more forward pass. DiffusionNFT
+        does without in its first update: it trains the very policy that sampled.
+        """
         pace = self._pace
         if not pace.gpu:
             return 0.0
@@ -51,6 +56,7 @@ class Pace:
             timesteps=self._timesteps,
             guidance=pace.guidance,
             lora=pace.lora,
+            old_log_probs=self._looks_back,
         )
         return samples * per_sample_s / self._trainers / pace.speedup
 

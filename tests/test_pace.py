@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -16,12 +18,13 @@ SIZE: tuple[str, int, int] = ("qwen-image", 512, 512)
 SAMPLES, RESERVED = 24, 3
 
 
-def settings(**pace: object) -> config.Config:
+def settings(*, train: Mapping[str, object] = MappingProxyType({}), **pace: object) -> config.Config:
     """Three reserved H100 as DiffusionNFT uses them; the real model trains its full weights."""
     tree = {
         "data": {"train_prompts": "a", "validation_prompts": "b"},
         "pools": {"reserved": {"workers": RESERVED, "usd_per_h": 10.0}},
-        "train": {"lora_rank": 0, "timesteps": 2},
+        "rollout": {"sampler": "sde"},
+        "train": {"lora_rank": 0, "timesteps": 2} | dict(train),
         "pace": {"gpu": "h100"} | pace,
     }
     return config.resolve(tree, Path("/"))
@@ -44,15 +47,22 @@ def test_work_lasts_what_the_cost_model_says_over_the_speedup() -> None:
 def test_training_is_that_of_the_played_model_shared_by_all_reserved_workers(lora: bool) -> None:
     pace = Pace(settings(lora=lora))
 
-    alone_s = SAMPLES * train_s(*SIZE, gpu="h100", timesteps=2, guidance=4.0, lora=lora)
+    alone_s = SAMPLES * train_s(*SIZE, gpu="h100", timesteps=2, guidance=4.0, lora=lora, old_log_probs=False)
     assert pace.train_s(SAMPLES) == pytest.approx(alone_s / RESERVED)
 
 
 def test_the_played_model_trains_a_lora_unless_it_is_told_otherwise() -> None:
-    usual, full = (Pace(settings(**pace)).train_s(SAMPLES) for pace in ({}, {"lora": False}))
+    usual, full = (Pace(settings(lora=lora)).train_s(SAMPLES) for lora in (True, False))
 
-    # Forward, old policy, and a backward pass that costs two forward ones for a LoRA, three for all weights.
-    assert usual / full == pytest.approx((1 + 1 + 2) / (1 + 1 + 3))
+    # Forward, and a backward pass that costs two forward ones for a LoRA, three for all weights.
+    assert usual / full == pytest.approx((1 + 2) / (1 + 3))
+
+
+@pytest.mark.parametrize("train", [{"updates": 2}, {"kl": 0.1}, {"algorithm": "grpo"}])
+def test_comparing_with_another_policy_takes_one_more_forward_pass(train: dict[str, object]) -> None:
+    first_update, compared = (Pace(settings(train=more)).train_s(SAMPLES) for more in ({}, train))
+
+    assert compared / first_update == pytest.approx((1 + 2 + 1) / (1 + 2))
 
 
 def test_guidance_doubles_denoising_and_training() -> None:
@@ -69,7 +79,7 @@ def test_the_simulator_trains_for_as_long_as_a_paced_run(lora: bool) -> None:
         "hours": 1.0,
         "iterations": 1,
         "cluster": {"reserved_gpus": RESERVED, "reserved_gpus_per_node": RESERVED, "spot_nodes": 0},
-        "job": {"guidance": 4.0, "prompts": 6, "seeds_kept": SAMPLES // 6, "timesteps": 2}
+        "job": {"guidance": 4.0, "prompts": 6, "seeds_kept": SAMPLES // 6, "timesteps": 2, "old_log_probs": False}
         | ({} if lora else {"lora": False}),
         "strategies": [{"name": "reserved only", "exploration": "off"}],
     }
