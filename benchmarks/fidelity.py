@@ -187,6 +187,7 @@ def scenario(settings: Config, constants: Constants, trace: Path | None) -> Scen
             "dataset": len(read_prompts(settings.data.train_prompts)),
         },
         "exploration": {
+            "prompts": settings.exploration.prompts,
             "seeds_tried": settings.exploration.seeds_tried,
             "request_seeds": settings.exploration.request_seeds,
             "rounds": settings.exploration.rounds,

@@ -210,12 +210,12 @@ def example_graph(config: Config) -> Graph:
     sigmas = tuple(1 - step / steps for step in range(steps + 1))
     version = [WeightsRef(version=number, sha256="") for number in (0, 1)]
     setting = Setting(run_dir="", run="", seed=config.run.seed, sigmas=sigmas, explore_sigmas=sigmas, start=version[0])
-    prompts = [Prompt(id=index, text="") for index in range(config.rollout.prompts)]
+    prompts = [Prompt(id=index, text="") for index in range(config.prompts_drawn)]
     explores = config.strategy.exploration == "stale"
     return iteration_graph(
         config,
         setting,
-        unexplored(config, setting, 1, prompts),
+        unexplored(config, setting, 1, prompts[: config.rollout.prompts]),
         version[1],
         candidates_for(config, setting, 2, prompts, version[1]) if explores else None,
     )
@@ -248,6 +248,7 @@ def candidates_for(
         request_seeds=config.exploration.request_seeds,
         rounds=config.exploration.rounds,
         keep=config.rollout.seeds_kept,
+        groups=config.rollout.prompts,
         most=limit if most is None else min(limit, most),
         planner=config.exploration.planner,
         beliefs=beliefs.about([prompt.id for prompt in prompts]),

@@ -181,7 +181,8 @@ class Loop:
         return selection
 
     def _prompts(self, setting: Setting, iteration: int) -> list[Prompt]:
-        chosen = choose_prompts(len(self._train), self._config.rollout.prompts, seed=setting.seed, iteration=iteration)
+        drawn = self._config.prompts_drawn
+        chosen = choose_prompts(len(self._train), drawn, seed=setting.seed, iteration=iteration)
         return [self._train[index] for index in chosen]
 
     def _validate(self, setting: Setting, weights: WeightsRef) -> None:
@@ -222,7 +223,7 @@ class Loop:
 
 def _learn(beliefs: Beliefs, selection: Selection, training: TrainingSet) -> Beliefs:
     """What the planner learns from an iteration: all that was explored, and what of it came back in the rollouts."""
-    rewards = {kept.prompt.id: found for kept, found in zip(selection.kept, selection.explored, strict=False)}
+    rewards = {one.prompt: one.rewards for one in selection.explored}
     by_prompt: dict[int, list[tuple[float, float]]] = {}
     for prompt, explored, regenerated in _pairs(selection, training):
         by_prompt.setdefault(prompt, []).append((explored, regenerated))

@@ -15,9 +15,10 @@ from typing import Literal
 
 from spotlight import device, explore
 from spotlight.decisions import allocation_row
-from spotlight.explore import Beliefs, max_variance_subset
+from spotlight.explore import Beliefs, max_variance_subset, most_varied
 from spotlight.records import (
     Dropped,
+    Explored,
     Kept,
     Placement,
     Prompt,
@@ -65,6 +66,8 @@ class Candidates:
     request_seeds: int
     rounds: int
     keep: int
+    groups: int
+    """Prompts that are rolled out."""
     most: int
     """Candidates that there is time for, of all prompts together."""
     planner: Literal["bandit", "equal"] = "equal"
@@ -392,13 +395,18 @@ def select(
     allocations: Sequence[Sequence[Request]],
     spares: Sequence[Shard] = (),
 ) -> Selection:
-    """Keep the seeds of each prompt whose rewards differ most; fill up with untried ones if too few were scored."""
+    """Keep the seeds of each prompt whose rewards differ most, and the prompts whose kept seeds' do.
+
+    Where too few seeds were scored, untried ones fill up.
+    """
     by_prompt: dict[int, list[tuple[int, float]]] = {prompt.id: [] for prompt in candidates.prompts}
     for one in scored:
         if isinstance(one, Scored):
             pairs = zip(one.request.seeds, one.rewards, strict=True)
             by_prompt[one.request.prompt.id] += [(seed, reward) for seed, reward in pairs if reward is not None]
-    kept = tuple(_keep(candidates, prompt, by_prompt[prompt.id]) for prompt in candidates.prompts)
+    groups = [_keep(candidates, prompt, by_prompt[prompt.id]) for prompt in candidates.prompts]
+    known = [[reward for reward in group.explored_rewards if reward is not None] for group in groups]
+    kept = tuple(groups[index] for index in most_varied(known, candidates.groups))
     rewards = [reward for pairs in by_prompt.values() for _, reward in pairs]
     return Selection(
         iteration=candidates.iteration,
@@ -407,7 +415,9 @@ def select(
         seeds_dropped=sum(len(one.seeds) for requests in allocations for one in requests) - len(rewards),
         reward_mean=fmean(rewards) if rewards else None,
         reward_std=pstdev(rewards) if rewards else None,
-        explored=tuple(tuple(reward for _, reward in by_prompt[prompt.id]) for prompt in candidates.prompts),
+        explored=tuple(
+            Explored(prompt=prompt, rewards=tuple(reward for _, reward in pairs)) for prompt, pairs in by_prompt.items()
+        ),
     )
 
 

@@ -79,6 +79,9 @@ class RolloutSection(Section):
 
 
 class ExplorationSection(Section):
+    prompts: int = Field(0, ge=0)
+    """Prompts of which candidates are tried. Those ``rollout.prompts`` of them whose kept rewards vary most are rolled
+    out, so that no training goes into what is solved or hopeless. 0 means as many as are rolled out."""
     seeds_tried: int = Field(32, ge=1)
     """Most candidate seeds per prompt and iteration, on average over its prompts."""
     request_seeds: int = Field(16, ge=1)
@@ -246,6 +249,11 @@ class Config(Section):
                 f"rollout.seeds_kept = {rollout.seeds_kept}: nothing could be chosen; raise seeds_tried "
                 'or set strategy.exploration = "off"'
             )
+        if 0 < self.exploration.prompts < rollout.prompts:
+            raise ValueError(
+                f"exploration.prompts = {self.exploration.prompts} is fewer than rollout.prompts = {rollout.prompts}, "
+                "which are taken from them: raise it, or set it to 0 for as many as are rolled out"
+            )
         if self.strategy.exploration == "stale" and pools.spot.workers == 0:
             raise ValueError(
                 'strategy.exploration = "stale" runs on spot workers and pools.spot.workers is 0: '
@@ -275,6 +283,12 @@ class Config(Section):
     def played(self) -> float:
         """Played seconds in a real one: 1 where nothing is paced."""
         return self.pace.speedup if self.pace.gpu else 1.0
+
+    @property
+    def prompts_drawn(self) -> int:
+        """Prompts of the data set that an iteration looks at: those explored, or else those rolled out."""
+        explored = 0 if self.strategy.exploration == "off" else self.exploration.prompts
+        return explored or self.rollout.prompts
 
     @property
     def train_parts(self) -> int:

@@ -68,8 +68,8 @@ def choose_prompts(count_available: int, per_iteration: int, *, seed: int, itera
     """
     if per_iteration > count_available:
         raise SpotlightError(
-            f"rollout.prompts = {per_iteration} is more than the {count_available} prompts of data.train_prompts: "
-            "lower it, or add prompts"
+            f"an iteration takes {per_iteration} prompts (the larger of rollout.prompts and exploration.prompts), and "
+            f"data.train_prompts has {count_available} prompts: lower it, or add prompts"
         )
     epoch, part = divmod(iteration, count_available // per_iteration)
     order = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(count_available)

@@ -64,6 +64,23 @@ def max_variance_subset(rewards: ArrayLike, keep: int) -> list[int]:
     return sorted(lowest + highest)
 
 
+def most_varied(groups: Sequence[Sequence[float]], count: int) -> list[int]:
+    """The ``count`` groups whose rewards have the largest variance.
+
+    Args:
+        groups: the known rewards of each, finite. One of which fewer than two are known counts as the mean of the
+            others: it is better than a group that is known to be flat.
+        count: how many to take; all, if there are no more.
+
+    Returns:
+        Indices into ``groups``, ascending. Of equally varied ones, the earlier.
+    """
+    known = {index: statistics.pvariance(rewards) for index, rewards in enumerate(groups) if len(rewards) > 1}
+    unknown = statistics.fmean(known.values()) if known else 0.0
+    order = sorted(range(len(groups)), key=lambda index: (-known.get(index, unknown), index))
+    return sorted(order[:count])
+
+
 def equal_shares(
     prompts: int, seeds_tried: int, chunk: int, rounds: int, round_index: int
 ) -> list[tuple[int, int, int]]:

@@ -12,7 +12,7 @@ Shapes: P prompts, N candidate seeds, C characters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, sqrt
 from statistics import NormalDist
@@ -61,10 +61,14 @@ class Rewards:
         chance_P = np.array([_NORMAL.cdf(threshold) for threshold in self.threshold_P])
         return float(np.mean(chance_P * (1 - chance_P))) / CHARACTERS * (keep - 1) / keep
 
-    def captured(self, kept: Sequence[Sequence[int]]) -> float:
-        """Variance of the regenerated rewards of the kept seeds, in units of the unexplored one; 0 where that is 0."""
-        unexplored = self.unexplored_variance(len(kept[0]))
-        variances = [row_N[list(seeds)].var() for row_N, seeds in zip(self.regenerated_PN, kept, strict=True)]
+    def captured(self, kept: Mapping[int, Sequence[int]]) -> float:
+        """Variance of the regenerated rewards of the kept seeds, in units of the unexplored one; 0 where that is 0.
+
+        Args:
+            kept: by the index of their prompt.
+        """
+        unexplored = self.unexplored_variance(len(next(iter(kept.values()))))
+        variances = [self.regenerated_PN[index, list(seeds)].var() for index, seeds in kept.items()]
         return float(np.mean(variances)) / unexplored if unexplored else 0.0
 
 

@@ -163,6 +163,16 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Explored:
+    """What exploration found of one prompt."""
+
+    prompt: int
+    """Its id."""
+    rewards: tuple[float, ...]
+    """Of every candidate scored, kept or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """All that an iteration needs to know of its exploration; recorded before it is used."""
 
@@ -173,8 +183,8 @@ class Selection:
     reward_mean: float | None = None
     """Of all seeds scored, kept or not; None where there were none."""
     reward_std: float | None = None
-    explored: tuple[tuple[float, ...], ...] = ()
-    """All rewards scored, of each prompt in the order of ``kept``: what the planner learns from."""
+    explored: tuple[Explored, ...] = ()
+    """Of all prompts, also those that are not rolled out: what the planner learns from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

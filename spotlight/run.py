@@ -369,7 +369,7 @@ def _check_inputs(settings: configuration.Config) -> None:
     pool_prices(settings)
     for path in (data.train_prompts, data.validation_prompts):
         check_quoted(read_prompts(path), path)
-    choose_prompts(len(read_prompts(data.train_prompts)), settings.rollout.prompts, seed=settings.run.seed, iteration=0)
+    choose_prompts(len(read_prompts(data.train_prompts)), settings.prompts_drawn, seed=settings.run.seed, iteration=0)
     if model.path and not Path(model.path).is_dir():
         raise SpotlightError(f"model.path = {model.path!r}: no such directory; give that of a diffusers pipeline")
 

@@ -20,7 +20,7 @@ from typing import IO, Any
 from spotlight import config
 from spotlight.explore import Beliefs
 from spotlight.offload import Offload
-from spotlight.records import Kept, Prompt, Selection, SpotlightError
+from spotlight.records import Explored, Kept, Prompt, Selection, SpotlightError
 
 HISTORY = "history.jsonl"
 VALIDATION = "validation.jsonl"
@@ -162,7 +162,9 @@ class RunDir:
             )
             for one in value.pop("kept")
         )
-        explored = tuple(tuple(rewards) for rewards in value.pop("explored", ()))
+        explored = tuple(
+            Explored(prompt=one["prompt"], rewards=tuple(one["rewards"])) for one in value.pop("explored", ())
+        )
         return Selection(kept=kept, explored=explored, **value)
 
     def record_selection(self, selection: Selection) -> None:

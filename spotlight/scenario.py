@@ -150,6 +150,9 @@ class Job(Section):
 
 
 class Exploration(Section):
+    prompts: int = Field(0, ge=0)
+    """Prompts of which candidates are tried; the ``job.prompts`` of them whose kept rewards vary most are rolled out. 0
+    means as many as are rolled out."""
     seeds_tried: int = Field(48, ge=1)
     """Most candidates per prompt and iteration."""
     request_seeds: int = Field(4, ge=1)

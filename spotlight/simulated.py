@@ -20,7 +20,7 @@ import numpy as np
 from spotlight import fleet, learning
 from spotlight.config import PARTS
 from spotlight.costs import SECONDS_PER_H, Span
-from spotlight.explore import Arm, Beliefs, affordable, allocate, equal_shares, learn, max_variance_subset
+from spotlight.explore import Arm, Beliefs, affordable, allocate, equal_shares, learn, max_variance_subset, most_varied
 from spotlight.learning import Rewards
 from spotlight.machines import Machines, Work
 from spotlight.offload import (
@@ -167,8 +167,8 @@ class Run:
         """Tasks of each started layer that are not done."""
         self.explorations: dict[int, _Exploration] = {}
         """By the iteration that they are for."""
-        self.kept: dict[int, list[list[int]]] = {}
-        """By iteration: the kept candidates of each prompt."""
+        self.kept: dict[int, dict[int, list[int]]] = {}
+        """By iteration: the kept candidates of each prompt that is rolled out, by its index among all of them."""
         self.pairs: dict[int, list[tuple[float, float]]] = {}
         """By prompt: explored and regenerated rewards of the last iteration's kept seeds."""
         self.explored = self.order = self.worth = 0
@@ -307,7 +307,7 @@ class Run:
     def _begin_iteration(self, *, stale: bool) -> None:
         job, machines = self.job, self.machines
         if self.k not in self.kept:
-            self.kept[self.k] = [list(range(job.seeds_kept)) for _ in range(job.prompts)]
+            self.kept[self.k] = {index: list(range(job.seeds_kept)) for index in range(job.prompts)}
         if stale:
             self._begin_exploration(self.k + 1, stale=True)
         window_s = rollout_window_s(self.strategy.offload, self.offload, parts=self.parts)
@@ -388,16 +388,16 @@ class Run:
         kept, exploration = self.kept.pop(self.k), self.explorations.pop(self.k, None)
         prompts = exploration.prompts if exploration else self._prompts(self.k)
         stale = exploration.stale if exploration else False
-        rewards = self._draw(self.k, prompts, 1 + max(map(max, kept)), stale)
+        rewards = self._draw(self.k, prompts, 1 + max(map(max, kept.values())), stale)
         captured = rewards.captured(kept)
         if exploration:
             self.pairs = {
-                prompt: [
+                prompts[index]: [
                     (float(exploration.rewards.explored_PN[index, one]), float(rewards.regenerated_PN[index, one]))
-                    for one in kept[index]
+                    for one in seeds
                     if any(first <= one < first + count for _, first, count in exploration.scored[index])
                 ]
-                for index, prompt in enumerate(prompts)
+                for index, seeds in kept.items()
             }
         self.captured_sum += captured
         self.score = learning.after(self.score, captured, pace=self.scenario.learning.pace)
@@ -485,7 +485,7 @@ class Run:
     def _affordable(self) -> int:
         """Candidates that can be explored while the next version is trained, going by the last iterations: as live."""
         settings = self.scenario.exploration
-        limit = settings.seeds_tried * self.job.prompts
+        limit = settings.seeds_tried * (settings.prompts or self.job.prompts)
         most = affordable(spare_s=self.spare_s, seed_s=self.seed_s, chunk=settings.request_seeds)
         return limit if most is None else min(limit, most)
 
@@ -509,14 +509,16 @@ class Run:
         exploration, keep = self.explorations[self.exploring], self.job.seeds_kept
         everything = [exploration.candidates(index, len(self.layers)) for index in range(len(exploration.prompts))]
         rewards = exploration.rewards.explored_PN
-        kept = []
+        kept, known = [], []
         for index, scored in enumerate(everything):
             if len(scored) > keep:
                 kept.append([scored[one] for one in max_variance_subset(rewards[index, scored], keep)])
+                known.append(rewards[index, kept[-1]].tolist())
             else:
                 untried = (one for one in range(keep + len(scored)) if one not in scored)
                 kept.append(scored + [next(untried) for _ in range(keep - len(scored))])
-        self.kept[self.exploring] = kept
+                known.append(rewards[index, scored].tolist())
+        self.kept[self.exploring] = {index: kept[index] for index in most_varied(known, self.job.prompts)}
         seen = {
             prompt: rewards[index, scored].tolist()
             for index, (prompt, scored) in enumerate(zip(exploration.prompts, everything, strict=True))
@@ -532,8 +534,9 @@ class Run:
     # The scenario's numbers
 
     def _prompts(self, iteration: int) -> list[int]:
+        explored = 0 if self.strategy.exploration == "off" else self.scenario.exploration.prompts
         rng = np.random.default_rng([self.scenario.seed, 2, iteration])
-        return sorted(rng.choice(self.job.dataset, self.job.prompts, replace=False).tolist())
+        return sorted(rng.choice(self.job.dataset, explored or self.job.prompts, replace=False).tolist())
 
     def _draw(self, iteration: int, prompts: Sequence[int], candidates: int, stale: bool) -> Rewards:
         return learning.draw(

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
+from statistics import pvariance
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from spotlight.explore import (
     equal_shares,
     learn,
     max_variance_subset,
+    most_varied,
     rank_correlation,
 )
 
@@ -55,6 +57,25 @@ def test_the_kept_are_distinct_ascending_plain_ints(rewards: list[float], data: 
     assert len(set(kept)) == keep
     assert kept == sorted(kept)
     assert all(type(index) is int for index in kept)
+
+
+@given(groups=st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=4), max_size=7), data=st.data())
+def test_no_other_groups_vary_more_than_those_taken(groups: list[list[float]], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 8))
+
+    taken = most_varied(groups, count)
+
+    variances = [pvariance(rewards) for rewards in groups]
+    assert taken == sorted(set(taken))
+    assert len(taken) == min(count, len(groups))
+    assert sum(variances[index] for index in taken) == pytest.approx(sum(sorted(variances, reverse=True)[:count]))
+
+
+def test_a_group_of_which_nothing_is_known_is_better_than_a_flat_one_and_worse_than_a_varied_one() -> None:
+    flat, unknown, varied = [1.0, 1.0], [0.5], [0.0, 1.0]
+
+    assert most_varied([flat, unknown, varied], 1) == [2]
+    assert most_varied([flat, unknown, varied], 2) == [1, 2]
 
 
 def test_extremes_are_kept_wherever_they_stand() -> None:

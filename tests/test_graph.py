@@ -393,6 +393,28 @@ def test_exploration_that_scored_nothing_keeps_what_no_exploration_keeps() -> No
     assert {reward for kept in plain.kept for reward in kept.explored_rewards} == {None}
 
 
+def test_of_more_prompts_than_are_rolled_out_those_are_taken_whose_kept_rewards_vary_most() -> None:
+    candidates = replace(make_candidates(), groups=len(PROMPTS) - 1)
+    solved = PROMPTS[1]
+    requests = [request for one in allocated(candidates) for request in one]
+    rewards = [1.0 if request.prompt == solved else index % 2 for request in requests for index in (0, 1)]
+    scored = score(requests, rewards)
+
+    selection = tasks.select(candidates, scored, allocated(candidates))
+
+    assert [kept.prompt for kept in selection.kept] == [prompt for prompt in PROMPTS if prompt != solved]
+    assert [one.prompt for one in selection.explored] == [prompt.id for prompt in PROMPTS]  # the planner learns of all
+    assert sum(len(one.rewards) for one in selection.explored) == selection.seeds_scored
+
+
+def test_exploration_may_look_at_more_prompts_than_a_rollout_without_it() -> None:
+    explores, off = (
+        load("rollout.prompts=2", "exploration.prompts=6", f"strategy.exploration={how}") for how in ("stale", "off")
+    )
+
+    assert (explores.prompts_drawn, off.prompts_drawn) == (6, 2)
+
+
 @given(data=st.data(), keep=st.integers(1, 7))
 def test_whatever_was_scored_each_prompt_keeps_so_many_different_candidates(data: st.DataObject, keep: int) -> None:
     candidates = make_candidates(keep=keep)

@@ -352,6 +352,18 @@ def test_exploring_strategies_capture_more_variance_and_need_fewer_iterations(tm
     assert min(plain.score, exploring.score) >= 0.8
 
 
+def test_a_choice_of_prompts_captures_more_variance_still(tmp_path: Path) -> None:
+    all_of_them, chosen = (
+        simulate(scenario(tmp_path, "blocking", hours=1000.0, iterations=8, exploration={"prompts": prompts})).outcomes
+        for prompts in (0, 12)
+    )
+
+    assert chosen[0].captured > 1.1 * all_of_them[0].captured
+    for k in range(8):
+        rolled_out = [span for span in chosen[0].spans if (span.phase, span.iteration) == ("rollout", k)]
+        assert len(rolled_out) == 4 * 4 / 2  # prompts, seeds of each, seeds in a request
+
+
 def test_without_spot_gpus_a_spot_strategy_falls_back_to_reserved_ones(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("0,add,a\n60000,remove,a\n7200000,end,\n")
@@ -443,7 +455,7 @@ def test_seeds_that_nobody_chose_capture_the_unexplored_variance() -> None:
     difficulty_P = learning.difficulties(4000, seed=2)
     rewards = learning.draw(0.6, difficulty_P, candidates=8, stale=False, seed=2, iteration=3)
 
-    captured = rewards.captured([list(range(8))] * 4000)
+    captured = rewards.captured({index: list(range(8)) for index in range(4000)})
 
     assert captured == pytest.approx(1.0, abs=0.03)  # the variance of 4,000 groups of 8 varies by about 1 %
     assert np.array_equal(rewards.explored_PN, rewards.regenerated_PN)
