@@ -378,7 +378,7 @@ def record(out: Path, versions: Sequence[int], steps: Sequence[int], prompts: in
     from spotlight import config
     from spotlight.data import read_prompts
     from spotlight.engine import engine_of
-    from spotlight.records import WeightsRef
+    from spotlight.records import Scored, WeightsRef
     from spotlight.rundir import RunDir
 
     def save(setting: Setting, weights: WeightsRef) -> None:
@@ -389,8 +389,9 @@ def record(out: Path, versions: Sequence[int], steps: Sequence[int], prompts: in
             tried = tuple(candidate_seed(settings.run.seed, 0, prompt, index) for index in range(seeds))
             request = replace(template, prompt=prompt, seeds=tried, sigmas=sigmas)
             engine.rollout(request)
-            rewards = engine.score(request).rewards
-            row = {"version": weights.version, "steps": count, "prompt": prompt.id, "rewards": rewards}
+            scored = engine.score(request)
+            assert isinstance(scored, Scored)
+            row = {"version": weights.version, "steps": count, "prompt": prompt.id, "rewards": scored.rewards}
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
     def compute(graph: Graph) -> Mapping[str, Any]:

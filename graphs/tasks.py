@@ -150,12 +150,8 @@ def score(run_dir: str, done: Shard) -> Scored | Dropped | SetAside:
             f"request {done.request.id} asked for weights {done.request.weights.sha256[:12]} and was run with "
             f"{done.weights_sha256[:12]}: nothing was trained on it; resume the run"
         )
-    return replace(_score(run_dir, done.request), steps_resumed=done.steps_resumed)
-
-
-def _score(run_dir: str, request: Request) -> Scored:
-    scored: Scored = device.run(run_dir, "score", request)
-    return scored
+    scored: Scored | Dropped = device.run(run_dir, "score", done.request)
+    return replace(scored, steps_resumed=done.steps_resumed) if isinstance(scored, Scored) else scored
 
 
 def refill(
@@ -192,7 +188,7 @@ def _replacements(run_dir: str, seed: int, scored: Scored) -> list[Scored]:
         ),
     )
     _rollout(run_dir, fresh)
-    again = _score(run_dir, fresh)
+    again: Scored = device.run(run_dir, "score", fresh)
     if None in again.rewards:
         raise SpotlightError(
             f"the reward failed for {request.prompt.text!r}, seeds {request.seeds}, and for the seeds that replaced "

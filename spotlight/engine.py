@@ -326,16 +326,23 @@ class Engine:
             self._denoise(request, ALONE, resume=False)
             return self.store.window(request, initial_BNC)
 
-    def score(self, request: Request) -> Scored:
-        """Rewards of a finished request; what was scored before is read, not scored again."""
+    def score(self, request: Request) -> Scored | Dropped:
+        """Rewards of a finished request; what was scored before is read, not scored again.
+
+        Exploration that is closed meanwhile is dropped: the next rollout needs the device.
+        """
         name = f"scores/{request.id}"
         known = self.store.get_record(name)
         if known and known["digest"] == request.digest:
             return Scored(request=request, rewards=tuple(known["rewards"]), errors=tuple(known["errors"]))
         prompts = [request.prompt.text] * len(request.seeds)
-        with self._pace.lasting(self._pace.score_s(len(request.seeds))):
-            images = self.images(request)
-            values, errors = rewards.score(self.scorer, images, prompts, attempts=self.config.reward.attempts)
+        try:
+            _still_wanted(request)
+            with self._pace.lasting(self._pace.score_s(len(request.seeds)), partial(_still_wanted, request)):
+                images = self.images(request)
+                values, errors = rewards.score(self.scorer, images, prompts, attempts=self.config.reward.attempts)
+        except _NotWanted as error:
+            return Dropped(reason=str(error))
         self.store.put_record(name, {"digest": request.digest, "rewards": values, "errors": errors})
         return Scored(request=request, rewards=tuple(values), errors=tuple(errors))
 
@@ -453,6 +460,16 @@ class Engine:
             log_prob_BS=torch.from_numpy(np.concatenate(log_probs)).to(device) if log_probs else None,
             first=before,
         )
+
+
+class _NotWanted(Exception):
+    """Nobody waits for these rewards any more."""
+
+
+def _still_wanted(request: Request) -> None:
+    reason = signals.check(request)
+    if reason:
+        raise _NotWanted(reason)
 
 
 def _by_request(samples: Sequence[Sample]) -> Iterator[tuple[Request, list[int]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,9 +21,11 @@ from spotlight import config
 from spotlight.data import read_prompts
 from spotlight.engine import Engine
 from spotlight.latents import MissingLatents
+from spotlight.pace import Pace
 from spotlight.records import Dropped, Request, Rollout, Sample, Scored, SetAside, SpotlightError, Stopped
 from spotlight.rundir import RunDir
 from spotlight.signals import signals
+from spotlight.timings import SCORE_S
 from spotlight.weights import publish
 
 
@@ -144,6 +147,7 @@ def test_a_missing_reward_is_replaced_by_a_fresh_seed_of_its_prompt(run: RunDir,
     engine = Engine(run.path)
     engine.rollout(request_)
     scored = engine.score(request_)
+    assert isinstance(scored, Scored)
     failed = replace(scored, rewards=(None, *scored.rewards[1:]), errors=("out of order",))
 
     _, fresh = tasks.refill(str(run.path), 0, [failed])
@@ -176,6 +180,35 @@ def test_exploration_that_was_scored_before_it_was_called_off_is_not_lost(run: R
     assert isinstance(scored, Scored)
     assert tasks.score(str(run.path), again) == replace(scored, steps_resumed=explored.steps)
     assert isinstance(other, Dropped)
+
+
+def test_exploration_that_is_closed_before_it_is_scored_is_dropped_and_rollouts_are_not(
+    run: RunDir, request_: Request
+) -> None:
+    explored = tasks.rollout_shard(str(run.path), replace(request_, purpose="explore"), "explore-r0-0/0", 0)
+    rolled_out = tasks.rollout_shard(str(run.path), request_, "rollout-0/0", 0)
+
+    signals.close_exploration(run.path.name, request_.iteration)
+
+    assert isinstance(tasks.score(str(run.path), explored), Dropped)
+    assert isinstance(tasks.score(str(run.path), rolled_out), Scored)
+
+
+def test_the_end_of_training_ends_the_scoring_of_exploration_that_is_under_way(
+    tmp_path: Path, run: RunDir, request_: Request
+) -> None:
+    explored, engine = replace(request_, purpose="explore"), Engine(run.path)
+    engine.rollout(explored)
+    an_hour_each = ["pace.gpu=h100", f"pace.speedup={SCORE_S / 3600}"]
+    engine._pace = Pace(config.load(settings_file(tmp_path), an_hour_each))
+
+    closing = threading.Timer(1.0, signals.close_exploration, (run.path.name, explored.iteration))
+    closing.start()
+    scored = engine.score(explored)
+    closing.join()
+
+    assert isinstance(scored, Dropped)
+    assert engine.store.get_record(f"scores/{explored.id}") is None
 
 
 def test_widths_that_the_model_cannot_be_split_into_are_refused_with_those_that_it_can(tmp_path: Path) -> None:
