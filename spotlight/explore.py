@@ -261,61 +261,37 @@ def learn(
     )
 
 
-def budget(
-    *, training_s: float, request_s: float, spot_workers: float, width: int = 1, regeneration_s: float = 0.0
-) -> int:
-    """How many chunks exploration gets done while training runs::
-
-        floor((training_s * spot_workers - regeneration_s) / (request_s * width))
-
-    Args:
-        training_s: predicted seconds from the end of the rollout to the new weights.
-        request_s: seconds of one chunk, from its launch to its score, on a gang of ``width`` workers.
-        spot_workers: expected over that time; a mean, so it need not be whole.
-        width: workers that run one chunk together.
-        regeneration_s: worker seconds that regeneration needs of the spot workers in that time: rollouts that they
-            still owe while training has begun on the first ones, and fetching the weights.
-
-    Returns:
-        0 or more: nothing where there is no time.
-
-    Raises:
-        ValueError: a number is negative or not finite, or a chunk takes no time.
-
-    Source: the papers name a training-time budget and no formula; this one is ours.
-    """
-    numbers = (training_s, request_s, spot_workers, regeneration_s)
-    if not all(math.isfinite(number) and number >= 0 for number in numbers) or request_s == 0 or width < 1:
-        raise ValueError(
-            f"training_s = {training_s}, spot_workers = {spot_workers} and regeneration_s = {regeneration_s} must be "
-            f"finite and not negative, request_s = {request_s} positive, and width = {width} at least 1"
-        )
-    return max(0, math.floor((training_s * spot_workers - regeneration_s) / (request_s * width)))
-
-
 SLACK, RECENT = 1.5, 4
 """Exploration is planned for more time than there was in so many iterations: what is too much is called off, least
 useful first."""
 
 
 def affordable(*, spare_s: Sequence[float], seed_s: float, chunk: int) -> int | None:
-    """Candidates, in whole chunks, that can be explored in `SLACK` times the time that there is for it.
+    """Candidates, in whole chunks, that there is time for beside training::
+
+        chunk floor(SLACK mean(spare_s[-RECENT:]) / (chunk seed_s))
 
     Args:
-        spare_s: worker seconds that spot workers had beside training in past iterations, the last one last. The mean of
-            the last few is taken: a loss in a rollout leaves little, and says nothing of the next.
+        spare_s: worker seconds that spot workers had beside training in past iterations, the last one last: what they
+            still rolled out meanwhile is not in it. The mean of the last few is taken: a loss in a rollout leaves
+            little, and says nothing of the next.
         seed_s: worker seconds of one candidate, as the last iteration had them.
+        chunk: candidates in one request.
 
     Returns:
         None where they had one of them not at all, so that nothing can be foretold.
 
     Raises:
-        ValueError: as `budget` does.
+        ValueError: a number is negative or not finite, or a chunk has no candidate.
+
+    Source: the papers name a training-time budget and no formula; this one is ours.
     """
+    if chunk < 1 or not all(math.isfinite(number) and number >= 0 for number in (*spare_s, seed_s)):
+        raise ValueError(
+            f"spare_s = {spare_s} and seed_s = {seed_s} must be finite and not negative, and chunk = {chunk} at least 1"
+        )
     mean_s = statistics.fmean(spare_s[-RECENT:]) if spare_s else 0.0
-    if not (mean_s and seed_s):
-        return None
-    return chunk * budget(training_s=SLACK * mean_s, request_s=chunk * seed_s, spot_workers=1)
+    return chunk * math.floor(SLACK * mean_s / (chunk * seed_s)) if mean_s and seed_s else None
 
 
 def allocate(

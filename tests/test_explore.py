@@ -22,7 +22,6 @@ from spotlight.explore import (
     Beliefs,
     affordable,
     allocate,
-    budget,
     equal_shares,
     learn,
     max_variance_subset,
@@ -444,13 +443,6 @@ def test_where_explored_rewards_do_not_differ_nothing_is_learnt_of_the_fidelity(
     assert beliefs.fidelity == 0.4
 
 
-def test_the_budget_by_hand() -> None:
-    # 60 s of 8 workers are 480 worker seconds; 30 of them are owed; a chunk takes 2 workers 5 s.
-    assert budget(training_s=60, spot_workers=8, regeneration_s=30, request_s=5, width=2) == 45
-    assert budget(training_s=60, spot_workers=0, request_s=5) == 0
-    assert budget(training_s=1, spot_workers=1, regeneration_s=2, request_s=5) == 0
-
-
 def test_candidates_beside_training_by_hand() -> None:
     measured: dict[str, Any] = {"spare_s": [9000.0, 300.0, 700.0, 500.0, 420.0], "seed_s": 2.5, "chunk": 4}
 
@@ -462,7 +454,9 @@ def test_candidates_beside_training_by_hand() -> None:
     assert affordable(**measured | {"spare_s": []}) is None
 
 
-@pytest.mark.parametrize("wrong", [{"training_s": -1.0}, {"request_s": 0.0}, {"spot_workers": math.nan}, {"width": 0}])
-def test_a_budget_of_impossible_numbers_is_refused(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize("wrong", [{"spare_s": [1.0, -1.0]}, {"seed_s": math.nan}, {"chunk": 0}])
+def test_time_for_exploration_that_is_no_time_is_refused(wrong: dict[str, Any]) -> None:
+    possible: dict[str, Any] = {"spare_s": [1.0], "seed_s": 1.0, "chunk": 4}
+
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        budget(**{"training_s": 1.0, "request_s": 1.0, "spot_workers": 1.0} | wrong)
+        affordable(**possible | wrong)
