@@ -17,7 +17,7 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -419,15 +419,25 @@ def _insert(lowest_MPW: Narrow, new_PW: Narrow) -> None:
 
 def _best_variance(low_MPW: Narrow, high_MPW: Narrow) -> Narrow:
     """The largest variance of M rewards, given the M lowest ascending and the M highest descending."""
-    keep, zero_PW = len(low_MPW), np.zeros_like(low_MPW[0])
-
-    def splits(lowest_MPW: Narrow, highest_MPW: Narrow) -> Narrow:
-        low = np.stack([*accumulate(lowest_MPW, initial=zero_PW)])
-        high = np.stack([*accumulate(highest_MPW, initial=zero_PW)])
-        return low + high[::-1]
-
-    best: Narrow = (splits(low_MPW**2, high_MPW**2) / keep - (splits(low_MPW, high_MPW) / keep) ** 2).max(axis=0)
+    keep = len(low_MPW)
+    means, variances = _splits(low_MPW, high_MPW), _splits(low_MPW**2, high_MPW**2)
+    means /= keep
+    variances /= keep
+    variances -= np.square(means, out=means)
+    best: Narrow = variances.max(axis=0)
     return best
+
+
+def _splits(low_MPW: Narrow, high_MPW: Narrow) -> Narrow:
+    """Sums of the i lowest and the M - i highest, for i from 0 to M."""
+    keep, high_PW = len(low_MPW), np.zeros_like(low_MPW[0])
+    sums_IPW = np.zeros((keep + 1, *high_PW.shape), dtype=np.float32)
+    for i in range(keep):
+        np.add(sums_IPW[i], low_MPW[i], out=sums_IPW[i + 1])
+    for i in range(keep):
+        high_PW += high_MPW[i]
+        sums_IPW[keep - 1 - i] += high_PW
+    return sums_IPW
 
 
 def _slopes(gained_PJ: Array) -> Array:
