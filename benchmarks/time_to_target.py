@@ -54,11 +54,18 @@ OURS = "Spotlight"
 STRATEGIES: dict[str, list[str]] = {
     "reserved only": [*ON_RESERVED, "strategy.exploration=off"],
     "reserved only, blocking exploration": [*ON_RESERVED, "strategy.exploration=blocking"],
-    "reserved + spot, no exploration": ["strategy.exploration=off", "strategy.offload=adaptive"],
+    "reserved + spot, no exploration": ["strategy.exploration=off", "train.advantage_std=group"],
+    "the same, restart on preemption": ["strategy.exploration=off", "strategy.on_preemption=restart"],
     "Spotlight, restart on preemption": ["strategy.on_preemption=restart"],
     OURS: [],
 }
-COLOURS = dict(zip(STRATEGIES, (FAINT, OTHER, PHASE_COLOURS["rollout"], LOST, PHASE_COLOURS["explore"]), strict=True))
+COLOURS = dict(
+    zip(
+        STRATEGIES,
+        (FAINT, OTHER, PHASE_COLOURS["rollout"], LOST, PHASE_COLOURS["publish"], PHASE_COLOURS["explore"]),
+        strict=True,
+    )
+)
 TRACE_NODES, TRACE_SEED, TRACE_H = 4, 10, 400.0
 TRACE_SPEEDUP = 24.0
 """The trace passes so many times as fast as played time: 8 because an iteration has 64 samples where the paper's has
@@ -265,7 +272,7 @@ def modelled_s(strategy: str, iterations: float) -> float:
         request_s = steps * pace.step_s(request_seeds, 1) + pace.score_s(request_seeds)
         return ceil(seeds / request_seeds / among) * request_s
 
-    samples, tried = rollout.prompts * rollout.seeds_kept, rollout.prompts * exploration.seeds_tried
+    samples, tried = rollout.prompts * rollout.seeds_kept, settings.prompts_drawn * exploration.seeds_tried
     roll_s = waves_s(
         samples, request_size(settings), rollout.steps, sum(workers[pool] for pool in settings.strategy.rollout_pools)
     )

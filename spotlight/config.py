@@ -43,7 +43,7 @@ class RunSection(Section):
 class ModelSection(Section):
     name: Literal["tiny-text", "qwen-image"] = "tiny-text"
     path: str = ""
-    """Directory of a diffusers pipeline; empty for the embedded model."""
+    """Directory of a diffusers pipeline; or, of the embedded model, a file of other weights, else empty."""
     height_px: int = Field(16, ge=4)
     width_px: int = Field(32, ge=4)
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -370,7 +370,11 @@ def _check_inputs(settings: configuration.Config) -> None:
     for path in (data.train_prompts, data.validation_prompts):
         check_quoted(read_prompts(path), path)
     choose_prompts(len(read_prompts(data.train_prompts)), settings.prompts_drawn, seed=settings.run.seed, iteration=0)
-    if model.path and not Path(model.path).is_dir():
+    if model.path and model.name == "tiny-text" and not Path(model.path).is_file():
+        raise SpotlightError(
+            f"model.path = {model.path!r}: no such file; give one that examples/pretrain_tiny.py wrote, or leave it out"
+        )
+    if model.path and model.name != "tiny-text" and not Path(model.path).is_dir():
         raise SpotlightError(f"model.path = {model.path!r}: no such directory; give that of a diffusers pipeline")
 
 

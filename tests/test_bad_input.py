@@ -77,7 +77,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         (f"rollout.prompts={TRAIN_PROMPTS + 1}", [f"{TRAIN_PROMPTS + 1}", f"{TRAIN_PROMPTS} prompts", "lower it"]),
         ("data.train_prompts=nowhere.txt", ["nowhere.txt", "No such file", "[data]"]),
         ("model.name=qwen-image", ["run.toml", "needs model.path"]),
-        ("model.path=nowhere", ["model.path", "nowhere", "no such directory", "pipeline"]),
+        ("model.path=nowhere", ["model.path", "nowhere", "no such file", "pretrain_tiny.py"]),
         ("run.dir=/dev/null", ["/dev/null/run-", "Not a directory", "choose another run.dir"]),
     ],
 )
