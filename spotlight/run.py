@@ -23,6 +23,7 @@ from spotlight.data import check_quoted, choose_prompts, read_prompts
 from spotlight.records import SpotlightError, Stopped
 from spotlight.rundir import DECISIONS, HISTORY, SUMMARY, VALIDATION, RunDir
 from spotlight.signals import signals
+from spotlight.trace_files import read_trace
 from spotlight.weights import published
 
 if TYPE_CHECKING:
@@ -367,6 +368,9 @@ def _check_inputs(settings: configuration.Config) -> None:
     """Find at once what would stop the run once its cluster is up."""
     data, model = settings.data, settings.model
     pool_prices(settings)
+    for _, pool in settings.pools:
+        if pool.trace:
+            read_trace(pool.trace)
     for path in (data.train_prompts, data.validation_prompts):
         check_quoted(read_prompts(path), path)
     choose_prompts(len(read_prompts(data.train_prompts)), settings.prompts_drawn, seed=settings.run.seed, iteration=0)

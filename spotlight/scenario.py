@@ -54,13 +54,14 @@ class Scenario(Section):
         if len({strategy.name for strategy in self.strategies}) < len(self.strategies):
             raise ValueError("strategies: two of them have the same name")
         self._check_width("job.widths", min(job.widths))
-        drawn = self.exploration.prompts or job.prompts
-        if 0 < self.exploration.prompts < job.prompts:
+        explored = self.exploration.prompts
+        if 0 < explored < job.prompts:
             raise ValueError(
-                f"exploration.prompts = {drawn} is fewer than job.prompts = {job.prompts}, which are taken from them"
+                f"exploration.prompts = {explored} is fewer than job.prompts = {job.prompts}, which are taken from them"
             )
-        if max(drawn, job.prompts) > job.dataset:
-            raise ValueError(f"an iteration takes {drawn} prompts, and job.dataset = {job.dataset}")
+        for name, prompts in (("job", job.prompts), ("exploration", explored)):
+            if prompts > job.dataset:
+                raise ValueError(f"{name}.prompts = {prompts} is more than job.dataset = {job.dataset}")
         if sorted({width for width in job.widths if width > 0}) != list(job.widths):
             raise ValueError(f"job.widths = {list(job.widths)} must be whole numbers from 1 on, ascending")
         if 0 < self.target <= self.learning.start:

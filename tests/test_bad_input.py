@@ -111,6 +111,16 @@ def test_a_prompt_that_cannot_be_used_is_named_by_file_and_line(
     assert [part for part in [str(prompts), *says] if part not in said] == [], said
 
 
+def test_a_trace_that_cannot_be_used_is_named_by_file_and_line_before_anything_starts(tmp_path: Path) -> None:
+    trace = tmp_path / "spot.csv"
+    trace.write_text("0,add,a\n100,vanish,a\n")
+
+    said = refusal("run", settings_file(tmp_path), "--set", f"pools.spot.trace={trace}")
+
+    assert [part for part in [f"{trace}:2", "vanish"] if part not in said] == [], said
+    assert list(tmp_path.glob("run-*")) == []
+
+
 def test_a_settings_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     settings = tmp_path / "nowhere.toml"
 

@@ -482,6 +482,12 @@ def test_the_model_of_learning_meets_the_measured_run() -> None:
         ("seeds_tried = 12", "seeds_tried = 3", "seeds_tried = 3 is fewer than"),
         ("[job]", "[job", "not valid TOML"),
         ("prompts = 4", "prompts = 40", "prompts = 40 is more than"),
+        ("seeds_tried = 12", "seeds_tried = 12\nprompts = 3", "exploration.prompts = 3 is fewer than job.prompts = 4"),
+        (
+            "seeds_tried = 12",
+            "seeds_tried = 12\nprompts = 17",
+            "exploration.prompts = 17 is more than job.dataset",
+        ),
         ("[job]", 'gpu = "b200"\n[job]', "cluster: 'b200' is not in the price list.*cluster.usd_per_h_reserved"),
     ],
 )
