@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,81 +15,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import scenarios
+from scenarios import STRATEGIES, TINY, scenario
 from spotlight import learning
-from spotlight.__main__ import main
 from spotlight.costs import Span
 from spotlight.explore import rank_correlation
-from spotlight.fleet import spot_switches
 from spotlight.machines import Machines, Place, Timing, Work
 from spotlight.policy import Idle, View, Waiting, plan
 from spotlight.prices import usd_per_h
 from spotlight.records import SpotlightError
-from spotlight.report.timeline import results_table, write_timeline
-from spotlight.scenario import BASELINES, Scenario, load
-from spotlight.simulator import Outcome, simulate, simulate_file
+from spotlight.scenario import Scenario
+from spotlight.simulator import Outcome, simulate
 from spotlight.timings import seconds_per_step, train_s
-
-EXAMPLES = Path(__file__).parents[1] / "examples" / "scenarios"
-TINY = """
-name = "tiny"
-hours = 2.0
-iterations = 3
-[cluster]
-reserved_gpus = 2
-reserved_gpus_per_node = 2
-spot_nodes = 2
-spot_gpus_per_node = 2
-startup_s = 30.0
-recovery_s = 1.0
-[job]
-widths = [1, 2]
-prompts = 4
-seeds_kept = 4
-request_seeds = 2
-validate_every = 2
-validation_images = 8
-dataset = 16
-[exploration]
-seeds_tried = 12
-request_seeds = 4
-rounds = 3
-"""
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "reserved only": {"exploration": "off", "rollout_pools": ["reserved"]},
-    "blocking": {"exploration": "blocking", "rollout_pools": ["reserved"]},
-    "spot rollouts": {"exploration": "off", "offload": "adaptive"},
-    "restart": {"on_preemption": "restart", "elastic": False},
-    "stale": {},
-    "stale, window": {"offload": "adaptive"},
-    "stale, all": {"offload": "all"},
-    "spot only": {"rollout_pools": ["spot"]},
-}
-
-
-def scenario(tmp_path: Path, *names: str, text: str = TINY, **changes: Any) -> Scenario:
-    """The tiny scenario with some of the strategies; ``cluster={...}`` and the like change its sections."""
-    tables = [f'[[strategies]]\nname = "{name}"\n{toml(STRATEGIES[name])}' for name in names or STRATEGIES]
-    path = tmp_path / "scenario.toml"
-    path.write_text(text + "\n".join(tables))
-    loaded = load(path)
-    for section, fields in changes.items():
-        value = getattr(loaded, section).model_copy(update=fields) if isinstance(fields, dict) else fields
-        loaded = loaded.model_copy(update={section: value})
-    return loaded
-
-
-def toml(fields: dict[str, Any]) -> str:
-    return "\n".join(
-        f"{name} = {str(value).lower() if value in (True, False) else value!r}" for name, value in fields.items()
-    )
 
 
 @pytest.fixture
 def preempted(tmp_path: Path) -> Scenario:
-    """All strategies, on two nodes of which each goes and comes back in the middle of things."""
-    trace = tmp_path / "trace.csv"
-    trace.write_text("0,add,a\n0,add,b\n70000,remove,a\n90000,add,c\n131000,remove,b\n131000,remove,c\n300000,add,d\n")
-    return scenario(tmp_path, trace={"file": str(trace)})
+    return scenarios.preempted(tmp_path)
 
 
 def test_the_simulator_needs_neither_torch_nor_dask_nor_bokeh() -> None:
@@ -467,124 +408,6 @@ def test_the_model_of_learning_meets_the_measured_run() -> None:
         score = learning.after(score, 1.0)
 
     assert score == pytest.approx(0.781, abs=0.005)  # benchmarks/RESULTS.md: 16 iterations, not explored
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "reason"),
-    [
-        ("hours = 2.0", "hours = -2.0", "hours = -2.0"),
-        ("hours = 2.0", "", "hours is missing"),
-        ("reserved_gpus = 2", 'reserved_gpus = "two"', "cluster.reserved_gpus = 'two'"),
-        ("spot_nodes = 2", "spot_knots = 2", "'cluster.spot_knots'.*did you mean 'spot_nodes'"),
-        ("widths = [1, 2]", "widths = [2, 1]", r"job.widths = \[2, 1\].*ascending"),
-        ("widths = [1, 2]", "widths = [5, 8]", "no gang of 5 fits"),
-        ("widths = [1, 2]", 'model = "no-such"', "no cost model of the model 'no-such'"),
-        ("seeds_tried = 12", "seeds_tried = 3", "seeds_tried = 3 is fewer than"),
-        ("[job]", "[job", "not valid TOML"),
-        ("prompts = 4", "prompts = 40", "prompts = 40 is more than"),
-        ("seeds_tried = 12", "seeds_tried = 12\nprompts = 3", "exploration.prompts = 3 is fewer than job.prompts = 4"),
-        (
-            "seeds_tried = 12",
-            "seeds_tried = 12\nprompts = 17",
-            "exploration.prompts = 17 is more than job.dataset",
-        ),
-        ("[job]", 'gpu = "b200"\n[job]', "cluster: 'b200' is not in the price list.*cluster.usd_per_h_reserved"),
-    ],
-)
-def test_a_malformed_scenario_is_refused_with_file_and_field(
-    tmp_path: Path, before: str, after: str, reason: str
-) -> None:
-    with pytest.raises(SpotlightError, match=f"scenario.toml: .*{reason}"):
-        scenario(tmp_path, "stale", text=TINY.replace(before, after, 1))
-
-
-def test_a_scenario_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpotlightError, match="nothing.toml"):
-        simulate_file(tmp_path / "nothing.toml")
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.toml")))
-def test_the_examples_are_scenarios(name: str) -> None:
-    loaded = load(EXAMPLES / name)
-
-    switches = spot_switches(loaded)
-
-    assert len(switches) == loaded.cluster.spot_nodes
-
-
-def test_the_page_and_the_table_show_every_strategy_and_say_that_learning_is_modelled(
-    preempted: Scenario, tmp_path: Path
-) -> None:
-    result = simulate(preempted)
-
-    table = results_table(result)
-    write_timeline(result, tmp_path / "timeline.html")
-
-    page = (tmp_path / "timeline.html").read_text("utf-8")
-    assert list(table.columns[0].cells) == list(STRATEGIES)
-    assert table.caption == learning.MODEL
-    assert all(name in page for name in (*STRATEGIES, learning.MODEL))
-    assert re.findall(r"<(?:script|link)[^>]*(?:src|href)=", page) == []  # it needs no network
-
-
-def test_the_shell_simulates_a_scenario(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scenario(tmp_path, "reserved only", "stale")
-
-    status = main(["simulate", str(tmp_path / "scenario.toml"), "--timeline", str(tmp_path / "timeline.html")])
-
-    printed = capsys.readouterr().out
-    assert status == 0
-    assert "tiny (simulated)" in printed
-    assert "stale" in printed
-    assert (tmp_path / "timeline.html").stat().st_size > 0
-
-
-def test_the_shell_asks_what_if_and_shows_every_baseline_where_none_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "scenario.toml").write_text(TINY)
-    changes = ("iterations=1", "cluster.spot_nodes=4", "trace.climate=calm", "job.widths=[1]")
-    overrides = [part for change in changes for part in ("--set", change)]
-
-    status = main(["simulate", str(tmp_path / "scenario.toml"), *overrides, "--timeline", str(tmp_path / "t.html")])
-
-    printed = capsys.readouterr().out
-    asked = load(tmp_path / "scenario.toml", changes)
-    assert status == 0
-    assert (asked.iterations, asked.cluster.spot_nodes, asked.trace.climate, asked.job.widths) == (1, 4, "calm", (1,))
-    assert asked.strategies == BASELINES
-    assert all(word in printed for one in BASELINES for word in one.name.replace(",", "").split())
-    assert all(one.name in (tmp_path / "t.html").read_text("utf-8") for one in BASELINES)
-
-
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        ("cluster.spot_nodes", "--set 'cluster.spot_nodes': expected section.key=value"),
-        ("cluster.spot_knots=3", "'cluster.spot_knots' (did you mean 'spot_nodes'?)"),
-        ("cluster=3", "cluster = 3: input should be"),
-        ("hours=0", "hours = 0: input should be greater than 0"),
-        ("hours.long=1", "--set 'hours.long=1': 'hours' is a value, not a section"),
-        ("trace.file=gone.csv", "gone.csv"),
-    ],
-)
-def test_an_override_that_cannot_be_used_is_refused(tmp_path: Path, override: str, reason: str) -> None:
-    (tmp_path / "scenario.toml").write_text(TINY)
-
-    with pytest.raises(SpotlightError, match=re.escape(reason)):
-        simulate_file(tmp_path / "scenario.toml", [override])
-
-
-def test_the_shell_says_what_is_wrong_with_a_scenario(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "scenario.toml"
-    path.write_text(TINY.replace("prompts = 4", "promts = 4") + '[[strategies]]\nname = "stale"\n')
-
-    status = main(["simulate", str(path)])
-
-    assert status == 1
-    assert re.search(
-        r"^spotlight: .*scenario.toml: .*'job.promts' \(did you mean 'prompts'\?\)", capsys.readouterr().err
-    )
 
 
 def check_workers(outcome: Outcome) -> None:
