@@ -107,7 +107,7 @@ def test_the_choice_depends_on_seed_and_iteration_alone() -> None:
 
 
 def test_too_few_prompts_for_an_iteration_is_an_error_with_both_numbers() -> None:
-    with pytest.raises(SpotlightError, match=r"rollout\.prompts = 9 .* 8 prompts"):
+    with pytest.raises(SpotlightError, match=r"9 prompts .* 8 prompts"):
         choose_prompts(8, 9, seed=0, iteration=0)
 
 
