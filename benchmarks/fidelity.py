@@ -71,7 +71,7 @@ SHAPES = (
     Shape(name="4 + 8", reserved=4, spot=8, prompts=24, speedup=1.5),
 )
 CLIMATES = {"bursty": BURSTY, "calm": CALM, "collapsing": COLLAPSING}
-CALIBRATION = Shape(name="1 + 3", reserved=1, spot=3, prompts=8, speedup=3.0)
+CALIBRATION = Shape(name="1 + 3", reserved=1, spot=3, prompts=8, speedup=3.0, iterations=4)
 GANGS = Shape(
     name="2 + 2, width 2",
     reserved=2,
