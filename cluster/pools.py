@@ -345,6 +345,7 @@ def _head(directory: str) -> dict[str, Any]:
     """A worker beside the scheduler for what only decides; it never runs a model."""
     options = {
         "name": "head",
+        "host": "127.0.0.1",
         "nthreads": 4,
         "resources": {"head": 4},
         "memory_limit": 0,
