@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from spotlight.run import Run
-from spotlight.rundir import HISTORY, VALIDATION, RunDir
+from spotlight.store.rundir import HISTORY, VALIDATION, RunDir
 
 SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
 SDE = ["train.algorithm=grpo", "rollout.sampler=sde", "rollout.noise_level=0.7", "rollout.window=[0, 4]"]

@@ -20,19 +20,21 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
-from spotlight import config, timings
-from spotlight.books import read_lives, read_spans
-from spotlight.climates import BURSTY, CALM, COLLAPSING, Climate, synthesise
+from spotlight import config
 from spotlight.config import Config
-from spotlight.costs import Price, Span, WorkerLife, pool_usd
-from spotlight.data import read_prompts
-from spotlight.pace import Pace
+from spotlight.device.pace import Pace
+from spotlight.market.ledger import Price, pool_usd
+from spotlight.market.trace_files import write_trace
+from spotlight.market.trace_models import BURSTY, CALM, COLLAPSING, Climate, synthesise
+from spotlight.market.traces import Event, Trace
+from spotlight.plan import durations
+from spotlight.records import Span, WorkerLife
+from spotlight.rl.prompts import read_prompts
 from spotlight.run import Run
-from spotlight.rundir import HISTORY, SUMMARY, RunDir
 from spotlight.scenario import Scenario
 from spotlight.simulator import simulate
-from spotlight.trace_files import write_trace
-from spotlight.traces import Event, Trace
+from spotlight.store.accounts import read_lives, read_spans
+from spotlight.store.rundir import HISTORY, SUMMARY, RunDir
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "examples" / "ocr-tiny.toml"
@@ -178,7 +180,7 @@ def scenario(settings: Config, constants: Constants, trace: Path | None) -> Scen
             "timesteps": settings.train.timesteps,
             "lora": pace.lora,
             "old_log_probs": settings.train.algorithm == "grpo",
-            "score_s": timings.SCORE_S,
+            "score_s": durations.SCORE_S,
             "launch_s": played["request_s"],
             "publish_s": played["publish_s"],
             "prepare_s": played["prepare_s"],
@@ -235,7 +237,7 @@ def denoising_s(settings: Config, width: int) -> float:
     """Real seconds of all steps of a request."""
     pace, rollout = settings.pace, settings.rollout
     size = pace.height_px, pace.width_px
-    step_s = timings.seconds_per_step(
+    step_s = durations.seconds_per_step(
         pace.model, *size, width=width, gpu=pace.gpu, batch=rollout.request_seeds, guidance=pace.guidance
     )
     return rollout.steps * step_s / pace.speedup
@@ -258,7 +260,7 @@ def calibrate(directory: Path) -> Constants:
     narrow = settings(CALIBRATION, _folder(directory, "calibration"), trace)
     run = go(narrow)
     spans, lives = sorted(read_spans(run), key=lambda span: span.start_s), read_lives(run)
-    scoring_s = narrow.rollout.request_seeds * timings.SCORE_S
+    scoring_s = narrow.rollout.request_seeds * durations.SCORE_S
     request_s = _median_turn_s(spans) - denoising_s(narrow, 1) - scoring_s / narrow.pace.speedup
     gang_spans = [span for span in read_spans(wide_run) if span.phase == "rollout"]
     alone_s = _median_s(spans, "rollout") - denoising_s(narrow, 1)

@@ -26,12 +26,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from graphs.tasks import candidate_seed, validation_seeds
-from spotlight import config, flow, models, rewards
-from spotlight.data import choose_prompts, read_prompts
-from spotlight.explore import max_variance_subset, most_varied
-from spotlight.grpo import group_advantages
+from spotlight import config
+from spotlight.plan.subset import max_variance_subset, most_varied
 from spotlight.records import Prompt
-from spotlight.train import Trainer, TrainingBatch
+from spotlight.rl import flow, models, rewards
+from spotlight.rl.objectives import group_advantages
+from spotlight.rl.prompts import choose_prompts, read_prompts
+from spotlight.rl.trainer import Trainer, TrainingBatch
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "examples" / "paced.toml"

@@ -19,10 +19,10 @@ from graphs import tasks
 from graphs.iteration import Layers, prepare_graph
 from graphs.tasks import Setting
 from spotlight import config
-from spotlight.data import read_prompts
 from spotlight.records import Request
+from spotlight.rl.prompts import read_prompts
 from spotlight.run import Run
-from spotlight.rundir import HISTORY, RunDir
+from spotlight.store.rundir import HISTORY, RunDir
 
 SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
 REQUESTS = 12
@@ -33,8 +33,8 @@ def bare_loop(run_dir: str, requests: Sequence[Request]) -> float:
     """Denoise the same requests with nothing around the model; returns seconds. Runs on the worker."""
     import torch
 
-    from spotlight import flow
-    from spotlight.engine import engine_of
+    from spotlight.device.engine import engine_of
+    from spotlight.rl import flow
 
     engine = engine_of(run_dir)
     engine.use(requests[0].weights)

@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from spotlight.explore import Arm, Beliefs, allocate, equal_shares, learn, max_variance_subset, rank_correlation
+from spotlight.plan.bandit import Arm, Beliefs, allocate, equal_shares, learn, rank_correlation
+from spotlight.plan.subset import max_variance_subset
 
 Array = NDArray[np.float64]
 Chunks = list[tuple[int, int, int]]
@@ -376,10 +377,10 @@ def record(out: Path, versions: Sequence[int], steps: Sequence[int], prompts: in
     from graphs.loop import Loop, synchronous
     from graphs.tasks import Setting, candidate_seed
     from spotlight import config
-    from spotlight.data import read_prompts
-    from spotlight.engine import engine_of
+    from spotlight.device.engine import engine_of
     from spotlight.records import Scored, WeightsRef
-    from spotlight.rundir import RunDir
+    from spotlight.rl.prompts import read_prompts
+    from spotlight.store.rundir import RunDir
 
     def save(setting: Setting, weights: WeightsRef) -> None:
         engine = engine_of(str(run.path))

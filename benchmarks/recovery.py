@@ -30,15 +30,14 @@ from graphs import tasks
 from graphs.iteration import Layers, prepare_graph, rollout_requests, unexplored
 from graphs.tasks import Setting
 from spotlight import config
-from spotlight.climates import BURSTY, synthesise
-from spotlight.costs import WorkerLife
-from spotlight.data import read_prompts
-from spotlight.node import Node, shared_root, sweep
-from spotlight.records import Placement, Request, Rollout
+from spotlight.market.trace_files import write_trace
+from spotlight.market.trace_models import BURSTY, synthesise
+from spotlight.market.traces import SECONDS_PER_H
+from spotlight.records import Placement, Request, Rollout, WorkerLife
 from spotlight.report.palette import FAINT, INK, LOST, OTHER, PHASE_COLOURS, RULE
-from spotlight.rundir import RunDir
-from spotlight.trace_files import write_trace
-from spotlight.traces import SECONDS_PER_H
+from spotlight.rl.prompts import read_prompts
+from spotlight.store.node import Node, shared_root, sweep
+from spotlight.store.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "examples" / "ocr-tiny.toml"
@@ -75,7 +74,7 @@ import time
 up_s = time.time()
 import os, pickle, sys
 from pathlib import Path
-from spotlight.engine import Engine
+from spotlight.device.engine import Engine
 moments = [up_s, time.time()]
 
 def heart(beat):
@@ -280,7 +279,7 @@ def two_to_one_to_two(kills: int, chance: random.Random) -> tuple[Measured, Meas
 
 def cold_starts(width: int, times: int) -> Measured:
     """A gang of fresh interpreters, from their start to their first step; files they read are in the page cache."""
-    from spotlight.sequence import rendezvous_server
+    from spotlight.device.sequence_parallel import rendezvous_server
 
     server = rendezvous_server("127.0.0.1")
     found = Measured()
@@ -325,7 +324,7 @@ def weights_seconds(size_bytes: int, repeats: int) -> dict[str, list[float]]:
     """
     import torch
 
-    from spotlight import weights
+    from spotlight.store import weights
 
     torch.set_num_threads(1)  # as in a worker
     with tempfile.TemporaryDirectory() as directory:
@@ -353,7 +352,7 @@ def weights_seconds(size_bytes: int, repeats: int) -> dict[str, list[float]]:
 def _load_seconds(folder: Path, node: Node | None, before: Callable[[], None], repeats: int) -> dict[str, list[float]]:
     import torch
 
-    from spotlight import weights
+    from spotlight.store import weights
 
     published = weights.published(folder, 0)
     assert published

@@ -12,7 +12,8 @@ import statistics
 import time
 from pathlib import Path
 
-from spotlight.policy import Idle, Pool, View, Waiting, plan
+from spotlight.plan.placement import Idle, View, Waiting, plan
+from spotlight.records import Pool
 from spotlight.scenario import Scenario, load
 from spotlight.simulator import simulate
 

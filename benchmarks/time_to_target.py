@@ -32,18 +32,18 @@ from typing import Any
 from graphs.iteration import prepare_graph, request_size, validation_graph
 from graphs.loop import synchronous
 from spotlight import config
-from spotlight.books import pool_prices, read_lives, read_spans, run_ledger
-from spotlight.climates import BURSTY, synthesise
-from spotlight.costs import Span, spot_utilisation
-from spotlight.data import read_prompts
-from spotlight.pace import Pace
-from spotlight.records import Scored, Stopped
+from spotlight.device.pace import Pace
+from spotlight.market.ledger import spot_utilisation
+from spotlight.market.trace_files import write_trace
+from spotlight.market.trace_models import BURSTY, synthesise
+from spotlight.market.traces import Event, Trace
+from spotlight.records import Scored, Span, Stopped
 from spotlight.report.palette import AXIS, FAINT, LOST, OTHER, PHASE_COLOURS
+from spotlight.rl.prompts import read_prompts
 from spotlight.run import Run
-from spotlight.rundir import HISTORY, RunDir
-from spotlight.trace_files import write_trace
-from spotlight.traces import Event, Trace
-from spotlight.weights import published
+from spotlight.store.accounts import pool_prices, read_lives, read_spans, run_ledger
+from spotlight.store.rundir import HISTORY, RunDir
+from spotlight.store.weights import published
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "examples" / "paced.toml"

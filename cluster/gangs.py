@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spotlight.policy import Pool, Running, Waiting
+from spotlight.plan.placement import Running, Waiting
+from spotlight.records import Pool
 
 GATED: dict[str, tuple[Pool, ...]] = {"any": ("reserved", "spot"), "spot": ("spot",), "reserved": ("reserved",)}
 """Pool annotation of a gated task to the pools it may run in, the preferred one first."""

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster.gangs import Gang
-from spotlight.costs import Span, WorkerLife
-from spotlight.policy import Pool
+from spotlight.records import Pool, Span, WorkerLife
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Journal:
         """Since the last `drain`, as are the events and the decisions."""
         self.events: list[dict[str, Any]] = []
         self.decisions: list[dict[str, Any]] = []
-        """Rows of `spotlight.decisions`."""
+        """Rows of `spotlight.plan.replay`."""
 
     def joined(self, address: str, worker: str, pool: str) -> None:
         self.lives[address] = WorkerLife(worker=worker, pool=pool, joined_s=time.time(), left_s=None, reason="")

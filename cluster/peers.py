@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from distributed import Worker
 
-from spotlight.node import BLOCK_BYTES, Node, Source
+from spotlight.store.node import BLOCK_BYTES, Node, Source
 
 READ_TIMEOUT_S = 10.0
 """For one block: generous at 1 MB/s; a holder that is frozen, not dead, costs this once."""

@@ -1,4 +1,4 @@
-"""Dask's events into `spotlight.policy`, its launches back into Dask. The only user of Dask's internals.
+"""Dask's events into `spotlight.plan.placement`, its launches back into Dask. The only user of Dask's internals.
 
 `Placer` runs on the scheduler's event loop. It uses, of the scheduler: ``tasks``, ``running``, ``workers``,
 ``handlers``, ``stream_handlers``, ``loop``, ``set_restrictions``, ``transitions``, ``remove_worker`` and ``send_all``;
@@ -29,11 +29,11 @@ from tornado.ioloop import PeriodicCallback
 
 from cluster.gangs import GATED, Gang, gang_of, members_of
 from cluster.journal import Journal, Label
-from spotlight.decisions import PlacementLog, turn_row
-from spotlight.offload import Sides, Turn, turn
-from spotlight.policy import Idle, Pool, Running, View, Waiting, plan, widen
-from spotlight.records import Placement, Spare
-from spotlight.signals import signals
+from spotlight.device.signals import signals
+from spotlight.plan.offload import Sides, Turn, turn
+from spotlight.plan.placement import Idle, Running, View, Waiting, plan, widen
+from spotlight.plan.replay import PlacementLog, turn_row
+from spotlight.records import Placement, Pool, Spare
 
 ORDER, PLACE = "spotlight-order", "spotlight-place"
 """To workers: an order for the work in flight; where a shard runs."""

@@ -30,9 +30,9 @@ from cluster.notices import sources
 from cluster.plugins import Ears, Placer
 from cluster.workers import WorkerSpec, serve, serve_rendezvous, warm_parent
 from spotlight.config import Config, PoolSection
-from spotlight.node import shared_root, sweep
+from spotlight.market.trace_files import read_trace
 from spotlight.records import SpotlightError
-from spotlight.trace_files import read_trace
+from spotlight.store.node import shared_root, sweep
 
 SETTINGS = {
     "distributed.scheduler.allowed-failures": 1000,  # losing spot workers is normal; see Placer.log_event

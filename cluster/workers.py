@@ -29,11 +29,11 @@ from distributed import Reschedule, Status, Worker
 from cluster import peers
 from cluster.notices import Notice, first_notice, sources
 from cluster.plugins import BEAT, HOLDS, LOST_ENGINE, NOTICE, Ears
-from spotlight import weights
-from spotlight.device import Beat, EngineLost, EngineProcess, install
-from spotlight.node import Node, NotOnNode
+from spotlight.device.process import Beat, EngineLost, EngineProcess, install
+from spotlight.device.signals import signals
 from spotlight.records import Interrupted, Placement, Request, SpotlightError
-from spotlight.signals import signals
+from spotlight.store import weights
+from spotlight.store.node import Node, NotOnNode
 
 BACK_OFF_S = 0.01
 """Before a task is sent back: it comes again at once, and the scheduler needs a moment to see why."""
@@ -91,7 +91,7 @@ def serve(spec: WorkerSpec, lifeline: Connection) -> None:
 
 def serve_rendezvous(address: Connection, lifeline: Connection) -> None:
     """Host the store where the ranks of gangs meet, on the side that no preemption takes."""
-    from spotlight.sequence import rendezvous_server
+    from spotlight.device.sequence_parallel import rendezvous_server
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = rendezvous_server("127.0.0.1")

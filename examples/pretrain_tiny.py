@@ -1,7 +1,7 @@
 """Pre-train the embedded model on rendered two-digit numbers, stopping early on purpose.
 
 Plain flow matching on CPU, one thread, fixed seed: ``python examples/pretrain_tiny.py`` writes
-``spotlight/models/weights/tiny_text.safetensors``. It stops while the model still misspells about
+``spotlight/rl/models/weights/tiny_text.safetensors``. It stops while the model still misspells about
 half of what it is asked for, so that post-training has something to teach.
 """
 
@@ -20,7 +20,7 @@ from rich.progress import track
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spotlight.models.tiny_text import HEIGHT_PX, WEIGHTS, WIDTH_PX, TinyText, patches
+from spotlight.rl.models.tiny_text import HEIGHT_PX, WEIGHTS, WIDTH_PX, TinyText, patches
 
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 FACES = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSansMono-Bold", "DejaVuSerif", "DejaVuSerif-Bold")

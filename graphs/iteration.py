@@ -22,10 +22,10 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from graphs import tasks
 from graphs.tasks import Candidates, Setting
-from spotlight import offload
 from spotlight.config import Config
-from spotlight.explore import Beliefs, equal_shares
-from spotlight.offload import parts
+from spotlight.plan.bandit import Beliefs, equal_shares
+from spotlight.plan import batching
+from spotlight.plan.batching import parts
 from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef
 
 Key = tuple[str, int]
@@ -284,7 +284,7 @@ def request_size(config: Config) -> int:
     """Most samples in a rollout's request: the settings', or the size that ends the rollout soonest on these pools."""
     rollout, strategy, pools = config.rollout, config.strategy, config.pools
     workers = {"reserved": pools.reserved.workers, "spot": pools.spot.workers}
-    return rollout.request_seeds or offload.request_seeds(
+    return rollout.request_seeds or batching.request_seeds(
         prompts=rollout.prompts,
         seeds=rollout.seeds_kept,
         gangs=max(1, sum(workers[pool] for pool in set(strategy.rollout_pools)) // _widths(config)[0]),

@@ -26,12 +26,20 @@ from graphs.iteration import (
 )
 from graphs.tasks import Setting, TrainingSet, whole
 from spotlight.config import Config
-from spotlight.data import choose_prompts, read_prompts
-from spotlight.explore import Beliefs, affordable, learn, rank_correlation
-from spotlight.offload import FIRST_WINDOW_S, FLOOR_S, Balance, Offload, adapt, rollout_window_s, spot_worth_renting
+from spotlight.plan.bandit import Beliefs, affordable, learn, rank_correlation
+from spotlight.plan.offload import (
+    FIRST_WINDOW_S,
+    FLOOR_S,
+    Balance,
+    Offload,
+    adapt,
+    rollout_window_s,
+    spot_worth_renting,
+)
 from spotlight.records import Prompt, Published, Scored, Selection, WeightsRef
-from spotlight.rundir import HISTORY, VALIDATION, RunDir
-from spotlight.weights import published, retain
+from spotlight.rl.prompts import choose_prompts, read_prompts
+from spotlight.store.rundir import HISTORY, VALIDATION, RunDir
+from spotlight.store.weights import published, retain
 
 
 class Compute(Protocol):

@@ -1,7 +1,7 @@
 """The functions in the graph: thin shells that may run twice, anywhere, and change nothing by it.
 
 Arguments and results are small records; latents, images and weights stay in the stores. The engine
-is reached through `spotlight.device`, so a process that only builds graphs never imports torch.
+is reached through `spotlight.device.process`, so a process that only builds graphs never imports torch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Literal
 
-from spotlight import device, explore
-from spotlight.decisions import allocation_row
-from spotlight.explore import Beliefs, max_variance_subset, most_varied
+from spotlight.device import process as device
+from spotlight.device.signals import signals
+from spotlight.plan import bandit
+from spotlight.plan.bandit import Beliefs
+from spotlight.plan.replay import allocation_row
+from spotlight.plan.subset import max_variance_subset, most_varied
 from spotlight.records import (
     Dropped,
     Explored,
@@ -33,8 +36,7 @@ from spotlight.records import (
     SpotlightError,
     WeightsRef,
 )
-from spotlight.rundir import DECISIONS, SET_ASIDE, RunDir, atomic_write
-from spotlight.signals import signals
+from spotlight.store.rundir import DECISIONS, SET_ASIDE, RunDir, atomic_write
 
 REFILL = 1 << 20
 """Replacements are candidates numbered from here: no exploration tries so many."""
@@ -122,7 +124,7 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
 
 def _scored_before(run_dir: str, request: Request) -> Rollout | None:
     """Called off, but done already: only the worker that remembered it is gone."""
-    from spotlight.latents import LatentStore
+    from spotlight.store.latents import LatentStore
 
     known = LatentStore(RunDir(run_dir).latents_url).get_record(f"scores/{request.id}")
     if not known or known["digest"] != request.digest:
@@ -199,7 +201,7 @@ def _replacements(run_dir: str, seed: int, scored: Scored) -> list[Scored]:
 
 def advantage(settings_std: str, scored: Sequence[Scored]) -> TrainingSet:
     """Advantages of all samples that have a reward, in request order."""
-    from spotlight.grpo import group_advantages, zero_std_ratio
+    from spotlight.rl.objectives import group_advantages, zero_std_ratio
 
     rows = [
         (one.request, index, reward) for one in scored for index, reward in enumerate(one.rewards) if reward is not None
@@ -263,7 +265,7 @@ def train(
 
 def publish(run_dir: str, version: int) -> Published:
     """Make a staged version one that anybody may use."""
-    from spotlight.weights import publish as publish_staged
+    from spotlight.store.weights import publish as publish_staged
 
     return publish_staged(Path(run_dir), version)
 
@@ -323,13 +325,13 @@ def _bandit_chunks(
         "keep": candidates.keep,
         "seed": candidate_seed(candidates.seed, candidates.iteration, Prompt(id=-1, text=""), round_index),
     }
-    chunks = explore.allocate(arms, candidates.beliefs, **given)
+    chunks = bandit.allocate(arms, candidates.beliefs, **given)
     RunDir(run_dir).append(DECISIONS, allocation_row(arms, candidates.beliefs, chunks, **given))
     return chunks
 
 
 def _equal_chunks(candidates: Candidates, round_index: int) -> list[tuple[int, int, int]]:
-    return explore.equal_shares(
+    return bandit.equal_shares(
         len(candidates.prompts), candidates.seeds_tried, candidates.request_seeds, candidates.rounds, round_index
     )
 
@@ -339,10 +341,10 @@ def _arm(
     prompt: Prompt,
     scored: Sequence[Scored | Dropped | SetAside],
     earlier: Sequence[Sequence[Request]],
-) -> explore.Arm:
+) -> bandit.Arm:
     """What is known of a prompt; the scores of the last round are still to come."""
     tried = [[one for one in requests if one.prompt == prompt] for requests in earlier]
-    return explore.Arm(
+    return bandit.Arm(
         prompt=prompt.id,
         rewards=tuple(
             reward
@@ -380,7 +382,7 @@ def save_images(run_dir: str, version: int, scored: Sequence[Scored | SetAside],
 
 def compact(run_dir: str, iteration: int, keep: Literal["clean", "all", "none"]) -> None:
     """Apply the retention setting to the latents of an iteration that training is done with."""
-    from spotlight.latents import LatentStore
+    from spotlight.store.latents import LatentStore
 
     LatentStore(RunDir(run_dir).latents_url).finish_iteration(iteration, keep)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spotlight.records import SpotlightError, Stopped
-from spotlight.rundir import SUMMARY, RunDir
+from spotlight.store.rundir import SUMMARY, RunDir
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,8 +119,8 @@ def _report(parsed: argparse.Namespace) -> None:
 def _cost(parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from spotlight.books import Books
     from spotlight.report.money import bought, cost_json, cost_table
+    from spotlight.store.accounts import Books
 
     run = RunDir.open(parsed.run_dir)
     settings = run.config()
@@ -165,7 +165,7 @@ def _graph(parsed: argparse.Namespace) -> None:
 
 def _export(parsed: argparse.Namespace) -> None:
     RunDir.open(parsed.run_dir)
-    from spotlight.export import export_lora
+    from spotlight.rl.export import export_lora
 
     with _writing(parsed.to):
         print(export_lora(parsed.run_dir, parsed.to, parsed.version))

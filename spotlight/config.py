@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from spotlight.prices import usd_per_h
+from spotlight.market.prices import usd_per_h
 from spotlight.records import Sampler, SpotlightError
 
 RESOLVED = "config.toml"
@@ -68,7 +68,7 @@ class RolloutSection(Section):
     seeds_kept: int = Field(8, ge=2)
     """Samples per group that are rolled out and trained on."""
     request_seeds: int = Field(0, ge=0)
-    """Most samples in one request: one forward batch. 0 leaves it to `spotlight.offload.request_seeds`: up to 8, and
+    """Most samples in one request: one forward batch. 0 leaves it to `plan.batching.request_seeds`: up to 8, and
     such that the workers of the rollout pools have no short last wave."""
     steps: int = Field(8, ge=1)
     sampler: Sampler = "ode"
@@ -137,7 +137,7 @@ class PoolSection(Section):
     usd_per_h: float = Field(ge=0)
     """Price of one worker."""
     prices: str = ""
-    """CSV file of a price that changes in time (`spotlight.prices.read_prices`); relative to the settings file. Dollars
+    """CSV file of a price that changes in time (`market.prices.read_prices`); relative to the settings file. Dollars
     are then reckoned with it, and ``usd_per_h`` is the price to plan with."""
     replace_after_s: float = Field(10.0, ge=0)
     """How long the pool waits before it replaces a lost worker."""
@@ -195,7 +195,7 @@ class PaceSection(Section):
     """Devices that take their time: the model computes as ever, then waits as a larger one on a GPU would have it."""
 
     gpu: str = ""
-    """What a worker plays, by its name in `spotlight.timings.GPUS`; empty: no pacing. Seconds are then played ones."""
+    """What a worker plays, by its name in `plan.durations.GPUS`; empty: no pacing. Seconds are then played ones."""
     model: str = "qwen-image"
     height_px: int = Field(512, ge=16)
     width_px: int = Field(512, ge=16)

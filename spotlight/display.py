@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from spotlight.run import Run, Status
-from spotlight.rundir import SUMMARY
+from spotlight.store.rundir import SUMMARY
 
 REFRESH_S = 0.5
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from spotlight.climates import BURSTY, CALM, COLLAPSING, synthesise
-from spotlight.costs import SECONDS_PER_H, Price
 from spotlight.machines import Machines, Place, Timing
-from spotlight.policy import Pool
-from spotlight.prices import read_prices
+from spotlight.market.ledger import SECONDS_PER_H, Price
+from spotlight.market.prices import read_prices
+from spotlight.market.trace_files import read_trace
+from spotlight.market.trace_models import BURSTY, CALM, COLLAPSING, synthesise
+from spotlight.market.traces import Switches
+from spotlight.plan.durations import recovery_s, seconds_per_step, start_up_s, train_s
+from spotlight.records import Pool
 from spotlight.scenario import Scenario, Strategy
-from spotlight.timings import recovery_s, seconds_per_step, start_up_s, train_s
-from spotlight.trace_files import read_trace
-from spotlight.traces import Switches
 
 CLIMATES = {"bursty": BURSTY, "calm": CALM, "collapsing": COLLAPSING}
 

@@ -1,4 +1,4 @@
-"""A cluster without machines: workers, gangs and requests as discrete events; `policy.plan` says what runs where.
+"""A cluster without machines: workers, gangs and requests as discrete events; `placement.plan` says what runs where.
 
 Pure: nothing sleeps, reads a clock or draws a random number. All events of one moment are applied before anything is
 planned, so a wave of requests that ends together is planned together.
@@ -17,8 +17,8 @@ from itertools import chain, islice
 from math import ceil, floor
 from typing import Any
 
-from spotlight.costs import Span, WorkerLife
-from spotlight.policy import Idle, Launch, Pool, Running, View, Waiting, plan, widen
+from spotlight.plan.placement import Idle, Launch, Running, View, Waiting, plan, widen
+from spotlight.records import Pool, Span, WorkerLife
 
 SAME_MOMENT_S = 1e-6
 """Events closer than this are one moment: equal waves end together in spite of rounding."""

@@ -6,8 +6,10 @@ small: latents and images go to the store, and the record carries only what name
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from hashlib import sha256
 from json import dumps
 from typing import Literal
@@ -204,3 +206,56 @@ class Published:
 
     weights: WeightsRef
     metrics: Mapping[str, float]
+
+
+Window = tuple[float, float]
+"""``(start_s, stop_s)``, Unix time."""
+
+
+ALIASES = {"refill": "rollout", "validate-score": "validate", "validate-images": "validate"}
+"""Phases that are a part of another one, or its work done again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """What one worker did, from when to when: a line of ``spans.jsonl``."""
+
+    worker: str
+    pool: str
+    phase: str
+    iteration: int
+    key: str
+    """Of the task or the request."""
+    start_s: float
+    stop_s: float
+    outcome: str
+    """``done``; ``dropped`` (exploration called off), ``lost`` (with its worker), ``failed``, or ``stopped``
+    (after the step in flight: by a person, or to go on wider or elsewhere)."""
+    uncommitted_s: float | None = None
+    """Of lost or failed work: its last seconds, whose steps were not committed. None where nothing of it was."""
+    redone_s: float = 0.0
+    """Its first seconds, which repeated steps that count as useful in another span. A step that is computed twice
+    is wasted once: here, or as uncommitted where it was computed first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLife:
+    """From when to when a worker could be paid for: a line of ``workers.jsonl``."""
+
+    worker: str
+    pool: str
+    joined_s: float
+    left_s: float | None
+    """None while it lives, or where whoever watched it died first."""
+    reason: str
+    """``lost``, ``left`` (on notice) or ``end`` (of the run)."""
+
+
+@cache
+def base_phase(phase: str) -> str:
+    """The phase as people count it: ``explore-r2`` is a round of ``explore``, a refill is a rollout."""
+    phase = re.sub(r"-r\d+$", "", phase)
+    return ALIASES.get(phase, phase)
+
+
+Pool = Literal["reserved", "spot"]

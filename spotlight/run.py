@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spotlight import config as configuration
-from spotlight.books import Books, pool_prices
-from spotlight.data import check_quoted, choose_prompts, read_prompts
+from spotlight.device.signals import signals
+from spotlight.market.trace_files import read_trace
 from spotlight.records import SpotlightError, Stopped
-from spotlight.rundir import DECISIONS, HISTORY, SUMMARY, VALIDATION, RunDir
-from spotlight.signals import signals
-from spotlight.trace_files import read_trace
-from spotlight.weights import published
+from spotlight.rl.prompts import check_quoted, choose_prompts, read_prompts
+from spotlight.store.accounts import Books, pool_prices
+from spotlight.store.rundir import DECISIONS, HISTORY, SUMMARY, VALIDATION, RunDir
+from spotlight.store.weights import published
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from cluster.pools import Pools
     from graphs.iteration import Graph
-    from spotlight.offload import Balance
+    from spotlight.plan.offload import Balance
 
 STOP_GRACE_S = 60.0
 """How long a stop waits for the steps in flight; a step of a large model can last many seconds."""

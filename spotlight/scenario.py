@@ -15,9 +15,9 @@ from pydantic import Field, ValidationError, model_validator
 
 from spotlight.config import Section, set_value
 from spotlight.learning import PACE
-from spotlight.prices import price_list, usd_per_h
+from spotlight.market.prices import price_list, usd_per_h
+from spotlight.plan.durations import SCORE_S, seconds_per_step
 from spotlight.records import SpotlightError
-from spotlight.timings import SCORE_S, seconds_per_step
 
 
 class Scenario(Section):
@@ -87,15 +87,15 @@ class Cluster(Section):
     """Of one GPU."""
     usd_per_h_spot: float = Field(ge=0)
     prices_spot: str = ""
-    """CSV file of a spot price that changes in time (`spotlight.prices.read_prices`), which then counts instead of
+    """CSV file of a spot price that changes in time (`market.prices.read_prices`), which then counts instead of
     ``usd_per_h_spot``; relative to the scenario's file. Its clock is the trace's: calendar times count from its first
     line, and the run begins at ``trace.offset_h``."""
     startup_s: float | None = Field(None, ge=0)
-    """From the moment a GPU is there until it can work; left out, it is `timings.start_up_s`."""
+    """From the moment a GPU is there until it can work; left out, it is `durations.start_up_s`."""
     pays_start_up: bool = True
     """Whether that time is paid for, as clouds have it; pools on one machine count from when a worker joins."""
     recovery_s: float | None = Field(None, ge=0)
-    """For a broken gang to form anew; left out, it is `timings.recovery_s`, which asks whether gangs are elastic."""
+    """For a broken gang to form anew; left out, it is `durations.recovery_s`, which asks whether gangs are elastic."""
     form_s: float = Field(0.0, ge=0)
     """For the GPUs of a gang of several to find each other, each time that it is launched."""
     notice_s: float = Field(0.0, ge=0)

@@ -19,27 +19,27 @@ import numpy as np
 
 from spotlight import fleet, learning
 from spotlight.config import PARTS
-from spotlight.costs import SECONDS_PER_H, Span
-from spotlight.explore import Arm, Beliefs, affordable, allocate, equal_shares, learn, max_variance_subset, most_varied
 from spotlight.learning import Rewards
 from spotlight.machines import Machines, Work
-from spotlight.offload import (
+from spotlight.market.ledger import SECONDS_PER_H
+from spotlight.market.traces import Switches
+from spotlight.plan.bandit import Arm, Beliefs, affordable, allocate, equal_shares, learn
+from spotlight.plan.batching import parts, request_seeds
+from spotlight.plan.offload import (
     Measured,
     Offload,
     Sides,
     Turn,
     adapt,
-    parts,
-    request_seeds,
     rollout_window_s,
     spare_s,
     spot_worth_renting,
     turn,
 )
-from spotlight.policy import Pool, Waiting
-from spotlight.records import SpotlightError
+from spotlight.plan.placement import Waiting
+from spotlight.plan.subset import max_variance_subset, most_varied
+from spotlight.records import Pool, Span, SpotlightError
 from spotlight.scenario import Scenario, Strategy
-from spotlight.traces import Switches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """A run without GPUs: the iterations of a scenario, one after the other, on simulated machines and a spot trace.
 
 Pure: no torch, no Dask, no clock; the same scenario always gives the same result. What is decided is decided by the
-functions that decide in a live run: `policy.plan`, `explore.allocate` and `max_variance_subset`, `offload`; what it
+functions that decide in a live run: `placement.plan`, `bandit.allocate` and `max_variance_subset`, `offload`; what it
 costs by `costs`. How long work takes is `timings`', what a run learns from it is `learning`'s: both are models.
 
 Invariant: the seconds of a strategy's ledger are those that its workers were alive.
@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spotlight import learning
-from spotlight.costs import SECONDS_PER_H, Ledger, Price, Span, Window, WorkerLife, ledger, spot_utilisation
 from spotlight.fleet import pool_prices, spot_switches
+from spotlight.market.ledger import SECONDS_PER_H, Ledger, Price, ledger, spot_utilisation
+from spotlight.market.traces import Switches
+from spotlight.records import Span, Window, WorkerLife
 from spotlight.scenario import Scenario, Strategy, load
 from spotlight.simulated import Run
-from spotlight.traces import Switches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,11 +26,11 @@ from graphs.iteration import Graph, Layers, prepare_graph, rollout_requests, une
 from graphs.tasks import Setting
 from runs import WAIT_S, settings_file, wait_for
 from spotlight import config as configuration
-from spotlight.costs import Span, span_from_json
-from spotlight.data import read_prompts
-from spotlight.latents import LatentStore
-from spotlight.records import Request, Rollout
-from spotlight.rundir import RunDir
+from spotlight.market.ledger import span_from_json
+from spotlight.records import Request, Rollout, Span
+from spotlight.rl.prompts import read_prompts
+from spotlight.store.latents import LatentStore
+from spotlight.store.rundir import RunDir
 
 STEPS = 30
 """Of a request: some two seconds, so that a blow at step 5 finds it at work."""
@@ -185,7 +185,7 @@ class Live:
 
 def engine_pid() -> int:
     """Of the worker that this is run on, by ``client.run``."""
-    from spotlight import device
+    from spotlight.device import process as device
 
     return device._device._engine.pid  # type: ignore[attr-defined]
 
@@ -196,7 +196,7 @@ def latents(store: LatentStore, request: Request) -> NDArray[np.float32]:
 
 def undisturbed(live: Live, request: Request) -> NDArray[np.float32]:
     """What the same request gives in this process, alone: the samples do not depend on the run's name."""
-    from spotlight.engine import Engine
+    from spotlight.device.engine import Engine
 
     engine = Engine(live.run.path)
     alone = replace(request, iteration=request.iteration + 10_000)

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spotlight.models.tiny_text import HEIGHT_PX, WIDTH_PX, TinyText
-from spotlight.sequence import Gang
+from spotlight.device.sequence_parallel import Gang
+from spotlight.rl.models.tiny_text import HEIGHT_PX, WIDTH_PX, TinyText
 
 NEVER_S = 3600.0
 """A timeout that no test lives to see: what ends earlier was ended by something else."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["spotlight.sequence", "spotlight.models.tiny_text"])
+CONTEXT.set_forkserver_preload(["spotlight.device.sequence_parallel", "spotlight.rl.models.tiny_text"])
 
 
 def tiny_model(*, lora: bool = False) -> TinyText:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spotlight.rundir import HISTORY, VALIDATION, RunDir
+from spotlight.store.rundir import HISTORY, VALIDATION, RunDir
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "examples" / "prompts"

@@ -17,7 +17,7 @@ import pytest
 from runs import PROMPTS, WAIT_S, outcome, settings_file, spotlight, start, wait_for
 from spotlight import config
 from spotlight.run import Run
-from spotlight.rundir import HISTORY, SPANS, VALIDATION, RunDir
+from spotlight.store.rundir import HISTORY, SPANS, VALIDATION, RunDir
 
 MARK = "SPOTLIGHT_TEST"
 """A variable that every process of a command inherits: an orphan has lost its parent, but not this."""

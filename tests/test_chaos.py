@@ -18,7 +18,7 @@ from kills import client_of
 from runs import outcome, settings_file
 from spotlight.records import Stopped
 from spotlight.run import Run
-from spotlight.rundir import HISTORY
+from spotlight.store.rundir import HISTORY
 
 KILLS = 200
 PAUSE_S = 0.1

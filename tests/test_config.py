@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.config import Config, dump, load, resolve
-from spotlight.prices import usd_per_h
+from spotlight.market.prices import usd_per_h
 from spotlight.records import SpotlightError
 
 DATA = '[data]\ntrain_prompts = "train.txt"\nvalidation_prompts = "validation.txt"\n'

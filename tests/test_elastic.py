@@ -17,7 +17,7 @@ import pytest
 from elastic import STEPS, Live, latents, undisturbed
 from runs import WAIT_S, wait_for
 from spotlight.records import Request, SetAside
-from spotlight.rundir import SET_ASIDE
+from spotlight.store.rundir import SET_ASIDE
 
 LONG = 600
 """Steps of a request that still runs when lost workers have been replaced."""

@@ -18,15 +18,15 @@ from graphs.iteration import rollout_requests, unexplored
 from graphs.tasks import Setting
 from runs import settings_file
 from spotlight import config
-from spotlight.data import read_prompts
-from spotlight.engine import Engine
-from spotlight.latents import MissingLatents
-from spotlight.pace import Pace
+from spotlight.device.engine import Engine
+from spotlight.device.pace import Pace
+from spotlight.device.signals import signals
+from spotlight.plan.durations import SCORE_S
 from spotlight.records import Dropped, Request, Rollout, Sample, Scored, SetAside, SpotlightError, Stopped
-from spotlight.rundir import RunDir
-from spotlight.signals import signals
-from spotlight.timings import SCORE_S
-from spotlight.weights import publish
+from spotlight.rl.prompts import read_prompts
+from spotlight.store.latents import MissingLatents
+from spotlight.store.rundir import RunDir
+from spotlight.store.weights import publish
 
 
 @pytest.fixture

@@ -13,10 +13,12 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from torch import Tensor
 
 from pipelines import tiny_qwen_image
-from spotlight import config, models, weights
-from spotlight.export import LORA_FILE, export_lora
+from spotlight import config
 from spotlight.records import SpotlightError
-from spotlight.rundir import RunDir
+from spotlight.rl import models
+from spotlight.rl.export import LORA_FILE, export_lora
+from spotlight.store import weights
+from spotlight.store.rundir import RunDir
 
 RANK, ALPHA = 4, 12.0
 """Neither equal nor one twice the other: a lost alpha, or a default one, shows."""

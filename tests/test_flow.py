@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spotlight.flow import Kind, initial_noise, ode_step, sde_step, step_noise
+from spotlight.rl.flow import Kind, initial_noise, ode_step, sde_step, step_noise
 
 KINDS: tuple[Kind, ...] = ("sde", "cps", "dance")
 SHAPE = (3, 4, 5)

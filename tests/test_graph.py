@@ -39,7 +39,7 @@ from kills import KillWorkers, client_of
 from runs import ROOT, settings_file, wait_for
 from spotlight import config
 from spotlight.config import Config
-from spotlight.offload import parts
+from spotlight.plan.batching import parts
 from spotlight.records import Dropped, Prompt, Request, Scored, WeightsRef
 from spotlight.run import Run
 

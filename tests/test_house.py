@@ -14,44 +14,53 @@ ROOMS = ("spotlight", "graphs", "cluster")
 ROOF = ("spotlight/__init__.py", "spotlight/__main__.py", "spotlight/display.py", "spotlight/run.py")
 """May import every room; the first only names what the last holds."""
 
+FLOORS = (
+    ("spotlight/records.py", "spotlight/market/"),
+    ("spotlight/config.py",),
+    ("spotlight/plan/",),
+    ("spotlight/store/",),
+    ("spotlight/rl/",),
+    ("spotlight/device/",),
+    ("spotlight/report/",),
+)
+"""The floors of `spotlight` below its roof, the ground first: a file imports from its own floor or from those below."""
+
 PURE = (
-    "spotlight/climates.py",
-    "spotlight/costs.py",
-    "spotlight/decisions.py",
-    "spotlight/explore.py",
+    "spotlight/records.py",
+    "spotlight/market/ledger.py",
+    "spotlight/market/trace_files.py",
+    "spotlight/market/trace_models.py",
+    "spotlight/market/traces.py",
+    "spotlight/plan/",
     "spotlight/fleet.py",
     "spotlight/learning.py",
     "spotlight/machines.py",
-    "spotlight/offload.py",
-    "spotlight/policy.py",
     "spotlight/simulated.py",
     "spotlight/simulator.py",
-    "spotlight/timings.py",
-    "spotlight/trace_files.py",
-    "spotlight/traces.py",
 )
+"""Files, or directories, that take clocks, chance and the world as arguments."""
 PURE_IMPORTS = (
     "numpy",
-    *(f"spotlight.{ground}" for ground in ("config", "prices", "records", "scenario")),
-    *(path[:-3].replace("/", ".") for path in PURE),
+    *(f"spotlight.{ground}" for ground in ("config", "market.prices", "scenario")),
+    *(path.removesuffix(".py").removesuffix("/").replace("/", ".") for path in PURE),
 )
 IMPURE_STDLIB = ("asyncio", "datetime", "logging", "os", "random", "socket", "subprocess", "threading", "time")
 """Clocks, chance and the world: pure files take what they need as arguments."""
 
 DOORS = {
     "bokeh": ("spotlight/report/", "cluster/dashboard.py"),
-    "cv2": ("spotlight/rewards.py",),
+    "cv2": ("spotlight/rl/rewards.py",),
     "dask": ("graphs/", "cluster/", *ROOF),
     "dask_jobqueue": ("cluster/pools.py",),
-    "diffusers": ("spotlight/models/", "spotlight/export.py", "spotlight/sequence.py"),
+    "diffusers": ("spotlight/rl/models/", "spotlight/rl/export.py", "spotlight/device/sequence_parallel.py"),
     "distributed": ("graphs/", "cluster/", *ROOF),
-    "onnxruntime": ("spotlight/rewards.py",),
-    "peft": ("spotlight/models/", "spotlight/export.py"),
-    "rapidfuzz": ("spotlight/rewards.py",),
-    "rapidocr": ("spotlight/rewards.py",),
-    "transformers": ("spotlight/models/",),
-    "xfuser": ("spotlight/sequence.py",),
-    "zarr": ("spotlight/zarr_store.py",),
+    "onnxruntime": ("spotlight/rl/rewards.py",),
+    "peft": ("spotlight/rl/models/", "spotlight/rl/export.py"),
+    "rapidfuzz": ("spotlight/rl/rewards.py",),
+    "rapidocr": ("spotlight/rl/rewards.py",),
+    "transformers": ("spotlight/rl/models/",),
+    "xfuser": ("spotlight/device/sequence_parallel.py",),
+    "zarr": ("spotlight/store/zarr_store.py",),
 }
 """{dependency: the files, or directories, that alone may import it}"""
 
@@ -76,15 +85,16 @@ def test_the_house_keeps_its_rules() -> None:
         ("spotlight/a.py", "from graphs.loop import run", "spotlight/a.py imports graphs.loop.run"),
         ("spotlight/a.py", "from spotlight import run", "spotlight/a.py imports spotlight.run"),
         ("spotlight/a.py", "import dask", "spotlight/a.py imports dask"),
-        ("spotlight/costs.py", "import time", "spotlight/costs.py imports time"),
-        ("spotlight/costs.py", "import torch", "spotlight/costs.py imports torch"),
+        ("spotlight/market/ledger.py", "import time", "spotlight/market/ledger.py imports time"),
+        ("spotlight/market/ledger.py", "import torch", "spotlight/market/ledger.py imports torch"),
         ("cluster/pools.py", "from distributed.scheduler import Scheduler", "reaches into distributed.scheduler"),
+        ("spotlight/plan/a.py", "from spotlight.store import rundir", "imports point down"),
         ("spotlight/a.py", "from . import data", "relative import"),
     ],
 )
 def test_a_broken_import_rule_is_reported(tmp_path: Path, path: str, source: str, broken: str) -> None:
     file = tmp_path / path
-    file.parent.mkdir()
+    file.parent.mkdir(parents=True)
 
     file.write_text(f'"""Docstring."""\n{source}\n')
 
@@ -96,10 +106,10 @@ def test_a_broken_import_rule_is_reported(tmp_path: Path, path: str, source: str
     ("path", "source"),
     [
         ("spotlight/run.py", "import dask\nfrom cluster import pools\nfrom graphs import loop"),
-        ("spotlight/costs.py", "import math\nimport numpy as np\nfrom spotlight.records import Request"),
+        ("spotlight/market/ledger.py", "import math\nimport numpy as np\nfrom spotlight.records import Request"),
         ("cluster/plugins.py", "from distributed.scheduler import Scheduler"),
         ("cluster/pools.py", "from distributed import Client, get_worker"),
-        ("spotlight/models/a.py", "import diffusers"),
+        ("spotlight/rl/models/a.py", "import diffusers"),
     ],
 )
 def test_what_the_rules_allow_is_not_reported(tmp_path: Path, path: str, source: str) -> None:
@@ -156,9 +166,25 @@ def forbidden(path: str, module: str, name: str) -> str | None:
         return f"the doors of {package} are {', '.join(DOORS[package])}"
     if module.startswith("distributed.") and module not in EXTENSION_POINTS and path != INTERNALS_DOOR:
         return f"reaches into {module}; only {INTERNALS_DOOR} may"
-    if path in PURE and not allowed_in_pure(name):
+    from_floor, to_floor = (
+        floor(f"{place}/", otherwise=other)
+        for place, other in ((path.removesuffix(".py"), len(FLOORS)), (name.replace(".", "/"), 0))
+    )
+    if room == package == "spotlight" and from_floor < to_floor:
+        return "imports point down"
+    if path.startswith(PURE) and not allowed_in_pure(name):
         return "a pure file takes clocks, chance and the world as arguments"
     return None
+
+
+def floor(path: str, *, otherwise: int) -> int:
+    """Of a file, or of what a dotted name leads to, both with a slash at the end."""
+    floors = (number for number, places in enumerate(FLOORS) if path.startswith(_folders(places)))
+    return next(floors, otherwise)
+
+
+def _folders(places: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(place.replace(".py", "/") for place in places)
 
 
 def allowed_in_pure(name: str) -> bool:

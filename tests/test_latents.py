@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from factories import make_latents, make_request
-from spotlight.latents import LatentStore, MissingLatents, StaleEpoch
 from spotlight.records import Request, SpotlightError
+from spotlight.store.latents import LatentStore, MissingLatents, StaleEpoch
 
 TOKENS, CHANNELS = 3, 2
 """Of `make_latents`."""
@@ -344,7 +344,7 @@ def test_requests_of_two_sizes_are_compacted_side_by_side(tmp_path: Path) -> Non
 
 
 def test_compaction_writes_shard_by_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spotlight.compaction._SHARD_BYTES", 3 * TOKENS * CHANNELS * 4)
+    monkeypatch.setattr("spotlight.store.compaction._SHARD_BYTES", 3 * TOKENS * CHANNELS * 4)
     store = LatentStore(str(tmp_path))
     done = [make_request(prompt_id=count, seeds=tuple(range(count))) for count in (2, 5, 1)]
     for request in done:
@@ -386,7 +386,7 @@ COMMIT_FOR_EVER = """
 import sys
 sys.path[:0] = sys.argv[2:]
 from factories import make_latents, make_request
-from spotlight.latents import LatentStore
+from spotlight.store.latents import LatentStore
 
 store, request = LatentStore(sys.argv[1]), make_request(steps=1000)
 found = store.resume(request)
@@ -423,7 +423,7 @@ def test_kill_9_at_any_moment_loses_at_most_the_commit_under_way(tmp_path: Path)
 COMPACT = """
 import sys
 sys.path[:0] = sys.argv[2:]
-from spotlight.latents import LatentStore
+from spotlight.store.latents import LatentStore
 
 store = LatentStore(sys.argv[1])
 print("begin", 0, flush=True)
@@ -529,7 +529,7 @@ from pathlib import Path
 sys.path[:0] = sys.argv[2:]
 import numpy as np
 from factories import make_latents, make_request
-from spotlight.latents import LatentStore
+from spotlight.store.latents import LatentStore
 
 def latents(step):
     return make_latents(request, step, tokens=512, channels=16)

@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from pipelines import PX_PER_TOKEN, TEXT_DIM, checkpoint_scheduler, tiny_qwen_image
-from spotlight.models.base import LORA_TARGETS, Conditioning
-from spotlight.models.qwen_image import NEGATIVE, TEXT_MULTIPLE, QwenImage
-from spotlight.models.tiny_text import TinyText
-from spotlight.node import Node
 from spotlight.records import SpotlightError
+from spotlight.rl.models.base import LORA_TARGETS, Conditioning
+from spotlight.rl.models.qwen_image import NEGATIVE, TEXT_MULTIPLE, QwenImage
+from spotlight.rl.models.tiny_text import TinyText
+from spotlight.store.node import Node
 
 HEIGHT_PX, WIDTH_PX = 16, 32
 SHORT, LONG = 'a "4"', 'a shop sign that reads "47 é"'

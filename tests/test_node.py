@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from spotlight.node import (
+from spotlight.records import SpotlightError
+from spotlight.store.node import (
     BLOCK_BYTES,
     Node,
     NotOnNode,
@@ -29,7 +30,6 @@ from spotlight.node import (
     shared_root,
     sweep,
 )
-from spotlight.records import SpotlightError
 
 IMPORT_ROOT = str(Path(__file__).parents[1])
 CONTENT = os.urandom(2 * BLOCK_BYTES + 5)
@@ -123,7 +123,7 @@ def test_only_the_hash_of_a_content_names_a_file(tmp_path: Path, name: str) -> N
 BRING = """
 import os
 from pathlib import Path
-from spotlight.node import Node, from_file
+from spotlight.store.node import Node, from_file
 
 root, stored, journal, name = sys.argv[1:]
 def source(*asked):
@@ -154,7 +154,7 @@ def test_one_process_reads_while_the_others_wait_and_none_needs_torch(tmp_path: 
 STALL = f"""
 import time
 from pathlib import Path
-from spotlight.node import Node
+from spotlight.store.node import Node
 
 def stalls(name, offset, length):
     if offset:
@@ -233,7 +233,7 @@ from hashlib import sha256
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from spotlight.node import Node, NotOnNode
+from spotlight.store.node import Node, NotOnNode
 
 node = Node(Path(sys.argv[1]))
 def sends(name, offset, length):
@@ -299,7 +299,7 @@ def test_writing_to_a_mapped_tensor_changes_neither_the_file_nor_other_mappings(
 MAP = """
 import json
 from pathlib import Path
-from spotlight.node import map_tensors
+from spotlight.store.node import map_tensors
 
 file = Path(sys.argv[1])
 
@@ -394,7 +394,7 @@ def test_a_fingerprint_follows_the_files_and_the_circumstances(tmp_path: Path) -
 
 def test_memory_is_freed_only_after_the_last_process_that_uses_it(tmp_path: Path) -> None:
     root = tmp_path / "node"
-    code = "from pathlib import Path\nfrom spotlight.node import Node\nnode = Node(Path(sys.argv[1]))\n"
+    code = "from pathlib import Path\nfrom spotlight.store.node import Node\nnode = Node(Path(sys.argv[1]))\n"
     with python(code + "print('held', flush=True)\nsys.stdin.read()", root) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -432,7 +432,7 @@ def test_another_users_root_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_node_is_in_memory_if_that_is_large_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spotlight.node._SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("spotlight.store.node._SHARED_MEMORY", tmp_path)
 
     small, huge = shared_root("a-test"), shared_root("a-test", size_bytes=1 << 60)
 
@@ -441,7 +441,7 @@ def test_a_node_is_in_memory_if_that_is_large_enough(tmp_path: Path, monkeypatch
 
 
 def test_the_next_run_frees_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spotlight.node._SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("spotlight.store.node._SHARED_MEMORY", tmp_path)
     used, left = Node(shared_root("used")), Node(shared_root("left"))
     roots = used.root, left.root
     del left  # as the end of its process would

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.costs import Span, WorkerLife
-from spotlight.offload import (
+from spotlight.plan.batching import parts, request_seeds
+from spotlight.plan.offload import (
     FLOOR_S,
     Measured,
     Offload,
@@ -18,13 +18,11 @@ from spotlight.offload import (
     Turn,
     adapt,
     balance,
-    parts,
-    request_seeds,
     rollout_window_s,
     spot_worth_renting,
     turn,
 )
-from spotlight.policy import Pool
+from spotlight.records import Pool, Span, WorkerLife
 
 BOTH: tuple[Pool, ...] = ("reserved", "spot")
 

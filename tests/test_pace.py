@@ -10,9 +10,9 @@ from types import MappingProxyType
 import pytest
 
 from spotlight import config, simulator
-from spotlight.pace import Pace
+from spotlight.device.pace import Pace
+from spotlight.plan.durations import SCORE_S, seconds_per_step, train_s
 from spotlight.scenario import Scenario
-from spotlight.timings import SCORE_S, seconds_per_step, train_s
 
 SIZE: tuple[str, int, int] = ("qwen-image", 512, 512)
 SAMPLES, RESERVED = 24, 3

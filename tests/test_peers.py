@@ -18,7 +18,7 @@ import pytest
 from distributed import Scheduler, Worker
 
 from cluster import peers
-from spotlight.node import BLOCK_BYTES, STREAMS, Node, NotOnNode, Source, from_file
+from spotlight.store.node import BLOCK_BYTES, STREAMS, Node, NotOnNode, Source, from_file
 
 IMPORT_ROOT = str(Path(__file__).parents[1])
 CONTENT = os.urandom(50 << 20)
@@ -30,7 +30,7 @@ sys.path.insert(0, {IMPORT_ROOT!r})
 from pathlib import Path
 from distributed import Scheduler, Worker
 from cluster import peers
-from spotlight.node import Node
+from spotlight.store.node import Node
 
 async def main():
     async with Scheduler(port=0, host="127.0.0.1", dashboard_address="127.0.0.1:0") as scheduler:

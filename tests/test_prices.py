@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spotlight.costs import Price
-from spotlight.prices import price_list, read_prices, usd_per_h
+from spotlight.market.ledger import Price
+from spotlight.market.prices import price_list, read_prices, usd_per_h
 from spotlight.records import SpotlightError
 
 

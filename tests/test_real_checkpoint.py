@@ -25,14 +25,16 @@ from graphs.loop import Loop, synchronous
 from graphs.tasks import validation_seeds
 from pipelines import PACKED_CHANNELS, PX_PER_TOKEN, tiny_qwen_image
 from runs import NoWatch, outcome, settings_file
-from spotlight import config, flow, weights
-from spotlight.data import read_prompts
-from spotlight.engine import Engine
-from spotlight.export import export_lora
-from spotlight.models import Model
+from spotlight import config
+from spotlight.device.engine import Engine
 from spotlight.records import WeightsRef
+from spotlight.rl import flow
+from spotlight.rl.export import export_lora
+from spotlight.rl.models import Model
+from spotlight.rl.prompts import read_prompts
 from spotlight.run import Run
-from spotlight.rundir import HISTORY, SPANS, RunDir
+from spotlight.store import weights
+from spotlight.store.rundir import HISTORY, SPANS, RunDir
 
 ITERATIONS, STEPS, GUIDANCE, RANK = 2, 4, 4.0, 4
 HEIGHT_PX, WIDTH_PX = 16, 64

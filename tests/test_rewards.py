@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from spotlight.data import read_prompts
 from spotlight.records import SpotlightError
-from spotlight.rewards import load, ocr_score, quoted_target, score
+from spotlight.rl.prompts import read_prompts
+from spotlight.rl.rewards import load, ocr_score, quoted_target, score
 
 FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans-Bold.ttf"
 
@@ -154,7 +154,7 @@ def test_an_unknown_scorer_is_an_error_that_names_the_known() -> None:
 
 
 def test_importing_rewards_loads_no_ocr_engine() -> None:
-    code = "import spotlight.rewards, sys; print(*sys.modules)"
+    code = "import spotlight.rl.rewards, sys; print(*sys.modules)"
 
     root = Path(__file__).parents[1]
     loaded = subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True).stdout

@@ -14,11 +14,11 @@ from graphs.loop import Loop, synchronous
 from kills import KillWorkers, client_of
 from runs import ROOT, NoWatch, outcome, settings_file, spotlight, start, wait_for
 from spotlight import config
-from spotlight.costs import life_from_json
-from spotlight.decisions import differing
+from spotlight.market.ledger import life_from_json
+from spotlight.plan.replay import differing
 from spotlight.records import Stopped
 from spotlight.run import Run
-from spotlight.rundir import DECISIONS, EVENTS, HISTORY, SPANS, VALIDATION, WORKERS, RunDir
+from spotlight.store.rundir import DECISIONS, EVENTS, HISTORY, SPANS, VALIDATION, WORKERS, RunDir
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,14 @@ from hypothesis import strategies as st
 import scenarios
 from scenarios import STRATEGIES, TINY, scenario
 from spotlight import learning
-from spotlight.costs import Span
-from spotlight.explore import rank_correlation
 from spotlight.machines import Machines, Place, Timing, Work
-from spotlight.policy import Idle, View, Waiting, plan
-from spotlight.prices import usd_per_h
-from spotlight.records import SpotlightError
+from spotlight.market.prices import usd_per_h
+from spotlight.plan.bandit import rank_correlation
+from spotlight.plan.durations import seconds_per_step, train_s
+from spotlight.plan.placement import Idle, View, Waiting, plan
+from spotlight.records import Span, SpotlightError
 from spotlight.scenario import Scenario
 from spotlight.simulator import Outcome, simulate
-from spotlight.timings import seconds_per_step, train_s
 
 
 @pytest.fixture

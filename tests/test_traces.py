@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.climates import BURSTY, CALM, COLLAPSING, Climate, synthesise
+from spotlight.market.trace_files import parse_trace, read_trace, write_trace
+from spotlight.market.trace_models import BURSTY, CALM, COLLAPSING, Climate, synthesise
+from spotlight.market.traces import SECONDS_PER_H, Event, Kind, Loss, Trace
 from spotlight.records import SpotlightError
-from spotlight.trace_files import parse_trace, read_trace, write_trace
-from spotlight.traces import SECONDS_PER_H, Event, Kind, Loss, Trace
 
 
 @st.composite

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from spotlight import weights
-from spotlight.node import Node, NotOnNode
 from spotlight.records import SpotlightError, WeightsRef
-from spotlight.weights import Part
+from spotlight.store import weights
+from spotlight.store.node import Node, NotOnNode
+from spotlight.store.weights import Part
 
 IMPORT_ROOT = str(Path(__file__).parents[1])
 
@@ -269,7 +269,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import torch
-from spotlight import weights
+from spotlight.store import weights
 
 run_dir = Path(sys.argv[1])
 latest = weights.latest(run_dir)
@@ -310,7 +310,7 @@ import errno, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import torch
-from spotlight import weights
+from spotlight.store import weights
 
 run_dir = Path(sys.argv[1])
 weights.stage(run_dir, 0, {"a": torch.ones(100)}, {}, {})

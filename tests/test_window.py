@@ -16,11 +16,11 @@ from graphs.loop import Loop, synchronous
 from kills import KillHolder, client_of
 from runs import NoWatch, outcome, settings_file
 from spotlight import config
-from spotlight.decisions import differing
-from spotlight.offload import Offload
+from spotlight.plan.offload import Offload
+from spotlight.plan.replay import differing
 from spotlight.records import Request
 from spotlight.run import Run
-from spotlight.rundir import DECISIONS, HISTORY, SPANS, RunDir
+from spotlight.store.rundir import DECISIONS, HISTORY, SPANS, RunDir
 
 PARTED = ("train.advantage_std=group", "strategy.offload=all")
 """Reserved workers train while spot workers still roll out; three prompts make three parts."""

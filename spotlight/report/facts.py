@@ -18,12 +18,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spotlight.books import played, pool_prices, read_lives, read_spans, run_ledger
 from spotlight.config import Config
-from spotlight.costs import Ledger, Price, Span, Window, WorkerLife, absolute, pool_usd, segments
-from spotlight.records import SpotlightError
+from spotlight.market.ledger import Ledger, Price, absolute, pool_usd, segments
+from spotlight.records import Span, SpotlightError, Window, WorkerLife
 from spotlight.report.palette import PHASE_COLOURS, base_phase
-from spotlight.rundir import HISTORY, SET_ASIDE, SUMMARY, VALIDATION, RunDir
+from spotlight.store.accounts import played, pool_prices, read_lives, read_spans, run_ledger
+from spotlight.store.rundir import HISTORY, SET_ASIDE, SUMMARY, VALIDATION, RunDir
 
 Lane = tuple[str, str]
 """``(pool, worker)``: a row of a timeline."""

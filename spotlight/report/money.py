@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from spotlight.costs import Ledger
+from spotlight.market.ledger import Ledger
 from spotlight.report.palette import PHASE_COLOURS, WASTE_COLOURS, phase_colour
 
 WASTE = {

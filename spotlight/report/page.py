@@ -18,13 +18,13 @@ from bokeh.models import Model
 from bokeh.resources import Resources
 
 from spotlight.config import PaceSection, PoolSection
-from spotlight.costs import Ledger, spot_utilisation
+from spotlight.market.ledger import Ledger, spot_utilisation
 from spotlight.report.facts import Facts, read
 from spotlight.report.money import bought, rows
 from spotlight.report.palette import FAINT, INK, PHASE_COLOURS, RULE
 from spotlight.report.pictures import write_pictures
 from spotlight.report.plots import money_plot, reward_plot, spending_plot, timeline_plot
-from spotlight.rundir import atomic_write
+from spotlight.store.rundir import atomic_write
 
 METRICS = {
     "reward_mean": "reward of the samples that were trained on",

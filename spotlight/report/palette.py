@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spotlight.costs import base_phase
+from spotlight.records import base_phase
 
 __all__ = ["PHASE_COLOURS", "POOL_COLOURS", "WASTE_COLOURS", "base_phase", "phase_colour"]
 

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from spotlight.costs import Window
+from spotlight.records import Window
 from spotlight.report.facts import Facts
 from spotlight.report.palette import (
     ALIVE,

@@ -18,7 +18,8 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from spotlight.costs import Ledger, Span
+from spotlight.market.ledger import Ledger
+from spotlight.records import Span
 from spotlight.report.facts import Facts
 from spotlight.report.money import rows
 from spotlight.report.palette import (

@@ -14,8 +14,9 @@ from bokeh.resources import Resources
 from rich.box import SIMPLE
 from rich.table import Table
 
-from spotlight.costs import SECONDS_PER_H, Span, WorkerLife, base_phase
 from spotlight.machines import RETURNED
+from spotlight.market.ledger import SECONDS_PER_H
+from spotlight.records import Span, WorkerLife, base_phase
 from spotlight.report.palette import ALIVE, CALLED_OFF_ALPHA, LOST, phase_colour
 from spotlight.simulator import Outcome, Result
 

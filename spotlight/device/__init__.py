@@ -1,0 +1,1 @@
+"""What does a task's work: the process that owns one GPU, and what happens in it."""

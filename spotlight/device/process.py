@@ -1,0 +1,237 @@
+"""The process that owns one device: started, called, told, watched, and started again when it is lost.
+
+It imports neither torch nor Dask: the caller stays light and alive whatever happens to the device. One
+call runs at a time. A call that ends without an answer (killed, out of memory, hung) raises, and the
+next call finds a new process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Protocol
+
+from spotlight.device.signals import Signals, signals
+from spotlight.store.node import Node
+
+POLL_S = 0.5
+BEAT_S = 0.1
+"""Signs of life are sent no more often than this, but for the steps."""
+
+
+class EngineLost(Exception):
+    """The engine process ended, or was ended, in the middle of a call."""
+
+
+class _Hung(Exception):
+    """A call that showed signs of life shows none any more."""
+
+
+class Device(Protocol):
+    """Runs an engine's verbs, here or in another process."""
+
+    def run(self, run_dir: str, verb: str, *arguments: Any) -> Any: ...
+
+
+class _Here:
+    """No process of its own: the engine is in this one, for tests, debugging and the synchronous scheduler."""
+
+    def run(self, run_dir: str, verb: str, *arguments: Any) -> Any:
+        from spotlight.device.engine import engine_of
+
+        return getattr(engine_of(run_dir), verb)(*arguments)
+
+
+_device: Device = _Here()
+
+
+def install(device: Device) -> None:
+    """From now on, all of this process's engine work goes there."""
+    global _device
+    _device = device
+
+
+def run(run_dir: str, verb: str, *arguments: Any) -> Any:
+    """Have this process's device do something; see the methods of `spotlight.device.engine.Engine`."""
+    return _device.run(run_dir, verb, *arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """A sign of life of a call in progress."""
+
+    step: int | None = None
+    """Committed, if it says so."""
+    steps: int = 0
+    """All that there will be."""
+    resumed: bool = False
+    """Whether the call begins here, rather than having run the step."""
+
+
+class EngineProcess:
+    """An engine in a process of its own, forked from a warm parent that has done the imports.
+
+    Args:
+        context: of that parent.
+        number: of the device among the machine's; becomes LOCAL_RANK.
+        node: root of the node's shared memory, for weights; see `spotlight.store.node`.
+        hang_after_s: a call that gave a sign of life, and then none for so long, is ended with its process.
+    """
+
+    def __init__(self, context: BaseContext, number: int, *, node: Path, hang_after_s: float) -> None:
+        self._context = context
+        self._number = number
+        self._node = node
+        self._hang_after_s = hang_after_s
+        self._telling = threading.Lock()
+        self._changing = threading.Lock()
+        """Held while the process is replaced or ended: a worker may leave while its engine comes up anew."""
+        self._closed = False
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid
+        return self._process.pid
+
+    def _start(self) -> None:
+        calls, self._calls = self._context.Pipe()
+        orders, told = self._context.Pipe(duplex=False)
+        arguments = (self._number, self._node, calls, orders, signals)
+        self._process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
+            target=serve, args=arguments, daemon=True
+        )
+        self._process.start()
+        calls.close()
+        orders.close()
+        with self._telling:
+            self._orders = told
+
+    def call(self, run_dir: str, verb: str, arguments: tuple[Any, ...], on_beat: Callable[[Beat], None]) -> Any:
+        """Run a verb to its end.
+
+        Raises:
+            EngineLost: there is no answer, and never will be.
+            Exception: whatever the verb raised.
+        """
+        try:
+            self._calls.send((run_dir, verb, arguments))
+            kind, value = self._answer(on_beat)
+        except (EOFError, OSError):
+            raise EngineLost(f"the engine process ended with {_meaning(self._restart())}") from None
+        except _Hung:
+            self._restart()
+            raise EngineLost(f"the engine gave no sign of life for {self._hang_after_s} s and was ended") from None
+        if kind == "raised":
+            raise value
+        return value
+
+    def _answer(self, on_beat: Callable[[Beat], None]) -> tuple[str, Any]:
+        heard_s: float | None = None
+        while True:
+            if not self._calls.poll(POLL_S):
+                if heard_s and time.monotonic() - heard_s > self._hang_after_s:
+                    raise _Hung
+                continue
+            kind, value = self._calls.recv()
+            if kind != "beat":
+                return kind, value
+            heard_s = time.monotonic()
+            on_beat(value)
+
+    def tell(self, order: str, **facts: Any) -> None:
+        """Pass an order on; one that is too late for a process that just ended is lost with it."""
+        with self._telling, contextlib.suppress(OSError):
+            self._orders.send((order, facts))
+
+    def _restart(self) -> int | None:
+        """Make sure that the process is gone and start another, unless closed; returns how it ended."""
+        with self._changing:
+            self._end()
+            code = self._process.exitcode
+            if not self._closed:
+                self._start()
+        return code
+
+    def close(self) -> None:
+        """End it for good, whatever it is doing."""
+        with self._changing:
+            self._closed = True
+            self._end()
+
+    def _end(self) -> None:
+        self._process.kill()  # works on a stopped process too
+        self._process.join()
+        self._calls.close()
+        with self._telling:
+            self._orders.close()
+
+
+def _meaning(code: int | None) -> str:
+    if code == -signal.SIGKILL:
+        return "SIGKILL (killed from outside, as by the system when its memory is full)"
+    return f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+
+
+def serve(number: int, node: Path, calls: Connection, orders: Connection, asked: Signals) -> None:
+    """The body of an engine process: answer calls until the other end is gone."""
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # meant for the driver, and for the worker, who will tell
+        signal.signal(ignored, signal.SIG_IGN)
+    os.environ["LOCAL_RANK"] = str(number)  # read by spotlight.rl.models.load
+    signals.adopt(asked)
+    threading.Thread(target=_obey, args=(orders,), daemon=True).start()
+    from spotlight.device.engine import engine_of
+
+    beat, shared = _Heart(calls).beat, Node(node)
+    while True:
+        try:
+            run_dir, verb, arguments = calls.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        try:
+            answer = ("done", getattr(engine_of(run_dir, beat, shared), verb)(*arguments))
+        except Exception as error:  # carried to whoever called
+            error.add_note("".join(traceback.format_exception(error)))
+            answer = ("raised", error)
+        with contextlib.suppress(OSError):  # the caller is gone; the next recv ends this process
+            _send(calls, answer)
+
+
+def _send(calls: Connection, answer: tuple[str, Any]) -> None:
+    try:
+        calls.send(answer)
+    except Exception as error:  # a few exceptions of libraries cannot be pickled
+        calls.send(("raised", RuntimeError(f"{answer[1]!r} (not transferable: {error})")))
+
+
+def _obey(orders: Connection) -> None:
+    while True:
+        try:
+            order, facts = orders.recv()
+        except (EOFError, OSError):
+            os._exit(1)  # the worker is gone: nobody waits for what is being done, and a successor may be at it
+        signals.obey(order, facts)
+
+
+class _Heart:
+    """Sends signs of life: every step, and otherwise now and then."""
+
+    def __init__(self, calls: Connection) -> None:
+        self._calls = calls
+        self._last_s = 0.0
+
+    def beat(self, beat: Beat | None = None) -> None:
+        now_s = time.monotonic()
+        if beat or now_s - self._last_s > BEAT_S:
+            self._last_s = now_s
+            self._calls.send(("beat", beat or Beat()))

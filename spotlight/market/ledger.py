@@ -1,0 +1,348 @@
+"""Seconds and dollars: what a run's workers cost, and where that went.
+
+Pure: no clock, no file, no Dask. Times are Unix seconds unless a docstring says otherwise; a `Window` is the
+stretch of time that an account covers. Every second of every worker lands in exactly one column of the
+`Ledger`, so its seconds add up to the seconds that workers were alive.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from itertools import pairwise
+from math import inf
+from typing import Any, Literal, get_args
+
+from spotlight.records import Span, Window, WorkerLife, base_phase
+
+SECONDS_PER_H = 3600.0
+ALWAYS: Window = (-inf, inf)
+Kind = Literal["useful", "idle", "start-up", "dropped", "lost", "redone"]
+"""Of a worker's seconds: work that counts; nothing to do; joined, and no task yet; exploration that was called off;
+steps that went with their worker before they were committed; steps done a second time."""
+
+
+def span_from_json(value: Mapping[str, Any]) -> Span:
+    """A line of ``spans.jsonl``; fields that an account does not need are left out, newer ones may be absent."""
+    names = [field.name for field in fields(Span) if field.name in value or field.default is MISSING]
+    return Span(**{name: value[name] for name in names})
+
+
+def life_from_json(value: Mapping[str, Any]) -> WorkerLife:
+    """A line of ``workers.jsonl``; fields that an account does not need are left out."""
+    return WorkerLife(**{name: value[name] for name in WorkerLife.__dataclass_fields__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What one worker costs as time goes by: each price holds until the next begins.
+
+    The first holds before its time, too, and the last for ever.
+    """
+
+    times_s: tuple[float, ...]
+    """When each price begins, ascending."""
+    usd_per_h: tuple[float, ...]
+    since_start: bool = False
+    """Times count from the moment the run's first worker joined; else they are Unix seconds."""
+
+    def __post_init__(self) -> None:
+        if not self.times_s or len(self.times_s) != len(self.usd_per_h):
+            raise ValueError(
+                f"{len(self.times_s)} times and {len(self.usd_per_h)} prices: give as many, and one at least"
+            )
+        if any(after <= before for before, after in pairwise(self.times_s)):
+            raise ValueError("the times of prices must rise")
+
+    @classmethod
+    def constant(cls, usd_per_h: float) -> Price:
+        return cls(times_s=(0.0,), usd_per_h=(usd_per_h,))
+
+    def moved(self, by_s: float) -> Price:
+        """The same prices at times ``by_s`` later, no longer counted from the run's start."""
+        return Price(times_s=tuple(at_s + by_s for at_s in self.times_s), usd_per_h=self.usd_per_h)
+
+    def usd(self, start_s: float, stop_s: float) -> float:
+        """Dollars of one worker from ``start_s`` to ``stop_s``: ``1/3600 * integral of usd_per_h(t) dt``."""
+        first = max(0, bisect_right(self.times_s, start_s) - 1)
+        last = max(first, bisect_left(self.times_s, stop_s) - 1)
+        if first == last:  # nearly always, and called for every segment
+            return (stop_s - start_s) * self.usd_per_h[first] / SECONDS_PER_H
+        cuts_s = (start_s, *self.times_s[first + 1 : last + 1], stop_s)
+        pieces_s = (after - before for before, after in pairwise(cuts_s))
+        prices = self.usd_per_h[first : last + 1]
+        return sum(seconds * price for seconds, price in zip(pieces_s, prices, strict=True)) / SECONDS_PER_H
+
+
+Prices = Mapping[str, Price]
+"""``{pool: price of one of its workers}``"""
+
+
+def absolute(prices: Prices, workers: Iterable[WorkerLife]) -> dict[str, Price]:
+    """The prices in the workers' own time: those that count from the run's start are moved to its first worker."""
+    began_s = min((life.joined_s for life in workers), default=0.0)
+    return {pool: price.moved(began_s) if price.since_start else price for pool, price in prices.items()}
+
+
+def stay(life: WorkerLife, window: Window) -> Window:
+    """When a worker was alive within the window; to the window's end where it never left. May be empty."""
+    start_s = max(life.joined_s, window[0])
+    return start_s, max(start_s, min(window[1], inf if life.left_s is None else life.left_s))
+
+
+def pool_seconds(workers: Iterable[WorkerLife], window: Window) -> dict[str, float]:
+    """Seconds that each pool's workers were alive, boot and idle time included.
+
+    For each pool ``p``, with ``left_i`` the window's end for a worker that never left::
+
+        alive_p = sum over workers i of p of |[joined_i, left_i] ∩ window|
+    """
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for life in workers:
+        start_s, stop_s = stay(life, window)
+        seconds[life.pool] += stop_s - start_s
+    return dict(seconds)
+
+
+def pool_usd(workers: Sequence[WorkerLife], prices: Prices, window: Window) -> dict[str, float]:
+    """Dollars of each pool: its price, integrated over the time that each of its workers was alive.
+
+    ``usd_p = 1/3600 * sum over workers i of p of integral over [joined_i, left_i] ∩ window of usd_per_h_p(t) dt``
+    """
+    usd: defaultdict[str, float] = defaultdict(float)
+    prices = absolute(prices, workers)
+    for life in workers:
+        usd[life.pool] += prices[life.pool].usd(*stay(life, window))
+    return dict(usd)
+
+
+def overlap_s(start_s: float, stop_s: float, window: Window) -> float:
+    """Seconds of ``[start_s, stop_s]`` inside the window: ``max(0, min(stop, w1) - max(start, w0))``."""
+    return max(0.0, min(stop_s, window[1]) - max(start_s, window[0]))
+
+
+def busy_intervals(spans: Iterable[Span]) -> dict[str, list[Window]]:
+    """When each worker was busy: the union of its spans, as disjoint intervals in order of time."""
+    merged: defaultdict[str, list[Window]] = defaultdict(list)
+    for span in sorted(spans, key=lambda span: span.start_s):
+        intervals = merged[span.worker]
+        if intervals and span.start_s <= intervals[-1][1]:
+            start_s, stop_s = intervals.pop()
+            intervals.append((start_s, max(stop_s, span.stop_s)))
+        else:
+            intervals.append((span.start_s, span.stop_s))
+    return dict(merged)
+
+
+def spot_utilisation(spans: Iterable[Span], workers: Iterable[WorkerLife], window: Window) -> float:
+    """Busy share of the seconds that spot workers were alive within the window, in [0, 1].
+
+    ``sum over spot workers of |union of their spans ∩ window| / alive_spot``; every outcome counts
+    as busy, and the share is 0 where no spot worker was alive.
+    """
+    alive_s = pool_seconds(workers, window).get("spot", 0.0)
+    intervals = busy_intervals(span for span in spans if span.pool == "spot").values()
+    busy_s = sum(overlap_s(start_s, stop_s, window) for worker in intervals for start_s, stop_s in worker)
+    return min(1.0, busy_s / alive_s) if alive_s else 0.0
+
+
+def shared(spans: Iterable[Span], workers: Iterable[WorkerLife], phase: str) -> list[Span]:
+    """The spans, and those of a phase on every other worker of their pool, too, that was alive meanwhile.
+
+    For work that one worker does in the name of all, and that lasts as long as if each had done an even part.
+    """
+    spans, workers = list(spans), list(workers)
+    others = [
+        replace(span, worker=name)
+        for span in spans
+        if base_phase(span.phase) == phase
+        for name in sorted({life.worker for life in workers if life.pool == span.pool} - {span.worker})
+        if any(overlap_s(*stay(life, ALWAYS), (span.start_s, span.stop_s)) for life in workers if life.worker == name)
+    ]
+    return spans + others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A stretch of one worker's time, in the one column of the ledger that it belongs to."""
+
+    pool: str
+    phase: str
+    """As `base_phase` has it; ``idle`` and ``start-up`` where there was none."""
+    kind: Kind
+    start_s: float
+    stop_s: float
+
+
+def segments(
+    spans: Iterable[Span],
+    workers: Iterable[WorkerLife],
+    window: Window = ALWAYS,
+) -> Iterator[Segment]:
+    """Cut the time of every worker into stretches that touch and do not overlap.
+
+    A worker's time before its first task is start-up (all of it, where none came), the rest without a span is
+    idle. Where spans overlap on a worker, useful work counts before wasted work, then what began last.
+    """
+    pieces: defaultdict[str, list[Segment]] = defaultdict(list)
+    for span in spans:
+        pieces[span.worker] += _pieces(span)
+    for life in workers:
+        yield from _partition(life, pieces[life.worker], window)
+
+
+def _pieces(span: Span) -> list[Segment]:
+    """A span's steps done twice, its useful and its lost ones, in this order; empty parts left out."""
+    phase, start_s, stop_s = base_phase(span.phase), span.start_s, max(span.start_s, span.stop_s)
+    redone_s = min(stop_s, start_s + span.redone_s)
+    useful_s = stop_s
+    if span.outcome in ("lost", "failed"):
+        useful_s = start_s if span.uncommitted_s is None else stop_s - span.uncommitted_s
+        useful_s = max(redone_s, useful_s)
+    parts: list[tuple[Kind, float, float]] = [
+        ("redone", start_s, redone_s),
+        ("useful", redone_s, useful_s),
+        ("lost", useful_s, stop_s),
+    ]
+    if span.outcome == "dropped":
+        parts = [("dropped", start_s, stop_s)]
+    return [
+        Segment(pool=span.pool, phase=phase, kind=kind, start_s=begin_s, stop_s=end_s)
+        for kind, begin_s, end_s in parts
+        if end_s > begin_s
+    ]
+
+
+def _partition(life: WorkerLife, pieces: Iterable[Segment], window: Window) -> Iterator[Segment]:
+    """One worker's stay in the window, cut wherever a piece of work begins or ends."""
+    whole = stay(life, (-inf, window[1]))
+    work = [piece for piece in pieces if overlap_s(piece.start_s, piece.stop_s, whole)]
+    work.sort(key=lambda piece: piece.start_s)
+    first_s = work[0].start_s if work else whole[1]
+    start_s, stop_s = stay(life, window)
+    moments_s = {start_s, stop_s, *(at_s for piece in work for at_s in (piece.start_s, piece.stop_s))}
+    under_way: list[Segment] = []
+    work.reverse()
+    for begin_s, end_s in pairwise(sorted(at_s for at_s in moments_s if start_s <= at_s <= stop_s)):
+        while work and work[-1].start_s <= begin_s:
+            under_way.append(work.pop())
+        under_way = [piece for piece in under_way if piece.stop_s > begin_s]
+        chosen = max(under_way, key=lambda piece: (piece.kind == "useful", piece.start_s, piece.phase), default=None)
+        waiting: Kind = "start-up" if begin_s < first_s else "idle"
+        yield Segment(
+            pool=life.pool,
+            phase=chosen.phase if chosen else waiting,
+            kind=chosen.kind if chosen else waiting,
+            start_s=begin_s,
+            stop_s=end_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One column of a ledger."""
+
+    pool: str
+    phase: str
+    kind: Kind
+    seconds: float
+    usd: float
+    usd_reserved: float
+    """The same seconds at the reserved pool's price."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Where a run's seconds and dollars went, and what they bought."""
+
+    entries: tuple[Entry, ...]
+    iterations: int = 0
+    """Finished."""
+    samples: int = 0
+    """Kept and trained on."""
+    points: float | None = None
+    """Validation score gained, in hundredths; None where it was not measured twice."""
+
+    def seconds(self, **where: str) -> float:
+        """Sum over the entries whose fields have these values: ``ledger.seconds(pool="spot", kind="idle")``."""
+        return sum(entry.seconds for entry in self._where(where))
+
+    def usd(self, **where: str) -> float:
+        """As `seconds`."""
+        return sum(entry.usd for entry in self._where(where))
+
+    @property
+    def wasted_s(self) -> dict[str, float]:
+        """Worker seconds that bought nothing, by kind; every kind is there."""
+        return {kind: self.seconds(kind=kind) for kind in get_args(Kind) if kind != "useful"}
+
+    @property
+    def usd_wasted(self) -> float:
+        """``usd - usd(kind="useful")``."""
+        return sum(entry.usd for entry in self.entries if entry.kind != "useful")
+
+    @property
+    def usd_reserved_only(self) -> float:
+        """Price of the same work on reserved workers that never start, idle or lose anything.
+
+        ``1/3600 * integral over useful seconds t of usd_per_h_reserved(t) dt``: exploration counts unless it was called
+        off. Real reserved-only runs pay for idle time, too, so this is the least that one could have cost.
+        """
+        return sum(entry.usd_reserved for entry in self._where({"kind": "useful"}))
+
+    @property
+    def usd_per_iteration(self) -> float | None:
+        """``usd / iterations``: idle time, exploration and validation included."""
+        return self.usd() / self.iterations if self.iterations else None
+
+    @property
+    def usd_per_sample(self) -> float | None:
+        """``usd / samples kept``."""
+        return self.usd() / self.samples if self.samples else None
+
+    @property
+    def usd_per_point(self) -> float | None:
+        """``usd / (100 * (last validation score - first))``; None where the score has not risen."""
+        return self.usd() / self.points if self.points and self.points > 0 else None
+
+    def _where(self, where: Mapping[str, str]) -> Iterator[Entry]:
+        return (entry for entry in self.entries if all(getattr(entry, name) == value for name, value in where.items()))
+
+
+def ledger(
+    spans: Iterable[Span],
+    workers: Sequence[WorkerLife],
+    prices: Prices,
+    window: Window = ALWAYS,
+    *,
+    iterations: int = 0,
+    samples: int = 0,
+    scores: Sequence[float] = (),
+) -> Ledger:
+    """Account for every second that workers were alive within the window.
+
+    ``seconds[pool, phase, kind] = sum of |segment|`` and ``usd = 1/3600 * integral of usd_per_h_pool(t) dt`` over the
+    `segments` of that column, so both add up: the seconds to `pool_seconds`, the dollars to `pool_usd`.
+
+    Args:
+        window: must end, if a worker still lives.
+        scores: of every validation, in [0, 1], in order of time.
+    """
+    prices = absolute(prices, workers)
+    sums: defaultdict[tuple[str, str, Kind], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for segment in segments(spans, workers, window):
+        column = sums[segment.pool, segment.phase, segment.kind]
+        column[0] += segment.stop_s - segment.start_s
+        column[1] += prices[segment.pool].usd(segment.start_s, segment.stop_s)
+        column[2] += prices["reserved"].usd(segment.start_s, segment.stop_s)
+    return Ledger(
+        entries=tuple(
+            Entry(pool=pool, phase=phase, kind=kind, seconds=seconds, usd=usd, usd_reserved=usd_reserved)
+            for (pool, phase, kind), (seconds, usd, usd_reserved) in sorted(sums.items())
+        ),
+        iterations=iterations,
+        samples=samples,
+        points=100 * (scores[-1] - scores[0]) if len(scores) > 1 else None,
+    )

@@ -1,0 +1,45 @@
+"""Decides how large a request is, and how an iteration's training is cut into parts."""
+
+from __future__ import annotations
+
+from math import ceil
+
+
+def parts(prompts: int, *, most: int) -> list[range]:
+    """The prompts of each part of training, in order: ``min(prompts, most)`` parts, as even as can be."""
+    count = min(prompts, most)
+    return [range(prompts * part // count, prompts * (part + 1) // count) for part in range(count)]
+
+
+def request_seeds(*, prompts: int, seeds: int, gangs: int, most: int, fixed_s: float, sample_s: float) -> int:
+    """Seeds per request that end the rollout soonest: large batches waste no time, small ones make the last wave short.
+
+    With ``b`` seeds in a request there are ``prompts * ceil(seeds / b)`` requests, and the rollout takes::
+
+        ceil(requests / gangs) * (fixed_s + b * sample_s)
+
+    Args:
+        prompts: groups to roll out.
+        seeds: samples per group.
+        gangs: requests that run at once.
+        most: samples that fit one forward batch.
+        fixed_s: what a request costs whatever its size.
+        sample_s: what each of its samples adds.
+
+    Returns:
+        From 1 to ``min(seeds, most)``; of equals the largest, which is the fewest requests.
+
+    Raises:
+        ValueError: a count is not positive, or a time is negative.
+    """
+    if min(prompts, seeds, gangs, most) < 1 or min(fixed_s, sample_s) < 0:
+        raise ValueError(
+            f"prompts = {prompts}, seeds = {seeds}, gangs = {gangs} and most = {most} must be positive, "
+            f"fixed_s = {fixed_s} and sample_s = {sample_s} not negative"
+        )
+
+    def makespan_s(size: int) -> float:
+        requests = prompts * ceil(seeds / size)
+        return ceil(requests / gangs) * (fixed_s + size * sample_s)
+
+    return min(range(min(seeds, most), 0, -1), key=makespan_s)

@@ -1,0 +1,211 @@
+"""How much of the rollout reserved GPUs take before they train, how many spot GPUs pay, how large a request is.
+
+Pure, and level-triggered like `plan.placement`: a state and what one iteration measured give the next state, and
+time is an argument. The window and its feedback are RLBoost's (arXiv 2510.19225, algorithm 1; the constants are its
+code's).
+
+Invariants: the window is never below its floor; without spot GPUs it has no end, because then nobody else rolls out;
+reserved GPUs do not train while one of them rolls out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
+from typing import Literal
+
+from spotlight.records import Pool, Span, WorkerLife, base_phase
+
+FIRST_WINDOW_S = 150.0
+FLOOR_S = 5.0
+ETA = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What an iteration tells about the balance of its two sides."""
+
+    train_wait_s: float
+    """The trainer had closed its rollout window and waited for samples of the spot GPUs."""
+    remote_wait_s: float
+    """Spot GPUs had no rollout and no exploration left and waited for the next weights.
+
+    RLBoost, which does not explore, counts all the time without a rollout. Exploration is what spot GPUs are there for
+    as well: where it fills their time, nobody waits, and the window stays as it is."""
+    spot: int
+    """Spot GPUs at the iteration's end."""
+    rollout_s: float = inf
+    """From the iteration's beginning to the end of its last rollout."""
+    steady: bool = True
+    """No spot GPU came or went during it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """The reserved rollout window, and the windows that were right for other numbers of spot GPUs."""
+
+    window_s: float = FIRST_WINDOW_S
+    """T_seed: how long reserved GPUs roll out before they train."""
+    memory: Mapping[int, float] = field(default_factory=dict)
+    """M: spot GPUs -> window at the end of the last iteration that had so many throughout."""
+
+
+def adapt(state: Offload, measured: Measured, *, eta: float = ETA, floor_s: float = FLOOR_S) -> Offload:
+    """The window for the next iteration: longer where the trainer starved, shorter where spot GPUs did.
+
+    ::
+
+        T_seed <- rollout    where spot GPUs waited longer, and the window outlasted the rollout
+        T_seed <- max(floor, T_seed + (train_wait - remote_wait) / eta)
+        M[n]   <- T_seed     where the number of spot GPUs stayed n
+        T_seed <- M[n]       where it became n, and M[n] is known
+
+    The first line is ours: RLBoost's rollouts outlast its first window, but a small job's do not, and what a window has
+    beyond the rollout would take many iterations to go, to no effect.
+
+    It settles where the trainer waits as long as spot GPUs do, and for as long as exploration fills their time: then
+    neither waits. An iteration without spot GPUs measures no balance and changes nothing.
+
+    Raises:
+        ValueError: ``eta`` or ``floor_s`` is not positive.
+    """
+    if not (eta > 0 and floor_s > 0):
+        raise ValueError(f"eta = {eta} and floor_s = {floor_s} must be positive")
+    if not measured.spot:
+        return state
+    surplus_s = measured.train_wait_s - measured.remote_wait_s
+    effective_s = min(state.window_s, measured.rollout_s) if surplus_s < 0 else state.window_s
+    window_s = max(floor_s, effective_s + surplus_s / eta)
+    if measured.steady:
+        return Offload(window_s=window_s, memory={**state.memory, measured.spot: window_s})
+    return replace(state, window_s=state.memory.get(measured.spot, window_s))
+
+
+def rollout_window_s(offload: Literal["adaptive", "all", "none"], state: Offload, *, parts: int) -> float:
+    """Seconds that reserved GPUs roll out while there are spot GPUs, as ``strategy.offload`` has it.
+
+    To stop early gains nothing where training needs all samples at once (``parts = 1``).
+    """
+    if offload == "all":
+        return 0.0
+    return state.window_s if offload == "adaptive" and parts > 1 else inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sides:
+    """What decides how reserved and spot GPUs share an iteration, at one moment of it."""
+
+    pools: tuple[Pool, ...]
+    """That may roll out at all, the preferred one first."""
+    elapsed_s: float
+    """Since the iteration began."""
+    window_s: float
+    spot: int
+    """Spot GPUs alive."""
+    waiting: int
+    """Rollout requests that nobody is at work on."""
+    rolling: int
+    """Reserved GPUs at work on one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Whose turn it is."""
+
+    pools: tuple[Pool, ...]
+    """Where rollouts run from now on; those at work elsewhere end at their next step boundary, and go on there."""
+    train: bool
+    """Reserved GPUs may train on what is ready."""
+
+
+def turn(sides: Sides) -> Turn:
+    """Reserved GPUs roll out while their window is open, or nobody else does; they train when they have stopped."""
+    closed = sides.elapsed_s >= sides.window_s and "spot" in sides.pools and sides.spot > 0
+    pools: tuple[Pool, ...] = ("spot",) if closed else sides.pools
+    return Turn(pools=pools, train=not sides.rolling and not ("reserved" in pools and sides.waiting))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """How the two sides of an iteration got on."""
+
+    measured: Measured
+    spare_s: float
+    """As `spare_s` has it: what exploration had."""
+    train_s: float
+
+
+def spare_s(rollouts: Iterable[Span], workers: Iterable[WorkerLife], *, began_s: float, until_s: float) -> float:
+    """Worker seconds that spot workers had beside training, each from the end of its last rollout.
+
+    Args:
+        rollouts: spans of an iteration's rollouts.
+        workers: of all pools; those that are not alive at the end had no time.
+        began_s, until_s: when the iteration began, and when its training ended.
+    """
+    free_s: dict[str, float] = {}
+    for span in rollouts:
+        free_s[span.worker] = max(free_s.get(span.worker, began_s), span.stop_s)
+    alive = [life for life in workers if life.pool == "spot" and (life.left_s is None or life.left_s >= until_s)]
+    return sum(max(0.0, until_s - max(free_s.get(life.worker, began_s), life.joined_s)) for life in alive)
+
+
+def balance(
+    spans: Sequence[Span], workers: Iterable[WorkerLife], iteration: int, *, began_s: float, window_s: float
+) -> Balance | None:
+    """What was recorded of an iteration, as the feedback wants it; None if it did not train or roll out.
+
+    ::
+
+        train_wait_s  = end of training - closing of the window - training since then
+                        where a rollout ended after the window had closed, else 0
+        remote_wait_s = end of training - end of the last rollout or exploration of a spot worker
+
+    Closing lasts until the last reserved worker has handed its rollout back.
+
+    Args:
+        spans: at least those since ``began_s``; times in seconds of one clock.
+    """
+    recent = [span for span in spans if span.start_s >= began_s]
+    training = [span for span in recent if span.phase == "train" and span.iteration == iteration]
+    rollouts = [span for span in recent if span.phase == "rollout" and span.iteration == iteration]
+    if not (training and rollouts):
+        return None
+    trained_s, rolled_out_s = max(span.stop_s for span in training), max(span.stop_s for span in rollouts)
+    closed_s = max([began_s + window_s, *(span.stop_s for span in rollouts if span.pool == "reserved")])
+    useful_s = sum(max(0.0, span.stop_s - max(span.start_s, closed_s)) for span in training)
+    remote = [
+        min(span.stop_s, trained_s)
+        for span in recent
+        if span.pool == "spot" and base_phase(span.phase) in ("rollout", "explore")
+    ]
+    spot = [life for life in workers if life.pool == "spot"]
+    moments = [moment for life in spot for moment in (life.joined_s, life.left_s) if moment is not None]
+    return Balance(
+        measured=Measured(
+            train_wait_s=max(0.0, trained_s - closed_s - useful_s) if rolled_out_s > closed_s else 0.0,
+            remote_wait_s=trained_s - max(remote, default=trained_s),
+            rollout_s=rolled_out_s - began_s,
+            spot=sum(life.joined_s <= trained_s and (life.left_s or inf) > trained_s for life in spot),
+            steady=not any(began_s <= moment <= trained_s for moment in moments),
+        ),
+        spare_s=spare_s(rollouts, spot, began_s=began_s, until_s=trained_s),
+        train_s=sum(span.stop_s - span.start_s for span in training),
+    )
+
+
+def spot_worth_renting(*, remote_s: float, spot: int, reserved_s: float, reserved: int, train_s: float) -> int:
+    """The most spot GPUs that a rollout can use: with more, rollout is over before the trainer could take it.
+
+    ``N_prem = ceil((t_remote * n_spot + T_seed * N_reserved) / t_train)``: the whole rollout's GPU-seconds over the
+    seconds that training takes. Before anything is measured (``train_s = 0``) it is the number of reserved GPUs.
+
+    Args:
+        remote_s: t_remote, seconds that the spot GPUs rolled out (not explored).
+        spot: how many of them there were.
+        reserved_s: T_seed, or less where the rollout was over before the window was.
+    """
+    if train_s <= 0:
+        return reserved
+    return ceil((remote_s * spot + reserved_s * reserved) / train_s)

@@ -1,0 +1,136 @@
+"""Writes a weights version in the form that plain diffusers loads, and proves that it does.
+
+Nothing appears under the asked name before a fresh transformer, loaded as a stranger would load
+it, gives the outputs of the trained one, its LoRA rounded to the base's type as diffusers does.
+Runs on the CPU, and holds one transformer at a time.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from torch import Tensor
+
+from spotlight.config import Config
+from spotlight.records import SpotlightError, WeightsRef
+from spotlight.rl import models
+from spotlight.store import weights
+from spotlight.store.rundir import RunDir
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+"""The name that diffusers looks for."""
+TOLERANCE = 1e-5
+"""Of the largest output. Equal files give 0.0 on the same machine; a lost alpha gave 0.3 and more."""
+
+
+def export_lora(run_dir: Path, to: Path, version: int | None = None) -> Path:
+    """Write a version of a run's weights to a new directory.
+
+    A LoRA becomes the file that ``pipeline.load_lora_weights(to)`` reads, alpha included. Full
+    weights (``train.lora_rank = 0``) become a directory for
+    ``QwenImageTransformer2DModel.from_pretrained(to)``.
+
+    Args:
+        run_dir: of a finished or stopped run.
+        to: made here; may exist if it is empty.
+        version: the latest if not given.
+
+    Returns:
+        ``to``.
+
+    Raises:
+        SpotlightError: no such run or version, ``to`` is taken, or what was written does not load
+            back with equal outputs.
+    """
+    run = RunDir.open(run_dir)
+    ref = _version(run.path, version)
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise SpotlightError(f"{to}: exists already; export to a new directory, or delete it first")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as staging:
+        unchecked = Path(staging) / "unchecked"
+        expected = _write(run, ref, unchecked)
+        found = _probe(_load_as_a_stranger(run.config(), unchecked))
+        error, size = (found - expected).abs().max(), expected.abs().max()
+        if not error <= TOLERANCE * size:  # also when it is not a number
+            raise SpotlightError(
+                f"{to}: version {ref.version} of {run_dir} was written, but plain diffusers does not give the outputs "
+                f"of the trained model with it (largest difference {error:.3g}, largest output {size:.3g}), so it "
+                "was deleted: compare the installed diffusers and peft with constraints.txt"
+            )
+        unchecked.replace(to)
+    return to
+
+
+def _version(run_dir: Path, version: int | None) -> WeightsRef:
+    latest = weights.latest(run_dir)
+    if latest is None:
+        raise SpotlightError(f"{run_dir}: no weights were published yet; let the run finish an iteration")
+    if version is None:
+        return latest.weights
+    found = weights.published(run_dir, version)
+    if found is None:
+        there = [str(one) for one in range(latest.weights.version + 1) if weights.published(run_dir, one)]
+        raise SpotlightError(f"{run_dir}: has no weights version {version}; it has {', '.join(there)}")
+    return found.weights
+
+
+def _write(run: RunDir, ref: WeightsRef, directory: Path) -> Tensor:
+    """Write the version, and return the outputs that plain diffusers must have with it."""
+    settings = run.config()
+    model = _load(settings)
+    model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
+    model.load_trainable(weights.load(run.path, ref, "trainable"))
+    if model.has_lora:
+        QwenImageLoraLoaderMixin.save_lora_weights(
+            directory,
+            transformer_lora_layers=dict(model.trainable()),
+            # Without the adapter's settings, the loader silently takes the rank for alpha.
+            transformer_lora_adapter_metadata=model.transformer.peft_config["default"].to_dict(),
+        )
+    else:
+        model.transformer.save_pretrained(directory)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(model.transformer.dtype)  # as diffusers does with the float32 it reads
+    return _probe(model.transformer)
+
+
+def _load_as_a_stranger(settings: Config, directory: Path) -> QwenImageTransformer2DModel:
+    """The base model with the LoRA, or the full weights, through diffusers' own loaders only."""
+    dtype = getattr(torch, settings.model.dtype)
+    if not (directory / LORA_FILE).exists():
+        return QwenImageTransformer2DModel.from_pretrained(
+            directory, torch_dtype=dtype, local_files_only=True, use_safetensors=True
+        )
+    transformer = _load(settings).transformer
+    state, metadata = QwenImageLoraLoaderMixin.lora_state_dict(
+        str(directory), weight_name=LORA_FILE, return_lora_metadata=True, local_files_only=True, use_safetensors=True
+    )
+    QwenImageLoraLoaderMixin.load_lora_into_transformer(state, transformer, metadata=metadata)
+    return transformer
+
+
+def _load(settings: Config) -> models.Model:
+    return models.load(settings.model.model_copy(update={"device": "cpu"}))
+
+
+@torch.no_grad()
+def _probe(transformer: QwenImageTransformer2DModel) -> Tensor:
+    """Outputs for one small random input, at noise levels from start to end; float32."""
+    generator = torch.Generator().manual_seed(0)
+    levels, side, text = (1.0, 0.5, 0.1), 4, 8
+    tokens_BNC = torch.randn(len(levels), side * side, transformer.config["in_channels"], generator=generator)
+    texts_BTD = torch.randn(len(levels), text, transformer.config["joint_attention_dim"], generator=generator)
+    (v_BNC,) = transformer(
+        hidden_states=tokens_BNC.to(transformer.dtype),
+        encoder_hidden_states=texts_BTD.to(transformer.dtype),
+        encoder_hidden_states_mask=torch.ones(texts_BTD.shape[:2], dtype=torch.bool),
+        timestep=torch.tensor(levels, dtype=transformer.dtype),
+        img_shapes=[[(1, side, side)]] * len(levels),
+        return_dict=False,
+    )
+    return v_BNC.float()

@@ -1,0 +1,43 @@
+"""Diffusion transformers behind one small interface: texts and noise in, images out.
+
+The only door to diffusers and peft. A further model family is one more file with one class,
+and one more line in `load`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from spotlight.rl.models.base import Conditioning as Conditioning
+from spotlight.rl.models.base import Model as Model
+
+if TYPE_CHECKING:
+    from spotlight.config import ModelSection
+    from spotlight.store.node import Node
+
+
+def load(settings: ModelSection, node: Node | None = None) -> Model:
+    """The model that the settings name, on its device, ready to be trained or sampled.
+
+    Args:
+        node: holds the base weights for all its processes, so that only the first of them reads the checkpoint.
+
+    Raises:
+        SpotlightError: the directory is not a pipeline of that family, or a file in it is damaged.
+    """
+    device: str = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
+    if settings.name == "tiny-text":
+        from spotlight.rl.models.tiny_text import TinyText
+
+        return TinyText.load(settings.path, torch.device(device), dtype, node)
+    from spotlight.rl.models.qwen_image import QwenImage
+
+    return QwenImage.load(settings.path, torch.device(device), dtype, node)

@@ -1,0 +1,228 @@
+"""What all workers of a run did and what that cost, over all of its sessions; kept on disk as it goes."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from json import dumps
+from statistics import median
+from typing import Any, TypeVar
+
+from spotlight.config import Config
+from spotlight.market.ledger import (
+    Ledger,
+    Price,
+    busy_intervals,
+    ledger,
+    life_from_json,
+    overlap_s,
+    pool_usd,
+    shared,
+    span_from_json,
+    spot_utilisation,
+)
+from spotlight.market.prices import read_prices
+from spotlight.plan.offload import Balance, balance
+from spotlight.records import Span, SpotlightError, Window, WorkerLife
+from spotlight.store.rundir import EVENTS, HISTORY, SPANS, VALIDATION, WORKERS, RunDir, atomic_write
+
+Record = TypeVar("Record")
+
+
+class Books:
+    """Spans and worker lives of one run; times are Unix seconds."""
+
+    def __init__(self, run: RunDir, config: Config) -> None:
+        self._run, self._config = run, config
+        self._prices = pool_prices(config)
+        self._spans = read_spans(run)
+        last_s = max((span.stop_s for span in self._spans), default=0.0)
+        self._earlier = [_ended(life, last_s) for life in read_lives(run)]
+        self._lives: list[WorkerLife] = []
+        self._events: list[Mapping[str, Any]] = []
+        self._ledger: Ledger | None = None
+        self.running: Mapping[str, int] = {}
+        """Tasks in progress, by phase."""
+
+    def take(self, drained: Mapping[str, Any], running: Mapping[str, int]) -> None:
+        """Add what the cluster reports: new spans, and the lives of all its workers."""
+        self.running = running
+        self._events += drained["events"]
+        if drained["events"]:
+            self._run.append(EVENTS, *drained["events"])
+        self._spans += [span_from_json(row) for row in drained["spans"]]
+        if drained["spans"]:
+            self._run.append(SPANS, *drained["spans"])
+        lives = [life_from_json(row) for row in drained["workers"]]
+        if lives != self._lives:
+            self._lives = lives
+            self._write_lives()
+
+    def close(self, now_s: float) -> None:
+        """The session ends, and with it the workers that are still alive."""
+        self._lives = [_ended(life, now_s) for life in self._lives]
+        self.running = {}
+        self._write_lives()
+        self._ledger = None
+
+    def measure(self, start_s: float, stop_s: float) -> dict[str, float]:
+        """Seconds and dollars of a stretch of time: by phase, by worker, by pool."""
+        window = (start_s, stop_s)
+        by_phase: defaultdict[str, float] = defaultdict(float)
+        for span in self._spans:
+            by_phase[_phase(span)] += overlap_s(span.start_s, span.stop_s, window)
+        busy = {
+            worker: sum(overlap_s(*interval, window) for interval in intervals)
+            for worker, intervals in busy_intervals(played(self._config, self._spans, self._all())).items()
+        }
+        taken = [life for life in self._all() if _was_taken(life) and start_s <= (life.left_s or 0) <= stop_s]
+        recoveries_s = [r for at_s, r in recoveries(self._events) if start_s <= at_s <= stop_s]
+        self._ledger = None
+        return {
+            "wall_s": stop_s - start_s,
+            **{f"{phase}_s": seconds for phase, seconds in by_phase.items() if seconds},
+            **{f"busy_s.{worker}": seconds for worker, seconds in busy.items()},
+            "usd": sum(self.usd_by_pool(stop_s, start_s).values()),
+            "spot_utilisation": spot_utilisation(self._spans, self._all(), window),
+            "preemptions": float(len(taken)),
+            "gangs_broken": float(len(recoveries_s)),
+            **({"recovery_s": median(recoveries_s)} if recoveries_s else {}),
+        }
+
+    def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
+        """How reserved and spot workers shared an iteration."""
+        return balance(self._spans, self._all(), iteration, began_s=began_s, window_s=window_s)
+
+    def usd_by_pool(self, now_s: float, since_s: float = 0.0) -> dict[str, float]:
+        """Price of each pool's seconds, idle or not, up to ``now_s``."""
+        return pool_usd(self._all(), self._prices, (since_s, now_s))
+
+    def ledger(self, now_s: float) -> Ledger:
+        """Where seconds and dollars went, as it was worked out last: after each iteration, and at the run's end.
+
+        Working it out takes some microseconds for each span, too long for every look at a long run.
+        """
+        if self._ledger is None:
+            run, window = self._run, (0.0, now_s)
+            self._ledger = run_ledger(
+                self._config, self._spans, self._all(), self._prices, window, run.rows(HISTORY), run.rows(VALIDATION)
+            )
+        return self._ledger
+
+    def spot_utilisation(self, now_s: float) -> float:
+        return spot_utilisation(self._spans, self._all(), (0.0, now_s))
+
+    def preemptions(self) -> int:
+        return sum(life.pool == "spot" and _was_taken(life) for life in self._all())
+
+    def alive(self) -> dict[str, int]:
+        """Workers alive now, by pool."""
+        return dict(Counter(life.pool for life in self._lives if life.left_s is None))
+
+    def first_image_s(self, began_s: float) -> float | None:
+        """Seconds from ``began_s`` to the first finished request."""
+        ends = [span.stop_s for span in self._spans if span.phase.startswith(("rollout", "explore", "validate"))]
+        return min((end - began_s for end in ends if end >= began_s), default=None)
+
+    def _all(self) -> list[WorkerLife]:
+        return self._earlier + self._lives
+
+    def _write_lives(self) -> None:
+        with atomic_write(self._run.path / WORKERS) as file:
+            file.write("".join(f"{dumps(asdict(life), sort_keys=True)}\n" for life in self._all()).encode())
+
+
+def read_spans(run: RunDir) -> list[Span]:
+    """What workers did, over all sessions.
+
+    Raises:
+        SpotlightError: a line is damaged.
+    """
+    return _records(run, SPANS, span_from_json)
+
+
+def read_lives(run: RunDir) -> list[WorkerLife]:
+    """When workers came and went, over all sessions.
+
+    Raises:
+        SpotlightError: a line is damaged.
+    """
+    return _records(run, WORKERS, life_from_json)
+
+
+def _records(run: RunDir, journal: str, parse: Callable[[Mapping[str, Any]], Record]) -> list[Record]:
+    try:
+        return [parse(row) for row in run.rows(journal)]
+    except KeyError as error:
+        raise SpotlightError(
+            f"{run.path / journal}: a line has no field {error}; restore the file or delete the line"
+        ) from None
+
+
+def pool_prices(config: Config) -> dict[str, Price]:
+    """What a worker of each pool costs, from the file of prices where one is named.
+
+    Raises:
+        SpotlightError: that file is not usable.
+    """
+    return {
+        name: read_prices(pool.prices) if pool.prices else Price.constant(pool.usd_per_h) for name, pool in config.pools
+    }
+
+
+def run_ledger(
+    config: Config,
+    spans: Sequence[Span],
+    workers: Sequence[WorkerLife],
+    prices: Mapping[str, Price],
+    window: Window,
+    history: Sequence[Mapping[str, Any]],
+    validation: Sequence[Mapping[str, Any]],
+) -> Ledger:
+    """The ledger of a run, with what its history says it bought; an iteration that was run again counts once."""
+    done = {row["iteration"]: row.get("metrics", {}) for row in history}
+    return ledger(
+        played(config, spans, workers),
+        workers,
+        prices,
+        window,
+        iterations=len(done),
+        samples=int(sum(metrics.get("samples", 0) for metrics in done.values())),
+        scores=[row["score"] for row in validation],
+    )
+
+
+def played(config: Config, spans: Sequence[Span], workers: Sequence[WorkerLife]) -> Sequence[Span]:
+    """What workers did as the settings play it: paced training, which one reserved worker does, is the work of all.
+
+    It lasts as long as if they shared it evenly (`spotlight.device.pace.Pace.train_s`), and none of them would be idle.
+    """
+    return shared(spans, workers, "train") if config.pace.gpu else spans
+
+
+def recoveries(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float]]:
+    """``(when it broke, seconds until its next committed step)`` of each gang that lost a member and went on."""
+    broken: dict[str, float] = {}
+    for event in events:
+        if event["event"] == "broken":
+            broken.setdefault(event["gang"], event["at_s"])
+        elif event["event"] == "stepped" and event["gang"] in broken:
+            at_s = broken.pop(event["gang"])
+            yield at_s, event["at_s"] - at_s
+
+
+def _was_taken(life: WorkerLife) -> bool:
+    """Whether the worker went before the run's end, with or without a notice."""
+    return life.reason in ("lost", "left")
+
+
+def _ended(life: WorkerLife, now_s: float) -> WorkerLife:
+    return life if life.left_s is not None else replace(life, left_s=max(now_s, life.joined_s), reason="end")
+
+
+def _phase(span: Span) -> str:
+    """Phases as people count them: scoring is scoring, whatever was scored."""
+    if "score" in span.phase:
+        return "score"
+    return "explore" if span.phase.startswith("explore") else span.phase

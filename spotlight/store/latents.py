@@ -1,0 +1,396 @@
+"""Commits denoising steps to Zarr and finds the step to resume at.
+
+It knows nothing of models or devices. Under the store's URL lie ::
+
+    latents/                          a Zarr v3 hierarchy, read by plain ``zarr.open``
+      00003/steps/<request>.e2        (steps, B, N, C) float32, one chunk per step: what epoch 2 wrote
+      00003/clean-1-32x16             (samples, N, C) float32, sharded: a compacted iteration
+    commits/00003/<request>/
+      claim.2                         epoch 2 is taken; holds its owner's token
+      commit.2.5                      step 5 of epoch 2 is complete: digest, hash of the bytes, log-probs
+    records/<name>                    small JSON values
+
+Invariants:
+
+- Every (request, epoch) has its own array and one owner, so no two writers share a chunk.
+- A chunk is written first and its commit record last; a reader believes a record only if its own hash
+  and the chunk's hash hold. Damage therefore means "one commit back", never wrong latents.
+- Claims are made in sequence, so an epoch is stale exactly when the claim after it exists.
+
+On file systems where `zarr_store` cannot create a key exclusively, two simultaneous claims may both win: give each
+request one worker there.
+
+Shapes: B samples of a request, N latent tokens, C channels, K latents of a window, S = K - 1 steps in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from hashlib import sha256
+from types import TracebackType
+from typing import Any, Literal, Self
+from uuid import uuid4
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from spotlight.records import Request
+from spotlight.store import compaction
+from spotlight.store.compaction import Clean, index_key, iteration_path
+from spotlight.store.zarr_store import Float32, ZarrStore, array_metadata, group_metadata, run, seal, unseal
+
+_COMMIT = re.compile(r"commit\.(\d+)\.(\d+)")
+_CLAIM = re.compile(r"claim\.(\d+)")
+
+
+class StaleEpoch(Exception):
+    """Another worker has taken over this request; stop working on it."""
+
+
+class MissingLatents(Exception):
+    """Latents that were asked for are absent, or every copy is corrupt; run the request again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Where work on a request goes on."""
+
+    epoch: int
+    """The caller's own; every older one can no longer commit."""
+    step: int
+    """Steps done; 0 when nothing usable is committed."""
+    x_BNC: Float32 | None
+    """The latents after those steps; None when ``step`` is 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Commit:
+    """What a commit record says."""
+
+    iteration: int
+    request_id: str
+    digest: str
+    epoch: int
+    step: int
+    steps: int
+    """Of its request; a commit with ``step == steps`` holds clean latents."""
+    shape: Sequence[int]
+    """(B, N, C)."""
+    sha256: str
+    """Of the chunk, which is the latents' float32 bytes."""
+    log_prob_B: list[float] | None
+
+
+class LatentStore:
+    """The committed steps and small records of one run.
+
+    One object serves any number of threads, and keeps its handles open; each process makes its own.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Open a store; nothing is written yet.
+
+        Args:
+            url: a local path, or ``scheme://...``: obstore serves file, s3, gs and az, fsspec all others.
+
+        Raises:
+            SpotlightError: nothing installed can open the URL.
+        """
+        self.url = url
+        self._store = ZarrStore(url)
+        self._ready: set[str] = set()
+
+    def resume(self, request: Request) -> Resume:
+        """Take the request over: claim a new epoch, then find its highest commit that verifies.
+
+        Commits of any epoch count, as long as they were made for a request with the same digest.
+        """
+        return run(self._resume(request))
+
+    def commit(
+        self, request: Request, epoch: int, step: int, x_BNC: ArrayLike, log_prob_B: ArrayLike | None = None
+    ) -> None:
+        """Store the latents after ``step`` steps; when this returns, `resume` finds them.
+
+        Called again with the same values it writes the same bytes. An owner that loses its epoch
+        between the check and the record still leaves a true commit, which a later epoch may use.
+
+        Args:
+            epoch: as `resume` gave it.
+            step: number of steps done, from 1 to ``request.steps``.
+            x_BNC: any float dtype, stored as float32.
+            log_prob_B: the worker's log-probability of this step, nats per element, if it has one.
+
+        Raises:
+            StaleEpoch: a newer epoch was claimed, or someone else commits under this one.
+            OSError: the store refused, for example because the disk is full; earlier commits stay.
+        """
+        x_BNC = np.asarray(x_BNC, dtype="<f4")
+        B = len(request.seeds)
+        assert x_BNC.shape == (B, *x_BNC.shape[-2:]), f"expected ({B}, N, C), got {x_BNC.shape}"
+        assert 1 <= step <= request.steps, f"step {step} of {request.steps}"
+        if log_prob_B is not None:
+            log_prob_B = np.asarray(log_prob_B, dtype=np.float32)
+            assert log_prob_B.shape == (B,), f"expected ({B},), got {log_prob_B.shape}"
+        chunk = x_BNC.tobytes()
+        commit = _Commit(
+            iteration=request.iteration,
+            request_id=request.id,
+            digest=request.digest,
+            epoch=epoch,
+            step=step,
+            steps=request.steps,
+            shape=x_BNC.shape,
+            sha256=sha256(chunk).hexdigest(),
+            log_prob_B=None if log_prob_B is None else log_prob_B.tolist(),
+        )
+        path = _steps_path(request.iteration, request.id, epoch)
+        self._create_steps(path, request.iteration, (request.steps, *x_BNC.shape))
+        run(self._commit(commit, chunk))
+
+    def writer(self, request: Request, epoch: int) -> Writer:
+        """Commit in the background while the next step is computed; use it as a context manager."""
+        return Writer(self, request, epoch)
+
+    def clean(self, request: Request) -> Float32:
+        """The final latents, shape (B, N, C), also after the iteration was compacted.
+
+        Raises:
+            MissingLatents: there are none, or no copy verifies.
+        """
+        (found,) = run(self._find(request, [request.steps]))
+        if found is not None:
+            return found[1]
+        compacted = compaction.index(self._store, request.iteration).get(request.digest)
+        x_BNC = None if compacted is None else compaction.rows(self._store, compacted)
+        if x_BNC is None:
+            raise MissingLatents(f"{self.url}: request {request.id} has no clean latents that verify; run it again")
+        return x_BNC
+
+    def window(self, request: Request, initial_BNC: ArrayLike) -> tuple[Float32, Float32]:
+        """Latents and log-probabilities of the request's stochastic steps.
+
+        With ``start, end = request.window`` there are ``S = end - start`` steps between ``K = S + 1`` latents.
+
+        Args:
+            initial_BNC: the noise at step 0, which is not stored; used only when ``start`` is 0.
+
+        Returns:
+            Latents at steps ``start`` to ``end`` inclusive, shape (B, K, N, C), and the worker's
+            log-probabilities of the steps between them, shape (B, S); NaN where it gave none.
+
+        Raises:
+            MissingLatents: a step is absent, every copy of it is corrupt, or it was compacted away.
+        """
+        start, end = request.window
+        steps = range(max(start, 1), end + 1)
+        latents, log_probs = [], []
+        if start == 0:
+            latents.append(np.asarray(initial_BNC, dtype=np.float32))
+        for step, found in zip(steps, run(self._find(request, steps)), strict=True):
+            if found is None:
+                raise MissingLatents(
+                    f"{self.url}: request {request.id}: step {step} of its window {start} to {end} is absent or "
+                    "corrupt; run the request again"
+                )
+            commit, x_BNC = found
+            latents.append(x_BNC)
+            if step > start:
+                log_probs.append(commit.log_prob_B or [np.nan] * len(request.seeds))
+        return np.stack(latents, axis=1), np.array(log_probs, np.float32).reshape(-1, len(request.seeds)).T
+
+    def put_record(self, name: str, value: Mapping[str, Any]) -> None:
+        """Store a small JSON value under a name, replacing what was there at once."""
+        run(self._store.set(_record_key(name), seal(value)))
+
+    def get_record(self, name: str) -> dict[str, Any] | None:
+        """The value put under a name; None if there is none or it does not verify. Tuples come back as lists."""
+        return unseal(run(self._store.get(_record_key(name))))
+
+    def finish_iteration(self, iteration: int, keep: Literal["clean", "all", "none"]) -> None:
+        """Compact an iteration that nobody works on any more, and remove what is not kept.
+
+        ``clean`` moves the clean latents of its complete requests into one sharded array (one per latent
+        shape, should they differ) and removes everything else; ``all`` keeps every step; ``none`` removes
+        the iteration. Call it again after a kill: old data goes only after its copy verifies.
+        Orphan ``.partial`` files of killed writers go in any case. Records stay.
+
+        Raises:
+            SpotlightError: the compacted copy does not read back as written; nothing was removed.
+        """
+        root, commits = iteration_path(iteration), f"commits/{iteration:05d}"
+        for prefix in (root, commits):
+            run(self._store.delete_partials(prefix))
+        if keep == "all":
+            return
+        doomed = [commits, root]
+        if keep == "clean":
+            compacted = compaction.compact(self._store, iteration, run(self._complete(iteration)))
+            kept = {"zarr.json", *(row.array for row in compacted.values())}
+            doomed = [commits, *(f"{root}/{name}" for name in run(self._store.names(root)) if name not in kept)]
+        else:
+            run(self._store.delete(index_key(iteration)))
+        for prefix in doomed:
+            run(self._store.delete_all(prefix))
+        self._forget(iteration)
+
+    def _forget(self, iteration: int) -> None:
+        """The arrays and groups of an iteration are gone: make them again if they are needed again."""
+        self._ready = {path for path in self._ready if not f"{path}/".startswith(f"{iteration_path(iteration)}/")}
+
+    def _create_steps(self, path: str, iteration: int, shape: tuple[int, ...]) -> None:
+        """Make the array of one (request, epoch) and the groups above it, once; races write the same bytes."""
+        if path in self._ready:
+            return
+        root = iteration_path(iteration)
+        metadata = {group: group_metadata() for group in ("latents", root, f"{root}/steps")}
+        metadata[path] = array_metadata(("step", "sample", "token", "channel"), shape, (1, *shape[1:]))
+        for node, value in metadata.items():
+            if node not in self._ready:
+                run(self._store.create(f"{node}/zarr.json", value))
+                self._ready.add(node)
+
+    async def _commit(self, commit: _Commit, chunk: bytes) -> None:
+        folder = _commits_path(commit.iteration, commit.request_id)
+        await self._store.set(_chunk_key(commit), chunk)
+        if await self._store.exists(f"{folder}/claim.{commit.epoch + 1}"):
+            raise StaleEpoch(
+                f"request {commit.request_id}: another worker took it over from epoch {commit.epoch}; "
+                f"step {commit.step} was not committed"
+            )
+        key, record = f"{folder}/commit.{commit.epoch}.{commit.step}", seal(asdict(commit))
+        await self._store.create(key, record)
+        if await self._store.get(key) != record:
+            raise StaleEpoch(
+                f"request {commit.request_id}: step {commit.step} of epoch {commit.epoch} is committed already, "
+                "with other values"
+            )
+
+    async def _resume(self, request: Request) -> Resume:
+        folder = _commits_path(request.iteration, request.id)
+        claims = (_CLAIM.fullmatch(name) for name in await self._store.names(folder))
+        epoch = 1 + max((int(claim[1]) for claim in claims if claim), default=0)
+        token = uuid4().hex.encode()
+        while True:
+            await self._store.create(f"{folder}/claim.{epoch}", token)
+            if await self._store.get(f"{folder}/claim.{epoch}") == token:
+                break
+            epoch += 1
+        if _steps_path(request.iteration, request.id, epoch) in self._ready:
+            self._forget(request.iteration)  # an epoch comes twice only if another process removed the iteration
+        # Only now, so that all that older epochs managed to commit counts.
+        async for commit in self._records(request.iteration, request.id):
+            if commit.digest == request.digest:
+                x_BNC = await self._latents(commit)
+                if x_BNC is not None:
+                    return Resume(epoch=epoch, step=commit.step, x_BNC=x_BNC)
+        return Resume(epoch=epoch, step=0, x_BNC=None)
+
+    async def _find(self, request: Request, steps: Sequence[int]) -> list[tuple[_Commit, Float32] | None]:
+        """For each step its newest commit that verifies and belongs to this very request."""
+        found: dict[int, tuple[_Commit, Float32]] = {}
+        async for commit in self._records(request.iteration, request.id):
+            if commit.step in steps and commit.step not in found and commit.digest == request.digest:
+                x_BNC = await self._latents(commit)
+                if x_BNC is not None:
+                    found[commit.step] = (commit, x_BNC)
+        return [found.get(step) for step in steps]
+
+    async def _complete(self, iteration: int) -> dict[str, Clean]:
+        """Committed clean latents that verify, ``{request digest: clean latents}``."""
+        complete: dict[str, Clean] = {}
+        for request_id in sorted(await self._store.names(f"commits/{iteration:05d}")):
+            async for commit in self._records(iteration, request_id):
+                fresh = commit.step == commit.steps and commit.digest not in complete
+                if fresh and await self._latents(commit) is not None:
+                    complete[commit.digest] = Clean(
+                        shape=commit.shape, sha256=commit.sha256, read=partial(self._read, commit)
+                    )
+        return complete
+
+    def _read(self, commit: _Commit) -> Float32 | None:
+        return run(self._latents(commit))
+
+    async def _records(self, iteration: int, request_id: str) -> AsyncIterator[_Commit]:
+        """Commits of a request whose record verifies, the furthest step first, among equals the newest epoch."""
+        folder = _commits_path(iteration, request_id)
+        matches = [match for name in await self._store.names(folder) if (match := _COMMIT.fullmatch(name))]
+        for match in sorted(matches, key=lambda match: (-int(match[2]), -int(match[1]))):
+            record = unseal(await self._store.get(f"{folder}/{match[0]}"))
+            if record is not None:
+                yield _Commit(**record)
+
+    async def _latents(self, commit: _Commit) -> Float32 | None:
+        """The latents of a commit, or None if they are absent or do not verify."""
+        chunk = await self._store.get(_chunk_key(commit))
+        if chunk is None or sha256(chunk).hexdigest() != commit.sha256:
+            return None
+        return np.frombuffer(chunk, dtype="<f4").reshape(commit.shape).copy()
+
+
+class Writer:
+    """Commits a request's steps on one background thread while the next step is computed.
+
+    At most one commit is under way: a kill loses the step being computed, and the one before it only
+    if the kill falls within a commit's latency.
+    """
+
+    def __init__(self, store: LatentStore, request: Request, epoch: int) -> None:
+        self._store = store
+        self._request = request
+        self._epoch = epoch
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="latents")
+        self._pending: Future[None] | None = None
+
+    def commit(self, step: int, x_BNC: ArrayLike, log_prob_B: ArrayLike | None = None) -> None:
+        """Wait for the commit before, hand this one over and return; arguments as `LatentStore.commit`.
+
+        The arrays are copied, so the caller may reuse them at once.
+
+        Raises:
+            StaleEpoch, OSError: the commit *before* this one failed; this one is not tried.
+        """
+        self.wait()
+        x_BNC = np.array(x_BNC, dtype=np.float32)
+        log_prob_B = None if log_prob_B is None else np.array(log_prob_B, dtype=np.float32)
+        self._pending = self._thread.submit(self._store.commit, self._request, self._epoch, step, x_BNC, log_prob_B)
+
+    def wait(self) -> None:
+        """Return once everything handed over is committed, or raise what went wrong."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+
+def _steps_path(iteration: int, request_id: str, epoch: int) -> str:
+    return f"{iteration_path(iteration)}/steps/{request_id}.e{epoch}"
+
+
+def _chunk_key(commit: _Commit) -> str:
+    """Step 1 is the first chunk: the noise before it is not stored."""
+    path = _steps_path(commit.iteration, commit.request_id, commit.epoch)
+    return f"{path}/c.{commit.step - 1}.0.0.0"
+
+
+def _commits_path(iteration: int, request_id: str) -> str:
+    return f"commits/{iteration:05d}/{request_id}"
+
+
+def _record_key(name: str) -> str:
+    assert re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)*", name), f"not a record name: {name!r}"
+    return f"records/{name}"

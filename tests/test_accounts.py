@@ -1,0 +1,142 @@
+"""The books of a run directory: what they make of sessions, losses and prices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spotlight import config
+from spotlight.records import SpotlightError
+from spotlight.store.accounts import Books
+from spotlight.store.rundir import HISTORY, SPANS, VALIDATION, WORKERS, RunDir
+
+START_S = 1_700_000_000.0
+H = 3600.0
+
+
+def open_run(directory: Path, *, paced: bool = False, **pools: Any) -> RunDir:
+    """A run directory with settings alone: 10 and 2 dollars an hour."""
+    pools = {"reserved": {"usd_per_h": 10.0}, "spot": {"usd_per_h": 2.0}} | pools
+    tree = {"data": {"train_prompts": "a", "validation_prompts": "b"}, "pools": pools}
+    tree |= {"pace": {"gpu": "h100"}} if paced else {}
+    directory.mkdir(exist_ok=True)
+    (directory / config.RESOLVED).write_text(config.dump(config.resolve(tree, directory)))
+    return RunDir.open(directory)
+
+
+def span(worker: str, start_s: float, stop_s: float, phase: str = "rollout", outcome: str = "done") -> dict[str, Any]:
+    """A line of the journal, its times after the start of the run."""
+    what = {"worker": worker, "pool": worker.split("-")[0], "phase": phase, "iteration": 0, "key": "k"}
+    return what | {"start_s": START_S + start_s, "stop_s": START_S + stop_s, "outcome": outcome}
+
+
+def life(worker: str, joined_s: float, left_s: float | None, reason: str = "") -> dict[str, Any]:
+    left_s = None if left_s is None else START_S + left_s
+    pool = worker.split("-")[0]
+    return {"worker": worker, "pool": pool, "joined_s": START_S + joined_s, "left_s": left_s, "reason": reason}
+
+
+def books(run: RunDir) -> Books:
+    return Books(run, run.config())
+
+
+def test_a_killed_run_is_paid_for_until_its_last_span(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    run.append(SPANS, span("reserved-0", 10, H / 2), span("spot-0", 20, 30))
+    run.append(WORKERS, life("reserved-0", 0, None), life("spot-0", 15, 40, "lost"))
+
+    ledger = books(run).ledger(START_S + 100 * H)
+
+    assert ledger.seconds(pool="reserved") == H / 2
+    assert ledger.seconds(pool="spot") == 25
+    assert ledger.usd(pool="reserved") == pytest.approx(5.0)
+
+
+def test_sessions_add_up(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    run.append(SPANS, span("reserved-0", 10, 100))
+    run.append(WORKERS, life("reserved-0", 0, None))
+    second = books(run)
+
+    second.take({"spans": [span("reserved-0", 250, 300)], "workers": [life("reserved-0", 200, None)], "events": []}, {})
+    second.close(START_S + 300)
+
+    assert second.ledger(START_S + 300).seconds() == 100 + 100
+    assert books(run).ledger(START_S + 999).entries == second.ledger(START_S + 300).entries
+
+
+def test_the_ledger_of_an_iteration_holds_until_the_next(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    kept = books(run)
+    kept.take({"spans": [span("spot-0", 1, 5)], "workers": [life("spot-0", 0, None)], "events": []}, {})
+    kept.measure(START_S, START_S + 10)
+
+    first, later = kept.ledger(START_S + 10), kept.ledger(START_S + 20)
+    kept.measure(START_S + 10, START_S + 30)
+
+    assert first.seconds() == later.seconds() == 10
+    assert kept.ledger(START_S + 30).seconds() == 30
+    assert kept.usd_by_pool(START_S + 20) == pytest.approx({"spot": 20 * 2.0 / H})
+
+
+def test_history_says_what_the_dollars_bought(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    run.append(WORKERS, life("reserved-0", 0, 2 * H, "end"))
+    rows = [(0, 24), (1, 30), (1, 40)]  # the second iteration was taken back and run again
+    run.append(HISTORY, *({"iteration": k, "metrics": {"samples": samples}} for k, samples in rows))
+    run.append(VALIDATION, {"score": 0.5}, {"score": 0.75})
+
+    ledger = books(run).ledger(START_S + 2 * H)
+
+    assert (ledger.iterations, ledger.samples, ledger.points) == (2, 24 + 40, 25)
+    assert ledger.usd_per_point == pytest.approx(20.0 / 25)
+
+
+@pytest.mark.parametrize(("paced", "trainers"), [(False, 1), (True, 3)])
+def test_paced_training_is_the_work_of_all_reserved_workers(tmp_path: Path, paced: bool, trainers: int) -> None:
+    run = open_run(tmp_path, paced=paced)
+    run.append(SPANS, *(span(f"reserved-{n}", 0, 100) for n in range(3)), span("reserved-0", 100, 400, phase="train"))
+    run.append(WORKERS, *(life(f"reserved-{n}", 0, 400, "end") for n in range(3)))
+
+    kept = books(run)
+    found, iteration = kept.ledger(START_S + 400), kept.measure(START_S + 100, START_S + 400)
+
+    assert found.seconds(phase="train") == 300 * trainers
+    assert found.seconds(kind="idle") == 300 * (3 - trainers)
+    assert found.seconds() == 400 * 3
+    assert found.usd_reserved_only == pytest.approx((100 * 3 + 300 * trainers) * 10.0 / H)
+    assert found.usd_wasted == pytest.approx(300 * (3 - trainers) * 10.0 / H)
+    assert iteration["train_s"] == 300  # what training lasts, whoever shares it
+    assert sum(iteration[f"busy_s.reserved-{n}"] for n in range(3)) == 300 * trainers
+
+
+def test_dollars_follow_a_file_of_prices(tmp_path: Path) -> None:
+    prices = tmp_path / "spot.csv"
+    prices.write_text(f"since_start_s,usd_per_h\n0,1\n{H},4\n")
+    run = open_run(tmp_path / "run", spot={"gpu": "h100", "prices": str(prices)})
+    run.append(WORKERS, life("reserved-0", 0, 2 * H, "end"), life("spot-0", H / 2, 2 * H, "lost"))
+
+    kept = books(run)
+
+    expected = {"reserved": 20.0, "spot": 0.5 * 1 + 1 * 4}
+    assert kept.usd_by_pool(START_S + 2 * H) == pytest.approx(expected)
+    assert kept.measure(START_S, START_S + H)["usd"] == pytest.approx(10.0 + 0.5)
+
+
+def test_a_file_of_prices_that_is_gone_is_named(tmp_path: Path) -> None:
+    run = open_run(tmp_path, spot={"usd_per_h": 2.0, "prices": "gone.csv"})
+
+    with pytest.raises(SpotlightError, match=r"gone\.csv: no such file of prices"):
+        books(run)
+
+
+@pytest.mark.parametrize("journal", [SPANS, WORKERS])
+def test_a_record_without_a_field_is_an_error_that_names_both(tmp_path: Path, journal: str) -> None:
+    run = open_run(tmp_path)
+    (run.path / journal).write_text(json.dumps({"worker": "spot-0"}) + "\n")
+
+    with pytest.raises(SpotlightError, match=rf"{journal}: a line has no field 'pool'"):
+        books(run)

@@ -1,0 +1,131 @@
+"""The process that owns a device: whatever happens to it, its caller lives, learns of it, and gets another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.workers import warm_parent
+from graphs.iteration import rollout_requests, unexplored
+from graphs.tasks import prepare
+from runs import settings_file
+from spotlight import config
+from spotlight.device.process import Beat, EngineLost, EngineProcess
+from spotlight.records import Request, Rollout, SpotlightError, Stopped
+from spotlight.rl.prompts import read_prompts
+from spotlight.store.rundir import RunDir
+
+HANG_AFTER_S = 1.0
+SLOW = ["pace.gpu=h100", "pace.speedup=0.5"]
+"""A request of two samples then lasts several seconds: it can be met at work."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return RunDir.create(config.load(settings_file(tmp_path_factory.mktemp("device")), SLOW), time.time())
+
+
+@pytest.fixture(scope="module")
+def slow(run: RunDir) -> Request:
+    settings, setting = run.config(), prepare(str(run.path))
+    prompts = read_prompts(settings.data.train_prompts)[:1]
+    return rollout_requests(settings, setting, unexplored(settings, setting, 0, prompts), setting.start)[0]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[EngineProcess]:
+    process = EngineProcess(warm_parent(), 0, node=tmp_path / "node", hang_after_s=HANG_AFTER_S)
+    yield process
+    process.close()
+
+
+class Met:
+    """Does something once the call has taken two steps, so that the first of them is committed."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+        self.steps: list[int] = []
+
+    def __call__(self, beat: Beat) -> None:
+        if beat.step is not None and not beat.resumed:
+            self.steps.append(beat.step)
+            if len(self.steps) == 2:
+                threading.Thread(target=self._then).start()
+
+
+def test_an_engine_comes_from_the_warm_parent(engine: EngineProcess) -> None:
+    other = EngineProcess(warm_parent(), 1, node=engine._node, hang_after_s=HANG_AFTER_S)
+
+    parents = {psutil.Process(process.pid).ppid() for process in (engine, other)}
+    other.close()
+
+    assert len(parents) == 1
+    assert os.getpid() not in parents
+
+
+def test_a_killed_engine_is_replaced_and_its_work_goes_on(engine: EngineProcess, run: RunDir, slow: Request) -> None:
+    killed = Met(lambda: os.kill(engine.pid, signal.SIGKILL))
+    first = engine.pid
+
+    with pytest.raises(EngineLost, match="SIGKILL"):
+        engine.call(str(run.path), "rollout", (slow,), killed)
+    done = engine.call(str(run.path), "rollout", (slow,), lambda beat: None)
+
+    assert engine.pid != first
+    assert isinstance(done, Rollout)
+    assert done.steps_resumed >= 1
+
+
+def test_a_frozen_engine_is_ended_after_the_limit(engine: EngineProcess, run: RunDir, slow: Request) -> None:
+    frozen = Met(lambda: os.kill(engine.pid, signal.SIGSTOP))
+    first = engine.pid
+
+    with pytest.raises(EngineLost, match=f"no sign of life for {HANG_AFTER_S} s"):
+        engine.call(str(run.path), "rollout", (replace(slow, iteration=1),), frozen)
+
+    assert not psutil.pid_exists(first)
+
+
+def test_orders_reach_the_work_in_flight(engine: EngineProcess, run: RunDir, slow: Request) -> None:
+    stopped = Met(lambda: engine.tell("stop", run=slow.run))
+
+    with pytest.raises(Stopped):
+        engine.call(str(run.path), "rollout", (replace(slow, iteration=2),), stopped)
+
+    assert len(stopped.steps) < slow.steps
+
+
+def test_an_engine_that_is_closed_while_it_comes_up_anew_ends(
+    engine: EngineProcess, run: RunDir, slow: Request
+) -> None:
+    """A worker may leave at the very moment when its engine was killed."""
+    fresh = replace(slow, iteration=3)
+    closer = threading.Thread(target=engine.close)
+
+    def strike() -> None:
+        os.kill(engine.pid, signal.SIGKILL)
+        closer.start()
+
+    killed = Met(strike)
+    with pytest.raises(EngineLost):
+        engine.call(str(run.path), "rollout", (fresh,), killed)
+    closer.join()
+
+    assert not psutil.pid_exists(engine.pid)
+    with pytest.raises(EngineLost):
+        engine.call(str(run.path), "rollout", (fresh,), killed)
+
+
+def test_what_an_engine_raises_its_caller_gets(engine: EngineProcess, tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match="no such settings file") as raised:
+        engine.call(str(tmp_path), "prepare", (), lambda beat: None)
+
+    assert "engine.py" in raised.value.__notes__[0]  # where it was raised, over there

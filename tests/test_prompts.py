@@ -1,0 +1,129 @@
+"""Claims about prompt files and about which prompts an iteration gets."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spotlight.records import Prompt, SpotlightError
+from spotlight.rl.prompts import check_quoted, choose_prompts, read_prompts
+from spotlight.rl.rewards import quoted_target
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "prompts"
+
+
+def test_prompts_are_read_one_a_line_without_a_final_newline(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes('a sign "1"\r\n\n  \nein Schild "Übung"'.encode())
+
+    prompts = read_prompts(file)
+
+    assert prompts == (Prompt(id=0, text='a sign "1"'), Prompt(id=3, text='ein Schild "Übung"'))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text('a sign "1"', encoding="utf-8-sig")
+
+    (prompt,) = read_prompts(file)
+
+    assert prompt.text == 'a sign "1"'
+
+
+def test_the_published_prompt_file_is_read_whole(shared_data: Path) -> None:
+    path = shared_data / "ocr_prompts_test.txt"
+
+    prompts = read_prompts(path)
+
+    check_quoted(prompts, path)
+    assert len(prompts) == 1018  # as its source counts them; it has no final newline
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the file is empty"),
+        (b"\n \n", "the file is empty"),
+        (b'a "1"\nb "2"\nc "\xff"', r"prompts\.txt:3: byte 0xff is not UTF-8"),
+    ],
+)
+def test_a_useless_prompt_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(content)
+
+    with pytest.raises(SpotlightError, match=message):
+        read_prompts(file)
+
+
+def test_a_missing_prompt_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "absent.txt"
+
+    with pytest.raises(SpotlightError, match=r"absent\.txt: .*No such file"):
+        read_prompts(file)
+
+
+def test_a_prompt_without_a_target_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text('a sign "1"\n\na sign without digits\n')
+    prompts = read_prompts(file)
+
+    with pytest.raises(SpotlightError, match=r"prompts\.txt:3: .*'a sign without digits'"):
+        check_quoted(prompts, file)
+
+
+@given(
+    available=st.integers(1, 40),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 2**32),
+    epoch=st.integers(0, 5),
+)
+def test_an_epoch_repeats_no_prompt(available: int, share: float, seed: int, epoch: int) -> None:
+    per_iteration = max(1, round(share * available))
+    iterations = available // per_iteration
+
+    chosen = [
+        index
+        for iteration in range(epoch * iterations, (epoch + 1) * iterations)
+        for index in choose_prompts(available, per_iteration, seed=seed, iteration=iteration)
+    ]
+
+    assert len(chosen) == iterations * per_iteration
+    assert len(set(chosen)) == len(chosen)
+    assert set(chosen) <= set(range(available))
+
+
+def test_the_choice_depends_on_seed_and_iteration_alone() -> None:
+    first = choose_prompts(80, 8, seed=3, iteration=12)
+
+    again = choose_prompts(80, 8, seed=3, iteration=12)
+
+    assert again == first
+    assert choose_prompts(80, 8, seed=4, iteration=12) != first
+    assert choose_prompts(80, 8, seed=3, iteration=12 + 10) != first  # the same place in the next epoch
+
+
+def test_too_few_prompts_for_an_iteration_is_an_error_with_both_numbers() -> None:
+    with pytest.raises(SpotlightError, match=r"9 prompts .* 8 prompts"):
+        choose_prompts(8, 9, seed=0, iteration=0)
+
+
+def test_the_examples_split_the_two_digit_numbers() -> None:
+    train = [quoted_target(prompt.text) for prompt in read_prompts(EXAMPLES / "digits-train.txt")]
+
+    validation = [quoted_target(prompt.text) for prompt in read_prompts(EXAMPLES / "digits-validation.txt")]
+
+    assert sorted(train + validation) == [f"{number:02d}" for number in range(100)]
+    assert (len(train), len(validation)) == (80, 20)
+
+
+def test_the_examples_are_what_their_script_makes() -> None:
+    make_prompts = runpy.run_path(str(EXAMPLES / "make_prompts.py"))["make_prompts"]
+
+    train, validation = make_prompts()
+
+    assert train == [prompt.text for prompt in read_prompts(EXAMPLES / "digits-train.txt")]
+    assert validation == [prompt.text for prompt in read_prompts(EXAMPLES / "digits-validation.txt")]

@@ -1,0 +1,322 @@
+"""Gangs of real processes: shared forward passes, peers that are killed or halted, and joining anew."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import signal
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from diffusers.hooks import context_parallel
+from diffusers.models import _modeling_parallel, attention_dispatch
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from numpy.typing import NDArray
+from torch import distributed
+
+from gangs import Member, ask, errors, form, members, tiny_model, together, velocity
+from runs import wait_for
+from spotlight.device.sequence_parallel import REPLACED, GangBroken, check_widths, rendezvous_server
+from spotlight.records import SpotlightError
+
+TOLERANCE = 1e-5
+"""Of the largest value, between widths, whose sums are taken in other orders: some eighty float32 roundings. Three
+layers and a guidance of 4 need about 12."""
+
+HEADS, LATENT_TOKENS, TEXT_TOKENS = 4, 32, 8
+"""Of the embedded model."""
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """Where the gangs of these tests find their peers."""
+    server = rendezvous_server("127.0.0.1")
+    yield server.port
+    del server  # it serves as long as it is referred to
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_gang_predicts_what_one_device_does_with_the_same_bits_on_all_ranks(
+    port: int, width: int, lora: bool
+) -> None:
+    alone = velocity(tiny_model(lora=lora))
+
+    with members(width, lora=lora) as gang:
+        form(gang, port, f"equal-{width}-{lora}")
+        first, *others = together(gang, "velocity")
+
+    assert difference(first, alone) <= TOLERANCE
+    assert all(np.array_equal(first, other) for other in others)
+
+
+def difference(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> float:
+    return float(abs(ours - theirs).max() / abs(theirs).max())
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_each_rank_computes_its_share_of_the_tokens(port: int, width: int) -> None:
+    with members(width) as gang:
+        form(gang, port, f"shares-{width}")
+        computed = together(gang, "tokens_computed")
+
+    assert computed == [LATENT_TOKENS // width] * width
+
+
+def test_members_of_one_gang_after_another_are_unchanged_and_unburdened(port: int) -> None:
+    with members(4) as everyone:
+        before = together(everyone, "velocity")
+        burdens = []
+
+        for turn, width in enumerate((4, 2, 4, 2, 4)):
+            form(everyone[:width], port, f"turns-{turn}")
+            together(everyone[:width], "velocity")
+            together(everyone[:width], "leave")
+            burdens.append(settled_burden(everyone))
+
+        after = together(everyone, "velocity")
+    assert np.array_equal(before, after)
+    assert burdens[-1] == burdens[0]
+
+
+def settled_burden(gang: list[Member]) -> int:
+    """Threads and open files of all members, once it has not changed for a while: groups go in the background."""
+    seen: list[int] = []
+
+    def is_settled() -> bool:
+        seen.append(sum(together(gang, "belongings")))
+        return len(set(seen[-10:])) == 1 and len(seen) >= 10
+
+    wait_for(is_settled)
+    return seen[-1]
+
+
+def test_a_gang_of_one_needs_no_rendezvous() -> None:
+    nobody_listens = 9
+
+    with members(1) as (member,):
+        form([member], nobody_listens, "one")
+        said = [*together([member], "agree", 3), *together([member], "broadcast", [[1.5]])]
+        predicted = together([member], "velocity")
+
+    assert said == [3, [[1.5]]]
+    assert np.array_equal(predicted[0], velocity(tiny_model()))
+
+
+def test_all_get_the_first_rank_s_tensor_and_the_largest_code(port: int) -> None:
+    with members(3) as gang:
+        form(gang, port, "small-talk")
+        for rank, member in enumerate(gang):
+            member.ask("broadcast", [[rank, 1.5], [rank, 2.5]])
+        shared = [member.answer() for member in gang]
+        for member, code in zip(gang, (1, 7, 2), strict=True):
+            member.ask("agree", code)
+        agreed = [member.answer() for member in gang]
+
+    assert shared == [[[0, 1.5], [0, 2.5]]] * 3
+    assert agreed == [7] * 3
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_survivors_of_a_kill_in_mid_pass_go_on_in_a_narrower_gang(port: int, lost: int) -> None:
+    with members(4) as gang:
+        form(gang, port, f"killed-{lost}")
+        survivors = [member for member in gang if member is not gang[lost]]
+        ask([gang[lost]], "velocity_until", signal.SIGKILL)
+        ask(survivors, "velocity")
+        broken = errors(survivors)
+
+        together(survivors, "leave")
+        form(survivors[:2], port, f"killed-{lost}-narrower")
+        predicted = together(survivors, "velocity")
+
+    assert all(isinstance(error, GangBroken) for error in broken)
+    assert np.array_equal(predicted[0], predicted[1])
+    assert difference(predicted[0], predicted[2]) <= TOLERANCE
+    assert np.array_equal(predicted[2], velocity(tiny_model()))
+
+
+def test_a_halted_peer_holds_survivors_only_until_they_are_called_off(port: int) -> None:
+    with members(4) as gang:
+        form(gang, port, "halted")
+        survivors = gang[:3]
+        ask(gang[3:], "velocity_until", signal.SIGSTOP)
+        ask(survivors, "velocity")
+        held = not any(member.answered(within_s=0.1) for member in survivors)
+
+        for member in survivors:
+            member.call_off()
+        broken = errors(survivors)
+        together(survivors, "leave")
+        form(survivors[:2], port, "halted-narrower")
+        predicted = together(survivors, "velocity")
+
+    assert held
+    assert all("called off" in str(error) and isinstance(error, GangBroken) for error in broken)
+    assert difference(predicted[0], predicted[2]) <= TOLERANCE
+    assert np.array_equal(predicted[2], velocity(tiny_model()))
+
+
+def test_joining_ends_when_called_off(port: int) -> None:
+    with members(1) as (member,):
+        member.ask("join", port, "lonely", 0, 2)
+        held = not member.answered(within_s=0.1)
+        member.call_off()
+        broken = errors([member])
+        form([member], port, "alone")
+
+    assert held
+    assert isinstance(broken[0], GangBroken)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_joining_ends_at_its_timeout_when_a_peer_never_comes(port: int, rank: int) -> None:
+    with members(1) as (member,):
+        member.ask("join", port, f"late-{rank}", rank, 2, 0.2)
+        broken = errors([member])
+
+    assert isinstance(broken[0], GangBroken)
+
+
+def test_an_exchange_ends_at_its_timeout_when_nobody_calls_it_off(port: int) -> None:
+    with members(2) as gang:
+        for rank, member in enumerate(gang):
+            member.ask("join", port, "unwatched", rank, 2, 3.0)
+        joined = errors(gang)
+        ask(gang[1:], "velocity_until", signal.SIGSTOP)
+        ask(gang[:1], "velocity")
+        broken = errors(gang[:1])
+
+    assert joined == [None, None]
+    assert isinstance(broken[0], GangBroken)
+
+
+def test_texts_that_cannot_be_shared_are_refused_before_anything_is_sent(port: int) -> None:
+    with members(2) as gang:
+        form(gang, port, "odd")
+        ask(gang, "pass_texts_of", 7)
+        refused = errors(gang)
+        evenly = together(gang, "pass_texts_of", 6)
+
+    assert all(isinstance(error, SpotlightError) and "7 text tokens" in str(error) for error in refused)
+    assert evenly == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("width", "tokens", "text_tokens", "possible"),
+    [
+        (3, LATENT_TOKENS, TEXT_TOKENS, "1, 2, 4"),
+        (8, LATENT_TOKENS, TEXT_TOKENS, "1, 2, 4"),
+        (4, 30, TEXT_TOKENS, "1, 2"),
+        (2, LATENT_TOKENS, 7, "1"),
+    ],
+)
+def test_a_width_that_cannot_be_shared_is_refused_with_those_that_can(
+    width: int, tokens: int, text_tokens: int, possible: str
+) -> None:
+    transformer = tiny_model().transformer
+
+    with pytest.raises(SpotlightError, match=rf"gang of {width} .* among the widths {re.escape(possible)} \("):
+        check_widths(transformer, tokens, text_tokens, (1, width))
+
+
+def test_widths_that_divide_everything_are_accepted() -> None:
+    check_widths(tiny_model().transformer, LATENT_TOKENS, TEXT_TOKENS, (1, 2, 4))
+
+
+def test_the_rendezvous_listens_on_its_host_alone() -> None:
+    server = rendezvous_server("127.0.0.1")
+
+    listening = [
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == server.port
+    ]
+
+    assert listening == ["127.0.0.1"]
+
+
+# The contract with diffusers: what `device.sequence_parallel` replaces, or stands in for, is still what it was.
+
+
+@pytest.mark.parametrize(
+    ("function", "parameters"),
+    [
+        (attention_dispatch._all_to_all_single, ["x", "group"]),
+        (context_parallel.EquipartitionSharder.shard, ["tensor", "dim", "mesh"]),
+        (context_parallel.EquipartitionSharder.unshard, ["tensor", "dim", "mesh"]),
+        (context_parallel.apply_context_parallel, ["module", "parallel_config", "plan"]),
+        (context_parallel.remove_context_parallel, ["module", "plan"]),
+        (_modeling_parallel.ParallelConfig.setup, ["self", "rank", "world_size", "device", "mesh"]),
+    ],
+)
+def test_diffusers_still_has_these_parameters(function: Callable[..., Any], parameters: list[str]) -> None:
+    assert list(inspect.signature(function).parameters) == parameters
+
+
+def test_what_a_gang_replaces_is_back_in_its_place() -> None:
+    names = [name for _, name, _ in REPLACED]
+
+    assert names == ["_all_to_all_single", "dist", "EquipartitionSharder"]
+    assert vars(attention_dispatch)["dist"] is distributed
+    assert context_parallel.EquipartitionSharder.__module__ == context_parallel.__name__
+    assert attention_dispatch._all_to_all_single.__module__ == attention_dispatch.__name__
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (attention_dispatch.TemplatedUlyssesAttention.forward, {"_all_to_all_single", "dist.all_gather"}),
+        (
+            context_parallel.ContextParallelSplitHook._prepare_cp_input,
+            {"EquipartitionSharder.shard", "PartitionAnythingSharder.shard_anything"},
+        ),
+        (
+            context_parallel.ContextParallelGatherHook.post_forward,
+            {"EquipartitionSharder.unshard", "PartitionAnythingSharder.unshard_anything"},
+        ),
+    ],
+)
+def test_diffusers_still_communicates_through_these_names_only(function: Callable[..., Any], names: set[str]) -> None:
+    source = ast.parse(textwrap.dedent(inspect.getsource(function)))
+
+    called = {ast.unparse(node.func) for node in ast.walk(source) if isinstance(node, ast.Call)}
+
+    communicating = re.compile(r"_?all_|.*(dist|funcol|distributed|Sharder)\.")
+    assert {name for name in called if communicating.match(name)} == names
+
+
+def test_diffusers_still_asks_only_this_of_a_mesh() -> None:
+    source = ast.parse(textwrap.dedent(inspect.getsource(_modeling_parallel.ContextParallelConfig.setup)))
+
+    asked = {node.func.attr for node in ast.walk(source) if isinstance(node, ast.Call) and hasattr(node.func, "attr")}
+
+    assert asked == {"_flatten", "get_local_rank"}
+
+
+def test_diffusers_still_splits_the_transformer_at_these_places() -> None:
+    rows, words = ContextParallelInput(split_dim=1, expected_dims=3), ContextParallelInput(split_dim=1, expected_dims=2)
+    turns = ContextParallelInput(split_dim=0, expected_dims=2, split_output=True)
+
+    assert QwenImageTransformer2DModel._cp_plan == {
+        "transformer_blocks.0": {"hidden_states": rows, "encoder_hidden_states": rows},
+        "transformer_blocks.*": {"modulate_index": words, "encoder_hidden_states_mask": words},
+        "pos_embed": {0: turns, 1: turns},
+        "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+    }
+
+
+def test_diffusers_still_tells_the_attention_of_a_gang_through_its_processor() -> None:
+    transformer = tiny_model().transformer
+
+    listening = [name for name, module in transformer.named_modules() if hasattr(module, "processor")]
+
+    assert listening == [f"transformer_blocks.{n}.attn" for n in range(transformer.config["num_layers"])]
+    parts: list[Any] = [transformer, *(transformer.get_submodule(name).processor for name in listening)]
+    assert [part._parallel_config for part in parts] == [None] * len(parts)

@@ -1,0 +1,474 @@
+"""An iteration's updates on the embedded model with random weights: what they compute, and that they repeat."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from spotlight.config import TrainSection
+from spotlight.records import Sampler, SpotlightError
+from spotlight.rl.flow import initial_noise, ode_step, sde_step, step_noise
+from spotlight.rl.models.tiny_text import HEIGHT_PX, WIDTH_PX, TinyText
+from spotlight.rl.objectives import nft_loss
+from spotlight.rl.trainer import Trainer, TrainingBatch
+
+SIZE: dict[str, Any] = {"height_px": HEIGHT_PX, "width_px": WIDTH_PX}
+ADVANTAGES = np.array([1.5, -1.0, 0.5, -2.0, 0.25, 0.75])
+PROMPTS = ("12", "12", "12", "7", "7", "7")
+STEPS, WINDOW, NOISE_LEVEL = 4, (0, 2), 0.7
+UNBOUND = 1e9
+"""A gradient norm that is never reached: gradients stay as they were computed."""
+ALGORITHMS = ("nft", "grpo")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def make_model(*, rank: int = 0) -> TinyText:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = TinyText()
+    model.make_trainable(rank=rank, alpha=0, seed=1)
+    return model
+
+
+def make_batch(model: TinyText, *, sampler: Sampler = "sde", guidance: float = 1.0) -> TrainingBatch:
+    """Roll the model out as a worker does, one batch for all samples."""
+    with torch.no_grad():
+        conditioning = model.encode([f'a "{prompt}"' for prompt in PROMPTS])
+        seeds, sigmas = range(len(PROMPTS)), model.sigmas(STEPS, **SIZE)
+        x = initial_noise(seeds, *model.latent_shape(**SIZE))
+        window, log_probs = [x], []
+        for step, (sigma, sigma_next) in enumerate(zip(sigmas, sigmas[1:], strict=False)):
+            v = model.velocity(x, torch.full((len(x),), sigma), conditioning, guidance=guidance, **SIZE)
+            if sampler == "ode" or step >= WINDOW[1]:
+                x = ode_step(x, v, sigma, sigma_next)
+                continue
+            noise = step_noise(seeds, step, *x.shape[1:])
+            x, log_prob, _, _ = sde_step(
+                x, v, sigma, sigma_next, noise_level=NOISE_LEVEL, kind=sampler, sigma_cap=sigmas[1], noise_BNC=noise
+            )
+            window.append(x)
+            log_probs.append(log_prob)
+    return TrainingBatch(
+        clean_BNC=x,
+        advantages_B=ADVANTAGES,
+        conditioning=conditioning,
+        guidance=guidance,
+        sigmas=sigmas,
+        window=WINDOW,
+        sampler=sampler,
+        noise_level=NOISE_LEVEL,
+        window_BKNC=torch.stack(window, dim=1) if log_probs else None,
+        log_prob_BS=torch.stack(log_probs, dim=1) if log_probs else None,
+        **SIZE,
+    )
+
+
+def make_trainer(model: TinyText, *, seed: int = 5, **settings: Any) -> Trainer:
+    return Trainer(model, TrainSection(**settings), seed=seed)
+
+
+def weights_of(model: TinyText) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.trainable().items()}
+
+
+def gradient_of(model: TinyText) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("sampler", ["sde", "cps", "dance"])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_before_the_first_update_the_ratio_is_exactly_one(sampler: Sampler, guidance: float) -> None:
+    model = make_model()
+    batch = make_batch(model, sampler=sampler, guidance=guidance)
+
+    metrics = make_trainer(model, algorithm="grpo", micro_batch=4).update(batch, iteration=0)
+
+    assert metrics["ratio_mean"] == 1
+    assert metrics["ratio_std"] == metrics["approx_kl"] == metrics["pg_clipfrac"] == 0
+    # The worker ran another batch size, which changes the rounding of a mean of 512 squares and no more.
+    assert metrics["log_prob_delta"] <= metrics["log_prob_delta_max"] < 1e-5
+
+
+def test_the_grpo_gradient_is_the_policy_gradient_of_every_sample_and_step() -> None:
+    model = make_model()
+    batch = make_batch(model)
+    assert batch.window_BKNC is not None
+    policy = copy.deepcopy(model)
+
+    make_trainer(model, algorithm="grpo", micro_batch=4, max_grad_norm=UNBOUND).update(batch, iteration=0)
+
+    # At ratio 1 the gradient is that of -mean(A log p), here one step at a time in the form of Flow-GRPO.
+    for b, advantage in enumerate(ADVANTAGES):
+        for step in range(*WINDOW):
+            t, dt = batch.sigmas[step], batch.sigmas[step + 1] - batch.sigmas[step]
+            x, x_next = batch.window_BKNC[b : b + 1, step], batch.window_BKNC[b : b + 1, step + 1]
+            v = policy.velocity(x, torch.tensor([t]), batch.conditioning.rows([b]), guidance=1.0, **SIZE)
+            capped = batch.sigmas[1] if t == 1 else t
+            g = NOISE_LEVEL * math.sqrt(t / (1 - capped))
+            mean = x + (v + g**2 / (2 * t) * (x + (1 - t) * v)) * dt
+            log_prob = torch.distributions.Normal(mean, g * math.sqrt(-dt)).log_prob(x_next).mean()
+            (-advantage * log_prob / (len(ADVANTAGES) * (WINDOW[1] - WINDOW[0]))).backward()
+    expected = gradient_of(policy)
+    assert (gradient_of(model) - expected).norm() < 1e-4 * expected.norm()
+
+
+def part_of(batch: TrainingBatch, model: TinyText, first: int, stop: int) -> TrainingBatch:
+    """Some of its samples, as a batch of their own."""
+    rows = slice(first, stop)
+    return replace(
+        batch,
+        clean_BNC=batch.clean_BNC[rows],
+        advantages_B=batch.advantages_B[rows],
+        conditioning=batch.conditioning.rows(range(first, stop)),
+        window_BKNC=batch.window_BKNC[rows] if batch.window_BKNC is not None else None,
+        log_prob_BS=batch.log_prob_BS[rows] if batch.log_prob_BS is not None else None,
+        first=first,
+    )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_parts_of_any_size_accumulate_the_gradient_of_the_whole_batch(algorithm: str, kl: float) -> None:
+    whole, parted = make_model(), make_model()
+    settings: dict[str, Any] = {"algorithm": algorithm, "kl": kl, "micro_batch": 2, "max_grad_norm": UNBOUND}
+    batch = make_batch(whole)
+
+    expected = make_trainer(whole, **settings).update(batch, iteration=3)
+    trainer = make_trainer(parted, **settings)
+    for first, stop in ((0, 3), (3, 4), (4, 6)):
+        trainer.accumulate(part_of(batch, parted, first, stop), iteration=3, of=len(ADVANTAGES))
+    metrics = trainer.finish(iteration=3)
+
+    gradient = gradient_of(whole)
+    assert (gradient_of(parted) - gradient).norm() < 1e-4 * gradient.norm()
+    assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+def test_a_first_part_forgets_what_was_accumulated_before() -> None:
+    model, fresh = make_model(), make_model()
+    batch, trainer = make_batch(model), make_trainer(model)
+
+    trainer.accumulate(part_of(batch, model, 0, 3), iteration=0, of=6)
+    for one, each in ((model, trainer), (fresh, make_trainer(fresh))):
+        for first, stop in ((0, 2), (2, 6)):
+            each.accumulate(part_of(batch, one, first, stop), iteration=1, of=6)
+        each.finish(iteration=1)
+
+    assert equal(weights_of(model), weights_of(fresh))
+
+
+def test_grpo_clamps_advantages_to_their_limit() -> None:
+    limit, gradients = 0.5, []
+
+    for advantages in (ADVANTAGES, ADVANTAGES.clip(-limit, limit)):
+        model = make_model()
+        batch = replace(make_batch(model), advantages_B=advantages)
+        make_trainer(model, algorithm="grpo", advantage_clip=limit).update(batch, iteration=0)
+        gradients.append(gradient_of(model))
+
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def test_every_nft_update_measures_against_the_policy_that_the_iteration_started_from() -> None:
+    model = make_model()
+    batch = make_batch(model, sampler="ode")
+    start, policy = copy.deepcopy(model), copy.deepcopy(model)
+    settings: dict[str, Any] = {"updates": 2, "timesteps": 2, "max_grad_norm": UNBOUND, "nft_beta": 0.5}
+    seed, iteration = 5, 3
+
+    make_trainer(model, seed=seed, micro_batch=4, **settings).update(batch, iteration=iteration)
+
+    # The same two updates, one row at a time; draws are Philox keyed by (seed, iteration), counted by sample and slot.
+    def stream(*counter: int) -> np.random.Generator:
+        words = np.array([0, *counter, 1], dtype=np.uint64)
+        return np.random.Generator(np.random.Philox(key=seed + (iteration << 64), counter=words))
+
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-4)
+    for samples in stream(0, 0).permutation(6).reshape(2, 3):
+        optimizer.zero_grad()
+        for b in samples.tolist():
+            for slot in range(2):
+                draws = stream(slot, b + 1)
+                t = torch.tensor([1 - draws.random()]).float()
+                clean = batch.clean_BNC[b : b + 1]
+                noise = torch.from_numpy(draws.standard_normal(clean.shape, dtype=np.float32))
+                x_t = (1 - t) * clean + t * noise
+                args: dict[str, Any] = {"guidance": 1.0, **SIZE}
+                v = policy.velocity(x_t, t, batch.conditioning.rows([b]), **args)
+                v_old = start.velocity(x_t, t, batch.conditioning.rows([b]), **args)
+                advantage = torch.tensor(ADVANTAGES[b : b + 1])
+                loss = nft_loss(v, v_old, x_t, clean, t, advantage, beta=0.5, advantage_clip=5.0)
+                (loss / 6).backward()  # 3 samples x 2 noise levels in an update
+        optimizer.step()
+    expected = gradient_of(policy)
+    assert (gradient_of(model) - expected).norm() < 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_size_of_micro_batches_changes_nothing_but_rounding(algorithm: str) -> None:
+    gradients, losses = [], []
+    for micro_batch in (64, 4, 1):
+        model = make_model()
+        trainer = make_trainer(model, algorithm=algorithm, micro_batch=micro_batch, max_grad_norm=UNBOUND)
+        losses.append(trainer.update(make_batch(model), iteration=0)["loss"])
+        gradients.append(gradient_of(model))
+
+    for gradient, loss in zip(gradients[1:], losses[1:], strict=True):
+        assert (gradient - gradients[0]).norm() < 1e-4 * gradients[0].norm()
+        assert loss == pytest.approx(losses[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_resumed_run_is_bit_identical(tmp_path: Path, algorithm: str, rank: int) -> None:
+    settings: dict[str, Any] = {"algorithm": algorithm, "updates": 2, "kl": 0.1, "ema_decay": 0.9, "micro_batch": 2}
+    batch = make_batch(make_model(rank=rank))
+    batch = replace(batch, log_prob_BS=None)  # the second iteration trains on the samples of the first
+    unbroken, broken = make_model(rank=rank), make_model(rank=rank)
+    trainer = make_trainer(unbroken, **settings)
+
+    first_half = make_trainer(broken, **settings)
+    first_half.update(batch, iteration=0)
+    save_file(first_half.state(), tmp_path / "optimizer.safetensors")
+    save_file(weights_of(broken), tmp_path / "weights.safetensors")
+    torch.manual_seed(99)  # another process has another position of the global generator
+    resumed = make_model(rank=rank)
+    resumed.load_trainable(load_file(tmp_path / "weights.safetensors"))
+    second_half = make_trainer(resumed, **settings)
+    second_half.load_state(load_file(tmp_path / "optimizer.safetensors"))
+    metrics = second_half.update(batch, iteration=1)
+
+    trainer.update(batch, iteration=0)
+    assert trainer.update(batch, iteration=1) == metrics
+    assert equal(weights_of(unbroken), weights_of(resumed))
+    assert equal(trainer.state(), second_half.state())
+
+
+def test_the_seed_and_the_iteration_decide_what_is_drawn() -> None:
+    batch = make_batch(make_model(), sampler="ode")
+
+    def loss(seed: int, iteration: int) -> float:
+        return make_trainer(make_model(), seed=seed).update(batch, iteration=iteration)["loss"]
+
+    assert loss(5, 0) == loss(5, 0)
+    assert len({loss(5, 0), loss(5, 1), loss(6, 0)}) == 3
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_distance_to_the_reference_is_zero_at_the_start_and_grows(algorithm: str, rank: int) -> None:
+    model = make_model(rank=rank)
+    batch = replace(make_batch(model), log_prob_BS=None)
+    trainer = make_trainer(model, algorithm=algorithm, kl=0.5)
+
+    first = trainer.update(batch, iteration=0)
+    second = trainer.update(batch, iteration=1)
+
+    assert first["kl"] == 0
+    assert second["kl"] > 0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_kl_is_added_to_the_loss_with_its_weight(algorithm: str) -> None:
+    start = make_model()
+    batch = replace(make_batch(start), log_prob_BS=None)
+    make_trainer(start, algorithm=algorithm).update(batch, iteration=0)
+    moved = weights_of(start)
+
+    def metrics(kl: float) -> dict[str, float]:
+        model = make_model()
+        model.load_trainable(moved)
+        return make_trainer(model, algorithm=algorithm, kl=kl).update(batch, iteration=1)
+
+    free, bound = metrics(0), metrics(1000)  # so much that the term is seen beside the policy's loss
+    assert "kl" not in free
+    assert bound["loss"] - free["loss"] == pytest.approx(1000 * bound["kl"], rel=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_updates_make_good_samples_likelier_and_bad_ones_less_so(algorithm: str) -> None:
+    model = make_model()
+    batch = replace(make_batch(model), log_prob_BS=None)
+    likelihood: Callable[[TinyText, TrainingBatch], Tensor] = step_log_prob if algorithm == "grpo" else minus_flow_error
+    before = likelihood(model, batch)
+    # Full advantages; a wide range so that no ratio is clipped on the way; levels enough to speak for all of them.
+    batch = replace(batch, advantages_B=np.array([5.0, -5.0, 5.0, -5.0, 5.0, -5.0]))
+    trainer = make_trainer(model, algorithm=algorithm, learning_rate=1e-4, clip_range=0.5, timesteps=16)
+
+    for iteration in range(5):
+        trainer.update(batch, iteration=iteration)
+
+    change = likelihood(model, batch) - before
+    assert change[0::2].min() > 0
+    assert change[1::2].max() < 0
+
+
+@torch.no_grad()
+def step_log_prob(model: TinyText, batch: TrainingBatch) -> Tensor:
+    """Log-probability of each sample's first stochastic step."""
+    assert batch.window_BKNC is not None
+    x, x_next = batch.window_BKNC[:, 0], batch.window_BKNC[:, 1]
+    v = model.velocity(x, torch.ones(len(x)), batch.conditioning, guidance=1.0, **SIZE)
+    cap = batch.sigmas[1]
+    return sde_step(x, v, 1.0, cap, noise_level=NOISE_LEVEL, sigma_cap=cap, x_next_BNC=x_next)[1]
+
+
+@torch.no_grad()
+def minus_flow_error(model: TinyText, batch: TrainingBatch) -> Tensor:
+    """The flow's bound on the likelihood, less its constant: minus the velocity's error, over many noises."""
+    errors = []
+    for level in range(1, 17):
+        noise, t = initial_noise([1000 + level] * len(PROMPTS), *batch.clean_BNC.shape[1:]), level / 16
+        x_t = (1 - t) * batch.clean_BNC + t * noise
+        v = model.velocity(x_t, torch.full((len(PROMPTS),), t), batch.conditioning, guidance=1.0, **SIZE)
+        errors.append((v - (noise - batch.clean_BNC)).square().mean(dim=(1, 2)))
+    return -torch.stack(errors).mean(0)
+
+
+def test_weights_that_did_not_sample_are_refused_before_any_update() -> None:
+    model = make_model()
+    batch = make_batch(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    before = weights_of(model)
+
+    with pytest.raises(SpotlightError, match=r"iteration 3: .*train\.ratio_tolerance is 0\.001.*weights version"):
+        make_trainer(model, algorithm="grpo", ratio_tolerance=1e-3).update(batch, iteration=3)
+
+    assert equal(weights_of(model), before)
+
+
+def test_a_log_prob_that_is_not_a_number_is_refused() -> None:
+    model = make_model()
+    batch = make_batch(model)
+    assert batch.log_prob_BS is not None
+    batch.log_prob_BS[4, 1] = math.nan
+
+    with pytest.raises(SpotlightError, match=r"sample 4, step 1: .* nan from the worker"):
+        make_trainer(model, algorithm="grpo").update(batch, iteration=0)
+
+
+def test_metrics_name_only_what_applies() -> None:
+    model = make_model()
+    batch = make_batch(model)
+
+    nft = make_trainer(model).update(batch, iteration=0)
+    grpo = make_trainer(make_model(), algorithm="grpo").update(batch, iteration=0)
+
+    assert nft.keys() == {"loss", "grad_norm"}
+    clipping = {"ratio_mean", "ratio_std", "pg_clipfrac", "pg_clipfrac_higher", "pg_clipfrac_lower", "approx_kl"}
+    assert grpo.keys() == {"loss", "grad_norm", "log_prob_delta", "log_prob_delta_max"} | clipping
+    assert all(type(value) is float for value in (nft | grpo).values())
+
+
+def test_gradients_are_clipped_to_their_norm_and_reported_before_it() -> None:
+    model = make_model()
+    limit = 1e-3
+
+    metrics = make_trainer(model, max_grad_norm=limit).update(make_batch(model, sampler="ode"), iteration=0)
+
+    assert metrics["grad_norm"] > limit
+    assert gradient_of(model).norm().item() == pytest.approx(limit, rel=1e-3)
+
+
+def test_the_averaged_weights_follow_every_update() -> None:
+    model, decay = make_model(), 0.75
+    batch = make_batch(model, sampler="ode")
+    trainer = make_trainer(model, ema_decay=decay)
+
+    expected = weights_of(model)
+    for iteration in range(2):
+        trainer.update(batch, iteration=iteration)
+        expected = {name: decay * old + (1 - decay) * model.trainable()[name] for name, old in expected.items()}
+
+    averaged = trainer.ema()
+    assert averaged is not None
+    for name, value in expected.items():
+        torch.testing.assert_close(averaged[name], value, atol=1e-6, rtol=0)
+    assert make_trainer(model).ema() is None
+
+
+def test_parameters_without_a_gradient_have_no_state_and_need_none() -> None:
+    model = make_model(rank=4)
+    trainer = make_trainer(model)
+    trainer.update(make_batch(model, sampler="ode"), iteration=0)
+
+    state = trainer.state()
+
+    trained = {name.split(".")[1] for name in state}
+    without = [str(i) for i, parameter in enumerate(model.parameters()) if parameter.grad is None]
+    assert without  # text branch of the last block
+    assert trained == {str(i) for i in range(len(model.parameters()))} - set(without)
+    fresh = make_trainer(make_model(rank=4))
+    fresh.load_state(state)
+    assert equal(fresh.state(), state)
+
+
+def test_state_is_a_copy() -> None:
+    model = make_model()
+    batch = make_batch(model, sampler="ode")
+    trainer = make_trainer(model, ema_decay=0.5)
+    trainer.update(batch, iteration=0)
+    state = trainer.state()
+    before = {name: value.clone() for name, value in state.items()}
+
+    trainer.update(batch, iteration=1)
+
+    assert equal(state, before)
+
+
+def test_state_of_another_model_or_without_the_averages_is_refused() -> None:
+    model = make_model(rank=4)
+    trainer = make_trainer(model)
+    trainer.update(make_batch(model, sampler="ode"), iteration=0)
+    state = trainer.state()
+
+    with pytest.raises(SpotlightError, match=r"parameter 0 was saved with shape \(4, .*train\.lora_rank"):
+        make_trainer(make_model(rank=2)).load_state(state)
+    with pytest.raises(SpotlightError, match=r"0 averaged weights were saved and train\.ema_decay = 0\.5"):
+        make_trainer(make_model(rank=4), ema_decay=0.5).load_state(state)
+
+
+def test_fewer_samples_than_updates_are_refused() -> None:
+    model = make_model()
+
+    with pytest.raises(SpotlightError, match=r"train\.updates = 7 and there are 6 samples"):
+        make_trainer(model, updates=7).update(make_batch(model), iteration=0)
+
+
+def test_grpo_without_stochastic_steps_is_refused() -> None:
+    model = make_model()
+
+    with pytest.raises(SpotlightError, match=r'sampler "ode" left none: set rollout\.sampler'):
+        make_trainer(model, algorithm="grpo").update(make_batch(model, sampler="ode"), iteration=0)
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone() -> None:
+    model = make_model()
+    batch = make_batch(model, sampler="ode")
+    batch.clean_BNC[2] = math.inf
+    before = weights_of(model)
+
+    with pytest.raises(SpotlightError, match=r"iteration 4, update 0: the gradient's norm is nan"):
+        make_trainer(model).update(batch, iteration=4)
+
+    assert equal(weights_of(model), before)
