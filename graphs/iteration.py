@@ -23,8 +23,8 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from graphs import tasks
 from graphs.tasks import Candidates, Setting
 from spotlight.config import Config
-from spotlight.plan.bandit import Beliefs, equal_shares
 from spotlight.plan import batching
+from spotlight.plan.bandit import Beliefs, equal_shares
 from spotlight.plan.batching import parts
 from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef
 
