@@ -17,7 +17,7 @@ from spotlight.run import Run
 from spotlight.store.rundir import HISTORY, VALIDATION, RunDir
 
 SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
-SDE = ["train.algorithm=grpo", "rollout.sampler=sde", "rollout.noise_level=0.7", "rollout.window=[0, 4]"]
+SDE = ["train.algorithm=grpo", "rollout.sampler=sde", "rollout.noise_level=0.7", "rollout.sde_window=[0, 4]"]
 VARIANTS: dict[str, list[str]] = {
     "DiffusionNFT, explored": [],
     "DiffusionNFT, not explored": ["strategy.exploration=off"],

@@ -44,7 +44,7 @@ LOAD = "load.json"
 """In a run directory: how many processes wanted the machine's cores when it began and ended."""
 VALIDATION_PROMPTS = 4
 TRACE_S = 240.0
-"""Played seconds of a trace: about as long as a run."""
+"""Emulated seconds of a trace: about as long as a run."""
 LOSSES = 3
 """At least so many workers are lost in a run."""
 
@@ -62,7 +62,7 @@ class Shape:
     widths: tuple[int, ...] = (1,)
     prompts: int
     speedup: float
-    """Played seconds in a real one: small enough that this machine keeps the pace."""
+    """Emulated seconds in a real one: small enough that this machine keeps the pace."""
     iterations: int = 3
     explores: bool = True
 
@@ -86,7 +86,7 @@ GANGS = Shape(
     explores=False,
 )
 DOWN_S, UP_S = (70.0, 120.0), (80.0, 135.0)
-"""Played seconds at which the calibration loses a worker, and gets it back."""
+"""Emulated seconds at which the calibration loses a worker, and gets it back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +146,9 @@ def settings(shape: Shape, directory: Path, trace: Path | None) -> Config:
 
 
 def scenario(settings: Config, constants: Constants, trace: Path | None) -> Scenario:
-    """A live run's settings as a scenario; times are played ones."""
+    """A live run's settings as a scenario; times are emulated ones."""
     run, rollout, pools, pace = settings.run, settings.rollout, settings.pools, settings.pace
-    played = {name: real_s * pace.speedup for name, real_s in asdict(constants).items()}
+    emulated = {name: real_s * pace.speedup for name, real_s in asdict(constants).items()}
     tree = {
         "name": run.name,
         "seed": run.seed,
@@ -162,9 +162,9 @@ def scenario(settings: Config, constants: Constants, trace: Path | None) -> Scen
             "gpu": pace.gpu,
             "usd_per_h_reserved": pools.reserved.usd_per_h,
             "usd_per_h_spot": pools.spot.usd_per_h,
-            "startup_s": played["boot_s"] + played["load_s"],
+            "startup_s": emulated["boot_s"] + emulated["load_s"],
             "pays_start_up": False,
-            "form_s": played["form_s"],
+            "form_s": emulated["form_s"],
             "recovery_s": 0.0,
         },
         "job": {
@@ -181,10 +181,10 @@ def scenario(settings: Config, constants: Constants, trace: Path | None) -> Scen
             "lora": pace.lora,
             "old_log_probs": settings.train.algorithm == "grpo",
             "score_s": durations.SCORE_S,
-            "launch_s": played["request_s"],
-            "publish_s": played["publish_s"],
-            "prepare_s": played["prepare_s"],
-            "graph_s": played["graph_s"],
+            "launch_s": emulated["request_s"],
+            "publish_s": emulated["publish_s"],
+            "prepare_s": emulated["prepare_s"],
+            "graph_s": emulated["graph_s"],
             "validation_images": 0,  # it comes before the first iteration, in what is prepared
             "dataset": len(read_prompts(settings.data.train_prompts)),
         },
@@ -228,7 +228,7 @@ def go(settings: Config) -> RunDir:
 
 
 def pace_ratio(settings: Config, spans: Sequence[Span]) -> float:
-    """Median rollout, launching included, beside the played duration of its steps; 1 where nothing is added."""
+    """Median rollout, launching included, beside the emulated duration of its steps; 1 where nothing is added."""
     lasted_s = [span.stop_s - span.start_s for span in spans if span.phase == "rollout" and span.outcome == "done"]
     return statistics.median(lasted_s) / denoising_s(settings, min(settings.strategy.widths))
 
@@ -382,7 +382,7 @@ def compare(shape: Shape, climate: str, constants: Constants, directory: Path) -
 
 
 def measured(run: RunDir, speedup: float) -> Row:
-    """Of a live run's iterations, in played seconds."""
+    """Of a live run's iterations, in emulated seconds."""
     rows = run.rows(HISTORY)
     window = rows[0]["measured"]["started_s"], rows[-1]["measured"]["stopped_s"]
     return {

@@ -128,7 +128,7 @@ class Job:
             width_px=self.size[1],
             guidance=1.0,
             sigmas=self.model.sigmas(settings.rollout.steps, *self.size),
-            window=settings.rollout.window,
+            sde_window=settings.rollout.sde_window,
             sampler="ode",
             noise_level=settings.rollout.noise_level,
             window_BKNC=None,

@@ -17,7 +17,7 @@ from pathlib import Path
 from cluster.pools import Pools
 from graphs import tasks
 from graphs.iteration import Layers, prepare_graph
-from graphs.tasks import Setting
+from graphs.tasks import RunContext
 from spotlight import config
 from spotlight.records import Request
 from spotlight.rl.prompts import read_prompts
@@ -78,8 +78,8 @@ def measure(batch: int, steps: int, turns: int) -> tuple[float, float, list[floa
         pools = Pools(settings, run.path.name)
         try:
             graph = prepare_graph(str(run.path))
-            setting: Setting = pools.client.get(graph.graph, graph.outputs["setting"])
-            template = _template(settings, setting)
+            context: RunContext = pools.client.get(graph.graph, graph.outputs["context"])
+            template = _template(settings, context)
             bare, system = [], []
             for turn in range(turns + 1):
                 first = turn * REQUESTS * batch
@@ -107,11 +107,11 @@ def iteration_stretch(iterations: int) -> list[float]:
     return [row["wall_s"] / statistics.fmean(one) for row, one in zip(rows[1:-1], busy[1:-1], strict=True)]
 
 
-def _template(settings: config.Config, setting: Setting) -> Request:
+def _template(settings: config.Config, context: RunContext) -> Request:
     from graphs.iteration import rollout_requests, unexplored
 
     prompts = read_prompts(settings.data.train_prompts)[:1]
-    return rollout_requests(settings, setting, unexplored(settings, setting, 0, prompts), setting.start)[0]
+    return rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
 
 
 def main() -> None:

@@ -375,17 +375,17 @@ def record(out: Path, versions: Sequence[int], steps: Sequence[int], prompts: in
     """
     from graphs.iteration import Graph, candidates_for
     from graphs.loop import Loop, synchronous
-    from graphs.tasks import Setting, candidate_seed
+    from graphs.tasks import RunContext, candidate_seed
     from spotlight import config
     from spotlight.device.engine import engine_of
     from spotlight.records import Scored, WeightsRef
     from spotlight.rl.prompts import read_prompts
     from spotlight.store.rundir import RunDir
 
-    def save(setting: Setting, weights: WeightsRef) -> None:
+    def save(context: RunContext, weights: WeightsRef) -> None:
         engine = engine_of(str(run.path))
         for prompt, count in product(read_prompts(settings.data.train_prompts)[:prompts], steps):
-            template = candidates_for(settings, setting, weights.version, [prompt], weights).template
+            template = candidates_for(settings, context, weights.version, [prompt], weights).template
             sigmas = engine.model.sigmas(count, template.height_px, template.width_px)
             tried = tuple(candidate_seed(settings.run.seed, 0, prompt, index) for index in range(seeds))
             request = replace(template, prompt=prompt, seeds=tried, sigmas=sigmas)
@@ -397,9 +397,9 @@ def record(out: Path, versions: Sequence[int], steps: Sequence[int], prompts: in
 
     def compute(graph: Graph) -> Mapping[str, Any]:
         results = synchronous(graph)
-        if "setting" in results:
-            known.append(results["setting"])
-        reached: WeightsRef | None = results["setting"].start if "setting" in results else None
+        if "context" in results:
+            known.append(results["context"])
+        reached: WeightsRef | None = results["context"].start if "context" in results else None
         if "published" in results:
             reached = results["published"].weights
         if reached and reached.version in versions:
@@ -415,7 +415,7 @@ def record(out: Path, versions: Sequence[int], steps: Sequence[int], prompts: in
 
         def balance(self, iteration: int, began_s: float, window_s: float) -> None: ...
 
-    known: list[Setting] = []
+    known: list[RunContext] = []
     with tempfile.TemporaryDirectory() as directory, out.open("w") as file:
         overrides = [f"run.dir={directory}", f"run.iterations={max(versions)}", "run.validate_every=1000"]
         settings = config.load(SETTINGS, [*overrides, "strategy.exploration=off"])

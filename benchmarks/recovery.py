@@ -28,7 +28,7 @@ from typing import Any
 from cluster.pools import Pools
 from graphs import tasks
 from graphs.iteration import Layers, prepare_graph, rollout_requests, unexplored
-from graphs.tasks import Setting
+from graphs.tasks import RunContext
 from spotlight import config
 from spotlight.market.trace_files import write_trace
 from spotlight.market.trace_models import BURSTY, synthesise
@@ -108,7 +108,7 @@ class Live:
         self.run = RunDir.create(self.config, time.time())
         self.pools = Pools(self.config, self.run.path.name)
         graph = prepare_graph(str(self.run.path))
-        self.setting: Setting = self.pools.client.get(graph.graph, graph.outputs["setting"])
+        self.context: RunContext = self.pools.client.get(graph.graph, graph.outputs["context"])
         self.lives: list[WorkerLife] = []
         self.events: list[Row] = []
         self._requests = 0
@@ -117,8 +117,8 @@ class Live:
         """A fresh one on every call."""
         self._requests += 1
         prompts = read_prompts(self.config.data.train_prompts)[:1]
-        selection = unexplored(self.config, self.setting, self._requests, prompts)
-        return rollout_requests(self.config, self.setting, selection, self.setting.start)[0]
+        selection = unexplored(self.config, self.context, self._requests, prompts)
+        return rollout_requests(self.config, self.context, selection, self.context.start)[0]
 
     def start(self, requests: Sequence[Request]) -> list[Any]:
         """Begin to run them; the futures of all their shards."""
@@ -395,7 +395,12 @@ class Passage:
 
 def passage(requests: int, *overrides: str) -> Passage:
     """Run so many requests on two spot workers, one each, to their end."""
-    settings = ("pools.spot.workers=2", "strategy.widths=[1]", f"rollout.steps={STEPS}", "cluster.losses=1000")
+    settings = (
+        "pools.spot.workers=2",
+        "strategy.widths=[1]",
+        f"rollout.steps={STEPS}",
+        "cluster.quarantine_after=1000",
+    )
     with live(*settings, *overrides) as cluster:
         cluster.full()
         start_s = time.time()

@@ -37,7 +37,7 @@ def view(idle: int, widths: tuple[int, ...], *, broken: int = 0) -> View:
             pools=ANY if order % 3 == 0 else ("spot",),
             order=order,
             exploring=order % 3 != 0,
-            losses=order < broken,
+            preemptions=order < broken,
             widths=widths,
             slots=widths[-1],
         )

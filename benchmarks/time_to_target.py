@@ -1,7 +1,7 @@
 """Time and dollars until a validation score is reached, for Spotlight and for what it is to beat.
 
-Learning, scheduler, workers, kills and rewards are real; how long each step lasts is played (``[pace]``). Seconds and
-dollars are played ones: real ones times ``pace.speedup``. They count from the start of the first iteration, and leave
+Learning, scheduler, workers, kills and rewards are real; how long each step lasts is emulated (``[pace]``). Seconds and
+dollars are emulated ones: real ones times ``pace.speedup``. They count from the start of the first iteration, and leave
 out start-up and validation, for every strategy alike: versions are scored off the clock, in a process of the lowest
 priority, by the graph that validates in any run.
 
@@ -68,7 +68,7 @@ COLOURS = dict(
 )
 TRACE_NODES, TRACE_SEED, TRACE_H = 4, 10, 400.0
 TRACE_SPEEDUP = 24.0
-"""The trace passes so many times as fast as played time: 8 because an iteration has 64 samples where the paper's has
+"""The trace passes so many times as fast as emulated time: 8 because an iteration has 64 samples where the paper's has
 512, and so lasts an eighth; and 3 to see more losses in a run this short."""
 IN_A_ROW = 2
 """So many validations in succession must reach the target, for a single one may by luck."""
@@ -129,11 +129,11 @@ def _weights(run: RunDir, version: int) -> Path:
 def _score(run_dir: str, version: int) -> float:
     """Validate one version, in this process."""
     run = RunDir(run_dir)
-    setting = synchronous(prepare_graph(run_dir))["setting"]
+    context = synchronous(prepare_graph(run_dir))["context"]
     found = published(run.path, version)
     assert found
     settings = run.config()
-    graph = validation_graph(settings, setting, read_prompts(settings.data.validation_prompts), found.weights)
+    graph = validation_graph(settings, context, read_prompts(settings.data.validation_prompts), found.weights)
     rewards = [reward for one in synchronous(graph)["scores"] if isinstance(one, Scored) for reward in one.rewards]
     return statistics.fmean(reward for reward in rewards if reward is not None)
 
@@ -181,9 +181,9 @@ def _stopped_at_the_end(run: Run) -> Iterator[None]:
 
 
 def points(strategy: str, target: float, run: RunDir, scores: Sequence[float]) -> Iterator[Row]:
-    """What each validated version had taken; all but the scores and counts in played units."""
+    """What each validated version had taken; all but the scores and counts in emulated units."""
     settings, spans, lives = run.config(), read_spans(run), read_lives(run)
-    played, prices = settings.pace.speedup, pool_prices(settings)
+    emulated, prices = settings.pace.speedup, pool_prices(settings)
     history = run.rows(HISTORY)
     began_s = history[0]["measured"]["started_s"]
     for iteration, score in enumerate(scores[: len(history) + 1]):
@@ -198,16 +198,16 @@ def points(strategy: str, target: float, run: RunDir, scores: Sequence[float]) -
             "target": target,
             "iteration": iteration,
             "score": score,
-            "seconds": played * (until_s - began_s),
-            "usd": played * ledger.usd(),
+            "seconds": emulated * (until_s - began_s),
+            "usd": emulated * ledger.usd(),
             "preemptions": sum(began_s <= (life.left_s or 0.0) <= until_s for life in losses),
             "spot_utilisation": spot_utilisation(spans, lives, window),
             "steps_resumed": sum(row["measured"]["steps_resumed"] for row in done),
             "seeds_scored": sum(row["metrics"]["seeds_scored"] for row in done),
-            "pace": played,
+            "pace": emulated,
             "late": late(settings, [span for span in spans if span.stop_s <= until_s]),
             "worker_seconds": {
-                f"{entry.pool} {entry.phase} {entry.kind}": played * entry.seconds for entry in ledger.entries
+                f"{entry.pool} {entry.phase} {entry.kind}": emulated * entry.seconds for entry in ledger.entries
             },
         }
 
@@ -283,7 +283,7 @@ def modelled_s(strategy: str, iterations: float) -> float:
 
 def table(runs: Runs, target: float) -> str:
     """A line for each strategy: medians of its runs, and how many times ours that is, over the seeds that both ran."""
-    columns = f"strategy | runs at {target} | played min to {target} | x ours | USD to {target} | x ours | iterations"
+    columns = f"strategy | runs at {target} | emulated min to {target} | x ours | USD to {target} | x ours | iterations"
     columns += " | min per iteration | modelled min | x ours | seeds scored per prompt | preemptions | spot utilisation"
     lines = [f"| {columns} |", "|---" * (columns.count("|") + 1) + "|"]
     for name in STRATEGIES:
@@ -400,8 +400,8 @@ def draw(runs: Runs, target: float, path: Path) -> None:
                     axis.plot([], [], "o-", color=colour, label=name)
             axis.set_xlim(left=0)
         left.set_ylabel("validation score (OCR)")
-        left.set_xlabel("minutes, played")
-        right.set_xlabel("US dollars: played time at list prices")
+        left.set_xlabel("minutes, emulated")
+        right.set_xlabel("US dollars: emulated time at list prices")
         right.legend(frameon=False, loc="lower right")
         figure.suptitle(
             "Paced devices: 4 reserved and 8 spot workers last as long as H100s with Qwen-Image at 512 px", fontsize=10
@@ -416,7 +416,7 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=0.8, help="validation score")
     parser.add_argument("--iterations", type=int, default=40, help="at most")
     parser.add_argument("--validation-seeds", type=int, default=4, help="images per held-out prompt")
-    parser.add_argument("--speedup", type=float, default=6.0, help="played seconds in a real one")
+    parser.add_argument("--speedup", type=float, default=6.0, help="emulated seconds in a real one")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for all strategies")
     parser.add_argument("--data", type=Path, default=DATA, help="raw data, read and added to")
     parser.add_argument("--figure", type=Path, default=FIGURE)

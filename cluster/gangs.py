@@ -18,7 +18,7 @@ GATED: dict[str, tuple[Pool, ...]] = {"any": ("reserved", "spot"), "spot": ("spo
 
 
 @dataclass(slots=True, kw_only=True)
-class Gang:
+class GangState:
     """A request and whoever runs it."""
 
     name: str
@@ -47,7 +47,7 @@ class Gang:
     steps: int = 0
     best: int = 0
     """Step that any forming got to."""
-    losses: int = 0
+    preemptions: int = 0
     fruitless: int = 0
     """Losses in a row without a new step."""
     started_s: float = 0.0
@@ -87,7 +87,7 @@ class Gang:
 
     def lose(self) -> None:
         """A forming ended that should not have."""
-        self.losses += 1
+        self.preemptions += 1
         self.fruitless += 1
 
     def waiting(self, parked: int) -> Waiting:
@@ -102,7 +102,7 @@ class Gang:
             pools=self.pools,
             order=self.order,
             exploring=self.exploring,
-            losses=self.epoch,
+            preemptions=self.epoch,
             widths=widths,
             slots=parked,
             held=self.held,
@@ -119,7 +119,7 @@ class Gang:
             node=node,
             widths=self.widths,
             slots=slots,
-            left_s=pace_s * (self.steps - self.step),
+            remaining_s=pace_s * (self.steps - self.step),
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from cluster.gangs import Gang
+from cluster.gangs import GangState
 from spotlight.records import Pool, Span, WorkerLife
 
 
@@ -46,19 +46,19 @@ class Journal:
     def pool(self, address: str) -> Pool:
         return "spot" if self.lives[address].pool == "spot" else "reserved"
 
-    def event(self, event: str, *, gang: Gang | None = None, **facts: Any) -> None:
+    def event(self, event: str, *, gang: GangState | None = None, **facts: Any) -> None:
         row: dict[str, Any] = {"at_s": time.time(), "event": event, **facts}
         if gang:
             row |= {"gang": gang.name, "epoch": gang.epoch, "width": gang.width, "step": gang.step}
             row["workers"] = list(gang.members.values())
         self.events.append(row)
 
-    def gang_event(self, event: str, gang: Gang) -> None:
+    def gang_event(self, event: str, gang: GangState) -> None:
         """Of a single worker that starts a request afresh there is nothing to tell."""
         if gang.epoch > 1 or gang.width > 1:
             self.event(event, gang=gang)
 
-    def ended(self, key: Any, label: Label, gang: Gang | None, facts: Mapping[str, Any], *, failed: bool) -> None:
+    def ended(self, key: Any, label: Label, gang: GangState | None, facts: Mapping[str, Any], *, failed: bool) -> None:
         """A task has a result or an error, of which Dask tells these facts."""
         address = facts.get("worker", "")
         compute = [one for one in facts.get("startstops") or () if one["action"] == "compute"]
@@ -67,7 +67,7 @@ class Journal:
             self.span(key, label, gang, address, compute[0]["start"], compute[-1]["stop"], outcome)
 
     def span(
-        self, key: Any, label: Label, gang: Gang | None, address: str, start_s: float, stop_s: float, outcome: str
+        self, key: Any, label: Label, gang: GangState | None, address: str, start_s: float, stop_s: float, outcome: str
     ) -> None:
         """A worker was at work on a task."""
         life = self.lives[address]

@@ -3,8 +3,8 @@
 `Placer` runs on the scheduler's event loop. It uses, of the scheduler: ``tasks``, ``running``, ``workers``,
 ``handlers``, ``stream_handlers``, ``loop``, ``set_restrictions``, ``transitions``, ``remove_worker`` and ``send_all``;
 of a task: ``state``, ``resource_restrictions``, ``worker_restrictions``, ``processing_on`` and ``suspicious``; of a
-worker: ``address``, ``name``, ``processing``, ``resources`` and ``last_seen``. `Ears` uses the ``stream_handlers``
-of a worker.
+worker: ``address``, ``name``, ``processing``, ``resources`` and ``last_seen``. `ControlPlugin` uses a
+worker's ``stream_handlers``.
 
 Invariants: a gated task is in Dask's state "no-worker" until a launch names its worker; the shards of a gang are
 launched in one transition or not at all; a worker gets one task at a time; a lost worker's tasks go back
@@ -27,13 +27,13 @@ from typing import Any
 from distributed import Scheduler, SchedulerPlugin, Worker, WorkerPlugin
 from tornado.ioloop import PeriodicCallback
 
-from cluster.gangs import GATED, Gang, gang_of, members_of
+from cluster.gangs import GATED, GangState, gang_of, members_of
 from cluster.journal import Journal, Label
 from spotlight.device.signals import signals
 from spotlight.plan.offload import Sides, Turn, turn
 from spotlight.plan.placement import Idle, Running, View, Waiting, plan, widen
 from spotlight.plan.replay import PlacementLog, turn_row
-from spotlight.records import Placement, Pool, Spare
+from spotlight.records import Placement, Pool, Surplus
 
 ORDER, PLACE = "spotlight-order", "spotlight-place"
 """To workers: an order for the work in flight; where a shard runs."""
@@ -42,7 +42,7 @@ BEAT, LOST_ENGINE, NOTICE = "spotlight-beat", "spotlight-lost-engine", "spotligh
 HOLDS = "spotlight-holds"
 """From workers: a file of weights is on their node now."""
 MOST_HOLDERS = 3
-"""Told to a node that lacks a file: the others are spares, should the first be lost in the middle of it."""
+"""Told to a node that lacks a file: the others are surplus, should the first be lost in the middle of it."""
 WATCH_S = 0.5
 LATE_S = 0.01
 """A timer for the end of a window rings so much after it, so that the window is over when it is looked at."""
@@ -50,7 +50,7 @@ GATE = {"gate": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class RolloutWindow:
     """How long reserved workers roll out, from when an iteration's graph came."""
 
     began_s: float
@@ -78,7 +78,7 @@ class Placer(SchedulerPlugin):
         *,
         close_with_training: bool,
         hang_after_s: float = 60.0,
-        losses: int = 5,
+        quarantine_after: int = 5,
         widens: bool = True,
         moves: bool = True,
         rendezvous: tuple[str, int] | None = None,
@@ -86,16 +86,21 @@ class Placer(SchedulerPlugin):
     ) -> None:
         self._run = run
         self._close_with_training = close_with_training
-        self._hang_after_s, self._losses, self._widens, self._moves = hang_after_s, losses, widens, moves
+        self._hang_after_s, self._quarantine_after, self._widens, self._moves = (
+            hang_after_s,
+            quarantine_after,
+            widens,
+            moves,
+        )
         self._rendezvous, self._evict = rendezvous, evict
         self._labels: dict[Any, Label] = {}
-        self._gangs: dict[str, Gang] = {}
-        self._gang_of: dict[Any, Gang] = {}
+        self._gangs: dict[str, GangState] = {}
+        self._gang_of: dict[Any, GangState] = {}
         self._parts: dict[Any, None] = {}
         """Training, part by part."""
         self._trainer = ""
         """The worker that had the last part: it holds the gradient."""
-        self._window = Window(began_s=0.0, window_s=inf, pools=())
+        self._window = RolloutWindow(began_s=0.0, window_s=inf, pools=())
         self._turn: Turn | None = None
         self._trained = -1
         self._pumping = self._stopping = False
@@ -135,17 +140,17 @@ class Placer(SchedulerPlugin):
                 insort(gang.keys, key)
                 self._gang_of[key] = gang
                 if gang.windowed:
-                    self._window = Window(time.monotonic(), windows.get(key, inf), gang.pools)
+                    self._window = RolloutWindow(time.monotonic(), windows.get(key, inf), gang.pools)
             elif pool == "training":
                 self._parts[key] = None
         if self._window.window_s < inf:
             scheduler.loop.call_later(self._window.window_s + LATE_S, self._schedule_pump)
         self._schedule_pump()
 
-    def _gang(self, name: str, label: Label, widths: tuple[int, ...]) -> Gang:
+    def _gang(self, name: str, label: Label, widths: tuple[int, ...]) -> GangState:
         if name not in self._gangs:
             self._order += 1
-            self._gangs[name] = Gang(
+            self._gangs[name] = GangState(
                 name=name,
                 iteration=label.iteration,
                 exploring=label.phase.startswith("explore"),
@@ -223,7 +228,7 @@ class Placer(SchedulerPlugin):
 
     # Gangs
 
-    def _came_back(self, gang: Gang, key: Any, *, done: bool) -> None:
+    def _came_back(self, gang: GangState, key: Any, *, done: bool) -> None:
         """A shard is done, or its worker is gone, or it was sent back at a step boundary."""
         worker = gang.members.pop(key, None)
         if done or worker is None:
@@ -234,7 +239,7 @@ class Placer(SchedulerPlugin):
         if alive:
             gang.held = (*gang.held, worker)
 
-    def _break(self, gang: Gang, *, lost: str) -> None:
+    def _break(self, gang: GangState, *, lost: str) -> None:
         """The present forming is over: its other members are to leave."""
         gang.breaking = True
         planned = gang.planned or self._stopping or not self._leaving.isdisjoint((lost, *gang.members.values()))
@@ -244,7 +249,7 @@ class Placer(SchedulerPlugin):
         for worker in gang.members.values():  # after a leave that was agreed on they have ended, and hear it in vain
             self._order_gang("call_off", gang, worker)
 
-    def _order_gang(self, order: str, gang: Gang, worker: str) -> None:
+    def _order_gang(self, order: str, gang: GangState, worker: str) -> None:
         facts = {"gang": gang.name, "epoch": gang.epoch}
         self._send(self._addresses.get(worker), {"op": ORDER, "order": order, "facts": facts})
 
@@ -356,32 +361,32 @@ class Placer(SchedulerPlugin):
             self._trainer = self._trainer if self._trainer in free else min(free)
             self._open_gate(min(ready), self._addresses[self._trainer], "reserved")
 
-    def _parked(self, gang: Gang) -> list[Any]:
+    def _parked(self, gang: GangState) -> list[Any]:
         """Its shards behind the gate, if all that are not done are there or at work; nobody wants a released one."""
         states = {key: self._scheduler.tasks[key].state for key in gang.keys if key in self._scheduler.tasks}
         if "waiting" in states.values():
             return []
         return [key for key, state in states.items() if state == "no-worker"]
 
-    def _is_over(self, gang: Gang) -> bool:
+    def _is_over(self, gang: GangState) -> bool:
         """Whether what is behind the gate has nothing to do any more: done, called off, or set aside."""
         first = self._scheduler.tasks.get(gang.keys[0])
         done = first is not None and first.state in ("memory", "erred", "released")
-        return done or gang.fruitless >= self._losses or self._called_off(gang)
+        return done or gang.fruitless >= self._quarantine_after or self._called_off(gang)
 
-    def _called_off(self, gang: Gang) -> bool:
+    def _called_off(self, gang: GangState) -> bool:
         closed = self._close_with_training and gang.iteration <= self._trained + 1
         return closed and gang.exploring and self._trained >= 0
 
-    def _dismiss(self, gang: Gang, key: Any) -> None:
+    def _dismiss(self, gang: GangState, key: Any) -> None:
         """Run a shard that has nothing to do where it costs nothing."""
-        aside = gang.fruitless >= self._losses and key == gang.keys[0]
+        aside = gang.fruitless >= self._quarantine_after and key == gang.keys[0]
         if aside:
-            self._journal.event("set aside", gang=gang)
+            self._journal.event("quarantined", gang=gang)
         elif self._called_off(gang) and key == gang.keys[0]:
             self._open_gate(key, self._head(), "head")  # it sees by itself that it is called off
             return
-        self._place(self._head(), gang, key, gang.losses if aside else Spare())
+        self._place(self._head(), gang, key, gang.preemptions if aside else Surplus())
         self._open_gate(key, self._head(), "head")
 
     def _idle(self) -> Iterator[Idle]:
@@ -399,7 +404,7 @@ class Placer(SchedulerPlugin):
                     slots = len(gang.members) + len(self._parked(gang))
                     yield gang.running(self._journal.pool(address), self._nodes[address], slots, now_s)
 
-    def _pools_now(self, gang: Gang, waiting: Waiting, turned: Turn) -> Waiting:
+    def _pools_now(self, gang: GangState, waiting: Waiting, turned: Turn) -> Waiting:
         """Rollouts run where it is their turn; once training has ended, reserved workers help with exploration."""
         if gang.windowed and "reserved" in gang.pools and "reserved" not in turned.pools:
             return replace(waiting, pools=("spot",), held=())
@@ -409,7 +414,7 @@ class Placer(SchedulerPlugin):
     def _head(self) -> str:
         return next(state.address for state in self._scheduler.running if "head" in state.resources)
 
-    def _launch(self, gang: Gang, parked: list[Any], workers: tuple[str, ...]) -> None:
+    def _launch(self, gang: GangState, parked: list[Any], workers: tuple[str, ...]) -> None:
         """Admit a whole gang, in one transition."""
         members = members_of(parked, workers)
         gang.form(members)
@@ -426,7 +431,7 @@ class Placer(SchedulerPlugin):
         self._journal.gang_event("formed", gang)
         self._scheduler.transitions(dict.fromkeys(members, "processing"), stimulus_id=f"spotlight-{gang.name}")
 
-    def _regroup(self, gang: Gang, why: str) -> None:
+    def _regroup(self, gang: GangState, why: str) -> None:
         """Have a gang form anew at its next step boundary: wider, or elsewhere."""
         gang.planned = True
         self._journal.event(why, gang=gang)
@@ -455,8 +460,8 @@ class Placer(SchedulerPlugin):
         for address in self._scheduler.workers:
             self._send(address, {"op": ORDER, "order": order, "facts": facts})
 
-    def _place(self, address: str, gang: Gang, key: Any, what: Placement | Spare | int) -> None:
-        value = asdict(what) if isinstance(what, Placement) else None if isinstance(what, Spare) else what
+    def _place(self, address: str, gang: GangState, key: Any, what: Placement | Surplus | int) -> None:
+        value = asdict(what) if isinstance(what, Placement) else None if isinstance(what, Surplus) else what
         self._send(address, {"op": PLACE, "gang": gang.name, "shard": gang.shard(key), "value": value})
 
     def _send(self, address: str | None, message: dict[str, Any]) -> None:
@@ -509,14 +514,14 @@ class Placer(SchedulerPlugin):
         return {pool for gang in waiting if alive.isdisjoint(gang.pools) for pool in gang.pools}
 
 
-class Ears(WorkerPlugin):
+class ControlPlugin(WorkerPlugin):
     """Passes what the `Placer` tells a worker on to the work in its process, and to its engine.
 
     Args:
         pass_on: is given each order and its facts too.
     """
 
-    name = "spotlight-ears"
+    name = "spotlight-control"
 
     def __init__(self, pass_on: Callable[..., None] = lambda order, **facts: None) -> None:
         self._pass_on = pass_on
@@ -534,4 +539,4 @@ class Ears(WorkerPlugin):
         if isinstance(value, dict):
             rendezvous = value["rendezvous"]
             value = Placement(**{**value, "rendezvous": tuple(rendezvous) if rendezvous else None})
-        signals.place(gang, shard, Spare() if value is None else value)
+        signals.place(gang, shard, Surplus() if value is None else value)

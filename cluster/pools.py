@@ -27,14 +27,14 @@ from distributed import Client, Scheduler, SpecCluster, Worker
 from distributed.deploy.spec import ProcessInterface
 
 from cluster.notices import sources
-from cluster.plugins import Ears, Placer
+from cluster.plugins import ControlPlugin, Placer
 from cluster.workers import WorkerSpec, serve, serve_rendezvous, warm_parent
 from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace
 from spotlight.records import SpotlightError
 from spotlight.store.node import shared_root, sweep
 
-SETTINGS = {
+DASK_SETTINGS = {
     "distributed.scheduler.allowed-failures": 1000,  # losing spot workers is normal; see Placer.log_event
     "distributed.scheduler.work-stealing": False,  # the placer alone moves work
     "distributed.scheduler.active-memory-manager.start": False,  # results are small, and each is wanted where it is
@@ -52,18 +52,18 @@ logger = logging.getLogger("spotlight.pools")
 
 RETRY_S = 0.05
 NEVER_S = 1e9
-LOSSES = ("kill", "notice", "hang")
+PREEMPTIONS = ("kill", "notice", "hang")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fate:
+class PreemptionSchedule:
     """How a place treats its workers."""
 
     replace_after_s: float
     """From a loss to the next worker; along a trace, the trace says when."""
     ups: tuple[tuple[float, float], ...] | None = None
     """``(start_s, stop_s)`` from the place's start: when a worker is there. None: always."""
-    losses: tuple[str, ...] = ("kill",)
+    kinds: tuple[str, ...] = ("kill",)
     """How workers are taken away at each stop, in turn: "kill", "notice" or "hang"."""
     grace_s: float = 30.0
     """From a notice to the kill."""
@@ -72,10 +72,10 @@ class Fate:
 class Place(ProcessInterface):
     """One place in a pool: keeps a worker process alive there."""
 
-    def __init__(self, scheduler: str, *, name: str, spec: Mapping[str, Any], fate: Fate) -> None:
+    def __init__(self, scheduler: str, *, name: str, spec: Mapping[str, Any], schedule: PreemptionSchedule) -> None:
         super().__init__()
         self._spec = WorkerSpec(scheduler=scheduler, name=name, **spec)
-        self._fate = fate
+        self._schedule = schedule
         self._tasks: list[asyncio.Task[None]] = []
         self._process: ForkServerProcess | None = None
         self._began_s = 0.0
@@ -88,8 +88,8 @@ class Place(ProcessInterface):
         await super().start()
         self._began_s = time.monotonic()
         self._tasks = [asyncio.create_task(self._keep())]
-        if self._fate.ups is not None:
-            self._tasks.append(asyncio.create_task(self._follow(self._fate.ups)))
+        if self._schedule.ups is not None:
+            self._tasks.append(asyncio.create_task(self._follow(self._schedule.ups)))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -106,23 +106,23 @@ class Place(ProcessInterface):
                 pass
             except Exception:  # a place that gave up would leave the run waiting without a word
                 logger.warning("%s could not start a worker and tries again", self._spec.name, exc_info=True)
-            await asyncio.sleep(RETRY_S if self._fate.ups else self._fate.replace_after_s)
+            await asyncio.sleep(RETRY_S if self._schedule.ups else self._schedule.replace_after_s)
 
     def _until_up_s(self) -> float:
         """Seconds until the trace has a worker here; for ever after its end, if it ends without one."""
-        if self._fate.ups is None:
+        if self._schedule.ups is None:
             return 0.0
         now_s = time.monotonic() - self._began_s
-        return next((max(0.0, start_s - now_s) for start_s, stop_s in self._fate.ups if stop_s > now_s), NEVER_S)
+        return next((max(0.0, start_s - now_s) for start_s, stop_s in self._schedule.ups if stop_s > now_s), NEVER_S)
 
     async def _follow(self, ups: Sequence[tuple[float, float]]) -> None:
-        for (_, stop_s), loss in zip(ups, cycle(self._fate.losses), strict=False):
+        for (_, stop_s), kind in zip(ups, cycle(self._schedule.kinds), strict=False):
             await asyncio.sleep(stop_s - (time.monotonic() - self._began_s))
-            if loss == "notice":
+            if kind == "notice":
                 self._signal(signal.SIGTERM)
-                self._tasks.append(asyncio.create_task(self._kill_after(self._fate.grace_s)))
+                self._tasks.append(asyncio.create_task(self._kill_after(self._schedule.grace_s)))
             else:
-                self._signal(signal.SIGSTOP if loss == "hang" else signal.SIGKILL)
+                self._signal(signal.SIGSTOP if kind == "hang" else signal.SIGKILL)
 
     async def _kill_after(self, grace_s: float) -> None:
         process = self._process
@@ -163,7 +163,7 @@ class Pools:
     def __init__(self, config: Config, run: str) -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_quiet())
-            stack.enter_context(dask.config.set(SETTINGS))
+            stack.enter_context(dask.config.set(DASK_SETTINGS))
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="spotlight-"))
             rendezvous = stack.enter_context(_rendezvous()) if max(config.strategy.widths) > 1 else None
             placer = _placer(config, run, rendezvous, evict=self._evict)
@@ -252,7 +252,7 @@ def _placer(config: Config, run: str, rendezvous: tuple[str, int] | None, *, evi
         run,
         close_with_training=config.strategy.exploration == "stale" and config.exploration.budget == "time",
         hang_after_s=config.cluster.hang_after_s,
-        losses=config.cluster.losses,
+        quarantine_after=config.cluster.quarantine_after,
         widens=config.strategy.elastic and config.strategy.on_preemption == "resume",
         moves=config.strategy.on_preemption == "resume",
         rendezvous=rendezvous,
@@ -280,16 +280,16 @@ def _cluster(config: Config, directory: str, placer: Placer, root: Callable[[str
     address = {"host": "127.0.0.1", "dashboard_address": f"127.0.0.1:{config.cluster.dashboard_port}"}
     common = {
         "local_directory": directory,
-        "settings": SETTINGS,
+        "settings": DASK_SETTINGS,
         "hang_after_s": config.cluster.hang_after_s,
-        "losses": config.cluster.losses,
+        "quarantine_after": config.cluster.quarantine_after,
     }
     places: dict[str, Any] = {}
     for pool, section in (("reserved", config.pools.reserved), ("spot", config.pools.spot)):
-        fates = _fates(section)
+        schedules = _schedules(section)
         for index in range(section.workers):
             spec = _spec(pool, section, index, root) | common | {"number": len(places)}
-            places[f"{pool}-{index}"] = {"cls": Place, "options": {"spec": spec, "fate": fates[index]}}
+            places[f"{pool}-{index}"] = {"cls": Place, "options": {"spec": spec, "schedule": schedules[index]}}
     return SpecCluster(
         scheduler={"cls": Scheduler, "options": {**address, "plugins": [placer]}},
         workers={"head": _head(directory), **places},
@@ -319,14 +319,14 @@ def _checked_notices(pool: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _fates(section: PoolSection) -> list[Fate]:
+def _schedules(section: PoolSection) -> list[PreemptionSchedule]:
     """Of each place of a pool: for ever, or along the pool's trace."""
-    losses = LOSSES if section.loss == "mixed" else (section.loss,)
-    fate = Fate(replace_after_s=section.replace_after_s, losses=losses, grace_s=section.grace_s)
+    kinds = PREEMPTIONS if section.preemption == "mixed" else (section.preemption,)
+    schedule = PreemptionSchedule(replace_after_s=section.replace_after_s, kinds=kinds, grace_s=section.grace_s)
     if not section.trace:
-        return [fate] * section.workers
+        return [schedule] * section.workers
     trace = read_trace(section.trace).stretch(1 / section.speedup)
-    return [replace(fate, ups=_ups(switches)) for switches in trace.places(section.workers)]
+    return [replace(schedule, ups=_ups(switches)) for switches in trace.places(section.workers)]
 
 
 def _ups(switches: Iterable[tuple[float, bool]]) -> tuple[tuple[float, float], ...]:
@@ -351,6 +351,6 @@ def _head(directory: str) -> dict[str, Any]:
         "memory_limit": 0,
         "dashboard": False,
         "local_directory": directory,
-        "plugins": (Ears(),),
+        "plugins": (ControlPlugin(),),
     }
     return {"cls": Worker, "options": options}

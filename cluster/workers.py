@@ -28,7 +28,7 @@ from distributed import Reschedule, Status, Worker
 
 from cluster import peers
 from cluster.notices import Notice, first_notice, sources
-from cluster.plugins import BEAT, HOLDS, LOST_ENGINE, NOTICE, Ears
+from cluster.plugins import BEAT, HOLDS, LOST_ENGINE, NOTICE, ControlPlugin
 from spotlight.device.process import Beat, EngineLost, EngineProcess, install
 from spotlight.device.signals import signals
 from spotlight.records import Interrupted, Placement, Request, SpotlightError
@@ -57,7 +57,7 @@ class WorkerSpec:
     node: Path
     """Root of the shared memory of its machine."""
     hang_after_s: float
-    losses: int
+    quarantine_after: int
     """Engine processes in a row that a task may lose before it fails."""
     notices: tuple[str, ...]
     """Where notices of preemption come from; see `cluster.notices`."""
@@ -117,11 +117,11 @@ async def _serve(spec: WorkerSpec) -> None:
         host="127.0.0.1",
         local_directory=spec.local_directory,
         dashboard=False,
-        plugins=(Ears(engine.tell),),
+        plugins=(ControlPlugin(engine.tell),),
     ) as worker:
         node = Node(spec.node)
         peers.serve(worker, node)
-        install(WorkerDevice(worker, engine, node, losses=spec.losses))
+        install(WorkerDevice(worker, engine, node, quarantine_after=spec.quarantine_after))
         waiting = asyncio.create_task(_leave_on_notice(worker, engine, spec))
         await worker.finished()
         waiting.cancel()
@@ -135,9 +135,9 @@ class WorkerDevice:
     them, or else from the run directory.
     """
 
-    def __init__(self, worker: Worker, engine: EngineProcess, node: Node, *, losses: int) -> None:
+    def __init__(self, worker: Worker, engine: EngineProcess, node: Node, *, quarantine_after: int) -> None:
         self._worker, self._engine, self._node = worker, engine, node
-        self._losses, self._lost_in_row = losses, 0
+        self._quarantine_after, self._lost_in_row = quarantine_after, 0
 
     def run(self, run_dir: str, verb: str, *arguments: Any) -> Any:
         """Run a verb of the engine's; called by task threads.
@@ -177,7 +177,7 @@ class WorkerDevice:
         self._tell(LOST_ENGINE, worker=self._worker.name, gang=gang.gang if gang else "", reason=reason)
         if gang is None:
             self._lost_in_row += 1
-            if self._lost_in_row >= self._losses:
+            if self._lost_in_row >= self._quarantine_after:
                 raise SpotlightError(
                     f"{verb!r} lost its engine process {self._lost_in_row} times in a row on worker "
                     f"{self._worker.name}: {reason}; if memory is short, make train.micro_batch or the requests "

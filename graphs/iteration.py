@@ -21,7 +21,7 @@ from typing import Any
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from graphs import tasks
-from graphs.tasks import Candidates, Setting
+from graphs.tasks import Candidates, RunContext
 from spotlight.config import Config
 from spotlight.plan import batching
 from spotlight.plan.bandit import Beliefs, equal_shares
@@ -131,12 +131,12 @@ def prepare_graph(run_dir: str) -> Graph:
     """Load the model, publish version 0."""
     layers = Layers()
     (key,) = layers.add("prepare", 0, [(tasks.prepare, run_dir)], pool="trainer")
-    return Graph(graph=layers.graph(), outputs={"setting": key})
+    return Graph(graph=layers.graph(), outputs={"context": key})
 
 
 def iteration_graph(
     config: Config,
-    setting: Setting,
+    context: RunContext,
     selection: Selection,
     weights: WeightsRef,
     candidates: Candidates | None,
@@ -153,13 +153,13 @@ def iteration_graph(
         candidates: what exploration for k + 1 may try; None where it is off or already known.
         window_s: how long reserved workers roll out while there are spot workers.
     """
-    layers, k, run_dir = Layers(), selection.iteration, setting.run_dir
-    requests = rollout_requests(config, setting, selection, weights)
+    layers, k, run_dir = Layers(), selection.iteration, context.run_dir
+    requests = rollout_requests(config, context, selection, weights)
     calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
     pool, widths = _rollout_pool(config), _widths(config)
     rollouts = layers.add_requests("rollout", k, calls, pool=pool, widths=widths, window_s=window_s)
     scores = _add_scores(layers, "score", k, run_dir, rollouts)
-    training, train = _add_training(layers, config, setting, selection, weights, rollouts, scores)
+    training, train = _add_training(layers, config, context, selection, weights, rollouts, scores)
     publish = layers.add("publish", k, [(tasks.publish, run_dir, train[-1])], pool="trainer", after=train)
     outputs: dict[str, Key | list[Key]] = {"training": training, "published": publish[0]}
     if k > 0:
@@ -167,40 +167,40 @@ def iteration_graph(
             "compact", k - 1, [(tasks.compact, run_dir, k - 1, config.latents.keep)], pool="head"
         )
     if candidates:
-        outputs["selection"] = _add_exploration(layers, config, setting, candidates, pool="spot")
+        outputs["selection"] = _add_exploration(layers, config, context, candidates, pool="spot")
     return Graph(graph=layers.graph(), outputs=outputs)
 
 
-def final_graph(config: Config, setting: Setting) -> Graph:
+def final_graph(config: Config, context: RunContext) -> Graph:
     """Compact the last iteration, which no iteration after it does."""
     layers, last = Layers(), config.run.iterations - 1
-    (key,) = layers.add("compact", last, [(tasks.compact, setting.run_dir, last, config.latents.keep)], pool="head")
+    (key,) = layers.add("compact", last, [(tasks.compact, context.run_dir, last, config.latents.keep)], pool="head")
     return Graph(graph=layers.graph(), outputs={"compacted": key})
 
 
-def exploration_graph(config: Config, setting: Setting, candidates: Candidates) -> Graph:
+def exploration_graph(config: Config, context: RunContext, candidates: Candidates) -> Graph:
     """Exploration with nothing beside it: before the first iteration, or before each one."""
     layers = Layers()
-    selection = _add_exploration(layers, config, setting, candidates, pool="any")
+    selection = _add_exploration(layers, config, context, candidates, pool="any")
     return Graph(graph=layers.graph(), outputs={"selection": selection})
 
 
-def validation_graph(config: Config, setting: Setting, prompts: Sequence[Prompt], weights: WeightsRef) -> Graph:
+def validation_graph(config: Config, context: RunContext, prompts: Sequence[Prompt], weights: WeightsRef) -> Graph:
     """Score a weights version on the held-out prompts; the seeds are the same for every version."""
     layers = Layers()
     template = replace(
-        _template(config, setting, "validate", weights.version, weights),
+        _template(config, context, "validate", weights.version, weights),
         sampler="ode",
         averaged=config.train.ema_decay > 0,
     )
     count = config.run.validation_seeds
     requests = [replace(template, prompt=prompt, seeds=tasks.validation_seeds(prompt, count)) for prompt in prompts]
-    calls: Calls = [(tasks.rollout_shard, setting.run_dir, request) for request in requests]
+    calls: Calls = [(tasks.rollout_shard, context.run_dir, request) for request in requests]
     rollouts = layers.add_requests("validate", weights.version, calls, pool="any", widths=_widths(config))
-    scores = _add_scores(layers, "validate-score", weights.version, setting.run_dir, rollouts)
-    spares = _spares(rollouts)
-    save = (tasks.save_images, setting.run_dir, weights.version, scores, spares)
-    images = layers.add("validate-images", weights.version, [save], pool="engine", after=[*scores, *spares])
+    scores = _add_scores(layers, "validate-score", weights.version, context.run_dir, rollouts)
+    surplus = _surplus(rollouts)
+    save = (tasks.save_images, context.run_dir, weights.version, scores, surplus)
+    images = layers.add("validate-images", weights.version, [save], pool="engine", after=[*scores, *surplus])
     return Graph(graph=layers.graph(), outputs={"scores": scores, "images": images[0]})
 
 
@@ -209,21 +209,23 @@ def example_graph(config: Config) -> Graph:
     steps = config.rollout.steps
     sigmas = tuple(1 - step / steps for step in range(steps + 1))
     version = [WeightsRef(version=number, sha256="") for number in (0, 1)]
-    setting = Setting(run_dir="", run="", seed=config.run.seed, sigmas=sigmas, explore_sigmas=sigmas, start=version[0])
+    context = RunContext(
+        run_dir="", run="", seed=config.run.seed, sigmas=sigmas, explore_sigmas=sigmas, start=version[0]
+    )
     prompts = [Prompt(id=index, text="") for index in range(config.prompts_drawn)]
     explores = config.strategy.exploration == "stale"
     return iteration_graph(
         config,
-        setting,
-        unexplored(config, setting, 1, prompts[: config.rollout.prompts]),
+        context,
+        unexplored(config, context, 1, prompts[: config.rollout.prompts]),
         version[1],
-        candidates_for(config, setting, 2, prompts, version[1]) if explores else None,
+        candidates_for(config, context, 2, prompts, version[1]) if explores else None,
     )
 
 
 def candidates_for(
     config: Config,
-    setting: Setting,
+    context: RunContext,
     iteration: int,
     prompts: Sequence[Prompt],
     weights: WeightsRef,
@@ -238,12 +240,12 @@ def candidates_for(
         most: candidates that there is time for; None where nothing is known of the time.
     """
     limit = config.exploration.seeds_tried * len(prompts)
-    template = _template(config, setting, "explore", iteration, weights)
+    template = _template(config, context, "explore", iteration, weights)
     return Candidates(
         iteration=iteration,
         prompts=tuple(prompts),
-        template=replace(template, sampler="ode", sigmas=setting.explore_sigmas),
-        seed=setting.seed,
+        template=replace(template, sampler="ode", sigmas=context.explore_sigmas),
+        seed=context.seed,
         seeds_tried=config.exploration.seeds_tried,
         request_seeds=config.exploration.request_seeds,
         rounds=config.exploration.rounds,
@@ -255,13 +257,13 @@ def candidates_for(
     )
 
 
-def unexplored(config: Config, setting: Setting, iteration: int, prompts: Sequence[Prompt]) -> Selection:
+def unexplored(config: Config, context: RunContext, iteration: int, prompts: Sequence[Prompt]) -> Selection:
     """The selection where nothing is explored: each prompt's first candidates."""
     count = config.rollout.seeds_kept
     kept = tuple(
         Kept(
             prompt=prompt,
-            seeds=tuple(tasks.candidate_seed(setting.seed, iteration, prompt, index) for index in range(count)),
+            seeds=tuple(tasks.candidate_seed(context.seed, iteration, prompt, index) for index in range(count)),
             explored_rewards=(None,) * count,
         )
         for prompt in prompts
@@ -269,9 +271,9 @@ def unexplored(config: Config, setting: Setting, iteration: int, prompts: Sequen
     return Selection(iteration=iteration, kept=kept, seeds_scored=0, seeds_dropped=0)
 
 
-def rollout_requests(config: Config, setting: Setting, selection: Selection, weights: WeightsRef) -> list[Request]:
+def rollout_requests(config: Config, context: RunContext, selection: Selection, weights: WeightsRef) -> list[Request]:
     """The kept seeds as requests; their order is the order in which training consumes them."""
-    template = _template(config, setting, "rollout", selection.iteration, weights)
+    template = _template(config, context, "rollout", selection.iteration, weights)
     size = request_size(config)
     return [
         replace(template, prompt=kept.prompt, seeds=kept.seeds[first : first + size])
@@ -302,7 +304,7 @@ def _add_scores(layers: Layers, phase: str, iteration: int, run_dir: str, reques
 def _add_training(
     layers: Layers,
     config: Config,
-    setting: Setting,
+    context: RunContext,
     selection: Selection,
     weights: WeightsRef,
     rollouts: list[list[Key]],
@@ -312,14 +314,14 @@ def _add_training(
 
     A part is given the samples of all parts up to its own, so that whoever lacks their gradient can make it.
     """
-    k, run_dir, std = selection.iteration, setting.run_dir, config.train.advantage_std
+    k, run_dir, std = selection.iteration, context.run_dir, config.train.advantage_std
     prompts = [len(range(0, len(kept.seeds), request_size(config))) for kept in selection.kept]
     edges = [sum(prompts[: part.start]) for part in parts(len(prompts), most=config.train_parts)]
     calls: Calls = [
-        (tasks.refill, run_dir, setting.seed, scores[first:stop], _spares(rollouts[first:stop]))
+        (tasks.refill, run_dir, context.seed, scores[first:stop], _surplus(rollouts[first:stop]))
         for first, stop in pairwise([*edges, len(rollouts)])
     ]
-    refill = layers.add("refill", k, calls, pool="trainer", after=[*scores, *_spares(rollouts)])
+    refill = layers.add("refill", k, calls, pool="trainer", after=[*scores, *_surplus(rollouts)])
     training = layers.add("advantage", k, [(tasks.advantage, std, key) for key in refill], pool="trainer", after=refill)
     of = sum(len(kept.seeds) for kept in selection.kept)
     calls = [(tasks.train, run_dir, weights, training[:count], of, k) for count in range(1, len(training) + 1)]
@@ -336,20 +338,20 @@ def _first(requests: list[list[Key]]) -> list[Key]:
     return [shards[0] for shards in requests]
 
 
-def _spares(requests: list[list[Key]]) -> list[Key]:
+def _surplus(requests: list[list[Key]]) -> list[Key]:
     """The other shards: what collects the scores waits for them, so that no score does."""
     return [key for shards in requests for key in shards[1:]]
 
 
-def _add_exploration(layers: Layers, config: Config, setting: Setting, candidates: Candidates, *, pool: str) -> Key:
+def _add_exploration(layers: Layers, config: Config, context: RunContext, candidates: Candidates, *, pool: str) -> Key:
     """Rounds of allocate, slots and score, then select.
 
     Round r sees the scores of rounds up to r - 2, so that no slot waits for the round before it.
     """
-    k, run_dir = candidates.iteration, setting.run_dir
+    k, run_dir = candidates.iteration, context.run_dir
     scores: list[list[Key]] = []
     allocations: list[Key] = []
-    spares: list[Key] = []
+    surplus: list[Key] = []
     for r in range(candidates.rounds):
         seen = [key for earlier in scores[: max(0, r - 1)] for key in earlier]
         call = (tasks.allocate, run_dir, candidates, r, seen, list(allocations))
@@ -364,23 +366,23 @@ def _add_exploration(layers: Layers, config: Config, setting: Setting, candidate
             f"explore-r{r}", k, calls, pool=pool, widths=_widths(config), after=allocations[r:]
         )
         scores.append(_add_scores(layers, f"explore-score-r{r}", k, run_dir, explored))
-        spares += _spares(explored)
+        surplus += _surplus(explored)
     everything = [key for round_scores in scores for key in round_scores]
-    select = (tasks.select, candidates, everything, allocations, spares)
-    return layers.add("select", k, [select], pool="head", after=[*everything, *allocations, *spares])[0]
+    select = (tasks.select, candidates, everything, allocations, surplus)
+    return layers.add("select", k, [select], pool="head", after=[*everything, *allocations, *surplus])[0]
 
 
-def _template(config: Config, setting: Setting, purpose: Purpose, iteration: int, weights: WeightsRef) -> Request:
+def _template(config: Config, context: RunContext, purpose: Purpose, iteration: int, weights: WeightsRef) -> Request:
     rollout, model = config.rollout, config.model
     return Request(
-        run=setting.run,
+        run=context.run,
         iteration=iteration,
         purpose=purpose,
         prompt=Prompt(id=-1, text=""),
         seeds=(),
         sampler=rollout.sampler,
-        sigmas=setting.sigmas,
-        window=rollout.window,
+        sigmas=context.sigmas,
+        sde_window=rollout.sde_window,
         noise_level=rollout.noise_level,
         guidance=rollout.guidance,
         height_px=model.height_px,

@@ -24,7 +24,7 @@ from graphs.iteration import (
     unexplored,
     validation_graph,
 )
-from graphs.tasks import Setting, TrainingSet, whole
+from graphs.tasks import RunContext, TrainingSet, whole
 from spotlight.config import Config
 from spotlight.plan.bandit import Beliefs, affordable, learn, rank_correlation
 from spotlight.plan.offload import (
@@ -83,34 +83,34 @@ class Loop:
         """Run all iterations that the directory does not hold yet."""
         config = self._config
         self._watch.begin("prepare", 0)
-        setting: Setting = self._compute(prepare_graph(str(self._run.path)))["setting"]
-        weights = self._weights(len(self._run.rows(HISTORY)), setting)
+        context: RunContext = self._compute(prepare_graph(str(self._run.path)))["context"]
+        weights = self._weights(len(self._run.rows(HISTORY)), context)
         for k in range(len(self._run.rows(HISTORY)), config.run.iterations):
             if k % config.run.validate_every == 0:
-                self._validate(setting, weights)
-            weights = self._iterate(setting, k, weights)
-        self._validate(setting, weights)
+                self._validate(context, weights)
+            weights = self._iterate(context, k, weights)
+        self._validate(context, weights)
         self._watch.begin("compact", config.run.iterations)
-        self._compute(final_graph(config, setting))
+        self._compute(final_graph(config, context))
 
-    def _weights(self, version: int, setting: Setting) -> WeightsRef:
+    def _weights(self, version: int, context: RunContext) -> WeightsRef:
         found = published(self._run.path, version)
-        return found.weights if found and version else setting.start
+        return found.weights if found and version else context.start
 
-    def _iterate(self, setting: Setting, k: int, weights: WeightsRef) -> WeightsRef:
+    def _iterate(self, context: RunContext, k: int, weights: WeightsRef) -> WeightsRef:
         config, run = self._config, self._run
         started_s = time.time()
-        selection = run.selection(k) or self._first_selection(setting, k, weights)
+        selection = run.selection(k) or self._first_selection(context, k, weights)
         candidates = None
         if config.strategy.exploration == "stale" and k + 1 < config.run.iterations and not run.selection(k + 1):
-            prompts = self._prompts(setting, k + 1)
+            prompts = self._prompts(context, k + 1)
             candidates = candidates_for(
-                config, setting, k + 1, prompts, weights, beliefs=run.beliefs(k), most=self._affordable()
+                config, context, k + 1, prompts, weights, beliefs=run.beliefs(k), most=self._affordable()
             )
         self._watch.begin("iterate", k)
         begun_s = time.time()
         window_s = self._window_s(k)
-        graph = iteration_graph(config, setting, selection, weights, candidates, window_s=window_s)
+        graph = iteration_graph(config, context, selection, weights, candidates, window_s=window_s)
         results = self._compute(graph)
         after: Published = results["published"]
         training = whole(results["training"])
@@ -149,13 +149,13 @@ class Loop:
         return rollout_window_s(config.strategy.offload, self._offload(k), parts=config.train_parts)
 
     def _offload(self, k: int) -> Offload:
-        return self._run.offload(k) or Offload(window_s=FIRST_WINDOW_S / self._config.played)
+        return self._run.offload(k) or Offload(window_s=FIRST_WINDOW_S / self._config.emulated_per_real_s)
 
     def _balance(self, k: int, began_s: float, window_s: float) -> dict[str, float]:
         """What the iteration says of its two sides; the window for the next one is recorded."""
         found = self._watch.balance(k, began_s, window_s)
         if self._config.strategy.offload == "adaptive" and window_s < inf:
-            state, floor_s = self._offload(k), FLOOR_S / self._config.played
+            state, floor_s = self._offload(k), FLOOR_S / self._config.emulated_per_real_s
             self._run.record_offload(k + 1, adapt(state, found.measured, floor_s=floor_s) if found else state)
         if found is None:
             return {}
@@ -175,29 +175,29 @@ class Loop:
             "spot_worth_renting": worth,
         }
 
-    def _first_selection(self, setting: Setting, k: int, weights: WeightsRef) -> Selection:
+    def _first_selection(self, context: RunContext, k: int, weights: WeightsRef) -> Selection:
         """Seeds for an iteration that no iteration before it has explored for."""
-        prompts = self._prompts(setting, k)
+        prompts = self._prompts(context, k)
         if self._config.strategy.exploration == "off":
-            return unexplored(self._config, setting, k, prompts)
+            return unexplored(self._config, context, k, prompts)
         self._watch.begin("explore", k)
         beliefs = self._run.beliefs(k)
-        candidates = candidates_for(self._config, setting, k, prompts, weights, beliefs=beliefs)
-        graph = exploration_graph(self._config, setting, candidates)
+        candidates = candidates_for(self._config, context, k, prompts, weights, beliefs=beliefs)
+        graph = exploration_graph(self._config, context, candidates)
         selection: Selection = self._compute(graph)["selection"]
         self._run.record_selection(selection)
         return selection
 
-    def _prompts(self, setting: Setting, iteration: int) -> list[Prompt]:
+    def _prompts(self, context: RunContext, iteration: int) -> list[Prompt]:
         drawn = self._config.prompts_drawn
-        chosen = choose_prompts(len(self._train), drawn, seed=setting.seed, iteration=iteration)
+        chosen = choose_prompts(len(self._train), drawn, seed=context.seed, iteration=iteration)
         return [self._train[index] for index in chosen]
 
-    def _validate(self, setting: Setting, weights: WeightsRef) -> None:
+    def _validate(self, context: RunContext, weights: WeightsRef) -> None:
         if weights.version in self._validated_versions():
             return
         self._watch.begin("validate", weights.version)
-        results = self._compute(validation_graph(self._config, setting, self._validation, weights))
+        results = self._compute(validation_graph(self._config, context, self._validation, weights))
         rewards = [reward for one in results["scores"] if isinstance(one, Scored) for reward in one.rewards]
         known = [reward for reward in rewards if reward is not None]
         score = sum(known) / len(known)

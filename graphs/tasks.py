@@ -26,24 +26,24 @@ from spotlight.records import (
     Placement,
     Prompt,
     Published,
+    Quarantined,
     Request,
     Rollout,
     Sample,
     Scored,
     Selection,
-    SetAside,
-    Spare,
     SpotlightError,
+    Surplus,
     WeightsRef,
 )
-from spotlight.store.rundir import DECISIONS, SET_ASIDE, RunDir, atomic_write
+from spotlight.store.rundir import DECISIONS, QUARANTINED, RunDir, atomic_write
 
 REFILL = 1 << 20
 """Replacements are candidates numbered from here: no exploration tries so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class RunContext:
     """What all requests of a run share, worked out once by `prepare`."""
 
     run_dir: str
@@ -86,15 +86,15 @@ class TrainingSet:
     """Of their rollouts, found committed and not computed again."""
 
 
-Shard = Rollout | Dropped | Spare | SetAside
+ShardResult = Rollout | Dropped | Surplus | Quarantined
 """What a shard of a request returns; the first one answers for all."""
 
 
-def prepare(run_dir: str) -> Setting:
+def prepare(run_dir: str) -> RunContext:
     """Load the model once, publish version 0, and ask the model for its noise levels."""
     run = RunDir(run_dir)
     sigmas, explore_sigmas, start = device.run(run_dir, "prepare")
-    return Setting(
+    return RunContext(
         run_dir=run_dir,
         run=run.path.name,
         seed=run.config().run.seed,
@@ -104,7 +104,7 @@ def prepare(run_dir: str) -> Setting:
     )
 
 
-def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shard:
+def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> ShardResult:
     """One rank's part of denoising a request, resuming at its last committed step.
 
     Args:
@@ -112,9 +112,9 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
         shard: of all that the widest gang would have; those that are not needed return at once.
     """
     place = signals.placed(gang, shard, request)
-    if isinstance(place, SetAside):
-        RunDir(run_dir).append(SET_ASIDE, asdict(place))
-    if isinstance(place, Spare | SetAside):
+    if isinstance(place, Quarantined):
+        RunDir(run_dir).append(QUARANTINED, asdict(place))
+    if isinstance(place, Surplus | Quarantined):
         return place
     reason = signals.check(request)
     if reason:
@@ -133,18 +133,18 @@ def _scored_before(run_dir: str, request: Request) -> Rollout | None:
     return Rollout(request=request, weights_sha256=sha256, steps_resumed=request.steps, steps_run=0)
 
 
-def _rollout(run_dir: str, request: Request, *place: Placement) -> Shard:
-    done: Shard = device.run(run_dir, "rollout", request, *place)
+def _rollout(run_dir: str, request: Request, *place: Placement) -> ShardResult:
+    done: ShardResult = device.run(run_dir, "rollout", request, *place)
     return done
 
 
-def score(run_dir: str, done: Shard) -> Scored | Dropped | SetAside:
+def score(run_dir: str, done: ShardResult) -> Scored | Dropped | Quarantined:
     """Rewards of what was rolled out, as the request's first shard tells.
 
     Raises:
         SpotlightError: it was rolled out with other weights than were asked for.
     """
-    assert not isinstance(done, Spare)
+    assert not isinstance(done, Surplus)
     if not isinstance(done, Rollout):
         return done
     if done.weights_sha256 != done.request.weights.sha256:
@@ -157,12 +157,12 @@ def score(run_dir: str, done: Shard) -> Scored | Dropped | SetAside:
 
 
 def refill(
-    run_dir: str, seed: int, scored: Sequence[Scored | SetAside], spares: Sequence[Shard] = ()
+    run_dir: str, seed: int, scored: Sequence[Scored | Quarantined], surplus: Sequence[ShardResult] = ()
 ) -> tuple[Scored, ...]:
     """Replace the samples that have no reward, and the requests that were set aside, by fresh seeds of the same prompt.
 
     Args:
-        spares: the other shards of the requests; somebody has to want them.
+        surplus: the other shards of the requests; somebody has to want them.
 
     Raises:
         SpotlightError: the replacements have no reward either.
@@ -171,8 +171,8 @@ def refill(
     return tuple(part for one in known for part in (one, *_replacements(run_dir, seed, one)))
 
 
-def _unscored(aside: SetAside) -> Scored:
-    error = f"set aside: it killed those who ran it {aside.losses} times"
+def _unscored(aside: Quarantined) -> Scored:
+    error = f"set aside: it killed those who ran it {aside.preemptions} times"
     return Scored(request=aside.request, rewards=(None,) * len(aside.request.seeds), errors=(error,))
 
 
@@ -285,7 +285,7 @@ def allocate(
     run_dir: str,
     candidates: Candidates,
     round_index: int,
-    scored: Sequence[Scored | Dropped | SetAside],
+    scored: Sequence[Scored | Dropped | Quarantined],
     earlier: Sequence[Sequence[Request]],
 ) -> tuple[Request, ...]:
     """The requests of one round of exploration.
@@ -312,7 +312,7 @@ def _bandit_chunks(
     run_dir: str,
     candidates: Candidates,
     round_index: int,
-    scored: Sequence[Scored | Dropped | SetAside],
+    scored: Sequence[Scored | Dropped | Quarantined],
     earlier: Sequence[Sequence[Request]],
 ) -> list[tuple[int, int, int]]:
     arms = [_arm(candidates, prompt, scored, earlier) for prompt in candidates.prompts]
@@ -339,7 +339,7 @@ def _equal_chunks(candidates: Candidates, round_index: int) -> list[tuple[int, i
 def _arm(
     candidates: Candidates,
     prompt: Prompt,
-    scored: Sequence[Scored | Dropped | SetAside],
+    scored: Sequence[Scored | Dropped | Quarantined],
     earlier: Sequence[Sequence[Request]],
 ) -> bandit.Arm:
     """What is known of a prompt; the scores of the last round are still to come."""
@@ -358,14 +358,16 @@ def _arm(
     )
 
 
-def explore_slot(run_dir: str, allocation: Sequence[Request], slot: int, gang: str, shard: int) -> Shard:
+def explore_slot(run_dir: str, allocation: Sequence[Request], slot: int, gang: str, shard: int) -> ShardResult:
     """Run what the round's allocation gave this slot; called off in time, it costs nothing."""
     if slot >= len(allocation):
         return Dropped(reason="the round's allocation needs fewer slots")
     return rollout_shard(run_dir, allocation[slot], gang, shard)
 
 
-def save_images(run_dir: str, version: int, scored: Sequence[Scored | SetAside], spares: Sequence[Shard] = ()) -> str:
+def save_images(
+    run_dir: str, version: int, scored: Sequence[Scored | Quarantined], surplus: Sequence[ShardResult] = ()
+) -> str:
     """Write the validation images of a version as one .npz; returns its path inside the run directory."""
     import numpy as np
 
@@ -389,9 +391,9 @@ def compact(run_dir: str, iteration: int, keep: Literal["clean", "all", "none"])
 
 def select(
     candidates: Candidates,
-    scored: Sequence[Scored | Dropped | SetAside],
+    scored: Sequence[Scored | Dropped | Quarantined],
     allocations: Sequence[Sequence[Request]],
-    spares: Sequence[Shard] = (),
+    surplus: Sequence[ShardResult] = (),
 ) -> Selection:
     """Keep the seeds of each prompt whose rewards differ most, and the prompts whose kept seeds' do.
 

@@ -120,11 +120,11 @@ def _cost(parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
     from spotlight.report.money import bought, cost_json, cost_table
-    from spotlight.store.accounts import Books
+    from spotlight.store.accounts import Accounts
 
     run = RunDir.open(parsed.run_dir)
     settings = run.config()
-    ledger = Books(run, settings).ledger(time.time())
+    ledger = Accounts(run, settings).ledger(time.time())
     if not ledger.entries:
         raise SpotlightError(f"{run.path}: no finished task is recorded yet, so there is no account: try again later")
     if parsed.json:
@@ -132,7 +132,7 @@ def _cost(parsed: argparse.Namespace) -> None:
         return
     console = Console()
     so_far = "" if (run.path / SUMMARY).exists() else ", as far as it is recorded"
-    paced = f" (PACED: {settings.pace.model} on {settings.pace.gpu} is played)" if settings.pace.gpu else ""
+    paced = f" (PACED: {settings.pace.model} on {settings.pace.gpu} is emulated)" if settings.pace.gpu else ""
     console.print(cost_table(ledger, f"{run.path.name}{paced}{so_far}"))
     for name, value in bought(ledger):
         console.print(f"{name:<52}{value}", soft_wrap=True, highlight=False)

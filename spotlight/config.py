@@ -73,7 +73,7 @@ class RolloutSection(Section):
     steps: int = Field(8, ge=1)
     sampler: Sampler = "ode"
     noise_level: float = Field(0.7, gt=0)
-    window: tuple[int, int] = (0, 2)
+    sde_window: tuple[int, int] = (0, 2)
     """Stochastic steps ``[start, end)``; not used by the ODE sampler."""
     guidance: float = Field(1.0, ge=1)
 
@@ -152,7 +152,7 @@ class PoolSection(Section):
     """A file of spot availability that the pool follows; relative to the settings file."""
     speedup: float = Field(1.0, gt=0)
     """The trace passes so many times as fast."""
-    loss: Literal["kill", "notice", "hang", "mixed"] = "kill"
+    preemption: Literal["kill", "notice", "hang", "mixed"] = "kill"
     """How the trace takes workers away: without a word, with a notice, by freezing them, or each in turn."""
 
 
@@ -195,17 +195,17 @@ class PaceSection(Section):
     """Devices that take their time: the model computes as ever, then waits as a larger one on a GPU would have it."""
 
     gpu: str = ""
-    """What a worker plays, by its name in `plan.durations.GPUS`; empty: no pacing. Seconds are then played ones."""
+    """What a worker emulates, by its name in `plan.durations.GPUS`; empty: no pacing. Seconds are then emulated."""
     model: str = "qwen-image"
     height_px: int = Field(512, ge=16)
     width_px: int = Field(512, ge=16)
     guidance: float = Field(4.0, ge=1)
-    """Of the played model, in denoising and in training; above 1 both take two passes instead of one. DiffusionNFT as
+    """Of the emulated model, in denoising and in training; above 1 both take two passes instead of one. DiffusionNFT as
     published needs none: 1."""
     lora: bool = True
-    """What the played model trains, whatever the real one does: a LoRA, or (false) all of its weights."""
+    """What the emulated model trains, whatever the real one does: a LoRA, or (false) all of its weights."""
     speedup: float = Field(1.0, gt=0)
-    """Played seconds in one real second."""
+    """Emulated seconds in one real second."""
 
 
 class LatentsSection(Section):
@@ -220,7 +220,7 @@ class ClusterSection(Section):
     """0 takes any free port."""
     hang_after_s: float = Field(60.0, gt=0)
     """A worker whose work shows no sign of life for so long is replaced."""
-    losses: int = Field(5, ge=1)
+    quarantine_after: int = Field(5, ge=1)
     """A request that loses its workers so many times in a row without a new step is set aside and replaced."""
 
 
@@ -264,10 +264,10 @@ class Config(Section):
                 'train.algorithm = "grpo" needs log-probabilities, and rollout.sampler = "ode" has none: '
                 'set rollout.sampler to "sde", "cps" or "dance"'
             )
-        if rollout.sampler != "ode" and not 0 <= rollout.window[0] < rollout.window[1] < rollout.steps:
+        if rollout.sampler != "ode" and not 0 <= rollout.sde_window[0] < rollout.sde_window[1] < rollout.steps:
             raise ValueError(
-                f"rollout.window = {list(rollout.window)} must lie in [0, {rollout.steps - 1}] and not be empty: "
-                f"the last of rollout.steps = {rollout.steps} steps is never stochastic"
+                f"rollout.sde_window = {list(rollout.sde_window)} must lie in [0, {rollout.steps - 1}] and not be "
+                f"empty: the last of rollout.steps = {rollout.steps} steps is never stochastic"
             )
         self._check_widths()
         if not self.strategy.rollout_pools:
@@ -280,8 +280,8 @@ class Config(Section):
         return self
 
     @property
-    def played(self) -> float:
-        """Played seconds in a real one: 1 where nothing is paced."""
+    def emulated_per_real_s(self) -> float:
+        """Emulated seconds in a real one: 1 where nothing is paced."""
         return self.pace.speedup if self.pace.gpu else 1.0
 
     @property

@@ -356,7 +356,7 @@ class Machines:
         work.turn += 1
         work.stopping = False
         work.began_s = self.now_s
-        recovery_s = self.timing.recovery_s if work.waiting.losses else 0.0
+        recovery_s = self.timing.recovery_s if work.waiting.preemptions else 0.0
         form_s = self.timing.form_s if len(work.gang) > 1 else 0.0
         work.steps_from_s = self.now_s + self.timing.launch_s + recovery_s + form_s
         work.step_s = self._step_s(work.samples, len(work.gang))
@@ -416,7 +416,7 @@ class Machines:
             self.ended(work, False)
             return
         held = tuple(worker.name for worker in survivors if not worker.leaving)
-        work.waiting = replace(work.waiting, losses=work.waiting.losses + 1, held=held)
+        work.waiting = replace(work.waiting, preemptions=work.waiting.preemptions + 1, held=held)
         self._broken[work.waiting.id] = work
 
     def _leave(self, work: Work, outcome: str, *, kept_until_s: float = 0.0) -> None:
@@ -462,7 +462,7 @@ class Machines:
             node=work.gang[0].idle.node,
             widths=work.waiting.widths,
             slots=work.waiting.slots,
-            left_s=max(0.0, work.denoised_s - self.now_s),
+            remaining_s=max(0.0, work.denoised_s - self.now_s),
         )
 
     def _span(

@@ -64,7 +64,7 @@ class Request:
     sampler: Sampler
     sigmas: tuple[float, ...]
     """Noise levels, descending, ``steps + 1`` of them; the last is 0."""
-    window: tuple[int, int]
+    sde_window: tuple[int, int]
     """Steps ``[start, end)`` that are stochastic; the others are ODE steps."""
     noise_level: float
     """Eta of the stochastic steps, dimensionless."""
@@ -130,16 +130,16 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spare:
+class Surplus:
     """A shard that has nothing to hand on: its gang was narrower, or its first rank answers for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetAside:
+class Quarantined:
     """A request that kept killing those who ran it: nobody runs it again, and its samples are replaced."""
 
     request: Request
-    losses: int
+    preemptions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +208,7 @@ class Published:
     metrics: Mapping[str, float]
 
 
-Window = tuple[float, float]
+Interval = tuple[float, float]
 """``(start_s, stop_s)``, Unix time."""
 
 

@@ -22,7 +22,7 @@ from spotlight.device.signals import signals
 from spotlight.market.trace_files import read_trace
 from spotlight.records import SpotlightError, Stopped
 from spotlight.rl.prompts import check_quoted, choose_prompts, read_prompts
-from spotlight.store.accounts import Books, pool_prices
+from spotlight.store.accounts import Accounts, pool_prices
 from spotlight.store.rundir import DECISIONS, HISTORY, SUMMARY, VALIDATION, RunDir
 from spotlight.store.weights import published
 
@@ -114,7 +114,7 @@ class Run:
     def _open(self, directory: RunDir | None, settings: configuration.Config) -> None:
         self.config = settings
         self._directory = directory
-        self._books: Books | None = None
+        self._accounts: Accounts | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._error: BaseException | None = None
@@ -139,7 +139,7 @@ class Run:
         self._began_s = time.time()
         if self._directory is None:
             self._directory = RunDir.create(self.config, self._began_s)
-        self._books = Books(self._directory, self.config)
+        self._accounts = Accounts(self._directory, self.config)
         self._stop.clear()
         self._error = None
         self._state = "starting"
@@ -148,11 +148,11 @@ class Run:
         return self
 
     @property
-    def _kept(self) -> Books:
-        """The books, opened at the first look."""
-        if self._books is None:
-            self._books = Books(self.directory, self.config)
-        return self._books
+    def _kept(self) -> Accounts:
+        """The accounts, opened at the first look."""
+        if self._accounts is None:
+            self._accounts = Accounts(self.directory, self.config)
+        return self._accounts
 
     @property
     def alive(self) -> bool:
@@ -182,10 +182,10 @@ class Run:
     @property
     def status(self) -> Status:
         run, now_s = self.directory, time.time()
-        books = self._kept
+        accounts = self._kept
         history = run.rows(HISTORY)
         measured = history[-1]["measured"] if history else {}
-        ledger, usd_by_pool = books.ledger(now_s), books.usd_by_pool(now_s)
+        ledger, usd_by_pool = accounts.ledger(now_s), accounts.usd_by_pool(now_s)
         return Status(
             state=self._state,
             phase=self._phase,
@@ -193,7 +193,7 @@ class Run:
             iterations=self.config.run.iterations,
             reward=history[-1]["metrics"]["reward_mean"] if history else None,
             scores={row["version"]: row["score"] for row in run.rows(VALIDATION)},
-            spot_utilisation=books.spot_utilisation(now_s),
+            spot_utilisation=accounts.spot_utilisation(now_s),
             usd=sum(usd_by_pool.values()),
             usd_by_pool=usd_by_pool,
             wasted_s=ledger.wasted_s,
@@ -202,9 +202,9 @@ class Run:
             usd_per_iteration=ledger.usd_per_iteration,
             usd_per_sample=ledger.usd_per_sample,
             usd_per_point=ledger.usd_per_point,
-            preemptions=books.preemptions(),
-            workers=books.alive(),
-            running=books.running,
+            preemptions=accounts.preemptions(),
+            workers=accounts.alive(),
+            running=accounts.running,
             window_s=measured.get("window_s"),
             train_wait_s=measured.get("train_wait_s"),
             spot_worth_renting=measured.get("spot_worth_renting"),
@@ -333,9 +333,9 @@ class Run:
         return self._kept.balance(iteration, began_s, window_s)
 
     def _summarise(self) -> None:
-        run, books = self.directory, self._kept
+        run, accounts = self.directory, self._kept
         history, validation = run.rows(HISTORY), run.rows(VALIDATION)
-        ledger = books.ledger(time.time())
+        ledger = accounts.ledger(time.time())
         run.write_json(
             SUMMARY,
             {
@@ -346,8 +346,8 @@ class Run:
                 "usd": ledger.usd(),
                 "usd_wasted": ledger.usd_wasted,
                 "usd_reserved_only": ledger.usd_reserved_only,
-                "preemptions": books.preemptions(),
-                "first_image_s": books.first_image_s(self._began_s),
+                "preemptions": accounts.preemptions(),
+                "first_image_s": accounts.first_image_s(self._began_s),
             },
         )
 

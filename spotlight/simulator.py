@@ -17,7 +17,7 @@ from spotlight import learning
 from spotlight.fleet import pool_prices, spot_switches
 from spotlight.market.ledger import SECONDS_PER_H, Ledger, Price, ledger, spot_utilisation
 from spotlight.market.traces import Switches
-from spotlight.records import Span, Window, WorkerLife
+from spotlight.records import Interval, Span, WorkerLife
 from spotlight.scenario import Scenario, Strategy, load
 from spotlight.simulated import Run
 
@@ -48,7 +48,7 @@ class Outcome:
     ledger: Ledger
     spans: tuple[Span, ...]
     lives: tuple[WorkerLife, ...]
-    windows: tuple[Window, ...]
+    windows: tuple[Interval, ...]
     """When each iteration began and ended."""
 
     @property

@@ -23,7 +23,7 @@ from cluster.plugins import BEAT, Placer
 from cluster.pools import Pools
 from graphs import tasks
 from graphs.iteration import Graph, Layers, prepare_graph, rollout_requests, unexplored
-from graphs.tasks import Setting
+from graphs.tasks import RunContext
 from runs import WAIT_S, settings_file, wait_for
 from spotlight import config as configuration
 from spotlight.market.ledger import span_from_json
@@ -40,7 +40,7 @@ class Live:
     """A run's cluster, and what its tests ask of it."""
 
     def __init__(self, directory: Path, overrides: Sequence[str]) -> None:
-        steps = (f"rollout.steps={STEPS}", "rollout.sampler=cps", "rollout.window=[0,10]")
+        steps = (f"rollout.steps={STEPS}", "rollout.sampler=cps", "rollout.sde_window=[0,10]")
         self.config = configuration.load(settings_file(directory), (*steps, *overrides))
         self.run = RunDir.create(self.config, time.time())
         self.pools = Pools(self.config, self.run.path.name)
@@ -50,7 +50,7 @@ class Live:
         spot, reserved = self.config.pools.spot.workers, self.config.pools.reserved.workers
         wait_for(lambda: len(self.placer._addresses) == spot + reserved)
         graph = prepare_graph(str(self.run.path))
-        self.setting: Setting = self.pools.client.get(graph.graph, graph.outputs["setting"])
+        self.context: RunContext = self.pools.client.get(graph.graph, graph.outputs["context"])
 
     @property
     def placer(self) -> Placer:
@@ -68,8 +68,8 @@ class Live:
         """A fresh one on every call."""
         self._requests += 1
         prompts = read_prompts(self.config.data.train_prompts)
-        selection = unexplored(self.config, self.setting, self._requests, prompts[:1])
-        return rollout_requests(self.config, self.setting, selection, self.setting.start)[0]
+        selection = unexplored(self.config, self.context, self._requests, prompts[:1])
+        return rollout_requests(self.config, self.context, selection, self.context.start)[0]
 
     def start(self, request: Request, *, pool: str = "spot", window_s: float = inf) -> Any:
         """Begin a request; returns the future of its first shard.

@@ -28,7 +28,7 @@ def make_request(**overrides: Any) -> Request:
         "seeds": (11, 12),
         "sampler": "sde",
         "sigmas": tuple(1 - step / steps for step in range(steps + 1)),
-        "window": (1, min(3, steps)),
+        "sde_window": (1, min(3, steps)),
         "noise_level": 0.7,
         "guidance": 1.0,
         "height_px": 16,

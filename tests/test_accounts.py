@@ -10,7 +10,7 @@ import pytest
 
 from spotlight import config
 from spotlight.records import SpotlightError
-from spotlight.store.accounts import Books
+from spotlight.store.accounts import Accounts
 from spotlight.store.rundir import HISTORY, SPANS, VALIDATION, WORKERS, RunDir
 
 START_S = 1_700_000_000.0
@@ -39,8 +39,8 @@ def life(worker: str, joined_s: float, left_s: float | None, reason: str = "") -
     return {"worker": worker, "pool": pool, "joined_s": START_S + joined_s, "left_s": left_s, "reason": reason}
 
 
-def books(run: RunDir) -> Books:
-    return Books(run, run.config())
+def books(run: RunDir) -> Accounts:
+    return Accounts(run, run.config())
 
 
 def test_a_killed_run_is_paid_for_until_its_last_span(tmp_path: Path) -> None:

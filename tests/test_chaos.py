@@ -37,7 +37,7 @@ SETTINGS = [
     "pools.spot.replace_after_s=0.1",
     "pools.spot.grace_s=2",
     "cluster.hang_after_s=1",
-    "cluster.losses=1000",  # so many kills say nothing about a request
+    "cluster.quarantine_after=1000",  # so many kills say nothing about a request
 ]
 
 

@@ -47,7 +47,7 @@ def test_paths_are_relative_to_the_settings_file(file: Path, monkeypatch: pytest
 
 
 def test_settings_survive_being_written_and_read(file: Path) -> None:
-    config = load(file, ["rollout.window=[1, 3]", "train.learning_rate=1e-5", 'strategy.rollout_pools=["spot"]'])
+    config = load(file, ["rollout.sde_window=[1, 3]", "train.learning_rate=1e-5", 'strategy.rollout_pools=["spot"]'])
     copy = file.parent / "elsewhere" / "config.toml"
     copy.parent.mkdir()
 
@@ -163,8 +163,8 @@ def test_an_unknown_section_is_refused_with_the_known_ones(file: Path) -> None:
         ("model.path=3", "model.path = 3: input should be a valid string"),
         ("train.learning_rate=nan", "train.learning_rate = nan: input should be a finite number"),
         ("strategy.exploration=stall", "strategy.exploration = 'stall': input should be 'stale', 'blocking' or 'off'"),
-        ("rollout.window=[1, 2, 3]", "rollout.window = [1, 2, 3]: tuple should have at most 2 items"),
-        ("rollout.window=['a', 2]", "rollout.window.0 = 'a': input should be a valid integer"),
+        ("rollout.sde_window=[1, 2, 3]", "rollout.sde_window = [1, 2, 3]: tuple should have at most 2 items"),
+        ("rollout.sde_window=['a', 2]", "rollout.sde_window.0 = 'a': input should be a valid integer"),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_it_should_be(file: Path, override: str, message: str) -> None:
@@ -208,12 +208,17 @@ def test_an_overrides_bare_words_are_text(file: Path, override: str, expected: s
 
 
 def test_overrides_reach_nested_sections_and_the_last_one_counts(file: Path) -> None:
-    overrides = ["pools.spot.usd_per_h=1.5", "pools.spot.workers=3", "pools.spot.workers=4", "rollout.window=[2, 4]"]
+    overrides = [
+        "pools.spot.usd_per_h=1.5",
+        "pools.spot.workers=3",
+        "pools.spot.workers=4",
+        "rollout.sde_window=[2, 4]",
+    ]
 
     config = load(file, overrides)
 
     assert (config.pools.spot.usd_per_h, config.pools.spot.workers) == (1.5, 4)
-    assert config.rollout.window == (2, 4)
+    assert config.rollout.sde_window == (2, 4)
 
 
 def test_overrides_win_over_the_file(file: Path) -> None:
@@ -261,8 +266,11 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
         (["exploration.seeds_tried=4"], ["exploration.seeds_tried = 4", "rollout.seeds_kept = 8"]),
         (["pools.spot.workers=0", "pools.spot.usd_per_h=1"], ['strategy.exploration = "stale"', "pools.spot.workers"]),
         (["train.algorithm=grpo"], ['train.algorithm = "grpo"', 'rollout.sampler = "ode"']),
-        (["rollout.sampler=sde", "rollout.window=[3, 3]"], ["rollout.window = [3, 3]"]),
-        (["rollout.sampler=sde", "rollout.window=[6, 8]", "rollout.steps=8"], ["rollout.window = [6, 8]", "[0, 7]"]),
+        (["rollout.sampler=sde", "rollout.sde_window=[3, 3]"], ["rollout.sde_window = [3, 3]"]),
+        (
+            ["rollout.sampler=sde", "rollout.sde_window=[6, 8]", "rollout.steps=8"],
+            ["rollout.sde_window = [6, 8]", "[0, 7]"],
+        ),
         (["strategy.rollout_pools=[]"], ["strategy.rollout_pools is empty"]),
         (["strategy.widths=[2, 1]"], ["strategy.widths = [2, 1]", "ascending", "[1, 2, 4]"]),
         (["strategy.widths=[]"], ["strategy.widths = []", "from 1 on"]),
@@ -294,8 +302,8 @@ def test_settings_that_contradict_each_other_are_refused_by_name(
         ["exploration.seeds_tried=4", "strategy.exploration=off"],
         ["pools.spot.workers=0", "pools.spot.usd_per_h=1", "strategy.exploration=blocking"],
         ["train.algorithm=grpo", "rollout.sampler=sde"],
-        ["rollout.sampler=cps", "rollout.window=[6, 7]", "rollout.steps=8"],
-        ["rollout.sampler=ode", "rollout.window=[9, 9]"],
+        ["rollout.sampler=cps", "rollout.sde_window=[6, 7]", "rollout.steps=8"],
+        ["rollout.sampler=ode", "rollout.sde_window=[9, 9]"],
     ],
 )
 def test_settings_that_agree_are_taken(file: Path, overrides: list[str]) -> None:

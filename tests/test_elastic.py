@@ -16,8 +16,8 @@ import pytest
 
 from elastic import STEPS, Live, latents, undisturbed
 from runs import WAIT_S, wait_for
-from spotlight.records import Request, SetAside
-from spotlight.store.rundir import SET_ASIDE
+from spotlight.records import Quarantined, Request
+from spotlight.store.rundir import QUARANTINED
 
 LONG = 600
 """Steps of a request that still runs when lost workers have been replaced."""
@@ -217,8 +217,8 @@ def test_a_request_that_keeps_killing_engines_is_set_aside(live: Live, request_o
         first = live.start(request_of_four)
         aside = first.result(timeout=WAIT_S)
 
-    assert isinstance(aside, SetAside)
-    assert aside.losses >= live.config.cluster.losses
-    (row,) = live.run.rows(SET_ASIDE)
+    assert isinstance(aside, Quarantined)
+    assert aside.preemptions >= live.config.cluster.quarantine_after
+    (row,) = live.run.rows(QUARANTINED)
     assert row["request"]["prompt"]["text"] == request_of_four.prompt.text
     assert row["request"]["seeds"] == list(request_of_four.seeds)

@@ -15,14 +15,14 @@ import torch
 
 from graphs import tasks
 from graphs.iteration import rollout_requests, unexplored
-from graphs.tasks import Setting
+from graphs.tasks import RunContext
 from runs import settings_file
 from spotlight import config
 from spotlight.device.engine import Engine
 from spotlight.device.pace import Pace
 from spotlight.device.signals import signals
 from spotlight.plan.durations import SCORE_S
-from spotlight.records import Dropped, Request, Rollout, Sample, Scored, SetAside, SpotlightError, Stopped
+from spotlight.records import Dropped, Quarantined, Request, Rollout, Sample, Scored, SpotlightError, Stopped
 from spotlight.rl.prompts import read_prompts
 from spotlight.store.latents import MissingLatents
 from spotlight.store.rundir import RunDir
@@ -35,15 +35,15 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def setting(run: RunDir) -> Setting:
+def context(run: RunDir) -> RunContext:
     return tasks.prepare(str(run.path))
 
 
 @pytest.fixture
-def request_(run: RunDir, setting: Setting) -> Iterator[Request]:
+def request_(run: RunDir, context: RunContext) -> Iterator[Request]:
     settings = run.config()
     prompts = read_prompts(settings.data.train_prompts)[:1]
-    yield rollout_requests(settings, setting, unexplored(settings, setting, 0, prompts), setting.start)[0]
+    yield rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
     signals.clear(run.path.name)
 
 
@@ -95,9 +95,9 @@ def test_a_rollout_that_is_done_is_not_done_again(run: RunDir, request_: Request
 def test_restart_on_preemption_begins_at_the_first_step(tmp_path: Path) -> None:
     settings = config.load(settings_file(tmp_path), ['strategy.on_preemption="restart"'])
     run = RunDir.create(settings, time.time())
-    setting = tasks.prepare(str(run.path))
+    context = tasks.prepare(str(run.path))
     prompts = read_prompts(settings.data.train_prompts)[:1]
-    request = rollout_requests(settings, setting, unexplored(settings, setting, 0, prompts), setting.start)[0]
+    request = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
     Engine(run.path).rollout(request)
 
     again = Engine(run.path).rollout(request)
@@ -159,7 +159,7 @@ def test_a_missing_reward_is_replaced_by_a_fresh_seed_of_its_prompt(run: RunDir,
 
 
 def test_a_request_that_was_set_aside_is_replaced_as_a_whole(run: RunDir, request_: Request) -> None:
-    aside = SetAside(request=request_, losses=5)
+    aside = Quarantined(request=request_, preemptions=5)
 
     nothing, fresh = tasks.refill(str(run.path), 0, [aside])
 
@@ -228,11 +228,11 @@ def test_a_request_too_large_for_the_device_is_named_with_what_would_make_it_fit
 
 
 def test_training_in_parts_gives_the_same_bytes_whoever_does_them_and_however_often(
-    run: RunDir, setting: Setting
+    run: RunDir, context: RunContext
 ) -> None:
     settings, engine, other = run.config(), Engine(run.path), Engine(run.path)
     prompts = read_prompts(settings.data.train_prompts)[:3]
-    requests = rollout_requests(settings, setting, unexplored(settings, setting, 0, prompts), setting.start)
+    requests = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)
     for request in requests:
         engine.rollout(request)
     parts = [
@@ -242,12 +242,12 @@ def test_training_in_parts_gives_the_same_bytes_whoever_does_them_and_however_of
     of = sum(map(len, parts))
 
     for count in (1, 2, 1, len(parts)):  # the first part is asked for again, as if its result had been lost
-        engine.train(setting.start, parts[:count], of, 0)
+        engine.train(context.start, parts[:count], of, 0)
     by_one = publish(run.path, 1).weights
     shutil.rmtree(run.path / "weights" / "v00001")
-    engine.train(setting.start, parts[1:], of, 0)  # leaves a gradient that is of no use to what comes now
+    engine.train(context.start, parts[1:], of, 0)  # leaves a gradient that is of no use to what comes now
     for one in (engine, other):
-        one.train(setting.start, parts, of, 0)
+        one.train(context.start, parts, of, 0)
         again = publish(run.path, 1).weights
         shutil.rmtree(run.path / "weights" / "v00001")
         assert again == by_one

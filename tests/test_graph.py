@@ -34,7 +34,7 @@ from graphs.iteration import (
     unexplored,
     validation_graph,
 )
-from graphs.tasks import Candidates, Setting
+from graphs.tasks import Candidates, RunContext
 from kills import KillWorkers, client_of
 from runs import ROOT, settings_file, wait_for
 from spotlight import config
@@ -44,7 +44,7 @@ from spotlight.records import Dropped, Prompt, Request, Scored, WeightsRef
 from spotlight.run import Run
 
 VERSION = WeightsRef(version=1, sha256="1" * 64)
-SETTING = Setting(
+SETTING = RunContext(
     run_dir="", run="run", seed=5, sigmas=(1.0, 0.5, 0.0), explore_sigmas=(1.0, 0.0), start=replace(VERSION, version=0)
 )
 PROMPTS = tuple(Prompt(id=index, text=f'a sign that says "{index}"') for index in (4, 7, 1))
@@ -169,9 +169,9 @@ def test_a_part_of_training_waits_for_the_scores_of_its_prompts_and_for_the_part
     assert list(keys_in(calls["publish-1", 0])) == [("train-1", 7)]
 
 
-@pytest.mark.parametrize("setting", ["train.advantage_std=global", "train.updates=2", "strategy.offload=none"])
-def test_training_has_one_part_where_several_would_change_it_or_are_not_wanted(setting: str) -> None:
-    graph = example_graph(load("train.advantage_std=group", setting))
+@pytest.mark.parametrize("override", ["train.advantage_std=global", "train.updates=2", "strategy.offload=none"])
+def test_training_has_one_part_where_several_would_change_it_or_are_not_wanted(override: str) -> None:
+    graph = example_graph(load("train.advantage_std=group", override))
 
     assert [key for key in calls_of(graph) if key[0] == "train-1"] == [("train-1", 0)]
 

@@ -96,12 +96,12 @@ def test_an_old_epoch_cannot_commit(store: LatentStore) -> None:
 
 
 def test_a_window_holds_the_latents_around_its_steps_and_their_log_probs(store: LatentStore) -> None:
-    request = make_request(window=(0, 3), steps=4)
+    request = make_request(sde_window=(0, 3), steps=4)
     commit_steps(store, request, until=2)
     commit_steps(store, request, until=4)
     initial_BNC = make_latents(request, 0)
 
-    x_BKNC, log_prob_BS = store.window(request, initial_BNC)
+    x_BKNC, log_prob_BS = store.window_latents(request, initial_BNC)
 
     np.testing.assert_array_equal(x_BKNC, np.stack([make_latents(request, step) for step in range(4)], axis=1))
     np.testing.assert_array_equal(log_prob_BS, np.stack([log_probs(request, step) for step in (1, 2, 3)], axis=1))
@@ -208,21 +208,21 @@ def test_latents_of_any_float_type_are_kept_as_float32(tmp_path: Path) -> None:
 
 
 def test_steps_without_log_probs_read_as_nan(tmp_path: Path) -> None:
-    store, request = LatentStore(str(tmp_path)), make_request(window=(1, 3))
+    store, request = LatentStore(str(tmp_path)), make_request(sde_window=(1, 3))
     epoch = store.resume(request).epoch
     for step in range(1, 5):
         store.commit(request, epoch, step, make_latents(request, step), log_probs(request, step) if step == 3 else None)
 
-    _, log_prob_BS = store.window(request, make_latents(request, 0))
+    _, log_prob_BS = store.window_latents(request, make_latents(request, 0))
 
     np.testing.assert_array_equal(log_prob_BS, np.array([[np.nan, -3], [np.nan, -4]], np.float32))
 
 
 def test_a_request_without_stochastic_steps_has_an_empty_window(tmp_path: Path) -> None:
-    store, request = LatentStore(str(tmp_path)), make_request(sampler="ode", window=(2, 2))
+    store, request = LatentStore(str(tmp_path)), make_request(sampler="ode", sde_window=(2, 2))
     commit_steps(store, request, until=4)
 
-    x_BKNC, log_prob_BS = store.window(request, make_latents(request, 0))
+    x_BKNC, log_prob_BS = store.window_latents(request, make_latents(request, 0))
 
     np.testing.assert_array_equal(x_BKNC[:, 0], make_latents(request, 2))
     assert log_prob_BS.shape == (2, 0)
@@ -267,7 +267,7 @@ def test_with_every_chunk_corrupt_a_request_starts_again(tmp_path: Path) -> None
     with pytest.raises(MissingLatents, match=request.id):
         store.clean(request)
     with pytest.raises(MissingLatents, match="step 1 of its window 1 to 3"):
-        store.window(request, make_latents(request, 0))
+        store.window_latents(request, make_latents(request, 0))
 
 
 def test_a_step_damaged_in_one_epoch_is_read_from_another(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_step_damaged_in_one_epoch_is_read_from_another(tmp_path: Path) -> Non
         damage(path)
 
     np.testing.assert_array_equal(store.clean(request), make_latents(request, 4))
-    assert store.window(request, make_latents(request, 0))[0].shape == (2, 3, TOKENS, CHANNELS)
+    assert store.window_latents(request, make_latents(request, 0))[0].shape == (2, 3, TOKENS, CHANNELS)
 
 
 def test_work_for_another_request_of_the_same_name_is_not_resumed(tmp_path: Path) -> None:
@@ -509,7 +509,7 @@ def test_a_writer_has_committed_everything_when_it_closes(tmp_path: Path) -> Non
             buffer_BNC[:] = np.nan
 
     np.testing.assert_array_equal(store.clean(request), make_latents(request, 4))
-    np.testing.assert_array_equal(store.window(request, buffer_BNC)[0][:, 0], make_latents(request, 1))
+    np.testing.assert_array_equal(store.window_latents(request, buffer_BNC)[0][:, 0], make_latents(request, 1))
 
 
 def test_a_writer_that_lost_its_epoch_says_so_at_the_latest_when_it_closes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Paced devices: what is played is the played model's, whatever the real one does."""
+"""Paced devices: what is emulated is the emulated model's, whatever the real one does."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def waiting(
     pools: tuple[Pool, ...] = ANY,
     exploring: bool = False,
     widths: tuple[int, ...] = (1,),
-    losses: int = 0,
+    preemptions: int = 0,
     held: tuple[str, ...] = (),
 ) -> Waiting:
     return Waiting(
@@ -41,17 +41,23 @@ def waiting(
         pools=pools,
         order=order,
         exploring=exploring,
-        losses=max(losses, bool(held)),
+        preemptions=max(preemptions, bool(held)),
         widths=widths,
         slots=max(widths),
         held=held,
     )
 
 
-def running(name: str, *workers: str, left_s: float, widths: tuple[int, ...] = DOUBLING) -> Running:
+def running(name: str, *workers: str, remaining_s: float, widths: tuple[int, ...] = DOUBLING) -> Running:
     place = idle(workers[0])
     return Running(
-        id=name, workers=workers, pool=place.pool, node=place.node, widths=widths, slots=max(widths), left_s=left_s
+        id=name,
+        workers=workers,
+        pool=place.pool,
+        node=place.node,
+        widths=widths,
+        slots=max(widths),
+        remaining_s=remaining_s,
     )
 
 
@@ -60,7 +66,7 @@ def placed(launches: list[Launch]) -> dict[str, tuple[str, ...]]:
 
 
 def test_preempted_work_goes_before_fresh_work() -> None:
-    fresh, preempted = waiting("fresh", 1), waiting("preempted", 2, losses=1)
+    fresh, preempted = waiting("fresh", 1), waiting("preempted", 2, preemptions=1)
 
     launches = plan(View(idle=(idle("spot-0"),), waiting=(fresh, preempted)))
 
@@ -207,7 +213,7 @@ def test_a_broken_rollout_takes_the_survivors_of_a_broken_exploration_and_not_th
 
 
 def test_survivors_of_others_are_taken_only_where_free_workers_do_not_do() -> None:
-    older = waiting("older", 1, widths=(2,), losses=1)
+    older = waiting("older", 1, widths=(2,), preemptions=1)
     younger = waiting("younger", 2, widths=(2,), held=("spot-a/0", "spot-a/1"))
 
     launches = plan(View(idle=(*node("spot-a", 2), *node("spot-b", 2)), waiting=(younger, older)))
@@ -217,7 +223,7 @@ def test_survivors_of_others_are_taken_only_where_free_workers_do_not_do() -> No
 
 def test_survivors_kept_for_an_older_request_are_not_given_to_a_younger_one() -> None:
     older = waiting("older", 1, widths=(2,), held=("spot/0",))
-    younger = waiting("younger", 2, losses=1)
+    younger = waiting("younger", 2, preemptions=1)
 
     launches = plan(View(idle=(idle("spot/0"),), waiting=(younger, older), nodes={"spot": 2}))
 
@@ -263,7 +269,7 @@ def test_a_request_that_no_node_could_ever_run_holds_up_nobody() -> None:
 
 
 def test_a_gang_widens_over_workers_that_nobody_waits_for() -> None:
-    narrow = running("narrow", "spot/3", left_s=8.0)
+    narrow = running("narrow", "spot/3", remaining_s=8.0)
     beside, elsewhere = View(idle=node("spot", 3), waiting=(), running=(narrow,)), node("spot-b", 3)
 
     assert widen(beside) == ["narrow"]
@@ -275,20 +281,20 @@ def test_a_gang_widens_over_workers_that_nobody_waits_for() -> None:
 def test_a_gang_widens_only_when_that_saves_more_than_forming_anew_costs() -> None:
     view = View(idle=node("spot", 1), waiting=(), regroup_s=1.0)  # 1 -> 2 workers halves what is left
 
-    worth, not_worth = (replace(view, running=(running("r", "spot/1", left_s=left),)) for left in (2.1, 2.0))
+    worth, not_worth = (replace(view, running=(running("r", "spot/1", remaining_s=left),)) for left in (2.1, 2.0))
 
     assert widen(worth) == ["r"]
     assert widen(not_worth) == []
 
 
 def test_a_gang_widens_no_further_than_its_shards_that_are_not_done() -> None:
-    nearly_done = replace(running("r", "spot/3", left_s=8.0), slots=1)
+    nearly_done = replace(running("r", "spot/3", remaining_s=8.0), slots=1)
 
     assert widen(View(idle=node("spot", 3), waiting=(), running=(nearly_done,))) == []
 
 
 def test_the_gang_with_most_left_widens_first_and_no_worker_is_counted_twice() -> None:
-    short, long = (running(name, f"spot/{name}", left_s=left) for name, left in (("short", 8.0), ("long", 9.0)))
+    short, long = (running(name, f"spot/{name}", remaining_s=left) for name, left in (("short", 8.0), ("long", 9.0)))
 
     chosen = widen(View(idle=node("spot", 1), waiting=(), running=(short, long)))
 
@@ -297,7 +303,7 @@ def test_the_gang_with_most_left_widens_first_and_no_worker_is_counted_twice() -
 
 requests = st.lists(
     st.builds(
-        lambda pools, exploring, losses, widths: (pools, exploring, losses, widths),
+        lambda pools, exploring, preemptions, widths: (pools, exploring, preemptions, widths),
         st.sampled_from([ANY, ("spot",), ("reserved",), ("spot", "reserved")]),
         st.booleans(),
         st.integers(0, 2),
@@ -310,8 +316,8 @@ Wanted = list[tuple[tuple[Pool, ...], bool, int, tuple[int, ...]]]
 
 def all_waiting(wanted: Wanted) -> list[Waiting]:
     return [
-        waiting(str(n), n, pools=pools, exploring=exploring, losses=losses, widths=widths)
-        for n, (pools, exploring, losses, widths) in enumerate(wanted)
+        waiting(str(n), n, pools=pools, exploring=exploring, preemptions=preemptions, widths=widths)
+        for n, (pools, exploring, preemptions, widths) in enumerate(wanted)
     ]
 
 
@@ -420,7 +426,7 @@ class Cluster:
         for name, (request, workers) in list(self.gangs.items()):
             if gone in workers:
                 del self.gangs[name]
-                self.waiting[name] = replace(request, losses=request.losses + 1, held=workers)
+                self.waiting[name] = replace(request, preemptions=request.preemptions + 1, held=workers)
         for name, request in self.waiting.items():
             self.waiting[name] = replace(request, held=tuple(worker for worker in request.held if worker != gone))
 
@@ -453,7 +459,7 @@ class Cluster:
         for kept in self.waiting.values():
             for worker in taken.keys() & set(kept.held):
                 by, useless = taken[worker], view.nodes[idle(worker).node] < kept.widths[0]
-                assert useless or (by.losses and (by.exploring, by.order) < (kept.exploring, kept.order))
+                assert useless or (by.preemptions and (by.exploring, by.order) < (kept.exploring, kept.order))
 
     def view(self) -> View:
         busy = {worker for _, workers in self.gangs.values() for worker in workers}

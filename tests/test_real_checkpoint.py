@@ -53,7 +53,7 @@ COMMON = [
 ]
 ALGORITHMS = {
     "nft": ["train.algorithm=nft", "rollout.sampler=ode"],
-    "grpo": ["train.algorithm=grpo", "rollout.sampler=sde", "rollout.window=[1, 3]"],
+    "grpo": ["train.algorithm=grpo", "rollout.sampler=sde", "rollout.sde_window=[1, 3]"],
 }
 LOG_PROB_TOLERANCE, BFLOAT16_TOLERANCE = 1e-4, 1e-3
 """Worker and trainer differ in the size of their batches alone, measured: 1.2e-7 and 0. A trainer that forgot the

@@ -312,7 +312,7 @@ def test_the_cost_of_a_run_that_has_not_ended_says_so(tmp_path: Path, capsys: py
 def test_what_was_set_aside_is_listed_with_its_prompt_and_seeds(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     request = {"prompt": {"id": 3, "text": "a <b>sign</b>"}, "seeds": [11, 12], "iteration": 4}
-    write_jsonl(run_dir / "set_aside.jsonl", [{"request": request, "losses": 5}])
+    write_jsonl(run_dir / "quarantined.jsonl", [{"request": request, "preemptions": 5}])
 
     page = write_report(run_dir).read_text()
 
@@ -331,7 +331,7 @@ def test_paced_devices_are_named_as_such(tmp_path: Path, capsys: pytest.CaptureF
     main(["cost", str(run_dir)])
     assert "PACED" in paced
     assert "PACED" not in plain
-    assert "PACED: qwen-image on h100 is played" in " ".join(capsys.readouterr().out.split())
+    assert "PACED: qwen-image on h100 is emulated" in " ".join(capsys.readouterr().out.split())
 
 
 def test_unreadable_images_cost_only_the_grid(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def make_batch(model: TinyText, *, sampler: Sampler = "sde", guidance: float = 1
         conditioning=conditioning,
         guidance=guidance,
         sigmas=sigmas,
-        window=WINDOW,
+        sde_window=WINDOW,
         sampler=sampler,
         noise_level=NOISE_LEVEL,
         window_BKNC=torch.stack(window, dim=1) if log_probs else None,

@@ -35,9 +35,9 @@ from spotlight.records import (
     Rollout,
     Sample,
     Scored,
-    Spare,
     SpotlightError,
     Stopped,
+    Surplus,
     WeightsRef,
 )
 from spotlight.rl import flow, models, prompts, rewards
@@ -133,14 +133,14 @@ class Engine:
         for path in (self.config.data.train_prompts, self.config.data.validation_prompts):
             yield from prompts.read_prompts(path)
 
-    def rollout(self, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Spare:
+    def rollout(self, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
         """Denoise a request, committing each step; finished and half-finished work is not done again.
 
         Args:
             place: this process's part in the gang that runs it.
 
         Returns:
-            From the first rank a `Rollout`, from the others a `Spare`.
+            From the first rank a `Rollout`, from the others a `Surplus`.
 
         Raises:
             Stopped: the run is being stopped; what was committed stays.
@@ -156,7 +156,7 @@ class Engine:
                 return Dropped(reason=reason)
             raise Interrupted(str(error)) from error
 
-    def _denoise(self, request: Request, place: Placement, *, resume: bool) -> Rollout | Dropped | Spare:
+    def _denoise(self, request: Request, place: Placement, *, resume: bool) -> Rollout | Dropped | Surplus:
         if place.width == 1 and resume and self._is_done(request):
             return self._rolled_out(request, resumed=request.steps)
         self.use(request.weights, averaged=request.averaged)
@@ -178,7 +178,7 @@ class Engine:
                 if writer:
                     writer.wait()
                 gang.agree(GO_ON)  # nobody is done before the last step is committed: what is done is never redone
-        return Spare() if place.rank else self._rolled_out(request, resumed=first)
+        return Surplus() if place.rank else self._rolled_out(request, resumed=first)
 
     def _gang(self, request: Request, place: Placement) -> Gang:
         assert place.rendezvous
@@ -286,7 +286,7 @@ class Engine:
             guidance=request.guidance,
         ).cpu()
         log_prob_B: NDArray[np.float32] | None = None
-        if request.sampler != "ode" and request.window[0] <= step < request.window[1]:
+        if request.sampler != "ode" and request.sde_window[0] <= step < request.sde_window[1]:
             x_BNC, log_prob, _, _ = flow.sde_step(
                 x_BNC,
                 v_BNC,
@@ -323,10 +323,10 @@ class Engine:
     def _window(self, request: Request) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         initial_BNC = self._initial(request).numpy()
         try:
-            return self.store.window(request, initial_BNC)
+            return self.store.window_latents(request, initial_BNC)
         except MissingLatents:
             self._denoise(request, ALONE, resume=False)
-            return self.store.window(request, initial_BNC)
+            return self.store.window_latents(request, initial_BNC)
 
     def score(self, request: Request) -> Scored | Dropped:
         """Rewards of a finished request; what was scored before is read, not scored again.
@@ -455,7 +455,7 @@ class Engine:
             width_px=first.width_px,
             guidance=first.guidance,
             sigmas=first.sigmas,
-            window=first.window,
+            sde_window=first.sde_window,
             sampler=first.sampler,
             noise_level=first.noise_level,
             window_BKNC=torch.from_numpy(np.concatenate(windows)).to(device) if windows else None,

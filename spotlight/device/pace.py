@@ -1,7 +1,7 @@
 """Paced devices: how long work is made to last, as a cost model has it for a larger model on a GPU.
 
 For experiments with a cluster's shape on one machine: learning, scheduling and losses are real, durations are
-played. It decides no duration itself, and it never shortens one: a machine that is too slow shows in `late_s`.
+emulated. It decides no duration itself, and it never shortens one: a machine that is too slow shows in `late_s`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Pace:
         self._looks_back = config.train.algorithm == "grpo" or config.train.updates > 1 or config.train.kl > 0
         self._trainers = config.pools.reserved.workers
         self.late_s = 0.0
-        """Real seconds that work took beyond its played ones: 0 where the machine keeps up."""
+        """Real seconds that work took beyond its emulated ones: 0 where the machine keeps up."""
 
     def step_s(self, samples: int, width: int) -> float:
         """Real seconds of one denoising step of a batch on a gang."""
@@ -34,10 +34,10 @@ class Pace:
         if not pace.gpu:
             return 0.0
         size = pace.height_px, pace.width_px
-        played_s = durations.seconds_per_step(
+        emulated_s = durations.seconds_per_step(
             pace.model, *size, width=width, gpu=pace.gpu, batch=samples, guidance=pace.guidance
         )
-        return played_s / pace.speedup
+        return emulated_s / pace.speedup
 
     def train_s(self, samples: float) -> float:
         """Real seconds of training on so many samples, as if all reserved workers shared it evenly.
@@ -69,13 +69,13 @@ class Pace:
         """Make the body last so long; ``look`` is called now and then, and may raise to end the wait."""
         until_s = time.monotonic() + real_s
         yield
-        left_s = until_s - time.monotonic()
-        self.late_s += max(0.0, -left_s) if real_s else 0.0
-        while left_s > 0:
+        remaining_s = until_s - time.monotonic()
+        self.late_s += max(0.0, -remaining_s) if real_s else 0.0
+        while remaining_s > 0:
             look()
-            time.sleep(min(left_s, TICK_S))
-            left_s = until_s - time.monotonic()
+            time.sleep(min(remaining_s, TICK_S))
+            remaining_s = until_s - time.monotonic()
 
 
 def _window(config: Config) -> int:
-    return config.rollout.window[1] - config.rollout.window[0]
+    return config.rollout.sde_window[1] - config.rollout.sde_window[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spotlight.records import Placement, Request, SetAside, Spare, Stopped
+from spotlight.records import Placement, Quarantined, Request, Stopped, Surplus
 
 ORDERS = ("clear", "stop", "close_exploration", "leave", "regroup", "call_off")
 """What a worker passes on to the process that does its work."""
@@ -23,7 +23,7 @@ class Signals:
         self._leaving = False
         self._regroup: dict[str, int] = {}
         self._called_off: dict[str, int] = {}
-        self._places: dict[tuple[str, int], Placement | Spare | int] = {}
+        self._places: dict[tuple[str, int], Placement | Surplus | int] = {}
 
     def adopt(self, other: Signals) -> None:
         """Take over all that was asked of another process."""
@@ -61,7 +61,7 @@ class Signals:
         """This forming of the gang, and any before it, ends at once: a member is gone."""
         self._called_off[gang] = epoch
 
-    def place(self, gang: str, shard: int, placement: Placement | Spare | int) -> None:
+    def place(self, gang: str, shard: int, placement: Placement | Surplus | int) -> None:
         """Where a shard that is about to start runs; a number sets its request aside, after so many losses."""
         self._places[gang, shard] = placement
 
@@ -89,12 +89,12 @@ class Signals:
     def is_called_off(self, placement: Placement) -> bool:
         return placement.epoch <= self._called_off.get(placement.gang, -1)
 
-    def placed(self, gang: str, shard: int, request: Request) -> Placement | Spare | SetAside:
+    def placed(self, gang: str, shard: int, request: Request) -> Placement | Surplus | Quarantined:
         """What was said of this shard. Where nobody places shards, the first one runs alone."""
         found = self._places.pop((gang, shard), None)
         if found is None:
-            return Spare() if shard else Placement(gang=gang, epoch=0, rank=0, width=1)
-        return SetAside(request=request, losses=found) if isinstance(found, int) else found
+            return Surplus() if shard else Placement(gang=gang, epoch=0, rank=0, width=1)
+        return Quarantined(request=request, preemptions=found) if isinstance(found, int) else found
 
 
 signals = Signals()

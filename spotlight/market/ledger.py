@@ -15,10 +15,10 @@ from itertools import pairwise
 from math import inf
 from typing import Any, Literal, get_args
 
-from spotlight.records import Span, Window, WorkerLife, base_phase
+from spotlight.records import Interval, Span, WorkerLife, base_phase
 
 SECONDS_PER_H = 3600.0
-ALWAYS: Window = (-inf, inf)
+ALWAYS: Interval = (-inf, inf)
 Kind = Literal["useful", "idle", "start-up", "dropped", "lost", "redone"]
 """Of a worker's seconds: work that counts; nothing to do; joined, and no task yet; exploration that was called off;
 steps that went with their worker before they were committed; steps done a second time."""
@@ -86,13 +86,13 @@ def absolute(prices: Prices, workers: Iterable[WorkerLife]) -> dict[str, Price]:
     return {pool: price.moved(began_s) if price.since_start else price for pool, price in prices.items()}
 
 
-def stay(life: WorkerLife, window: Window) -> Window:
+def stay(life: WorkerLife, window: Interval) -> Interval:
     """When a worker was alive within the window; to the window's end where it never left. May be empty."""
     start_s = max(life.joined_s, window[0])
     return start_s, max(start_s, min(window[1], inf if life.left_s is None else life.left_s))
 
 
-def pool_seconds(workers: Iterable[WorkerLife], window: Window) -> dict[str, float]:
+def pool_seconds(workers: Iterable[WorkerLife], window: Interval) -> dict[str, float]:
     """Seconds that each pool's workers were alive, boot and idle time included.
 
     For each pool ``p``, with ``left_i`` the window's end for a worker that never left::
@@ -106,7 +106,7 @@ def pool_seconds(workers: Iterable[WorkerLife], window: Window) -> dict[str, flo
     return dict(seconds)
 
 
-def pool_usd(workers: Sequence[WorkerLife], prices: Prices, window: Window) -> dict[str, float]:
+def pool_usd(workers: Sequence[WorkerLife], prices: Prices, window: Interval) -> dict[str, float]:
     """Dollars of each pool: its price, integrated over the time that each of its workers was alive.
 
     ``usd_p = 1/3600 * sum over workers i of p of integral over [joined_i, left_i] ∩ window of usd_per_h_p(t) dt``
@@ -118,14 +118,14 @@ def pool_usd(workers: Sequence[WorkerLife], prices: Prices, window: Window) -> d
     return dict(usd)
 
 
-def overlap_s(start_s: float, stop_s: float, window: Window) -> float:
+def overlap_s(start_s: float, stop_s: float, window: Interval) -> float:
     """Seconds of ``[start_s, stop_s]`` inside the window: ``max(0, min(stop, w1) - max(start, w0))``."""
     return max(0.0, min(stop_s, window[1]) - max(start_s, window[0]))
 
 
-def busy_intervals(spans: Iterable[Span]) -> dict[str, list[Window]]:
+def busy_intervals(spans: Iterable[Span]) -> dict[str, list[Interval]]:
     """When each worker was busy: the union of its spans, as disjoint intervals in order of time."""
-    merged: defaultdict[str, list[Window]] = defaultdict(list)
+    merged: defaultdict[str, list[Interval]] = defaultdict(list)
     for span in sorted(spans, key=lambda span: span.start_s):
         intervals = merged[span.worker]
         if intervals and span.start_s <= intervals[-1][1]:
@@ -136,7 +136,7 @@ def busy_intervals(spans: Iterable[Span]) -> dict[str, list[Window]]:
     return dict(merged)
 
 
-def spot_utilisation(spans: Iterable[Span], workers: Iterable[WorkerLife], window: Window) -> float:
+def spot_utilisation(spans: Iterable[Span], workers: Iterable[WorkerLife], window: Interval) -> float:
     """Busy share of the seconds that spot workers were alive within the window, in [0, 1].
 
     ``sum over spot workers of |union of their spans ∩ window| / alive_spot``; every outcome counts
@@ -179,7 +179,7 @@ class Segment:
 def segments(
     spans: Iterable[Span],
     workers: Iterable[WorkerLife],
-    window: Window = ALWAYS,
+    window: Interval = ALWAYS,
 ) -> Iterator[Segment]:
     """Cut the time of every worker into stretches that touch and do not overlap.
 
@@ -215,7 +215,7 @@ def _pieces(span: Span) -> list[Segment]:
     ]
 
 
-def _partition(life: WorkerLife, pieces: Iterable[Segment], window: Window) -> Iterator[Segment]:
+def _partition(life: WorkerLife, pieces: Iterable[Segment], window: Interval) -> Iterator[Segment]:
     """One worker's stay in the window, cut wherever a piece of work begins or ends."""
     whole = stay(life, (-inf, window[1]))
     work = [piece for piece in pieces if overlap_s(piece.start_s, piece.stop_s, whole)]
@@ -315,7 +315,7 @@ def ledger(
     spans: Iterable[Span],
     workers: Sequence[WorkerLife],
     prices: Prices,
-    window: Window = ALWAYS,
+    window: Interval = ALWAYS,
     *,
     iterations: int = 0,
     samples: int = 0,

@@ -43,7 +43,7 @@ class Waiting:
     order: int
     """Arrival, smaller is earlier."""
     exploring: bool = False
-    losses: int = 0
+    preemptions: int = 0
     """Times that its gang broke: its committed steps wait to be used."""
     widths: tuple[int, ...] = (1,)
     """How many workers may run it together, ascending."""
@@ -63,7 +63,7 @@ class Running:
     node: str
     widths: tuple[int, ...]
     slots: int
-    left_s: float
+    remaining_s: float
     """Until it is done at its present width, as far as is known; 0 where it is not."""
 
 
@@ -126,15 +126,15 @@ def widen(view: View) -> list[str]:
     Only workers that nobody waits for widen a gang, and only where the time it saves, if ``w`` workers are
     ``w`` times as fast, is more than forming anew costs::
 
-        left_s * (1 - width / wider) > regroup_s
+        remaining_s * (1 - width / wider) > regroup_s
     """
     wanted = {pool for waiting in view.waiting for pool in waiting.pools}
     spare = Counter((idle.pool, idle.node) for idle in view.idle if idle.pool not in wanted)
     chosen = []
-    for running in sorted(view.running, key=lambda one: (-one.left_s, one.id)):
+    for running in sorted(view.running, key=lambda one: (-one.remaining_s, one.id)):
         place, width = (running.pool, running.node), len(running.workers)
         wider = max((w for w in running.widths if w <= min(running.slots, width + spare[place])), default=width)
-        if wider > width and running.left_s * (1 - width / wider) > view.regroup_s:
+        if wider > width and running.remaining_s * (1 - width / wider) > view.regroup_s:
             spare[place] -= wider - width
             chosen.append(running.id)
     return chosen
@@ -155,7 +155,7 @@ def _in_order(view: View) -> Iterator[tuple[Waiting, int]]:
     left = {exploring: len(queue) for exploring, queue in queues.items()}
     for broken in (True, False):
         for exploring, queue in queues.items():
-            turn = sorted([one for one in queue if (one.losses > 0) == broken], key=attrgetter("order"))
+            turn = sorted([one for one in queue if (one.preemptions > 0) == broken], key=attrgetter("order"))
             yield from zip(turn, range(left[exploring], 0, -1), strict=False)
             left[exploring] -= len(turn)
 
@@ -192,7 +192,7 @@ class _Free:
         share = sum([self._by_pool[pool] for pool in waiting.pools]) // rivals if rivals <= self.count else 0
         workers = self._with_held(waiting, share, borrow=False) if waiting.held else ()
         workers = workers or self._fresh(waiting, share)
-        if not workers and waiting.losses:
+        if not workers and waiting.preemptions:
             workers = self._with_held(waiting, share, borrow=True)
         if workers and waiting.held:
             self._release(waiting)

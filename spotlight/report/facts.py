@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from spotlight.config import Config
 from spotlight.market.ledger import Ledger, Price, absolute, pool_usd, segments
-from spotlight.records import Span, SpotlightError, Window, WorkerLife
+from spotlight.records import Interval, Span, SpotlightError, WorkerLife
 from spotlight.report.palette import PHASE_COLOURS, base_phase
-from spotlight.store.accounts import played, pool_prices, read_lives, read_spans, run_ledger
-from spotlight.store.rundir import HISTORY, SET_ASIDE, SUMMARY, VALIDATION, RunDir
+from spotlight.store.accounts import emulated, pool_prices, read_lives, read_spans, run_ledger
+from spotlight.store.rundir import HISTORY, QUARANTINED, SUMMARY, VALIDATION, RunDir
 
 Lane = tuple[str, str]
 """``(pool, worker)``: a row of a timeline."""
@@ -62,7 +62,7 @@ class Facts:
     prices: dict[str, Price]
     """What a worker costs, by pool."""
     ledger: Ledger
-    whole: Window
+    whole: Interval
     """From 0 to the last moment that anything is known of."""
     missing: list[str]
     set_aside: list[dict[str, Any]]
@@ -84,7 +84,7 @@ class Facts:
         found = {base_phase(span.phase) for span in self.spans}
         return [phase for phase in (*PHASE_COLOURS, *sorted(found - PHASE_COLOURS.keys())) if phase in found]
 
-    def zoom(self) -> Window:
+    def zoom(self) -> Interval:
         """A few iterations worth a closer look: around the first loss, else the middle; all of a short run."""
         ends = sorted({span.iteration: span.stop_s for span in self.spans if span.phase == "train"}.values())
         if len(ends) <= 2 * ZOOM_MARGIN + 1:
@@ -94,7 +94,7 @@ class Facts:
         at = max(ZOOM_MARGIN, min(middle, len(ends) - 1 - ZOOM_MARGIN))
         return ends[at - ZOOM_MARGIN], ends[at + ZOOM_MARGIN]
 
-    def alive(self) -> list[tuple[Lane, Window]]:
+    def alive(self) -> list[tuple[Lane, Interval]]:
         """From when to when there was a worker; to the end of the run where nobody saw it go."""
         return [
             ((life.pool, life.worker), (life.joined_s, self.whole[1] if life.left_s is None else life.left_s))
@@ -179,14 +179,14 @@ def read(run_dir: Path) -> Facts:
         settings=settings,
         history=history,
         validation=validation,
-        spans=list(played(settings, spans, workers)),
+        spans=list(emulated(settings, spans, workers)),
         workers=workers,
         summary=summary,
         prices=prices,
         ledger=run_ledger(settings, spans, workers, prices, whole, run.rows(HISTORY), validation),
         whole=whole,
         missing=[text for text, is_absent in absent.items() if is_absent],
-        set_aside=run.rows(SET_ASIDE),
+        set_aside=run.rows(QUARANTINED),
     )
 
 

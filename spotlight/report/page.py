@@ -58,7 +58,7 @@ FILES = {
     "workers.jsonl": "when every worker came and went",
     "events.jsonl": "what happened to gangs and workers",
     "decisions.jsonl": "what was decided from what, enough to decide it again",
-    "set_aside.jsonl": "requests that nobody runs any more",
+    "quarantined.jsonl": "requests that nobody runs any more",
     "beliefs": "what the planner knew before every iteration",
     "offload": "how long reserved workers may roll out in every iteration",
     "summary.json": "the numbers at the top of this page",
@@ -223,10 +223,10 @@ def _set_aside(facts: Facts) -> str:
     """A row per request that nobody ran any more."""
     rows = "".join(
         f"<tr><th>{html.escape(one['request']['prompt']['text'])}</th><td>{one['request']['iteration']}</td>"
-        f"<td>{', '.join(map(str, one['request']['seeds']))}</td><td>{one['losses']}</td></tr>"
+        f"<td>{', '.join(map(str, one['request']['seeds']))}</td><td>{one['preemptions']}</td></tr>"
         for one in facts.set_aside
     )
-    head = "<tr><td>prompt</td><td>iteration</td><td>seeds</td><td>losses</td></tr>"
+    head = "<tr><td>prompt</td><td>iteration</td><td>seeds</td><td>preemptions</td></tr>"
     return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>" if rows else ""
 
 

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from spotlight.records import Window
+from spotlight.records import Interval
 from spotlight.report.facts import Facts
 from spotlight.report.palette import (
     ALIVE,
@@ -120,14 +120,14 @@ def _timeline(facts: Facts) -> Figure | None:
     return picture
 
 
-def _draw_lanes(ax: Axes, facts: Facts, window: Window) -> None:
+def _draw_lanes(ax: Axes, facts: Facts, window: Interval) -> None:
     """One row per worker, the pools set apart by a gap."""
     lanes = facts.lanes()
     pools = list(dict.fromkeys(pool for pool, _ in lanes))
     row = {lane: index + 0.5 * pools.index(lane[0]) for index, lane in enumerate(lanes)}
     for lane, (joined_s, left_s) in facts.alive():
         ax.broken_barh([(joined_s, left_s - joined_s)], (row[lane] - 0.44, 0.88), color=ALIVE, lw=0, zorder=0.5)
-    bars: defaultdict[tuple[float, str, float], list[Window]] = defaultdict(list)
+    bars: defaultdict[tuple[float, str, float], list[Interval]] = defaultdict(list)
     for span in facts.spans:
         alpha = CALLED_OFF_ALPHA if span.outcome in ("dropped", "stopped") else 1.0
         bars[row[span.pool, span.worker], phase_colour(span.phase), alpha].append(

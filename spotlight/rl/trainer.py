@@ -39,7 +39,7 @@ class TrainingBatch:
     width_px: int
     guidance: float
     sigmas: tuple[float, ...]
-    window: tuple[int, int]
+    sde_window: tuple[int, int]
     """Steps ``[start, end)`` that were stochastic; S of them."""
     sampler: Sampler
     noise_level: float
@@ -317,13 +317,13 @@ class _Grpo:
     """Flow-GRPO on the stochastic steps that the samples were made with."""
 
     def __init__(self, model: Model, settings: TrainSection, batch: TrainingBatch, *, iteration: int) -> None:
-        start, end = batch.window
+        start, end = batch.sde_window
         if batch.window_BKNC is None or batch.sampler == "ode":
             raise SpotlightError(
                 f'train.algorithm = "grpo" trains on the stochastic steps of a rollout, and sampler "{batch.sampler}" '
                 'left none: set rollout.sampler to "sde", "cps" or "dance"'
             )
-        assert batch.window_BKNC.shape[1] == end - start + 1, f"{batch.window_BKNC.shape} for window {batch.window}"
+        assert batch.window_BKNC.shape[1] == end - start + 1, f"{batch.window_BKNC.shape} for window {batch.sde_window}"
         self.slots = end - start
         self._model, self._settings, self._batch = model, settings, batch
         self._window_BKNC, self._kind = batch.window_BKNC, batch.sampler
@@ -363,7 +363,7 @@ class _Grpo:
 
     def _judge(self, rows: Rows, velocity: Velocity) -> tuple[Tensor, Tensor, float]:
         """Log-probability, mean and noise of the step that each row's sample really took."""
-        sigmas, step = self._batch.sigmas, self._batch.window[0] + rows.slot
+        sigmas, step = self._batch.sigmas, self._batch.sde_window[0] + rows.slot
         x_RNC = _take(self._window_BKNC[:, rows.slot], rows, self._model)
         sigma_R = torch.full((len(rows.samples),), sigmas[step], device=x_RNC.device)
         _, log_prob_R, mean_RNC, std = sde_step(
@@ -389,7 +389,7 @@ class _Grpo:
             raise SpotlightError(
                 f"iteration {self._iteration}: before the first update the trainer's policy is not the one that "
                 f"sampled. |ratio - 1| reaches {off_BS.max().item():.3g} (sample {self._batch.first + sample}, step "
-                f"{self._batch.window[0] + slot}: log-probability {here:.7g} on the trainer, {there:.7g} from the "
+                f"{self._batch.sde_window[0] + slot}: log-probability {here:.7g} on the trainer, {there:.7g} from the "
                 f"worker) and train.ratio_tolerance is {self._settings.ratio_tolerance:g}. Likely causes: the worker "
                 "held another weights version; guidance passes batched in one path and separate in the other; another "
                 "dtype, attention backend or text padding on the worker. Make worker and trainer alike, or raise "

@@ -24,13 +24,13 @@ from spotlight.market.ledger import (
 )
 from spotlight.market.prices import read_prices
 from spotlight.plan.offload import Balance, balance
-from spotlight.records import Span, SpotlightError, Window, WorkerLife
+from spotlight.records import Interval, Span, SpotlightError, WorkerLife
 from spotlight.store.rundir import EVENTS, HISTORY, SPANS, VALIDATION, WORKERS, RunDir, atomic_write
 
 Record = TypeVar("Record")
 
 
-class Books:
+class Accounts:
     """Spans and worker lives of one run; times are Unix seconds."""
 
     def __init__(self, run: RunDir, config: Config) -> None:
@@ -74,7 +74,7 @@ class Books:
             by_phase[_phase(span)] += overlap_s(span.start_s, span.stop_s, window)
         busy = {
             worker: sum(overlap_s(*interval, window) for interval in intervals)
-            for worker, intervals in busy_intervals(played(self._config, self._spans, self._all())).items()
+            for worker, intervals in busy_intervals(emulated(self._config, self._spans, self._all())).items()
         }
         taken = [life for life in self._all() if _was_taken(life) and start_s <= (life.left_s or 0) <= stop_s]
         recoveries_s = [r for at_s, r in recoveries(self._events) if start_s <= at_s <= stop_s]
@@ -176,14 +176,14 @@ def run_ledger(
     spans: Sequence[Span],
     workers: Sequence[WorkerLife],
     prices: Mapping[str, Price],
-    window: Window,
+    window: Interval,
     history: Sequence[Mapping[str, Any]],
     validation: Sequence[Mapping[str, Any]],
 ) -> Ledger:
     """The ledger of a run, with what its history says it bought; an iteration that was run again counts once."""
     done = {row["iteration"]: row.get("metrics", {}) for row in history}
     return ledger(
-        played(config, spans, workers),
+        emulated(config, spans, workers),
         workers,
         prices,
         window,
@@ -193,8 +193,8 @@ def run_ledger(
     )
 
 
-def played(config: Config, spans: Sequence[Span], workers: Sequence[WorkerLife]) -> Sequence[Span]:
-    """What workers did as the settings play it: paced training, which one reserved worker does, is the work of all.
+def emulated(config: Config, spans: Sequence[Span], workers: Sequence[WorkerLife]) -> Sequence[Span]:
+    """What workers did as the settings emulate it: paced training, which one reserved worker does, is the work of all.
 
     It lasts as long as if they shared it evenly (`spotlight.device.pace.Pace.train_s`), and none of them would be idle.
     """

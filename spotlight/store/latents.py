@@ -171,10 +171,10 @@ class LatentStore:
             raise MissingLatents(f"{self.url}: request {request.id} has no clean latents that verify; run it again")
         return x_BNC
 
-    def window(self, request: Request, initial_BNC: ArrayLike) -> tuple[Float32, Float32]:
+    def window_latents(self, request: Request, initial_BNC: ArrayLike) -> tuple[Float32, Float32]:
         """Latents and log-probabilities of the request's stochastic steps.
 
-        With ``start, end = request.window`` there are ``S = end - start`` steps between ``K = S + 1`` latents.
+        With ``start, end = request.sde_window`` there are ``S = end - start`` steps between ``K = S + 1`` latents.
 
         Args:
             initial_BNC: the noise at step 0, which is not stored; used only when ``start`` is 0.
@@ -186,7 +186,7 @@ class LatentStore:
         Raises:
             MissingLatents: a step is absent, every copy of it is corrupt, or it was compacted away.
         """
-        start, end = request.window
+        start, end = request.sde_window
         steps = range(max(start, 1), end + 1)
         latents, log_probs = [], []
         if start == 0:

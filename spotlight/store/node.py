@@ -194,7 +194,7 @@ def shared_root(name: str, *, size_bytes: int = 0) -> Path:
     What runs that were killed left behind is freed here.
 
     Args:
-        name: of the run, and of the node if several are played on one machine.
+        name: of the run, and of the node if several are emulated on one machine.
         size_bytes: about what the node will hold.
     """
     in_memory = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).total >= size_bytes

@@ -30,7 +30,7 @@ EVENTS = "events.jsonl"
 """What happened to gangs and workers, as it happened."""
 DECISIONS = "decisions.jsonl"
 """What was decided from what; see `spotlight.plan.replay`."""
-SET_ASIDE = "set_aside.jsonl"
+QUARANTINED = "quarantined.jsonl"
 """Requests that nobody runs any more."""
 SUMMARY = "summary.json"
 
