@@ -1,4 +1,4 @@
-"""What the placer remembers of each request: its shards, its gang, how far it is. It decides and sends nothing.
+"""What the dispatcher remembers of each request: its shards, its gang, how far it is. It decides and sends nothing.
 
 Knows no Dask: a shard is a key, a worker a name. A request's gang is formed, runs, and is done or breaks;
 it counts as broken until its last shard has come back.
@@ -6,10 +6,10 @@ it counts as broken until its last shard has come back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from cluster.events import Key, TaskPhase
 from spotlight.plan.placement import Running, Waiting
 from spotlight.records import Pool
 
@@ -29,12 +29,19 @@ class GangState:
     widths: tuple[int, ...]
     windowed: bool = False
     """A rollout that training waits for: reserved workers take it while their window is open."""
-    keys: list[Any] = field(default_factory=list)
+    keys: list[Key] = field(default_factory=list)
     """By shard."""
     epoch: int = 0
     """Formings so far."""
-    members: dict[Any, str] = field(default_factory=dict)
-    """Worker of each shard at work, by its key."""
+    states: dict[Key, TaskPhase] = field(default_factory=dict)
+    """Of each shard, what Dask says of its task."""
+    members: dict[Key, str] = field(default_factory=dict)
+    """Address of the worker of each shard at work, by its key."""
+    names: dict[str, str] = field(default_factory=dict)
+    """Name of each of these workers, by address."""
+    pool: Pool = "spot"
+    """Of the present forming, or of the last, as is its node."""
+    node: str = ""
     width: int = 0
     """Of the present forming, or of the last."""
     breaking: bool = False
@@ -57,16 +64,34 @@ class GangState:
     repeated_s: float = 0.0
     """When it came to the last step that another forming had come to before; 0 where there was none."""
 
-    def shard(self, key: Any) -> int:
+    def shard(self, key: Key) -> int:
         return self.keys.index(key)
 
-    def form(self, members: dict[Any, str]) -> None:
-        """Begin a new forming."""
+    @property
+    def gated(self) -> list[Key]:
+        """Its shards behind the gate, if all that are not done are there or at work; nobody wants a released one."""
+        if "waiting" in self.states.values():
+            return []
+        return [key for key in self.keys if self.states[key] == "gated"]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the shard that answers for all has ended, or nobody wants its answer."""
+        return self.states[self.keys[0]] in ("memory", "erred", "released")
+
+    def form(self, members: Mapping[Key, str], names: Mapping[str, str], pool: Pool, node: str) -> None:
+        """Begin a new forming, of workers of one node."""
         self.epoch += 1
-        self.members, self.width, self.held = members, len(members), ()
+        self.members, self.names, self.pool, self.node = dict(members), dict(names), pool, node
+        self.width, self.held = len(members), ()
         self.breaking = self.planned = False
         self.step = self.resumed_at = 0
         self.started_s = self.stepped_s = self.repeated_s = 0.0
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Names of the workers at work on it, by rank."""
+        return tuple(self.names[address] for address in self.members.values())
 
     def begin(self, step: int, steps: int, now_s: float) -> None:
         """The first rank found where to go on."""
@@ -108,27 +133,22 @@ class GangState:
             held=self.held,
         )
 
-    def running(self, pool: Pool, node: str, slots: int, now_s: float) -> Running:
+    def running(self, slots: int, now_s: float) -> Running:
         """As the policy sees it at work."""
         done = self.step - self.resumed_at
         pace_s = (now_s - self.started_s) / done if done else 0.0
         return Running(
             id=self.name,
-            workers=tuple(self.members.values()),
-            pool=pool,
-            node=node,
+            workers=self.workers,
+            pool=self.pool,
+            node=self.node,
             widths=self.widths,
             slots=slots,
             remaining_s=pace_s * (self.steps - self.step),
         )
 
 
-def gang_of(key: Any, shards: int) -> str:
+def gang_of(key: Key, shards: int) -> str:
     """Name of the request that a shard's key belongs to; shards of one request have neighbouring numbers."""
     layer, index = key
     return f"{layer}/{index // shards}"
-
-
-def members_of(keys: Sequence[Any], workers: Sequence[str]) -> dict[Any, str]:
-    """The first shards that wait, one a worker, in the order of ranks."""
-    return dict(zip(keys, workers, strict=False))

@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
+from spotlight.clock import wall_clock
 from spotlight.records import SpotlightError
 
 GRACE_S = 30.0
@@ -108,7 +108,7 @@ class Signalled:
         asyncio.get_running_loop().add_signal_handler(self.signal, arrived.set)
         await arrived.wait()
         name = self.signal.name
-        return Notice(source=name.lower(), reason=f"{name} arrived", deadline_s=time.time() + self.grace_s)
+        return Notice(source=name.lower(), reason=f"{name} arrived", deadline_s=wall_clock() + self.grace_s)
 
 
 class Asked(Protocol):
@@ -155,7 +155,7 @@ class WatchedFile:
             said = {}
         deadline_s = said.get("deadline_s")
         if not isinstance(deadline_s, float) or not math.isfinite(deadline_s):
-            deadline_s = time.time() + self.grace_s
+            deadline_s = wall_clock() + self.grace_s
         return Notice(source="file", reason=str(said.get("reason", f"{self.path} appeared")), deadline_s=deadline_s)
 
 
@@ -207,7 +207,7 @@ class Gcp:
         self.etag = answer.headers.get("ETag", "NONE")
         if not preempted:
             return None
-        return Notice(source="gcp", reason="instance/preempted is TRUE", deadline_s=time.time() + self.grace_s)
+        return Notice(source="gcp", reason="instance/preempted is TRUE", deadline_s=wall_clock() + self.grace_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +305,7 @@ class _Received:
 
 def _not_before_s(text: str) -> float:
     """RFC 1123 time; empty where the event has already begun, so that no time is left."""
-    return _unix_s(parsedate_to_datetime(text)) if text else time.time()
+    return _unix_s(parsedate_to_datetime(text)) if text else wall_clock()
 
 
 def _unix_s(moment: datetime) -> float:

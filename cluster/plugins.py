@@ -1,14 +1,13 @@
-"""Dask's events into `spotlight.plan.placement`, its launches back into Dask. The only user of Dask's internals.
+"""Dask's events into the dispatcher, its instructions back into Dask. The only user of Dask's internals.
 
-`Placer` runs on the scheduler's event loop. It uses, of the scheduler: ``tasks``, ``running``, ``workers``,
+`DispatchPlugin` runs on the scheduler's event loop. It uses, of the scheduler: ``tasks``, ``running``, ``workers``,
 ``handlers``, ``stream_handlers``, ``loop``, ``set_restrictions``, ``transitions``, ``remove_worker`` and ``send_all``;
-of a task: ``state``, ``resource_restrictions``, ``worker_restrictions``, ``processing_on`` and ``suspicious``; of a
-worker: ``address``, ``name``, ``processing``, ``resources`` and ``last_seen``. `ControlPlugin` uses a
-worker's ``stream_handlers``.
+of a task: ``state``, ``key``, ``resource_restrictions``, ``worker_restrictions``, ``processing_on`` and ``suspicious``;
+of a worker: ``address``, ``name``, ``processing``, ``resources`` and ``last_seen``. `ControlPlugin` uses a worker's
+``stream_handlers``. It decides nothing.
 
-Invariants: a gated task is in Dask's state "no-worker" until a launch names its worker; the shards of a gang are
-launched in one transition or not at all; a worker gets one task at a time; a lost worker's tasks go back
-behind the gate, and are never counted as failures.
+Invariants: a gated task is in Dask's state "no-worker" until an instruction names its worker; the shards of a gang are
+launched in one transition; a lost worker's tasks go back behind the gate, and are never counted as failures.
 
 A launch and what it says to a shard travel in the same ordered stream, so a task finds its
 placement on the worker when it starts.
@@ -16,24 +15,50 @@ placement on the worker when it starts.
 
 from __future__ import annotations
 
-import time
-from bisect import insort
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from math import inf
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin, Worker, WorkerPlugin
+from distributed.scheduler import WorkerState
 from tornado.ioloop import PeriodicCallback
 
-from cluster.gangs import GATED, GangState, gang_of, members_of
-from cluster.journal import Journal, Label
+from cluster.dispatch import Dispatch, Rules, Snapshot
+from cluster.events import (
+    CallOff,
+    CloseExploration,
+    CloseGate,
+    Dismiss,
+    EngineLost,
+    Event,
+    Evict,
+    GangBeat,
+    GraphCame,
+    Instruction,
+    Key,
+    Launch,
+    Layer,
+    Regroup,
+    StopAsked,
+    StopWork,
+    TaskChanged,
+    TaskPhase,
+    TimePassed,
+    Train,
+    Wake,
+    WeightsHeld,
+    WindowChanged,
+    Work,
+    WorkerAvailable,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerNoticed,
+    WorkerPool,
+    WorkerSilent,
+)
+from spotlight.clock import Clock, wall_clock
 from spotlight.device.signals import signals
-from spotlight.plan.offload import Sides, Turn, turn
-from spotlight.plan.placement import Idle, Running, View, Waiting, plan, widen
-from spotlight.plan.replay import PlacementLog, turn_row
-from spotlight.records import Placement, Pool, Surplus
+from spotlight.records import Placement, Surplus
 
 ORDER, PLACE = "spotlight-order", "spotlight-place"
 """To workers: an order for the work in flight; where a shard runs."""
@@ -41,481 +66,284 @@ BEAT, LOST_ENGINE, NOTICE = "spotlight-beat", "spotlight-lost-engine", "spotligh
 """From workers: how far a gang is; the engine process died; the machine will be taken away."""
 HOLDS = "spotlight-holds"
 """From workers: a file of weights is on their node now."""
-MOST_HOLDERS = 3
-"""Told to a node that lacks a file: the others are surplus, should the first be lost in the middle of it."""
 WATCH_S = 0.5
-LATE_S = 0.01
-"""A timer for the end of a window rings so much after it, so that the window is over when it is looked at."""
+PAUSE_S = 2.0
+"""A look at the workers that comes so much too late says that this process was paused, and they may have been too."""
 GATE = {"gate": 1}
+STATES: dict[str, TaskPhase] = {
+    "waiting": "waiting",
+    "queued": "waiting",
+    "no-worker": "gated",
+    "processing": "processing",
+    "memory": "memory",
+    "erred": "erred",
+    "released": "released",
+    "forgotten": "forgotten",
+}
+"""Dask's names of a task's states to ours."""
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutWindow:
-    """How long reserved workers roll out, from when an iteration's graph came."""
-
-    began_s: float
-    """On the monotonic clock."""
-    window_s: float
-    pools: tuple[Pool, ...]
-
-
-class Placer(SchedulerPlugin):
-    """Opens the gate: whenever anything changes, asks `plan` and launches what it says.
+class DispatchPlugin(SchedulerPlugin):
+    """Translates: tells a `Dispatch` what happens on the scheduler, and does what it says.
 
     Args:
-        widens: whether a gang at work forms anew when idle workers could make it wider; it then resumes its steps.
-        moves: whether a rollout at work on reserved workers goes on elsewhere, from its last step, once their window is
-            over.
+        run: name of the run, which signals to workers carry.
+        rules: of its dispatcher.
         rendezvous: address of the store where ranks meet; None if no gang is wider than 1.
         evict: is given the name of a worker that hangs, to end its process.
+        clock: in seconds since 1970, as workers have it.
     """
 
-    name = "spotlight-placer"
+    name = "spotlight-dispatch"
 
     def __init__(
         self,
         run: str,
+        rules: Rules,
         *,
-        close_with_training: bool,
-        hang_after_s: float = 60.0,
-        quarantine_after: int = 5,
-        widens: bool = True,
-        moves: bool = True,
         rendezvous: tuple[str, int] | None = None,
         evict: Callable[[str], None] = lambda name: None,
+        clock: Clock = wall_clock,
     ) -> None:
         self._run = run
-        self._close_with_training = close_with_training
-        self._hang_after_s, self._quarantine_after, self._widens, self._moves = (
-            hang_after_s,
-            quarantine_after,
-            widens,
-            moves,
-        )
-        self._rendezvous, self._evict = rendezvous, evict
-        self._labels: dict[Any, Label] = {}
-        self._gangs: dict[str, GangState] = {}
-        self._gang_of: dict[Any, GangState] = {}
-        self._parts: dict[Any, None] = {}
-        """Training, part by part."""
-        self._trainer = ""
-        """The worker that had the last part: it holds the gradient."""
-        self._window = RolloutWindow(began_s=0.0, window_s=inf, pools=())
-        self._turn: Turn | None = None
-        self._trained = -1
-        self._pumping = self._stopping = False
-        self._order = 0
-        self._running: dict[Any, tuple[str, float]] = {}
-        self._journal = Journal()
-        self._nodes: dict[str, str] = {}
-        self._addresses: dict[str, str] = {}
-        """Of the workers that are alive, by name."""
-        self._holders: dict[str, dict[str, None]] = {}
-        """Of each file of weights, by hash, the workers whose nodes have it, the latest last."""
-        self._leaving: set[str] = set()
-        """Names of workers under notice, until another takes the name."""
-        self._hung: set[str] = set()
-        self._placements = PlacementLog()
+        self._dispatch = Dispatch(rules)
+        self._rendezvous, self._evict, self._clock = rendezvous, evict, clock
+        self._deciding = False
+        self._unavailable: set[str] = set()
+        """Addresses of workers that the dispatcher was told take no tasks."""
+        self._evicting: list[Evict] = []
+        self._hang_after_s = rules.hang_after_s
+        self._watched_s = clock()
+        self._heard: dict[str, tuple[float, float]] = {}
+        """Of each worker, when Dask heard of it last by the system's clock, and when that was seen by ours."""
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         scheduler.handlers.update(spotlight_status=self.status, spotlight_stop=self.stop)
-        scheduler.handlers["spotlight_drain"] = self._journal.drain
-        scheduler.handlers["spotlight_holders"] = self.holders
+        scheduler.handlers["spotlight_drain"] = self._dispatch.drain
+        scheduler.handlers["spotlight_holders"] = self._dispatch.holders
         heard = ((BEAT, self._beat), (LOST_ENGINE, self._lost_engine), (NOTICE, self._notice), (HOLDS, self._holds))
         scheduler.stream_handlers.update(heard)
-        PeriodicCallback(self._watch, WATCH_S * 1000).start()
+        self._watching = PeriodicCallback(self._watch, WATCH_S * 1000)
+        self._watching.start()
 
-    # What happened
+    async def close(self) -> None:
+        self._watching.stop()
+
+    # Dask's events
 
     def update_graph(self, scheduler: Scheduler, *, annotations: dict[str, dict[Any, Any]], **_: Any) -> None:
-        shards, widths = annotations.get("shards", {}), annotations.get("widths", {})
-        pools, windows = annotations.get("pool", {}), annotations.get("window_s", {})
-        for key in sorted(pools, key=lambda key: (len(key[0]), key)):  # rounds and requests in the order of numbers
-            pool = pools[key]
-            label = Label(pool, annotations["phase"][key], annotations["iteration"][key])
-            self._labels[key] = label
-            if pool in GATED:
-                gang = self._gang(gang_of(key, shards.get(key, 1)), label, tuple(widths.get(key, (1,))))
-                insort(gang.keys, key)
-                self._gang_of[key] = gang
-                if gang.windowed:
-                    self._window = RolloutWindow(time.monotonic(), windows.get(key, inf), gang.pools)
-            elif pool == "training":
-                self._parts[key] = None
-        if self._window.window_s < inf:
-            scheduler.loop.call_later(self._window.window_s + LATE_S, self._schedule_pump)
-        self._schedule_pump()
-
-    def _gang(self, name: str, label: Label, widths: tuple[int, ...]) -> GangState:
-        if name not in self._gangs:
-            self._order += 1
-            self._gangs[name] = GangState(
-                name=name,
-                iteration=label.iteration,
-                exploring=label.phase.startswith("explore"),
-                pools=GATED[label.pool],
-                order=self._order,
-                widths=widths,
-                windowed=label.phase == "rollout",
-            )
-        return self._gangs[name]
+        layers: dict[str, list[Key]] = {}
+        for key in annotations.get("pool", {}):
+            layers.setdefault(key[0], []).append(key)
+        self._tell(GraphCame(at_s=self._clock(), layers=tuple(_layer(keys, annotations) for keys in layers.values())))
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, stimulus_id: str, **facts: Any) -> None:
-        label, gang = self._labels.get(key), self._gang_of.get(key)
-        if label is None:
+        if not self._dispatch.knows(key):
             return
-        if finish == "processing":
-            worker = self._scheduler.tasks[key].processing_on
-            if worker is not None:
-                self._running[key] = (worker.address, time.time())
-        elif start == "processing":
-            address, started_s = self._running.pop(key, ("", 0.0))
-            if finish in ("memory", "erred"):
-                self._journal.ended(key, label, gang, facts, failed=finish == "erred")
-            elif address in self._journal.lives:
-                agreed = gang and gang.planned and address in self._addresses.values()
-                outcome = "stopped" if agreed else "lost"
-                self._journal.span(key, label, gang, address, started_s, time.time(), outcome)
-            if gang:
-                self._came_back(gang, key, done=finish in ("memory", "erred"))
-        if (gang or key in self._parts) and finish == "released":
-            self._close_gate(key)
-        if finish == "memory" and key in self._parts and key == max(part for part in self._parts if part[0] == key[0]):
-            self._training_ended(label.iteration)
-        if finish == "forgotten":
-            self._forget(key)
-        self._schedule_pump()
-
-    def _forget(self, key: Any) -> None:
-        del self._labels[key]
-        self._parts.pop(key, None)
-        gang = self._gang_of.pop(key, None)
-        if gang:
-            self._gangs.pop(gang.name, None)
+        task, worker = self._scheduler.tasks.get(key), ""
+        if finish == "processing" and task is not None and task.processing_on is not None:
+            worker = task.processing_on.address
+        work = _work(facts) if start == "processing" and finish in ("memory", "erred") else None
+        self._tell(TaskChanged(at_s=self._clock(), key=key, state=STATES[finish], worker=worker, work=work))
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         state = scheduler.workers[worker]
-        pool = next((pool for pool in ("reserved", "spot") if pool in state.resources), None)
+        pools: tuple[WorkerPool, ...] = ("reserved", "spot", "head")
+        pool = next((pool for pool in pools if pool in state.resources), None)
         if pool:
             node = next((name for name in state.resources if name.startswith("node:")), "")
-            self._nodes[worker], self._addresses[str(state.name)] = node, worker
-            self._leaving.discard(str(state.name))
-            self._journal.joined(worker, str(state.name), pool)
-            self._schedule_pump()
-
-    def remove_worker(self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **_: Any) -> None:
-        life = self._journal.lives.get(worker)
-        if life is None:
-            return
-        reason = "end" if self._stopping else "left" if life.worker in self._leaving else "lost"
-        self._journal.left(worker, reason)
-        self._schedule_pump()
+            self._tell(WorkerJoined(at_s=self._clock(), address=worker, name=str(state.name), pool=pool, node=node))
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Before a lost worker's tasks are moved: note that it is gone, and that its loss is no fault of theirs."""
+        """Before a lost worker's tasks are moved: tell that it is gone; its loss is no fault of theirs."""
         if topic == "all" and isinstance(msg, dict) and msg.get("action") == "remove-worker":
-            for holders in self._holders.values():
-                holders.pop(msg["worker"], None)
-            life = self._journal.lives.get(msg["worker"])
-            if life and self._addresses.get(life.worker) == msg["worker"]:
-                del self._addresses[life.worker]
-                if msg.get("expected") and msg["worker"] not in self._hung:
-                    self._leaving.add(life.worker)  # its notice may still be on its way, in another stream
+            self._unavailable.discard(msg["worker"])
+            self._heard.pop(msg["worker"], None)
+            self._tell(WorkerLeft(at_s=self._clock(), address=msg["worker"], expected=bool(msg.get("expected"))))
             for key in msg.get("processing-tasks", ()):
                 if key in self._scheduler.tasks:
                     self._scheduler.tasks[key].suspicious = 0
 
-    # Gangs
-
-    def _came_back(self, gang: GangState, key: Any, *, done: bool) -> None:
-        """A shard is done, or its worker is gone, or it was sent back at a step boundary."""
-        worker = gang.members.pop(key, None)
-        if done or worker is None:
-            return
-        alive = worker in self._addresses
-        if not gang.breaking:
-            self._break(gang, lost="" if alive else worker)
-        if alive:
-            gang.held = (*gang.held, worker)
-
-    def _break(self, gang: GangState, *, lost: str) -> None:
-        """The present forming is over: its other members are to leave."""
-        gang.breaking = True
-        planned = gang.planned or self._stopping or not self._leaving.isdisjoint((lost, *gang.members.values()))
-        self._journal.event("leaves" if planned else "broken", gang=gang, lost=lost)
-        if not planned:
-            gang.lose()
-        for worker in gang.members.values():  # after a leave that was agreed on they have ended, and hear it in vain
-            self._order_gang("call_off", gang, worker)
-
-    def _order_gang(self, order: str, gang: GangState, worker: str) -> None:
-        facts = {"gang": gang.name, "epoch": gang.epoch}
-        self._send(self._addresses.get(worker), {"op": ORDER, "order": order, "facts": facts})
-
     def _beat(self, gang: str, epoch: int, step: int, steps: int, resumed: bool, **_: Any) -> None:
-        """The first rank tells where its gang is."""
-        known = self._gangs.get(gang)
-        if known is None or known.epoch != epoch:
-            return
-        if resumed:
-            known.begin(step, steps, time.time())
-            self._journal.gang_event("resumed", known)
-            return
-        first = known.step == known.resumed_at
-        known.advance(step, time.time())
-        if first:
-            self._journal.gang_event("stepped", known)
-            self._schedule_pump()
+        self._tell(GangBeat(at_s=self._clock(), gang=gang, epoch=epoch, step=step, steps=steps, resumed=resumed))
 
     def _lost_engine(self, worker: str, gang: str, reason: str, **_: Any) -> None:
-        known = self._gangs.get(gang)
-        self._journal.event("engine lost", gang=known, worker=worker, reason=reason)
+        self._tell(EngineLost(at_s=self._clock(), worker=worker, gang=gang, reason=reason))
 
     def _notice(self, worker: str, reason: str, **_: Any) -> None:
-        """The worker's machine will be taken away: it gets no more work."""
-        life = self._journal.lives.get(worker)
-        if life:
-            self._leaving.add(life.worker)
-            self._journal.event("notice", worker=life.worker, reason=reason)
+        self._tell(WorkerNoticed(at_s=self._clock(), address=worker, reason=reason))
 
     def _holds(self, worker: str, sha256: str, **_: Any) -> None:
-        self._holders.setdefault(sha256, {})[worker] = None
+        self._tell(WeightsHeld(at_s=self._clock(), address=worker, sha256=sha256))
 
-    # What follows
+    def _tell(self, event: Event) -> None:
+        self._do(self._dispatch.handle(event))
+        if not isinstance(event, TimePassed):
+            self.schedule_decision()
 
-    def _schedule_pump(self) -> None:
-        if not self._pumping:
-            self._pumping = True
-            self._scheduler.loop.add_callback(self._pump)
+    def schedule_decision(self) -> None:
+        """Have the dispatcher decide once all that happens now is told."""
+        if not self._deciding:
+            self._deciding = True
+            self._scheduler.loop.add_callback(self._decide)
 
-    def _pump(self) -> None:
-        self._pumping = False
-        if self._stopping:
-            return
-        waiting, parked = [], {}
-        for gang in list(self._gangs.values()):
-            keys = self._parked(gang)
-            if not keys:
-                continue
-            if self._is_over(gang):
-                for key in keys:
-                    self._dismiss(gang, key)
-            elif not gang.members:
-                waiting.append(gang.waiting(len(keys)))
-                parked[gang.name] = keys
-        turned = self._take_turns()
-        self._train_on(turned)
-        waiting = [self._pools_now(self._gangs[one.id], one, turned) for one in waiting]
-        view = View(
-            idle=tuple(self._idle()),
-            waiting=tuple(waiting),
-            running=tuple(self._at_work()),
-            nodes=Counter(self._nodes[address] for address in self._addresses.values()),
-        )
-        launches = plan(view)
-        widened = widen(view) if self._widens and not waiting else []
-        if launches or widened:
-            self._journal.decisions.append(self._placements.row(view, launches, widened))
-        for launch in launches:
-            self._launch(self._gangs[launch.request], parked[launch.request], launch.workers)
-        for name in widened:
-            self._regroup(self._gangs[name], "regroup")
+    def _decide(self) -> None:
+        self._deciding = False
+        self._tell_availability()
+        self._tell(TimePassed(at_s=self._clock()))
 
-    def _take_turns(self) -> Turn:
-        """Whether reserved workers roll out or train now; what they should no longer roll out goes elsewhere."""
-        windowed = [gang for gang in self._gangs.values() if gang.windowed]
-        rolling = [gang for gang in windowed if "reserved" in {self._pool_of(name) for name in gang.members.values()}]
-        sides = Sides(
-            pools=self._window.pools,
-            elapsed_s=time.monotonic() - self._window.began_s,
-            window_s=self._window.window_s,
-            spot=self._spot_for(min((gang.widths[0] for gang in windowed), default=1)),
-            waiting=sum((gang.breaking or not gang.members) and not self._is_over(gang) for gang in windowed),
-            rolling=sum(len(gang.members) for gang in rolling),
-        )
-        turned = turn(sides)
-        if windowed and turned != self._turn:
-            self._turn = turned
-            self._journal.decisions.append(turn_row(sides, turned))
-        if "reserved" not in turned.pools and self._moves:
-            for gang in rolling:
-                if not (gang.breaking or gang.planned):
-                    self._regroup(gang, "moves")
-        return turned
+    def _tell_availability(self) -> None:
+        """Dask tells plugins of no change in a worker's status, nor of tasks that are not ours."""
+        for address, state in self._scheduler.workers.items():
+            available = state in self._scheduler.running and not self._has_foreign_tasks(state)
+            if available == (address in self._unavailable):
+                (self._unavailable.discard if available else self._unavailable.add)(address)
+                event = WorkerAvailable(at_s=self._clock(), address=address, available=available)
+                self._do(self._dispatch.handle(event))
 
-    def _spot_for(self, width: int) -> int:
-        """Spot workers that stay, on machines where there are enough of them for a gang."""
-        names = [name for name in self._addresses if self._pool_of(name) == "spot" and name not in self._leaving]
-        machines = Counter(self._nodes[self._addresses[name]] for name in names)
-        return sum(count for count in machines.values() if count >= width)
+    def _has_foreign_tasks(self, state: WorkerState) -> bool:
+        return any(not self._dispatch.knows(task.key) for task in state.processing)
 
-    def _pool_of(self, worker: str) -> str:
-        return self._journal.pool(self._addresses[worker]) if worker in self._addresses else ""
+    async def _watch(self) -> None:
+        """Tell of workers that have not been heard of; their engines are watched by themselves."""
+        now_s = self._clock()
+        paused_s = max(0.0, now_s - self._watched_s - WATCH_S)
+        self._watched_s = now_s
+        for address, state in list(self._scheduler.workers.items()):
+            heard = self._heard.get(address)
+            if heard is None or heard[0] != state.last_seen:
+                self._heard[address] = heard = (state.last_seen, now_s)
+            elif paused_s > PAUSE_S:  # this process was: for so long it could hear of nobody
+                self._heard[address] = heard = (heard[0], heard[1] + paused_s)
+            if now_s - heard[1] > self._hang_after_s:
+                self._tell(WorkerSilent(at_s=now_s, address=address, silent_s=now_s - heard[1]))
+        evicting, self._evicting = self._evicting, []
+        for hung in evicting:
+            stimulus = "spotlight-watch"
+            await self._scheduler.remove_worker(hung.address, stimulus_id=stimulus, expected=True, close=True)
+            self._evict(hung.name)
 
-    def _train_on(self, turned: Turn) -> None:
-        """Let the next part of training go, if it is ready, to the worker that had the one before, if it is free."""
-        ready = [key for key in self._parts if self._scheduler.tasks[key].state == "no-worker"]
-        free = [idle.worker for idle in self._idle() if idle.pool == "reserved"]
-        if ready and free and turned.train:
-            self._trainer = self._trainer if self._trainer in free else min(free)
-            self._open_gate(min(ready), self._addresses[self._trainer], "reserved")
+    # The dispatcher's instructions
 
-    def _parked(self, gang: GangState) -> list[Any]:
-        """Its shards behind the gate, if all that are not done are there or at work; nobody wants a released one."""
-        states = {key: self._scheduler.tasks[key].state for key in gang.keys if key in self._scheduler.tasks}
-        if "waiting" in states.values():
-            return []
-        return [key for key, state in states.items() if state == "no-worker"]
+    def _do(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Launch():
+                    self._launch(instruction)
+                case Dismiss():
+                    if instruction.tell is not None:
+                        self._place(instruction.address, instruction.gang, instruction.shard, instruction.tell)
+                    self._open_gate(instruction.key, instruction.address, "head")
+                case Train():
+                    self._open_gate(instruction.key, instruction.address, "reserved")
+                case CallOff():
+                    self._order(instruction.address, "call_off", gang=instruction.gang, epoch=instruction.epoch)
+                case Regroup():
+                    self._order(instruction.address, "regroup", gang=instruction.gang, epoch=instruction.epoch)
+                case CloseExploration():
+                    self._order_all("close_exploration", iteration=instruction.iteration)
+                case StopWork():
+                    self._order_all("stop")
+                case CloseGate():
+                    self._close_gate(instruction.key)
+                case Evict():
+                    self._evicting.append(instruction)
+                case Wake():
+                    wait_s = max(0.0, instruction.at_s - self._clock())
+                    self._scheduler.loop.call_later(wait_s, self.schedule_decision)
 
-    def _is_over(self, gang: GangState) -> bool:
-        """Whether what is behind the gate has nothing to do any more: done, called off, or set aside."""
-        first = self._scheduler.tasks.get(gang.keys[0])
-        done = first is not None and first.state in ("memory", "erred", "released")
-        return done or gang.fruitless >= self._quarantine_after or self._called_off(gang)
-
-    def _called_off(self, gang: GangState) -> bool:
-        closed = self._close_with_training and gang.iteration <= self._trained + 1
-        return closed and gang.exploring and self._trained >= 0
-
-    def _dismiss(self, gang: GangState, key: Any) -> None:
-        """Run a shard that has nothing to do where it costs nothing."""
-        aside = gang.fruitless >= self._quarantine_after and key == gang.keys[0]
-        if aside:
-            self._journal.event("quarantined", gang=gang)
-        elif self._called_off(gang) and key == gang.keys[0]:
-            self._open_gate(key, self._head(), "head")  # it sees by itself that it is called off
-            return
-        self._place(self._head(), gang, key, gang.preemptions if aside else Surplus())
-        self._open_gate(key, self._head(), "head")
-
-    def _idle(self) -> Iterator[Idle]:
-        for state in self._scheduler.running:
-            life = self._journal.lives.get(state.address)
-            if life and not state.processing and life.worker not in self._leaving:
-                yield Idle(worker=life.worker, pool=self._journal.pool(state.address), node=self._nodes[state.address])
-
-    def _at_work(self) -> Iterator[Running]:
-        now_s = time.time()
-        for gang in self._gangs.values():
-            if gang.members and max(gang.widths) > gang.width and not (gang.breaking or gang.planned):
-                address = self._addresses.get(next(iter(gang.members.values())))
-                if address:
-                    slots = len(gang.members) + len(self._parked(gang))
-                    yield gang.running(self._journal.pool(address), self._nodes[address], slots, now_s)
-
-    def _pools_now(self, gang: GangState, waiting: Waiting, turned: Turn) -> Waiting:
-        """Rollouts run where it is their turn; once training has ended, reserved workers help with exploration."""
-        if gang.windowed and "reserved" in gang.pools and "reserved" not in turned.pools:
-            return replace(waiting, pools=("spot",), held=())
-        helped = gang.exploring and gang.iteration <= self._trained + 1
-        return replace(waiting, pools=("spot", "reserved")) if helped else waiting
-
-    def _head(self) -> str:
-        return next(state.address for state in self._scheduler.running if "head" in state.resources)
-
-    def _launch(self, gang: GangState, parked: list[Any], workers: tuple[str, ...]) -> None:
+    def _launch(self, launch: Launch) -> None:
         """Admit a whole gang, in one transition."""
-        members = members_of(parked, workers)
-        gang.form(members)
-        for rank, (key, worker) in enumerate(members.items()):
-            placement = Placement(
-                gang=gang.name,
-                epoch=gang.epoch,
-                rank=rank,
-                width=len(members),
-                rendezvous=self._rendezvous if len(members) > 1 else None,
-            )
-            self._place(self._addresses[worker], gang, key, placement)
-            self._restrict(key, self._addresses[worker], "engine")
-        self._journal.gang_event("formed", gang)
-        self._scheduler.transitions(dict.fromkeys(members, "processing"), stimulus_id=f"spotlight-{gang.name}")
+        for member in launch.members:
+            place = replace(member.place, rendezvous=self._rendezvous) if len(launch.members) > 1 else member.place
+            self._place(member.address, launch.gang, member.shard, place)
+            self._restrict(member.key, member.address, "engine")
+        keys = [member.key for member in launch.members]
+        self._scheduler.transitions(dict.fromkeys(keys, "processing"), stimulus_id=f"spotlight-{launch.gang}")
 
-    def _regroup(self, gang: GangState, why: str) -> None:
-        """Have a gang form anew at its next step boundary: wider, or elsewhere."""
-        gang.planned = True
-        self._journal.event(why, gang=gang)
-        for worker in gang.members.values():
-            self._order_gang("regroup", gang, worker)
-
-    def _open_gate(self, key: Any, address: str, resource: str) -> None:
+    def _open_gate(self, key: Key, address: str, resource: str) -> None:
         self._restrict(key, address, resource)
-        self._scheduler.transitions({key: "processing"}, stimulus_id=f"spotlight-dismiss-{time.time()}")
+        self._scheduler.transitions({key: "processing"}, stimulus_id=f"spotlight-open-{self._clock()}")
 
-    def _restrict(self, key: Any, address: str, resource: str) -> None:
+    def _restrict(self, key: Key, address: str, resource: str) -> None:
         self._scheduler.tasks[key].resource_restrictions = {resource: 1}
         self._scheduler.set_restrictions({key: {address}})
 
-    def _close_gate(self, key: Any) -> None:
+    def _close_gate(self, key: Key) -> None:
         task = self._scheduler.tasks.get(key)
         if task is not None:
             task.resource_restrictions, task.worker_restrictions = dict(GATE), None
 
-    def _training_ended(self, iteration: int) -> None:
-        self._trained = max(self._trained, iteration)
-        if self._close_with_training:
-            self._tell("close_exploration", run=self._run, iteration=iteration + 1)
-
-    def _tell(self, order: str, **facts: Any) -> None:
+    def _order_all(self, order: str, **facts: Any) -> None:
         for address in self._scheduler.workers:
-            self._send(address, {"op": ORDER, "order": order, "facts": facts})
+            self._order(address, order, run=self._run, **facts)
 
-    def _place(self, address: str, gang: GangState, key: Any, what: Placement | Surplus | int) -> None:
+    def _order(self, address: str, order: str, **facts: Any) -> None:
+        self._send(address, {"op": ORDER, "order": order, "facts": facts})
+
+    def _place(self, address: str, gang: str, shard: int, what: Placement | Surplus | int) -> None:
         value = asdict(what) if isinstance(what, Placement) else None if isinstance(what, Surplus) else what
-        self._send(address, {"op": PLACE, "gang": gang.name, "shard": gang.shard(key), "value": value})
+        self._send(address, {"op": PLACE, "gang": gang, "shard": shard, "value": value})
 
-    def _send(self, address: str | None, message: dict[str, Any]) -> None:
+    def _send(self, address: str, message: dict[str, Any]) -> None:
         if address in self._scheduler.workers:
             self._scheduler.send_all({}, {address: [message]})
-
-    async def _watch(self) -> None:
-        """Remove workers that run something and have not been heard of; their engines are watched by themselves."""
-        now_s = time.time()
-        for address in {address for address, _ in self._running.values()}:
-            state, life = self._scheduler.workers.get(address), self._journal.lives.get(address)
-            if state is not None and life and now_s - state.last_seen > self._hang_after_s:
-                self._journal.event("hung", worker=life.worker)
-                self._hung.add(address)
-                await self._scheduler.remove_worker(address, stimulus_id="spotlight-watch", expected=True, close=True)
-                self._evict(life.worker)
-
-    # What workers ask
-
-    def holders(self, sha256: str) -> list[str]:
-        """Workers, one a node, whose nodes hold a file of weights; the latest to get it first: it serves fewest."""
-        by_node = {self._nodes[address]: address for address in self._holders.get(sha256, ())}
-        return list(by_node.values())[::-1][:MOST_HOLDERS]
 
     # What the driver asks
 
     def stop(self) -> None:
         """Launch nothing more; what runs ends at its next step boundary."""
-        self._stopping = True
-        self._tell("stop", run=self._run)
+        self._tell(StopAsked(at_s=self._clock()))
+
+    def change_window(self, window_s: float) -> None:
+        """Let reserved workers roll out for so long in this iteration."""
+        self._tell(WindowChanged(at_s=self._clock(), window_s=window_s))
 
     def status(self) -> dict[str, Any]:
         """What is running where, for a display; plain values."""
-        alive = [life for life in self._journal.lives.values() if life.left_s is None]
+        now = self._dispatch.snapshot()
         return {
-            "workers": dict(Counter(life.pool for life in alive)),
-            "running": dict(Counter(self._labels[key].phase for key in self._running)),
-            "waiting": sum(bool(self._parked(gang)) for gang in self._gangs.values() if not gang.members),
-            "waiting_for": sorted(self._missing_pools()),
-            "widths": dict(Counter(gang.width for gang in self._gangs.values() if gang.members)),
-            "preemptions": sum(
-                life.reason in ("lost", "left") and life.pool == "spot" for life in self._journal.lives.values()
-            ),
+            "workers": dict(now.pools),
+            "running": dict(now.running),
+            "waiting": now.waiting,
+            "waiting_for": list(now.waiting_for),
+            "widths": dict(now.widths),
+            "preemptions": now.preemptions,
         }
 
-    def _missing_pools(self) -> set[str]:
-        """Pools that requests wait for, and that have no worker at all now."""
-        alive = {self._journal.pool(address) for address in self._addresses.values()}
-        waiting = [gang for gang in self._gangs.values() if not gang.members and self._parked(gang)]
-        return {pool for gang in waiting if alive.isdisjoint(gang.pools) for pool in gang.pools}
+    def snapshot(self) -> Snapshot:
+        """The dispatcher's state; to be asked for in the scheduler's process."""
+        return self._dispatch.snapshot()
+
+
+def _layer(keys: list[Key], annotations: Mapping[str, Mapping[Key, Any]]) -> Layer:
+    """Tasks of one layer, whose annotations are the same."""
+    first = keys[0]
+    more = {name: annotations[name][first] for name in ("shards", "window_s") if first in annotations.get(name, {})}
+    if first in annotations.get("widths", {}):
+        more["widths"] = tuple(annotations["widths"][first])
+    return Layer(
+        name=first[0],
+        indices=tuple(sorted(index for _, index in keys)),
+        pool=annotations["pool"][first],
+        phase=annotations["phase"][first],
+        iteration=annotations["iteration"][first],
+        **more,
+    )
+
+
+def _work(facts: Mapping[str, Any]) -> Work | None:
+    """What a worker did for a task that has a result or an error, of which Dask tells these facts."""
+    compute = [entry for entry in facts.get("startstops") or () if entry["action"] == "compute"]
+    if not compute:
+        return None
+    dropped = str(facts.get("typename")).endswith(".Dropped")
+    return Work(start_s=compute[0]["start"], stop_s=compute[-1]["stop"], dropped=dropped)
 
 
 class ControlPlugin(WorkerPlugin):
-    """Passes what the `Placer` tells a worker on to the work in its process, and to its engine.
+    """Passes what the dispatcher tells a worker on to the work in its process, and to its engine.
 
     Args:
         pass_on: is given each order and its facts too.

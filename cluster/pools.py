@@ -26,8 +26,9 @@ import dask
 from distributed import Client, Scheduler, SpecCluster, Worker
 from distributed.deploy.spec import ProcessInterface
 
+from cluster.dispatch import Rules, Snapshot
 from cluster.notices import sources
-from cluster.plugins import ControlPlugin, Placer
+from cluster.plugins import ControlPlugin, DispatchPlugin
 from cluster.workers import WorkerSpec, serve, serve_rendezvous, warm_parent
 from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace
@@ -35,10 +36,10 @@ from spotlight.records import SpotlightError
 from spotlight.store.node import shared_root, sweep
 
 DASK_SETTINGS = {
-    "distributed.scheduler.allowed-failures": 1000,  # losing spot workers is normal; see Placer.log_event
-    "distributed.scheduler.work-stealing": False,  # the placer alone moves work
+    "distributed.scheduler.allowed-failures": 1000,  # losing spot workers is normal; see DispatchPlugin.log_event
+    "distributed.scheduler.work-stealing": False,  # the dispatcher alone moves work
     "distributed.scheduler.active-memory-manager.start": False,  # results are small, and each is wanted where it is
-    "distributed.scheduler.worker-ttl": "30s",
+    "distributed.scheduler.worker-ttl": None,  # see DispatchPlugin._watch, which knows a pause from a loss
     "distributed.scheduler.no-workers-timeout": None,  # tasks behind the gate wait as long as it takes
     "distributed.deploy.lost-worker-timeout": "10000h",  # places replace their own workers
     "distributed.worker.profile.enabled": False,
@@ -166,9 +167,9 @@ class Pools:
             stack.enter_context(dask.config.set(DASK_SETTINGS))
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="spotlight-"))
             rendezvous = stack.enter_context(_rendezvous()) if max(config.strategy.widths) > 1 else None
-            placer = _placer(config, run, rendezvous, evict=self._evict)
+            self._plugin = plugin = DispatchPlugin(run, rules_of(config), rendezvous=rendezvous, evict=self._evict)
             roots = stack.enter_context(_node_roots(run, directory))
-            self.cluster = stack.enter_context(_cluster(config, directory, placer, roots))
+            self.cluster = stack.enter_context(_cluster(config, directory, plugin, roots))
             self.client = stack.enter_context(Client(self.cluster))
             self._stack = stack.pop_all()
 
@@ -182,6 +183,15 @@ class Pools:
 
     def status(self) -> dict[str, Any]:
         return self._ask("spotlight_status")
+
+    def snapshot(self) -> Snapshot:
+        """What the dispatcher knows now; the scheduler is in this process."""
+        plugin = self._plugin
+
+        async def ask() -> Snapshot:
+            return plugin.snapshot()
+
+        return self.client.sync(ask)
 
     def drain(self) -> dict[str, Any]:
         return self._ask("spotlight_drain")
@@ -247,16 +257,15 @@ def _rendezvous() -> Iterator[tuple[str, int]]:
         process.join()
 
 
-def _placer(config: Config, run: str, rendezvous: tuple[str, int] | None, *, evict: Callable[[str], None]) -> Placer:
-    return Placer(
-        run,
-        close_with_training=config.strategy.exploration == "stale" and config.exploration.budget == "time",
+def rules_of(config: Config) -> Rules:
+    """What the settings say about dispatching."""
+    strategy = config.strategy
+    return Rules(
+        close_with_training=strategy.exploration == "stale" and config.exploration.budget == "time",
         hang_after_s=config.cluster.hang_after_s,
         quarantine_after=config.cluster.quarantine_after,
-        widens=config.strategy.elastic and config.strategy.on_preemption == "resume",
-        moves=config.strategy.on_preemption == "resume",
-        rendezvous=rendezvous,
-        evict=evict,
+        widens=strategy.elastic and strategy.on_preemption == "resume",
+        moves=strategy.on_preemption == "resume",
     )
 
 
@@ -276,7 +285,7 @@ def _node_roots(run: str, directory: str) -> Iterator[Callable[[str], Path]]:
             sweep(path)
 
 
-def _cluster(config: Config, directory: str, placer: Placer, root: Callable[[str], Path]) -> SpecCluster:
+def _cluster(config: Config, directory: str, plugin: DispatchPlugin, root: Callable[[str], Path]) -> SpecCluster:
     address = {"host": "127.0.0.1", "dashboard_address": f"127.0.0.1:{config.cluster.dashboard_port}"}
     common = {
         "local_directory": directory,
@@ -291,7 +300,7 @@ def _cluster(config: Config, directory: str, placer: Placer, root: Callable[[str
             spec = _spec(pool, section, index, root) | common | {"number": len(places)}
             places[f"{pool}-{index}"] = {"cls": Place, "options": {"spec": spec, "schedule": schedules[index]}}
     return SpecCluster(
-        scheduler={"cls": Scheduler, "options": {**address, "plugins": [placer]}},
+        scheduler={"cls": Scheduler, "options": {**address, "plugins": [plugin]}},
         workers={"head": _head(directory), **places},
     )
 

@@ -29,6 +29,7 @@ from distributed import Reschedule, Status, Worker
 from cluster import peers
 from cluster.notices import Notice, first_notice, sources
 from cluster.plugins import BEAT, HOLDS, LOST_ENGINE, NOTICE, ControlPlugin
+from spotlight.clock import wall_clock
 from spotlight.device.process import Beat, EngineLost, EngineProcess, install
 from spotlight.device.signals import signals
 from spotlight.records import Interrupted, Placement, Request, SpotlightError
@@ -200,7 +201,7 @@ async def _answer(asked: Awaitable[Any]) -> Any:
 
 async def _leave_on_notice(worker: Worker, engine: EngineProcess, spec: WorkerSpec) -> None:
     notice = await first_notice(sources(spec.notices, grace_s=spec.grace_s))
-    last = threading.Timer(max(0.0, notice.deadline_s - time.time()), os._exit, (0,))  # whatever hangs by then
+    last = threading.Timer(max(0.0, notice.deadline_s - wall_clock()), os._exit, (0,))  # whatever hangs by then
     last.daemon = True
     last.start()
     worker.batched_send({"op": NOTICE, "reason": notice.reason})
@@ -208,7 +209,7 @@ async def _leave_on_notice(worker: Worker, engine: EngineProcess, spec: WorkerSp
     engine.tell("leave")
     await _finish(worker, notice)
     with contextlib.suppress(Exception):  # whatever goes wrong, the worker is gone by the deadline
-        async with asyncio.timeout(max(0.0, notice.deadline_s - time.time())):
+        async with asyncio.timeout(max(0.0, notice.deadline_s - wall_clock())):
             await worker.close_gracefully()
     await worker.close(executor_wait=False)
 
@@ -216,5 +217,5 @@ async def _leave_on_notice(worker: Worker, engine: EngineProcess, spec: WorkerSp
 async def _finish(worker: Worker, notice: Notice) -> None:
     """Take no new tasks, and let those in flight come to their step boundary, if there is time."""
     worker.status = Status.paused
-    while worker.state.executing_count and time.time() < notice.deadline_s - CLOSE_MARGIN_S:
+    while worker.state.executing_count and wall_clock() < notice.deadline_s - CLOSE_MARGIN_S:
         await asyncio.sleep(LEAVE_POLL_S)

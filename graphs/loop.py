@@ -7,7 +7,6 @@ before this one counts as finished, so a run that was killed anywhere goes on as
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from math import inf
 from typing import Any, Protocol
@@ -25,6 +24,7 @@ from graphs.iteration import (
     validation_graph,
 )
 from graphs.tasks import RunContext, TrainingSet, whole
+from spotlight.clock import Clock, wall_clock
 from spotlight.config import Config
 from spotlight.plan.bandit import Beliefs, affordable, learn, rank_correlation
 from spotlight.plan.offload import (
@@ -71,7 +71,8 @@ def synchronous(graph: Graph) -> Mapping[str, Any]:
 class Loop:
     """A run's iterations, from where its directory says it is to its end."""
 
-    def __init__(self, run: RunDir, compute: Compute, watch: Watch) -> None:
+    def __init__(self, run: RunDir, compute: Compute, watch: Watch, clock: Clock = wall_clock) -> None:
+        self._clock = clock
         self._run = run
         self._config: Config = run.config()
         self._compute = compute
@@ -99,7 +100,7 @@ class Loop:
 
     def _iterate(self, context: RunContext, k: int, weights: WeightsRef) -> WeightsRef:
         config, run = self._config, self._run
-        started_s = time.time()
+        started_s = self._clock()
         selection = run.selection(k) or self._first_selection(context, k, weights)
         candidates = None
         if config.strategy.exploration == "stale" and k + 1 < config.run.iterations and not run.selection(k + 1):
@@ -108,7 +109,7 @@ class Loop:
                 config, context, k + 1, prompts, weights, beliefs=run.beliefs(k), most=self._affordable()
             )
         self._watch.begin("iterate", k)
-        begun_s = time.time()
+        begun_s = self._clock()
         window_s = self._window_s(k)
         graph = iteration_graph(config, context, selection, weights, candidates, window_s=window_s)
         results = self._compute(graph)
@@ -118,7 +119,7 @@ class Loop:
             run.record_selection(results["selection"])
         beliefs = _learn(run.beliefs(k), selection, training)
         run.record_beliefs(k + 1, beliefs)
-        stopped_s = time.time()
+        stopped_s = self._clock()
         row: dict[str, Any] = {
             "iteration": k,
             "weights_version": after.weights.version,
@@ -208,7 +209,7 @@ class Loop:
                 "score": score,
                 "rewards": rewards,
                 "images": results["images"],
-                "at_s": time.time(),
+                "at_s": self._clock(),
             },
         )
 

@@ -7,10 +7,10 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from spotlight.clock import wall_clock
 from spotlight.records import SpotlightError, Stopped
 from spotlight.store.rundir import SUMMARY, RunDir
 
@@ -124,7 +124,7 @@ def _cost(parsed: argparse.Namespace) -> None:
 
     run = RunDir.open(parsed.run_dir)
     settings = run.config()
-    ledger = Accounts(run, settings).ledger(time.time())
+    ledger = Accounts(run, settings).ledger(wall_clock())
     if not ledger.entries:
         raise SpotlightError(f"{run.path}: no finished task is recorded yet, so there is no account: try again later")
     if parsed.json:

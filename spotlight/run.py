@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spotlight import config as configuration
+from spotlight.clock import wall_clock
 from spotlight.device.signals import signals
 from spotlight.market.trace_files import read_trace
 from spotlight.records import SpotlightError, Stopped
@@ -136,7 +137,7 @@ class Run:
         if self.alive:
             raise SpotlightError(f"{self.directory.path}: this run is already running")
         _check_port(self.config.cluster.dashboard_port)
-        self._began_s = time.time()
+        self._began_s = wall_clock()
         if self._directory is None:
             self._directory = RunDir.create(self.config, self._began_s)
         self._accounts = Accounts(self._directory, self.config)
@@ -181,7 +182,7 @@ class Run:
 
     @property
     def status(self) -> Status:
-        run, now_s = self.directory, time.time()
+        run, now_s = self.directory, wall_clock()
         accounts = self._kept
         history = run.rows(HISTORY)
         measured = history[-1]["measured"] if history else {}
@@ -278,7 +279,7 @@ class Run:
         assert self._pools
         try:
             self._follow()
-            self._kept.close(time.time())
+            self._kept.close(wall_clock())
         finally:
             self._pools.close()
             self._pools = None
@@ -305,8 +306,8 @@ class Run:
     def _end_steps(self) -> None:
         assert self._pools
         self._pools.stop()
-        deadline_s = time.time() + STOP_GRACE_S
-        while self._pools.status()["running"] and time.time() < deadline_s:
+        deadline_s = wall_clock() + STOP_GRACE_S
+        while self._pools.status()["running"] and wall_clock() < deadline_s:
             time.sleep(POLL_S / 5)
         raise Stopped
 
@@ -335,14 +336,14 @@ class Run:
     def _summarise(self) -> None:
         run, accounts = self.directory, self._kept
         history, validation = run.rows(HISTORY), run.rows(VALIDATION)
-        ledger = accounts.ledger(time.time())
+        ledger = accounts.ledger(wall_clock())
         run.write_json(
             SUMMARY,
             {
                 "score_before": validation[0]["score"],
                 "score_after": validation[-1]["score"],
                 "iterations": len(history),
-                "wall_s": time.time() - self._began_s,
+                "wall_s": wall_clock() - self._began_s,
                 "usd": ledger.usd(),
                 "usd_wasted": ledger.usd_wasted,
                 "usd_reserved_only": ledger.usd_reserved_only,

@@ -28,13 +28,13 @@ from spotlight.plan.batching import parts, request_seeds
 from spotlight.plan.offload import (
     Measured,
     Offload,
-    Sides,
-    Turn,
+    PhaseDecision,
+    PhaseView,
     adapt,
+    decide_phase,
     rollout_window_s,
     spare_s,
     spot_worth_renting,
-    turn,
 )
 from spotlight.plan.placement import Waiting
 from spotlight.plan.subset import max_variance_subset, most_varied
@@ -336,11 +336,11 @@ class Run:
             sample_s=job.steps * fleet.step_s(self.scenario, 1, self.widths[0]) + job.score_s,
         )
 
-    def _turn(self) -> Turn:
+    def _turn(self) -> PhaseDecision:
         """Whether reserved GPUs roll out or train now."""
         balance, machines = self.balance, self.machines
-        return turn(
-            Sides(
+        return decide_phase(
+            PhaseView(
                 pools=self.strategy.rollout_pools,
                 elapsed_s=machines.now_s - balance.began_s,
                 window_s=balance.window_s,

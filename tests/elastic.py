@@ -19,15 +19,16 @@ import numpy as np
 from distributed import Scheduler
 from numpy.typing import NDArray
 
-from cluster.plugins import BEAT, Placer
+from cluster.dispatch import Snapshot
+from cluster.plugins import BEAT, DispatchPlugin
 from cluster.pools import Pools
 from graphs import tasks
 from graphs.iteration import Graph, Layers, prepare_graph, rollout_requests, unexplored
 from graphs.tasks import RunContext
 from runs import WAIT_S, settings_file, wait_for
 from spotlight import config as configuration
-from spotlight.market.ledger import span_from_json
-from spotlight.records import Request, Rollout, Span
+from spotlight.market.ledger import life_from_json, span_from_json
+from spotlight.records import Request, Rollout, Span, WorkerLife
 from spotlight.rl.prompts import read_prompts
 from spotlight.store.latents import LatentStore
 from spotlight.store.rundir import RunDir
@@ -48,15 +49,20 @@ class Live:
         self.events: list[dict[str, Any]] = []
         self._spans: list[Span] = []
         spot, reserved = self.config.pools.spot.workers, self.config.pools.reserved.workers
-        wait_for(lambda: len(self.placer._addresses) == spot + reserved)
+        wait_for(lambda: len(self.snapshot().workers) == spot + reserved)
         graph = prepare_graph(str(self.run.path))
         self.context: RunContext = self.pools.client.get(graph.graph, graph.outputs["context"])
 
+    def snapshot(self) -> Snapshot:
+        """The dispatcher's state, taken on the scheduler's event loop."""
+        return self.pools.snapshot()
+
     @property
-    def placer(self) -> Placer:
-        placer = self.scheduler.plugins[Placer.name]
-        assert isinstance(placer, Placer)
-        return placer
+    def plugin(self) -> DispatchPlugin:
+        """In this process."""
+        plugin = self.scheduler.plugins[DispatchPlugin.name]
+        assert isinstance(plugin, DispatchPlugin)
+        return plugin
 
     @property
     def scheduler(self) -> Scheduler:
@@ -101,10 +107,16 @@ class Live:
         layer = f"('rollout-{request.iteration}',"
         return [span for span in self._spans if span.key.startswith(layer)]
 
+    def lives(self) -> list[WorkerLife]:
+        """Of all workers so far."""
+        self._follow()
+        return self._lives
+
     def _follow(self) -> None:
         drained = self.pools.drain()
         self.events += drained["events"]
         self._spans += [span_from_json(row) for row in drained["spans"]]
+        self._lives = [life_from_json(row) for row in drained["workers"]]
 
     def store(self) -> LatentStore:
         return LatentStore(self.run.latents_url)
@@ -125,8 +137,8 @@ class Live:
             report(**facts)
             if facts["step"] >= step and not facts["resumed"] and not reached.is_set():
                 reached.set()
-                gang = self.placer._gangs[facts["gang"]]
-                blow = threading.Thread(target=strike, args=(list(gang.members.values()),))
+                gang = self.plugin.snapshot().gangs[facts["gang"]]
+                blow = threading.Thread(target=strike, args=(list(gang.workers),))
                 blows.append(blow)
                 blow.start()
 
@@ -148,7 +160,7 @@ class Live:
         def listen(**facts: Any) -> None:
             report(**facts)
             if facts["resumed"] == resumed:
-                members = list(self.placer._gangs[facts["gang"]].members.values())
+                members = list(self.plugin.snapshot().gangs[facts["gang"]].workers)
                 threading.Thread(target=strike, args=(members,)).start()
 
         handlers[BEAT] = listen
@@ -160,14 +172,13 @@ class Live:
     def when_formed(self, strike: Callable[[list[str]], None]) -> None:
         """Strike the gang of the last request as soon as it is formed, while its ranks look for each other."""
         name = f"rollout-{self._requests}/0"
-        members = wait_for(lambda: name in self.placer._gangs and list(self.placer._gangs[name].members.values()))
-        strike(members)
+        strike(wait_for(lambda: name in (gangs := self.snapshot().gangs) and list(gangs[name].workers)))
 
     def worker_pid(self, name: str) -> int:
         return int(self.pools.cluster.workers[name]._process.pid)
 
     def engine_pid(self, name: str) -> int:
-        (pid,) = self.pools.client.run(engine_pid, workers=[self.placer._addresses[name]]).values()
+        (pid,) = self.pools.client.run(engine_pid, workers=[self.snapshot().workers[name]]).values()
         return int(pid)
 
     def kill(self, *names: str) -> None:
@@ -177,7 +188,7 @@ class Live:
     def full(self) -> None:
         """Wait until every place has a worker."""
         spot, reserved = self.config.pools.spot.workers, self.config.pools.reserved.workers
-        wait_for(lambda: len(self.placer._addresses) == spot + reserved)
+        wait_for(lambda: len(self.snapshot().workers) == spot + reserved)
 
     def close(self) -> None:
         self.pools.close()

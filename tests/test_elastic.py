@@ -124,21 +124,23 @@ def test_all_spot_workers_lost_at_once_leave_the_work_to_the_reserved_one(live: 
 
 
 def test_an_engine_killed_without_its_worker_is_started_again(live: Live, request_of_four: Request) -> None:
-    workers = set(live.placer._addresses.items())
+    workers = set(live.snapshot().workers.items())
     engines = {name: live.engine_pid(name) for name, _ in workers}
 
     with live.at_step(5, lambda members: os.kill(engines[members[1]], signal.SIGKILL)):
         live.start(request_of_four)
         live.finish()
 
-    assert set(live.placer._addresses.items()) == workers
+    assert set(live.snapshot().workers.items()) == workers
     assert {name for name, pid in engines.items() if live.engine_pid(name) != pid} != set()
     assert_whole(live, request_of_four)
 
 
 @pytest.mark.parametrize("frozen", ["engine", "worker"])
 def test_a_frozen_rank_is_replaced_after_the_limit(live: Live, request_of_four: Request, frozen: str) -> None:
-    pids = {name: (live.engine_pid if frozen == "engine" else live.worker_pid)(name) for name in live.placer._addresses}
+    pids = {
+        name: (live.engine_pid if frozen == "engine" else live.worker_pid)(name) for name in live.snapshot().workers
+    }
 
     with live.at_step(5, lambda members: os.kill(pids[members[1]], signal.SIGSTOP)):
         live.start(request_of_four)
@@ -159,7 +161,7 @@ def _is_stopped(pid: int) -> bool:
 def test_a_worker_under_notice_leaves_at_a_step_boundary_and_nothing_is_lost(
     live: Live, request_of_four: Request
 ) -> None:
-    pids = {name: live.worker_pid(name) for name in live.placer._addresses}
+    pids = {name: live.worker_pid(name) for name in live.snapshot().workers}
     losses = live.pools.status()["preemptions"]
 
     with live.at_step(5, lambda members: os.kill(pids[members[1]], signal.SIGTERM)):
@@ -197,7 +199,7 @@ def test_a_gang_widens_when_workers_join(live: Live) -> None:
     long = replace(long, sampler="ode", sigmas=tuple(1 - step / LONG for step in range(LONG + 1)))
     gone = {"spot-1", "spot-2", "spot-3"}
     live.kill(*gone)
-    wait_for(lambda: gone.isdisjoint(live.placer._addresses))
+    wait_for(lambda: gone.isdisjoint(live.snapshot().workers))
 
     live.start(long)
     live.finish()

@@ -14,20 +14,20 @@ from spotlight.plan.offload import (
     FLOOR_S,
     Measured,
     Offload,
-    Sides,
-    Turn,
+    PhaseDecision,
+    PhaseView,
     adapt,
     balance,
+    decide_phase,
     rollout_window_s,
     spot_worth_renting,
-    turn,
 )
 from spotlight.records import Pool, Span, WorkerLife
 
 BOTH: tuple[Pool, ...] = ("reserved", "spot")
 
 
-def make_sides(**settings: Any) -> Sides:
+def make_sides(**settings: Any) -> PhaseView:
     """Two rollouts wait, and no reserved GPU is at work, before a window of 60 s is over."""
     defaults: dict[str, Any] = {
         "pools": BOTH,
@@ -37,7 +37,7 @@ def make_sides(**settings: Any) -> Sides:
         "waiting": 2,
         "rolling": 0,
     }
-    return Sides(**defaults | settings)
+    return PhaseView(**defaults | settings)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def make_sides(**settings: Any) -> Sides:
     ],
 )
 def test_whose_turn_it_is(change: dict[str, Any], pools: tuple[Pool, ...], train: bool) -> None:
-    assert turn(make_sides(**change)) == Turn(pools=pools, train=train)
+    assert decide_phase(make_sides(**change)) == PhaseDecision(pools=pools, train=train)
 
 
 @given(prompts=st.integers(1, 40), most=st.integers(1, 10))
@@ -192,7 +192,7 @@ def test_without_spot_gpus_the_reserved_ones_roll_out_to_the_end_and_nothing_is_
     after = adapt(state, Measured(train_wait_s=0.0, remote_wait_s=500.0, spot=0))
 
     assert after == state
-    assert turn(make_sides(elapsed_s=900.0, spot=0)).pools == BOTH
+    assert decide_phase(make_sides(elapsed_s=900.0, spot=0)).pools == BOTH
 
 
 def test_the_feedback_settles_where_both_sides_wait_equally() -> None:

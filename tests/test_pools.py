@@ -28,8 +28,8 @@ def start(directory: Path, *settings: str) -> Live:
 def test_a_pool_follows_its_trace(tmp_path: Path) -> None:
     live = start(tmp_path, "pools.spot.preemption=mixed")
     try:
-        fourth = wait_for(lambda: [life for life in live.placer._journal.lives.values() if life.pool == "spot"][3:])
-        reasons = [life.reason for life in live.placer._journal.lives.values() if life.left_s]
+        fourth = wait_for(lambda: [life for life in live.lives() if life.pool == "spot"][3:])
+        reasons = [life.reason for life in live.lives() if life.left_s]
     finally:
         live.close()
 

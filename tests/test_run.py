@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.dispatch import differing as dispatched_otherwise
 from graphs.loop import Loop, synchronous
 from kills import KillWorkers, client_of
 from runs import ROOT, NoWatch, outcome, settings_file, spotlight, start, wait_for
@@ -58,21 +59,20 @@ def test_the_ledger_of_a_run_adds_up_to_the_time_of_its_workers(undisturbed: Pat
 def test_every_decision_of_a_run_is_made_again_from_its_log(undisturbed: Path) -> None:
     rows = RunDir.open(undisturbed).rows(DECISIONS)
 
-    assert {row["decision"] for row in rows} == {"plan", "allocate", "turn"}
-    assert list(differing(rows)) == []
+    assert {row["decision"] for row in rows} == {"dispatch rules", "dispatch", "allocate"}
+    assert [*differing(rows), *dispatched_otherwise(rows)] == []
 
 
 def test_a_logged_decision_that_was_another_is_found(undisturbed: Path) -> None:
     rows = RunDir.open(undisturbed).rows(DECISIONS)
-    plan = next(row for row in rows if row["decision"] == "plan" and row["launches"])
+    decided = next(row for row in rows if row.get("is") == "TimePassed" and "then" in row)
     allocation = next(row for row in rows if row["decision"] == "allocate")
-    turn = next(row for row in rows if row["decision"] == "turn")
 
-    plan["launches"] = plan["launches"][1:]
+    decided["then"] = decided["then"][1:]
     allocation["chunks"] = allocation["chunks"][1:]
-    turn["turn"]["train"] = not turn["turn"]["train"]
 
-    assert list(differing(rows)) == [row for row in rows if row in (plan, allocation, turn)]
+    assert list(differing(rows)) == [allocation]
+    assert list(dispatched_otherwise(rows)) == [decided]
 
 
 def test_the_synchronous_scheduler_gets_the_same(undisturbed: Path, tmp_path: Path) -> None:

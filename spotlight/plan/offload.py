@@ -24,7 +24,7 @@ ETA = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What an iteration tells about the balance of its two sides."""
+    """What an iteration tells about the balance of its two view."""
 
     train_wait_s: float
     """The trainer had closed its rollout window and waited for samples of the spot GPUs."""
@@ -93,7 +93,7 @@ def rollout_window_s(offload: Literal["adaptive", "all", "none"], state: Offload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sides:
+class PhaseView:
     """What decides how reserved and spot GPUs share an iteration, at one moment of it."""
 
     pools: tuple[Pool, ...]
@@ -110,7 +110,7 @@ class Sides:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class PhaseDecision:
     """Whose turn it is."""
 
     pools: tuple[Pool, ...]
@@ -119,11 +119,11 @@ class Turn:
     """Reserved GPUs may train on what is ready."""
 
 
-def turn(sides: Sides) -> Turn:
+def decide_phase(view: PhaseView) -> PhaseDecision:
     """Reserved GPUs roll out while their window is open, or nobody else does; they train when they have stopped."""
-    closed = sides.elapsed_s >= sides.window_s and "spot" in sides.pools and sides.spot > 0
-    pools: tuple[Pool, ...] = ("spot",) if closed else sides.pools
-    return Turn(pools=pools, train=not sides.rolling and not ("reserved" in pools and sides.waiting))
+    closed = view.elapsed_s >= view.window_s and "spot" in view.pools and view.spot > 0
+    pools: tuple[Pool, ...] = ("spot",) if closed else view.pools
+    return PhaseDecision(pools=pools, train=not view.rolling and not ("reserved" in pools and view.waiting))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

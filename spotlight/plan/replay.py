@@ -1,42 +1,16 @@
-"""The log of what was decided from what: enough to make every decision anew and compare.
+"""The log of what exploration was given, and from what: enough to make every allocation again and compare.
 
-Pure functions decide; this file turns their inputs and outputs into JSON rows and back. A row of placement says only
-which of the waiting requests changed since the row before, so a long queue is not written again each time.
+What the dispatcher decided is in its own log of events (`cluster.events`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from math import inf
 from typing import Any
 
-from spotlight.plan import bandit, offload, placement
+from spotlight.plan import bandit
 from spotlight.plan.bandit import Arm, Beliefs
-from spotlight.plan.offload import Sides, Turn
-from spotlight.plan.placement import Idle, Launch, Running, View, Waiting
-
-
-class PlacementLog:
-    """Rows for one session's placements, in order."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, Waiting] = {}
-
-    def row(self, view: View, launches: Sequence[Launch], widened: Sequence[str]) -> dict[str, Any]:
-        changed = [one for one in view.waiting if self._known.get(one.id) != one]
-        self._known |= {one.id: one for one in changed}
-        return {
-            "decision": "plan",
-            "idle": [asdict(one) for one in view.idle],
-            "waiting": [one.id for one in view.waiting],
-            "changed": [asdict(one) for one in changed],
-            "running": [asdict(one) for one in view.running],
-            "nodes": dict(view.nodes),
-            "regroup_s": view.regroup_s,
-            "launches": [asdict(one) for one in launches],
-            "widened": list(widened),
-        }
 
 
 def allocation_row(
@@ -52,45 +26,16 @@ def allocation_row(
     }
 
 
-def turn_row(sides: Sides, turned: Turn) -> dict[str, Any]:
-    """A row for whose turn it became between rollout and training; a window without end is null."""
-    window_s = None if sides.window_s == inf else sides.window_s
-    return {"decision": "turn", "sides": asdict(sides) | {"window_s": window_s}, "turn": asdict(turned)}
-
-
 def differing(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The rows whose decision would be another if it were made now, from the same input."""
-    known: dict[str, Waiting] = {}
+    """The rows of allocations that would be others if they were made now, from the same input."""
     for row in rows:
-        if row["decision"] == "allocate":
-            if _allocate(row) != [tuple(chunk) for chunk in row["chunks"]]:
-                yield row
-            continue
-        if row["decision"] == "turn":
-            if _turn(row) != Turn(**_tuples(row["turn"])):
-                yield row
-            continue
-        known |= {one["id"]: Waiting(**_tuples(one)) for one in row["changed"]}
-        view = View(
-            idle=tuple(Idle(**one) for one in row["idle"]),
-            waiting=tuple(known[name] for name in row["waiting"]),
-            running=tuple(Running(**_tuples(one)) for one in row["running"]),
-            nodes=row["nodes"],
-            regroup_s=row["regroup_s"],
-        )
-        launches = [Launch(**_tuples(one)) for one in row["launches"]]
-        if placement.plan(view) != launches or (row["widened"] and placement.widen(view) != row["widened"]):
+        if row["decision"] == "allocate" and _allocate(row) != [tuple(chunk) for chunk in row["chunks"]]:
             yield row
 
 
 def _allocate(row: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     arms = [Arm(**_tuples(arm)) for arm in row["arms"]]
     return bandit.allocate(arms, Beliefs.of(row["beliefs"]), **row["given"])
-
-
-def _turn(row: Mapping[str, Any]) -> Turn:
-    sides = _tuples(row["sides"])
-    return offload.turn(Sides(**sides | {"window_s": inf if sides["window_s"] is None else sides["window_s"]}))
 
 
 def _tuples(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,729 @@
+"""Decides who runs what: events in, instructions out, each with its cause. It knows neither Dask nor a clock.
+
+`Dispatch.handle` takes what happened, and answers what is to be done. The live cluster and the virtual one hand it the
+same events, and a log of them gives the same instructions again. It is level-triggered: on `TimePassed` it looks at
+all that waits, so that it does not matter which event came first.
+
+Invariants: the shards of a gang are launched together or not at all; a worker gets one task at a time; nothing is
+launched on a worker under notice; work of an earlier forming of a gang is called off before a later one begins;
+whatever waits and may run, runs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, islice
+from math import inf
+from typing import Any
+
+from cluster.events import (
+    CallOff,
+    CloseExploration,
+    CloseGate,
+    Dismiss,
+    EngineLost,
+    Event,
+    EventLog,
+    Evict,
+    GangBeat,
+    GraphCame,
+    Instruction,
+    Key,
+    Launch,
+    Layer,
+    Member,
+    Regroup,
+    StopAsked,
+    StopWork,
+    TaskChanged,
+    TaskPhase,
+    TimePassed,
+    Train,
+    Wake,
+    WeightsHeld,
+    WindowChanged,
+    WorkerAvailable,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerNoticed,
+    WorkerPool,
+    WorkerSilent,
+    event_of,
+    row,
+)
+from cluster.gangs import GATED, GangState, gang_of
+from cluster.journal import Journal, Label
+from spotlight.plan.offload import PhaseDecision, PhaseView, decide_phase
+from spotlight.plan.placement import Idle, View, Waiting, plan, widen
+from spotlight.records import Placement, Pool, Surplus
+
+MOST_HOLDERS = 3
+"""Told to a node that lacks a file: the others are there should the first be lost in the middle of it."""
+LATE_S = 0.01
+"""A wake for the end of a rollout window comes so much after it, so that the window is over when it is looked at."""
+
+_Kind = tuple[bool, bool, int, tuple[Pool, ...], tuple[int, ...]]
+"""Of fresh requests: exploring, rolling out for training, iteration, pools, widths. Those of a kind are alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What the settings of a run say about dispatching."""
+
+    close_with_training: bool = True
+    """The end of training closes exploration."""
+    hang_after_s: float = 60.0
+    """A worker that is silent for longer is ended."""
+    quarantine_after: int = 5
+    """Preemptions in a row without a new step, after which nobody runs a request any more."""
+    widens: bool = True
+    """A gang at work forms anew when idle workers could make it wider; it then resumes its steps."""
+    moves: bool = True
+    """A rollout at work on reserved workers goes on elsewhere, from its last step, once their window is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutWindow:
+    """How long reserved workers roll out, from when an iteration's graph came."""
+
+    began_s: float = 0.0
+    window_s: float = inf
+    pools: tuple[Pool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangView:
+    """A request, as `Snapshot` shows it."""
+
+    workers: tuple[str, ...]
+    """At work on it, by rank."""
+    epoch: int
+    step: int
+    width: int
+    preemptions: int
+    breaking: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All that may be asked of the dispatcher's state; for displays and tests."""
+
+    workers: Mapping[str, str]
+    """Address of each worker that is alive, by name."""
+    pools: Mapping[str, int]
+    """Workers alive, by pool."""
+    running: Mapping[str, int]
+    """Tasks in progress, by phase."""
+    waiting: int
+    """Requests that wait for workers."""
+    waiting_for: tuple[str, ...]
+    """Pools that requests wait for, and that have no worker at all now."""
+    widths: Mapping[int, int]
+    """Gangs at work, by their width."""
+    gangs: Mapping[str, GangView]
+    leaving: frozenset[str]
+    """Names of workers under notice."""
+    trained: int
+    """The last iteration whose training has ended; -1 before the first."""
+    trainer: str
+    """Name of the worker that had the last part of training."""
+    preemptions: int
+    """Spot workers lost, with and without a notice."""
+    stopping: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Worker:
+    address: str
+    name: str
+    pool: WorkerPool
+    idle: Idle
+    """As the policy sees it when it has nothing to do."""
+    available: bool = True
+    tasks: dict[Key, float] = field(default_factory=dict)
+    """At work or about to be, with the moment."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Task:
+    key: Key
+    label: Label
+    gang: GangState | None
+    state: TaskPhase = "released"
+    worker: str = ""
+
+
+class Dispatch:
+    """The state of a cluster, and what is to be done about it.
+
+    Args:
+        rules: what the settings say.
+        logged: whether events and instructions are kept for `drain`.
+    """
+
+    def __init__(self, rules: Rules, *, logged: bool = True) -> None:
+        self.rules = rules
+        self._log = EventLog(asdict(rules)) if logged else None
+        self.journal = Journal()
+        self._workers: dict[str, _Worker] = {}
+        self._by_name: dict[str, _Worker] = {}
+        self._idle: dict[str, Idle] = {}
+        self._leaving: set[str] = set()
+        """Names of workers under notice, until another takes the name."""
+        self._hung: set[str] = set()
+        """Addresses of workers that were ended because they were silent."""
+        self._gone: dict[Key, float] = {}
+        """Tasks whose worker is gone, until they change, with when they began."""
+        self._nodes: Counter[str] = Counter()
+        self._holders: dict[str, dict[str, str]] = {}
+        """Of each file of weights, by hash, the workers that have it, the latest last, with their nodes."""
+        self._tasks: dict[Key, _Task] = {}
+        self._gangs: dict[str, GangState] = {}
+        self._order = 0
+        self._queues: dict[_Kind, list[tuple[int, str]]] = {}
+        """Requests that wait for their first gang, by order; alike ones together."""
+        self._broken: dict[str, GangState] = {}
+        """Requests that wait for another gang."""
+        self._over: dict[str, GangState] = {}
+        """Requests with shards behind the gate that have nothing to do any more."""
+        self._at_work: dict[str, GangState] = {}
+        self._rollouts: dict[str, tuple[int, int]] = {}
+        """Of each rollout that training waits for: 1 if nobody is at work on it, and reserved workers at work on it."""
+        self._rollouts_waiting = self._rollouts_reserved = 0
+        self._window = RolloutWindow()
+        self._parts: dict[Key, _Task] = {}
+        """Training, part by part."""
+        self._trainer = ""
+        self._trained = -1
+        self._stopping = False
+
+    # What happened
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take note of an event; returns what is to be done now, in this order."""
+        instructions = list(self._instructions(event))
+        if self._log:
+            self._log.add(event, instructions)
+        return instructions
+
+    def _instructions(self, event: Event) -> Iterable[Instruction]:
+        match event:
+            case TaskChanged():
+                return self._task_changed(event)
+            case TimePassed():
+                return [] if self._stopping else self._decide(event.at_s)
+            case GangBeat():
+                return self._beat(event)
+            case GraphCame():
+                return self._graph_came(event)
+            case WorkerJoined():
+                return self._joined(event)
+            case WorkerAvailable():
+                return self._available(event)
+            case WorkerLeft():
+                return self._left(event)
+            case WorkerNoticed():
+                return self._noticed(event)
+            case WorkerSilent():
+                return self._silent(event)
+            case EngineLost():
+                known = self._gangs.get(event.gang)
+                self.journal.event(event.at_s, "engine lost", gang=known, worker=event.worker, reason=event.reason)
+                return []
+            case WeightsHeld():
+                return self._held(event)
+            case WindowChanged():
+                self._window = replace(self._window, window_s=event.window_s)
+                return []
+            case StopAsked():
+                self._stopping = True
+                return [StopWork(cause="the run is to stop")]
+
+    def drain(self) -> dict[str, list[dict[str, Any]]]:
+        """Spans, events and decisions since the last call, and the lives of all workers so far."""
+        return {**self.journal.drain(), "decisions": self._log.drain() if self._log else []}
+
+    # Graphs and tasks
+
+    def _graph_came(self, event: GraphCame) -> Iterator[Instruction]:
+        for layer in sorted(event.layers, key=lambda layer: (len(layer.name), layer.name)):  # rounds by their numbers
+            for index in sorted(layer.indices):
+                self._add_task((layer.name, index), layer)
+            if layer.pool in GATED and layer.phase == "rollout":
+                self._window = RolloutWindow(began_s=event.at_s, window_s=layer.window_s, pools=GATED[layer.pool])
+                if layer.window_s < inf:
+                    at_s = event.at_s + layer.window_s + LATE_S
+                    yield Wake(at_s=at_s, cause=f"reserved workers roll out for {layer.window_s:g} s")
+
+    def _add_task(self, key: Key, layer: Layer) -> None:
+        label = Label(layer.pool, layer.phase, layer.iteration)
+        gang = self._gang(gang_of(key, layer.shards), layer) if layer.pool in GATED else None
+        self._tasks[key] = task = _Task(key=key, label=label, gang=gang)
+        if gang and key not in gang.states:
+            insort(gang.keys, key)
+            gang.states[key] = "released"
+            self._file(gang)
+        if layer.pool == "training":
+            self._parts[key] = task
+
+    def _gang(self, name: str, layer: Layer) -> GangState:
+        if name not in self._gangs:
+            self._order += 1
+            self._gangs[name] = GangState(
+                name=name,
+                iteration=layer.iteration,
+                exploring=layer.phase.startswith("explore"),
+                pools=GATED[layer.pool],
+                order=self._order,
+                widths=tuple(layer.widths),
+                windowed=layer.phase == "rollout",
+            )
+        return self._gangs[name]
+
+    def _task_changed(self, event: TaskChanged) -> Iterator[Instruction]:
+        task = self._tasks.get(event.key)
+        if task is None:
+            return
+        before, task.state = task.state, event.state
+        if event.state == "processing":
+            self._begins(task, event)
+        elif before == "processing":
+            self._ends(task, event)
+        gang = task.gang
+        if gang:
+            gang.states[event.key] = event.state
+            if before == "processing":
+                yield from self._came_back(gang, task, event)
+            self._file(gang)
+        if event.state == "released" and (gang or event.key in self._parts):
+            yield CloseGate(key=event.key, cause="it is to run again")
+        if event.state == "memory" and event.key in self._parts and self._is_last_part(event.key):
+            yield from self._training_ended(task.label.iteration)
+        if event.state == "forgotten":
+            self._forget(task)
+
+    def _begins(self, task: _Task, event: TaskChanged) -> None:
+        if task.worker and task.worker != event.worker:
+            self._unburden(task)
+        task.worker = event.worker
+        worker = self._workers.get(event.worker)
+        if worker:
+            worker.tasks[task.key] = event.at_s
+            self._idle.pop(worker.address, None)
+
+    def _ends(self, task: _Task, event: TaskChanged) -> None:
+        address, started_s = task.worker, self._unburden(task)
+        ended = event.state in ("memory", "erred")
+        if not ended:
+            planned = task.gang is not None and task.gang.planned and address in self._workers
+            outcome = "stopped" if planned else "lost"
+            self.journal.span(task.key, task.label, task.gang, address, started_s, event.at_s, outcome)
+        elif event.work:
+            outcome = "failed" if event.state == "erred" else "dropped" if event.work.dropped else "done"
+            work = event.work
+            self.journal.span(task.key, task.label, task.gang, address, work.start_s, work.stop_s, outcome)
+
+    def _unburden(self, task: _Task) -> float:
+        """Its worker has one task less; returns when that began."""
+        worker = self._workers.get(task.worker)
+        if worker is None:
+            return self._gone.pop(task.key, 0.0)
+        started_s = worker.tasks.pop(task.key, 0.0)
+        self._note_idle(worker)
+        return started_s
+
+    def _forget(self, task: _Task) -> None:
+        del self._tasks[task.key]
+        self._parts.pop(task.key, None)
+        gang = task.gang
+        if gang and self._gangs.pop(gang.name, None):
+            self._unfile(gang)
+
+    def _is_last_part(self, key: Key) -> bool:
+        return key == max(part for part in self._parts if part[0] == key[0])
+
+    def _training_ended(self, iteration: int) -> Iterator[Instruction]:
+        self._trained = max(self._trained, iteration)
+        for gang in self._gangs.values():
+            if gang.exploring:
+                self._file(gang)
+        if self.rules.close_with_training:
+            yield CloseExploration(iteration=iteration + 1, cause=f"training of iteration {iteration} has ended")
+
+    # Workers
+
+    def _joined(self, event: WorkerJoined) -> list[Instruction]:
+        pool: Pool = "spot" if event.pool == "spot" else "reserved"
+        worker = _Worker(
+            address=event.address,
+            name=event.name,
+            pool=event.pool,
+            idle=Idle(worker=event.name, pool=pool, node=event.node),
+        )
+        self._workers[event.address] = worker
+        if event.pool != "head":
+            self._by_name[event.name] = worker
+            self._leaving.discard(event.name)
+            self._nodes[event.node] += 1
+            self.journal.joined(event.at_s, event.address, event.name, event.pool)
+            self._note_idle(worker)
+        return []
+
+    def _available(self, event: WorkerAvailable) -> list[Instruction]:
+        worker = self._workers.get(event.address)
+        if worker:
+            worker.available = event.available
+            self._note_idle(worker)
+        return []
+
+    def _left(self, event: WorkerLeft) -> list[Instruction]:
+        """Told before its tasks change; that it left on purpose may be known before its notice, in another stream."""
+        worker = self._workers.pop(event.address, None)
+        if worker is None:
+            return []
+        self._gone.update(worker.tasks)
+        self._idle.pop(event.address, None)
+        for holders in self._holders.values():
+            holders.pop(event.address, None)
+        if worker.pool == "head":
+            return []
+        self._nodes[worker.idle.node] -= 1
+        if self._by_name.get(worker.name) is worker:
+            del self._by_name[worker.name]
+            if event.expected and event.address not in self._hung:
+                self._leaving.add(worker.name)
+        reason = "end" if self._stopping else "left" if worker.name in self._leaving else "lost"
+        self.journal.left(event.at_s, event.address, reason)
+        return []
+
+    def _noticed(self, event: WorkerNoticed) -> list[Instruction]:
+        """It gets no more work."""
+        worker = self._workers.get(event.address)
+        if worker and worker.name not in self._leaving:
+            self._leaving.add(worker.name)
+            self._idle.pop(worker.address, None)
+            self.journal.event(event.at_s, "notice", worker=worker.name, reason=event.reason)
+        return []
+
+    def _silent(self, event: WorkerSilent) -> list[Instruction]:
+        worker = self._workers.get(event.address)
+        if worker is None or worker.pool == "head" or event.silent_s <= self.rules.hang_after_s:
+            return []
+        if event.address in self._hung:
+            return []
+        self._hung.add(event.address)
+        self.journal.event(event.at_s, "hung", worker=worker.name)
+        cause = f"no sign of life for {event.silent_s:.1f} s"
+        return [Evict(address=event.address, name=worker.name, cause=cause)]
+
+    def _held(self, event: WeightsHeld) -> list[Instruction]:
+        worker = self._workers.get(event.address)
+        if worker:
+            self._holders.setdefault(event.sha256, {})[event.address] = worker.idle.node
+        return []
+
+    def holders(self, sha256: str) -> list[str]:
+        """Workers, one a node, whose nodes hold a file of weights; the latest to get it first: it serves fewest."""
+        by_node = {node: address for address, node in self._holders.get(sha256, {}).items()}
+        return list(by_node.values())[::-1][:MOST_HOLDERS]
+
+    def _note_idle(self, worker: _Worker) -> None:
+        if worker.pool == "head":
+            return
+        if worker.available and not worker.tasks and worker.name not in self._leaving:
+            self._idle[worker.address] = worker.idle
+        else:
+            self._idle.pop(worker.address, None)
+
+    # Gangs
+
+    def _came_back(self, gang: GangState, task: _Task, event: TaskChanged) -> Iterator[Instruction]:
+        """A shard is done, or its worker is gone, or it was sent back at a step boundary."""
+        address = gang.members.pop(task.key, None)
+        if address is None or event.state in ("memory", "erred"):
+            return
+        alive = address in self._workers
+        if not gang.breaking:
+            yield from self._break(gang, event.at_s, gang.names[address], gone=not alive)
+        if alive:
+            gang.held = (*gang.held, gang.names[address])
+
+    def _break(self, gang: GangState, at_s: float, member: str, *, gone: bool) -> Iterator[Instruction]:
+        """A member is gone, or handed its shard back: the present forming is over, and the others are to leave."""
+        gang.breaking = True
+        agreed = gang.planned or self._stopping or not self._leaving.isdisjoint((member, *gang.workers))
+        self.journal.event(at_s, "leaves" if agreed else "broken", gang=gang, lost=member if gone else "")
+        if not agreed:
+            gang.lose()
+        why = f"{member} is gone" if gone else f"{member} handed its shard back"
+        for address in gang.members.values():  # after a leave that was agreed on they have ended already
+            yield CallOff(gang=gang.name, epoch=gang.epoch, address=address, cause=why)
+
+    def _beat(self, event: GangBeat) -> list[Instruction]:
+        gang = self._gangs.get(event.gang)
+        if gang is None or gang.epoch != event.epoch or not gang.members:
+            return []
+        if event.resumed:
+            gang.begin(event.step, event.steps, event.at_s)
+            self.journal.gang_event(event.at_s, "resumed", gang)
+            return []
+        if event.step <= gang.step:  # told twice, or late
+            return []
+        first = gang.step == gang.resumed_at
+        gang.advance(event.step, event.at_s)
+        if first:
+            self.journal.gang_event(event.at_s, "stepped", gang)
+        return []
+
+    # What waits
+
+    def _file(self, gang: GangState) -> None:
+        """Keep a request where `_decide` looks for it."""
+        self._unfile(gang)
+        gated, over = bool(gang.gated), self._is_over(gang)
+        if gang.members:
+            self._at_work[gang.name] = gang
+        if gang.windowed:
+            rolling = len(gang.members) if gang.pool == "reserved" else 0
+            self._count_rollout(gang.name, (int((gang.breaking or not gang.members) and not over), rolling))
+        if gated and over:
+            self._over[gang.name] = gang
+        elif gated and not gang.members:
+            if gang.epoch:
+                self._broken[gang.name] = gang
+            else:
+                insort(self._queues.setdefault(self._kind(gang), []), (gang.order, gang.name))
+
+    def _unfile(self, gang: GangState) -> None:
+        self._over.pop(gang.name, None)
+        self._broken.pop(gang.name, None)
+        self._at_work.pop(gang.name, None)
+        if gang.windowed:
+            self._count_rollout(gang.name, (0, 0))
+        queue, entry = self._queues.get(self._kind(gang), []), (gang.order, gang.name)
+        at = bisect_left(queue, entry)
+        if at < len(queue) and queue[at] == entry:
+            del queue[at]
+            if not queue:
+                del self._queues[self._kind(gang)]
+
+    def _count_rollout(self, name: str, counts: tuple[int, int]) -> None:
+        waiting, reserved = self._rollouts.pop(name, (0, 0))
+        self._rollouts_waiting += counts[0] - waiting
+        self._rollouts_reserved += counts[1] - reserved
+        if any(counts):
+            self._rollouts[name] = counts
+
+    @staticmethod
+    def _kind(gang: GangState) -> _Kind:
+        return gang.exploring, gang.windowed, gang.iteration, gang.pools, gang.widths
+
+    def _is_over(self, gang: GangState) -> bool:
+        """Whether what is behind the gate has nothing to do any more: done, called off, or quarantined."""
+        return gang.is_done or gang.fruitless >= self.rules.quarantine_after or self._called_off(gang)
+
+    def _called_off(self, gang: GangState) -> bool:
+        closed = self.rules.close_with_training and gang.iteration <= self._trained + 1
+        return closed and gang.exploring and self._trained >= 0
+
+    # What follows
+
+    def _decide(self, at_s: float) -> Iterator[Instruction]:
+        for gang in list(self._over.values()):
+            yield from self._dismiss(gang, at_s)
+        phase = decide_phase(self._phase_view(at_s))
+        if "reserved" not in phase.pools and self._rollouts_reserved and self.rules.moves:
+            yield from self._move_rollouts(at_s)
+        yield from self._train(phase)
+        view = self._view(phase)
+        if view.idle and view.waiting:
+            launches = plan(view)
+            for launch in launches:
+                yield self._launch(self._gangs[launch.request], launch.workers, at_s)
+        if self.may_widen:
+            yield from self._widen(at_s)
+
+    def _dismiss(self, gang: GangState, at_s: float) -> Iterator[Instruction]:
+        head = next((worker for worker in self._workers.values() if worker.pool == "head"), None)
+        if head is None:
+            return
+        quarantined = gang.fruitless >= self.rules.quarantine_after
+        for key in gang.gated:
+            first = key == gang.keys[0]
+            tell: Surplus | int | None = Surplus()
+            cause = "its request needs it no more"
+            if first and quarantined:
+                tell, cause = gang.preemptions, f"its request was preempted {gang.fruitless} times without a new step"
+                self.journal.event(at_s, "quarantined", gang=gang)
+            elif first and self._called_off(gang):
+                tell, cause = None, "exploration is closed"
+            yield Dismiss(key=key, address=head.address, gang=gang.name, shard=gang.shard(key), tell=tell, cause=cause)
+
+    def _phase_view(self, at_s: float) -> PhaseView:
+        narrowest = min((gang.widths[0] for gang in map(self._gangs.__getitem__, islice(self._rollouts, 1))), default=1)
+        return PhaseView(
+            pools=self._window.pools,
+            elapsed_s=at_s - self._window.began_s,
+            window_s=self._window.window_s,
+            spot=self._spot_for(narrowest),
+            waiting=self._rollouts_waiting,
+            rolling=self._rollouts_reserved,
+        )
+
+    def _spot_for(self, width: int) -> int:
+        """Spot workers that stay, on nodes where there are enough of them for a gang."""
+        if self._window.window_s == inf:
+            return 0  # of no interest: a window without end is never over
+        staying = [worker for worker in self._by_name.values() if worker.pool == "spot"]
+        nodes = Counter(worker.idle.node for worker in staying if worker.name not in self._leaving)
+        return sum(count for count in nodes.values() if count >= width)
+
+    def _move_rollouts(self, at_s: float) -> Iterator[Instruction]:
+        for gang in list(self._at_work.values()):
+            if gang.windowed and gang.pool == "reserved" and not (gang.breaking or gang.planned):
+                yield from self._regroup(gang, at_s, "moves", "the rollout window of reserved workers is over")
+
+    def _train(self, phase: PhaseDecision) -> Iterator[Instruction]:
+        """Let the next part go, if it is ready, to the worker that had the one before, if it is free."""
+        ready = [key for key, task in self._parts.items() if task.state == "gated"]
+        if not (ready and phase.train):
+            return
+        free = {idle.worker: address for address, idle in self._idle.items() if idle.pool == "reserved"}
+        if free:
+            same = self._trainer in free
+            self._trainer = self._trainer if same else min(free)
+            key, address = min(ready), free[self._trainer]
+            self._burden(key, address)
+            yield Train(key=key, address=address, cause="it has the gradient so far" if same else "it is free")
+
+    def _burden(self, key: Key, address: str) -> None:
+        """Count on the worker for a task before it begins, so that it gets no other."""
+        self._workers[address].tasks[key] = 0.0
+        self._tasks[key].worker = address
+        self._idle.pop(address, None)
+
+    def _view(self, phase: PhaseDecision) -> View:
+        """What the plan looks at, less what could not change it: idle workers that nobody may use, and the far queue.
+
+        Fresh requests of a kind are alike. With more than twice as many of them as there are idle workers each gets
+        the narrowest gang, however many more there are, and the last ones get none.
+        """
+        enough = 2 * len(self._idle) + 1
+        if enough == 1:
+            return View(idle=(), waiting=())
+        fresh = (islice(queue, enough) for queue in self._queues.values())
+        names = chain(self._broken, (name for _, name in chain.from_iterable(fresh)))
+        waiting = tuple(self._waiting(self._gangs[name], phase) for name in names)
+        wanted = {pool for request in waiting for pool in request.pools}
+        idle = tuple(worker for worker in self._idle.values() if worker.pool in wanted)
+        return View(idle=idle, waiting=waiting, nodes=+self._nodes)
+
+    def _waiting(self, gang: GangState, phase: PhaseDecision) -> Waiting:
+        """Rollouts run where it is their turn; once training has ended, reserved workers help with exploration."""
+        waiting = gang.waiting(len(gang.gated))
+        if gang.windowed and "reserved" in gang.pools and "reserved" not in phase.pools:
+            return replace(waiting, pools=("spot",), held=())
+        helped = gang.exploring and gang.iteration <= self._trained + 1
+        return replace(waiting, pools=("spot", "reserved")) if helped else waiting
+
+    def _launch(self, gang: GangState, names: Sequence[str], at_s: float) -> Launch:
+        """Admit a whole gang."""
+        workers = [self._by_name[name] for name in names]
+        members = dict(zip(gang.gated, (worker.address for worker in workers), strict=False))
+        cause = f"forming {gang.epoch + 1}: {len(workers)} of {len(self._idle)} idle workers"
+        gang.form(members, {w.address: w.name for w in workers}, workers[0].idle.pool, workers[0].idle.node)
+        for key, address in members.items():
+            self._burden(key, address)
+        self._file(gang)
+        self.journal.gang_event(at_s, "formed", gang)
+        launched = (
+            Member(
+                key=key,
+                shard=gang.shard(key),
+                address=address,
+                place=Placement(gang=gang.name, epoch=gang.epoch, rank=rank, width=len(members)),
+            )
+            for rank, (key, address) in enumerate(members.items())
+        )
+        return Launch(gang=gang.name, members=tuple(launched), cause=cause)
+
+    def _widen(self, at_s: float) -> Iterator[Instruction]:
+        """Gangs beside idle workers that nobody waits for form anew, wider, if that pays."""
+        nodes = {idle.node for idle in self._idle.values()}
+        beside = [
+            gang
+            for gang in self._at_work.values()
+            if gang.node in nodes and max(gang.widths) > gang.width and not (gang.breaking or gang.planned)
+        ]
+        running = tuple(gang.running(len(gang.members) + len(gang.gated), at_s) for gang in beside)
+        for name in widen(View(idle=tuple(self._idle.values()), waiting=(), running=running)) if running else ():
+            yield from self._regroup(self._gangs[name], at_s, "regroup", "idle workers make it wider")
+
+    def _regroup(self, gang: GangState, at_s: float, event: str, cause: str) -> Iterator[Instruction]:
+        """Have a gang form anew at its next step boundary: wider, or elsewhere."""
+        gang.planned = True
+        self.journal.event(at_s, event, gang=gang)
+        for address in gang.members.values():
+            yield Regroup(gang=gang.name, epoch=gang.epoch, address=address, cause=cause)
+
+    # What may be asked
+
+    @property
+    def may_widen(self) -> bool:
+        """Whether idle workers that nobody waits for might make a gang wider: how far gangs are matters now."""
+        return bool(self.rules.widens and self._idle and self._at_work) and not (self._queues or self._broken)
+
+    def knows(self, key: object) -> bool:
+        """Whether a task is one of ours."""
+        return key in self._tasks
+
+    def snapshot(self) -> Snapshot:
+        """The state now; plain values."""
+        lives = self.journal.lives.values()
+        waiting = [gang for gang in self._gangs.values() if not gang.members and gang.gated]
+        alive = {worker.pool for worker in self._by_name.values()}
+        missing = {pool for gang in waiting if alive.isdisjoint(gang.pools) for pool in gang.pools}
+        return Snapshot(
+            workers={name: worker.address for name, worker in self._by_name.items()},
+            pools=dict(Counter(worker.pool for worker in self._by_name.values())),
+            running=dict(Counter(task.label.phase for task in self._tasks.values() if task.state == "processing")),
+            waiting=len(waiting),
+            waiting_for=tuple(sorted(missing)),
+            widths=dict(Counter(gang.width for gang in self._at_work.values())),
+            gangs={name: _view_of(gang) for name, gang in self._gangs.items()},
+            leaving=frozenset(self._leaving),
+            trained=self._trained,
+            trainer=self._trainer,
+            preemptions=sum(life.reason in ("lost", "left") and life.pool == "spot" for life in lives),
+            stopping=self._stopping,
+        )
+
+
+def _view_of(gang: GangState) -> GangView:
+    return GangView(
+        workers=gang.workers,
+        epoch=gang.epoch,
+        step=gang.step,
+        width=gang.width,
+        preemptions=gang.preemptions,
+        breaking=gang.breaking,
+    )
+
+
+def differing(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Dispatch a log of events again: the rows whose instructions are not those that were given then.
+
+    Args:
+        rows: all that `Dispatch.drain` told of one session after the other; other decisions are passed over.
+    """
+    again = Dispatch(Rules(), logged=False)
+    for given in rows:
+        if given["decision"] == "dispatch rules":
+            again = Dispatch(Rules(**given["rules"]), logged=False)
+        elif given["decision"] == "dispatch":
+            event = event_of(given)
+            if row(event, again.handle(event)).get("then") != given.get("then"):
+                yield given

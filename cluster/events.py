@@ -1,0 +1,363 @@
+"""What the dispatcher is told, and what it answers: records that travel between `dispatch` and whoever acts for it.
+
+Every event says when it happened, in seconds of the clock of whoever reports it; every instruction says why. All of
+them turn into JSON rows and back, so that a log of events can be dispatched again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from math import inf
+from typing import Any, ClassVar, Literal
+
+from spotlight.records import Placement, Surplus
+
+Key = tuple[str, int]
+"""Of a task: its layer, and its number there."""
+TaskPhase = Literal["waiting", "gated", "processing", "memory", "erred", "released", "forgotten"]
+"""Dask's states of a task; "gated" is its "no-worker", in which a task stays until the dispatcher names a worker."""
+WorkerPool = Literal["reserved", "spot", "head"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """The tasks of one phase in a graph, and what their annotations say of all of them."""
+
+    name: str
+    indices: tuple[int, ...]
+    pool: str
+    phase: str
+    iteration: int
+    shards: int = 1
+    """Tasks of each request."""
+    widths: tuple[int, ...] = (1,)
+    window_s: float = inf
+    """How long reserved workers run these requests while there are spot workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a worker did for a task that has a result or an error, by the worker's clock."""
+
+    start_s: float
+    stop_s: float
+    dropped: bool = False
+    """The task was called off."""
+
+
+# Events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphCame:
+    """A graph was submitted."""
+
+    at_s: float
+    layers: tuple[Layer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskChanged:
+    """A task is in another state now."""
+
+    at_s: float
+    key: Key
+    state: TaskPhase
+    worker: str = ""
+    """Address of the worker that begins it; of no meaning in other states."""
+    work: Work | None = None
+    """Of a task that ended: what its worker did; None where the worker told nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerJoined:
+    """A worker came; its address was never used before, its name may have been."""
+
+    at_s: float
+    address: str
+    name: str
+    pool: WorkerPool
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerAvailable:
+    """A worker takes tasks, or takes none for now: it is paused, or busy with what is not ours."""
+
+    at_s: float
+    address: str
+    available: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLeft:
+    """A worker is gone; told before its tasks change."""
+
+    at_s: float
+    address: str
+    expected: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerNoticed:
+    """A worker's machine will be taken away."""
+
+    at_s: float
+    address: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSilent:
+    """A worker has not been heard of for a while."""
+
+    at_s: float
+    address: str
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangBeat:
+    """The first rank of a gang tells how far it is."""
+
+    at_s: float
+    gang: str
+    epoch: int
+    step: int
+    """Committed."""
+    steps: int
+    resumed: bool
+    """Whether the gang begins here, rather than having run the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLost:
+    """A worker lives, and the engine process that did its work is gone."""
+
+    at_s: float
+    worker: str
+    gang: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsHeld:
+    """A worker's node has a file of weights now."""
+
+    at_s: float
+    address: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowChanged:
+    """Reserved workers roll out for so long, from when the iteration's graph came, instead of what it said."""
+
+    at_s: float
+    window_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAsked:
+    """The run is to end: what runs ends at its next step boundary, and nothing more begins."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePassed:
+    """All that happened up to now has been told: decide."""
+
+    at_s: float
+
+
+Event = (
+    GraphCame
+    | TaskChanged
+    | WorkerJoined
+    | WorkerAvailable
+    | WorkerLeft
+    | WorkerNoticed
+    | WorkerSilent
+    | GangBeat
+    | EngineLost
+    | WeightsHeld
+    | WindowChanged
+    | StopAsked
+    | TimePassed
+)
+
+
+# Instructions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A shard of a gang that is launched."""
+
+    key: Key
+    shard: int
+    address: str
+    place: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Begin the shards of a gang, all at once: each worker is told its placement before its task comes."""
+
+    gang: str
+    members: tuple[Member, ...]
+    """By rank."""
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismiss:
+    """Run a shard that has nothing to do, on the worker beside the scheduler."""
+
+    key: Key
+    address: str
+    gang: str
+    shard: int
+    tell: Surplus | int | None
+    """What the shard is told: that it is surplus, that its request is quarantined after so many preemptions, or nothing
+    (it finds by itself that it was called off)."""
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train:
+    """Begin a part of training."""
+
+    key: Key
+    address: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOff:
+    """A forming of a gang is over at once, for this member: another one is gone."""
+
+    gang: str
+    epoch: int
+    address: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regroup:
+    """A forming of a gang ends at its next step boundary, for this member; the gang is formed anew."""
+
+    gang: str
+    epoch: int
+    address: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseExploration:
+    """Exploration for an iteration, and any before it, ends everywhere at the next step boundary."""
+
+    iteration: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopWork:
+    """All work ends at its next step boundary, everywhere."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseGate:
+    """A task waits behind the gate again: any worker may be named for it."""
+
+    key: Key
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evict:
+    """End a worker that shows no sign of life."""
+
+    address: str
+    name: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wake:
+    """Tell that time has passed, at this moment at the latest."""
+
+    at_s: float
+    cause: str
+
+
+Instruction = Launch | Dismiss | Train | CallOff | Regroup | CloseExploration | StopWork | CloseGate | Evict | Wake
+
+
+class EventLog:
+    """Events and the instructions that followed, as JSON rows; first the rules by which they were given.
+
+    Rows are linear in what happens: each tells only what is new.
+    """
+
+    KINDS: ClassVar[Mapping[str, type]] = {kind.__name__: kind for kind in Event.__args__}
+
+    def __init__(self, rules: Mapping[str, Any]) -> None:
+        self._entries: list[tuple[Event, tuple[Instruction, ...]]] = []
+        self._head: list[dict[str, Any]] = [{"decision": "dispatch rules", "rules": dict(rules)}]
+
+    def add(self, event: Event, instructions: Iterable[Instruction]) -> None:
+        self._entries.append((event, tuple(instructions)))
+
+    def drain(self) -> list[dict[str, Any]]:
+        """Rows since the last call."""
+        head, self._head = self._head, []
+        entries, self._entries = self._entries, []
+        return [*head, *(row(event, instructions) for event, instructions in entries)]
+
+
+def row(event: Event, instructions: Iterable[Instruction]) -> dict[str, Any]:
+    """An event and what followed from it; what has its default value is left out."""
+    followed = [_plain(instruction) for instruction in instructions]
+    return {"decision": "dispatch", **_plain(event), **({"then": followed} if followed else {})}
+
+
+def event_of(entry: Mapping[str, Any]) -> Event:
+    """The event of a row of `row`.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not such a row.
+    """
+    kind = EventLog.KINDS[entry["is"]]
+    given = {name: value for name, value in entry.items() if name not in ("decision", "is", "then")}
+    if "key" in given:
+        given["key"] = (given["key"][0], given["key"][1])
+    if given.get("work"):
+        given["work"] = Work(**{name: value for name, value in given["work"].items() if name != "is"})
+    if "layers" in given:
+        given["layers"] = tuple(_layer(layer) for layer in given["layers"])
+    event: Event = kind(**given)
+    return event
+
+
+def _layer(entry: Mapping[str, Any]) -> Layer:
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in entry.items() if name != "is"
+    }
+    return Layer(**given)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "__dataclass_fields__"):
+        kept = {field.name: getattr(value, field.name) for field in fields(value)}
+        defaults = {field.name: field.default for field in fields(value)}
+        return {"is": type(value).__name__} | {
+            name: _plain(content) for name, content in kept.items() if content != defaults[name]
+        }
+    return value

@@ -1,0 +1,654 @@
+"""The virtual cluster: carries out what the dispatcher says on workers that are not there, and tells it what follows.
+
+It computes graphs as the live cluster does, by the same `Dispatch` and the same calls: each lasts what `Timing` says,
+and is then really made. It decides nothing, and it knows of a graph only what its layers' annotations say.
+
+Invariants: a worker runs one task at a time; a gang takes its steps together; a step that was committed stays, and
+one in flight goes with any member of its gang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from math import ceil, floor, inf
+from typing import Any
+
+from dask.highlevelgraph import HighLevelGraph
+
+from cluster.dispatch import Dispatch
+from cluster.events import (
+    CallOff,
+    CloseExploration,
+    CloseGate,
+    Dismiss,
+    Event,
+    Evict,
+    GangBeat,
+    GraphCame,
+    Instruction,
+    Key,
+    Launch,
+    Regroup,
+    StopAsked,
+    StopWork,
+    TaskChanged,
+    TimePassed,
+    Train,
+    Wake,
+    Work,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerNoticed,
+    WorkerPool,
+    WorkerSilent,
+)
+from cluster.virtual.clock import SAME_MOMENT_S, Alarm, VirtualClock
+from cluster.virtual.tasks import Task, Tasks
+from cluster.virtual.timing import Denoising, Fixed, Stay, Timing
+from cluster.virtual.workers import VirtualWorker
+from spotlight.device.signals import signals
+from spotlight.records import Placement, SpotlightError, Stopped, Surplus
+
+HEAD = "head"
+BACK_OFF_S = 0.01
+"""Before a task is handed back; as live, so that the scheduler sees why first."""
+WATCH_S = 0.5
+"""How often the scheduler looks for silent workers; as live."""
+CLOSE_MARGIN_S = 2.0
+"""Left of a notice's time for handing over results; as live."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Forming:
+    """A gang at work: one forming of it, whose members take their steps together."""
+
+    name: str
+    epoch: int
+    work: Denoising
+    members: dict[Key, VirtualWorker]
+    step_s: float
+    first: int
+    """Steps that were committed when it began."""
+    from_s: float
+    """When its first step begins."""
+    explores: bool
+    told: int = 0
+    """The last step that the dispatcher was told of."""
+    broken_s: float | None = None
+    """When it lost a member: from then on it takes no step."""
+    ends: Alarm | None = None
+
+    def steps_by(self, now_s: float) -> int:
+        """Steps committed, those found included."""
+        until_s = now_s if self.broken_s is None else min(now_s, self.broken_s)
+        taken = floor((until_s - self.from_s + SAME_MOMENT_S) / self.step_s) if self.step_s else self.work.steps
+        return min(self.work.steps, self.first + max(0, taken))
+
+    def boundary_s(self, now_s: float) -> float:
+        """When the step in flight ends; now, where none is."""
+        if not self.step_s or now_s <= self.from_s:
+            return now_s
+        in_flight = ceil((now_s - self.from_s - SAME_MOMENT_S) / self.step_s)
+        return max(now_s, self.from_s + in_flight * self.step_s)
+
+
+class VirtualCluster:
+    """Workers that come and go, the graphs that they compute, and a dispatcher's view of it all.
+
+    Args:
+        run: name of the run, which the signals to its workers carry.
+        dispatch: a fresh one.
+        clock: goes on as graphs are computed.
+        timing: how long work takes.
+        stays: every worker's place.
+        resumes: whether a request that lost its gang goes on after its committed steps; else it begins anew.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        dispatch: Dispatch,
+        clock: VirtualClock,
+        timing: Timing,
+        stays: Iterable[Stay],
+        *,
+        resumes: bool = True,
+    ) -> None:
+        self._run, self._dispatch, self._clock, self._timing = run, dispatch, clock, timing
+        self._resumes = resumes
+        self.tasks = Tasks(self._task_changed, self._choose)
+        self.workers: dict[str, VirtualWorker] = {}
+        """Alive, by address."""
+        self.formings: dict[str, Forming] = {}
+        """Of each gang at work."""
+        self.committed: dict[str, int] = {}
+        """Steps of each request, by its name."""
+        self._commands: dict[tuple[str, int], Placement | Surplus | int] = {}
+        self._began_s: dict[Key, float] = {}
+        """When each task that runs was begun."""
+        self._changed = False
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._joins = 0
+        self._keepers: list[_Keeper] = []
+        self._join(HEAD, "head", "", threads=4)
+        self._keepers += [_Keeper(self, stay, clock, start_up_s=timing.start_up_s) for stay in stays]
+
+    # Graphs
+
+    def compute(self, graph: HighLevelGraph, outputs: Sequence[Key]) -> list[Any]:
+        """Results of these keys of a graph, when they are there.
+
+        Raises:
+            Stopped: it was stopped first.
+            SpotlightError: nothing happens any more, and they are not there.
+            Exception: what a call raised.
+        """
+        self._pass(self._timing.graph_s)
+        added = self.tasks.add(graph, outputs)
+        self._tell(GraphCame(at_s=self._clock.now_s, layers=self.tasks.layers(graph)))
+        self.tasks.begin(added)
+        wanted = [self.tasks.all[key] for key in outputs]
+        try:
+            self._advance(lambda: all(task.state == "memory" for task in wanted))
+            return [task.result for task in wanted]
+        finally:
+            self._abandon(added)
+
+    def stop(self) -> None:
+        """Let what runs end at its next step boundary, and nothing more begin; `compute` then raises `Stopped`."""
+        self._stopping = True
+        self._tell(StopAsked(at_s=self._clock.now_s))
+
+    def _pass(self, seconds: float) -> None:
+        """Let time go by, whatever happens meanwhile."""
+        until_s = self._clock.now_s + seconds
+        self._clock.at(until_s, self._wake)
+        self._advance(lambda: self._clock.now_s >= until_s)
+
+    def _advance(self, done: Callable[[], bool]) -> None:
+        while True:
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise failure
+            if self._stopping and not any(worker.running for worker in self.workers.values()):
+                raise Stopped
+            self._settle()
+            if done():
+                return
+            if self._clock.next_s is None:
+                raise SpotlightError(self._why_nothing_happens())
+            while self._clock.step():
+                pass
+
+    def _settle(self) -> None:
+        """All events of a moment are told before anything is decided."""
+        while self._changed:
+            self._changed = False
+            self._tell_steps()
+            self._tell(TimePassed(at_s=self._clock.now_s))
+
+    def _tell_steps(self) -> None:
+        """How far gangs are, where idle workers could make them wider."""
+        if self._dispatch.may_widen:
+            for forming in list(self.formings.values()):
+                self._tell_step(forming)
+
+    def _tell_step(self, forming: Forming) -> None:
+        step = forming.steps_by(self._clock.now_s)
+        if step > max(forming.told, forming.first):
+            forming.told = step
+            self._beat(forming, step, resumed=False)
+
+    def _why_nothing_happens(self) -> str:
+        now = self._dispatch.snapshot()
+        return (
+            f"nothing happens any more after {self._clock.now_s:.0f} s: {now.waiting} requests wait for workers of the "
+            f"pools {', '.join(now.waiting_for) or 'that they may use'}, and none will come; let another pool run them "
+            "(strategy.rollout_pools), or extend the pool's trace"
+        )
+
+    def _abandon(self, tasks: Iterable[Task]) -> None:
+        """The graph is over: whoever runs something of it is free again."""
+        tasks = list(tasks)
+        for forming in list(self.formings.values()):
+            self._dissolve(forming)
+        for worker in self.workers.values():
+            for alarm in worker.running.values():
+                if alarm:
+                    alarm.cancel()
+            worker.running.clear()
+            worker.queue.clear()
+            worker.results.clear()
+        self.tasks.forget(tasks)
+
+    # The dispatcher
+
+    def _tell(self, event: Event) -> None:
+        self._do(self._dispatch.handle(event))
+        if not isinstance(event, TimePassed):
+            self._changed = True
+
+    def _task_changed(self, task: Task) -> None:
+        work = None
+        if task.state in ("memory", "erred"):
+            dropped = type(task.result).__name__ == "Dropped"
+            work = Work(
+                start_s=self._began_s.pop(task.key, self._clock.now_s), stop_s=self._clock.now_s, dropped=dropped
+            )
+        worker = task.worker if task.state == "processing" else ""
+        self._tell(TaskChanged(at_s=self._clock.now_s, key=task.key, state=task.state, worker=worker, work=work))
+        if task.state == "processing":
+            self._enqueue(task)
+        elif task.state == "memory" and task.worker in self.workers:
+            self.workers[task.worker].results[task.key] = None
+        elif task.state in ("released", "forgotten"):
+            self._began_s.pop(task.key, None)
+
+    def _do(self, instructions: Iterable[Instruction]) -> None:
+        now_s = self._clock.now_s
+        for instruction in instructions:
+            match instruction:
+                case Launch():
+                    for member in instruction.members:
+                        self._commands[instruction.gang, member.shard] = member.place
+                    for member in instruction.members:
+                        self.tasks.start(self.tasks.all[member.key], member.address)
+                    self._form(instruction)
+                case Dismiss():
+                    if instruction.tell is not None:
+                        self._commands[instruction.gang, instruction.shard] = instruction.tell
+                    self.tasks.start(self.tasks.all[instruction.key], instruction.address)
+                case Train():
+                    self.tasks.start(self.tasks.all[instruction.key], instruction.address)
+                case CallOff():
+                    self._call_off(instruction)
+                case Regroup():
+                    self._regroup(instruction)
+                case CloseExploration():
+                    self._close_exploration(instruction.iteration)
+                case StopWork():
+                    self._stop_work()
+                case CloseGate():
+                    pass  # a task here is not bound to a worker but while it runs
+                case Evict():
+                    self._clock.at(now_s, self.kill, instruction.address)
+                case Wake():
+                    self._clock.at(instruction.at_s, self._wake)
+
+    def _wake(self) -> None:
+        self._changed = True
+
+    # Workers come and go
+
+    def _join(self, name: str, pool: WorkerPool, node: str, *, threads: int = 1) -> VirtualWorker:
+        self._joins += 1
+        address = f"virtual://{name}#{self._joins}"
+        worker = VirtualWorker(address=address, name=name, pool=pool, node=node, threads=threads)
+        self.workers[address] = worker
+        self._tell(WorkerJoined(at_s=self._clock.now_s, address=address, name=name, pool=pool, node=node))
+        self.tasks.place_unplaced()
+        return worker
+
+    def join(self, name: str, pool: WorkerPool, node: str) -> VirtualWorker:
+        """A worker comes."""
+        return self._join(name, pool, node)
+
+    def kill(self, address: str) -> None:
+        """A worker is gone at once, with what it was doing and the results that it had."""
+        worker = self.workers.get(address)
+        if worker:
+            self._remove(worker, expected=False)
+
+    def freeze(self, address: str) -> None:
+        """A worker stops where it is; after a while without a sign of life it is ended."""
+        worker = self.workers.get(address)
+        if worker is None or worker.frozen:
+            return
+        worker.frozen = True
+        for forming in self._formings_of(worker):
+            self._halt(forming)
+        for alarm in worker.running.values():
+            if alarm:
+                alarm.cancel()
+        silent_s = self._dispatch.rules.hang_after_s + WATCH_S
+        self._clock.after(silent_s, self._silent, worker, silent_s)
+
+    def _silent(self, worker: VirtualWorker, silent_s: float) -> None:
+        if worker.alive:
+            self._tell(WorkerSilent(at_s=self._clock.now_s, address=worker.address, silent_s=silent_s))
+
+    def notice(self, address: str, grace_s: float, reason: str = "the machine will be taken away") -> None:
+        """A worker learns that it will be taken away: it ends at its next step boundary, hands over, and leaves."""
+        worker = self.workers.get(address)
+        if worker is None or worker.leaving or worker.frozen:
+            return
+        worker.leaving = True
+        worker.signals.leave()
+        self._tell(WorkerNoticed(at_s=self._clock.now_s, address=address, reason=reason))
+        self._clock.after(grace_s, self.kill, address)
+        for forming in self._formings_of(worker):
+            self._end_at_boundary(forming)
+        self._clock.after(max(0.0, grace_s - CLOSE_MARGIN_S), self._leave, worker)
+        self._leave_when_idle(worker)
+
+    def _leave_when_idle(self, worker: VirtualWorker) -> None:
+        if worker.leaving and worker.alive and not worker.running:
+            self._clock.after(0.0, self._leave, worker)
+
+    def _leave(self, worker: VirtualWorker) -> None:
+        """Hand over all results, and go."""
+        if not worker.alive or worker.frozen:
+            return
+        heirs = [other for other in self.workers.values() if other.pool != "head" and not other.leaving]
+        heir = next((other for other in heirs if other.pool == "reserved"), next(iter(heirs), None))
+        if heir:
+            for key in worker.results:
+                self.tasks.all[key].worker = heir.address
+                heir.results[key] = None
+            worker.results.clear()
+        self._remove(worker, expected=True)
+
+    def _remove(self, worker: VirtualWorker, *, expected: bool) -> None:
+        worker.alive = False
+        del self.workers[worker.address]
+        now_s = self._clock.now_s
+        for forming in self._formings_of(worker):
+            self._halt(forming)
+        self._tell(WorkerLeft(at_s=now_s, address=worker.address, expected=expected))
+        for alarm in worker.running.values():
+            if alarm:
+                alarm.cancel()
+        had = [*worker.running, *worker.queue]
+        worker.running.clear()
+        worker.queue.clear()
+        for key in had:
+            for forming in self._formings_of(worker):
+                forming.members.pop(key, None)
+        for key in worker.results:
+            task = self.tasks.all.get(key)
+            if task is not None and task.state == "memory" and task.worker == worker.address:
+                self.tasks.lose(task)
+        for key in had:
+            task = self.tasks.all.get(key)
+            if task is not None and task.state == "processing" and task.worker == worker.address:
+                self.tasks.hand_back(task)
+        for name in [name for name, forming in self.formings.items() if not forming.members]:
+            del self.formings[name]
+        for keeper in self._keepers:
+            keeper.gone(worker)
+
+    def _formings_of(self, worker: VirtualWorker) -> list[Forming]:
+        return [forming for forming in self.formings.values() if worker in forming.members.values()]
+
+    # Work
+
+    def _choose(self, task: Task) -> str:
+        """A worker for a task without a gate, as Dask chooses: where its inputs are, else the least busy one."""
+        (needs,) = task.needs
+        able = [worker for worker in self.workers.values() if worker.can(needs) and not worker.leaving]
+        if not able:
+            return ""
+        holders = {self.tasks.all[key].worker for key in task.inputs}
+        near = [worker for worker in able if worker.address in holders]
+        return min(near or able, key=lambda worker: worker.load).address
+
+    def _enqueue(self, task: Task) -> None:
+        worker = self.workers.get(task.worker)
+        if worker:
+            worker.queue.append(task.key)
+            if not worker.frozen:
+                self._begin_next(worker)
+
+    def _begin_next(self, worker: VirtualWorker) -> None:
+        while worker.queue and len(worker.running) < worker.threads and not (worker.frozen or not worker.alive):
+            key = worker.queue.popleft()
+            task = self.tasks.all.get(key)
+            if task is None or task.state != "processing" or task.worker != worker.address:
+                continue
+            worker.running[key] = None
+            self._began_s[key] = self._clock.now_s
+            if not isinstance(self._placed(task), Placement):
+                work = self._timing.work(task.call[0], self.tasks.arguments(task), worker.memory)
+                assert isinstance(work, Fixed), f"{task.key} denoises and has no gang"
+                seconds = work.seconds
+                worker.running[key] = self._clock.after(seconds, self._finish, task, worker)
+
+    def _placed(self, task: Task) -> Placement | Surplus | int | None:
+        """What a shard was told; None for other tasks."""
+        name, shard = self._shard_of(task)
+        return self._commands.get((name, shard)) if name else None
+
+    @staticmethod
+    def _shard_of(task: Task) -> tuple[str, int]:
+        """Of a shard, the name of its request within the graph, and its number: the last arguments of its call."""
+        if "gate" in task.needs and len(task.call) > 3 and isinstance(task.call[-2], str):
+            return task.call[-2], task.call[-1]
+        return "", 0
+
+    def _finish(self, task: Task, worker: VirtualWorker) -> None:
+        """Its time is over: make the call."""
+        worker.running.pop(task.key, None)
+        if task.state != "processing" or task.worker != worker.address:
+            return
+        try:
+            result = self._call(task, worker)
+        except Stopped as stopped:
+            self.tasks.fail(task, stopped)
+            self._failure = stopped
+        except Exception as error:
+            self.tasks.fail(task, error)
+            self._failure = error
+        else:
+            self.tasks.finish(task, result)
+        self._begin_next(worker)
+        self._leave_when_idle(worker)
+
+    def _call(self, task: Task, worker: VirtualWorker) -> Any:
+        name, shard = self._shard_of(task)
+        told = self._commands.pop((name, shard), None) if name else None
+        if isinstance(told, Placement):  # a gang's first rank does it all; there is one process
+            told = Placement(gang=name, epoch=told.epoch, rank=0, width=1) if told.rank == 0 else Surplus()
+        signals.adopt(worker.signals)
+        if told is not None:
+            signals.place(name, shard, told)
+        return task.call[0](*self.tasks.arguments(task))
+
+    def _hand_back(self, task: Task, worker: VirtualWorker) -> None:
+        """A shard ends without a result, a moment after it was told to."""
+        alarm = worker.running.pop(task.key, None)
+        if alarm:
+            alarm.cancel()
+        if task.state == "processing" and task.worker == worker.address:
+            name, shard = self._shard_of(task)
+            self._commands.pop((name, shard), None)
+            self.tasks.hand_back(task)
+        self._begin_next(worker)
+        self._leave_when_idle(worker)
+
+    # Gangs
+
+    def _form(self, launch: Launch) -> None:
+        first = self.tasks.all[launch.members[0].key]
+        members = {member.key: self.workers[member.address] for member in launch.members}
+        leader = members[first.key]
+        work = self._timing.work(first.call[0], self.tasks.arguments(first), leader.memory)
+        if isinstance(work, Fixed):
+            for key, worker in members.items():
+                worker.running[key] = self._clock.after(work.seconds, self._finish, self.tasks.all[key], worker)
+            return
+        width = len(members)
+        begun = self.committed.get(work.request, 0) if self._resumes else 0
+        overhead_s = self._timing.launch_s + (self._timing.form_s if width > 1 else 0.0)
+        forming = Forming(
+            name=launch.gang,
+            epoch=launch.members[0].place.epoch,
+            work=work,
+            members=members,
+            step_s=self._timing.step_s(work.samples, width),
+            first=begun,
+            from_s=self._clock.now_s + overhead_s,
+            explores=first.phase.startswith("explore"),
+        )
+        self.formings[launch.gang] = forming
+        end_s = forming.from_s + (work.steps - begun) * forming.step_s
+        self._clock.at(forming.from_s, self._resumed, forming)
+        if begun < work.steps:
+            self._clock.at(forming.from_s + forming.step_s, self._stepped, forming)
+        forming.ends = self._clock.at(end_s, self._done, forming)
+        if any(worker.frozen for worker in members.values()):
+            self._halt(forming)
+
+    def _is_current(self, forming: Forming) -> bool:
+        return self.formings.get(forming.name) is forming and forming.broken_s is None
+
+    def _resumed(self, forming: Forming) -> None:
+        if self._is_current(forming):
+            self._beat(forming, forming.first, resumed=True)
+
+    def _stepped(self, forming: Forming) -> None:
+        if self._is_current(forming):
+            self._tell_step(forming)
+
+    def _beat(self, forming: Forming, step: int, *, resumed: bool) -> None:
+        self._tell(
+            GangBeat(
+                at_s=self._clock.now_s,
+                gang=forming.name,
+                epoch=forming.epoch,
+                step=step,
+                steps=forming.work.steps,
+                resumed=resumed,
+            )
+        )
+
+    def _commit(self, forming: Forming) -> None:
+        steps = forming.steps_by(self._clock.now_s)
+        self.committed[forming.work.request] = max(steps, self.committed.get(forming.work.request, 0))
+
+    def _done(self, forming: Forming) -> None:
+        if self._is_current(forming):
+            self._commit(forming)
+            self._tell_step(forming)
+            self._dissolve(forming)
+            for key, worker in forming.members.items():
+                self._finish(self.tasks.all[key], worker)
+
+    def _dissolve(self, forming: Forming) -> None:
+        if forming.ends:
+            forming.ends.cancel()
+        self.formings.pop(forming.name, None)
+
+    def _halt(self, forming: Forming) -> None:
+        """A member is gone, or frozen: the others wait for it in the step in flight."""
+        if forming.broken_s is None:
+            self._commit(forming)
+            self._tell_step(forming)
+            forming.broken_s = self._clock.now_s
+            if forming.ends:
+                forming.ends.cancel()
+
+    def _call_off(self, order: CallOff) -> None:
+        """The member gives its shard back at once."""
+        forming = self.formings.get(order.gang)
+        if forming is None or forming.epoch != order.epoch:
+            return
+        self._halt(forming)
+        for key, worker in list(forming.members.items()):
+            if worker.address == order.address and not worker.frozen:
+                del forming.members[key]
+                self._clock.after(BACK_OFF_S, self._hand_back, self.tasks.all[key], worker)
+        if not forming.members:
+            self._dissolve(forming)
+
+    def _regroup(self, order: Regroup) -> None:
+        forming = self.formings.get(order.gang)
+        if forming and forming.epoch == order.epoch:
+            self._end_at_boundary(forming)
+
+    def _end_at_boundary(self, forming: Forming) -> None:
+        """The step in flight is the last of this forming, if it is not the last of all."""
+        if forming.broken_s is None:
+            self._clock.at(forming.boundary_s(self._clock.now_s), self._end_forming, forming)
+
+    def _end_forming(self, forming: Forming) -> None:
+        if self._is_current(forming) and forming.steps_by(self._clock.now_s) < forming.work.steps:
+            self._commit(forming)
+            self._tell_step(forming)
+            self._dissolve(forming)
+            for key, worker in forming.members.items():
+                self._clock.after(BACK_OFF_S, self._hand_back, self.tasks.all[key], worker)
+
+    # Orders to all
+
+    def _close_exploration(self, iteration: int) -> None:
+        """Requests under way end at their next step boundary, and what is scored of them at once."""
+        for worker in self.workers.values():
+            worker.signals.close_exploration(self._run, iteration)
+        for forming in self.formings.values():
+            if forming.explores:
+                self._clock.at(forming.boundary_s(self._clock.now_s), self._drop, forming)
+        for worker in list(self.workers.values()):
+            for key, alarm in list(worker.running.items()):
+                task = self.tasks.all[key]
+                if alarm and not worker.frozen and task.phase.startswith("explore-score"):
+                    alarm.cancel()
+                    worker.running[key] = self._clock.after(0.0, self._finish, task, worker)
+
+    def _drop(self, forming: Forming) -> None:
+        if self._is_current(forming) and forming.steps_by(self._clock.now_s) < forming.work.steps:
+            self._commit(forming)
+            self._dissolve(forming)
+            for key, worker in forming.members.items():
+                self._finish(self.tasks.all[key], worker)
+
+    def _stop_work(self) -> None:
+        for worker in self.workers.values():
+            worker.signals.stop(self._run)
+        for forming in list(self.formings.values()):
+            self._end_at_boundary(forming)
+
+
+class _Keeper:
+    """Keeps a worker at its place, and takes it away, as its stay has it."""
+
+    def __init__(self, cluster: VirtualCluster, stay: Stay, clock: VirtualClock, *, start_up_s: float) -> None:
+        self._cluster, self._stay, self._clock, self._start_up_s = cluster, stay, clock, start_up_s
+        self._address = ""
+        kinds = cycle(stay.preemptions)
+        for from_s, until_s in stay.ups:
+            clock.at(from_s, self._come)
+            if until_s < inf:
+                clock.at(until_s, self._go, next(kinds))
+
+    def gone(self, worker: VirtualWorker) -> None:
+        """Replace it, if a machine is to be there."""
+        if worker.address == self._address:
+            self._address = ""
+            self._clock.after(self._stay.replace_after_s, self._come)
+
+    def _come(self) -> None:
+        if self._is_up() and not self._address:
+            self._address = "booting"
+            self._clock.after(self._start_up_s, self._start)
+
+    def _start(self) -> None:
+        self._address = ""
+        if self._is_up():
+            pool: WorkerPool = "spot" if self._stay.pool == "spot" else "reserved"
+            self._address = self._cluster.join(self._stay.name, pool, self._stay.node).address
+
+    def _is_up(self) -> bool:
+        now_s = self._clock.now_s
+        return any(from_s <= now_s < until_s for from_s, until_s in self._stay.ups)
+
+    def _go(self, kind: str) -> None:
+        match kind:
+            case "notice":
+                self._cluster.notice(self._address, self._stay.grace_s)
+            case "hang":
+                self._cluster.freeze(self._address)
+            case _:
+                self._cluster.kill(self._address)

@@ -1,0 +1,66 @@
+"""What the virtual cluster must be told about work, since a graph is only data to it: how long its calls last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denoising:
+    """A call that denoises a request, step by step, and commits each step."""
+
+    request: str
+    """Names what is committed: the same for whoever does it again."""
+    samples: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """A call that takes so long, and is done anew if it is interrupted."""
+
+    seconds: float
+
+
+class Timing(Protocol):
+    """How long work takes, in seconds of the virtual clock."""
+
+    launch_s: float
+    """From a worker's getting a request until its first step begins."""
+    form_s: float
+    """For the workers of a gang of several to find each other."""
+    graph_s: float
+    """To build and submit a graph, and to fetch what came of it."""
+    start_up_s: float
+    """From the moment that a machine is there until its worker can work."""
+
+    def work(self, function: Callable[..., Any], arguments: Sequence[Any], memory: dict[str, Any]) -> Denoising | Fixed:
+        """What a call does.
+
+        Args:
+            memory: of the worker's device: what it did before may shorten what it does now; it may be changed.
+        """
+        ...
+
+    def step_s(self, samples: int, width: int) -> float:
+        """Seconds of one denoising step of a batch on a gang of so many workers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stay:
+    """When one worker's machine is there, and how it is taken away."""
+
+    pool: str
+    name: str
+    node: str
+    ups: tuple[tuple[float, float], ...]
+    """``(from_s, until_s)``, in order."""
+    preemptions: tuple[str, ...] = ("kill",)
+    """At each end, in turn: "kill", "notice" or "hang"."""
+    grace_s: float = 30.0
+    """From a notice to the kill."""
+    replace_after_s: float = 10.0
+    """From a loss that is not at the end of an up to the next worker."""

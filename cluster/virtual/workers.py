@@ -1,0 +1,52 @@
+"""Virtual workers: what each has to do now and next, what it was told, and what its device remembers. It decides
+nothing, and knows no time but what it is told."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.events import Key, WorkerPool
+from cluster.virtual.clock import Alarm
+from spotlight.device.signals import Signals
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class VirtualWorker:
+    """One worker from its joining to its end; another that takes its name is another worker."""
+
+    address: str
+    name: str
+    pool: WorkerPool
+    node: str
+    threads: int = 1
+    signals: Signals = field(default_factory=Signals)
+    memory: dict[str, Any] = field(default_factory=dict)
+    """Of its device; see `cluster.virtual.timing.Timing`."""
+    queue: deque[Key] = field(default_factory=deque)
+    """Tasks that it has and has not begun."""
+    running: dict[Key, Alarm | None] = field(default_factory=dict)
+    """Tasks that it has begun, with what will end them."""
+    results: dict[Key, None] = field(default_factory=dict)
+    """Tasks whose results it holds."""
+    leaving: bool = False
+    """Under notice: it begins nothing more."""
+    frozen: bool = False
+    """It neither works nor answers."""
+    alive: bool = True
+
+    @property
+    def load(self) -> int:
+        return len(self.queue) + len(self.running)
+
+    def can(self, needs: str) -> bool:
+        """Whether it has the one resource that a task asks for."""
+        match needs:
+            case "head":
+                return self.pool == "head"
+            case "reserved":
+                return self.pool == "reserved"
+            case "engine":
+                return self.pool != "head"
+        return False
