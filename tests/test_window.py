@@ -108,7 +108,11 @@ def test_a_run_that_trains_in_parts_beside_its_rollouts_is_that_of_one_thread(
     rows, decisions = run.directory.rows(SPANS), run.directory.rows(DECISIONS)
     trained = Counter(row["iteration"] for row in rows if row["phase"] == "train" and row["outcome"] == "done")
     assert trained == dict.fromkeys(range(3), 3)
-    assert [row for row in decisions if row.get("is") == "TimePassed" and any(i["is"] == "Train" for i in row["then"])]
+    assert [
+        row
+        for row in decisions
+        if row.get("is") == "TimePassed" and any(i["is"] == "Train" for i in row.get("then", ()))
+    ]
     assert [*differing(decisions), *dispatched_otherwise(decisions)] == []
     assert status.window_s == 0.0
     assert status.spot_worth_renting
