@@ -24,6 +24,7 @@ from torch import Tensor
 from spotlight.device import sequence_parallel
 from spotlight.device.pace import Pace
 from spotlight.device.process import Beat
+from spotlight.device.protocol import ALONE, Prepared
 from spotlight.device.sequence_parallel import Gang, GangBroken
 from spotlight.device.signals import signals
 from spotlight.records import (
@@ -52,7 +53,6 @@ RESIDENT_VERSIONS = 2
 """Rollouts use version k while exploration uses k or k - 1: no version is loaded twice."""
 
 
-ALONE = Placement(gang="", epoch=0, rank=0, width=1)
 JOIN_TIMEOUT_S = 600.0
 """Longest that a rank waits for the others: they may have a large model to load first."""
 GO_ON, LEAVE, DROP, STOP = range(4)
@@ -61,18 +61,43 @@ GO_ON, LEAVE, DROP, STOP = range(4)
 Heart = Callable[[Beat | None], None]
 """Is given signs of life, of every step and while waiting for others."""
 
-_engines: dict[str, Engine] = {}
-
 
 def _no_heart(beat: Beat | None) -> None:
     """Where nobody watches."""
 
 
-def engine_of(run_dir: str, beat: Heart = _no_heart, node: Node | None = None) -> Engine:
-    """This process's engine for a run; made at the first call, then reused."""
-    if run_dir not in _engines:
-        _engines[run_dir] = Engine(Path(run_dir), beat, node)
-    return _engines[run_dir]
+class InProcess:
+    """A `Device` whose engines, one a run, are in this process; each is made at its first call.
+
+    Args:
+        paced: whether work lasts what the settings say; a clock that is not the real one wants no waiting.
+    """
+
+    def __init__(self, *, paced: bool = True, beat: Heart = _no_heart, node: Node | None = None) -> None:
+        self._paced, self._beat, self._node = paced, beat, node
+        self._engines: dict[str, Engine] = {}
+
+    def engine(self, run_dir: str) -> Engine:
+        if run_dir not in self._engines:
+            self._engines[run_dir] = Engine(Path(run_dir), self._beat, self._node, paced=self._paced)
+        return self._engines[run_dir]
+
+    def prepare(self, run_dir: str) -> Prepared:
+        return self.engine(run_dir).prepare()
+
+    def rollout(self, run_dir: str, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
+        return self.engine(run_dir).rollout(request, place)
+
+    def score(self, run_dir: str, request: Request) -> Scored | Dropped:
+        return self.engine(run_dir).score(request)
+
+    def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
+        return self.engine(run_dir).images(request)
+
+    def train(
+        self, run_dir: str, weights: WeightsRef, parts: tuple[tuple[Sample, ...], ...], of: int, iteration: int
+    ) -> None:
+        self.engine(run_dir).train(weights, parts, of, iteration)
 
 
 class Engine:
@@ -80,9 +105,10 @@ class Engine:
 
     Args:
         node: shares weights with the other engines of the machine.
+        paced: whether work lasts what the settings say.
     """
 
-    def __init__(self, run_dir: Path, beat: Heart = _no_heart, node: Node | None = None) -> None:
+    def __init__(self, run_dir: Path, beat: Heart = _no_heart, node: Node | None = None, *, paced: bool = True) -> None:
         self._node = node
         self._beat = beat
         torch.set_num_threads(1)  # one thread per worker process: several workers share a machine's cores
@@ -90,7 +116,7 @@ class Engine:
         run = RunDir(run_dir)
         self.config = run.config()
         self.store = LatentStore(run.latents_url)
-        self._pace = Pace(self.config)
+        self._pace = Pace(self.config, waits=paced)
         self._versions: dict[tuple[WeightsRef, bool], dict[str, Tensor]] = {}
         self._loaded: tuple[WeightsRef, bool] | None = None
         self._trained: int | None = None  # the version that the optimizer's state in this process belongs to
@@ -115,7 +141,7 @@ class Engine:
 
     # Denoising
 
-    def prepare(self) -> tuple[tuple[float, ...], tuple[float, ...], WeightsRef]:
+    def prepare(self) -> Prepared:
         """Noise levels of rollouts and of exploration; version 0 is published.
 
         Raises:
@@ -127,7 +153,11 @@ class Engine:
         text_tokens = self.model.encode([next(iter(self._prompts())).text]).mask_BT.shape[1]
         sequence_parallel.check_widths(self.model.transformer, rows * columns, text_tokens, settings.strategy.widths)
         steps, explore_steps = settings.rollout.steps, settings.exploration.steps or settings.rollout.steps
-        return self.model.sigmas(steps, *size), self.model.sigmas(explore_steps, *size), self.publish_start()
+        return Prepared(
+            sigmas=self.model.sigmas(steps, *size),
+            explore_sigmas=self.model.sigmas(explore_steps, *size),
+            start=self.publish_start(),
+        )
 
     def _prompts(self) -> Iterator[Prompt]:
         for path in (self.config.data.train_prompts, self.config.data.validation_prompts):
