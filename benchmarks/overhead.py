@@ -37,7 +37,7 @@ def bare_loop(run_dir: str, requests: Sequence[Request]) -> float:
     from spotlight.rl import flow
 
     engine = InProcess().engine(run_dir)
-    engine.use(requests[0].weights)
+    engine.resident.use(requests[0].weights)
     started_s = time.perf_counter()
     with torch.no_grad():
         for request in requests:

@@ -18,7 +18,7 @@ from graphs.iteration import rollout_requests, unexplored
 from graphs.tasks import RunContext
 from runs import settings_file
 from spotlight import config
-from spotlight.device.engine import Engine
+from spotlight.device.engine import Engine, InProcess
 from spotlight.device.pace import Pace
 from spotlight.device.signals import Clear, CloseExploration, Stop, signals
 from spotlight.plan.durations import SCORE_S
@@ -212,6 +212,21 @@ def test_the_end_of_training_ends_the_scoring_of_exploration_that_is_under_way(
     assert engine.store.get_record(f"scores/{explored.id}") is None
 
 
+def test_an_engine_on_another_clock_does_not_wait_though_the_settings_pace_it(tmp_path: Path) -> None:
+    settings = config.load(settings_file(tmp_path), ["pace.gpu=h100", "pace.speedup=0.0001"])
+    run, device = RunDir.create(settings, time.time()), InProcess(paced=False)
+    context, prompts = tasks.prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:1]
+    request = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
+
+    began_s = time.monotonic()
+    device.rollout(str(run.path), request)
+    scored = device.score(str(run.path), request)
+    took_s = time.monotonic() - began_s
+
+    assert isinstance(scored, Scored)
+    assert took_s < Pace(settings).step_s(len(request.seeds), 1)
+
+
 def test_widths_that_the_model_cannot_be_split_into_are_refused_with_those_that_it_can(tmp_path: Path) -> None:
     settings = config.load(settings_file(tmp_path), ["strategy.widths=[1, 3]", "pools.spot.workers=3"])
     run = RunDir.create(settings, time.time())
@@ -223,7 +238,7 @@ def test_widths_that_the_model_cannot_be_split_into_are_refused_with_those_that_
 def test_a_request_too_large_for_the_device_is_named_with_what_would_make_it_fit(run: RunDir) -> None:
     with (
         pytest.raises(SpotlightError, match=r"request r7 .* rollout\.request_seeds"),
-        Engine(run.path)._memory("request r7 (64 samples)"),
+        Engine(run.path).resident.memory("request r7 (64 samples)"),
     ):
         raise torch.OutOfMemoryError("tried to allocate 20 GiB")
 
