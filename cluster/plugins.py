@@ -16,7 +16,7 @@ placement on the worker when it starts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin, Worker, WorkerPlugin
@@ -57,7 +57,16 @@ from cluster.events import (
     WorkerSilent,
 )
 from spotlight.clock import Clock, wall_clock
-from spotlight.device.signals import signals
+from spotlight.device import signals as orders
+from spotlight.device.signals import (
+    Order,
+    PlaceShard,
+    order_from_message,
+    order_to_message,
+    shard_from_message,
+    shard_to_message,
+    signals,
+)
 from spotlight.records import Placement, Surplus
 
 ORDER, PLACE = "spotlight-order", "spotlight-place"
@@ -238,13 +247,14 @@ class DispatchPlugin(SchedulerPlugin):
                 case Train():
                     self._open_gate(instruction.key, instruction.address, "reserved")
                 case CallOff():
-                    self._order(instruction.address, "call_off", gang=instruction.gang, epoch=instruction.epoch)
+                    order = orders.CallOff(gang=instruction.gang, epoch=instruction.epoch)
+                    self._order(instruction.address, order)
                 case Regroup():
-                    self._order(instruction.address, "regroup", gang=instruction.gang, epoch=instruction.epoch)
+                    self._order(instruction.address, orders.Regroup(gang=instruction.gang, epoch=instruction.epoch))
                 case CloseExploration():
-                    self._order_all("close_exploration", iteration=instruction.iteration)
+                    self._order_all(orders.CloseExploration(run=self._run, iteration=instruction.iteration))
                 case StopWork():
-                    self._order_all("stop")
+                    self._order_all(orders.Stop(run=self._run))
                 case CloseGate():
                     self._close_gate(instruction.key)
                 case Evict():
@@ -275,16 +285,16 @@ class DispatchPlugin(SchedulerPlugin):
         if task is not None:
             task.resource_restrictions, task.worker_restrictions = dict(GATE), None
 
-    def _order_all(self, order: str, **facts: Any) -> None:
+    def _order_all(self, order: Order) -> None:
         for address in self._scheduler.workers:
-            self._order(address, order, run=self._run, **facts)
+            self._order(address, order)
 
-    def _order(self, address: str, order: str, **facts: Any) -> None:
-        self._send(address, {"op": ORDER, "order": order, "facts": facts})
+    def _order(self, address: str, order: Order) -> None:
+        self._send(address, {"op": ORDER, **order_to_message(order)})
 
-    def _place(self, address: str, gang: str, shard: int, what: Placement | Surplus | int) -> None:
-        value = asdict(what) if isinstance(what, Placement) else None if isinstance(what, Surplus) else what
-        self._send(address, {"op": PLACE, "gang": gang, "shard": shard, "value": value})
+    def _place(self, address: str, gang: str, shard: int, placement: Placement | Surplus | int) -> None:
+        command = PlaceShard(gang=gang, shard=shard, placement=placement)
+        self._send(address, {"op": PLACE, **shard_to_message(command)})
 
     def _send(self, address: str, message: dict[str, Any]) -> None:
         if address in self._scheduler.workers:
@@ -346,12 +356,12 @@ class ControlPlugin(WorkerPlugin):
     """Passes what the dispatcher tells a worker on to the work in its process, and to its engine.
 
     Args:
-        pass_on: is given each order and its facts too.
+        pass_on: is given each order too.
     """
 
     name = "spotlight-control"
 
-    def __init__(self, pass_on: Callable[..., None] = lambda order, **facts: None) -> None:
+    def __init__(self, pass_on: Callable[[Order], None] = lambda order: None) -> None:
         self._pass_on = pass_on
 
     def setup(self, worker: Worker) -> None:
@@ -359,12 +369,10 @@ class ControlPlugin(WorkerPlugin):
         worker.stream_handlers[PLACE] = self._place
 
     def _order(self, order: str, facts: dict[str, Any]) -> None:
-        signals.obey(order, facts)
-        self._pass_on(order, **facts)
+        command = order_from_message(order, facts)
+        signals.obey(command)
+        self._pass_on(command)
 
     @staticmethod
     def _place(gang: str, shard: int, value: Any) -> None:
-        if isinstance(value, dict):
-            rendezvous = value["rendezvous"]
-            value = Placement(**{**value, "rendezvous": tuple(rendezvous) if rendezvous else None})
-        signals.place(gang, shard, Surplus() if value is None else value)
+        signals.obey(shard_from_message(gang, shard, value))

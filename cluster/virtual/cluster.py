@@ -48,7 +48,8 @@ from cluster.virtual.clock import SAME_MOMENT_S, Alarm, VirtualClock
 from cluster.virtual.tasks import Task, Tasks
 from cluster.virtual.timing import Denoising, Fixed, Stay, Timing
 from cluster.virtual.workers import VirtualWorker
-from spotlight.device.signals import signals
+from spotlight.device import signals as orders
+from spotlight.device.signals import Leave, PlaceShard, signals
 from spotlight.records import Placement, SpotlightError, Stopped, Surplus
 
 HEAD = "head"
@@ -326,7 +327,7 @@ class VirtualCluster:
         if worker is None or worker.leaving or worker.frozen:
             return
         worker.leaving = True
-        worker.signals.leave()
+        worker.signals.obey(Leave())
         self._tell(WorkerNoticed(at_s=self._clock.now_s, address=address, reason=reason))
         self._clock.after(grace_s, self.kill, address)
         for forming in self._formings_of(worker):
@@ -453,7 +454,7 @@ class VirtualCluster:
             told = Placement(gang=name, epoch=told.epoch, rank=0, width=1) if told.rank == 0 else Surplus()
         signals.adopt(worker.signals)
         if told is not None:
-            signals.place(name, shard, told)
+            signals.obey(PlaceShard(gang=name, shard=shard, placement=told))
         return task.call[0](*self.tasks.arguments(task))
 
     def _hand_back(self, task: Task, worker: VirtualWorker) -> None:
@@ -586,7 +587,7 @@ class VirtualCluster:
     def _close_exploration(self, iteration: int) -> None:
         """Requests under way end at their next step boundary, and what is scored of them at once."""
         for worker in self.workers.values():
-            worker.signals.close_exploration(self._run, iteration)
+            worker.signals.obey(orders.CloseExploration(run=self._run, iteration=iteration))
         for forming in self.formings.values():
             if forming.explores:
                 self._clock.at(forming.boundary_s(self._clock.now_s), self._drop, forming)
@@ -606,7 +607,7 @@ class VirtualCluster:
 
     def _stop_work(self) -> None:
         for worker in self.workers.values():
-            worker.signals.stop(self._run)
+            worker.signals.obey(orders.Stop(run=self._run))
         for forming in list(self.formings.values()):
             self._end_at_boundary(forming)
 
