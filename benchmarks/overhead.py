@@ -33,11 +33,11 @@ def bare_loop(run_dir: str, requests: Sequence[Request]) -> float:
     """Denoise the same requests with nothing around the model; returns seconds. Runs on the worker."""
     import torch
 
-    from spotlight.device.engine import engine_of
+    from spotlight.device.engine import InProcess
     from spotlight.rl import flow
 
-    engine = engine_of(run_dir)
-    engine.use(requests[0].weights)
+    engine = InProcess().engine(run_dir)
+    engine.resident.use(requests[0].weights)
     started_s = time.perf_counter()
     with torch.no_grad():
         for request in requests:

@@ -377,13 +377,14 @@ def record(out: Path, versions: Sequence[int], steps: Sequence[int], prompts: in
     from graphs.loop import Loop, synchronous
     from graphs.tasks import RunContext, candidate_seed
     from spotlight import config
-    from spotlight.device.engine import engine_of
+    from spotlight.device.engine import InProcess
+    from spotlight.device.protocol import install
     from spotlight.records import Scored, WeightsRef
     from spotlight.rl.prompts import read_prompts
     from spotlight.store.rundir import RunDir
 
     def save(context: RunContext, weights: WeightsRef) -> None:
-        engine = engine_of(str(run.path))
+        engine = device.engine(str(run.path))
         for prompt, count in product(read_prompts(settings.data.train_prompts)[:prompts], steps):
             template = candidates_for(settings, context, weights.version, [prompt], weights).template
             sigmas = engine.model.sigmas(count, template.height_px, template.width_px)
@@ -416,6 +417,8 @@ def record(out: Path, versions: Sequence[int], steps: Sequence[int], prompts: in
         def balance(self, iteration: int, began_s: float, window_s: float) -> None: ...
 
     known: list[RunContext] = []
+    device = InProcess()
+    install(device)
     with tempfile.TemporaryDirectory() as directory, out.open("w") as file:
         overrides = [f"run.dir={directory}", f"run.iterations={max(versions)}", "run.validate_every=1000"]
         settings = config.load(SETTINGS, [*overrides, "strategy.exploration=off"])

@@ -85,7 +85,7 @@ def heart(beat):
 
 run_dir, request, place = pickle.load(sys.stdin.buffer)
 engine = Engine(Path(run_dir), heart)
-engine.use(request.weights)
+engine.resident.use(request.weights)
 moments.append(time.time())
 engine.rollout(request, place)
 """

@@ -20,7 +20,7 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -29,7 +29,19 @@ from tornado.ioloop import PeriodicCallback
 
 from cluster.gangs import GATED, GangState, gang_of, members_of
 from cluster.journal import Journal, Label
-from spotlight.device.signals import signals
+from spotlight.device.signals import (
+    CallOff,
+    CloseExploration,
+    Order,
+    PlaceShard,
+    Regroup,
+    Stop,
+    order_from_message,
+    order_to_message,
+    shard_from_message,
+    shard_to_message,
+    signals,
+)
 from spotlight.plan.offload import Sides, Turn, turn
 from spotlight.plan.placement import Idle, Running, View, Waiting, plan, widen
 from spotlight.plan.replay import PlacementLog, turn_row
@@ -247,11 +259,10 @@ class Placer(SchedulerPlugin):
         if not planned:
             gang.lose()
         for worker in gang.members.values():  # after a leave that was agreed on they have ended, and hear it in vain
-            self._order_gang("call_off", gang, worker)
+            self._order_gang(CallOff(gang=gang.name, epoch=gang.epoch), worker)
 
-    def _order_gang(self, order: str, gang: GangState, worker: str) -> None:
-        facts = {"gang": gang.name, "epoch": gang.epoch}
-        self._send(self._addresses.get(worker), {"op": ORDER, "order": order, "facts": facts})
+    def _order_gang(self, order: Order, worker: str) -> None:
+        self._send(self._addresses.get(worker), {"op": ORDER, **order_to_message(order)})
 
     def _beat(self, gang: str, epoch: int, step: int, steps: int, resumed: bool, **_: Any) -> None:
         """The first rank tells where its gang is."""
@@ -436,7 +447,7 @@ class Placer(SchedulerPlugin):
         gang.planned = True
         self._journal.event(why, gang=gang)
         for worker in gang.members.values():
-            self._order_gang("regroup", gang, worker)
+            self._order_gang(Regroup(gang=gang.name, epoch=gang.epoch), worker)
 
     def _open_gate(self, key: Any, address: str, resource: str) -> None:
         self._restrict(key, address, resource)
@@ -454,15 +465,15 @@ class Placer(SchedulerPlugin):
     def _training_ended(self, iteration: int) -> None:
         self._trained = max(self._trained, iteration)
         if self._close_with_training:
-            self._tell("close_exploration", run=self._run, iteration=iteration + 1)
+            self._tell(CloseExploration(run=self._run, iteration=iteration + 1))
 
-    def _tell(self, order: str, **facts: Any) -> None:
+    def _tell(self, order: Order) -> None:
         for address in self._scheduler.workers:
-            self._send(address, {"op": ORDER, "order": order, "facts": facts})
+            self._send(address, {"op": ORDER, **order_to_message(order)})
 
     def _place(self, address: str, gang: GangState, key: Any, what: Placement | Surplus | int) -> None:
-        value = asdict(what) if isinstance(what, Placement) else None if isinstance(what, Surplus) else what
-        self._send(address, {"op": PLACE, "gang": gang.name, "shard": gang.shard(key), "value": value})
+        command = PlaceShard(gang=gang.name, shard=gang.shard(key), placement=what)
+        self._send(address, {"op": PLACE, **shard_to_message(command)})
 
     def _send(self, address: str | None, message: dict[str, Any]) -> None:
         if address in self._scheduler.workers:
@@ -491,7 +502,7 @@ class Placer(SchedulerPlugin):
     def stop(self) -> None:
         """Launch nothing more; what runs ends at its next step boundary."""
         self._stopping = True
-        self._tell("stop", run=self._run)
+        self._tell(Stop(run=self._run))
 
     def status(self) -> dict[str, Any]:
         """What is running where, for a display; plain values."""
@@ -518,12 +529,12 @@ class ControlPlugin(WorkerPlugin):
     """Passes what the `Placer` tells a worker on to the work in its process, and to its engine.
 
     Args:
-        pass_on: is given each order and its facts too.
+        pass_on: is given each order too.
     """
 
     name = "spotlight-control"
 
-    def __init__(self, pass_on: Callable[..., None] = lambda order, **facts: None) -> None:
+    def __init__(self, pass_on: Callable[[Order], None] = lambda order: None) -> None:
         self._pass_on = pass_on
 
     def setup(self, worker: Worker) -> None:
@@ -531,12 +542,10 @@ class ControlPlugin(WorkerPlugin):
         worker.stream_handlers[PLACE] = self._place
 
     def _order(self, order: str, facts: dict[str, Any]) -> None:
-        signals.obey(order, facts)
-        self._pass_on(order, **facts)
+        command = order_from_message(order, facts)
+        signals.obey(command)
+        self._pass_on(command)
 
     @staticmethod
     def _place(gang: str, shard: int, value: Any) -> None:
-        if isinstance(value, dict):
-            rendezvous = value["rendezvous"]
-            value = Placement(**{**value, "rendezvous": tuple(rendezvous) if rendezvous else None})
-        signals.place(gang, shard, Surplus() if value is None else value)
+        signals.obey(shard_from_message(gang, shard, value))

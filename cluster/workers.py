@@ -24,14 +24,29 @@ from pathlib import Path
 from typing import Any
 
 import dask
+import numpy as np
 from distributed import Reschedule, Status, Worker
+from numpy.typing import NDArray
 
 from cluster import peers
 from cluster.notices import Notice, first_notice, sources
 from cluster.plugins import BEAT, HOLDS, LOST_ENGINE, NOTICE, ControlPlugin
-from spotlight.device.process import Beat, EngineLost, EngineProcess, install
-from spotlight.device.signals import signals
-from spotlight.records import Interrupted, Placement, Request, SpotlightError
+from spotlight.device.calls import Call, ImagesCall, PrepareCall, RolloutCall, ScoreCall, T, TrainCall
+from spotlight.device.process import Beat, EngineLost, EngineProcess
+from spotlight.device.protocol import ALONE, Prepared, install
+from spotlight.device.signals import Leave, signals
+from spotlight.records import (
+    Dropped,
+    Interrupted,
+    Placement,
+    Request,
+    Rollout,
+    Sample,
+    Scored,
+    SpotlightError,
+    Surplus,
+    WeightsRef,
+)
 from spotlight.store import weights
 from spotlight.store.node import Node, NotOnNode
 
@@ -129,8 +144,9 @@ async def _serve(spec: WorkerSpec) -> None:
 
 
 class WorkerDevice:
-    """Runs a task's work in the engine process, and tells the scheduler how it goes.
+    """A `Device` whose work is done in the engine process; the scheduler is told how it goes.
 
+    Its verbs are called by task threads. Each may raise `Reschedule`: it is to be done anew, here or elsewhere.
     The weights that a request asks for are on the node before the engine is: they come from another node that has
     them, or else from the run directory.
     """
@@ -139,24 +155,40 @@ class WorkerDevice:
         self._worker, self._engine, self._node = worker, engine, node
         self._quarantine_after, self._lost_in_row = quarantine_after, 0
 
-    def run(self, run_dir: str, verb: str, *arguments: Any) -> Any:
-        """Run a verb of the engine's; called by task threads.
+    def prepare(self, run_dir: str) -> Prepared:
+        return self._call(run_dir, PrepareCall())
+
+    def rollout(self, run_dir: str, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
+        self._bring(Path(run_dir), request)
+        return self._call(run_dir, RolloutCall(request=request, place=place), place if place.gang else None)
+
+    def score(self, run_dir: str, request: Request) -> Scored | Dropped:
+        self._bring(Path(run_dir), request)
+        return self._call(run_dir, ScoreCall(request=request))
+
+    def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
+        self._bring(Path(run_dir), request)
+        return self._call(run_dir, ImagesCall(request=request))
+
+    def train(
+        self, run_dir: str, weights: WeightsRef, parts: tuple[tuple[Sample, ...], ...], of: int, iteration: int
+    ) -> None:
+        self._call(run_dir, TrainCall(weights=weights, parts=parts, of=of, iteration=iteration))
+
+    def _call(self, run_dir: str, call: Call[T], gang: Placement | None = None) -> T:
+        """Have the engine do something.
 
         Raises:
             Reschedule: it is to be done anew, here or elsewhere.
             SpotlightError: it lost its engine process too many times in a row.
         """
-        gang = next((one for one in arguments if isinstance(one, Placement)), None)
-        for request in arguments:
-            if isinstance(request, Request):
-                self._bring(Path(run_dir), request)
         try:
-            value = self._engine.call(run_dir, verb, arguments, partial(self._beat, gang))
+            value = self._engine.call(run_dir, call, partial(self._beat, gang))
         except Interrupted:
             time.sleep(BACK_OFF_S)
             raise Reschedule from None
         except EngineLost as lost:
-            self._count(verb, gang, str(lost))
+            self._count(call.verb, gang, str(lost))
             raise Reschedule from None
         self._lost_in_row = 0
         return value
@@ -204,8 +236,8 @@ async def _leave_on_notice(worker: Worker, engine: EngineProcess, spec: WorkerSp
     last.daemon = True
     last.start()
     worker.batched_send({"op": NOTICE, "reason": notice.reason})
-    signals.leave()
-    engine.tell("leave")
+    signals.obey(Leave())
+    engine.tell(Leave())
     await _finish(worker, notice)
     with contextlib.suppress(Exception):  # whatever goes wrong, the worker is gone by the deadline
         async with asyncio.timeout(max(0.0, notice.deadline_s - time.time())):

@@ -1,7 +1,7 @@
 """The functions in the graph: thin shells that may run twice, anywhere, and change nothing by it.
 
 Arguments and results are small records; latents, images and weights stay in the stores. The engine
-is reached through `spotlight.device.process`, so a process that only builds graphs never imports torch.
+is reached through `spotlight.device.protocol`, so a process that only builds graphs never imports torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Literal
 
-from spotlight.device import process as device
+from spotlight.device import protocol as device
 from spotlight.device.signals import signals
 from spotlight.plan import bandit
 from spotlight.plan.bandit import Beliefs
@@ -23,7 +23,6 @@ from spotlight.records import (
     Dropped,
     Explored,
     Kept,
-    Placement,
     Prompt,
     Published,
     Quarantined,
@@ -97,14 +96,14 @@ ShardResult = Rollout | Dropped | Surplus | Quarantined
 def prepare(run_dir: str) -> RunContext:
     """Load the model once, publish version 0, and ask the model for its noise levels."""
     run = RunDir(run_dir)
-    sigmas, explore_sigmas, start = device.run(run_dir, "prepare")
+    prepared = device.current().prepare(run_dir)
     return RunContext(
         run_dir=run_dir,
         run=run.path.name,
         seed=run.config().run.seed,
-        sigmas=sigmas,
-        explore_sigmas=explore_sigmas,
-        start=start,
+        sigmas=prepared.sigmas,
+        explore_sigmas=prepared.explore_sigmas,
+        start=prepared.start,
     )
 
 
@@ -123,7 +122,7 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
     reason = signals.check(request)
     if reason:
         return _scored_before(run_dir, request) or Dropped(reason=reason)
-    return _rollout(run_dir, request, place)
+    return device.current().rollout(run_dir, request, place)
 
 
 def _scored_before(run_dir: str, request: Request) -> Rollout | None:
@@ -134,11 +133,6 @@ def _scored_before(run_dir: str, request: Request) -> Rollout | None:
         return None
     sha256 = request.weights.sha256
     return Rollout(request=request, weights_sha256=sha256, steps_resumed=request.steps, steps_run=0)
-
-
-def _rollout(run_dir: str, request: Request, *place: Placement) -> ShardResult:
-    done: ShardResult = device.run(run_dir, "rollout", request, *place)
-    return done
 
 
 def score(run_dir: str, done: ShardResult) -> Scored | Dropped | Quarantined:
@@ -155,7 +149,7 @@ def score(run_dir: str, done: ShardResult) -> Scored | Dropped | Quarantined:
             f"request {done.request.id} asked for weights {done.request.weights.sha256[:12]} and was run with "
             f"{done.weights_sha256[:12]}: nothing was trained on it; resume the run"
         )
-    scored: Scored | Dropped = device.run(run_dir, "score", done.request)
+    scored = device.current().score(run_dir, done.request)
     return replace(scored, steps_resumed=done.steps_resumed) if isinstance(scored, Scored) else scored
 
 
@@ -192,8 +186,9 @@ def _replacements(run_dir: str, seed: int, scored: Scored) -> list[Scored]:
             for at in range(len(missing))
         ),
     )
-    _rollout(run_dir, fresh)
-    again: Scored = device.run(run_dir, "score", fresh)
+    device.current().rollout(run_dir, fresh)
+    again = device.current().score(run_dir, fresh)
+    assert isinstance(again, Scored), "only exploration is dropped"
     if None in again.rewards:
         raise SpotlightError(
             f"the reward failed for {request.prompt.text!r}, seeds {request.seeds}, and for the seeds that replaced "
@@ -260,7 +255,7 @@ def train(
     Returns:
         The number of the next version.
     """
-    device.run(run_dir, "train", weights, tuple(part.samples for part in parts), of, iteration)
+    device.current().train(run_dir, weights, tuple(part.samples for part in parts), of, iteration)
     return weights.version + 1
 
 
@@ -377,7 +372,7 @@ def save_images(
     path.parent.mkdir(exist_ok=True)
     requests = [one.request for one in scored if isinstance(one, Scored)]
     texts = [request.prompt.text for request in requests for _ in request.seeds]
-    images = [device.run(run_dir, "images", request) for request in requests]
+    images = [device.current().images(run_dir, request) for request in requests]
     with atomic_write(path) as file:
         np.savez_compressed(file, images=np.concatenate(images), texts=texts)
     return name

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spotlight import config as configuration
-from spotlight.device.signals import signals
+from spotlight.device.signals import Clear, signals
 from spotlight.market.trace_files import read_trace
 from spotlight.records import SpotlightError, Stopped
 from spotlight.rl.prompts import check_quoted, choose_prompts, read_prompts
@@ -251,7 +251,7 @@ class Run:
         from graphs.loop import Loop
 
         run = self.directory
-        signals.clear(run.path.name)
+        signals.obey(Clear(run=run.path.name))
         self._rewind()
         done = len(run.rows(HISTORY))
         self._pools = Pools(self.config, run.path.name)

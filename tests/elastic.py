@@ -185,9 +185,9 @@ class Live:
 
 def engine_pid() -> int:
     """Of the worker that this is run on, by ``client.run``."""
-    from spotlight.device import process as device
+    from spotlight.device.protocol import current
 
-    return device._device._engine.pid  # type: ignore[attr-defined]
+    return current()._engine.pid  # type: ignore[attr-defined]
 
 
 def latents(store: LatentStore, request: Request) -> NDArray[np.float32]:

@@ -18,9 +18,9 @@ from graphs.iteration import rollout_requests, unexplored
 from graphs.tasks import RunContext
 from runs import settings_file
 from spotlight import config
-from spotlight.device.engine import Engine
+from spotlight.device.engine import Engine, InProcess
 from spotlight.device.pace import Pace
-from spotlight.device.signals import signals
+from spotlight.device.signals import Clear, CloseExploration, Stop, signals
 from spotlight.plan.durations import SCORE_S
 from spotlight.records import Dropped, Quarantined, Request, Rollout, Sample, Scored, SpotlightError, Stopped
 from spotlight.rl.prompts import read_prompts
@@ -44,7 +44,7 @@ def request_(run: RunDir, context: RunContext) -> Iterator[Request]:
     settings = run.config()
     prompts = read_prompts(settings.data.train_prompts)[:1]
     yield rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
-    signals.clear(run.path.name)
+    signals.obey(Clear(run=run.path.name))
 
 
 def _damage(run: RunDir, pattern: str) -> int:
@@ -118,7 +118,7 @@ def test_a_sample_does_not_depend_on_the_batch_it_was_drawn_in(run: RunDir, requ
 
 
 def test_exploration_that_is_closed_is_dropped_and_rollouts_are_not(run: RunDir, request_: Request) -> None:
-    signals.close_exploration(run.path.name, 0)
+    signals.obey(CloseExploration(run=run.path.name, iteration=0))
 
     explored = Engine(run.path).rollout(replace(request_, purpose="explore"))
     rolled_out = Engine(run.path).rollout(request_)
@@ -129,7 +129,7 @@ def test_exploration_that_is_closed_is_dropped_and_rollouts_are_not(run: RunDir,
 
 
 def test_a_stopped_run_starts_no_request(run: RunDir, request_: Request) -> None:
-    signals.stop(run.path.name)
+    signals.obey(Stop(run=run.path.name))
 
     with pytest.raises(Stopped):
         Engine(run.path).rollout(request_)
@@ -173,7 +173,7 @@ def test_exploration_that_was_scored_before_it_was_called_off_is_not_lost(run: R
     done = tasks.rollout_shard(str(run.path), explored, "explore-r0-0/0", 0)
     scored = tasks.score(str(run.path), done)
 
-    signals.close_exploration(run.path.name, explored.iteration)
+    signals.obey(CloseExploration(run=run.path.name, iteration=explored.iteration))
     again = tasks.rollout_shard(str(run.path), explored, "explore-r0-0/0", 0)
     other = tasks.rollout_shard(str(run.path), replace(explored, seeds=(1, 2)), "explore-r0-0/1", 0)
 
@@ -188,7 +188,7 @@ def test_exploration_that_is_closed_before_it_is_scored_is_dropped_and_rollouts_
     explored = tasks.rollout_shard(str(run.path), replace(request_, purpose="explore"), "explore-r0-0/0", 0)
     rolled_out = tasks.rollout_shard(str(run.path), request_, "rollout-0/0", 0)
 
-    signals.close_exploration(run.path.name, request_.iteration)
+    signals.obey(CloseExploration(run=run.path.name, iteration=request_.iteration))
 
     assert isinstance(tasks.score(str(run.path), explored), Dropped)
     assert isinstance(tasks.score(str(run.path), rolled_out), Scored)
@@ -202,13 +202,29 @@ def test_the_end_of_training_ends_the_scoring_of_exploration_that_is_under_way(
     an_hour_each = ["pace.gpu=h100", f"pace.speedup={SCORE_S / 3600}"]
     engine._pace = Pace(config.load(settings_file(tmp_path), an_hour_each))
 
-    closing = threading.Timer(1.0, signals.close_exploration, (run.path.name, explored.iteration))
+    order = CloseExploration(run=run.path.name, iteration=explored.iteration)
+    closing = threading.Timer(1.0, signals.obey, (order,))
     closing.start()
     scored = engine.score(explored)
     closing.join()
 
     assert isinstance(scored, Dropped)
     assert engine.store.get_record(f"scores/{explored.id}") is None
+
+
+def test_an_engine_on_another_clock_does_not_wait_though_the_settings_pace_it(tmp_path: Path) -> None:
+    settings = config.load(settings_file(tmp_path), ["pace.gpu=h100", "pace.speedup=0.0001"])
+    run, device = RunDir.create(settings, time.time()), InProcess(paced=False)
+    context, prompts = tasks.prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:1]
+    request = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
+
+    began_s = time.monotonic()
+    device.rollout(str(run.path), request)
+    scored = device.score(str(run.path), request)
+    took_s = time.monotonic() - began_s
+
+    assert isinstance(scored, Scored)
+    assert took_s < Pace(settings).step_s(len(request.seeds), 1)
 
 
 def test_widths_that_the_model_cannot_be_split_into_are_refused_with_those_that_it_can(tmp_path: Path) -> None:
@@ -222,7 +238,7 @@ def test_widths_that_the_model_cannot_be_split_into_are_refused_with_those_that_
 def test_a_request_too_large_for_the_device_is_named_with_what_would_make_it_fit(run: RunDir) -> None:
     with (
         pytest.raises(SpotlightError, match=r"request r7 .* rollout\.request_seeds"),
-        Engine(run.path)._memory("request r7 (64 samples)"),
+        Engine(run.path).resident.memory("request r7 (64 samples)"),
     ):
         raise torch.OutOfMemoryError("tried to allocate 20 GiB")
 

@@ -36,6 +36,12 @@ def test_without_a_gpu_to_play_nothing_is_paced() -> None:
     assert (pace.step_s(SAMPLES, 1), pace.train_s(SAMPLES), pace.score_s(SAMPLES)) == (0, 0, 0)
 
 
+def test_a_device_that_does_not_wait_is_not_paced_whatever_the_settings_say() -> None:
+    pace = Pace(settings(gpu="h100"), waits=False)
+
+    assert (pace.step_s(SAMPLES, 1), pace.train_s(SAMPLES), pace.score_s(SAMPLES)) == (0, 0, 0)
+
+
 def test_work_lasts_what_the_cost_model_says_over_the_speedup() -> None:
     pace = Pace(settings(speedup=4.0))
 

@@ -18,7 +18,10 @@ from graphs.iteration import rollout_requests, unexplored
 from graphs.tasks import prepare
 from runs import settings_file
 from spotlight import config
+from spotlight.device.calls import PrepareCall, RolloutCall
 from spotlight.device.process import Beat, EngineLost, EngineProcess
+from spotlight.device.protocol import ALONE
+from spotlight.device.signals import Stop
 from spotlight.records import Request, Rollout, SpotlightError, Stopped
 from spotlight.rl.prompts import read_prompts
 from spotlight.store.rundir import RunDir
@@ -76,8 +79,8 @@ def test_a_killed_engine_is_replaced_and_its_work_goes_on(engine: EngineProcess,
     first = engine.pid
 
     with pytest.raises(EngineLost, match="SIGKILL"):
-        engine.call(str(run.path), "rollout", (slow,), killed)
-    done = engine.call(str(run.path), "rollout", (slow,), lambda beat: None)
+        engine.call(str(run.path), RolloutCall(request=slow, place=ALONE), killed)
+    done = engine.call(str(run.path), RolloutCall(request=slow, place=ALONE), lambda beat: None)
 
     assert engine.pid != first
     assert isinstance(done, Rollout)
@@ -89,16 +92,16 @@ def test_a_frozen_engine_is_ended_after_the_limit(engine: EngineProcess, run: Ru
     first = engine.pid
 
     with pytest.raises(EngineLost, match=f"no sign of life for {HANG_AFTER_S} s"):
-        engine.call(str(run.path), "rollout", (replace(slow, iteration=1),), frozen)
+        engine.call(str(run.path), RolloutCall(request=replace(slow, iteration=1), place=ALONE), frozen)
 
     assert not psutil.pid_exists(first)
 
 
 def test_orders_reach_the_work_in_flight(engine: EngineProcess, run: RunDir, slow: Request) -> None:
-    stopped = Met(lambda: engine.tell("stop", run=slow.run))
+    stopped = Met(lambda: engine.tell(Stop(run=slow.run)))
 
     with pytest.raises(Stopped):
-        engine.call(str(run.path), "rollout", (replace(slow, iteration=2),), stopped)
+        engine.call(str(run.path), RolloutCall(request=replace(slow, iteration=2), place=ALONE), stopped)
 
     assert len(stopped.steps) < slow.steps
 
@@ -116,16 +119,16 @@ def test_an_engine_that_is_closed_while_it_comes_up_anew_ends(
 
     killed = Met(strike)
     with pytest.raises(EngineLost):
-        engine.call(str(run.path), "rollout", (fresh,), killed)
+        engine.call(str(run.path), RolloutCall(request=fresh, place=ALONE), killed)
     closer.join()
 
     assert not psutil.pid_exists(engine.pid)
     with pytest.raises(EngineLost):
-        engine.call(str(run.path), "rollout", (fresh,), killed)
+        engine.call(str(run.path), RolloutCall(request=fresh, place=ALONE), killed)
 
 
 def test_what_an_engine_raises_its_caller_gets(engine: EngineProcess, tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match="no such settings file") as raised:
-        engine.call(str(tmp_path), "prepare", (), lambda beat: None)
+        engine.call(str(tmp_path), PrepareCall(), lambda beat: None)
 
     assert "engine.py" in raised.value.__notes__[0]  # where it was raised, over there

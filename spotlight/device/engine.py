@@ -1,78 +1,67 @@
-"""What one device does: it holds a model with its resident weights, and runs requests and updates.
+"""What one device does for a run: denoise requests, draw and score their images, train; it never decides what runs.
 
-One engine per process and run; `spotlight.device.process` gives it a process of its own. It knows nothing of Dask:
-it is told from outside when to stop or to leave a gang, and looks between two denoising steps. It
-never decides what runs.
-
-The ranks of a gang hold the same latents: all of them take every step, and the first commits it. Whether they
-go on is agreed before each step, so that all leave at the same one.
+It knows nothing of Dask: it is told from outside when to stop or to leave a gang. `spotlight.device.process` gives it
+a process of its own; `InProcess` is the device whose engines are in this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property, partial
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from spotlight.device import sequence_parallel
+from spotlight.device.denoise import Denoiser, Heart, no_heart
 from spotlight.device.pace import Pace
-from spotlight.device.process import Beat
-from spotlight.device.sequence_parallel import Gang, GangBroken
+from spotlight.device.protocol import ALONE, Prepared
+from spotlight.device.residency import Residency
 from spotlight.device.signals import signals
-from spotlight.records import (
-    Dropped,
-    Interrupted,
-    Placement,
-    Prompt,
-    Request,
-    Rollout,
-    Sample,
-    Scored,
-    SpotlightError,
-    Stopped,
-    Surplus,
-    WeightsRef,
-)
-from spotlight.rl import flow, models, prompts, rewards
-from spotlight.rl.models import Conditioning
-from spotlight.rl.trainer import Trainer, TrainingBatch
-from spotlight.store import weights
-from spotlight.store.latents import LatentStore, MissingLatents, StaleEpoch, Writer
+from spotlight.device.training import Training
+from spotlight.records import Dropped, Placement, Request, Rollout, Sample, Scored, Surplus, WeightsRef
+from spotlight.rl import rewards
+from spotlight.rl.models import Model
+from spotlight.store.latents import LatentStore
 from spotlight.store.node import Node
 from spotlight.store.rundir import RunDir
 
-RESIDENT_VERSIONS = 2
-"""Rollouts use version k while exploration uses k or k - 1: no version is loaded twice."""
 
+class InProcess:
+    """A `Device` whose engines, one a run, are in this process; each is made at its first call.
 
-ALONE = Placement(gang="", epoch=0, rank=0, width=1)
-JOIN_TIMEOUT_S = 600.0
-"""Longest that a rank waits for the others: they may have a large model to load first."""
-GO_ON, LEAVE, DROP, STOP = range(4)
-"""What the ranks of a gang may agree on before a step; the largest wins."""
+    Args:
+        paced: whether work lasts what the settings say; a clock that is not the real one wants no waiting.
+        beat: is given the engines' signs of life.
+        node: see `Engine`.
+    """
 
-Heart = Callable[[Beat | None], None]
-"""Is given signs of life, of every step and while waiting for others."""
+    def __init__(self, *, paced: bool = True, beat: Heart = no_heart, node: Node | None = None) -> None:
+        self._paced, self._beat, self._node = paced, beat, node
+        self._engines: dict[str, Engine] = {}
 
-_engines: dict[str, Engine] = {}
+    def engine(self, run_dir: str) -> Engine:
+        if run_dir not in self._engines:
+            self._engines[run_dir] = Engine(Path(run_dir), self._beat, self._node, paced=self._paced)
+        return self._engines[run_dir]
 
+    def prepare(self, run_dir: str) -> Prepared:
+        return self.engine(run_dir).prepare()
 
-def _no_heart(beat: Beat | None) -> None:
-    """Where nobody watches."""
+    def rollout(self, run_dir: str, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
+        return self.engine(run_dir).rollout(request, place)
 
+    def score(self, run_dir: str, request: Request) -> Scored | Dropped:
+        return self.engine(run_dir).score(request)
 
-def engine_of(run_dir: str, beat: Heart = _no_heart, node: Node | None = None) -> Engine:
-    """This process's engine for a run; made at the first call, then reused."""
-    if run_dir not in _engines:
-        _engines[run_dir] = Engine(Path(run_dir), beat, node)
-    return _engines[run_dir]
+    def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
+        return self.engine(run_dir).images(request)
+
+    def train(
+        self, run_dir: str, weights: WeightsRef, parts: tuple[tuple[Sample, ...], ...], of: int, iteration: int
+    ) -> None:
+        self.engine(run_dir).train(weights, parts, of, iteration)
 
 
 class Engine:
@@ -80,229 +69,47 @@ class Engine:
 
     Args:
         node: shares weights with the other engines of the machine.
+        paced: whether work lasts what the settings say.
     """
 
-    def __init__(self, run_dir: Path, beat: Heart = _no_heart, node: Node | None = None) -> None:
-        self._node = node
-        self._beat = beat
+    def __init__(self, run_dir: Path, beat: Heart = no_heart, node: Node | None = None, *, paced: bool = True) -> None:
         torch.set_num_threads(1)  # one thread per worker process: several workers share a machine's cores
-        self.run_dir = run_dir
         run = RunDir(run_dir)
-        self.config = run.config()
+        self._config = run.config()
+        self._pace = Pace(self._config, waits=paced)
         self.store = LatentStore(run.latents_url)
-        self._pace = Pace(self.config)
-        self._versions: dict[tuple[WeightsRef, bool], dict[str, Tensor]] = {}
-        self._loaded: tuple[WeightsRef, bool] | None = None
-        self._trained: int | None = None  # the version that the optimizer's state in this process belongs to
-        self._accumulated: list[tuple[Sample, ...]] = []  # parts of an iteration whose gradient is in the parameters
+        self.resident = Residency(run_dir, self._config, node)
+        resumes = self._config.strategy.on_preemption == "resume"
+        self._denoiser = Denoiser(self.resident, self.store, self._pace, beat, resumes=resumes)
+        self._training = Training(run_dir, self._config, self.resident, self._denoiser, self._pace)
+        self.rollout = self._denoiser.rollout
+        self.train = self._training.train
+
+    @property
+    def model(self) -> Model:
+        return self.resident.model
 
     @cached_property
-    def model(self) -> models.Model:
-        settings = self.config
-        model = models.load(settings.model, self._node)
-        texts = [prompt.text for prompt in self._prompts()]
-        model.preload(texts, cache=self.run_dir / "prompts.safetensors")
-        model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
-        return model
+    def _scorer(self) -> rewards.Scorer:
+        return rewards.load(self._config.reward.name)
 
-    @cached_property
-    def scorer(self) -> rewards.Scorer:
-        return rewards.load(self.config.reward.name)
-
-    @cached_property
-    def trainer(self) -> Trainer:
-        return Trainer(self.model, self.config.train, seed=self.config.run.seed)
-
-    # Denoising
-
-    def prepare(self) -> tuple[tuple[float, ...], tuple[float, ...], WeightsRef]:
+    def prepare(self) -> Prepared:
         """Noise levels of rollouts and of exploration; version 0 is published.
 
         Raises:
             SpotlightError: the model cannot draw this size, or cannot be split as the settings want.
         """
-        settings = self.config
+        settings = self._config
         size = settings.model.height_px, settings.model.width_px
         rows, columns = self.model.grid(*size)
-        text_tokens = self.model.encode([next(iter(self._prompts())).text]).mask_BT.shape[1]
+        text_tokens = self.model.encode([next(iter(self.resident.prompts())).text]).mask_BT.shape[1]
         sequence_parallel.check_widths(self.model.transformer, rows * columns, text_tokens, settings.strategy.widths)
         steps, explore_steps = settings.rollout.steps, settings.exploration.steps or settings.rollout.steps
-        return self.model.sigmas(steps, *size), self.model.sigmas(explore_steps, *size), self.publish_start()
-
-    def _prompts(self) -> Iterator[Prompt]:
-        for path in (self.config.data.train_prompts, self.config.data.validation_prompts):
-            yield from prompts.read_prompts(path)
-
-    def rollout(self, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
-        """Denoise a request, committing each step; finished and half-finished work is not done again.
-
-        Args:
-            place: this process's part in the gang that runs it.
-
-        Returns:
-            From the first rank a `Rollout`, from the others a `Surplus`.
-
-        Raises:
-            Stopped: the run is being stopped; what was committed stays.
-            Interrupted: the gang broke, or is to go on elsewhere; what was committed stays.
-            SpotlightError: it does not fit the device's memory.
-        """
-        try:
-            with self._memory(f"request {request.id} ({len(request.seeds)} samples)"):
-                return self._denoise(request, place, resume=self.config.strategy.on_preemption == "resume")
-        except (GangBroken, StaleEpoch) as error:
-            reason = signals.check(request)  # what called the gang off may have been meant for all of the run
-            if reason:
-                return Dropped(reason=reason)
-            raise Interrupted(str(error)) from error
-
-    def _denoise(self, request: Request, place: Placement, *, resume: bool) -> Rollout | Dropped | Surplus:
-        if place.width == 1 and resume and self._is_done(request):
-            return self._rolled_out(request, resumed=request.steps)
-        self.use(request.weights, averaged=request.averaged)
-        text = self.model.encode([request.prompt.text]).rows([0] * len(request.seeds))
-        with ExitStack() as stack:
-            gang = stack.enter_context(self._gang(request, place)) if place.rendezvous else None
-            first, x_BNC, writer = self._begin(request, place, gang, stack, resume=resume)
-            step_s = self._pace.step_s(len(request.seeds), place.width)
-            for step in range(first, request.steps):
-                reason = self._agree(request, place, gang)
-                if reason:
-                    return Dropped(reason=reason)
-                with self._pace.lasting(step_s, partial(self._look, request, place)):
-                    x_BNC, log_prob_B = self._step(request, step, x_BNC, text)
-                if writer:
-                    writer.commit(step + 1, x_BNC.numpy(), log_prob_B)
-                self._beat(Beat(step=step + 1, steps=request.steps))
-            if gang:
-                if writer:
-                    writer.wait()
-                gang.agree(GO_ON)  # nobody is done before the last step is committed: what is done is never redone
-        return Surplus() if place.rank else self._rolled_out(request, resumed=first)
-
-    def _gang(self, request: Request, place: Placement) -> Gang:
-        assert place.rendezvous
-        return Gang(
-            self.model.transformer,
-            rendezvous=place.rendezvous,
-            name=place.name,
-            rank=place.rank,
-            width=place.width,
-            device=self.model.device,
-            called_off=lambda: self._called_off(request, place),
-            timeout_s=JOIN_TIMEOUT_S,
+        return Prepared(
+            sigmas=self.model.sigmas(steps, *size),
+            explore_sigmas=self.model.sigmas(explore_steps, *size),
+            start=self._training.publish_start(),
         )
-
-    def _called_off(self, request: Request, place: Placement) -> str | None:
-        """Looked at while waiting: others may have been told to drop the request before they joined."""
-        self._beat(None)
-        return f"{place.name} was called off" if signals.is_called_off(place) else signals.check(request)
-
-    def _look(self, request: Request, place: Placement) -> None:
-        reason = self._called_off(request, place)
-        if reason:
-            raise GangBroken(reason)
-
-    def _begin(
-        self, request: Request, place: Placement, gang: Gang | None, stack: ExitStack, *, resume: bool
-    ) -> tuple[int, Tensor, Writer | None]:
-        """The first rank finds where to go on and takes the request over; all ranks get its latents."""
-        first, x_BNC, writer = 0, self._initial(request), None
-        if place.rank == 0 and resume and self._is_done(request):
-            first = request.steps
-        elif place.rank == 0:
-            found = self.store.resume(request)
-            if resume and found.x_BNC is not None:
-                first, x_BNC = found.step, torch.from_numpy(found.x_BNC)
-            writer = stack.enter_context(self.store.writer(request, found.epoch))
-            self._beat(Beat(step=first, steps=request.steps, resumed=True))
-        if gang:
-            first = int(gang.broadcast(torch.tensor([float(first)]))[0])
-            x_BNC = gang.broadcast(x_BNC)
-        return first, x_BNC, writer
-
-    def _agree(self, request: Request, place: Placement, gang: Gang | None) -> str | None:
-        """Before a step: whether all ranks take it, by the word of those who may not."""
-        code, reason = GO_ON, None
-        if signals.is_stopping(request.run):
-            code = STOP
-        elif reason := signals.check(request):
-            code = DROP
-        elif signals.must_leave(place):
-            code = LEAVE
-        code = gang.agree(code) if gang else code
-        if code == STOP:
-            raise Stopped(request.id)
-        if code == LEAVE:
-            raise Interrupted(f"{place.name} leaves at a step boundary")
-        return (reason or "another rank called it off") if code == DROP else None
-
-    def _rolled_out(self, request: Request, *, resumed: int) -> Rollout:
-        ran = resumed < request.steps
-        resident = self._loaded[0] if ran and self._loaded else request.weights
-        return Rollout(
-            request=request,
-            weights_sha256=resident.sha256,
-            steps_resumed=resumed,
-            steps_run=request.steps - resumed,
-        )
-
-    @contextmanager
-    def _memory(self, what: str) -> Iterator[None]:
-        """Say of a full device what was too large for it, and what may be made smaller."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            raise SpotlightError(
-                f"{what} does not fit the memory of device {self.model.device}: {error}; make rollout.request_seeds, "
-                "exploration.request_seeds or train.micro_batch smaller, allow wider gangs (strategy.widths), or take "
-                "a device with more memory"
-            ) from error
-
-    def _is_done(self, request: Request) -> bool:
-        with suppress(MissingLatents):
-            self.store.clean(request)
-            return True
-        return False
-
-    def _initial(self, request: Request) -> Tensor:
-        tokens, channels = self.model.latent_shape(request.height_px, request.width_px)
-        return flow.initial_noise(request.seeds, tokens, channels)
-
-    @torch.no_grad()
-    def _step(
-        self, request: Request, step: int, x_BNC: Tensor, text: Conditioning
-    ) -> tuple[Tensor, NDArray[np.float32] | None]:
-        """The latents after the step, and its log-probability where it is stochastic."""
-        sigma, sigma_next = request.sigmas[step], request.sigmas[step + 1]
-        device = self.model.device
-        v_BNC = self.model.velocity(
-            x_BNC.to(device),
-            torch.full((len(request.seeds),), sigma, device=device),
-            text,
-            height_px=request.height_px,
-            width_px=request.width_px,
-            guidance=request.guidance,
-        ).cpu()
-        log_prob_B: NDArray[np.float32] | None = None
-        if request.sampler != "ode" and request.sde_window[0] <= step < request.sde_window[1]:
-            x_BNC, log_prob, _, _ = flow.sde_step(
-                x_BNC,
-                v_BNC,
-                sigma,
-                sigma_next,
-                noise_level=request.noise_level,
-                kind=request.sampler,
-                sigma_cap=request.sigmas[1],
-                noise_BNC=flow.step_noise(request.seeds, step, *x_BNC.shape[1:]),
-            )
-            log_prob_B = log_prob.numpy()
-        else:
-            x_BNC = flow.ode_step(x_BNC, v_BNC, sigma, sigma_next)
-        return x_BNC, log_prob_B
-
-    # Images and rewards
 
     def images(self, request: Request) -> NDArray[np.uint8]:
         """The images of a finished request, shape (B, height, width, 3).
@@ -310,23 +117,8 @@ class Engine:
         A request whose latents are lost or damaged is denoised again: it is a pure value.
         """
         with torch.no_grad():
-            clean_BNC = torch.from_numpy(self._clean(request)).to(self.model.device)
+            clean_BNC = torch.from_numpy(self._denoiser.clean(request)).to(self.model.device)
             return self.model.decode(clean_BNC, request.height_px, request.width_px)
-
-    def _clean(self, request: Request) -> NDArray[np.float32]:
-        try:
-            return self.store.clean(request)
-        except MissingLatents:
-            self.rollout(request)
-            return self.store.clean(request)
-
-    def _window(self, request: Request) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        initial_BNC = self._initial(request).numpy()
-        try:
-            return self.store.window_latents(request, initial_BNC)
-        except MissingLatents:
-            self._denoise(request, ALONE, resume=False)
-            return self.store.window_latents(request, initial_BNC)
 
     def score(self, request: Request) -> Scored | Dropped:
         """Rewards of a finished request; what was scored before is read, not scored again.
@@ -342,126 +134,11 @@ class Engine:
             _still_wanted(request)
             with self._pace.lasting(self._pace.score_s(len(request.seeds)), partial(_still_wanted, request)):
                 images = self.images(request)
-                values, errors = rewards.score(self.scorer, images, prompts, attempts=self.config.reward.attempts)
+                values, errors = rewards.score(self._scorer, images, prompts, attempts=self._config.reward.attempts)
         except _NotWanted as error:
             return Dropped(reason=str(error))
         self.store.put_record(name, {"digest": request.digest, "rewards": values, "errors": errors})
         return Scored(request=request, rewards=tuple(values), errors=tuple(errors))
-
-    # Weights
-
-    def use(self, ref: WeightsRef, *, averaged: bool = False) -> None:
-        """Make a weights version, or its moving average, the resident one; hashes are checked on reading.
-
-        Raises:
-            SpotlightError: the file is missing or damaged.
-        """
-        wanted = (ref, averaged)
-        if self._loaded == wanted:
-            return
-        if wanted not in self._versions:
-            while len(self._versions) >= RESIDENT_VERSIONS:
-                self._versions.pop(min(self._versions, key=lambda old: old[0].version))
-            self._versions[wanted] = weights.load(self.run_dir, ref, "ema" if averaged else "trainable", self._node)
-        self._loaded = None
-        self.model.load_trainable(self._versions[wanted])
-        self._loaded = wanted
-
-    def publish_start(self) -> WeightsRef:
-        """Publish version 0: the weights that training starts from."""
-        found = weights.published(self.run_dir, 0)
-        if found is None:
-            weights.stage(self.run_dir, 0, self.model.trainable(), self.trainer.state(), {}, self.trainer.ema())
-            found = weights.publish(self.run_dir, 0)
-        return found.weights
-
-    # Training
-
-    def train(self, ref: WeightsRef, parts: Sequence[tuple[Sample, ...]], of: int, iteration: int) -> None:
-        """Train on some more of an iteration's samples; with the last of them, stage the version after ``ref``.
-
-        Safe to run twice, anywhere: parts that this process holds the gradient of are not done again, all others
-        are, also those that another process did. Nothing is done if that version is published already. The
-        optimizer's state is taken from this process if it is the one that trained ``ref``, else from the checkpoint.
-
-        Args:
-            parts: all parts so far, in order; several of them make one update.
-            of: samples of the whole iteration.
-        """
-        version = ref.version + 1
-        if weights.published(self.run_dir, version):
-            return
-        resident = self._trained == ref.version
-        self.use(ref)
-        if not resident:
-            self.trainer.load_state(weights.load(self.run_dir, ref, "optimizer"))
-            self._trained, self._accumulated = ref.version, []
-        whole = sum(map(len, parts)) == of
-        if whole and len(parts) == 1:
-            self._stage(version, self._update(parts[0], iteration))
-            return
-        self._accumulate(parts, of, iteration)
-        if whole:
-            self._accumulated, self._loaded, self._trained = [], None, None
-            self._stage(version, self.trainer.finish(iteration=iteration))
-
-    def _update(self, samples: Sequence[Sample], iteration: int) -> dict[str, float]:
-        batch = self._training_batch(samples, 0)
-        self._loaded = self._trained = None  # half-way through an update, nothing resident has a version
-        with self._training(samples, iteration):
-            return self.trainer.update(batch, iteration=iteration)
-
-    def _accumulate(self, parts: Sequence[tuple[Sample, ...]], of: int, iteration: int) -> None:
-        """Make the gradient in the parameters that of all these parts, or of some more that came before."""
-        done = self._accumulated
-        if any(had != part for had, part in zip(done, parts, strict=False)):
-            done = []
-        for at in range(len(done), len(parts)):
-            batch = self._training_batch(parts[at], sum(map(len, parts[:at])))
-            self._accumulated = []  # half-way through a part, what is there is the gradient of nothing
-            with self._training(parts[at], iteration):
-                self.trainer.accumulate(batch, iteration=iteration, of=of)
-            self._accumulated = list(parts[: at + 1])
-
-    @contextmanager
-    def _training(self, samples: Sequence[Sample], iteration: int) -> Iterator[None]:
-        what = f"training of iteration {iteration} ({len(samples)} samples)"
-        with self._memory(what), self._pace.lasting(self._pace.train_s(len(samples))):
-            yield
-
-    def _stage(self, version: int, metrics: dict[str, float]) -> None:
-        weights.stage(self.run_dir, version, self.model.trainable(), self.trainer.state(), metrics, self.trainer.ema())
-        self._trained = version
-
-    def _training_batch(self, samples: Sequence[Sample], before: int) -> TrainingBatch:
-        """Samples in the order given, whoever was ready first; so many of the iteration's come before them."""
-        first = samples[0].request
-        stochastic = first.sampler != "ode"
-        rows: list[NDArray[np.float32]] = []
-        windows: list[NDArray[np.float32]] = []
-        log_probs: list[NDArray[np.float32]] = []
-        for request, indices in _by_request(samples):
-            rows.append(self._clean(request)[indices])
-            if stochastic:
-                window_BKNC, log_prob_BS = self._window(request)
-                windows.append(window_BKNC[indices])
-                log_probs.append(log_prob_BS[indices])
-        device = self.model.device
-        return TrainingBatch(
-            clean_BNC=torch.from_numpy(np.concatenate(rows)).to(device),
-            advantages_B=np.array([sample.advantage for sample in samples]),
-            conditioning=self.model.encode([sample.request.prompt.text for sample in samples]),
-            height_px=first.height_px,
-            width_px=first.width_px,
-            guidance=first.guidance,
-            sigmas=first.sigmas,
-            sde_window=first.sde_window,
-            sampler=first.sampler,
-            noise_level=first.noise_level,
-            window_BKNC=torch.from_numpy(np.concatenate(windows)).to(device) if windows else None,
-            log_prob_BS=torch.from_numpy(np.concatenate(log_probs)).to(device) if log_probs else None,
-            first=before,
-        )
 
 
 class _NotWanted(Exception):
@@ -472,8 +149,3 @@ def _still_wanted(request: Request) -> None:
     reason = signals.check(request)
     if reason:
         raise _NotWanted(reason)
-
-
-def _by_request(samples: Sequence[Sample]) -> Iterator[tuple[Request, list[int]]]:
-    for request, group in groupby(samples, key=lambda sample: sample.request):
-        yield request, [sample.index for sample in group]

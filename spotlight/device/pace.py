@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from spotlight.config import Config
+from spotlight.config import Config, PaceSection
 from spotlight.plan import durations
 
 TICK_S = 0.05
@@ -18,10 +18,14 @@ TICK_S = 0.05
 
 
 class Pace:
-    """Makes each piece of work last what the settings say; without pacing, no longer than it does."""
+    """Makes each piece of work last what the settings say; without pacing, no longer than it does.
 
-    def __init__(self, config: Config) -> None:
-        self._pace = config.pace
+    Args:
+        waits: false where nothing is to be made longer, whatever the settings say.
+    """
+
+    def __init__(self, config: Config, *, waits: bool = True) -> None:
+        self._pace = config.pace if waits else PaceSection()
         self._timesteps = config.train.timesteps if config.train.algorithm == "nft" else _window(config)
         self._looks_back = config.train.algorithm == "grpo" or config.train.updates > 1 or config.train.kl > 0
         self._trainers = config.pools.reserved.workers

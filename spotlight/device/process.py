@@ -19,9 +19,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from spotlight.device.signals import Signals, signals
+from spotlight.device.calls import Call, T
+from spotlight.device.signals import Order, Signals, signals
 from spotlight.store.node import Node
 
 POLL_S = 0.5
@@ -35,35 +36,6 @@ class EngineLost(Exception):
 
 class _Hung(Exception):
     """A call that showed signs of life shows none any more."""
-
-
-class Device(Protocol):
-    """Runs an engine's verbs, here or in another process."""
-
-    def run(self, run_dir: str, verb: str, *arguments: Any) -> Any: ...
-
-
-class _Here:
-    """No process of its own: the engine is in this one, for tests, debugging and the synchronous scheduler."""
-
-    def run(self, run_dir: str, verb: str, *arguments: Any) -> Any:
-        from spotlight.device.engine import engine_of
-
-        return getattr(engine_of(run_dir), verb)(*arguments)
-
-
-_device: Device = _Here()
-
-
-def install(device: Device) -> None:
-    """From now on, all of this process's engine work goes there."""
-    global _device
-    _device = device
-
-
-def run(run_dir: str, verb: str, *arguments: Any) -> Any:
-    """Have this process's device do something; see the methods of `spotlight.device.engine.Engine`."""
-    return _device.run(run_dir, verb, *arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +89,15 @@ class EngineProcess:
         with self._telling:
             self._orders = told
 
-    def call(self, run_dir: str, verb: str, arguments: tuple[Any, ...], on_beat: Callable[[Beat], None]) -> Any:
-        """Run a verb to its end.
+    def call(self, run_dir: str, call: Call[T], on_beat: Callable[[Beat], None]) -> T:
+        """Have the engine do something to its end.
 
         Raises:
             EngineLost: there is no answer, and never will be.
-            Exception: whatever the verb raised.
+            Exception: whatever the call raised.
         """
         try:
-            self._calls.send((run_dir, verb, arguments))
+            self._calls.send((run_dir, call))
             kind, value = self._answer(on_beat)
         except (EOFError, OSError):
             raise EngineLost(f"the engine process ended with {_meaning(self._restart())}") from None
@@ -149,10 +121,10 @@ class EngineProcess:
             heard_s = time.monotonic()
             on_beat(value)
 
-    def tell(self, order: str, **facts: Any) -> None:
+    def tell(self, order: Order) -> None:
         """Pass an order on; one that is too late for a process that just ended is lost with it."""
         with self._telling, contextlib.suppress(OSError):
-            self._orders.send((order, facts))
+            self._orders.send(order)
 
     def _restart(self) -> int | None:
         """Make sure that the process is gone and start another, unless closed; returns how it ended."""
@@ -190,21 +162,26 @@ def serve(number: int, node: Path, calls: Connection, orders: Connection, asked:
     os.environ["LOCAL_RANK"] = str(number)  # read by spotlight.rl.models.load
     signals.adopt(asked)
     threading.Thread(target=_obey, args=(orders,), daemon=True).start()
-    from spotlight.device.engine import engine_of
+    from spotlight.device.engine import InProcess
 
-    beat, shared = _Heart(calls).beat, Node(node)
+    device = InProcess(beat=_Heart(calls).beat, node=Node(node))
     while True:
         try:
-            run_dir, verb, arguments = calls.recv()
+            run_dir, call = _received(calls)
         except (EOFError, OSError):
             os._exit(1)
         try:
-            answer = ("done", getattr(engine_of(run_dir, beat, shared), verb)(*arguments))
+            answer = ("done", call.on(device, run_dir))
         except Exception as error:  # carried to whoever called
             error.add_note("".join(traceback.format_exception(error)))
             answer = ("raised", error)
         with contextlib.suppress(OSError):  # the caller is gone; the next recv ends this process
             _send(calls, answer)
+
+
+def _received(calls: Connection) -> tuple[str, Call[Any]]:
+    run_dir, call = calls.recv()
+    return run_dir, call
 
 
 def _send(calls: Connection, answer: tuple[str, Any]) -> None:
@@ -217,10 +194,10 @@ def _send(calls: Connection, answer: tuple[str, Any]) -> None:
 def _obey(orders: Connection) -> None:
     while True:
         try:
-            order, facts = orders.recv()
+            order: Order = orders.recv()
         except (EOFError, OSError):
             os._exit(1)  # the worker is gone: nobody waits for what is being done, and a successor may be at it
-        signals.obey(order, facts)
+        signals.obey(order)
 
 
 class _Heart:

@@ -6,12 +6,108 @@ that work which is called off costs nothing. A run's signals never touch another
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, assert_never
 
 from spotlight.records import Placement, Quarantined, Request, Stopped, Surplus
 
-ORDERS = ("clear", "stop", "close_exploration", "leave", "regroup", "call_off")
-"""What a worker passes on to the process that does its work."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clear:
+    """Forget what was asked of an earlier session of this run."""
+
+    run: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Everything of this run that is in flight ends at its next step boundary."""
+
+    run: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseExploration:
+    """Exploration for this iteration, and any earlier one, ends at its next step boundary."""
+
+    run: str
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """This machine goes away: everything in flight ends at its next step boundary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regroup:
+    """This forming of the gang ends at its next step boundary; it is formed anew."""
+
+    gang: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOff:
+    """This forming of the gang, and any before it, ends at once: a member is gone."""
+
+    gang: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceShard:
+    """Where a shard that is about to start runs; a number sets its request aside, after so many losses."""
+
+    gang: str
+    shard: int
+    placement: Placement | Surplus | int
+
+
+Order = Clear | Stop | CloseExploration | Leave | Regroup | CallOff
+"""What a worker also passes on to the process that does its work."""
+Command = Order | PlaceShard
+
+ORDERS: Mapping[str, type[Order]] = {
+    "clear": Clear,
+    "stop": Stop,
+    "close_exploration": CloseExploration,
+    "leave": Leave,
+    "regroup": Regroup,
+    "call_off": CallOff,
+}
+"""By their names in a message."""
+
+
+def order_to_message(order: Order) -> dict[str, Any]:
+    """As plain values."""
+    (name,) = (name for name, kind in ORDERS.items() if isinstance(order, kind))
+    return {"order": name, "facts": asdict(order)}
+
+
+def order_from_message(order: str, facts: Mapping[str, Any]) -> Order:
+    return ORDERS[order](**facts)
+
+
+def shard_to_message(command: PlaceShard) -> dict[str, Any]:
+    """As plain values: of a placement its fields, None for a surplus, or the number."""
+    match command.placement:
+        case Placement() as placement:
+            value: Any = asdict(placement)
+        case Surplus():
+            value = None
+        case preemptions:
+            value = preemptions
+    return {"gang": command.gang, "shard": command.shard, "value": value}
+
+
+def shard_from_message(gang: str, shard: int, value: Any) -> PlaceShard:
+    placement: Placement | Surplus | int = Surplus() if value is None else value
+    if isinstance(value, Mapping):
+        rendezvous = value["rendezvous"]  # a list, once it has travelled
+        placement = Placement(**{**value, "rendezvous": tuple(rendezvous) if rendezvous else None})
+    return PlaceShard(gang=gang, shard=shard, placement=placement)
 
 
 class Signals:
@@ -29,43 +125,25 @@ class Signals:
         """Take over all that was asked of another process."""
         self.__dict__.update(other.__dict__)
 
-    def obey(self, order: str, facts: dict[str, Any]) -> None:
-        """Do what one of `ORDERS` says."""
-        assert order in ORDERS
-        getattr(self, order)(**facts)
-
-    # Orders
-
-    def clear(self, run: str) -> None:
-        """Forget what was asked of an earlier session of this run."""
-        self._stopped.discard(run)
-        self._closed.pop(run, None)
-
-    def stop(self, run: str) -> None:
-        """Everything in flight ends at its next step boundary."""
-        self._stopped.add(run)
-
-    def close_exploration(self, run: str, iteration: int) -> None:
-        """Exploration for ``iteration``, and any earlier one, ends at its next step boundary."""
-        self._closed[run] = max(iteration, self._closed.get(run, -1))
-
-    def leave(self) -> None:
-        """This machine goes away: everything in flight ends at its next step boundary."""
-        self._leaving = True
-
-    def regroup(self, gang: str, epoch: int) -> None:
-        """This forming of the gang ends at its next step boundary; it is formed anew."""
-        self._regroup[gang] = epoch
-
-    def call_off(self, gang: str, epoch: int) -> None:
-        """This forming of the gang, and any before it, ends at once: a member is gone."""
-        self._called_off[gang] = epoch
-
-    def place(self, gang: str, shard: int, placement: Placement | Surplus | int) -> None:
-        """Where a shard that is about to start runs; a number sets its request aside, after so many losses."""
-        self._places[gang, shard] = placement
-
-    # Answers
+    def obey(self, command: Command) -> None:
+        match command:
+            case Clear(run=run):
+                self._stopped.discard(run)
+                self._closed.pop(run, None)
+            case Stop(run=run):
+                self._stopped.add(run)
+            case CloseExploration(run=run, iteration=iteration):
+                self._closed[run] = max(iteration, self._closed.get(run, -1))
+            case Leave():
+                self._leaving = True
+            case Regroup(gang=gang, epoch=epoch):
+                self._regroup[gang] = epoch
+            case CallOff(gang=gang, epoch=epoch):
+                self._called_off[gang] = epoch
+            case PlaceShard(gang=gang, shard=shard, placement=placement):
+                self._places[gang, shard] = placement
+            case _:
+                assert_never(command)
 
     def check(self, request: Request) -> str | None:
         """Why the request is to be dropped, or None to go on.

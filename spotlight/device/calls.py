@@ -1,0 +1,73 @@
+"""A device's verbs as values, so that they can go to an engine in another process; they decide and do nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spotlight.device.protocol import Device, Prepared
+from spotlight.records import Dropped, Placement, Request, Rollout, Sample, Scored, Surplus, WeightsRef
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Call(Protocol[T_co]):
+    """One verb of `Device` with its arguments."""
+
+    verb: ClassVar[str]
+
+    def on(self, device: Device, run_dir: str) -> T_co:
+        """Have a device do it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareCall:
+    verb: ClassVar[str] = "prepare"
+
+    def on(self, device: Device, run_dir: str) -> Prepared:
+        return device.prepare(run_dir)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCall:
+    verb: ClassVar[str] = "rollout"
+    request: Request
+    place: Placement
+
+    def on(self, device: Device, run_dir: str) -> Rollout | Dropped | Surplus:
+        return device.rollout(run_dir, self.request, self.place)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreCall:
+    verb: ClassVar[str] = "score"
+    request: Request
+
+    def on(self, device: Device, run_dir: str) -> Scored | Dropped:
+        return device.score(run_dir, self.request)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesCall:
+    verb: ClassVar[str] = "images"
+    request: Request
+
+    def on(self, device: Device, run_dir: str) -> NDArray[np.uint8]:
+        return device.images(run_dir, self.request)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainCall:
+    verb: ClassVar[str] = "train"
+    weights: WeightsRef
+    parts: tuple[tuple[Sample, ...], ...]
+    of: int
+    iteration: int
+
+    def on(self, device: Device, run_dir: str) -> None:
+        device.train(run_dir, self.weights, self.parts, self.of, self.iteration)

@@ -1,0 +1,227 @@
+"""Denoises one request on this rank, committing each step; it never decides what runs, nor where.
+
+The ranks of a gang hold the same latents: all of them take every step, and the first commits it. Whether they
+go on is agreed before each step, so that all leave at the same one. What is told from outside is looked at
+between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spotlight.device.pace import Pace
+from spotlight.device.process import Beat
+from spotlight.device.protocol import ALONE
+from spotlight.device.residency import Residency
+from spotlight.device.sequence_parallel import Gang, GangBroken
+from spotlight.device.signals import signals
+from spotlight.records import Dropped, Interrupted, Placement, Request, Rollout, Stopped, Surplus
+from spotlight.rl import flow
+from spotlight.rl.models import Conditioning
+from spotlight.store.latents import LatentStore, MissingLatents, StaleEpoch, Writer
+
+JOIN_TIMEOUT_S = 600.0
+"""Longest that a rank waits for the others: they may have a large model to load first."""
+GO_ON, LEAVE, DROP, STOP = range(4)
+"""What the ranks of a gang may agree on before a step; the largest wins."""
+
+Heart = Callable[[Beat | None], None]
+"""Is given signs of life, of every step and while waiting for others."""
+
+
+def no_heart(beat: Beat | None) -> None:
+    """Where nobody watches."""
+
+
+class Denoiser:
+    """Runs requests, and finds the latents of those that were run.
+
+    Args:
+        resumes: whether a request goes on after its last committed step, rather than beginning again.
+    """
+
+    def __init__(self, resident: Residency, store: LatentStore, pace: Pace, beat: Heart, *, resumes: bool) -> None:
+        self._resident, self._store, self._pace, self._beat, self._resumes = resident, store, pace, beat, resumes
+
+    def rollout(self, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
+        """Denoise a request, committing each step; finished and half-finished work is not done again.
+
+        Args:
+            place: this process's part in the gang that runs it.
+
+        Returns:
+            From the first rank a `Rollout`, from the others a `Surplus`.
+
+        Raises:
+            Stopped: the run is being stopped; what was committed stays.
+            Interrupted: the gang broke, or is to go on elsewhere; what was committed stays.
+            SpotlightError: it does not fit the device's memory.
+        """
+        try:
+            with self._resident.memory(f"request {request.id} ({len(request.seeds)} samples)"):
+                return self._denoise(request, place, resume=self._resumes)
+        except (GangBroken, StaleEpoch) as error:
+            reason = signals.check(request)  # what called the gang off may have been meant for all of the run
+            if reason:
+                return Dropped(reason=reason)
+            raise Interrupted(str(error)) from error
+
+    # Latents of finished requests; those that are lost or damaged are drawn again, for a request is a pure value
+
+    def clean(self, request: Request) -> NDArray[np.float32]:
+        try:
+            return self._store.clean(request)
+        except MissingLatents:
+            self.rollout(request)
+            return self._store.clean(request)
+
+    def window(self, request: Request) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Latents and log-probabilities of the stochastic steps."""
+        initial_BNC = self._initial(request).numpy()
+        try:
+            return self._store.window_latents(request, initial_BNC)
+        except MissingLatents:
+            self._denoise(request, ALONE, resume=False)
+            return self._store.window_latents(request, initial_BNC)
+
+    # One request
+
+    def _denoise(self, request: Request, place: Placement, *, resume: bool) -> Rollout | Dropped | Surplus:
+        if place.width == 1 and resume and self._is_done(request):
+            return self._rolled_out(request, resumed=request.steps)
+        self._resident.use(request.weights, averaged=request.averaged)
+        text = self._resident.model.encode([request.prompt.text]).rows([0] * len(request.seeds))
+        with ExitStack() as stack:
+            gang = stack.enter_context(self._gang(request, place)) if place.rendezvous else None
+            first, x_BNC, writer = self._begin(request, place, gang, stack, resume=resume)
+            step_s = self._pace.step_s(len(request.seeds), place.width)
+            for step in range(first, request.steps):
+                reason = self._agree(request, place, gang)
+                if reason:
+                    return Dropped(reason=reason)
+                with self._pace.lasting(step_s, partial(self._look, request, place)):
+                    x_BNC, log_prob_B = self._step(request, step, x_BNC, text)
+                if writer:
+                    writer.commit(step + 1, x_BNC.numpy(), log_prob_B)
+                self._beat(Beat(step=step + 1, steps=request.steps))
+            if gang:
+                if writer:
+                    writer.wait()
+                gang.agree(GO_ON)  # nobody is done before the last step is committed: what is done is never redone
+        return Surplus() if place.rank else self._rolled_out(request, resumed=first)
+
+    def _gang(self, request: Request, place: Placement) -> Gang:
+        assert place.rendezvous
+        return Gang(
+            self._resident.model.transformer,
+            rendezvous=place.rendezvous,
+            name=place.name,
+            rank=place.rank,
+            width=place.width,
+            device=self._resident.model.device,
+            called_off=lambda: self._called_off(request, place),
+            timeout_s=JOIN_TIMEOUT_S,
+        )
+
+    def _called_off(self, request: Request, place: Placement) -> str | None:
+        """Looked at while waiting: others may have been told to drop the request before they joined."""
+        self._beat(None)
+        return f"{place.name} was called off" if signals.is_called_off(place) else signals.check(request)
+
+    def _look(self, request: Request, place: Placement) -> None:
+        reason = self._called_off(request, place)
+        if reason:
+            raise GangBroken(reason)
+
+    def _begin(
+        self, request: Request, place: Placement, gang: Gang | None, stack: ExitStack, *, resume: bool
+    ) -> tuple[int, Tensor, Writer | None]:
+        """The first rank finds where to go on and takes the request over; all ranks get its latents."""
+        first, x_BNC, writer = 0, self._initial(request), None
+        if place.rank == 0 and resume and self._is_done(request):
+            first = request.steps
+        elif place.rank == 0:
+            found = self._store.resume(request)
+            if resume and found.x_BNC is not None:
+                first, x_BNC = found.step, torch.from_numpy(found.x_BNC)
+            writer = stack.enter_context(self._store.writer(request, found.epoch))
+            self._beat(Beat(step=first, steps=request.steps, resumed=True))
+        if gang:
+            first = int(gang.broadcast(torch.tensor([float(first)]))[0])
+            x_BNC = gang.broadcast(x_BNC)
+        return first, x_BNC, writer
+
+    def _agree(self, request: Request, place: Placement, gang: Gang | None) -> str | None:
+        """Before a step: whether all ranks take it, by the word of those who may not."""
+        code, reason = GO_ON, None
+        if signals.is_stopping(request.run):
+            code = STOP
+        elif reason := signals.check(request):
+            code = DROP
+        elif signals.must_leave(place):
+            code = LEAVE
+        code = gang.agree(code) if gang else code
+        if code == STOP:
+            raise Stopped(request.id)
+        if code == LEAVE:
+            raise Interrupted(f"{place.name} leaves at a step boundary")
+        return (reason or "another rank called it off") if code == DROP else None
+
+    def _rolled_out(self, request: Request, *, resumed: int) -> Rollout:
+        ran = resumed < request.steps
+        weights = (self._resident.loaded if ran else None) or request.weights
+        return Rollout(
+            request=request,
+            weights_sha256=weights.sha256,
+            steps_resumed=resumed,
+            steps_run=request.steps - resumed,
+        )
+
+    def _is_done(self, request: Request) -> bool:
+        with suppress(MissingLatents):
+            self._store.clean(request)
+            return True
+        return False
+
+    def _initial(self, request: Request) -> Tensor:
+        tokens, channels = self._resident.model.latent_shape(request.height_px, request.width_px)
+        return flow.initial_noise(request.seeds, tokens, channels)
+
+    @torch.no_grad()
+    def _step(
+        self, request: Request, step: int, x_BNC: Tensor, text: Conditioning
+    ) -> tuple[Tensor, NDArray[np.float32] | None]:
+        """The latents after the step, and its log-probability where it is stochastic."""
+        sigma, sigma_next = request.sigmas[step], request.sigmas[step + 1]
+        device = self._resident.model.device
+        v_BNC = self._resident.model.velocity(
+            x_BNC.to(device),
+            torch.full((len(request.seeds),), sigma, device=device),
+            text,
+            height_px=request.height_px,
+            width_px=request.width_px,
+            guidance=request.guidance,
+        ).cpu()
+        log_prob_B: NDArray[np.float32] | None = None
+        if request.sampler != "ode" and request.sde_window[0] <= step < request.sde_window[1]:
+            x_BNC, log_prob, _, _ = flow.sde_step(
+                x_BNC,
+                v_BNC,
+                sigma,
+                sigma_next,
+                noise_level=request.noise_level,
+                kind=request.sampler,
+                sigma_cap=request.sigmas[1],
+                noise_BNC=flow.step_noise(request.seeds, step, *x_BNC.shape[1:]),
+            )
+            log_prob_B = log_prob.numpy()
+        else:
+            x_BNC = flow.ode_step(x_BNC, v_BNC, sigma, sigma_next)
+        return x_BNC, log_prob_B

@@ -1,0 +1,97 @@
+"""What every device can do, and which one does this process's work; it does none of it itself.
+
+A task asks `current()`. It never knows whether that is an engine in this process, one in a process of its own, or
+a model of one. Nothing here imports torch or Dask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spotlight.records import Dropped, Placement, Request, Rollout, Sample, Scored, Surplus, WeightsRef
+
+ALONE = Placement(gang="", epoch=0, rank=0, width=1)
+"""Of a request that nobody placed: it belongs to no gang."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What all requests of a run need to know of its model."""
+
+    sigmas: tuple[float, ...]
+    """Noise levels of rollouts."""
+    explore_sigmas: tuple[float, ...]
+    start: WeightsRef
+    """Version 0, which is published."""
+
+
+class Device(Protocol):
+    """Does a task's work: an engine here, in a process of its own, or modelled.
+
+    Every verb is safe to run twice, anywhere: what is done already is found, not done again.
+    """
+
+    def prepare(self, run_dir: str) -> Prepared:
+        """Load the model, publish version 0, and work out the noise levels.
+
+        Raises:
+            SpotlightError: the model cannot draw this size, or cannot be split as the settings want.
+        """
+        ...
+
+    def rollout(self, run_dir: str, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
+        """Denoise a request, committing each step.
+
+        Args:
+            place: this device's part in the gang that runs it.
+
+        Returns:
+            From the first rank a `Rollout`, from the others a `Surplus`.
+
+        Raises:
+            Stopped: the run is being stopped; what was committed stays.
+            SpotlightError: it does not fit the device's memory.
+        """
+        ...
+
+    def score(self, run_dir: str, request: Request) -> Scored | Dropped:
+        """Rewards of a finished request."""
+        ...
+
+    def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
+        """The images of a finished request, shape (B, height, width, 3)."""
+        ...
+
+    def train(
+        self, run_dir: str, weights: WeightsRef, parts: tuple[tuple[Sample, ...], ...], of: int, iteration: int
+    ) -> None:
+        """Train on some more of an iteration's samples; with the last of them, stage the version after ``weights``.
+
+        Args:
+            parts: all parts so far, in order.
+            of: samples of the whole iteration.
+        """
+        ...
+
+
+_device: Device | None = None
+
+
+def install(device: Device) -> None:
+    """From now on, all of this process's work goes there."""
+    global _device
+    _device = device
+
+
+def current() -> Device:
+    """What does this process's work: an engine in it, where nothing else was installed."""
+    if _device is None:
+        from spotlight.device.engine import InProcess
+
+        install(InProcess())
+    assert _device
+    return _device

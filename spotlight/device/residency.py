@@ -1,0 +1,89 @@
+"""What is resident on this process's device: a run's model, and the versions of its weights; it computes nothing.
+
+What is in the model belongs to the version last used, or to none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spotlight.config import Config
+from spotlight.records import Prompt, SpotlightError, WeightsRef
+from spotlight.rl import models, prompts
+from spotlight.store import weights
+from spotlight.store.node import Node
+
+RESIDENT_VERSIONS = 2
+"""Rollouts use version k while exploration uses k or k - 1: no version is loaded twice."""
+
+
+class Residency:
+    """A run's model on this process's device, and the weights versions that need not be read again.
+
+    Args:
+        node: shares weights with the other engines of the machine.
+    """
+
+    def __init__(self, run_dir: Path, config: Config, node: Node | None) -> None:
+        self._run_dir, self._config, self._node = run_dir, config, node
+        self._versions: dict[tuple[WeightsRef, bool], dict[str, Tensor]] = {}
+        self._loaded: tuple[WeightsRef, bool] | None = None
+
+    @cached_property
+    def model(self) -> models.Model:
+        settings = self._config
+        model = models.load(settings.model, self._node)
+        texts = [prompt.text for prompt in self.prompts()]
+        model.preload(texts, cache=self._run_dir / "prompts.safetensors")
+        model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
+        return model
+
+    def prompts(self) -> Iterator[Prompt]:
+        """All that the run may draw."""
+        for path in (self._config.data.train_prompts, self._config.data.validation_prompts):
+            yield from prompts.read_prompts(path)
+
+    @property
+    def loaded(self) -> WeightsRef | None:
+        """The version that is in the model."""
+        return self._loaded[0] if self._loaded else None
+
+    def use(self, ref: WeightsRef, *, averaged: bool = False) -> None:
+        """Make a weights version, or its moving average, the one in the model; hashes are checked on reading.
+
+        Raises:
+            SpotlightError: the file is missing or damaged.
+        """
+        wanted = (ref, averaged)
+        if self._loaded == wanted:
+            return
+        if wanted not in self._versions:
+            while len(self._versions) >= RESIDENT_VERSIONS:
+                self._versions.pop(min(self._versions, key=lambda old: old[0].version))
+            self._versions[wanted] = weights.load(self._run_dir, ref, "ema" if averaged else "trainable", self._node)
+        self._loaded = None
+        self.model.load_trainable(self._versions[wanted])
+        self._loaded = wanted
+
+    def changed(self) -> None:
+        """What is in the model has no version any more: it is being trained."""
+        self._loaded = None
+
+    @contextmanager
+    def memory(self, what: str) -> Iterator[None]:
+        """Say of a full device what was too large for it, and what may be made smaller."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise SpotlightError(
+                f"{what} does not fit the memory of device {self.model.device}: {error}; make rollout.request_seeds, "
+                "exploration.request_seeds or train.micro_batch smaller, allow wider gangs (strategy.widths), or take "
+                "a device with more memory"
+            ) from error

@@ -1,0 +1,112 @@
+"""What the outside may ask of work in flight: it arrives as it was sent, and concerns nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from factories import make_request as request
+from spotlight.device.signals import (
+    ORDERS,
+    CallOff,
+    Clear,
+    CloseExploration,
+    Leave,
+    Order,
+    PlaceShard,
+    Regroup,
+    Signals,
+    Stop,
+    order_from_message,
+    order_to_message,
+    shard_from_message,
+    shard_to_message,
+)
+from spotlight.records import Placement, Quarantined, Stopped, Surplus
+
+EVERY_ORDER: list[Order] = [
+    Clear(run="r"),
+    Stop(run="r"),
+    CloseExploration(run="r", iteration=3),
+    Leave(),
+    Regroup(gang="rollout-0/1", epoch=2),
+    CallOff(gang="rollout-0/1", epoch=2),
+]
+PLACES = [
+    Placement(gang="g", epoch=1, rank=0, width=1),
+    Placement(gang="g", epoch=1, rank=1, width=2, rendezvous=("127.0.0.1", 4000)),
+    Surplus(),
+    5,
+]
+
+
+def test_every_order_is_tried_here() -> None:
+    assert {type(order) for order in EVERY_ORDER} == set(ORDERS.values())
+
+
+@pytest.mark.parametrize("order", EVERY_ORDER)
+def test_an_order_arrives_as_it_was_sent(order: Order) -> None:
+    travelled = json.loads(json.dumps(order_to_message(order)))
+
+    assert order_from_message(**travelled) == order
+
+
+@pytest.mark.parametrize("placement", PLACES)
+def test_the_place_of_a_shard_arrives_as_it_was_sent(placement: Placement | Surplus | int) -> None:
+    command = PlaceShard(gang="g", shard=1, placement=placement)
+
+    travelled = json.loads(json.dumps(shard_to_message(command)))
+
+    assert shard_from_message(**travelled) == command
+
+
+def test_a_stopped_run_stops_until_it_is_cleared_and_no_other_run_does() -> None:
+    signals, mine, other = Signals(), request(run="mine"), request(run="other")
+
+    signals.obey(Stop(run="mine"))
+
+    assert signals.is_stopping("mine")
+    assert signals.check(other) is None
+    with pytest.raises(Stopped):
+        signals.check(mine)
+    signals.obey(Clear(run="mine"))
+    assert signals.check(mine) is None
+
+
+def test_exploration_once_closed_stays_closed() -> None:
+    signals = Signals()
+
+    signals.obey(CloseExploration(run="r", iteration=3))
+    signals.obey(CloseExploration(run="r", iteration=2))
+
+    assert signals.check(request(run="r", purpose="explore", iteration=3))
+    assert signals.check(request(run="r", purpose="explore", iteration=4)) is None
+    assert signals.check(request(run="r", purpose="rollout", iteration=3)) is None
+
+
+def test_only_formings_up_to_the_one_named_end() -> None:
+    signals = Signals()
+    now, later = (Placement(gang="g", epoch=epoch, rank=0, width=2) for epoch in (2, 3))
+
+    signals.obey(Regroup(gang="g", epoch=2))
+    signals.obey(CallOff(gang="g", epoch=2))
+
+    assert signals.must_leave(now)
+    assert signals.is_called_off(now)
+    assert not signals.must_leave(later)
+    assert not signals.is_called_off(later)
+    signals.obey(Leave())
+    assert signals.must_leave(later)
+
+
+def test_a_shard_finds_its_place_once_and_a_number_sets_its_request_aside() -> None:
+    signals, wanted = Signals(), request(run="r")
+    placed = Placement(gang="g", epoch=4, rank=1, width=2, rendezvous=("127.0.0.1", 4000))
+
+    signals.obey(PlaceShard(gang="g", shard=1, placement=placed))
+    signals.obey(PlaceShard(gang="g", shard=0, placement=5))
+
+    assert signals.placed("g", 0, wanted) == Quarantined(request=wanted, preemptions=5)
+    assert signals.placed("g", 1, wanted) == placed
+    assert signals.placed("g", 1, wanted) == Surplus()
