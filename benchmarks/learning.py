@@ -30,7 +30,7 @@ from spotlight import config
 from spotlight.plan.subset import max_variance_subset, most_varied
 from spotlight.records import Prompt
 from spotlight.rl import flow, models, rewards
-from spotlight.rl.objectives import group_advantages
+from spotlight.rl.advantages import group_advantages
 from spotlight.rl.prompts import choose_prompts, read_prompts
 from spotlight.rl.trainer import Trainer, TrainingBatch
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from spotlight.device import protocol as device
 from spotlight.device.signals import signals
@@ -35,7 +35,11 @@ from spotlight.records import (
     Surplus,
     WeightsRef,
 )
+from spotlight.rl.advantages import group_advantages, zero_std_ratio
 from spotlight.store.rundir import DECISIONS, QUARANTINED, RunDir, atomic_write
+
+if TYPE_CHECKING:
+    from spotlight.store.latents import LatentStore
 
 REFILL = 1 << 20
 """Replacements are candidates numbered from here: no exploration tries so many."""
@@ -123,9 +127,8 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
 
 def _scored_before(run_dir: str, request: Request) -> Rollout | None:
     """Called off, but done already: only the worker that remembered it is gone."""
-    from spotlight.store.latents import LatentStore
-
-    known = LatentStore(RunDir(run_dir).latents_url).get_record(f"scores/{request.id}")
+    store = _latents(run_dir)
+    known = store.get_record(f"scores/{request.id}") if store else None
     if not known or known["digest"] != request.digest:
         return None
     sha256 = request.weights.sha256
@@ -196,8 +199,6 @@ def _replacements(run_dir: str, seed: int, scored: Scored) -> list[Scored]:
 
 def advantage(settings_std: str, scored: Sequence[Scored]) -> TrainingSet:
     """Advantages of all samples that have a reward, in request order."""
-    from spotlight.rl.objectives import group_advantages, zero_std_ratio
-
     rows = [
         (one.request, index, reward) for one in scored for index, reward in enumerate(one.rewards) if reward is not None
     ]
@@ -379,9 +380,19 @@ def save_images(
 
 def compact(run_dir: str, iteration: int, keep: Literal["clean", "all", "none"]) -> None:
     """Apply the retention setting to the latents of an iteration that training is done with."""
+    store = _latents(run_dir)
+    if store:
+        store.finish_iteration(iteration, keep)
+
+
+def _latents(run_dir: str) -> LatentStore | None:
+    """The run's store of latents; None where nothing was ever stored, so that nobody imports Zarr for that."""
+    run = RunDir(run_dir)
+    if not run.has_latents():
+        return None
     from spotlight.store.latents import LatentStore
 
-    LatentStore(RunDir(run_dir).latents_url).finish_iteration(iteration, keep)
+    return LatentStore(run.latents_url)
 
 
 def select(

@@ -152,8 +152,24 @@ class PoolSection(Section):
     """A file of spot availability that the pool follows; relative to the settings file."""
     speedup: float = Field(1.0, gt=0)
     """The trace passes so many times as fast."""
+    trace_model: Literal["", "bursty", "calm", "collapsing"] = ""
+    """Instead of a file: a made-up trace, its chance fixed by ``run.seed``; see `market.trace_models`."""
+    trace_share: float = Field(1.0, gt=0, le=1)
+    """Of the file's instances, drawn by ``run.seed``."""
+    trace_offset_h: float = Field(0.0, ge=0)
+    """Where in the trace the run begins."""
+    trace_takes: Literal["gpu", "node"] = "gpu"
+    """What comes and goes at once: each worker by itself, or all of a node (``workers_per_node``)."""
     preemption: Literal["kill", "notice", "hang", "mixed"] = "kill"
     """How the trace takes workers away: without a word, with a notice, by freezing them, or each in turn."""
+
+    @model_validator(mode="after")
+    def _trace_is_from_one_source(self) -> Self:
+        if self.trace and self.trace_model:
+            raise ValueError(
+                f"trace = {self.trace!r} and trace_model = {self.trace_model!r} of one pool: give one of them"
+            )
+        return self
 
 
 class PoolsSection(Section):
@@ -224,6 +240,55 @@ class ClusterSection(Section):
     """A request that loses its workers so many times in a row without a new step is set aside and replaced."""
 
 
+class SimulationSection(Section):
+    """What `spotlight simulate` wants to know beside the rest; a live run does not look at it.
+
+    The fixed costs are those of the system itself, in seconds of a live run's clock.
+    """
+
+    hours: float = Field(0.0, ge=0)
+    """A simulated run ends after so many hours of its clock, if nothing ended it before; 0 is no limit."""
+    target: float = Field(0.0, ge=0, lt=1)
+    """A simulated run ends when it reaches this validation score; 0 is no target."""
+    learning: Literal["modelled", "real"] = "modelled"
+    """"modelled": rewards and scores by a model of learning, without torch; "real": those of the model itself, here."""
+    start: float = Field(0.512, gt=0, lt=1)
+    """Validation score at the start of modelled learning; the default is the embedded job's."""
+    gain: float = Field(0.050, gt=0)
+    """Share of the score's distance to 1 that an iteration without exploration closes, where learning is modelled.
+    Measured: 0.512 to 0.781 in 16 iterations of the embedded job, ``ln(0.488 / 0.219) / 16`` (benchmarks/RESULTS.md).
+    An iteration that kept the 8 of some 15 explored seeds closed 0.086, 1.7 times as much, where the model of learning
+    says 1.4; in a trial 8 of 32 halved the iterations, and it says 1.8 (current weights: 2.2). So it is on the careful
+    side."""
+    launch_s: float = Field(0.025, ge=0)
+    """What a request costs beyond its steps. Measured: benchmarks/RESULTS.md, overhead."""
+    form_s: float = Field(0.016, ge=0)
+    """For the workers of a gang of several to meet, at each launch. Measured on one machine with gloo
+    (benchmarks/RESULTS.md, fidelity)."""
+    graph_s: float = Field(0.041, ge=0)
+    """Between two graphs: to end one, and to build, send and place the next. Measured: as ``form_s``."""
+    prepare_s: float = Field(6.8, ge=0)
+    """From the run's start to its first graph; workers start meanwhile. Measured: as ``form_s``."""
+    publish_s: float | None = Field(None, ge=0)
+    """From the last update to new weights on every worker. Left out, it is 0.084 s where the workers are processes of
+    one machine (the embedded model, paced or not; measured: as ``form_s``), and else what a LoRA of 0.85 GB or all
+    weights take at 10 Gb/s."""
+    start_up_s: float | None = Field(None, ge=0)
+    """From the moment a worker's machine is there until the worker can work. Left out, it is 0.1 s where the workers
+    are processes of one machine (measured: as ``form_s``), and else `plan.durations.start_up_s`."""
+    strategies: dict[str, dict[str, Any]] = {}
+    """What to compare, by name: settings that differ, as in ``"strategy.exploration" = "off"``. Left out, it is
+    Spotlight and what it is measured against (`strategies.BASELINES`)."""
+
+    @model_validator(mode="after")
+    def _target_is_to_be_reached(self) -> Self:
+        if self.learning == "modelled" and 0 < self.target <= self.start:
+            raise ValueError(
+                f"simulation.target = {self.target} is not above simulation.start = {self.start}: raise it"
+            )
+        return self
+
+
 class Config(Section):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -237,6 +302,7 @@ class Config(Section):
     pace: PaceSection = PaceSection()
     latents: LatentsSection = LatentsSection()
     cluster: ClusterSection = ClusterSection()
+    simulation: SimulationSection = SimulationSection()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -379,8 +445,8 @@ def _with_paths(pools: PoolsSection, base: Path) -> PoolsSection:
 
 
 def dump(config: Config) -> str:
-    """The settings as TOML, every default written out."""
-    return tomli_w.dumps(config.model_dump(mode="json"))
+    """The settings as TOML, every default written out that has a value."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example: str = "run.seed=3") -> None:

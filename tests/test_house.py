@@ -32,6 +32,7 @@ PURE = (
     "spotlight/market/trace_models.py",
     "spotlight/market/traces.py",
     "spotlight/plan/",
+    "spotlight/device/learning_model.py",
     "spotlight/fleet.py",
     "spotlight/learning.py",
     "spotlight/machines.py",

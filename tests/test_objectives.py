@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spotlight.rl.advantages import group_advantages, zero_std_ratio
 from spotlight.rl.flow import sde_step
-from spotlight.rl.objectives import clipped_objective, gaussian_kl, group_advantages, nft_loss, zero_std_ratio
+from spotlight.rl.objectives import clipped_objective, gaussian_kl, nft_loss
 
 FIXTURE_GROUPS = list("abacba")
 FIXTURE_REWARDS = [1, 2, 3, 4, 5, 6]

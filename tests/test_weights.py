@@ -335,3 +335,22 @@ def test_a_full_disk_is_an_oserror_and_leaves_the_version_before(tmp_path: Path)
     ran = subprocess.run(command, capture_output=True, text=True)
 
     assert (ran.stdout, ran.returncode) == ("full\n", 0), ran.stderr
+
+
+def test_arrays_are_staged_without_torch_and_hash_as_tensors_do(tmp_path: Path) -> None:
+    script = (
+        "import sys, numpy as np; from pathlib import Path; from spotlight.store import weights\n"
+        f"run_dir = Path({str(tmp_path / 'arrays')!r})\n"
+        "weights.stage(run_dir, 2, {'b': np.arange(6, dtype=np.float32), 'a': np.array(0.5)}, {}, {'loss': 0.5})\n"
+        "ref = weights.publish(run_dir, 2).weights\n"
+        "assert float(weights.load_arrays(run_dir, ref)['a']) == 0.5\n"
+        "print(ref.sha256, 'torch' in sys.modules)"
+    )
+    tensors = {"a": torch.tensor(0.5, dtype=torch.float64), "b": torch.arange(6, dtype=torch.float32)}
+
+    printed = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=IMPORT_ROOT
+    ).stdout
+    weights.stage(tmp_path, 2, tensors, {}, {"loss": 0.5})
+
+    assert printed.split() == [weights.publish(tmp_path, 2).weights.sha256, "False"]

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from spotlight import config
 from spotlight.plan.bandit import Beliefs
@@ -33,6 +33,8 @@ DECISIONS = "decisions.jsonl"
 QUARANTINED = "quarantined.jsonl"
 """Requests that nobody runs any more."""
 SUMMARY = "summary.json"
+SIMULATED = "simulated.json"
+"""Only in the directory of a simulated run: ``{"learning": "modelled" | "real"}``."""
 
 
 _appending = threading.Lock()
@@ -91,6 +93,31 @@ class RunDir:
         """Where this run's latents are: in its directory, or below the configured URL under its name."""
         url = self.config().latents.url
         return f"{url.rstrip('/')}/{self.path.name}" if url else str(self.path / "latents")
+
+    @property
+    def simulated(self) -> Literal["", "modelled", "real"]:
+        """How a simulated run learns; empty for a live one.
+
+        Raises:
+            SpotlightError: the record of it is damaged.
+        """
+        path = self.path / SIMULATED
+        if not path.is_file():
+            return ""
+        content = path.read_bytes()
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            match json.loads(content)["learning"]:
+                case "modelled" | "real" as learning:
+                    return learning
+        raise SpotlightError(
+            f'{path}: expected {{"learning": "modelled"}} or "real", found {content[:80]!r}; restore the file'
+        )
+
+    def has_latents(self) -> bool:
+        """Whether anything may be in the store of latents; a modelled device leaves none."""
+        if self.simulated == "modelled":
+            return False
+        return (self.path / "latents").exists() or bool(self.config().latents.url)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

@@ -29,11 +29,17 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from spotlight.records import Published, SpotlightError, WeightsRef
 from spotlight.store.node import Node, NotOnNode, Source, from_file, map_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor  # only those who touch tensors pay for torch: the driver asks for hashes alone
+
+    Tensors = Mapping[str, Tensor | NDArray[Any]]
+    """By name: all of torch, or all of numpy."""
 
 Part = Literal["trainable", "optimizer", "ema"]
 
@@ -49,17 +55,17 @@ _VERSION = re.compile(r"v(\d{5,})")
 def stage(
     run_dir: Path,
     version: int,
-    trainable: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor],
+    trainable: Tensors,
+    optimizer: Tensors,
     metrics: Mapping[str, float],
-    ema: Mapping[str, Tensor] | None = None,
+    ema: Tensors | None = None,
 ) -> None:
     """Write a version completely, flushed to disk, where only `publish` looks.
 
     A directory that an earlier attempt left behind is replaced. Tensors of a mapping may not share memory.
 
     Args:
-        trainable: all that training changes, by name; any dtype and device.
+        trainable: all that training changes, by name; any dtype and device. Arrays of numpy do without torch.
         optimizer: the optimizer's tensors; parameters without state are simply absent.
         metrics: what the training of this version measured.
 
@@ -69,7 +75,7 @@ def stage(
     staged = _staged(run_dir, version)
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
-    parts: dict[Part, Mapping[str, Tensor]] = {"trainable": trainable, "optimizer": optimizer}
+    parts: dict[Part, Tensors] = {"trainable": trainable, "optimizer": optimizer}
     if ema is not None:
         parts["ema"] = ema
     files = {_FILES[part]: _write_tensors(staged / _FILES[part], tensors) for part, tensors in parts.items()}
@@ -143,13 +149,29 @@ def load(
         # Without room, it is read from the store as without a node; so it is when others removed it just now.
         with suppress(NotOnNode, FileNotFoundError):
             return map_tensors(bring(run_dir, ref, node, part, peers))
+    return from_bytes(_content(run_dir, ref, part))
+
+
+def load_arrays(run_dir: Path, ref: WeightsRef) -> dict[str, NDArray[Any]]:
+    """What training changed in a published version, from the store, as arrays of numpy; torch is not needed.
+
+    Raises:
+        SpotlightError: as `load`.
+    """
+    from safetensors.numpy import load as from_bytes
+
+    return dict(from_bytes(_content(run_dir, ref, "trainable")))
+
+
+def _content(run_dir: Path, ref: WeightsRef, part: Part) -> bytes:
+    """The bytes of one file of a version, read from the store and checked."""
     file, entry = _find(run_dir, ref, part)
     try:
         content = file.read_bytes()
     except FileNotFoundError:
         raise _damage(file.parent, file.name, f"{entry['bytes']} bytes", "no such file") from None
     _check(file.parent, file.name, entry, len(content), sha256(content).hexdigest())
-    return from_bytes(content)
+    return content
 
 
 def bring(run_dir: Path, ref: WeightsRef, node: Node, part: Part = "trainable", peers: Sequence[Source] = ()) -> Path:
@@ -212,16 +234,27 @@ def _versions(run_dir: Path) -> Iterator[tuple[int, Path]]:
             yield int(match[1]), path
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _write_tensors(path: Path, tensors: Tensors) -> dict[str, Any]:
     """Write and flush one file; return its entry of the manifest."""
-    from safetensors.torch import save
-
-    ordered = {name: tensors[name].detach().cpu().contiguous() for name in sorted(tensors)}
     # Through memory, because safetensors' own writer hides a full disk in an error of its own type.
-    content = save(ordered)
+    content = _safetensors({name: tensors[name] for name in sorted(tensors)})
     path.write_bytes(content)
     _flush(path)
     return {"sha256": sha256(content).hexdigest(), "bytes": len(content)}
+
+
+def _safetensors(tensors: Tensors) -> bytes:
+    """The file's bytes, by the library that the tensors are of."""
+    arrays = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, np.ndarray)}
+    if len(arrays) == len(tensors):
+        from safetensors.numpy import save as save_arrays
+
+        return bytes(save_arrays(arrays))
+    from safetensors.torch import save
+
+    others = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, np.ndarray)}
+    assert not arrays, f"a version is of torch or of numpy, and {sorted(arrays)} are of numpy"
+    return bytes(save({name: tensor.detach().cpu().contiguous() for name, tensor in others.items()}))
 
 
 def _flush(path: Path) -> None:
