@@ -199,6 +199,7 @@ class Dispatch:
         self._trainer = ""
         self._trained = -1
         self._stopping = False
+        self._decided_s = 0.0
 
     # What happened
 
@@ -532,6 +533,7 @@ class Dispatch:
     # What follows
 
     def _decide(self, at_s: float) -> Iterator[Instruction]:
+        self._decided_s = at_s
         for gang in list(self._over.values()):
             yield from self._dismiss(gang, at_s)
         phase = decide_phase(self._phase_view(at_s))
@@ -675,6 +677,22 @@ class Dispatch:
     def may_widen(self) -> bool:
         """Whether idle workers that nobody waits for might make a gang wider: how far gangs are matters now."""
         return bool(self.rules.widens and self._idle and self._at_work) and not (self._queues or self._broken)
+
+    def epoch(self, gang: str) -> int:
+        """Formings of a gang so far."""
+        return self._gangs[gang].epoch if gang in self._gangs else 0
+
+    def idle_beside_waiting(self) -> Iterator[str]:
+        """Requests that wait although idle workers could run them, as sentences; after a decision there are none.
+
+        Looked at are requests that a single worker may run: of wider ones, workers may be kept for the first.
+        """
+        idle = Counter(worker.pool for worker in self._idle.values())
+        for gang in self._gangs.values():
+            if gang.gated and not gang.members and not self._is_over(gang) and 1 in gang.widths and not self._stopping:
+                pools = self._waiting(gang, decide_phase(self._phase_view(self._decided_s))).pools
+                if any(idle[pool] for pool in pools):
+                    yield f"request {gang.name} waits for a worker of {pools} and {dict(idle)} are idle"
 
     def knows(self, key: object) -> bool:
         """Whether a task is one of ours."""

@@ -10,6 +10,7 @@ one in flight goes with any member of its gang.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
 from math import ceil, floor, inf
@@ -23,6 +24,7 @@ from cluster.events import (
     CloseExploration,
     CloseGate,
     Dismiss,
+    EngineLost,
     Event,
     Evict,
     GangBeat,
@@ -75,6 +77,7 @@ class Forming:
     from_s: float
     """When its first step begins."""
     explores: bool
+    width: int
     told: int = 0
     """The last step that the dispatcher was told of."""
     broken_s: float | None = None
@@ -105,6 +108,11 @@ class VirtualCluster:
         timing: how long work takes.
         stays: every worker's place.
         resumes: whether a request that lost its gang goes on after its committed steps; else it begins anew.
+        lag: seconds that a message of a kind is on its way ("result", "beat", "order", "notice"); those between
+            one worker and the scheduler arrive in order, but for beats.
+        copies: how often a beat arrives.
+        committed: steps of each request that a store holds from before.
+        check: called whenever a moment's events have been dispatched.
     """
 
     def __init__(
@@ -116,6 +124,10 @@ class VirtualCluster:
         stays: Iterable[Stay],
         *,
         resumes: bool = True,
+        lag: Callable[[str], float] = lambda kind: 0.0,
+        copies: Callable[[], int] = lambda: 1,
+        committed: dict[str, int] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._run, self._dispatch, self._clock, self._timing = run, dispatch, clock, timing
         self._resumes = resumes
@@ -124,13 +136,18 @@ class VirtualCluster:
         """Alive, by address."""
         self.formings: dict[str, Forming] = {}
         """Of each gang at work."""
-        self.committed: dict[str, int] = {}
+        self.committed: dict[str, int] = {} if committed is None else committed
         """Steps of each request, by its name."""
+        self._lag, self._copies, self._check = lag, copies, check
+        self._sent_s: dict[tuple[str, str], float] = {}
+        """When the last message to, or from, each worker arrives."""
         self._commands: dict[tuple[str, int], Placement | Surplus | int] = {}
         self._began_s: dict[Key, float] = {}
         """When each task that runs was begun."""
+        self._given: dict[Key, str] = {}
+        """Address of the worker that was given each task."""
         self._changed = False
-        self._stopping = False
+        self._stopping = self._closed = False
         self._failure: BaseException | None = None
         self._joins = 0
         self._keepers: list[_Keeper] = []
@@ -158,6 +175,26 @@ class VirtualCluster:
         finally:
             self._abandon(added)
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    @property
+    def now_s(self) -> float:
+        return self._clock.now_s
+
+    def close(self) -> None:
+        """The driver is gone, and every worker with it; nothing that was to happen to them happens."""
+        self._closed = True
+        for worker in list(self.workers.values()):
+            worker.alive = False
+            for alarm in worker.running.values():
+                if alarm:
+                    alarm.cancel()
+            worker.running.clear()
+        self.workers.clear()
+        self.formings.clear()
+
     def stop(self) -> None:
         """Let what runs end at its next step boundary, and nothing more begin; `compute` then raises `Stopped`."""
         self._stopping = True
@@ -177,6 +214,7 @@ class VirtualCluster:
             if self._stopping and not any(worker.running for worker in self.workers.values()):
                 raise Stopped
             self._settle()
+            self._check()
             if done():
                 return
             if self._clock.next_s is None:
@@ -228,6 +266,8 @@ class VirtualCluster:
     # The dispatcher
 
     def _tell(self, event: Event) -> None:
+        if self._closed:
+            return
         self._do(self._dispatch.handle(event))
         if not isinstance(event, TimePassed):
             self._changed = True
@@ -247,6 +287,18 @@ class VirtualCluster:
             self.workers[task.worker].results[task.key] = None
         elif task.state in ("released", "forgotten"):
             self._began_s.pop(task.key, None)
+            self._take_back(task.key)
+
+    def _take_back(self, key: Key) -> None:
+        """Nobody asks for it any more, or its inputs are lost: its worker ends it."""
+        worker = self.workers.get(self._given.pop(key, ""))
+        if worker and (key in worker.running or key in worker.queue):
+            alarm = worker.running.pop(key, None)
+            if alarm:
+                alarm.cancel()
+            with suppress(ValueError):
+                worker.queue.remove(key)
+            self._clock.after(0.0, self._begin_next, worker)
 
     def _do(self, instructions: Iterable[Instruction]) -> None:
         now_s = self._clock.now_s
@@ -265,11 +317,12 @@ class VirtualCluster:
                 case Train():
                     self.tasks.start(self.tasks.all[instruction.key], instruction.address)
                 case CallOff():
-                    self._call_off(instruction)
+                    self._send("order", instruction.address, self._call_off, instruction)
                 case Regroup():
-                    self._regroup(instruction)
+                    self._send("order", instruction.address, self._regroup, instruction)
                 case CloseExploration():
-                    self._close_exploration(instruction.iteration)
+                    for worker in self.workers.values():
+                        self._send("order", worker.address, self._close_exploration, worker, instruction.iteration)
                 case StopWork():
                     self._stop_work()
                 case CloseGate():
@@ -280,7 +333,19 @@ class VirtualCluster:
                     self._clock.at(instruction.at_s, self._wake)
 
     def _wake(self) -> None:
+        """Time has passed; to be asked for by name, since the cluster that asks may be closed by then."""
         self._changed = True
+
+    def _send(self, kind: str, address: str, call: Callable[..., None], *arguments: Any) -> None:
+        """Have a message arrive: at once, or after the messages that went the same way before it."""
+        way = (kind if kind == "order" else "report", address)
+        lag_s = self._lag(kind)
+        at_s = max(self._clock.now_s + lag_s, self._sent_s.get(way, 0.0))
+        if at_s <= self._clock.now_s:
+            call(*arguments)
+            return
+        self._sent_s[way] = at_s
+        self._clock.at(at_s, call, *arguments)
 
     # Workers come and go
 
@@ -328,12 +393,34 @@ class VirtualCluster:
             return
         worker.leaving = True
         worker.signals.obey(Leave())
-        self._tell(WorkerNoticed(at_s=self._clock.now_s, address=address, reason=reason))
+        self._send("notice", address, self._tell_notice, address, reason)
         self._clock.after(grace_s, self.kill, address)
         for forming in self._formings_of(worker):
             self._end_at_boundary(forming)
         self._clock.after(max(0.0, grace_s - CLOSE_MARGIN_S), self._leave, worker)
         self._leave_when_idle(worker)
+
+    def _tell_notice(self, address: str, reason: str) -> None:
+        self._tell(WorkerNoticed(at_s=self._clock.now_s, address=address, reason=reason))
+
+    def lose_engine(self, address: str, reason: str = "it was killed") -> None:
+        """The process that does a worker's work dies: what it was doing is to be done again."""
+        worker = self.workers.get(address)
+        if worker is None or worker.frozen or worker.pool == "head":
+            return
+        formings = self._formings_of(worker)
+        name = formings[0].name if formings else ""
+        worker.memory.clear()
+        self._tell(EngineLost(at_s=self._clock.now_s, worker=worker.name, gang=name, reason=reason))
+        for forming in formings:
+            self._halt(forming)
+        for key in list(worker.running):
+            for forming in formings:
+                forming.members.pop(key, None)
+            self._clock.after(BACK_OFF_S, self._hand_back, self.tasks.all[key], worker)
+        for forming in formings:
+            if not forming.members:
+                self._dissolve(forming)
 
     def _leave_when_idle(self, worker: VirtualWorker) -> None:
         if worker.leaving and worker.alive and not worker.running:
@@ -399,6 +486,7 @@ class VirtualCluster:
     def _enqueue(self, task: Task) -> None:
         worker = self.workers.get(task.worker)
         if worker:
+            self._given[task.key] = worker.address
             worker.queue.append(task.key)
             if not worker.frozen:
                 self._begin_next(worker)
@@ -412,10 +500,16 @@ class VirtualCluster:
             worker.running[key] = None
             self._began_s[key] = self._clock.now_s
             if not isinstance(self._placed(task), Placement):
-                work = self._timing.work(task.call[0], self.tasks.arguments(task), worker.memory)
-                assert isinstance(work, Fixed), f"{task.key} denoises and has no gang"
-                seconds = work.seconds
+                seconds = self._seconds(task, worker)
                 worker.running[key] = self._clock.after(seconds, self._finish, task, worker)
+
+    def _seconds(self, task: Task, worker: VirtualWorker) -> float:
+        """Of a task that no gang runs: a shard without a place has nothing to do."""
+        if self._shard_of(task)[0]:
+            return 0.0
+        work = self._timing.work(task.call[0], self.tasks.arguments(task), worker.memory)
+        assert isinstance(work, Fixed), f"{task.key} denoises and is no shard"
+        return work.seconds
 
     def _placed(self, task: Task) -> Placement | Surplus | int | None:
         """What a shard was told; None for other tasks."""
@@ -430,9 +524,16 @@ class VirtualCluster:
         return "", 0
 
     def _finish(self, task: Task, worker: VirtualWorker) -> None:
-        """Its time is over: make the call."""
-        worker.running.pop(task.key, None)
+        """Its time is over: have its result arrive."""
+        self._send("result", worker.address, self._arrive, task, worker)
+
+    def _arrive(self, task: Task, worker: VirtualWorker) -> None:
+        """Make the call, unless the worker is gone or was told to give the task back."""
+        if task.key not in worker.running:
+            return
+        del worker.running[task.key]
         if task.state != "processing" or task.worker != worker.address:
+            self._begin_next(worker)
             return
         try:
             result = self._call(task, worker)
@@ -492,6 +593,7 @@ class VirtualCluster:
             first=begun,
             from_s=self._clock.now_s + overhead_s,
             explores=first.phase.startswith("explore"),
+            width=width,
         )
         self.formings[launch.gang] = forming
         end_s = forming.from_s + (work.steps - begun) * forming.step_s
@@ -514,6 +616,14 @@ class VirtualCluster:
             self._tell_step(forming)
 
     def _beat(self, forming: Forming, step: int, *, resumed: bool) -> None:
+        for _ in range(self._copies()):
+            lag_s = self._lag("beat")
+            if lag_s:
+                self._clock.after(lag_s, self._tell_beat, forming, step, resumed)
+            else:
+                self._tell_beat(forming, step, resumed)
+
+    def _tell_beat(self, forming: Forming, step: int, resumed: bool) -> None:
         self._tell(
             GangBeat(
                 at_s=self._clock.now_s,
@@ -526,6 +636,8 @@ class VirtualCluster:
         )
 
     def _commit(self, forming: Forming) -> None:
+        latest = self._dispatch.epoch(forming.name)
+        assert forming.epoch == latest, f"{forming.name}: epoch {forming.epoch} commits, and epoch {latest} was formed"
         steps = forming.steps_by(self._clock.now_s)
         self.committed[forming.work.request] = max(steps, self.committed.get(forming.work.request, 0))
 
@@ -584,25 +696,29 @@ class VirtualCluster:
 
     # Orders to all
 
-    def _close_exploration(self, iteration: int) -> None:
+    def _close_exploration(self, worker: VirtualWorker, iteration: int) -> None:
         """Requests under way end at their next step boundary, and what is scored of them at once."""
-        for worker in self.workers.values():
-            worker.signals.obey(orders.CloseExploration(run=self._run, iteration=iteration))
-        for forming in self.formings.values():
+        worker.signals.obey(orders.CloseExploration(run=self._run, iteration=iteration))
+        if worker.frozen or not worker.alive:
+            return
+        for forming in self._formings_of(worker):
             if forming.explores:
                 self._clock.at(forming.boundary_s(self._clock.now_s), self._drop, forming)
-        for worker in list(self.workers.values()):
-            for key, alarm in list(worker.running.items()):
-                task = self.tasks.all[key]
-                if alarm and not worker.frozen and task.phase.startswith("explore-score"):
-                    alarm.cancel()
-                    worker.running[key] = self._clock.after(0.0, self._finish, task, worker)
+        for key, alarm in list(worker.running.items()):
+            task = self.tasks.all[key]
+            if alarm and task.phase.startswith("explore-score"):
+                alarm.cancel()
+                worker.running[key] = self._clock.after(0.0, self._finish, task, worker)
 
     def _drop(self, forming: Forming) -> None:
+        """All members leave together; whoever was not told yet hears of it from those who were."""
         if self._is_current(forming) and forming.steps_by(self._clock.now_s) < forming.work.steps:
             self._commit(forming)
             self._dissolve(forming)
+            closed = max((worker.signals for worker in forming.members.values()), key=lambda s: s.closed(self._run))
             for key, worker in forming.members.items():
+                order = orders.CloseExploration(run=self._run, iteration=closed.closed(self._run))
+                worker.signals.obey(order)
                 self._finish(self.tasks.all[key], worker)
 
     def _stop_work(self) -> None:
@@ -642,6 +758,8 @@ class _Keeper:
             self._address = self._cluster.join(self._stay.name, pool, self._stay.node).address
 
     def _is_up(self) -> bool:
+        if self._cluster.is_closed:
+            return False
         now_s = self._clock.now_s
         return any(from_s <= now_s < until_s for from_s, until_s in self._stay.ups)
 

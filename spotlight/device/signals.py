@@ -157,6 +157,10 @@ class Signals:
             return f"exploration for iteration {request.iteration} is closed"
         return None
 
+    def closed(self, run: str) -> int:
+        """The last iteration for which exploration is closed; -1 before any."""
+        return self._closed.get(run, -1)
+
     def is_stopping(self, run: str) -> bool:
         return run in self._stopped
 
