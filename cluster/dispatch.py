@@ -298,7 +298,8 @@ class Dispatch:
             gang.states[event.key] = event.state
             if before == "processing":
                 yield from self._came_back(gang, task, event)
-            self._file(gang)
+            if gang.name in self._gangs:  # else its other shards were forgotten before this one
+                self._file(gang)
         if event.state == "released" and (gang or event.key in self._parts):
             yield CloseGate(key=event.key, cause="it is to run again")
         if event.state == "memory" and event.key in self._parts and self._is_last_part(event.key):
