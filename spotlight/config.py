@@ -220,6 +220,9 @@ class PaceSection(Section):
     published needs none: 1."""
     lora: bool = True
     """What the emulated model trains, whatever the real one does: a LoRA, or (false) all of its weights."""
+    score_s: float | None = Field(None, ge=0)
+    """GPU-seconds to score an image, 0 where rewards have machines of their own. Left out, it is what a vision-language
+    model takes (`plan.durations.SCORE_S`)."""
     speedup: float = Field(1.0, gt=0)
     """Emulated seconds in one real second."""
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from spotlight import config
+from spotlight.device.pace import Pace
 from spotlight.plan.durations import (
     GPUS,
+    LOCAL_PUBLISH_S,
+    LOCAL_START_UP_S,
+    OCR_SCORE_S,
+    PUBLISH_LORA_S,
     REGROUP_S,
     SCORE_S,
+    TaskDurations,
     forward_flops,
     load_s,
     parallel_efficiency,
@@ -17,6 +26,10 @@ from spotlight.plan.durations import (
     train_s,
 )
 from spotlight.records import SpotlightError
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CPU_STEP_S, CPU_TRAIN_S = 0.0175, 0.0215
+"""Of the embedded model on a quiet core: a step of 8 samples, and to train on one; see `GPUS`."""
 
 
 @pytest.mark.parametrize(("edge_px", "tera"), [(512, 16), (1280, 119)])
@@ -102,3 +115,67 @@ def test_survivors_recover_without_loading_weights() -> None:
     assert load_s("qwen-image") == pytest.approx(33, rel=0.02)  # 40.9 GB at 10 Gb/s, as published
     assert rigid_s > load_s("qwen-image")
     assert start_up_s("qwen-image", boot_s=0) == load_s("qwen-image")
+
+
+def test_the_embedded_model_takes_what_was_measured_on_a_core() -> None:
+    embedded = TaskDurations(config.load(EXAMPLES / "ocr-tiny.toml"))
+
+    assert embedded.step_s(8, 1) == pytest.approx(CPU_STEP_S, rel=0.05)
+    assert embedded.train_s(64) == pytest.approx(64 * CPU_TRAIN_S, rel=0.05)
+    assert embedded.score_s(8) == pytest.approx(8 * OCR_SCORE_S)
+
+
+def test_a_run_of_its_own_model_takes_the_gpus_of_its_pools() -> None:
+    overrides = ["pools.reserved.gpu=h100-aws", "pools.spot.gpu=a100-80gb"]
+    durations = TaskDurations(config.load(EXAMPLES / "qwen-image-ocr.toml", overrides))
+    size: tuple[str, int, int] = ("qwen-image", 512, 512)
+
+    reserved_s = seconds_per_step(*size, gpu="h100", width=1, batch=4, guidance=4.0)
+    spot_s = seconds_per_step(*size, gpu="a100", width=1, batch=4, guidance=4.0)
+
+    assert durations.step_s(4, 1) == reserved_s
+    assert durations.step_s(4, 1, "spot") == spot_s > reserved_s
+    # Two stochastic steps, of a LoRA, with old log-probabilities; whoever trains does it alone.
+    assert durations.train_s(10) == 10 * train_s(*size, gpu="h100", timesteps=2, guidance=4.0)
+
+
+def test_a_paced_run_takes_what_its_devices_wait_for() -> None:
+    paced = config.load(EXAMPLES / "paced.toml", ["pace.speedup=3"])
+    durations, pace = TaskDurations(paced), Pace(paced)
+
+    assert (
+        durations.step_s(8, 2)
+        == pace.step_s(8, 2)
+        == pytest.approx(seconds_per_step("qwen-image", 512, 512, gpu="h100", width=2, batch=8, guidance=4.0) / 3)
+    )
+    assert (durations.train_s(64), durations.score_s(8)) == (pace.train_s(64), pace.score_s(8))
+
+
+@pytest.mark.parametrize(("score_s", "expected_s"), [("0.0", 0.0), ("0.25", 2.0)])
+def test_rewards_of_a_paced_run_may_cost_something_else(score_s: str, expected_s: float) -> None:
+    paced = config.load(EXAMPLES / "paced.toml", [f"pace.score_s={score_s}", "pace.speedup=1"])
+
+    assert TaskDurations(paced).score_s(8) == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize("example", ["ocr-tiny.toml", "paced.toml"])
+def test_workers_that_are_processes_of_one_machine_start_at_once(example: str) -> None:
+    durations = TaskDurations(config.load(EXAMPLES / example))
+
+    assert (durations.start_up_s, durations.publish_s) == (LOCAL_START_UP_S, LOCAL_PUBLISH_S)
+
+
+def test_machines_with_a_large_model_boot_and_load_it() -> None:
+    lora, full = (
+        TaskDurations(config.load(EXAMPLES / "qwen-image-ocr.toml", [f"train.lora_rank={rank}"])) for rank in (64, 0)
+    )
+
+    assert lora.start_up_s == full.start_up_s == start_up_s("qwen-image")
+    assert (lora.publish_s, full.publish_s) == (PUBLISH_LORA_S, load_s("qwen-image"))
+
+
+@pytest.mark.parametrize("name", ["launch_s", "form_s", "graph_s", "prepare_s", "publish_s", "start_up_s"])
+def test_what_the_system_costs_is_a_setting_in_real_seconds(name: str) -> None:
+    paced = config.load(EXAMPLES / "paced.toml", [f"simulation.{name}=12.5"])
+
+    assert getattr(TaskDurations(paced), name) == 12.5

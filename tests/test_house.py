@@ -16,7 +16,7 @@ ROOF = ("spotlight/__init__.py", "spotlight/__main__.py", "spotlight/display.py"
 
 FLOORS = (
     ("spotlight/records.py", "spotlight/market/"),
-    ("spotlight/config.py",),
+    ("spotlight/config.py", "spotlight/strategies.py"),
     ("spotlight/plan/",),
     ("spotlight/store/",),
     ("spotlight/rl/",),

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from spotlight.config import Config, PaceSection
-from spotlight.plan import durations
+from spotlight.config import Config
+from spotlight.plan.durations import TaskDurations
 
 TICK_S = 0.05
 """A wait is looked up from so often: signs of life, and whether it was called off."""
@@ -25,48 +25,21 @@ class Pace:
     """
 
     def __init__(self, config: Config, *, waits: bool = True) -> None:
-        self._pace = config.pace if waits else PaceSection()
-        self._timesteps = config.train.timesteps if config.train.algorithm == "nft" else _window(config)
-        self._looks_back = config.train.algorithm == "grpo" or config.train.updates > 1 or config.train.kl > 0
-        self._trainers = config.pools.reserved.workers
+        self._durations = TaskDurations(config) if config.pace.gpu and waits else None
         self.late_s = 0.0
         """Real seconds that work took beyond its emulated ones: 0 where the machine keeps up."""
 
     def step_s(self, samples: int, width: int) -> float:
         """Real seconds of one denoising step of a batch on a gang."""
-        pace = self._pace
-        if not pace.gpu:
-            return 0.0
-        size = pace.height_px, pace.width_px
-        emulated_s = durations.seconds_per_step(
-            pace.model, *size, width=width, gpu=pace.gpu, batch=samples, guidance=pace.guidance
-        )
-        return emulated_s / pace.speedup
+        return self._durations.step_s(samples, width) if self._durations else 0.0
 
     def train_s(self, samples: float) -> float:
-        """Real seconds of training on so many samples, as if all reserved workers shared it evenly.
-
-        A policy that is compared with an older one, or with the reference, takes one more forward pass. DiffusionNFT
-        does without in its first update: it trains the very policy that sampled.
-        """
-        pace = self._pace
-        if not pace.gpu:
-            return 0.0
-        per_sample_s = durations.train_s(
-            pace.model,
-            pace.height_px,
-            pace.width_px,
-            gpu=pace.gpu,
-            timesteps=self._timesteps,
-            guidance=pace.guidance,
-            lora=pace.lora,
-            old_log_probs=self._looks_back,
-        )
-        return samples * per_sample_s / self._trainers / pace.speedup
+        """Real seconds of training on so many samples, as if all reserved workers shared it evenly."""
+        return self._durations.train_s(samples) if self._durations else 0.0
 
     def score_s(self, samples: int) -> float:
         """Real seconds of scoring a batch of images."""
-        return samples * durations.SCORE_S / self._pace.speedup if self._pace.gpu else 0.0
+        return self._durations.score_s(samples) if self._durations else 0.0
 
     @contextmanager
     def lasting(self, real_s: float, look: Callable[[], object] = lambda: None) -> Iterator[None]:
@@ -79,7 +52,3 @@ class Pace:
             look()
             time.sleep(min(remaining_s, TICK_S))
             remaining_s = until_s - time.monotonic()
-
-
-def _window(config: Config) -> int:
-    return config.rollout.sde_window[1] - config.rollout.sde_window[0]

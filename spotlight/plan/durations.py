@@ -1,7 +1,8 @@
-"""How long work takes: a cost model of denoising, training, scoring and loading, per model, size, width and GPU.
+"""How long work takes: a cost model of denoising, training, scoring and loading, and what a run's settings ask of it.
 
-Pure: no clock, no file, no Dask. It is calibrated to published runs; what a number is from, and what is assumed, stands
-beside it. Seconds are those of one GPU or one group of GPUs; what they cost is `costs`.
+Pure: no clock, no file, no Dask. It is calibrated to published runs and to the embedded model; what a number is from,
+and what is assumed, stands beside it. Seconds are those of one GPU or one group of GPUs; what they cost is
+`market.ledger`'s.
 """
 
 from __future__ import annotations
@@ -10,9 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from spotlight.records import SpotlightError
+from spotlight.config import Config
+from spotlight.records import Pool, SpotlightError
 
 T = TypeVar("T")
+
+EFFICIENCY = 0.215
+"""Share of a GPU's peak that a whole run sustains. Calibrated to three published Qwen-Image runs at 512 px on H800 and
+H200, which give 0.210, 0.210 and 0.221; it absorbs text encoding, VAE and waits. On other GPUs it is assumed."""
+LINK_EFFICIENCY, COLLECTIVE_S = 0.7, 30e-6
+"""Share of the link's peak that an all-to-all reaches, and what starting one costs. Assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +38,7 @@ class Transformer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU as its maker describes it."""
+    """What a worker computes with: a GPU as its maker describes it, or a processor's core."""
 
     flops_per_s: float
     """Dense bfloat16."""
@@ -38,11 +46,17 @@ class Gpu:
     """Of its memory."""
     link_bytes_per_s: float
     """To its neighbours in the node, one direction."""
+    collective_s: float = COLLECTIVE_S
+    """What starting an all-to-all costs."""
+    train_speed: float = 1.0
+    """Operations per second in training, whose batches are large, over those in denoising."""
 
 
 TRANSFORMERS = {
     # Published: the checkpoint's own settings; 20.43e9 parameters in bfloat16. About 100 text tokens is inferred.
     "qwen-image": Transformer(layers=60, dim=3072, heads=24, px_per_token=16, text_tokens=100, weights_bytes=40.9e9),
+    # The embedded model, as `rl.models.tiny_text` builds it, in float32.
+    "tiny-text": Transformer(layers=3, dim=64, heads=4, px_per_token=4, text_tokens=8, weights_bytes=1.97e6),
 }
 GPUS = {  # published: the makers' data sheets
     "a100": Gpu(flops_per_s=312e12, bytes_per_s=2.04e12, link_bytes_per_s=300e9),
@@ -51,12 +65,8 @@ GPUS = {  # published: the makers' data sheets
     "h200": Gpu(flops_per_s=989e12, bytes_per_s=4.8e12, link_bytes_per_s=450e9),
     "h800": Gpu(flops_per_s=989e12, bytes_per_s=3.35e12, link_bytes_per_s=200e9),
     "l40s": Gpu(flops_per_s=362e12, bytes_per_s=0.864e12, link_bytes_per_s=32e9),
+    "cpu": Gpu(flops_per_s=27.7e9, bytes_per_s=197e6, link_bytes_per_s=1e9, collective_s=3e-4, train_speed=3.4),
 }
-EFFICIENCY = 0.215
-"""Share of a GPU's peak that a whole run sustains. Calibrated to three published Qwen-Image runs at 512 px on H800 and
-H200, which give 0.210, 0.210 and 0.221; it absorbs text encoding, VAE and waits. On other GPUs it is assumed."""
-LINK_EFFICIENCY, COLLECTIVE_S = 0.7, 30e-6
-"""Share of the link's peak that an all-to-all reaches, and what starting one costs. Assumed."""
 SCORE_S = (420 - 360) * 4 / 512
 """GPU-seconds to score an image with a vision-language model of 8e9 parameters. Published: moving the reward off four
 H800 shortened a step of 512 images from 420 to 360 s (verl-omni)."""
@@ -66,6 +76,13 @@ BOOT_S = 120.0
 """From asking for a spot machine to its worker's first line. Assumed: no measurement was found."""
 REGROUP_S = 0.64
 """To re-form a sequence-parallel group from survivors. Measured on two CPU cores with gloo; assumed for GPUs."""
+PUBLISH_LORA_S = 1.0
+"""To have a new LoRA of 0.85 GB on every worker, at 10 Gb/s. Computed, and rounded up."""
+LOCAL_PUBLISH_S, LOCAL_START_UP_S = 0.084, 0.1
+"""The same, and from the start of a worker's process until it works, where workers are processes of one machine.
+Measured: benchmarks/RESULTS.md, fidelity (0.051 s to join and 0.045 s for the first request)."""
+OCR_SCORE_S = 0.010
+"""To decode a small image and to read it with the embedded OCR engine, on one core. TO BE MEASURED"""
 
 
 def forward_flops(model: str, height_px: int, width_px: int) -> float:
@@ -106,7 +123,7 @@ def seconds_per_step(
     exchange_s = 0.0
     if width > 1:
         sent_bytes = batch * _tokens(shape, height_px, width_px) / width * 2 * shape.dim * (width - 1) / width
-        exchange_s = 4 * shape.layers * (sent_bytes / (LINK_EFFICIENCY * device.link_bytes_per_s) + COLLECTIVE_S)
+        exchange_s = 4 * shape.layers * (sent_bytes / (LINK_EFFICIENCY * device.link_bytes_per_s) + device.collective_s)
     return _passes(guidance) * (max(compute_s, shape.weights_bytes / device.bytes_per_s) + exchange_s)
 
 
@@ -129,7 +146,7 @@ def train_s(
     lora: bool = True,
     old_log_probs: bool = True,
 ) -> float:
-    """GPU-seconds to train on one sample: ``timesteps passes F (1 + backward + old) / (e P)``.
+    """GPU-seconds to train on one sample: ``timesteps passes F (1 + backward + old) / (e P)``, e P as in training.
 
     Symbols as in `seconds_per_step`; ``backward`` is 2 forward passes for a LoRA and 3 for full weights, ``old`` is 1
     where old log-probabilities are computed again. Divide by the GPUs that share the batch.
@@ -140,7 +157,7 @@ def train_s(
     device = _known(GPUS, gpu, "GPU")
     forwards = 1 + (BACKWARD_LORA if lora else BACKWARD_FULL) + old_log_probs
     flops = timesteps * _passes(guidance) * forwards * forward_flops(model, height_px, width_px)
-    return flops / (EFFICIENCY * device.flops_per_s)
+    return flops / (EFFICIENCY * device.flops_per_s * device.train_speed)
 
 
 def load_s(model: str, *, gbit_per_s: float = 10.0) -> float:
@@ -156,6 +173,106 @@ def start_up_s(model: str, *, boot_s: float = BOOT_S, gbit_per_s: float = 10.0) 
 def recovery_s(model: str, *, elastic: bool, gbit_per_s: float = 10.0) -> float:
     """Seconds until a group that lost a member steps again: survivors re-form, or every process loads its weights."""
     return REGROUP_S if elastic else REGROUP_S + load_s(model, gbit_per_s=gbit_per_s)
+
+
+class TaskDurations:
+    """How long each kind of task of a run lasts, in seconds of a live run's clock: emulated ones over the speed-up.
+
+    What a paced run emulates is what its devices wait for. Any other run is its own model: a large one on the GPUs of
+    its pools ("h100" where none is named), the embedded one on a processor's core for each worker.
+    """
+
+    def __init__(self, config: Config) -> None:
+        pace, model, train = config.pace, config.model, config.train
+        paced, embedded = bool(pace.gpu), model.name == "tiny-text"
+        self._model = pace.model if paced else model.name
+        self._size = (pace.height_px, pace.width_px) if paced else (model.height_px, model.width_px)
+        self._guidance = pace.guidance if paced else config.rollout.guidance
+        self._lora = pace.lora if paced else train.lora_rank > 0
+        self._gpus = {
+            name: pace.gpu or ("cpu" if embedded else pool.gpu.partition("-")[0] or "h100")
+            for name, pool in config.pools
+        }
+        self._timesteps = train.timesteps if train.algorithm == "nft" else _window(config)
+        self._looks_back = train.algorithm == "grpo" or train.updates > 1 or train.kl > 0
+        self._trainers = config.pools.reserved.workers if paced else 1
+        self._score_s = (SCORE_S if pace.score_s is None else pace.score_s) if paced else OCR_SCORE_S
+        self._speedup = config.emulated_per_real_s
+        self._steps: dict[tuple[int, int, Pool], float] = {}
+        self._fixed = config.simulation
+        self._is_local = paced or embedded
+
+    def step_s(self, samples: int, width: int, pool: Pool = "reserved") -> float:
+        """Seconds of one denoising step of a batch on a gang of a pool."""
+        asked = (samples, width, pool)
+        if asked not in self._steps:
+            emulated_s = seconds_per_step(
+                self._model, *self._size, width=width, gpu=self._gpus[pool], batch=samples, guidance=self._guidance
+            )
+            self._steps[asked] = emulated_s / self._speedup
+        return self._steps[asked]
+
+    def score_s(self, samples: int) -> float:
+        """Seconds of scoring a batch of images."""
+        return samples * self._score_s / self._speedup
+
+    def train_s(self, samples: float) -> float:
+        """Seconds of training on so many samples.
+
+        A paced device trains as if all reserved workers shared it evenly; any other does it alone. A policy that is
+        compared with an older one, or with the reference, takes one more forward pass. DiffusionNFT does without in
+        its first update: it trains the very policy that sampled.
+        """
+        per_sample_s = train_s(
+            self._model,
+            *self._size,
+            gpu=self._gpus["reserved"],
+            timesteps=self._timesteps,
+            guidance=self._guidance,
+            lora=self._lora,
+            old_log_probs=self._looks_back,
+        )
+        return samples * per_sample_s / self._trainers / self._speedup
+
+    # What the system itself costs, on top of the work
+
+    @property
+    def launch_s(self) -> float:
+        """What a request costs beyond its steps."""
+        return self._fixed.launch_s
+
+    @property
+    def form_s(self) -> float:
+        """For the workers of a gang of several to meet, at each launch."""
+        return self._fixed.form_s
+
+    @property
+    def prepare_s(self) -> float:
+        """From the run's start to its first graph."""
+        return self._fixed.prepare_s
+
+    @property
+    def graph_s(self) -> float:
+        """Between two graphs."""
+        return self._fixed.graph_s
+
+    @property
+    def publish_s(self) -> float:
+        """From the last update to new weights on every worker."""
+        if self._fixed.publish_s is not None:
+            return self._fixed.publish_s
+        return LOCAL_PUBLISH_S if self._is_local else PUBLISH_LORA_S if self._lora else load_s(self._model)
+
+    @property
+    def start_up_s(self) -> float:
+        """From the moment a worker's machine is there until the worker can work."""
+        if self._fixed.start_up_s is not None:
+            return self._fixed.start_up_s
+        return LOCAL_START_UP_S if self._is_local else start_up_s(self._model)
+
+
+def _window(config: Config) -> int:
+    return config.rollout.sde_window[1] - config.rollout.sde_window[0]
 
 
 def _tokens(shape: Transformer, height_px: int, width_px: int) -> int:

@@ -1,0 +1,74 @@
+"""Which settings to compare: baselines are settings of a run that differ, not other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from spotlight.config import Config, resolve
+from spotlight.records import SpotlightError
+
+_ON_RESERVED = {"strategy.rollout_pools": ["reserved"], "pools.spot.workers": 0}
+_ON_BOTH = {"strategy.rollout_pools": ["reserved", "spot"]}
+BASELINES: Mapping[str, Mapping[str, Any]] = {
+    "reserved only": {**_ON_RESERVED, "strategy.exploration": "off"},
+    "reserved only, blocking exploration": {**_ON_RESERVED, "strategy.exploration": "blocking"},
+    # As RLBoost: reserved workers roll out for a while, then train on what comes; training in parts needs "group".
+    "reserved + spot, no exploration": {
+        **_ON_BOTH,
+        "strategy.exploration": "off",
+        "strategy.offload": "adaptive",
+        "train.advantage_std": "group",
+    },
+    "spot, restart on preemption": {
+        **_ON_BOTH,
+        "strategy.exploration": "stale",
+        "strategy.on_preemption": "restart",
+        "strategy.elastic": False,
+    },
+    "Spotlight": {
+        **_ON_BOTH,
+        "strategy.exploration": "stale",
+        "strategy.on_preemption": "resume",
+        "strategy.elastic": True,
+    },
+}
+"""What is compared where the settings do not say: Spotlight and what it is measured against."""
+
+
+def strategies(config: Config) -> Iterator[tuple[str, Config]]:
+    """The name and the whole settings of each strategy that is to be compared, in order.
+
+    Raises:
+        SpotlightError: one of them changes a setting that there is not, or to what it cannot be.
+    """
+    for name, changes in (config.simulation.strategies or BASELINES).items():
+        tree = config.model_dump(mode="json", exclude_none=True)
+        del tree["simulation"]["strategies"]
+        where = f"[simulation.strategies] {name!r}"
+        for path, value in _leaves(changes):
+            _put(tree, path, value, where)
+        yield name, resolve(tree, Path("/"), where)
+
+
+def _leaves(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of a table, dotted: ``"pools.spot.workers" = 0`` and ``pools.spot.workers = 0`` are one."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _put(tree: dict[str, Any], path: str, value: Any, where: str) -> None:
+    *sections, key = path.split(".")
+    if not sections or sections[0] == "simulation":
+        raise SpotlightError(f'{where}: {path!r}: expected a setting of a run, such as "strategy.exploration" = "off"')
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise SpotlightError(f"{where}: {path!r}: {section!r} is a value, not a section")
+    tree[key] = value
+    if key == "gpu":
+        tree.pop("usd_per_h", None)  # the price that was listed for the pool's other GPU

@@ -1,0 +1,82 @@
+"""Strategies to compare: what they change, and how a mistake in them is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spotlight import config
+from spotlight.config import Config
+from spotlight.market.prices import usd_per_h
+from spotlight.records import SpotlightError
+from spotlight.strategies import BASELINES, strategies
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def load(tmp_path: Path, text: str) -> Config:
+    path = tmp_path / "run.toml"
+    path.write_text('[data]\ntrain_prompts = "a.txt"\nvalidation_prompts = "b.txt"\n' + text)
+    return config.load(path)
+
+
+def test_left_out_they_are_spotlight_and_what_it_is_measured_against() -> None:
+    settings = config.load(EXAMPLES / "ocr-tiny.toml")
+
+    compared = dict(strategies(settings))
+
+    assert list(compared) == list(BASELINES)
+    assert compared["Spotlight"] == settings
+    assert compared["reserved only"].pools.spot.workers == 0
+    assert not compared["spot, restart on preemption"].strategy.elastic
+
+
+@pytest.mark.parametrize("key", ['"strategy.exploration"', "strategy.exploration"])
+def test_a_strategy_is_the_settings_but_for_what_it_names(tmp_path: Path, key: str) -> None:
+    settings = load(tmp_path, f'[simulation]\nhours = 3\n[simulation.strategies."no exploration"]\n{key} = "off"\n')
+
+    ((name, changed),) = strategies(settings)
+
+    assert name == "no exploration"
+    assert changed.strategy == settings.strategy.model_copy(update={"exploration": "off"})
+    assert changed.simulation == settings.simulation.model_copy(update={"strategies": {}})
+    assert (changed.data, changed.pools) == (settings.data, settings.pools)
+
+
+def test_another_gpu_has_its_own_price(tmp_path: Path) -> None:
+    settings = load(tmp_path, '[simulation.strategies."on L40S"]\n"pools.spot.gpu" = "l40s"\n')
+
+    ((_, changed),) = strategies(settings)
+
+    assert changed.pools.spot.usd_per_h == usd_per_h("l40s", "spot") != settings.pools.spot.usd_per_h
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ('"strategy.explore" = "off"', "[strategy] has no field 'explore' (did you mean 'exploration'?)"),
+        ('"strategy.exploration" = "maybe"', "strategy.exploration = 'maybe': input should be"),
+        ('"strategy.exploration.kind" = "off"', "'exploration' is a value, not a section"),
+        ('"exploration" = "off"', "expected a setting of a run"),
+        ('"simulation.hours" = 2', "expected a setting of a run"),
+        ('"pools.spot.workers" = 0', 'strategy.exploration = "stale" runs on spot workers'),
+    ],
+)
+def test_a_mistake_in_a_strategy_is_told_with_its_name(tmp_path: Path, changes: str, reason: str) -> None:
+    settings = load(tmp_path, f'[simulation.strategies."mine"]\n{changes}\n')
+
+    with pytest.raises(SpotlightError) as refused:
+        list(strategies(settings))
+
+    assert str(refused.value).startswith("[simulation.strategies] 'mine': ")
+    assert reason in str(refused.value)
+
+
+def test_strategies_outlive_being_written_and_read(tmp_path: Path) -> None:
+    settings = load(tmp_path, '[simulation.strategies."a, b"]\n"strategy.exploration" = "off"\n')
+    copy = tmp_path / "config.toml"
+
+    copy.write_text(config.dump(settings))
+
+    assert config.load(copy) == settings
