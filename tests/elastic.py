@@ -27,7 +27,6 @@ from graphs.iteration import Graph, Layers, prepare_graph, rollout_requests, une
 from graphs.tasks import RunContext
 from runs import WAIT_S, settings_file, wait_for
 from spotlight import config as configuration
-from spotlight.market.ledger import life_from_json, span_from_json
 from spotlight.records import Request, Rollout, Span, WorkerLife
 from spotlight.rl.prompts import read_prompts
 from spotlight.store.latents import LatentStore
@@ -115,8 +114,8 @@ class Live:
     def _follow(self) -> None:
         drained = self.pools.drain()
         self.events += drained["events"]
-        self._spans += [span_from_json(row) for row in drained["spans"]]
-        self._lives = [life_from_json(row) for row in drained["workers"]]
+        self._spans += [Span(**row) for row in drained["spans"]]
+        self._lives = [WorkerLife(**row) for row in drained["workers"]]
 
     def store(self) -> LatentStore:
         return LatentStore(self.run.latents_url)

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ from graphs.loop import Loop, synchronous
 from kills import KillWorkers, client_of
 from runs import ROOT, NoWatch, outcome, settings_file, spotlight, start, wait_for
 from spotlight import config
-from spotlight.market.ledger import life_from_json
-from spotlight.plan.replay import differing
+from spotlight.plan.replay import Allocation, differing
 from spotlight.records import Stopped
 from spotlight.run import Run
-from spotlight.store.rundir import DECISIONS, EVENTS, HISTORY, SPANS, VALIDATION, WORKERS, RunDir
+from spotlight.store.accounts import read_lives
+from spotlight.store.rundir import DECISIONS, EVENTS, HISTORY, SPANS, VALIDATION, RunDir
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def test_a_run_leaves_what_a_person_looks_for(undisturbed: Path) -> None:
 
 
 def test_the_ledger_of_a_run_adds_up_to_the_time_of_its_workers(undisturbed: Path) -> None:
-    lives = [life_from_json(row) for row in RunDir.open(undisturbed).rows(WORKERS)]
+    lives = read_lives(RunDir.open(undisturbed))
 
     status, printed = Run.resume(undisturbed).status, spotlight("cost", undisturbed, "--json")
 
@@ -57,21 +58,23 @@ def test_the_ledger_of_a_run_adds_up_to_the_time_of_its_workers(undisturbed: Pat
 
 
 def test_every_decision_of_a_run_is_made_again_from_its_log(undisturbed: Path) -> None:
-    rows = RunDir.open(undisturbed).rows(DECISIONS)
+    run = RunDir.open(undisturbed)
 
+    rows = run.rows(DECISIONS)
     assert {row["decision"] for row in rows} == {"dispatch rules", "dispatch", "allocate"}
-    assert [*differing(rows), *dispatched_otherwise(rows)] == []
+    assert [*differing(run.decisions()), *dispatched_otherwise(rows)] == []
 
 
 def test_a_logged_decision_that_was_another_is_found(undisturbed: Path) -> None:
-    rows = RunDir.open(undisturbed).rows(DECISIONS)
+    run = RunDir.open(undisturbed)
+    rows, found = run.rows(DECISIONS), run.decisions()
     decided = next(row for row in rows if row.get("is") == "TimePassed" and "then" in row)
-    allocation = next(row for row in rows if row["decision"] == "allocate")
+    at, allocation = next((at, row) for at, row in enumerate(found) if isinstance(row, Allocation))
 
     decided["then"] = decided["then"][1:]
-    allocation["chunks"] = allocation["chunks"][1:]
+    found[at] = other = replace(allocation, chunks=allocation.chunks[1:])
 
-    assert list(differing(rows)) == [allocation]
+    assert list(differing(found)) == [other]
     assert list(dispatched_otherwise(rows)) == [decided]
 
 

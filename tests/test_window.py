@@ -16,7 +16,6 @@ from graphs.loop import Loop, synchronous
 from kills import KillHolder, client_of
 from runs import NoWatch, outcome, settings_file
 from spotlight import config
-from spotlight.plan.offload import Offload
 from spotlight.plan.replay import differing
 from spotlight.records import Request
 from spotlight.run import Run
@@ -113,7 +112,7 @@ def test_a_run_that_trains_in_parts_beside_its_rollouts_is_that_of_one_thread(
         for row in decisions
         if row.get("is") == "TimePassed" and any(i["is"] == "Train" for i in row.get("then", ()))
     ]
-    assert [*differing(decisions), *dispatched_otherwise(decisions)] == []
+    assert [*differing(run.directory.decisions()), *dispatched_otherwise(decisions)] == []
     assert status.window_s == 0.0
     assert status.spot_worth_renting
     assert outcome(run.directory.path) == in_one_thread
@@ -137,7 +136,7 @@ def test_the_window_adapts_and_is_kept_with_the_run(tmp_path: Path) -> None:
     run.wait()
 
     windows = [row["measured"]["window_s"] for row in run.directory.rows(HISTORY)]
-    recorded = [run.directory.offload(k + 1) or Offload() for k in range(3)]
-    assert windows[1:] == [state.window_s for state in recorded[:2]]
-    assert recorded[2].window_s < windows[0]  # spot workers waited for training, with nothing to explore beside it
+    recorded_s = [state.window_s for k in range(3) if (state := run.directory.offload(k + 1))]
+    assert windows[1:] == recorded_s[:2]
+    assert recorded_s[2] < windows[0]  # spot workers waited for training, with nothing to explore beside it
     assert run.status.window_s == windows[-1]
