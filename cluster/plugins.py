@@ -66,7 +66,6 @@ class Placer(SchedulerPlugin):
         widens: whether a gang at work forms anew when idle workers could make it wider; it then resumes its steps.
         moves: whether a rollout at work on reserved workers goes on elsewhere, from its last step, once their window is
             over.
-        rendezvous: address of the store where ranks meet; None if no gang is wider than 1.
         evict: is given the name of a worker that hangs, to end its process.
     """
 
@@ -81,13 +80,12 @@ class Placer(SchedulerPlugin):
         losses: int = 5,
         widens: bool = True,
         moves: bool = True,
-        rendezvous: tuple[str, int] | None = None,
         evict: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._run = run
         self._close_with_training = close_with_training
         self._hang_after_s, self._losses, self._widens, self._moves = hang_after_s, losses, widens, moves
-        self._rendezvous, self._evict = rendezvous, evict
+        self._evict = evict
         self._labels: dict[Any, Label] = {}
         self._gangs: dict[str, Gang] = {}
         self._gang_of: dict[Any, Gang] = {}
@@ -414,13 +412,7 @@ class Placer(SchedulerPlugin):
         members = members_of(parked, workers)
         gang.form(members)
         for rank, (key, worker) in enumerate(members.items()):
-            placement = Placement(
-                gang=gang.name,
-                epoch=gang.epoch,
-                rank=rank,
-                width=len(members),
-                rendezvous=self._rendezvous if len(members) > 1 else None,
-            )
+            placement = Placement(gang=gang.name, epoch=gang.epoch, rank=rank, width=len(members))
             self._place(self._addresses[worker], gang, key, placement)
             self._restrict(key, self._addresses[worker], "engine")
         self._journal.gang_event("formed", gang)
@@ -532,6 +524,5 @@ class Ears(WorkerPlugin):
     @staticmethod
     def _place(gang: str, shard: int, value: Any) -> None:
         if isinstance(value, dict):
-            rendezvous = value["rendezvous"]
-            value = Placement(**{**value, "rendezvous": tuple(rendezvous) if rendezvous else None})
+            value = Placement(**value)
         signals.place(gang, shard, Spare() if value is None else value)

@@ -14,7 +14,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import cycle
 from multiprocessing import resource_tracker
@@ -28,7 +27,7 @@ from distributed.deploy.spec import ProcessInterface
 
 from cluster.notices import sources
 from cluster.plugins import Ears, Placer
-from cluster.workers import WorkerSpec, serve, serve_rendezvous, warm_parent
+from cluster.workers import WorkerSpec, serve, warm_parent
 from spotlight.config import Config, PoolSection
 from spotlight.node import shared_root, sweep
 from spotlight.records import SpotlightError
@@ -165,8 +164,7 @@ class Pools:
             stack.enter_context(_quiet())
             stack.enter_context(dask.config.set(SETTINGS))
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="spotlight-"))
-            rendezvous = stack.enter_context(_rendezvous()) if max(config.strategy.widths) > 1 else None
-            placer = _placer(config, run, rendezvous, evict=self._evict)
+            placer = _placer(config, run, evict=self._evict)
             roots = stack.enter_context(_node_roots(run, directory))
             self.cluster = stack.enter_context(_cluster(config, directory, placer, roots))
             self.client = stack.enter_context(Client(self.cluster))
@@ -227,27 +225,7 @@ async def _end_of(process: ForkServerProcess) -> None:
         loop.remove_reader(process.sentinel)
 
 
-@contextlib.contextmanager
-def _rendezvous() -> Iterator[tuple[str, int]]:
-    """A process where the ranks of gangs meet; its address."""
-    context = warm_parent()
-    answer, address = context.Pipe(duplex=False)
-    theirs, ours = context.Pipe(duplex=False)
-    process = context.Process(target=serve_rendezvous, args=(address, theirs), daemon=True)
-    with ThreadPoolExecutor(1) as starter:
-        starter.submit(_start, process).result()
-    address.close()
-    theirs.close()
-    try:
-        host, port = answer.recv()
-        yield host, port
-    finally:
-        ours.close()
-        process.kill()
-        process.join()
-
-
-def _placer(config: Config, run: str, rendezvous: tuple[str, int] | None, *, evict: Callable[[str], None]) -> Placer:
+def _placer(config: Config, run: str, *, evict: Callable[[str], None]) -> Placer:
     return Placer(
         run,
         close_with_training=config.strategy.exploration == "stale" and config.exploration.budget == "time",
@@ -255,7 +233,6 @@ def _placer(config: Config, run: str, rendezvous: tuple[str, int] | None, *, evi
         losses=config.cluster.losses,
         widens=config.strategy.elastic and config.strategy.on_preemption == "resume",
         moves=config.strategy.on_preemption == "resume",
-        rendezvous=rendezvous,
         evict=evict,
     )
 

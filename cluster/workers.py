@@ -89,16 +89,6 @@ def serve(spec: WorkerSpec, lifeline: Connection) -> None:
     os._exit(0)  # a task thread that is still at work would keep the process alive
 
 
-def serve_rendezvous(address: Connection, lifeline: Connection) -> None:
-    """Host the store where the ranks of gangs meet, on the side that no preemption takes."""
-    from spotlight.sequence import rendezvous_server
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = rendezvous_server("127.0.0.1")
-    address.send(("127.0.0.1", server.port))
-    _end_with(lifeline)
-
-
 def _end_with(lifeline: Connection) -> None:
     try:
         lifeline.recv_bytes()

@@ -77,7 +77,7 @@ class Engine:
     """A run's model on this process's device.
 
     Args:
-        node: shares weights with the other engines of the machine.
+        node: shares weights with the other engines of the machine; gangs meet there.
     """
 
     def __init__(self, run_dir: Path, beat: Heart = _no_heart, node: Node | None = None) -> None:
@@ -160,7 +160,7 @@ class Engine:
         self.use(request.weights, averaged=request.averaged)
         text = self.model.encode([request.prompt.text]).rows([0] * len(request.seeds))
         with ExitStack() as stack:
-            gang = stack.enter_context(self._gang(request, place)) if place.rendezvous else None
+            gang = stack.enter_context(self._gang(request, place)) if place.width > 1 else None
             first, x_BNC, writer = self._begin(request, place, gang, stack, resume=resume)
             step_s = self._pace.step_s(len(request.seeds), place.width)
             for step in range(first, request.steps):
@@ -179,10 +179,10 @@ class Engine:
         return Spare() if place.rank else self._rolled_out(request, resumed=first)
 
     def _gang(self, request: Request, place: Placement) -> Gang:
-        assert place.rendezvous
+        assert self._node, "the ranks of a gang meet in their node's memory"
         return Gang(
             self.model.transformer,
-            rendezvous=place.rendezvous,
+            meeting=self._node.meeting(place.name),
             name=place.name,
             rank=place.rank,
             width=place.width,
