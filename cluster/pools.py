@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import dask
-from distributed import Client, Scheduler, SpecCluster, Worker
+from distributed import Client, Scheduler, Security, SpecCluster, Worker
 from distributed.deploy.spec import ProcessInterface
 
 from cluster.notices import sources
@@ -155,7 +155,11 @@ class Place(ProcessInterface):
 
 
 class Pools:
-    """The cluster of one run: scheduler, head and both pools, all on this machine and on loopback."""
+    """The cluster of one run: scheduler, head and both pools, all on this machine and on loopback.
+
+    They speak TLS, and each proves with the run's own certificate that it belongs there: who can talk to a Dask
+    process can have it run anything. The certificate is made anew for each run and lives in memory only.
+    """
 
     cluster: SpecCluster
 
@@ -166,7 +170,8 @@ class Pools:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="spotlight-"))
             placer = _placer(config, run, evict=self._evict)
             roots = stack.enter_context(_node_roots(run, directory))
-            self.cluster = stack.enter_context(_cluster(config, directory, placer, roots))
+            security = Security.temporary() if config.cluster.tls else None
+            self.cluster = stack.enter_context(_cluster(config, directory, placer, roots, security))
             self.client = stack.enter_context(Client(self.cluster))
             self._stack = stack.pop_all()
 
@@ -253,10 +258,17 @@ def _node_roots(run: str, directory: str) -> Iterator[Callable[[str], Path]]:
             sweep(path)
 
 
-def _cluster(config: Config, directory: str, placer: Placer, root: Callable[[str], Path]) -> SpecCluster:
-    address = {"host": "127.0.0.1", "dashboard_address": f"127.0.0.1:{config.cluster.dashboard_port}"}
+def _cluster(
+    config: Config, directory: str, placer: Placer, root: Callable[[str], Path], security: Security | None
+) -> SpecCluster:
+    address = {
+        "host": "127.0.0.1",
+        "security": security,
+        "dashboard_address": f"127.0.0.1:{config.cluster.dashboard_port}",
+    }
     common = {
         "local_directory": directory,
+        "security": security,
         "settings": SETTINGS,
         "hang_after_s": config.cluster.hang_after_s,
         "losses": config.cluster.losses,
@@ -269,7 +281,8 @@ def _cluster(config: Config, directory: str, placer: Placer, root: Callable[[str
             places[f"{pool}-{index}"] = {"cls": Place, "options": {"spec": spec, "fate": fates[index]}}
     return SpecCluster(
         scheduler={"cls": Scheduler, "options": {**address, "plugins": [placer]}},
-        workers={"head": _head(directory), **places},
+        workers={"head": _head(directory, security), **places},
+        security=security,
     )
 
 
@@ -318,11 +331,12 @@ def _ups(switches: Iterable[tuple[float, bool]]) -> tuple[tuple[float, float], .
     return (*ups, (since_s, NEVER_S)) if since_s is not None else tuple(ups)
 
 
-def _head(directory: str) -> dict[str, Any]:
+def _head(directory: str, security: Security | None) -> dict[str, Any]:
     """A worker beside the scheduler for what only decides; it never runs a model."""
     options = {
         "name": "head",
         "host": "127.0.0.1",
+        "security": security,
         "nthreads": 4,
         "resources": {"head": 4},
         "memory_limit": 0,

@@ -18,13 +18,14 @@ import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import dask
-from distributed import Reschedule, Status, Worker
+from distributed import Reschedule, Security, Status, Worker
 
 from cluster import peers
 from cluster.notices import Notice, first_notice, sources
@@ -63,10 +64,14 @@ class WorkerSpec:
     """Where notices of preemption come from; see `cluster.notices`."""
     grace_s: float
     """From a notice that tells no deadline."""
+    security: Security | None
+    """The run's certificate and key, in memory alone: they are in no file, command line or text of this object."""
 
 
 def warm_parent() -> ForkServerContext:
     """The context whose processes are forked from the warm parent; the first start waits for its imports."""
+    # Python 3.11.0 would let any user start processes here (CVE-2022-42919).
+    util.abstract_sockets_supported = False  # type: ignore[misc]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cluster.warm"])
     return context
@@ -105,6 +110,7 @@ async def _serve(spec: WorkerSpec) -> None:
         resources=dict(spec.resources),
         memory_limit=0,
         host="127.0.0.1",
+        security=spec.security,
         local_directory=spec.local_directory,
         dashboard=False,
         plugins=(Ears(engine.tell),),

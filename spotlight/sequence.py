@@ -43,6 +43,9 @@ POLL_S = 2e-4
 MEET_POLL_S = 2e-3
 """Between two looks for the other ranks: they may be a model's loading time away, and each look opens a file."""
 
+GONE_TIMEOUT = timedelta(seconds=1)
+"""A store whose file another rank has removed waits so long for it to come back."""
+
 RUN_AHEAD = 8
 """Exchanges that a GPU's host may be ahead of it: enough to hide launches, and the kernels between them fit
 the launch queue; were it full, the host would block where nothing can call it off."""
@@ -225,11 +228,12 @@ class Gang:
         backend = connect(store, self.rank, self.width, timeout)
         hello_W = torch.zeros(self.width, device=self._device)
         backend.alltoall_base(torch.empty_like(hello_W), hello_W, [], []).wait()  # only now NCCL connects
+        store.set_timeout(GONE_TIMEOUT)  # the others leave when they are done, and the file goes with the first
         return backend
 
     def _meet(self, store: FileStore, given_up: Event) -> None:
         """Wait until all ranks are here, so that the connecting that follows waits for nobody who is still to come."""
-        store.set_timeout(timedelta(seconds=1))  # for the file to come back, should another rank have given up
+        store.set_timeout(GONE_TIMEOUT)
         store.set(f"here-{self.rank}", "")
         everyone = [f"here-{rank}" for rank in range(self.width)]
         while not store.check(everyone):
@@ -240,8 +244,7 @@ class Gang:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         backend, self._backend = self._backend, None
-        if kind is not None:
-            self._meeting.unlink(missing_ok=True)  # else the last rank's store removes it
+        self._meeting.unlink(missing_ok=True)  # first, because a store that finds its file writes to it as it goes
         closing = Thread(target=_close, args=(backend, kind is not None), name=f"leave {self.name}", daemon=True)
         del backend  # the thread's is the last reference: the destructor waits, up to the timeout, for what is stuck
         closing.start()

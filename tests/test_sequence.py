@@ -242,13 +242,15 @@ def test_the_members_of_a_gang_listen_on_loopback_alone(folder: Path) -> None:
 
 def test_a_gang_that_is_left_leaves_no_file_behind(folder: Path) -> None:
     with members(2) as gang:
-        form(gang, folder, "done")
-        during = list(folder.iterdir())
-        together(gang, "leave")
+        during, after = [], []
+        for turn in range(10):
+            form(gang, folder, f"turn-{turn}")
+            during += list(folder.iterdir())
+            together(gang, "leave")
+            after += list(folder.iterdir())
 
-        wait_for(lambda: not list(folder.iterdir()))
-
-    assert during == [folder / "done"]
+    assert during == [folder / f"turn-{turn}" for turn in range(10)]
+    assert after == []
 
 
 def test_a_gang_that_broke_leaves_no_file_behind(folder: Path) -> None:
