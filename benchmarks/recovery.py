@@ -75,6 +75,7 @@ up_s = time.time()
 import os, pickle, sys
 from pathlib import Path
 from spotlight.device.engine import Engine
+from spotlight.store.node import Node
 moments = [up_s, time.time()]
 
 def heart(beat):
@@ -83,8 +84,8 @@ def heart(beat):
     if beat and beat.step == 1:
         print(*moments, flush=True)
 
-run_dir, request, place = pickle.load(sys.stdin.buffer)
-engine = Engine(Path(run_dir), heart)
+run_dir, node, request, place = pickle.load(sys.stdin.buffer)
+engine = Engine(Path(run_dir), heart, Node(node))
 engine.resident.use(request.weights)
 moments.append(time.time())
 engine.rollout(request, place)
@@ -279,28 +280,24 @@ def two_to_one_to_two(kills: int, chance: random.Random) -> tuple[Measured, Meas
 
 def cold_starts(width: int, times: int) -> Measured:
     """A gang of fresh interpreters, from their start to their first step; files they read are in the page cache."""
-    from spotlight.device.sequence_parallel import rendezvous_server
-
-    server = rendezvous_server("127.0.0.1")
     found = Measured()
     with live("strategy.widths=[1,2]", "rollout.steps=24") as cluster:
         for trial in range(times + 1):
-            split = _cold_start(cluster, width, f"cold-{trial}", ("127.0.0.1", server.port))
+            split = _cold_start(cluster, width, f"cold-{trial}")
             if trial:  # the first one fills the page cache
                 found.splits.append(split)
     return found
 
 
-def _cold_start(cluster: Live, width: int, gang: str, rendezvous: tuple[str, int]) -> Split:
+def _cold_start(cluster: Live, width: int, gang: str) -> Split:
     request, started_s = cluster.request(), time.time()
     command = [sys.executable, "-c", COLD]
     ranks = [subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(width)]
     try:
         for rank, process in enumerate(ranks):
-            meet = rendezvous if width > 1 else None
-            place = Placement(gang=gang, epoch=1, rank=rank, width=width, rendezvous=meet)
+            place = Placement(gang=gang, epoch=1, rank=rank, width=width)
             assert process.stdin
-            pickle.dump((str(cluster.run.path), request, place), process.stdin)
+            pickle.dump((str(cluster.run.path), cluster.run.path / f"node-{gang}", request, place), process.stdin)
             process.stdin.close()
         assert ranks[0].stdout
         moments = [started_s, *map(float, ranks[0].stdout.readline().split())]

@@ -16,7 +16,6 @@ placement on the worker when it starts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin, Worker, WorkerPlugin
@@ -98,7 +97,6 @@ class DispatchPlugin(SchedulerPlugin):
     Args:
         run: name of the run, which signals to workers carry.
         rules: of its dispatcher.
-        rendezvous: address of the store where ranks meet; None if no gang is wider than 1.
         evict: is given the name of a worker that hangs, to end its process.
         clock: in seconds since 1970, as workers have it.
     """
@@ -110,13 +108,12 @@ class DispatchPlugin(SchedulerPlugin):
         run: str,
         rules: Rules,
         *,
-        rendezvous: tuple[str, int] | None = None,
         evict: Callable[[str], None] = lambda name: None,
         clock: Clock = wall_clock,
     ) -> None:
         self._run = run
         self._dispatch = Dispatch(rules)
-        self._rendezvous, self._evict, self._clock = rendezvous, evict, clock
+        self._evict, self._clock = evict, clock
         self._deciding = False
         self._unavailable: set[str] = set()
         """Addresses of workers that the dispatcher was told take no tasks."""
@@ -266,8 +263,7 @@ class DispatchPlugin(SchedulerPlugin):
     def _launch(self, launch: Launch) -> None:
         """Admit a whole gang, in one transition."""
         for member in launch.members:
-            place = replace(member.place, rendezvous=self._rendezvous) if len(launch.members) > 1 else member.place
-            self._place(member.address, launch.gang, member.shard, place)
+            self._place(member.address, launch.gang, member.shard, member.place)
             self._restrict(member.key, member.address, "engine")
         keys = [member.key for member in launch.members]
         self._scheduler.transitions(dict.fromkeys(keys, "processing"), stimulus_id=f"spotlight-{launch.gang}")

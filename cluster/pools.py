@@ -14,7 +14,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import cycle
 from multiprocessing import resource_tracker
@@ -23,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import dask
-from distributed import Client, Scheduler, SpecCluster, Worker
+from distributed import Client, Scheduler, Security, SpecCluster, Worker
 from distributed.deploy.spec import ProcessInterface
 
 from cluster.dispatch import Rules, Snapshot
 from cluster.notices import sources
 from cluster.plugins import ControlPlugin, DispatchPlugin
-from cluster.workers import WorkerSpec, serve, serve_rendezvous, warm_parent
+from cluster.workers import WorkerSpec, serve, warm_parent
 from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace
 from spotlight.records import SpotlightError
@@ -157,7 +156,11 @@ class Place(ProcessInterface):
 
 
 class Pools:
-    """The cluster of one run: scheduler, head and both pools, all on this machine and on loopback."""
+    """The cluster of one run: scheduler, head and both pools, all on this machine and on loopback.
+
+    They speak TLS, and each proves with the run's own certificate that it belongs there: who can talk to a Dask
+    process can have it run anything. The certificate is made anew for each run and lives in memory only.
+    """
 
     cluster: SpecCluster
 
@@ -166,10 +169,10 @@ class Pools:
             stack.enter_context(_quiet())
             stack.enter_context(dask.config.set(DASK_SETTINGS))
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="spotlight-"))
-            rendezvous = stack.enter_context(_rendezvous()) if max(config.strategy.widths) > 1 else None
-            self._plugin = plugin = DispatchPlugin(run, rules_of(config), rendezvous=rendezvous, evict=self._evict)
+            self._plugin = plugin = DispatchPlugin(run, rules_of(config), evict=self._evict)
             roots = stack.enter_context(_node_roots(run, directory))
-            self.cluster = stack.enter_context(_cluster(config, directory, plugin, roots))
+            security = Security.temporary() if config.cluster.tls else None
+            self.cluster = stack.enter_context(_cluster(config, directory, plugin, roots, security))
             self.client = stack.enter_context(Client(self.cluster))
             self._stack = stack.pop_all()
 
@@ -237,26 +240,6 @@ async def _end_of(process: ForkServerProcess) -> None:
         loop.remove_reader(process.sentinel)
 
 
-@contextlib.contextmanager
-def _rendezvous() -> Iterator[tuple[str, int]]:
-    """A process where the ranks of gangs meet; its address."""
-    context = warm_parent()
-    answer, address = context.Pipe(duplex=False)
-    theirs, ours = context.Pipe(duplex=False)
-    process = context.Process(target=serve_rendezvous, args=(address, theirs), daemon=True)
-    with ThreadPoolExecutor(1) as starter:
-        starter.submit(_start, process).result()
-    address.close()
-    theirs.close()
-    try:
-        host, port = answer.recv()
-        yield host, port
-    finally:
-        ours.close()
-        process.kill()
-        process.join()
-
-
 def rules_of(config: Config) -> Rules:
     """What the settings say about dispatching."""
     strategy = config.strategy
@@ -285,10 +268,17 @@ def _node_roots(run: str, directory: str) -> Iterator[Callable[[str], Path]]:
             sweep(path)
 
 
-def _cluster(config: Config, directory: str, plugin: DispatchPlugin, root: Callable[[str], Path]) -> SpecCluster:
-    address = {"host": "127.0.0.1", "dashboard_address": f"127.0.0.1:{config.cluster.dashboard_port}"}
+def _cluster(
+    config: Config, directory: str, plugin: DispatchPlugin, root: Callable[[str], Path], security: Security | None
+) -> SpecCluster:
+    address = {
+        "host": "127.0.0.1",
+        "security": security,
+        "dashboard_address": f"127.0.0.1:{config.cluster.dashboard_port}",
+    }
     common = {
         "local_directory": directory,
+        "security": security,
         "settings": DASK_SETTINGS,
         "hang_after_s": config.cluster.hang_after_s,
         "quarantine_after": config.cluster.quarantine_after,
@@ -301,7 +291,8 @@ def _cluster(config: Config, directory: str, plugin: DispatchPlugin, root: Calla
             places[f"{pool}-{index}"] = {"cls": Place, "options": {"spec": spec, "schedule": schedules[index]}}
     return SpecCluster(
         scheduler={"cls": Scheduler, "options": {**address, "plugins": [plugin]}},
-        workers={"head": _head(directory), **places},
+        workers={"head": _head(directory, security), **places},
+        security=security,
     )
 
 
@@ -350,11 +341,12 @@ def _ups(switches: Iterable[tuple[float, bool]]) -> tuple[tuple[float, float], .
     return (*ups, (since_s, NEVER_S)) if since_s is not None else tuple(ups)
 
 
-def _head(directory: str) -> dict[str, Any]:
+def _head(directory: str, security: Security | None) -> dict[str, Any]:
     """A worker beside the scheduler for what only decides; it never runs a model."""
     options = {
         "name": "head",
         "host": "127.0.0.1",
+        "security": security,
         "nthreads": 4,
         "resources": {"head": 4},
         "memory_limit": 0,

@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 
 import dask
 import numpy as np
-from distributed import Reschedule, Status, Worker
+from distributed import Reschedule, Security, Status, Worker
 from numpy.typing import NDArray
 
 from cluster import peers
@@ -79,10 +80,14 @@ class WorkerSpec:
     """Where notices of preemption come from; see `cluster.notices`."""
     grace_s: float
     """From a notice that tells no deadline."""
+    security: Security | None
+    """The run's certificate and key, in memory alone: they are in no file, command line or text of this object."""
 
 
 def warm_parent() -> ForkServerContext:
     """The context whose processes are forked from the warm parent; the first start waits for its imports."""
+    # Python 3.11.0 would let any user start processes here (CVE-2022-42919).
+    util.abstract_sockets_supported = False  # type: ignore[misc]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cluster.warm"])
     return context
@@ -105,16 +110,6 @@ def serve(spec: WorkerSpec, lifeline: Connection) -> None:
     os._exit(0)  # a task thread that is still at work would keep the process alive
 
 
-def serve_rendezvous(address: Connection, lifeline: Connection) -> None:
-    """Host the store where the ranks of gangs meet, on the side that no preemption takes."""
-    from spotlight.device.sequence_parallel import rendezvous_server
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = rendezvous_server("127.0.0.1")
-    address.send(("127.0.0.1", server.port))
-    _end_with(lifeline)
-
-
 def _end_with(lifeline: Connection) -> None:
     try:
         lifeline.recv_bytes()
@@ -131,6 +126,7 @@ async def _serve(spec: WorkerSpec) -> None:
         resources=dict(spec.resources),
         memory_limit=0,
         host="127.0.0.1",
+        security=spec.security,
         local_directory=spec.local_directory,
         dashboard=False,
         plugins=(ControlPlugin(engine.tell),),

@@ -241,6 +241,9 @@ class ClusterSection(Section):
     """A worker whose work shows no sign of life for so long is replaced."""
     quarantine_after: int = Field(5, ge=1)
     """A request that loses its workers so many times in a row without a new step is set aside and replaced."""
+    tls: bool = True
+    """All of Dask's connections are encrypted, and both ends prove that they belong to the run, by a certificate that
+    was made for it. False: any user of this machine can run code in the run's processes."""
 
 
 class SimulationSection(Section):

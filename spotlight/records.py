@@ -101,8 +101,6 @@ class Placement:
     """Counts the formings of this gang; work of an older one is called off."""
     rank: int
     width: int
-    rendezvous: tuple[str, int] | None = None
-    """Address of the store where ranks meet; None at width 1."""
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spotlight.device.sequence_parallel import Gang
+from spotlight.device.sequence_parallel import Gang, GangBroken
 from spotlight.rl.models.tiny_text import HEIGHT_PX, WIDTH_PX, TinyText
 
 NEVER_S = 3600.0
@@ -72,6 +72,11 @@ class Member:
             raise error
         return value
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid
+        return self._process.pid
+
     def answered(self, within_s: float) -> bool:
         return self._pipe.poll(within_s)
 
@@ -119,10 +124,10 @@ def errors(gang: Sequence[Member]) -> list[Exception | None]:
     return [error_of(member) for member in gang]
 
 
-def form(gang: Sequence[Member], port: int, name: str) -> None:
+def form(gang: Sequence[Member], folder: Path, name: str) -> None:
     """The members join one gang, ranked in the order given."""
     for rank, member in enumerate(gang):
-        member.ask("join", port, name, rank, len(gang))
+        member.ask("join", folder, name, rank, len(gang))
     for member in gang:
         member.answer()
 
@@ -135,10 +140,10 @@ class _Life:
         self._model = tiny_model(lora=lora)
         self._gang: Gang | None = None
 
-    def join(self, port: int, name: str, rank: int, width: int, timeout_s: float = NEVER_S) -> None:
+    def join(self, folder: Path, name: str, rank: int, width: int, timeout_s: float = NEVER_S) -> None:
         gang = Gang(
             self._model.transformer,
-            rendezvous=("127.0.0.1", port),
+            meeting=folder / name,
             name=name,
             rank=rank,
             width=width,
@@ -151,6 +156,12 @@ class _Life:
     def leave(self) -> None:
         assert self._gang
         self._gang.__exit__(None, None, None)
+        self._gang = None
+
+    def break_off(self) -> None:
+        """Leave because the gang broke."""
+        assert self._gang
+        self._gang.__exit__(GangBroken, GangBroken(), None)
         self._gang = None
 
     def velocity(self) -> NDArray[np.float32]:

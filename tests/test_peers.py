@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Scheduler, Worker
+from distributed import Scheduler, Security, Worker
 
 from cluster import peers
 from spotlight.store.node import BLOCK_BYTES, STREAMS, Node, NotOnNode, Source, from_file
@@ -25,7 +26,7 @@ CONTENT = os.urandom(50 << 20)
 NAME = sha256(CONTENT).hexdigest()
 
 HOLDER = f"""
-import asyncio, sys
+import asyncio, pickle, sys
 sys.path.insert(0, {IMPORT_ROOT!r})
 from pathlib import Path
 from distributed import Scheduler, Worker
@@ -33,8 +34,10 @@ from cluster import peers
 from spotlight.store.node import Node
 
 async def main():
-    async with Scheduler(port=0, host="127.0.0.1", dashboard_address="127.0.0.1:0") as scheduler:
-        async with Worker(scheduler.address, nthreads=1, host="127.0.0.1") as worker:
+    security = pickle.load(sys.stdin.buffer)
+    common = {{"host": "127.0.0.1", "security": security}}
+    async with Scheduler(port=0, dashboard_address="127.0.0.1:0", **common) as scheduler:
+        async with Worker(scheduler.address, nthreads=1, **common) as worker:
             if len(sys.argv) > 1:
                 peers.serve(worker, Node(Path(sys.argv[1])))
             print(worker.address, flush=True)
@@ -47,13 +50,16 @@ asyncio.run(main())
 class Holder:
     """A worker in a process of its own, on a node that holds the file."""
 
-    def __init__(self, root: Path | None) -> None:
+    def __init__(self, root: Path | None, security: Security | None) -> None:
         if root:
             self.file = Node(root).bring(NAME, len(CONTENT), [lambda _, at, length: CONTENT[at : at + length]])
         command = [sys.executable, "-c", HOLDER, *([str(root)] if root else [])]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().strip()
+        with self.process.stdin as stdin:
+            pickle.dump(security, stdin)
+        self.address = self.process.stdout.readline().decode().strip()
 
     def close(self) -> None:
         self.process.kill()
@@ -63,31 +69,38 @@ class Holder:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[Path | None], Holder]]:
+def start() -> Iterator[Callable[..., Holder]]:
     with ExitStack() as stack:
 
-        def started(root: Path | None) -> Holder:
-            holder = Holder(root)
+        def started(root: Path | None, security: Security | None = None) -> Holder:
+            holder = Holder(root, security)
             stack.callback(holder.close)
             return holder
 
         yield started
 
 
-def with_worker(work: Callable[[Worker], Path]) -> Path:
+def with_worker(work: Callable[[Worker], Path], security: Security | None = None) -> Path:
     """What ``work`` returns, called in a thread beside the event loop of a worker of this process."""
 
     async def main() -> Path:
         async with (
-            Scheduler(port=0, host="127.0.0.1", dashboard_address="127.0.0.1:0") as scheduler,
-            Worker(scheduler.address, nthreads=1, host="127.0.0.1") as worker,
+            Scheduler(port=0, host="127.0.0.1", dashboard_address="127.0.0.1:0", security=security) as scheduler,
+            Worker(scheduler.address, nthreads=1, host="127.0.0.1", security=security) as worker,
         ):
             return await asyncio.to_thread(work, worker)
 
     return asyncio.run(main())
 
 
-def pull(root: Path, holders: list[str], *, store: Path | None = None, before_block: Callable[[int], None]) -> Path:
+def pull(
+    root: Path,
+    holders: list[str],
+    *,
+    store: Path | None = None,
+    before_block: Callable[[int], None],
+    security: Security | None = None,
+) -> Path:
     """Bring the file to a node; ``before_block`` is called with the number of each block before it is asked for."""
 
     def spied(source: Source) -> Source:
@@ -102,14 +115,14 @@ def pull(root: Path, holders: list[str], *, store: Path | None = None, before_bl
         last = [from_file(store)] if store else []
         return Node(root).bring(NAME, len(CONTENT), [spied(first), *others, *last])
 
-    return with_worker(work)
+    return with_worker(work, security)
 
 
 def nothing(block: int) -> None:
     """For a pull that goes undisturbed."""
 
 
-Start = Callable[[Path | None], Holder]
+Start = Callable[..., Holder]
 
 
 def test_a_file_comes_from_a_peer_in_several_streams(tmp_path: Path, start: Start) -> None:
@@ -121,6 +134,18 @@ def test_a_file_comes_from_a_peer_in_several_streams(tmp_path: Path, start: Star
     assert path.read_bytes() == CONTENT
     assert sorted(blocks) == list(range(-(-len(CONTENT) // BLOCK_BYTES)))
     assert len(blocks) > STREAMS  # so that every stream had something to do
+
+
+def test_a_file_comes_from_a_peer_with_the_same_certificate_and_from_no_other(tmp_path: Path, start: Start) -> None:
+    ours = Security.temporary()
+    stranger, friend = start(tmp_path / "stranger", Security.temporary()), start(tmp_path / "friend", ours)
+
+    with pytest.raises(NotOnNode, match=f"source 0: {stranger.address}: "):
+        pull(tmp_path / "refused", [stranger.address], before_block=nothing, security=ours)
+    path = pull(tmp_path / "here", [friend.address], before_block=nothing, security=ours)
+
+    assert friend.address.startswith("tls://")
+    assert path.read_bytes() == CONTENT
 
 
 def test_a_holder_killed_in_mid_pull_is_passed_over_for_the_next(tmp_path: Path, start: Start) -> None:

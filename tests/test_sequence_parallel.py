@@ -7,7 +7,8 @@ import inspect
 import re
 import signal
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import distributed
 
 from gangs import Member, ask, errors, form, members, tiny_model, together, velocity
 from runs import wait_for
-from spotlight.device.sequence_parallel import REPLACED, GangBroken, check_widths, rendezvous_server
+from spotlight.device.sequence_parallel import REPLACED, GangBroken, check_widths
 from spotlight.records import SpotlightError
 
 TOLERANCE = 1e-5
@@ -33,23 +34,21 @@ HEADS, LATENT_TOKENS, TEXT_TOKENS = 4, 32, 8
 """Of the embedded model."""
 
 
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     """Where the gangs of these tests find their peers."""
-    server = rendezvous_server("127.0.0.1")
-    yield server.port
-    del server  # it serves as long as it is referred to
+    return tmp_path
 
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("width", [2, 4])
 def test_a_gang_predicts_what_one_device_does_with_the_same_bits_on_all_ranks(
-    port: int, width: int, lora: bool
+    folder: Path, width: int, lora: bool
 ) -> None:
     alone = velocity(tiny_model(lora=lora))
 
     with members(width, lora=lora) as gang:
-        form(gang, port, f"equal-{width}-{lora}")
+        form(gang, folder, f"equal-{width}-{lora}")
         first, *others = together(gang, "velocity")
 
     assert difference(first, alone) <= TOLERANCE
@@ -61,21 +60,21 @@ def difference(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> float:
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_each_rank_computes_its_share_of_the_tokens(port: int, width: int) -> None:
+def test_each_rank_computes_its_share_of_the_tokens(folder: Path, width: int) -> None:
     with members(width) as gang:
-        form(gang, port, f"shares-{width}")
+        form(gang, folder, f"shares-{width}")
         computed = together(gang, "tokens_computed")
 
     assert computed == [LATENT_TOKENS // width] * width
 
 
-def test_members_of_one_gang_after_another_are_unchanged_and_unburdened(port: int) -> None:
+def test_members_of_one_gang_after_another_are_unchanged_and_unburdened(folder: Path) -> None:
     with members(4) as everyone:
         before = together(everyone, "velocity")
         burdens = []
 
         for turn, width in enumerate((4, 2, 4, 2, 4)):
-            form(everyone[:width], port, f"turns-{turn}")
+            form(everyone[:width], folder, f"turns-{turn}")
             together(everyone[:width], "velocity")
             together(everyone[:width], "leave")
             burdens.append(settled_burden(everyone))
@@ -97,11 +96,9 @@ def settled_burden(gang: list[Member]) -> int:
     return seen[-1]
 
 
-def test_a_gang_of_one_needs_no_rendezvous() -> None:
-    nobody_listens = 9
-
+def test_a_gang_of_one_meets_nobody(folder: Path) -> None:
     with members(1) as (member,):
-        form([member], nobody_listens, "one")
+        form([member], folder / "missing", "one")
         said = [*together([member], "agree", 3), *together([member], "broadcast", [[1.5]])]
         predicted = together([member], "velocity")
 
@@ -109,9 +106,9 @@ def test_a_gang_of_one_needs_no_rendezvous() -> None:
     assert np.array_equal(predicted[0], velocity(tiny_model()))
 
 
-def test_all_get_the_first_rank_s_tensor_and_the_largest_code(port: int) -> None:
+def test_all_get_the_first_rank_s_tensor_and_the_largest_code(folder: Path) -> None:
     with members(3) as gang:
-        form(gang, port, "small-talk")
+        form(gang, folder, "small-talk")
         for rank, member in enumerate(gang):
             member.ask("broadcast", [[rank, 1.5], [rank, 2.5]])
         shared = [member.answer() for member in gang]
@@ -124,16 +121,16 @@ def test_all_get_the_first_rank_s_tensor_and_the_largest_code(port: int) -> None
 
 
 @pytest.mark.parametrize("lost", [0, 1, 3])
-def test_survivors_of_a_kill_in_mid_pass_go_on_in_a_narrower_gang(port: int, lost: int) -> None:
+def test_survivors_of_a_kill_in_mid_pass_go_on_in_a_narrower_gang(folder: Path, lost: int) -> None:
     with members(4) as gang:
-        form(gang, port, f"killed-{lost}")
+        form(gang, folder, f"killed-{lost}")
         survivors = [member for member in gang if member is not gang[lost]]
         ask([gang[lost]], "velocity_until", signal.SIGKILL)
         ask(survivors, "velocity")
         broken = errors(survivors)
 
         together(survivors, "leave")
-        form(survivors[:2], port, f"killed-{lost}-narrower")
+        form(survivors[:2], folder, f"killed-{lost}-narrower")
         predicted = together(survivors, "velocity")
 
     assert all(isinstance(error, GangBroken) for error in broken)
@@ -142,9 +139,9 @@ def test_survivors_of_a_kill_in_mid_pass_go_on_in_a_narrower_gang(port: int, los
     assert np.array_equal(predicted[2], velocity(tiny_model()))
 
 
-def test_a_halted_peer_holds_survivors_only_until_they_are_called_off(port: int) -> None:
+def test_a_halted_peer_holds_survivors_only_until_they_are_called_off(folder: Path) -> None:
     with members(4) as gang:
-        form(gang, port, "halted")
+        form(gang, folder, "halted")
         survivors = gang[:3]
         ask(gang[3:], "velocity_until", signal.SIGSTOP)
         ask(survivors, "velocity")
@@ -154,7 +151,7 @@ def test_a_halted_peer_holds_survivors_only_until_they_are_called_off(port: int)
             member.call_off()
         broken = errors(survivors)
         together(survivors, "leave")
-        form(survivors[:2], port, "halted-narrower")
+        form(survivors[:2], folder, "halted-narrower")
         predicted = together(survivors, "velocity")
 
     assert held
@@ -163,31 +160,31 @@ def test_a_halted_peer_holds_survivors_only_until_they_are_called_off(port: int)
     assert np.array_equal(predicted[2], velocity(tiny_model()))
 
 
-def test_joining_ends_when_called_off(port: int) -> None:
+def test_joining_ends_when_called_off(folder: Path) -> None:
     with members(1) as (member,):
-        member.ask("join", port, "lonely", 0, 2)
+        member.ask("join", folder, "lonely", 0, 2)
         held = not member.answered(within_s=0.1)
         member.call_off()
         broken = errors([member])
-        form([member], port, "alone")
+        form([member], folder, "alone")
 
     assert held
     assert isinstance(broken[0], GangBroken)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_joining_ends_at_its_timeout_when_a_peer_never_comes(port: int, rank: int) -> None:
+def test_joining_ends_at_its_timeout_when_a_peer_never_comes(folder: Path, rank: int) -> None:
     with members(1) as (member,):
-        member.ask("join", port, f"late-{rank}", rank, 2, 0.2)
+        member.ask("join", folder, f"late-{rank}", rank, 2, 0.2)
         broken = errors([member])
 
     assert isinstance(broken[0], GangBroken)
 
 
-def test_an_exchange_ends_at_its_timeout_when_nobody_calls_it_off(port: int) -> None:
+def test_an_exchange_ends_at_its_timeout_when_nobody_calls_it_off(folder: Path) -> None:
     with members(2) as gang:
         for rank, member in enumerate(gang):
-            member.ask("join", port, "unwatched", rank, 2, 3.0)
+            member.ask("join", folder, "unwatched", rank, 2, 3.0)
         joined = errors(gang)
         ask(gang[1:], "velocity_until", signal.SIGSTOP)
         ask(gang[:1], "velocity")
@@ -197,9 +194,9 @@ def test_an_exchange_ends_at_its_timeout_when_nobody_calls_it_off(port: int) -> 
     assert isinstance(broken[0], GangBroken)
 
 
-def test_texts_that_cannot_be_shared_are_refused_before_anything_is_sent(port: int) -> None:
+def test_texts_that_cannot_be_shared_are_refused_before_anything_is_sent(folder: Path) -> None:
     with members(2) as gang:
-        form(gang, port, "odd")
+        form(gang, folder, "odd")
         ask(gang, "pass_texts_of", 7)
         refused = errors(gang)
         evenly = together(gang, "pass_texts_of", 6)
@@ -230,16 +227,64 @@ def test_widths_that_divide_everything_are_accepted() -> None:
     check_widths(tiny_model().transformer, LATENT_TOKENS, TEXT_TOKENS, (1, 2, 4))
 
 
-def test_the_rendezvous_listens_on_its_host_alone() -> None:
-    server = rendezvous_server("127.0.0.1")
+def test_the_members_of_a_gang_listen_on_loopback_alone(folder: Path) -> None:
+    with members(2) as gang:
+        form(gang, folder, "listening")
+        listening = [
+            connection.laddr.ip
+            for member in gang
+            for connection in psutil.Process(member.pid).net_connections("inet")
+            if connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)
+        ]
 
-    listening = [
-        connection.laddr.ip
-        for connection in psutil.Process().net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == server.port
-    ]
+    assert listening == ["127.0.0.1"] * 2
 
-    assert listening == ["127.0.0.1"]
+
+def test_a_gang_that_is_left_leaves_no_file_behind(folder: Path) -> None:
+    with members(2) as gang:
+        during, after = [], []
+        for turn in range(10):
+            form(gang, folder, f"turn-{turn}")
+            during += list(folder.iterdir())
+            together(gang, "leave")
+            after += list(folder.iterdir())
+
+    assert during == [folder / f"turn-{turn}" for turn in range(10)]
+    assert after == []
+
+
+def test_a_gang_that_broke_leaves_no_file_behind(folder: Path) -> None:
+    with members(3) as gang:
+        form(gang, folder, "killed")
+        ask(gang[:1], "velocity_until", signal.SIGKILL)
+        ask(gang[1:], "velocity")
+        errors(gang)
+        together(gang[1:], "break_off")
+
+        assert list(folder.iterdir()) == []
+
+
+def test_a_gang_that_never_formed_leaves_no_file_behind(folder: Path) -> None:
+    with members(1) as (member,):
+        member.ask("join", folder, "lonely", 0, 2)
+        wait_for((folder / "lonely").exists)
+        member.call_off()
+        errors([member])
+
+        wait_for(lambda: not list(folder.iterdir()))
+
+
+def test_what_a_killed_gang_left_does_not_confuse_the_next_one(folder: Path) -> None:
+    with members(4) as gang:
+        form(gang[:2], folder, "request.e1")
+        for member in gang[:2]:
+            member.end()
+
+        form(gang[2:], folder, "request.e2")
+        predicted = together(gang[2:], "velocity")
+
+    assert np.array_equal(*predicted)
+    assert (folder / "request.e1").exists()
 
 
 # The contract with diffusers: what `device.sequence_parallel` replaces, or stands in for, is still what it was.

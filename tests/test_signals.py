@@ -35,7 +35,7 @@ EVERY_ORDER: list[Order] = [
 ]
 PLACES = [
     Placement(gang="g", epoch=1, rank=0, width=1),
-    Placement(gang="g", epoch=1, rank=1, width=2, rendezvous=("127.0.0.1", 4000)),
+    Placement(gang="g", epoch=1, rank=1, width=2),
     Surplus(),
     5,
 ]
@@ -102,7 +102,7 @@ def test_only_formings_up_to_the_one_named_end() -> None:
 
 def test_a_shard_finds_its_place_once_and_a_number_sets_its_request_aside() -> None:
     signals, wanted = Signals(), request(run="r")
-    placed = Placement(gang="g", epoch=4, rank=1, width=2, rendezvous=("127.0.0.1", 4000))
+    placed = Placement(gang="g", epoch=4, rank=1, width=2)
 
     signals.obey(PlaceShard(gang="g", shard=1, placement=placed))
     signals.obey(PlaceShard(gang="g", shard=0, placement=5))

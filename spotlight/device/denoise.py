@@ -26,6 +26,7 @@ from spotlight.records import Dropped, Interrupted, Placement, Request, Rollout,
 from spotlight.rl import flow
 from spotlight.rl.models import Conditioning
 from spotlight.store.latents import LatentStore, MissingLatents, StaleEpoch, Writer
+from spotlight.store.node import Node
 
 JOIN_TIMEOUT_S = 600.0
 """Longest that a rank waits for the others: they may have a large model to load first."""
@@ -44,11 +45,15 @@ class Denoiser:
     """Runs requests, and finds the latents of those that were run.
 
     Args:
+        node: where the ranks of a gang meet; None where there are no gangs.
         resumes: whether a request goes on after its last committed step, rather than beginning again.
     """
 
-    def __init__(self, resident: Residency, store: LatentStore, pace: Pace, beat: Heart, *, resumes: bool) -> None:
+    def __init__(
+        self, resident: Residency, store: LatentStore, pace: Pace, beat: Heart, node: Node | None, *, resumes: bool
+    ) -> None:
         self._resident, self._store, self._pace, self._beat, self._resumes = resident, store, pace, beat, resumes
+        self._node = node
 
     def rollout(self, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
         """Denoise a request, committing each step; finished and half-finished work is not done again.
@@ -99,7 +104,7 @@ class Denoiser:
         self._resident.use(request.weights, averaged=request.averaged)
         text = self._resident.model.encode([request.prompt.text]).rows([0] * len(request.seeds))
         with ExitStack() as stack:
-            gang = stack.enter_context(self._gang(request, place)) if place.rendezvous else None
+            gang = stack.enter_context(self._gang(request, place)) if place.width > 1 else None
             first, x_BNC, writer = self._begin(request, place, gang, stack, resume=resume)
             step_s = self._pace.step_s(len(request.seeds), place.width)
             for step in range(first, request.steps):
@@ -118,10 +123,10 @@ class Denoiser:
         return Surplus() if place.rank else self._rolled_out(request, resumed=first)
 
     def _gang(self, request: Request, place: Placement) -> Gang:
-        assert place.rendezvous
+        assert self._node, "the ranks of a gang meet in their node's memory"
         return Gang(
             self._resident.model.transformer,
-            rendezvous=place.rendezvous,
+            meeting=self._node.meeting(place.name),
             name=place.name,
             rank=place.rank,
             width=place.width,

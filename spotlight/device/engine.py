@@ -80,7 +80,7 @@ class Engine:
         self.store = LatentStore(run.latents_url)
         self.resident = Residency(run_dir, self._config, node)
         resumes = self._config.strategy.on_preemption == "resume"
-        self._denoiser = Denoiser(self.resident, self.store, self._pace, beat, resumes=resumes)
+        self._denoiser = Denoiser(self.resident, self.store, self._pace, beat, node, resumes=resumes)
         self._training = Training(run_dir, self._config, self.resident, self._denoiser, self._pace)
         self.rollout = self._denoiser.rollout
         self.train = self._training.train

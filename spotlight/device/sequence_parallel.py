@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from threading import Thread
+from pathlib import Path
+from threading import Event, Thread
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -33,12 +33,18 @@ from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from torch import Tensor, distributed
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, though not in its __all__
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # documented, though not in its __all__
 
 from spotlight.records import SpotlightError
 
 POLL_S = 2e-4
 """Between two looks at an exchange: short beside a layer of a tiny model, and nearly free to wait with."""
+
+MEET_POLL_S = 2e-3
+"""Between two looks for the other ranks: they may be a model's loading time away, and each look opens a file."""
+
+GONE_TIMEOUT = timedelta(seconds=1)
+"""A store whose file another rank has removed waits so long for it to come back."""
 
 RUN_AHEAD = 8
 """Exchanges that a GPU's host may be ahead of it: enough to hide launches, and the kernels between them fit
@@ -50,16 +56,6 @@ LOOPBACK = "127.0.0.1"
 
 class GangBroken(Exception):
     """A peer is gone, or the gang was called off: leave it; the work is placed anew."""
-
-
-def rendezvous_server(host: str) -> TCPStore:
-    """Where gangs find their peers; lives in a process that no preemption takes, as long as the object returned.
-
-    Listens on ``host`` alone, at the port it tells. It has no authentication: give it a trusted network.
-    """
-    listener = socket.create_server((host, 0))  # by itself, a TCPStore listens on every interface
-    port = listener.getsockname()[1]
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def check_widths(
@@ -88,8 +84,9 @@ class Gang:
     process may then join another gang. A gang of one has no peers and joins nothing.
 
     Args:
-        rendezvous: host and port of a `rendezvous_server`.
-        name: the same for all members, and never used before: say, the gang's id and its epoch.
+        meeting: file through which the ranks find each other, made by the first that comes and removed when the gang is
+            left. The same for all members, never used before, in a directory where only this user may write.
+        name: of the gang, for messages: say, its id and its epoch.
         called_off: looked at while waiting; why the gang is to be left, or None.
         timeout_s: longest wait for a peer, when joining and in an exchange.
     """
@@ -98,7 +95,7 @@ class Gang:
         self,
         transformer: QwenImageTransformer2DModel,
         *,
-        rendezvous: tuple[str, int],
+        meeting: Path,
         name: str,
         rank: int,
         width: int,
@@ -109,7 +106,7 @@ class Gang:
         assert 0 <= rank < width, f"rank {rank} of {width}"
         self.name, self.rank, self.width = name, rank, width
         self._transformer = transformer
-        self._rendezvous = rendezvous
+        self._meeting = meeting
         self._device = device
         self._called_off = called_off
         self._timeout_s = timeout_s
@@ -204,39 +201,56 @@ class Gang:
 
     def _join(self) -> Any:
         joined: Future[Any] = Future()
+        given_up = Event()
 
         def join() -> None:
             try:
-                joined.set_result(self._connect())
+                joined.set_result(self._connect(given_up))
             except Exception as error:
+                self._meeting.unlink(missing_ok=True)
                 joined.set_exception(error)
 
         Thread(target=join, name=f"join {self.name}", daemon=True).start()
-        self._wait(joined.done, "joining")
         try:
+            self._wait(joined.done, "joining")
             return joined.result()
         except RuntimeError as error:
             raise self._broken(_first_line(error)) from None
+        finally:
+            given_up.set()
 
-    def _connect(self) -> Any:
+    def _connect(self, given_up: Event) -> Any:
         timeout = timedelta(seconds=self._timeout_s)
-        server = TCPStore(*self._rendezvous, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = FileStore(str(self._meeting), self.width)
+        self._meet(store, given_up)
+        store.set_timeout(timeout)
         connect = _nccl if self._device.type == "cuda" else _gloo
-        backend = connect(PrefixStore(self.name, server), self.rank, self.width, timeout)
+        backend = connect(store, self.rank, self.width, timeout)
         hello_W = torch.zeros(self.width, device=self._device)
         backend.alltoall_base(torch.empty_like(hello_W), hello_W, [], []).wait()  # only now NCCL connects
+        store.set_timeout(GONE_TIMEOUT)  # the others leave when they are done, and the file goes with the first
         return backend
+
+    def _meet(self, store: FileStore, given_up: Event) -> None:
+        """Wait until all ranks are here, so that the connecting that follows waits for nobody who is still to come."""
+        store.set_timeout(GONE_TIMEOUT)
+        store.set(f"here-{self.rank}", "")
+        everyone = [f"here-{rank}" for rank in range(self.width)]
+        while not store.check(everyone):
+            if given_up.wait(MEET_POLL_S):
+                raise RuntimeError("given up")
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         backend, self._backend = self._backend, None
+        self._meeting.unlink(missing_ok=True)  # first, because a store that finds its file writes to it as it goes
         closing = Thread(target=_close, args=(backend, kind is not None), name=f"leave {self.name}", daemon=True)
         del backend  # the thread's is the last reference: the destructor waits, up to the timeout, for what is stuck
         closing.start()
 
 
-def _gloo(store: PrefixStore, rank: int, width: int, timeout: timedelta) -> Any:
+def _gloo(store: FileStore, rank: int, width: int, timeout: timedelta) -> Any:
     gloo: Any = distributed.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=LOOPBACK)]
@@ -245,7 +259,7 @@ def _gloo(store: PrefixStore, rank: int, width: int, timeout: timedelta) -> Any:
     return gloo(store, rank, width, options)
 
 
-def _nccl(store: PrefixStore, rank: int, width: int, timeout: timedelta) -> Any:
+def _nccl(store: FileStore, rank: int, width: int, timeout: timedelta) -> Any:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else its watchdog ends the process
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout

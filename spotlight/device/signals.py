@@ -105,8 +105,7 @@ def shard_to_message(command: PlaceShard) -> dict[str, Any]:
 def shard_from_message(gang: str, shard: int, value: Any) -> PlaceShard:
     placement: Placement | Surplus | int = Surplus() if value is None else value
     if isinstance(value, Mapping):
-        rendezvous = value["rendezvous"]  # a list, once it has travelled
-        placement = Placement(**{**value, "rendezvous": tuple(rendezvous) if rendezvous else None})
+        placement = Placement(**value)
     return PlaceShard(gang=gang, shard=shard, placement=placement)
 
 

@@ -5,6 +5,7 @@ a directory in memory, lie ::
 
     <sha256>.safetensors     a file by the hash of its content, brought in from a peer or the store
     made-<key>               what a process of this node made for all of them, such as its base weights
+    gang-<name>              where the ranks of a gang find each other
     .<name>.partial          one of these on its way
     .lock-*, .alive          held while one is on its way; held as long as a process uses the node
 
@@ -32,6 +33,7 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256 as new_sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from safetensors import SafetensorError
 
@@ -129,6 +131,10 @@ class Node:
                     write(partial)
                     partial.rename(path)
         return path
+
+    def meeting(self, name: str) -> Path:
+        """Where the ranks of a gang of this name find each other; who forms it makes the file and removes it."""
+        return self.root / f"gang-{quote(name, safe='')}"
 
     def read(self, sha256: str, offset: int, length: int) -> bytes:
         """A range of a file held here: what another node's `bring` asks for.

@@ -1,0 +1,135 @@
+"""What TLS costs: the same iterations on two clusters, one with it and one without, in turn.
+
+Both clusters are there all the time, and one of them works at a time, so that whatever else the machine does
+meets both alike. An iteration is a quarter of the demo's, so TLS weighs rather more here than there. The figure is the
+median of the pairs' ratios. ``python -m benchmarks.tls`` prints a table in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Semaphore
+from typing import Any
+
+import psutil
+from distributed import Security
+
+from cluster.pools import Pools
+from graphs.iteration import Graph
+from graphs.loop import Loop
+from spotlight import config
+from spotlight.store.rundir import RunDir
+
+SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
+TLS = (True, False)
+
+
+class NoWatch:
+    """A `graphs.loop.Watch` that follows nothing."""
+
+    def begin(self, phase: str, iteration: int) -> None: ...
+
+    def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
+        return {}
+
+    def balance(self, iteration: int, began_s: float, window_s: float) -> None: ...
+
+
+class Side:
+    """A run with a cluster of its own, which computes when it is its turn."""
+
+    def __init__(self, directory: Path, overrides: Sequence[str], pass_on: Callable[[], None]) -> None:
+        settings = config.load(SETTINGS, [f"run.dir={directory}", *overrides])
+        self.run = RunDir.create(settings, time.time())
+        self.pools = Pools(settings, self.run.path.name)
+        self.turn = Semaphore(0)
+        self.wall_s: list[float] = []
+        self.cpu_s: list[float] = []
+        """Of each iteration, by all processes."""
+        self._pass_on = pass_on
+
+    def go(self) -> None:
+        Loop(self.run, self._compute, NoWatch()).go()
+
+    def _compute(self, graph: Graph) -> Mapping[str, Any]:
+        self.turn.acquire()
+        try:
+            before_s, started_s = cpu_s(), time.perf_counter()
+            results = self.pools.client.get(graph.graph, list(graph.outputs.values()))
+            if "published" in graph.outputs:
+                self.wall_s.append(time.perf_counter() - started_s)
+                self.cpu_s.append(cpu_s() - before_s)
+            return dict(zip(graph.outputs, results, strict=True))
+        finally:
+            self._pass_on()
+
+
+def cpu_s() -> float:
+    """Spent so far by this process and all that it started and that still run."""
+    me = psutil.Process()
+    times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
+    return sum(one.user + one.system for one in times)
+
+
+def measure(iterations: int) -> dict[bool, Side]:
+    """Run both, the same number of graphs each."""
+    common = [
+        f"run.iterations={iterations}",
+        f"run.validate_every={iterations}",
+        "rollout.prompts=4",
+        "exploration.seeds_tried=16",
+        'exploration.budget="fixed"',
+        "cluster.dashboard_port=0",
+    ]
+    with ExitStack() as stack:
+        sides: dict[bool, Side] = {}
+        for tls in TLS:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            settings = [*common, f"cluster.tls={str(tls).lower()}"]
+            sides[tls] = Side(directory, settings, lambda other=not tls: sides[other].turn.release())  # type: ignore[misc]
+            stack.callback(sides[tls].pools.close)
+        sides[True].turn.release()
+        with ThreadPoolExecutor(len(sides)) as threads:
+            for done in [threads.submit(side.go) for side in sides.values()]:
+                done.result()
+    return sides
+
+
+def certificate_s() -> float:
+    """To make a run's key and certificate; median, because it takes luck."""
+    seconds = []
+    for _ in range(20):
+        started_s = time.perf_counter()
+        Security.temporary()
+        seconds.append(time.perf_counter() - started_s)
+    return statistics.median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=30)
+    arguments = parser.parse_args()
+
+    sides = measure(arguments.iterations)
+    print("| of an iteration | with TLS, s | without, s | with / without: median (quartiles) |")
+    print("|---|---|---|---|")
+    for name in ("wall_s", "cpu_s"):
+        tls, plain = (getattr(sides[one], name)[1:] for one in TLS)  # the first loads models
+        ratios = [one / other for one, other in zip(tls, plain, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        seconds = f"{statistics.median(tls):.3f} | {statistics.median(plain):.3f}"
+        print(f"| {name} | {seconds} | {middle:.3f} ({low:.3f} to {high:.3f}) |")
+    print(
+        f"\n{arguments.iterations - 1} pairs. A run's key and certificate take {certificate_s():.2f} s to make, once."
+    )
+
+
+if __name__ == "__main__":
+    main()
