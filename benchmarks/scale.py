@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
+from spotlight.config import Config, load
 from spotlight.plan.placement import Idle, View, Waiting, plan
 from spotlight.records import Pool
-from spotlight.scenario import Scenario, load
-from spotlight.simulator import simulate
+from spotlight.simulation import Simulation
+from spotlight.store.rundir import SPANS
 
-LARGE = Path(__file__).parents[1] / "examples" / "scenarios" / "large.toml"
+LARGE = Path(__file__).parents[1] / "examples" / "large.toml"
 WORKERS, NODE, REQUESTS = 1_000, 8, 10_000
 PLAN_GOAL_MS, SIMULATE_GOAL_S = 10.0, 60.0
 ANY: tuple[Pool, ...] = ("reserved", "spot")
@@ -83,17 +85,21 @@ def main() -> None:
         p99 = taken[min(len(taken) - 1, round(0.99 * len(taken)))]
         print(f"| {name} | {len(plan(case))} | {statistics.median(taken):.1f} ms | {p99:.1f} ms |", flush=True)
     if arguments.hours:
-        print_simulation(load(LARGE).model_copy(update={"hours": arguments.hours}))
+        print_simulation(load(LARGE, [f"simulation.hours={arguments.hours}"]))
 
 
-def print_simulation(scenario: Scenario) -> None:
+def print_simulation(settings: Config) -> None:
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    (outcome,) = simulate(scenario).outcomes
+    with tempfile.TemporaryDirectory(prefix="scale-") as directory:
+        run = settings.run.model_copy(update={"dir": directory})
+        simulation = Simulation("Spotlight", settings.model_copy(update={"run": run}), "modelled")
+        outcome = simulation.go(report=False)
+        spans = len(simulation.directory.rows(SPANS))
     wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
-    print(f"\nSimulating {scenario.name}; goal: {SIMULATE_GOAL_S:g} s for 24 h on one core\n")
+    print(f"\nSimulating {LARGE.name}; goal: {SIMULATE_GOAL_S:g} s for 24 h on one core\n")
     print("| simulated | iterations | spans | preempted GPUs | CPU | wall |\n|---|---|---|---|---|---|")
     print(
-        f"| {outcome.wall_s / 3600:.1f} h | {outcome.iterations} | {len(outcome.spans):,} | {outcome.preemptions} "
+        f"| {outcome.hours:.1f} h | {outcome.iterations} | {spans:,} | {outcome.preemptions} "
         f"| {cpu_s:.1f} s | {wall_s:.1f} s |"
     )
 

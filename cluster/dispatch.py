@@ -56,6 +56,7 @@ from cluster.events import (
 )
 from cluster.gangs import GATED, GangState, gang_of
 from cluster.journal import Journal, Label
+from spotlight.config import Config
 from spotlight.plan.offload import PhaseDecision, PhaseView, decide_phase
 from spotlight.plan.placement import Idle, View, Waiting, plan, widen
 from spotlight.records import Placement, Pool, Surplus
@@ -83,6 +84,18 @@ class Rules:
     """A gang at work forms anew when idle workers could make it wider; it then resumes its steps."""
     moves: bool = True
     """A rollout at work on reserved workers goes on elsewhere, from its last step, once their window is over."""
+
+
+def rules_of(config: Config) -> Rules:
+    """What the settings say about dispatching."""
+    strategy = config.strategy
+    return Rules(
+        close_with_training=strategy.exploration == "stale" and config.exploration.budget == "time",
+        hang_after_s=config.cluster.hang_after_s,
+        quarantine_after=config.cluster.quarantine_after,
+        widens=strategy.elastic and strategy.on_preemption == "resume",
+        moves=strategy.on_preemption == "resume",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

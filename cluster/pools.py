@@ -25,7 +25,7 @@ import dask
 from distributed import Client, Scheduler, Security, SpecCluster, Worker
 from distributed.deploy.spec import ProcessInterface
 
-from cluster.dispatch import Rules, Snapshot
+from cluster.dispatch import Snapshot, rules_of
 from cluster.notices import sources
 from cluster.plugins import ControlPlugin, DispatchPlugin
 from cluster.workers import WorkerSpec, serve, warm_parent
@@ -238,18 +238,6 @@ async def _end_of(process: ForkServerProcess) -> None:
         await ended.wait()
     finally:
         loop.remove_reader(process.sentinel)
-
-
-def rules_of(config: Config) -> Rules:
-    """What the settings say about dispatching."""
-    strategy = config.strategy
-    return Rules(
-        close_with_training=strategy.exploration == "stale" and config.exploration.budget == "time",
-        hang_after_s=config.cluster.hang_after_s,
-        quarantine_after=config.cluster.quarantine_after,
-        widens=strategy.elastic and strategy.on_preemption == "resume",
-        moves=strategy.on_preemption == "resume",
-    )
 
 
 @contextlib.contextmanager

@@ -53,16 +53,20 @@ def _parser() -> argparse.ArgumentParser:
     cost.add_argument("--json", action="store_true", help="for machines")
     cost.set_defaults(verb=_cost)
 
-    simulate = verbs.add_parser("simulate", help="compare strategies on a cluster and a spot trace, without either")
-    simulate.add_argument("scenario", type=Path, help="a TOML file; see examples/scenarios/")
-    _add_overrides(simulate, "cluster.spot_nodes=8")
-    simulate.add_argument(
-        "--timeline",
-        type=Path,
-        default=Path("timeline.html"),
-        metavar="FILE.html",
-        help="what every worker does (%(default)s)",
+    simulate = verbs.add_parser(
+        "simulate",
+        help="run settings on a virtual clock, and what they are to be compared with: time and dollars, before renting",
+        description="Runs a settings file, the very one that `run` takes, on a virtual clock: the same loop, graphs "
+        "and decisions on machines that are not there. Each strategy leaves a run directory with its report.",
     )
+    _add_settings(simulate)
+    simulate.add_argument(
+        "--learning",
+        choices=("modelled", "real"),
+        help="a model of learning, fast (the settings say so by default), or the model itself, trained in this process",
+    )
+    simulate.add_argument("--alone", action="store_true", help="no comparison: only the settings as they are")
+    simulate.add_argument("--no-report", action="store_true", help="write no report.html")
     simulate.set_defaults(verb=_simulate)
 
     graph = verbs.add_parser("graph", help="draw the Dask graph of one iteration")
@@ -139,17 +143,19 @@ def _cost(parsed: argparse.Namespace) -> None:
 
 
 def _simulate(parsed: argparse.Namespace) -> None:
-    from rich.console import Console
+    from spotlight.display import follow_simulation
+    from spotlight.simulation import simulate
 
-    from spotlight.simulator import simulate_file
-
-    result = simulate_file(parsed.scenario, parsed.overrides)
-    from spotlight.report.timeline import results_table, write_timeline  # Bokeh takes a second: not for a typing error
-
-    Console().print(results_table(result))
-    with _writing(parsed.timeline):
-        write_timeline(result, parsed.timeline)
-    print(parsed.timeline)
+    follow_simulation(
+        lambda follow: simulate(
+            parsed.config,
+            parsed.overrides,
+            learning=parsed.learning,
+            compare=not parsed.alone,
+            report=not parsed.no_report,
+            follow=follow,
+        )
+    )
 
 
 def _graph(parsed: argparse.Namespace) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,6 +15,9 @@ from rich.table import Table
 
 from spotlight.run import Run, Status
 from spotlight.store.rundir import RunDir
+
+if TYPE_CHECKING:
+    from spotlight.simulation import Outcome
 
 REFRESH_S = 0.5
 
@@ -52,6 +57,51 @@ def _watch(run: Run, display: _Display, console: Console) -> None:
                 f"`spotlight resume {run.directory.path}` goes on",
                 soft_wrap=True,
             )
+
+
+def follow_simulation(begin: Callable[[Callable[[str, int, float], None]], Iterator[Outcome]]) -> None:
+    """Show simulated runs as they go, then side by side.
+
+    Args:
+        begin: begins them; it is given what to tell of their progress.
+    """
+    console, outcomes = Console(), []
+    with console.status("simulating") as status:
+
+        def follow(name: str, iteration: int, hours: float) -> None:
+            status.update(f"simulating {name}: iteration {iteration}, {hours:.2f} h")
+
+        for outcome in begin(follow):
+            outcomes.append(outcome)
+            console.print(f"{outcome.name:<40} {outcome.run_dir}", soft_wrap=True, highlight=False)
+    console.print(comparison(outcomes))
+
+
+def comparison(outcomes: Sequence[Outcome]) -> Table:
+    """Simulated runs side by side."""
+    table = Table(title="SIMULATED: the dispatcher and the loop are the live ones, durations are a cost model's")
+    table.add_column("strategy")
+    for heading in ("iterations", "hours", "score", "h to target", "USD", "USD to target", "preempted", "spot busy"):
+        table.add_column(heading, justify="right")
+    table.add_column("seeds explored\nper prompt", justify="right")
+    for outcome in outcomes:
+        table.add_row(
+            outcome.name,
+            str(outcome.iterations),
+            f"{outcome.hours:.2f}",
+            f"{outcome.score:.3f}",
+            _or_dash(outcome.target_h, "{:.2f}"),
+            f"{outcome.usd:.2f}",
+            _or_dash(outcome.target_usd, "{:.2f}"),
+            str(outcome.preemptions),
+            _percent(outcome.spot_utilisation),
+            f"{outcome.seeds_explored:.1f}",
+        )
+    return table
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
 
 
 class _Display:

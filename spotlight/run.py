@@ -105,6 +105,13 @@ class Run:
         self._open(None, configuration.load(settings, overrides))
 
     @classmethod
+    def of(cls, settings: configuration.Config) -> Run:
+        """A run of settings that are already read."""
+        run = cls.__new__(cls)
+        run._open(None, settings)
+        return run
+
+    @classmethod
     def resume(cls, run_dir: str | Path) -> Run:
         """A run that was stopped or killed; `start` goes on where it was."""
         directory = RunDir.open(run_dir)
@@ -124,7 +131,7 @@ class Run:
         self._dashboard = ""
         self._waiting_for: tuple[str, ...] = ()
         self._began_s = 0.0
-        _check_inputs(settings)
+        check_inputs(settings)
 
     @property
     def directory(self) -> RunDir:
@@ -264,7 +271,7 @@ class Run:
         finally:
             self._close()
         if len(run.history()) > done or not (run.path / SUMMARY).exists():
-            self._summarise()
+            summarise(run, self._kept, now_s=wall_clock(), began_s=self._began_s)
         self._phase = "report"
         self.report()
 
@@ -335,22 +342,23 @@ class Run:
         self._follow()
         return self._kept.balance(iteration, began_s, window_s)
 
-    def _summarise(self) -> None:
-        run, accounts = self.directory, self._kept
-        validation, ledger = run.validation(), accounts.ledger(wall_clock())
-        run.write_summary(
-            Summary(
-                score_before=validation[0].score,
-                score_after=validation[-1].score,
-                iterations=len(run.history()),
-                wall_s=wall_clock() - self._began_s,
-                usd=ledger.usd(),
-                usd_wasted=ledger.usd_wasted,
-                usd_reserved_only=ledger.usd_reserved_only,
-                preemptions=accounts.preemptions(),
-                first_image_s=accounts.first_image_s(self._began_s),
-            )
+
+def summarise(run: RunDir, accounts: Accounts, *, now_s: float, began_s: float) -> None:
+    """Write the few numbers that a run comes to."""
+    validation, ledger = run.validation(), accounts.ledger(now_s)
+    run.write_summary(
+        Summary(
+            score_before=validation[0].score,
+            score_after=validation[-1].score,
+            iterations=len(run.history()),
+            wall_s=now_s - began_s,
+            usd=ledger.usd(),
+            usd_wasted=ledger.usd_wasted,
+            usd_reserved_only=ledger.usd_reserved_only,
+            preemptions=accounts.preemptions(),
+            first_image_s=accounts.first_image_s(began_s),
         )
+    )
 
 
 def _flatten(packed: Any) -> list[Future[Any]]:
@@ -365,8 +373,8 @@ def _wait(futures: Sequence[Future[Any]]) -> None:
         wait(futures, timeout=POLL_S)
 
 
-def _check_inputs(settings: configuration.Config) -> None:
-    """Find at once what would stop the run once its cluster is up."""
+def check_inputs(settings: configuration.Config, *, with_model: bool = True) -> None:
+    """Find at once what would stop the run once its cluster is up; its model's files only if it needs the model."""
     data, model = settings.data, settings.model
     pool_prices(settings)
     for _, pool in settings.pools:
@@ -375,6 +383,8 @@ def _check_inputs(settings: configuration.Config) -> None:
     for path in (data.train_prompts, data.validation_prompts):
         check_quoted(read_prompts(path), path)
     choose_prompts(len(read_prompts(data.train_prompts)), settings.prompts_drawn, seed=settings.run.seed, iteration=0)
+    if not with_model:
+        return
     if model.path and model.name == "tiny-text" and not Path(model.path).is_file():
         raise SpotlightError(
             f"model.path = {model.path!r}: no such file; give one that examples/pretrain_tiny.py wrote, or leave it out"

@@ -9,10 +9,9 @@ from types import MappingProxyType
 
 import pytest
 
-from spotlight import config, simulator
+from spotlight import config
 from spotlight.device.pace import Pace
 from spotlight.plan.durations import SCORE_S, seconds_per_step, train_s
-from spotlight.scenario import Scenario
 
 SIZE: tuple[str, int, int] = ("qwen-image", 512, 512)
 SAMPLES, RESERVED = 24, 3
@@ -76,24 +75,6 @@ def test_guidance_doubles_denoising_and_training() -> None:
 
     assert guided.step_s(8, 1) == pytest.approx(2 * plain.step_s(8, 1))
     assert guided.train_s(SAMPLES) == pytest.approx(2 * plain.train_s(SAMPLES))
-
-
-@pytest.mark.parametrize("lora", [True, False])
-def test_the_simulator_trains_for_as_long_as_a_paced_run(lora: bool) -> None:
-    tree = {
-        "name": "as paced",
-        "hours": 1.0,
-        "iterations": 1,
-        "cluster": {"reserved_gpus": RESERVED, "reserved_gpus_per_node": RESERVED, "spot_nodes": 0},
-        "job": {"guidance": 4.0, "prompts": 6, "seeds_kept": SAMPLES // 6, "timesteps": 2, "old_log_probs": False}
-        | ({} if lora else {"lora": False}),
-        "strategies": [{"name": "reserved only", "exploration": "off"}],
-    }
-
-    (outcome,) = simulator.simulate(Scenario.model_validate(tree)).outcomes
-
-    training_s = Pace(settings(lora=lora)).train_s(SAMPLES)
-    assert outcome.ledger.seconds(phase="train") == pytest.approx(RESERVED * training_s)
 
 
 def test_work_is_made_to_last_and_what_is_too_slow_is_told() -> None:

@@ -589,7 +589,7 @@ class VirtualCluster:
             epoch=launch.members[0].place.epoch,
             work=work,
             members=members,
-            step_s=self._timing.step_s(work.samples, width),
+            step_s=self._timing.step_s(work.samples, width, "spot" if leader.pool == "spot" else "reserved"),
             first=begun,
             from_s=self._clock.now_s + overhead_s,
             explores=first.phase.startswith("explore"),

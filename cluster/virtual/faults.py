@@ -366,7 +366,7 @@ class _Timing:
             return Fixed(seconds=self._train_s)
         return Fixed(seconds=0.05 if function is _score else 0.0)
 
-    def step_s(self, samples: int, width: int) -> float:
+    def step_s(self, samples: int, width: int, pool: str) -> float:
         return self._step_s * samples / width
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from spotlight.records import Pool
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denoising:
@@ -44,8 +46,8 @@ class Timing(Protocol):
         """
         ...
 
-    def step_s(self, samples: int, width: int) -> float:
-        """Seconds of one denoising step of a batch on a gang of so many workers."""
+    def step_s(self, samples: int, width: int, pool: Pool) -> float:
+        """Seconds of one denoising step of a batch on a gang of so many workers of a pool."""
         ...
 
 

@@ -6,6 +6,8 @@ a model of one. Nothing here imports torch or Dask.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,6 +87,17 @@ def install(device: Device) -> None:
     """From now on, all of this process's work goes there."""
     global _device
     _device = device
+
+
+@contextmanager
+def using(device: Device) -> Iterator[None]:
+    """Have this process's work done by another device for a while."""
+    global _device
+    before, _device = _device, device
+    try:
+        yield
+    finally:
+        _device = before
 
 
 def current() -> Device:

@@ -1,0 +1,317 @@
+"""A run on a virtual clock: the settings, loop, graphs, tasks and dispatcher of a live one, on no machines.
+
+It joins the rooms as `spotlight.run` does for a live run: the virtual cluster for Dask's, and for the device a modelled
+one (no tensors) or the engine in this process (real learning). What comes out is a run directory like any other.
+Neither Dask's distributed scheduler nor, with modelled learning, torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from cluster.dispatch import Dispatch, rules_of
+from cluster.virtual.clock import VirtualClock
+from cluster.virtual.cluster import VirtualCluster
+from cluster.virtual.timing import Denoising, Fixed, Stay
+from graphs import tasks
+from graphs.loop import Loop
+from spotlight import config as configuration
+from spotlight.clock import wall_clock
+from spotlight.config import Config, PoolSection
+from spotlight.device import protocol
+from spotlight.market.ledger import SECONDS_PER_H, Ledger
+from spotlight.market.trace_files import read_trace
+from spotlight.plan.availability import pool_switches
+from spotlight.plan.durations import TaskDurations
+from spotlight.records import Pool, Rollout
+from spotlight.run import check_inputs, summarise
+from spotlight.store.accounts import Accounts, pool_prices
+from spotlight.store.rundir import DECISIONS, SIMULATED, RunDir
+from spotlight.strategies import strategies
+
+if TYPE_CHECKING:
+    from graphs.iteration import Graph
+    from spotlight.plan.offload import Balance
+
+Learning = Literal["modelled", "real"]
+LOGGED_WORKERS = 100
+"""Of more workers the dispatcher's log is not kept: it would be the largest part of the run directory."""
+LONGEST_H = 24.0 * 30
+"""How long a made-up trace is where nothing else says so; what it has at its end stays."""
+PREEMPTIONS = ("kill", "notice", "hang")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a simulated run came to."""
+
+    name: str
+    """Of its strategy."""
+    run_dir: Path
+    iterations: int
+    hours: float
+    """Of the clock that the settings have: emulated ones where they pace."""
+    score: float
+    """Of the last validation."""
+    target_h: float | None
+    """When the target was validated; None where it was not, or none was set."""
+    usd: float
+    target_usd: float | None
+    preemptions: int
+    spot_utilisation: float
+    seeds_explored: float
+    """Per prompt and iteration."""
+    ledger: Ledger
+
+
+def simulate(
+    settings: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    learning: Learning | None = None,
+    compare: bool = True,
+    report: bool = True,
+    follow: Callable[[str, int, float], None] = lambda name, iteration, hours: None,
+) -> Iterator[Outcome]:
+    """Run a settings file on a virtual clock, then each strategy that it is to be compared with.
+
+    Args:
+        settings: a TOML file, as `spotlight.run.Run` takes it.
+        overrides: ``"section.key=value"`` each.
+        learning: what the settings say, where it is left out.
+        compare: whether to go on with ``[simulation.strategies]``; else only the file itself is run.
+        report: whether each run directory gets its ``report.html``.
+        follow: is told the strategy, its iteration, and the hours that have passed.
+
+    Raises:
+        SpotlightError: the settings, or a file that they name, cannot be used; or only workers may roll out that are
+            gone for good.
+    """
+    config = configuration.load(settings, overrides)
+    learning = learning or config.simulation.learning
+    others = list(strategies(config)) if compare else []
+    for name, each in [("as configured", config), *others]:
+        check_inputs(each, with_model=learning == "real")
+        yield Simulation(name, each, learning, follow).go(report=report)
+
+
+class Simulation:
+    """One run: what `spotlight.run.Run` is to a live one."""
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        learning: Learning,
+        follow: Callable[[str, int, float], None] = lambda name, iteration, hours: None,
+    ) -> None:
+        self.name, self.config, self._learning, self._follow = name, config, learning, follow
+        self._began_s = _began_s(config)
+        self.directory = RunDir.create(config, wall_clock())
+        self.directory.write_json(SIMULATED, {"learning": learning})
+        self._accounts = Accounts(self.directory, config)
+        self._clock = VirtualClock(self._began_s)
+        workers = config.pools.reserved.workers + config.pools.spot.workers
+        self._dispatch = Dispatch(rules_of(config), logged=workers <= LOGGED_WORKERS)
+        self._cluster = VirtualCluster(
+            self.directory.path.name,
+            self._dispatch,
+            self._clock,
+            TaskTiming(config),
+            stays(config, self._began_s),
+            resumes=config.strategy.on_preemption == "resume",
+        )
+        self._reached_s: float | None = None
+
+    def go(self, *, report: bool = True) -> Outcome:
+        """To the target, the last iteration or the last hour."""
+        with _device(self._learning):
+            if self.config.simulation.hours:
+                limit_s = self.config.simulation.hours * SECONDS_PER_H / self.config.emulated_per_real_s
+                self._clock.at(self._began_s + limit_s, self._end)
+            with suppress(_Over):
+                Loop(self.directory, self._compute, self, self._clock).go()
+        self._take()
+        self._accounts.close(self._clock.now_s)
+        summarise(self.directory, self._accounts, now_s=self._clock.now_s, began_s=self._began_s)
+        if report:
+            from spotlight.report import write_report
+
+            write_report(self.directory.path)
+        return self._outcome()
+
+    def _compute(self, graph: Graph) -> Mapping[str, Any]:
+        keys = [key for output in graph.outputs.values() for key in (output if isinstance(output, list) else [output])]
+        found = dict(zip(keys, self._cluster.compute(graph.graph, keys), strict=True))
+        return {
+            name: [found[key] for key in output] if isinstance(output, list) else found[output]
+            for name, output in graph.outputs.items()
+        }
+
+    def _take(self) -> None:
+        drained = self._dispatch.drain()
+        if drained["decisions"]:
+            self.directory.append(DECISIONS, *drained["decisions"])
+        self._accounts.take(drained, {})
+
+    def _end(self) -> None:
+        raise _Over
+
+    # Watch
+
+    def begin(self, phase: str, iteration: int) -> None:
+        """The target ends the run where it was validated."""
+        self._follow(self.name, len(self.directory.history()), self._hours(self._clock.now_s))
+        target = self.config.simulation.target
+        reached = [row for row in self.directory.validation() if row.score >= target] if target else []
+        if reached and phase != "compact":
+            self._reached_s = reached[0].at_s
+            raise _Over
+
+    def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
+        self._take()
+        return self._accounts.measure(start_s, stop_s)
+
+    def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
+        self._take()
+        return self._accounts.balance(iteration, began_s, window_s)
+
+    # What came of it
+
+    def _hours(self, at_s: float) -> float:
+        return (at_s - self._began_s) * self.config.emulated_per_real_s / SECONDS_PER_H
+
+    def _outcome(self) -> Outcome:
+        run, now_s, scale = self.directory, self._clock.now_s, self.config.emulated_per_real_s
+        history, validation = run.history(), run.validation()
+        ledger = self._accounts.ledger(now_s)
+        scored = sum(row.metrics.get("seeds_scored", 0.0) for row in history)
+        groups = max(1, len(history) * self.config.rollout.prompts)
+        at_target = self._reached_s
+        target_usd = None if at_target is None else scale * sum(self._accounts.usd_by_pool(at_target).values())
+        return Outcome(
+            name=self.name,
+            run_dir=run.path,
+            iterations=len(history),
+            hours=self._hours(now_s),
+            score=validation[-1].score,
+            target_h=None if at_target is None else self._hours(at_target),
+            usd=scale * ledger.usd(),
+            target_usd=target_usd,
+            preemptions=self._accounts.preemptions(),
+            spot_utilisation=self._accounts.spot_utilisation(now_s),
+            seeds_explored=scored / groups,
+            ledger=ledger,
+        )
+
+
+class _Over(Exception):
+    """The target was reached, or the time is up."""
+
+
+class TaskTiming:
+    """How long the calls of `graphs.tasks` last, as `plan.durations` has it for a run's settings."""
+
+    def __init__(self, config: Config) -> None:
+        self._durations = durations = TaskDurations(config)
+        self.launch_s, self.form_s = durations.launch_s, durations.form_s
+        self.graph_s, self.start_up_s = durations.graph_s, durations.start_up_s
+
+    def step_s(self, samples: int, width: int, pool: Pool) -> float:
+        return self._durations.step_s(samples, width, pool)
+
+    def work(self, function: Callable[..., Any], arguments: Sequence[Any], memory: dict[str, Any]) -> Denoising | Fixed:
+        if function is tasks.rollout_shard:
+            return _denoising(arguments[1])
+        if function is tasks.explore_slot:
+            allocation, slot = arguments[1], arguments[2]
+            return _denoising(allocation[slot]) if slot < len(allocation) else Fixed(seconds=0.0)
+        return Fixed(seconds=self._seconds(function, arguments, memory))
+
+    def _seconds(self, function: Callable[..., Any], arguments: Sequence[Any], memory: dict[str, Any]) -> float:
+        durations = self._durations
+        if function is tasks.score:
+            done = arguments[1]
+            return durations.score_s(len(done.request.seeds)) if isinstance(done, Rollout) else 0.0
+        if function is tasks.train:
+            return durations.train_s(_to_train(arguments, memory))
+        if function is tasks.publish:
+            return durations.publish_s
+        return durations.prepare_s if function is tasks.prepare else 0.0
+
+
+def _denoising(request: Any) -> Denoising:
+    return Denoising(request=request.id, samples=len(request.seeds), steps=request.steps)
+
+
+def _to_train(arguments: Sequence[Any], memory: dict[str, Any]) -> int:
+    """Samples whose gradient a trainer does not hold yet, as `spotlight.device.training` keeps it from part to part."""
+    _, weights, parts, of, *_ = arguments
+    version, held = memory.get("gradient", (None, 0))
+    held = held if version == weights.version else 0
+    samples = [len(part.samples) for part in parts]
+    done = 0 if sum(samples) == of else len(parts)
+    memory["gradient"] = (weights.version, done)
+    return sum(samples[held:])
+
+
+def stays(config: Config, began_s: float) -> Iterator[Stay]:
+    """When the machine of every worker is there, and how it is taken away."""
+    for name, pool in config.pools:
+        duration_s = (config.simulation.hours or LONGEST_H) * SECONDS_PER_H / config.emulated_per_real_s
+        recorded = read_trace(pool.trace) if pool.trace else None
+        switches = pool_switches(pool, recorded, seed=config.run.seed, duration_s=duration_s)
+        for index, moments in enumerate(switches):
+            yield Stay(
+                pool=name,
+                name=f"{name}-{index}",
+                node=f"node:{name}-{index // pool.workers_per_node}",
+                ups=tuple((began_s + start_s, began_s + stop_s) for start_s, stop_s in _ups(moments)),
+                preemptions=PREEMPTIONS if pool.preemption == "mixed" else (pool.preemption,),
+                grace_s=pool.grace_s,
+                replace_after_s=_replace_after_s(pool),
+            )
+
+
+def _ups(switches: Sequence[tuple[float, bool]]) -> Iterator[tuple[float, float]]:
+    """When a place has a machine; after the trace's end, as it was at its end."""
+    since_s: float | None = None
+    for time_s, up in switches:
+        if up and since_s is None:
+            since_s = time_s
+        elif not up and since_s is not None:
+            yield since_s, time_s
+            since_s = None
+    if since_s is not None:
+        yield since_s, inf
+
+
+def _replace_after_s(pool: PoolSection) -> float:
+    """Along a trace, the trace says when; a worker lost otherwise comes back at once."""
+    return 0.05 if pool.trace or pool.trace_model else pool.replace_after_s
+
+
+def _began_s(config: Config) -> float:
+    """Where the clock begins: at 0, or where a series of prices does that has a calendar."""
+    calendars = [price.times_s[0] for price in pool_prices(config).values() if len(price.times_s) > 1]
+    return min((time_s for time_s in calendars if time_s > 0), default=0.0)
+
+
+@contextmanager
+def _device(learning: Learning) -> Iterator[None]:
+    """Have this process's work done by a model, or by an engine that does not wait."""
+    if learning == "modelled":
+        from spotlight.device.modelled import ModelledDevice
+
+        device: protocol.Device = ModelledDevice()
+    else:
+        from spotlight.device.engine import InProcess
+
+        device = InProcess(paced=False)
+    with protocol.using(device):
+        yield
