@@ -28,9 +28,9 @@ from spotlight.market.ledger import SECONDS_PER_H, Ledger
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches
 from spotlight.plan.durations import TaskDurations
-from spotlight.records import Pool, Rollout
+from spotlight.records import Pool, Rollout, WorkerLife
 from spotlight.run import check_inputs, summarise
-from spotlight.store.accounts import Accounts, pool_prices
+from spotlight.store.accounts import Accounts, pool_prices, read_lives
 from spotlight.store.rundir import DECISIONS, SIMULATED, RunDir
 from spotlight.strategies import strategies
 
@@ -42,7 +42,7 @@ Learning = Literal["modelled", "real"]
 LOGGED_WORKERS = 100
 """Of more workers the dispatcher's log is not kept: it would be the largest part of the run directory."""
 LONGEST_H = 24.0 * 30
-"""How long a made-up trace is where nothing else says so; what it has at its end stays."""
+"""How long a made-up trace is, in its own time, where no hours are set; what it has at its end stays."""
 PREEMPTIONS = ("kill", "notice", "hang")
 
 
@@ -183,6 +183,11 @@ class Simulation:
 
     # What came of it
 
+    @property
+    def lives(self) -> Sequence[WorkerLife]:
+        """Of all workers."""
+        return read_lives(self.directory)
+
     def _hours(self, at_s: float) -> float:
         return (at_s - self._began_s) * self.config.emulated_per_real_s / SECONDS_PER_H
 
@@ -263,7 +268,9 @@ def _to_train(arguments: Sequence[Any], memory: dict[str, Any]) -> int:
 def stays(config: Config, began_s: float) -> Iterator[Stay]:
     """When the machine of every worker is there, and how it is taken away."""
     for name, pool in config.pools:
-        duration_s = (config.simulation.hours or LONGEST_H) * SECONDS_PER_H / config.emulated_per_real_s
+        hours = config.simulation.hours
+        scale = config.emulated_per_real_s if hours else pool.speedup
+        duration_s = (hours or LONGEST_H) * SECONDS_PER_H / scale
         recorded = read_trace(pool.trace) if pool.trace else None
         switches = pool_switches(pool, recorded, seed=config.run.seed, duration_s=duration_s)
         for index, moments in enumerate(switches):

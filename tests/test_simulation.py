@@ -1,0 +1,150 @@
+"""A run on the virtual clock: what it must share with a live one, and what it needs to run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cluster.dispatch import differing
+from runs import PROMPTS, ROOT, outcome, settings_file
+from spotlight import config
+from spotlight.records import SpotlightError
+from spotlight.run import Run
+from spotlight.simulation import Learning, Simulation, simulate
+from spotlight.store.rundir import DECISIONS, RunDir
+
+
+def simulated(directory: Path, *overrides: str, learning: Learning = "modelled") -> Simulation:
+    simulation = Simulation("test", config.load(settings_file(directory), overrides), learning)
+    simulation.go(report=False)
+    return simulation
+
+
+def weights(run: RunDir) -> list[str]:
+    return [row.weights_sha256 for row in run.history()]
+
+
+def test_a_simulated_run_that_really_learns_is_the_live_run_bit_for_bit(tmp_path: Path) -> None:
+    live = Run(settings_file(tmp_path / "live")).start()
+    live.wait()
+
+    virtual = simulated(tmp_path / "virtual", learning="real").directory
+
+    assert outcome(virtual.path) == outcome(live.directory.path)
+    assert weights(virtual) == weights(live.directory)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        (),
+        ("strategy.exploration=off",),
+        ("strategy.exploration=blocking", 'strategy.rollout_pools=["reserved"]'),
+        ("strategy.on_preemption=restart", "strategy.elastic=false"),
+        ("train.advantage_std=group", "strategy.offload=adaptive"),
+        ("exploration.budget=time",),
+    ],
+)
+def test_every_strategy_runs_to_its_end_and_its_dispatching_replays(tmp_path: Path, strategy: Sequence[str]) -> None:
+    simulation = simulated(tmp_path, *strategy)
+
+    run = simulation.directory
+    assert [row.iteration for row in run.history()] == [0, 1, 2]
+    assert [row.version for row in run.validation()] == [0, 3]
+    rows = run.rows(DECISIONS)
+    assert rows
+    assert list(differing(rows)) == []
+
+
+def test_the_same_settings_give_the_same_run(tmp_path: Path) -> None:
+    trace = ("pools.spot.trace_model=bursty", "pools.spot.preemption=mixed", "pools.spot.speedup=2000")
+
+    first, second = (simulated(tmp_path / name, *trace).directory for name in ("a", "b"))
+
+    assert [row.measured for row in first.history()] == [row.measured for row in second.history()]
+    assert outcome(first.path) == outcome(second.path)
+
+
+def test_what_is_lost_on_the_way_changes_no_sample_under_a_fixed_budget(tmp_path: Path) -> None:
+    calm = simulated(tmp_path / "calm")
+    harsh = simulated(
+        tmp_path / "harsh",
+        "pools.spot.trace_model=bursty",
+        "pools.spot.preemption=mixed",
+        "pools.spot.speedup=20000",
+        "cluster.hang_after_s=1",
+    )
+
+    taken = [life for life in harsh.lives if life.reason in ("lost", "left")]
+    assert taken
+    assert outcome(harsh.directory.path) == outcome(calm.directory.path)
+
+
+def test_modelled_learning_imports_neither_torch_nor_the_distributed_scheduler(tmp_path: Path) -> None:
+    code = (
+        "import sys; from spotlight.__main__ import main; "
+        f"status = main(['simulate', {str(settings_file(tmp_path))!r}, '--alone', '--no-report']); "
+        "print(status, *(name for name in ('torch', 'distributed', 'zarr') if name in sys.modules))"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.stdout.splitlines()[-1] == "0", done.stdout + done.stderr
+
+
+def test_a_target_ends_a_run_and_says_when_and_at_what_cost_it_was_reached(tmp_path: Path) -> None:
+    overrides = ["run.iterations=200", "run.validate_every=1", "simulation.target=0.6", f"run.dir={tmp_path}"]
+
+    (found,) = simulate(settings_file(tmp_path), overrides, compare=False, report=False)
+
+    assert found.score >= 0.6
+    assert found.iterations < 200
+    assert found.target_h is not None
+    assert 0 < found.target_h <= found.hours
+    assert found.target_usd is not None
+    assert 0 < found.target_usd <= found.usd
+
+
+def test_the_last_hour_ends_a_run(tmp_path: Path) -> None:
+    overrides = ["run.iterations=2000", "simulation.hours=0.02", f"run.dir={tmp_path}"]
+
+    (found,) = simulate(settings_file(tmp_path), overrides, compare=False, report=False)
+
+    assert found.hours == pytest.approx(0.02)
+    assert 0 < found.iterations < 2000
+
+
+def test_spot_workers_that_are_gone_for_good_end_a_run_that_needs_them(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("time_s,instances\n0,2\n5,0\n")
+    overrides = [f"pools.spot.trace={trace}", 'strategy.rollout_pools=["spot"]', "run.iterations=50"]
+
+    with pytest.raises(SpotlightError, match="nothing happens any more.*spot"):
+        simulated(tmp_path / "run", *overrides)
+
+
+def test_the_report_of_a_simulated_run_says_so(tmp_path: Path) -> None:
+    simulation = Simulation("test", config.load(settings_file(tmp_path)), "modelled")
+
+    simulation.go()
+
+    assert "simulated" in (simulation.directory.path / "report.html").read_text().lower()
+
+
+def test_the_shell_compares_with_what_the_settings_name(tmp_path: Path) -> None:
+    settings = settings_file(tmp_path)
+    text = settings.read_text() + '\n[simulation.strategies."no exploration"]\n"strategy.exploration" = "off"\n'
+    settings.write_text(text)
+    command = [sys.executable, "-m", "spotlight", "simulate", str(settings), "--no-report"]
+
+    wide = {**os.environ, "COLUMNS": "200"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=wide)
+
+    assert "as configured" in done.stdout
+    assert "no exploration" in done.stdout
+    assert PROMPTS.is_dir()
