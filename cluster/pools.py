@@ -31,6 +31,7 @@ from cluster.plugins import ControlPlugin, Placer
 from cluster.workers import WorkerSpec, serve, serve_rendezvous, warm_parent
 from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace
+from spotlight.plan.availability import pool_switches
 from spotlight.records import SpotlightError
 from spotlight.store.node import shared_root, sweep
 
@@ -52,6 +53,8 @@ logger = logging.getLogger("spotlight.pools")
 
 RETRY_S = 0.05
 NEVER_S = 1e9
+MADE_UP_S = 24 * 3600.0
+"""How long a made-up trace lasts; after that, who is there stays."""
 PREEMPTIONS = ("kill", "notice", "hang")
 
 
@@ -286,7 +289,7 @@ def _cluster(config: Config, directory: str, placer: Placer, root: Callable[[str
     }
     places: dict[str, Any] = {}
     for pool, section in (("reserved", config.pools.reserved), ("spot", config.pools.spot)):
-        schedules = _schedules(section)
+        schedules = _schedules(section, config.run.seed)
         for index in range(section.workers):
             spec = _spec(pool, section, index, root) | common | {"number": len(places)}
             places[f"{pool}-{index}"] = {"cls": Place, "options": {"spec": spec, "schedule": schedules[index]}}
@@ -319,14 +322,15 @@ def _checked_notices(pool: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _schedules(section: PoolSection) -> list[PreemptionSchedule]:
+def _schedules(section: PoolSection, seed: int) -> list[PreemptionSchedule]:
     """Of each place of a pool: for ever, or along the pool's trace."""
     kinds = PREEMPTIONS if section.preemption == "mixed" else (section.preemption,)
     schedule = PreemptionSchedule(replace_after_s=section.replace_after_s, kinds=kinds, grace_s=section.grace_s)
-    if not section.trace:
+    if not section.trace and not section.trace_model:
         return [schedule] * section.workers
-    trace = read_trace(section.trace).stretch(1 / section.speedup)
-    return [replace(schedule, ups=_ups(switches)) for switches in trace.places(section.workers)]
+    recorded = read_trace(section.trace) if section.trace else None
+    switches = pool_switches(section, recorded, seed=seed, duration_s=MADE_UP_S)
+    return [replace(schedule, ups=_ups(moments)) for moments in switches]
 
 
 def _ups(switches: Iterable[tuple[float, bool]]) -> tuple[tuple[float, float], ...]:

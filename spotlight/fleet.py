@@ -12,13 +12,11 @@ from spotlight.machines import Machines, Place, Timing
 from spotlight.market.ledger import SECONDS_PER_H, Price
 from spotlight.market.prices import read_prices
 from spotlight.market.trace_files import read_trace
-from spotlight.market.trace_models import BURSTY, CALM, COLLAPSING, synthesise
+from spotlight.market.trace_models import MODELS, synthesise
 from spotlight.market.traces import Switches
 from spotlight.plan.durations import recovery_s, seconds_per_step, start_up_s, train_s
 from spotlight.records import Pool
 from spotlight.scenario import Scenario, Strategy
-
-CLIMATES = {"bursty": BURSTY, "calm": CALM, "collapsing": COLLAPSING}
 
 
 def spot_switches(scenario: Scenario) -> tuple[Switches, ...]:
@@ -31,7 +29,7 @@ def spot_switches(scenario: Scenario) -> tuple[Switches, ...]:
     places = cluster.spot_nodes * (cluster.spot_gpus_per_node if wanted.takes == "gpu" else 1)
     start_s, lasts_s = wanted.offset_h * SECONDS_PER_H, scenario.hours * SECONDS_PER_H
     if wanted.climate:
-        climate, end_s = CLIMATES[wanted.climate], start_s + lasts_s
+        climate, end_s = MODELS[wanted.climate], start_s + lasts_s
         trace = synthesise(seed=scenario.seed, capacity=max(1, places), duration_s=end_s, climate=climate)
     elif wanted.file:
         trace = read_trace(wanted.file).sample(wanted.share, seed=scenario.seed)

@@ -32,6 +32,7 @@ CALM = Climate(mean_share=57.3 / 64, losses_per_instance_h=0.0995, spread=0.058,
 """bamboo's A100 trace on GCP, 64 nodes: the spread gives its 154 / 36 = 4.3 losses per event."""
 COLLAPSING = Climate(mean_share=0.431, losses_per_instance_h=0.541, spread=0.4, collapse=0.62)
 """SkyPilot's 16-node trace of us-west-2a: 1473 / 145 = 10.2 losses per event, 98 of the 145 events to zero."""
+MODELS = {"bursty": BURSTY, "calm": CALM, "collapsing": COLLAPSING}
 
 
 def synthesise(*, seed: int, capacity: int, duration_s: float, climate: Climate = BURSTY) -> Trace:
