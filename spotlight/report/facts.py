@@ -67,6 +67,8 @@ class Facts:
     missing: list[str]
     set_aside: list[dict[str, Any]]
     """Requests that nobody ran any more, with how many workers each had lost."""
+    simulated: str
+    """How a simulated run learns, "modelled" or "real"; empty for a live one."""
 
     def lanes(self) -> list[Lane]:
         """Every worker, reserved ones first, then by name with numbers in order."""
@@ -135,7 +137,12 @@ class Facts:
         return values if len(values) else None
 
     def images(self, line: Mapping[str, Any]) -> tuple[NDArray[np.uint8], list[str]] | None:
-        """Images (B, height, width, 3) and prompts of one validation; None where the file cannot be read."""
+        """Images (B, height, width, 3) and prompts of one validation; None where the file cannot be read.
+
+        Those of a modelled device show nothing.
+        """
+        if self.simulated == "modelled":
+            return None
         try:
             with np.load(self.dir / line["images"]) as file:
                 return file["images"], [str(text) for text in file["texts"]]
@@ -187,6 +194,7 @@ def read(run_dir: Path) -> Facts:
         whole=whole,
         missing=[text for text, is_absent in absent.items() if is_absent],
         set_aside=run.rows(QUARANTINED),
+        simulated=run.simulated,
     )
 
 
