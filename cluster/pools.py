@@ -13,7 +13,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from multiprocessing import resource_tracker
@@ -31,6 +31,7 @@ from cluster.plugins import ControlPlugin, DispatchPlugin
 from cluster.workers import WorkerSpec, serve, warm_parent
 from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace
+from spotlight.plan.availability import pool_switches, preemption_kinds, ups
 from spotlight.records import SpotlightError
 from spotlight.store.node import shared_root, sweep
 
@@ -52,7 +53,8 @@ logger = logging.getLogger("spotlight.pools")
 
 RETRY_S = 0.05
 NEVER_S = 1e9
-PREEMPTIONS = ("kill", "notice", "hang")
+MADE_UP_S = 24 * 3600.0
+"""How long a made-up trace lasts; after that, who is there stays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,7 @@ class Place(ProcessInterface):
 
     async def _follow(self, ups: Sequence[tuple[float, float]]) -> None:
         for (_, stop_s), kind in zip(ups, cycle(self._schedule.kinds), strict=False):
-            await asyncio.sleep(stop_s - (time.monotonic() - self._began_s))
+            await asyncio.sleep(min(stop_s, NEVER_S) - (time.monotonic() - self._began_s))
             if kind == "notice":
                 self._signal(signal.SIGTERM)
                 self._tasks.append(asyncio.create_task(self._kill_after(self._schedule.grace_s)))
@@ -273,7 +275,7 @@ def _cluster(
     }
     places: dict[str, Any] = {}
     for pool, section in (("reserved", config.pools.reserved), ("spot", config.pools.spot)):
-        schedules = _schedules(section)
+        schedules = _schedules(section, config.run.seed)
         for index in range(section.workers):
             spec = _spec(pool, section, index, root) | common | {"number": len(places)}
             places[f"{pool}-{index}"] = {"cls": Place, "options": {"spec": spec, "schedule": schedules[index]}}
@@ -307,26 +309,16 @@ def _checked_notices(pool: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _schedules(section: PoolSection) -> list[PreemptionSchedule]:
+def _schedules(section: PoolSection, seed: int) -> list[PreemptionSchedule]:
     """Of each place of a pool: for ever, or along the pool's trace."""
-    kinds = PREEMPTIONS if section.preemption == "mixed" else (section.preemption,)
-    schedule = PreemptionSchedule(replace_after_s=section.replace_after_s, kinds=kinds, grace_s=section.grace_s)
-    if not section.trace:
+    schedule = PreemptionSchedule(
+        replace_after_s=section.replace_after_s, kinds=preemption_kinds(section), grace_s=section.grace_s
+    )
+    if not section.trace and not section.trace_model:
         return [schedule] * section.workers
-    trace = read_trace(section.trace).stretch(1 / section.speedup)
-    return [replace(schedule, ups=_ups(switches)) for switches in trace.places(section.workers)]
-
-
-def _ups(switches: Iterable[tuple[float, bool]]) -> tuple[tuple[float, float], ...]:
-    """When a place has a worker; after the trace's end, as it was at its end."""
-    ups, since_s = [], None
-    for time_s, up in switches:
-        if up and since_s is None:
-            since_s = time_s
-        elif not up and since_s is not None:
-            ups.append((since_s, time_s))
-            since_s = None
-    return (*ups, (since_s, NEVER_S)) if since_s is not None else tuple(ups)
+    recorded = read_trace(section.trace) if section.trace else None
+    switches = pool_switches(section, recorded, seed=seed, duration_s=MADE_UP_S)
+    return [replace(schedule, ups=ups(moments)) for moments in switches]
 
 
 def _head(directory: str, security: Security | None) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def _report(parsed: argparse.Namespace) -> None:
 def _cost(parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from spotlight.report.money import bought, cost_json, cost_table
+    from spotlight.report.money import bought, cost_json, cost_table, simulation
     from spotlight.store.accounts import Accounts
 
     run = RunDir.open(parsed.run_dir)
@@ -132,12 +132,14 @@ def _cost(parsed: argparse.Namespace) -> None:
     if not ledger.entries:
         raise SpotlightError(f"{run.path}: no finished task is recorded yet, so there is no account: try again later")
     if parsed.json:
-        print(json.dumps({"paced": settings.pace.gpu} | cost_json(ledger), indent=1))
+        labels = {"paced": settings.pace.gpu, "simulated": run.simulated}
+        print(json.dumps(labels | cost_json(ledger), indent=1))
         return
     console = Console()
     so_far = "" if (run.path / SUMMARY).exists() else ", as far as it is recorded"
     paced = f" (PACED: {settings.pace.model} on {settings.pace.gpu} is emulated)" if settings.pace.gpu else ""
-    console.print(cost_table(ledger, f"{run.path.name}{paced}{so_far}"))
+    simulated = f" ({simulation(run.simulated)})" if run.simulated else ""
+    console.print(cost_table(ledger, f"{run.path.name}{simulated}{paced}{so_far}"))
     for name, value in bought(ledger):
         console.print(f"{name:<52}{value}", soft_wrap=True, highlight=False)
 

@@ -21,6 +21,7 @@ from spotlight import config as configuration
 from spotlight.clock import wall_clock
 from spotlight.device.signals import Clear, signals
 from spotlight.market.trace_files import read_trace
+from spotlight.plan.availability import pool_switches
 from spotlight.records import SpotlightError, Stopped
 from spotlight.rl.prompts import check_quoted, choose_prompts, read_prompts
 from spotlight.store.accounts import Accounts, pool_prices
@@ -378,8 +379,8 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True) -> 
     data, model = settings.data, settings.model
     pool_prices(settings)
     for _, pool in settings.pools:
-        if pool.trace:
-            read_trace(pool.trace)
+        recorded = read_trace(pool.trace) if pool.trace else None
+        pool_switches(pool, recorded, seed=settings.run.seed, duration_s=1.0)
     for path in (data.train_prompts, data.validation_prompts):
         check_quoted(read_prompts(path), path)
     choose_prompts(len(read_prompts(data.train_prompts)), settings.prompts_drawn, seed=settings.run.seed, iteration=0)

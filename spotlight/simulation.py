@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +25,7 @@ from spotlight.config import Config, PoolSection
 from spotlight.device import protocol
 from spotlight.market.ledger import SECONDS_PER_H, Ledger
 from spotlight.market.trace_files import read_trace
-from spotlight.plan.availability import pool_switches
+from spotlight.plan.availability import pool_switches, preemption_kinds, ups
 from spotlight.plan.durations import TaskDurations
 from spotlight.records import Pool, Rollout, WorkerLife
 from spotlight.run import check_inputs, summarise
@@ -43,7 +42,6 @@ LOGGED_WORKERS = 100
 """Of more workers the dispatcher's log is not kept: it would be the largest part of the run directory."""
 LONGEST_H = 24.0 * 30
 """How long a made-up trace is, in its own time, where no hours are set; what it has at its end stays."""
-PREEMPTIONS = ("kill", "notice", "hang")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,24 +276,11 @@ def stays(config: Config, began_s: float) -> Iterator[Stay]:
                 pool=name,
                 name=f"{name}-{index}",
                 node=f"node:{name}-{index // pool.workers_per_node}",
-                ups=tuple((began_s + start_s, began_s + stop_s) for start_s, stop_s in _ups(moments)),
-                preemptions=PREEMPTIONS if pool.preemption == "mixed" else (pool.preemption,),
+                ups=tuple((began_s + start_s, began_s + stop_s) for start_s, stop_s in ups(moments)),
+                preemptions=preemption_kinds(pool),
                 grace_s=pool.grace_s,
                 replace_after_s=_replace_after_s(pool),
             )
-
-
-def _ups(switches: Sequence[tuple[float, bool]]) -> Iterator[tuple[float, float]]:
-    """When a place has a machine; after the trace's end, as it was at its end."""
-    since_s: float | None = None
-    for time_s, up in switches:
-        if up and since_s is None:
-            since_s = time_s
-        elif not up and since_s is not None:
-            yield since_s, time_s
-            since_s = None
-    if since_s is not None:
-        yield since_s, inf
 
 
 def _replace_after_s(pool: PoolSection) -> float:

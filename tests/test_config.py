@@ -320,3 +320,20 @@ def test_the_examples_are_valid_and_their_prompts_exist(example: Path) -> None:
 
     assert Path(config.data.train_prompts).is_file()
     assert Path(config.data.validation_prompts).is_file()
+
+
+def test_a_pool_follows_one_trace(file: Path) -> None:
+    text = refusal(file, "pools.spot.gpu=h100", "pools.spot.trace=spot.csv", "pools.spot.trace_model=calm")
+
+    assert "trace = 'spot.csv' and trace_model = 'calm' of one pool: give one of them" in text
+
+
+def test_a_simulation_ends_at_a_score_above_its_first(file: Path) -> None:
+    assert "simulation.target = 0.4 is not above simulation.start = 0.512" in refusal(file, "simulation.target=0.4")
+
+
+def test_settings_without_a_value_are_left_out_when_written(file: Path) -> None:
+    config = load(file, ["simulation.start_up_s=3"])
+
+    assert "start_up_s = 3.0" in dump(config)
+    assert "publish_s" not in dump(config)

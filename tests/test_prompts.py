@@ -120,10 +120,11 @@ def test_the_examples_split_the_two_digit_numbers() -> None:
     assert (len(train), len(validation)) == (80, 20)
 
 
-def test_the_examples_are_what_their_script_makes() -> None:
-    make_prompts = runpy.run_path(str(EXAMPLES / "make_prompts.py"))["make_prompts"]
+@pytest.mark.parametrize("files", ["digits", "numbers"])
+def test_the_examples_are_what_their_script_makes(files: str) -> None:
+    script = runpy.run_path(str(EXAMPLES / "make_prompts.py"))
 
-    train, validation = make_prompts()
+    train, validation = script["make_prompts"](*script["HELD_OUT"][files])
 
-    assert train == [prompt.text for prompt in read_prompts(EXAMPLES / "digits-train.txt")]
-    assert validation == [prompt.text for prompt in read_prompts(EXAMPLES / "digits-validation.txt")]
+    assert train == [prompt.text for prompt in read_prompts(EXAMPLES / f"{files}-train.txt")]
+    assert validation == [prompt.text for prompt in read_prompts(EXAMPLES / f"{files}-validation.txt")]

@@ -19,10 +19,12 @@ from matplotlib.image import imread
 from factories import make_request
 from spotlight import config
 from spotlight.__main__ import main
+from spotlight.device.learning_model import MODEL
 from spotlight.records import Prompt, Quarantined, SpotlightError
 from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, write_report
 from spotlight.report.facts import read
 from spotlight.report.money import WASTE, bought, rows
+from spotlight.store.rundir import SIMULATED
 
 START_S = 1_700_000_000.0
 ITERATION_S, TRAIN_S = 4.0, 1.5
@@ -319,6 +321,52 @@ def test_what_was_set_aside_is_listed_with_its_prompt_and_seeds(tmp_path: Path) 
     page = write_report(run_dir).read_text()
 
     assert "<tr><th>a &lt;b&gt;sign&lt;/b&gt;</th><td>4</td><td>11, 12</td><td>5</td></tr>" in page
+
+
+def test_what_was_set_aside_cannot_become_markup(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    evil = "<script>alert(1)</script>"
+    request = {"prompt": {"id": 3, "text": evil}, "seeds": [evil], "iteration": evil}
+    write_jsonl(run_dir / "quarantined.jsonl", [{"request": request, "preemptions": evil}])
+
+    page = page_of(run_dir)
+
+    assert "<script>alert" not in page
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 4
+
+
+@pytest.mark.parametrize("learning", ["modelled", "real"])
+def test_a_simulated_run_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str], learning: str) -> None:
+    run_dir = write_run(tmp_path)
+    live = page_of(run_dir)
+    main(["cost", str(run_dir), "--json"])
+    live_account = json.loads(capsys.readouterr().out)
+    (run_dir / SIMULATED).write_text(json.dumps({"learning": learning}))
+
+    page = page_of(run_dir)
+    main(["cost", str(run_dir), "--json"])
+    account = json.loads(capsys.readouterr().out)
+    main(["cost", str(run_dir)])
+    table = " ".join(capsys.readouterr().out.split())
+
+    said = f"SIMULATED: durations by the cost model, learning {learning}"
+    assert "SIMULATED" not in live
+    assert "<title>SIMULATED: ocr-tiny" in page
+    assert said in page
+    assert said in table
+    assert (live_account["simulated"], account["simulated"]) == ("", learning)
+    assert (MODEL in page) == (learning == "modelled")
+
+
+def test_images_of_a_modelled_device_are_left_out(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path)
+    pages = {}
+    for learning in ("real", "modelled"):
+        (run_dir / SIMULATED).write_text(json.dumps({"learning": learning}))
+        pages[learning] = page_of(run_dir)
+
+    assert "Before and after" in pages["real"]
+    assert "Before and after" not in pages["modelled"]
 
 
 def test_paced_devices_are_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

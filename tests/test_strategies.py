@@ -10,6 +10,7 @@ from spotlight import config
 from spotlight.config import Config
 from spotlight.market.prices import usd_per_h
 from spotlight.records import SpotlightError
+from spotlight.run import Run
 from spotlight.strategies import BASELINES, strategies
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -30,6 +31,16 @@ def test_left_out_they_are_spotlight_and_what_it_is_measured_against() -> None:
     assert compared["Spotlight"] == settings
     assert compared["reserved only"].pools.spot.workers == 0
     assert not compared["spot, restart on preemption"].strategy.elastic
+
+
+@pytest.mark.parametrize("name", ["paper-512", "paper-1280", "large"])
+def test_the_examples_and_their_strategies_are_settings_that_a_run_takes(name: str) -> None:
+    run = Run(EXAMPLES / f"{name}.toml")
+
+    compared = dict(strategies(run.config))
+
+    assert "Spotlight" in compared
+    assert len(set(map(config.dump, compared.values()))) == len(compared)
 
 
 @pytest.mark.parametrize("key", ['"strategy.exploration"', "strategy.exploration"])

@@ -1,4 +1,4 @@
-"""Writes digits-train.txt and digits-validation.txt: one sentence for each two-digit number, in double quotes.
+"""Writes prompt files: a sentence for each two-digit (digits-*.txt) or three-digit (numbers-*.txt) number, in quotes.
 
 The same bytes on every run. Validation numbers never occur in training.
 """
@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 SEED = 7
-VALIDATION = 20
-"""Of the 100 numbers, those held out."""
+HELD_OUT = {"digits": (2, 20), "numbers": (3, 64)}
+"""``{files: (digits of a number, how many numbers are held out)}``. The embedded model draws two digits; three are for
+larger models, and for simulations of them, that want more prompts."""
 
 SENTENCES = (
     'A weathered wooden door with the house number "{}" painted above the brass knocker.',
@@ -37,21 +38,23 @@ SENTENCES = (
 )
 
 
-def make_prompts() -> tuple[list[str], list[str]]:
+def make_prompts(digits: int, held_out: int) -> tuple[list[str], list[str]]:
     """Training and validation prompts, each in the order of their numbers."""
+    count = 10**digits
     generator = np.random.Generator(np.random.Philox(key=[SEED, 0]))
-    held_out = set(generator.permutation(100)[:VALIDATION].tolist())
+    validation = set(generator.permutation(count)[:held_out].tolist())
     # Cycles of shuffled sentences: no sentence is used more often than any other.
-    sentences = np.concatenate([generator.permutation(len(SENTENCES)) for _ in range(100 // len(SENTENCES))])
-    prompts = [SENTENCES[sentence].format(f"{number:02d}") for number, sentence in enumerate(sentences)]
-    train = [prompt for number, prompt in enumerate(prompts) if number not in held_out]
-    return train, [prompts[number] for number in sorted(held_out)]
+    sentences = np.concatenate([generator.permutation(len(SENTENCES)) for _ in range(count // len(SENTENCES))])
+    prompts = [SENTENCES[sentence].format(f"{number:0{digits}d}") for number, sentence in enumerate(sentences)]
+    train = [prompt for number, prompt in enumerate(prompts) if number not in validation]
+    return train, [prompts[number] for number in sorted(validation)]
 
 
 def main() -> None:
     here = Path(__file__).parent
-    for name, prompts in zip(("digits-train.txt", "digits-validation.txt"), make_prompts(), strict=True):
-        (here / name).write_text("\n".join(prompts) + "\n", encoding="utf-8")
+    for files, (digits, held_out) in HELD_OUT.items():
+        for name, prompts in zip(("train", "validation"), make_prompts(digits, held_out), strict=True):
+            (here / f"{files}-{name}.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

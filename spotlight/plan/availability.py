@@ -5,6 +5,8 @@ Pure: chance is fixed by the seed. The live pools and the virtual cluster follow
 
 from __future__ import annotations
 
+from math import inf
+
 from spotlight.config import PoolSection
 from spotlight.market.trace_models import MODELS, synthesise
 from spotlight.market.traces import SECONDS_PER_H, Switches, Trace
@@ -36,3 +38,21 @@ def pool_switches(pool: PoolSection, recorded: Trace | None, *, seed: int, durat
         trace = trace.cut(start_s, trace.duration_s)
     switches = trace.stretch(1 / pool.speedup).places(places)
     return tuple(switches[worker // size] for worker in range(pool.workers))
+
+
+def ups(switches: Switches) -> tuple[tuple[float, float], ...]:
+    """When a place has a worker, as ``(from_s, until_s)``; after the last switch it stays as it was."""
+    found: list[tuple[float, float]] = []
+    since_s: float | None = None
+    for time_s, up in switches:
+        if up and since_s is None:
+            since_s = time_s
+        elif not up and since_s is not None:
+            found.append((since_s, time_s))
+            since_s = None
+    return (*found, (since_s, inf)) if since_s is not None else tuple(found)
+
+
+def preemption_kinds(pool: PoolSection) -> tuple[str, ...]:
+    """How a place's workers are taken away, in turn."""
+    return ("kill", "notice", "hang") if pool.preemption == "mixed" else (pool.preemption,)

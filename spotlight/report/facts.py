@@ -68,6 +68,8 @@ class Facts:
     missing: list[str]
     set_aside: list[Quarantined]
     """Requests that nobody ran any more, with how many workers each had lost."""
+    simulated: str
+    """How a simulated run learns, "modelled" or "real"; empty for a live one."""
 
     def lanes(self) -> list[Lane]:
         """Every worker, reserved ones first, then by name with numbers in order."""
@@ -136,7 +138,12 @@ class Facts:
         return values if len(values) else None
 
     def images(self, line: ValidationRow) -> tuple[NDArray[np.uint8], list[str]] | None:
-        """Images (B, height, width, 3) and prompts of one validation; None where the file cannot be read."""
+        """Images (B, height, width, 3) and prompts of one validation; None where the file cannot be read.
+
+        Those of a modelled device show nothing.
+        """
+        if self.simulated == "modelled":
+            return None
         try:
             with np.load(self.dir / line.images) as file:
                 return file["images"], [str(text) for text in file["texts"]]
@@ -188,4 +195,5 @@ def read(run_dir: Path) -> Facts:
         whole=whole,
         missing=[text for text, is_absent in absent.items() if is_absent],
         set_aside=run.records(QUARANTINED, Quarantined),
+        simulated=run.simulated,
     )

@@ -21,6 +21,11 @@ WASTE = {
 """``{kind: its name, what it is}``"""
 
 
+def simulation(learning: str) -> str:
+    """What is not real about a simulated run, said wherever its numbers are shown; empty for a live one."""
+    return f"SIMULATED: durations by the cost model, learning {learning}" if learning else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One line of the account."""

@@ -19,9 +19,10 @@ from bokeh.models import Model
 from bokeh.resources import Resources
 
 from spotlight.config import PaceSection, PoolSection
+from spotlight.device.learning_model import MODEL
 from spotlight.market.ledger import Ledger, spot_utilisation
 from spotlight.report.facts import Facts, read
-from spotlight.report.money import bought, rows
+from spotlight.report.money import bought, rows, simulation
 from spotlight.report.palette import FAINT, INK, PHASE_COLOURS, RULE
 from spotlight.report.pictures import write_pictures
 from spotlight.report.plots import money_plot, reward_plot, spending_plot, timeline_plot
@@ -44,6 +45,8 @@ METRICS = {
     "preemptions": "workers taken away, with or without a notice",
     "gangs_broken": "gangs that lost a member and formed anew",
     "recovery_s": "median seconds from there to the next committed step",
+    "captured": "reward variance of the samples, in units of what unexplored seeds have: modelled learning goes by it",
+    "modelled_score": "of the new weights: what validation measures, less its chance",
     "fidelity": "how much of a difference in explored reward is there again in the rollout",
     "window_s": "longest that reserved workers rolled out before they trained, while there were spot workers",
     "train_wait_s": "seconds that training then waited for samples of spot workers",
@@ -63,6 +66,7 @@ FILES = {
     "beliefs": "what the planner knew before every iteration",
     "offload": "how long reserved workers may roll out in every iteration",
     "summary.json": "the numbers at the top of this page",
+    "simulated.json": "says that no machine ran this, and how it learnt",
     "images": "validation images, and this page's pictures as PNG",
     "selections": "the seeds that every iteration kept, and what exploration scored them",
     "weights": "every weights version, as safetensors",
@@ -115,6 +119,8 @@ def _page(facts: Facts, grid: Path | None) -> str:
         faint=FAINT,
         rule=RULE,
         title=html.escape(facts.settings.run.name),
+        badge="SIMULATED: " if facts.simulated else "",
+        banner=_banner(facts),
         subtitle=html.escape(_subtitle(facts)),
         missing=_missing(facts),
         cards=_cards(facts),
@@ -126,6 +132,14 @@ def _page(facts: Facts, grid: Path | None) -> str:
 
 def _section(title: str, note: str, body: str) -> str:
     return f"<section><h2>{title}</h2><p>{note}</p>{body}</section>" if body else ""
+
+
+def _banner(facts: Facts) -> str:
+    """Says of a simulated run that it is one, before anything else."""
+    if not facts.simulated:
+        return ""
+    model = f" {html.escape(MODEL)}." if facts.simulated == "modelled" else ""
+    return f'<aside class="simulated"><b>{html.escape(simulation(facts.simulated))}.</b>{model}</aside>'
 
 
 def _missing(facts: Facts) -> str:
@@ -189,7 +203,8 @@ def _cards(facts: Facts) -> str:
         ("Preemptions", str(known["preemptions"]), "spot workers lost on the way"),
     ]
     return "".join(
-        f"<div><h3>{name}</h3><b>{html.escape(value)}</b><span>{note}</span></div>" for name, value, note in cards
+        f"<div><h3>{name}</h3><b>{html.escape(value)}</b><span>{html.escape(note)}</span></div>"
+        for name, value, note in cards
     )
 
 
@@ -223,8 +238,10 @@ def _diagnostics(facts: Facts) -> str:
 def _set_aside(facts: Facts) -> str:
     """A row per request that nobody ran any more."""
     rows = "".join(
-        f"<tr><th>{html.escape(one.request.prompt.text)}</th><td>{one.request.iteration}</td>"
-        f"<td>{', '.join(map(str, one.request.seeds))}</td><td>{one.preemptions}</td></tr>"
+        f"<tr><th>{html.escape(one.request.prompt.text)}</th>"
+        f"<td>{html.escape(str(one.request.iteration))}</td>"
+        f"<td>{html.escape(', '.join(map(str, one.request.seeds)))}</td>"
+        f"<td>{html.escape(str(one.preemptions))}</td></tr>"
         for one in facts.set_aside
     )
     head = "<tr><td>prompt</td><td>iteration</td><td>seeds</td><td>preemptions</td></tr>"
@@ -242,9 +259,11 @@ def _spending(ledger: Ledger, plot: str) -> str:
         cells = "".join(f"<td>{row.seconds[pool]:,.1f}</td><td>{row.usd[pool]:.4f}</td>" for pool in pools)
         name = f"<b>{html.escape(row.name)}</b>" if row.is_sum else html.escape(row.name)
         total = f"<td>{sum(row.usd.values()):.4f}</td><td>{row.share:.1%}</td>"
-        lines.append(f"<tr><th>{name}<i>{row.note}</i></th>{cells}{total}</tr>")
+        lines.append(f"<tr><th>{name}<i>{html.escape(row.note)}</i></th>{cells}{total}</tr>")
     head = f"<tr><td></td>{heads}<td>both $</td><td>share</td></tr>"
-    facts = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in bought(ledger))
+    facts = "".join(
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in bought(ledger)
+    )
     return f"{plot}<table><thead>{head}</thead><tbody>{''.join(lines)}</tbody></table><table>{facts}</table>"
 
 
@@ -294,7 +313,7 @@ _PAGE = Template("""<!DOCTYPE html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
-<title>$title · Spotlight</title>
+<title>$badge$title · Spotlight</title>
 <style>
 body { margin: 0; background: #f4f5f8; color: $ink; font: 15px/1.5 system-ui, "Segoe UI", sans-serif; }
 main { max-width: 1200px; margin: 0 auto; padding: 32px 24px 64px; }
@@ -312,6 +331,8 @@ section > img { display: block; max-width: 100%; margin: 0 auto; }
 .cards b { display: block; font-size: 25px; letter-spacing: -0.02em; white-space: nowrap; }
 .cards span { font-size: 12.5px; color: $faint; }
 aside { background: #fff6e5; border: 1px solid #f8d08a; border-radius: 12px; padding: 12px 18px; margin: 0 0 14px; }
+aside.simulated { background: #eee9fb; border-color: $train; }
+aside.simulated b { color: $train; }
 aside ul { margin: 4px 0 0; padding-left: 20px; }
 table { border-collapse: collapse; width: 100%; margin-top: 12px; font-variant-numeric: tabular-nums; }
 td { text-align: right; padding: 5px 10px; }
@@ -331,6 +352,7 @@ $bokeh
 <body>
 <main>
 <header><h1><small>Spotlight</small> $title</h1>$subtitle</header>
+$banner
 $missing
 <div class="cards">$cards</div>
 $sections

@@ -1,0 +1,113 @@
+"""When the workers of a pool are there, as the live pools and simulations follow it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spotlight.config import PoolSection
+from spotlight.market.trace_files import parse_trace
+from spotlight.market.trace_models import CALM, synthesise
+from spotlight.market.traces import Switches
+from spotlight.plan.availability import pool_switches
+from spotlight.records import SpotlightError
+
+RECORDED = parse_trace("0,add,a\n0,add,b\n60000,remove,b\n90000,add,c\n120000,remove,a\n", where="trace")
+DAY_S = 24 * 3600.0
+
+
+def pool(**fields: object) -> PoolSection:
+    return PoolSection.model_validate({"usd_per_h": 1.0, "workers": 4} | fields)
+
+
+def test_without_a_trace_everybody_stays() -> None:
+    assert pool_switches(pool(), None, seed=0, duration_s=DAY_S) == (((0.0, True),),) * 4
+
+
+def test_a_recorded_trace_is_followed_worker_by_worker() -> None:
+    first, second, *others = pool_switches(pool(), RECORDED, seed=0, duration_s=DAY_S)
+
+    assert first == ((0.0, True), (120.0, False))
+    assert second == ((0.0, True), (60.0, False), (90.0, True))
+    assert others == [(), ()]
+
+
+def test_a_node_comes_and_goes_as_a_whole() -> None:
+    nodes = pool_switches(pool(trace_takes="node", workers_per_node=2), RECORDED, seed=0, duration_s=DAY_S)
+
+    assert nodes[0] == nodes[1] == ((0.0, True), (120.0, False))
+    assert nodes[2] == nodes[3] == ((0.0, True), (60.0, False), (90.0, True))
+
+
+def test_a_node_that_is_not_full_counts_as_one() -> None:
+    nodes = pool_switches(pool(workers=3, trace_takes="node", workers_per_node=2), RECORDED, seed=0, duration_s=DAY_S)
+
+    assert [len(moments) for moments in nodes] == [2, 2, 3]
+
+
+def test_a_trace_passes_faster_from_where_the_run_begins() -> None:
+    first, second, *_ = pool_switches(pool(speedup=10, trace_offset_h=75 / 3600), RECORDED, seed=0, duration_s=DAY_S)
+
+    assert [up for _, up in first] == [True, False]
+    assert [time_s for time_s, _ in first] == pytest.approx([0.0, 4.5])
+    assert [up for _, up in second] == [True]
+    assert [time_s for time_s, _ in second] == pytest.approx([1.5])
+
+
+def test_a_trace_that_is_over_before_the_run_begins_is_refused() -> None:
+    with pytest.raises(SpotlightError, match="no part from 3600 to 120 s"):
+        pool_switches(pool(trace_offset_h=1), RECORDED, seed=0, duration_s=DAY_S)
+
+
+def test_a_share_of_the_instances_is_drawn_by_the_seed() -> None:
+    shares = {pool_switches(pool(trace_share=0.34), RECORDED, seed=seed, duration_s=DAY_S)[0] for seed in range(20)}
+
+    assert shares == {((0.0, True), (120.0, False)), ((0.0, True), (60.0, False)), ((90.0, True),)}
+
+
+def test_a_made_up_trace_is_that_of_its_model_and_seed() -> None:
+    made_up = pool(workers=8, trace_model="calm", trace_takes="node", workers_per_node=2)
+
+    switches = pool_switches(made_up, None, seed=3, duration_s=DAY_S)
+
+    assert switches[::2] == synthesise(seed=3, capacity=4, duration_s=DAY_S, climate=CALM).places(4)
+    assert switches != pool_switches(made_up, None, seed=4, duration_s=DAY_S)
+
+
+def test_a_longer_made_up_trace_begins_as_a_shorter_one() -> None:
+    made_up = pool(trace_model="collapsing")
+
+    short, long = (pool_switches(made_up, None, seed=1, duration_s=days * DAY_S) for days in (1, 3))
+
+    for few, many in zip(short, long, strict=True):
+        assert many[: len(few)] == few
+
+
+@given(
+    workers=st.integers(0, 9),
+    per_node=st.integers(1, 4),
+    takes=st.sampled_from(["gpu", "node"]),
+    model=st.sampled_from(["bursty", "calm", "collapsing"]),
+    offset_h=st.floats(0, 5),
+    speedup=st.floats(0.5, 100),
+    seed=st.integers(0, 2**32),
+)
+def test_every_place_goes_up_and_down_in_turn(
+    workers: int, per_node: int, takes: str, model: str, offset_h: float, speedup: float, seed: int
+) -> None:
+    fields = {"workers_per_node": per_node, "trace_takes": takes, "trace_model": model}
+    asked = pool(workers=workers, trace_offset_h=offset_h, speedup=speedup, **fields)
+
+    switches = pool_switches(asked, None, seed=seed, duration_s=3600.0)
+
+    assert len(switches) == workers
+    assert all(alternates(moments) for moments in switches)
+
+
+def alternates(moments: Switches) -> bool:
+    """Up first, then down, in order of time."""
+    in_order = all(before[0] <= after[0] for before, after in pairwise(moments))
+    return in_order and [up for _, up in moments] == [index % 2 == 0 for index in range(len(moments))]
