@@ -230,9 +230,9 @@ class VirtualCluster:
 
     def _tell_steps(self) -> None:
         """How far gangs are, where idle workers could make them wider."""
-        if self._dispatch.may_widen:
-            for forming in list(self.formings.values()):
-                self._tell_step(forming)
+        for name in self._dispatch.widenable():
+            if name in self.formings:
+                self._tell_step(self.formings[name])
 
     def _tell_step(self, forming: Forming) -> None:
         step = forming.steps_by(self._clock.now_s)
