@@ -54,7 +54,7 @@ from cluster.events import (
     event_of,
     row,
 )
-from cluster.gangs import GATED, GangState, gang_of
+from cluster.gangs import GATED, Filed, GangState, gang_of
 from cluster.journal import Journal, Label
 from spotlight.config import Config
 from spotlight.plan.offload import PhaseDecision, PhaseView, decide_phase
@@ -202,7 +202,8 @@ class Dispatch:
         """Requests that wait for another gang."""
         self._over: dict[str, GangState] = {}
         """Requests with shards behind the gate that have nothing to do any more."""
-        self._at_work: dict[str, GangState] = {}
+        self._at_work: dict[str, dict[str, GangState]] = {}
+        """Requests that have a gang, by its node."""
         self._rollouts: dict[str, tuple[int, int]] = {}
         """Of each rollout that training waits for: 1 if nobody is at work on it, and reserved workers at work on it."""
         self._rollouts_waiting = self._rollouts_reserved = 0
@@ -278,7 +279,7 @@ class Dispatch:
         self._tasks[key] = task = _Task(key=key, label=label, gang=gang)
         if gang and key not in gang.states:
             insort(gang.keys, key)
-            gang.states[key] = "released"
+            gang.change(key, "released")
             self._file(gang)
         if layer.pool == "training":
             self._parts[key] = task
@@ -308,7 +309,7 @@ class Dispatch:
             self._ends(task, event)
         gang = task.gang
         if gang:
-            gang.states[event.key] = event.state
+            gang.change(event.key, event.state)
             if before == "processing":
                 yield from self._came_back(gang, task, event)
             if gang.name in self._gangs:  # else its other shards were forgotten before this one
@@ -497,39 +498,62 @@ class Dispatch:
 
     def _file(self, gang: GangState) -> None:
         """Keep a request where `_decide` looks for it."""
-        self._unfile(gang)
-        gated, over = bool(gang.gated), self._is_over(gang)
-        if gang.members:
-            self._at_work[gang.name] = gang
+        over = self._is_over(gang)
         if gang.windowed:
             rolling = len(gang.members) if gang.pool == "reserved" else 0
             self._count_rollout(gang.name, (int((gang.breaking or not gang.members) and not over), rolling))
-        if gated and over:
-            self._over[gang.name] = gang
-        elif gated and not gang.members:
-            if gang.epoch:
-                self._broken[gang.name] = gang
-            else:
-                insort(self._queues.setdefault(self._kind(gang), []), (gang.order, gang.name))
+        if gang.members:
+            self._at_work.setdefault(gang.node, {})[gang.name] = gang
+        else:
+            self._note_not_at_work(gang)
+        filed: Filed = ""
+        if gang.parked and (over or not gang.members):
+            filed = "over" if over else "broken" if gang.epoch else "fresh"
+        if filed != gang.filed:
+            self._take_out(gang)
+            gang.filed = filed
+            match filed:
+                case "over":
+                    self._over[gang.name] = gang
+                case "broken":
+                    self._broken[gang.name] = gang
+                case "fresh":
+                    insort(self._queues.setdefault(self._kind(gang), []), (gang.order, gang.name))
 
     def _unfile(self, gang: GangState) -> None:
-        self._over.pop(gang.name, None)
-        self._broken.pop(gang.name, None)
-        self._at_work.pop(gang.name, None)
+        """Nobody wants it any more."""
+        self._take_out(gang)
+        self._note_not_at_work(gang)
         if gang.windowed:
             self._count_rollout(gang.name, (0, 0))
-        queue, entry = self._queues.get(self._kind(gang), []), (gang.order, gang.name)
-        at = bisect_left(queue, entry)
-        if at < len(queue) and queue[at] == entry:
-            del queue[at]
-            if not queue:
-                del self._queues[self._kind(gang)]
+
+    def _note_not_at_work(self, gang: GangState) -> None:
+        there = self._at_work.get(gang.node, {})
+        if there.pop(gang.name, None) and not there:
+            del self._at_work[gang.node]
+
+    def _take_out(self, gang: GangState) -> None:
+        match gang.filed:
+            case "over":
+                del self._over[gang.name]
+            case "broken":
+                del self._broken[gang.name]
+            case "fresh":
+                queue, entry = self._queues[self._kind(gang)], (gang.order, gang.name)
+                del queue[bisect_left(queue, entry)]
+                if not queue:
+                    del self._queues[self._kind(gang)]
+        gang.filed = ""
 
     def _count_rollout(self, name: str, counts: tuple[int, int]) -> None:
-        waiting, reserved = self._rollouts.pop(name, (0, 0))
-        self._rollouts_waiting += counts[0] - waiting
-        self._rollouts_reserved += counts[1] - reserved
-        if any(counts):
+        before = self._rollouts.get(name, (0, 0))
+        if counts == before:
+            return
+        self._rollouts_waiting += counts[0] - before[0]
+        self._rollouts_reserved += counts[1] - before[1]
+        if counts == (0, 0):
+            del self._rollouts[name]
+        else:
             self._rollouts[name] = counts
 
     @staticmethod
@@ -550,14 +574,13 @@ class Dispatch:
         self._decided_s = at_s
         for gang in list(self._over.values()):
             yield from self._dismiss(gang, at_s)
-        phase = decide_phase(self._phase_view(at_s))
+        phase = self._phase(at_s)
         if "reserved" not in phase.pools and self._rollouts_reserved and self.rules.moves:
             yield from self._move_rollouts(at_s)
-        yield from self._train(phase)
-        view = self._view(phase)
-        if view.idle and view.waiting:
-            launches = plan(view)
-            for launch in launches:
+        if phase.train and self._idle:
+            yield from self._train()
+        if self._idle and (self._queues or self._broken):
+            for launch in plan(self._view(phase)):
                 yield self._launch(self._gangs[launch.request], launch.workers, at_s)
         if self.may_widen:
             yield from self._widen(at_s)
@@ -578,34 +601,37 @@ class Dispatch:
                 tell, cause = None, "exploration is closed"
             yield Dismiss(key=key, address=head.address, gang=gang.name, shard=gang.shard(key), tell=tell, cause=cause)
 
-    def _phase_view(self, at_s: float) -> PhaseView:
-        narrowest = min((gang.widths[0] for gang in map(self._gangs.__getitem__, islice(self._rollouts, 1))), default=1)
-        return PhaseView(
+    def _phase(self, at_s: float) -> PhaseDecision:
+        """Whose turn it is; where no rollout waits or is at work on a reserved worker, everybody's."""
+        if not self._rollouts:
+            return PhaseDecision(pools=self._window.pools, train=True)
+        elapsed_s, window_s = at_s - self._window.began_s, self._window.window_s
+        view = PhaseView(
             pools=self._window.pools,
-            elapsed_s=at_s - self._window.began_s,
-            window_s=self._window.window_s,
-            spot=self._spot_for(narrowest),
+            elapsed_s=elapsed_s,
+            window_s=window_s,
+            spot=self._spot_for_rollouts() if elapsed_s >= window_s else 0,  # of no interest while the window is open
             waiting=self._rollouts_waiting,
             rolling=self._rollouts_reserved,
         )
+        return decide_phase(view)
 
-    def _spot_for(self, width: int) -> int:
+    def _spot_for_rollouts(self) -> int:
         """Spot workers that stay, on nodes where there are enough of them for a gang."""
-        if self._window.window_s == inf:
-            return 0  # of no interest: a window without end is never over
+        narrowest = self._gangs[next(iter(self._rollouts))].widths[0]
         staying = [worker for worker in self._by_name.values() if worker.pool == "spot"]
         nodes = Counter(worker.idle.node for worker in staying if worker.name not in self._leaving)
-        return sum(count for count in nodes.values() if count >= width)
+        return sum(count for count in nodes.values() if count >= narrowest)
 
     def _move_rollouts(self, at_s: float) -> Iterator[Instruction]:
-        for gang in list(self._at_work.values()):
+        for gang in chain.from_iterable(there.values() for there in self._at_work.values()):
             if gang.windowed and gang.pool == "reserved" and not (gang.breaking or gang.planned):
                 yield from self._regroup(gang, at_s, "moves", "the rollout window of reserved workers is over")
 
-    def _train(self, phase: PhaseDecision) -> Iterator[Instruction]:
+    def _train(self) -> Iterator[Instruction]:
         """Let the next part go, if it is ready, to the worker that had the one before, if it is free."""
         ready = [key for key, task in self._parts.items() if task.state == "gated"]
-        if not (ready and phase.train):
+        if not ready:
             return
         free = {idle.worker: address for address, idle in self._idle.items() if idle.pool == "reserved"}
         if free:
@@ -622,28 +648,34 @@ class Dispatch:
         self._idle.pop(address, None)
 
     def _view(self, phase: PhaseDecision) -> View:
-        """What the plan looks at, less what could not change it: idle workers that nobody may use, and the far queue.
+        """What the plan looks at, less what could not change it: those who cannot use each other, and the far queue.
 
         Fresh requests of a kind are alike. With more than twice as many of them as there are idle workers each gets
         the narrowest gang, however many more there are, and the last ones get none.
         """
         enough = 2 * len(self._idle) + 1
-        if enough == 1:
-            return View(idle=(), waiting=())
-        fresh = (islice(queue, enough) for queue in self._queues.values())
-        names = chain(self._broken, (name for _, name in chain.from_iterable(fresh)))
+        pools = {worker.pool for worker in self._idle.values()}
+        names = list(self._broken)
+        for queue in self._queues.values():
+            if not pools.isdisjoint(self._pools_of(self._gangs[queue[0][1]], phase)):
+                names += (name for _, name in islice(queue, enough))
         waiting = tuple(self._waiting(self._gangs[name], phase) for name in names)
         wanted = {pool for request in waiting for pool in request.pools}
         idle = tuple(worker for worker in self._idle.values() if worker.pool in wanted)
-        return View(idle=idle, waiting=waiting, nodes=+self._nodes)
+        return View(idle=idle, waiting=waiting, nodes=self._nodes)
+
+    def _pools_of(self, gang: GangState, phase: PhaseDecision) -> tuple[Pool, ...]:
+        """Rollouts run where it is their turn; once training has ended, reserved workers help with exploration."""
+        if gang.windowed and "reserved" in gang.pools and "reserved" not in phase.pools:
+            return ("spot",)
+        if gang.exploring and gang.iteration <= self._trained + 1:
+            return ("spot", "reserved")
+        return gang.pools
 
     def _waiting(self, gang: GangState, phase: PhaseDecision) -> Waiting:
-        """Rollouts run where it is their turn; once training has ended, reserved workers help with exploration."""
-        waiting = gang.waiting(len(gang.gated))
-        if gang.windowed and "reserved" in gang.pools and "reserved" not in phase.pools:
-            return replace(waiting, pools=("spot",), held=())
-        helped = gang.exploring and gang.iteration <= self._trained + 1
-        return replace(waiting, pools=("spot", "reserved")) if helped else waiting
+        pools = self._pools_of(gang, phase)
+        moved = gang.windowed and pools != gang.pools  # its survivors are where it may not run
+        return gang.waiting(pools, held=() if moved else gang.held)
 
     def _launch(self, gang: GangState, names: Sequence[str], at_s: float) -> Launch:
         """Admit a whole gang."""
@@ -668,13 +700,7 @@ class Dispatch:
 
     def _widen(self, at_s: float) -> Iterator[Instruction]:
         """Gangs beside idle workers that nobody waits for form anew, wider, if that pays."""
-        nodes = {idle.node for idle in self._idle.values()}
-        beside = [
-            gang
-            for gang in self._at_work.values()
-            if gang.node in nodes and max(gang.widths) > gang.width and not (gang.breaking or gang.planned)
-        ]
-        running = tuple(gang.running(len(gang.members) + len(gang.gated), at_s) for gang in beside)
+        running = tuple(gang.running(len(gang.members) + gang.parked, at_s) for gang in self._beside_idle())
         for name in widen(View(idle=tuple(self._idle.values()), waiting=(), running=running)) if running else ():
             yield from self._regroup(self._gangs[name], at_s, "regroup", "idle workers make it wider")
 
@@ -689,8 +715,18 @@ class Dispatch:
 
     @property
     def may_widen(self) -> bool:
-        """Whether idle workers that nobody waits for might make a gang wider: how far gangs are matters now."""
+        """Whether idle workers that nobody waits for might make a gang wider."""
         return bool(self.rules.widens and self._idle and self._at_work) and not (self._queues or self._broken)
+
+    def widenable(self) -> list[str]:
+        """Requests whose gangs might form anew, wider, with workers that are idle now: how far they are matters."""
+        return [gang.name for gang in self._beside_idle()] if self.may_widen else []
+
+    def _beside_idle(self) -> Iterator[GangState]:
+        for node in dict.fromkeys(idle.node for idle in self._idle.values()):
+            for gang in self._at_work.get(node, {}).values():
+                if gang.widths[-1] > gang.width and not (gang.breaking or gang.planned):
+                    yield gang
 
     def epoch(self, gang: str) -> int:
         """Formings of a gang so far."""
@@ -701,10 +737,13 @@ class Dispatch:
 
         Looked at are requests that a single worker may run: of wider ones, workers may be kept for the first.
         """
+        if not self._idle or self._stopping:
+            return
         idle = Counter(worker.pool for worker in self._idle.values())
+        phase = self._phase(self._decided_s)
         for gang in self._gangs.values():
-            if gang.gated and not gang.members and not self._is_over(gang) and 1 in gang.widths and not self._stopping:
-                pools = self._waiting(gang, decide_phase(self._phase_view(self._decided_s))).pools
+            if gang.parked and not gang.members and gang.widths[0] == 1 and not self._is_over(gang):
+                pools = self._pools_of(gang, phase)
                 if any(idle[pool] for pool in pools):
                     yield f"request {gang.name} waits for a worker of {pools} and {dict(idle)} are idle"
 
@@ -715,7 +754,7 @@ class Dispatch:
     def snapshot(self) -> Snapshot:
         """The state now; plain values."""
         lives = self.journal.lives.values()
-        waiting = [gang for gang in self._gangs.values() if not gang.members and gang.gated]
+        waiting = [gang for gang in self._gangs.values() if not gang.members and gang.parked]
         alive = {worker.pool for worker in self._by_name.values()}
         missing = {pool for gang in waiting if alive.isdisjoint(gang.pools) for pool in gang.pools}
         return Snapshot(
@@ -724,7 +763,7 @@ class Dispatch:
             running=dict(Counter(task.label.phase for task in self._tasks.values() if task.state == "processing")),
             waiting=len(waiting),
             waiting_for=tuple(sorted(missing)),
-            widths=dict(Counter(gang.width for gang in self._at_work.values())),
+            widths=dict(Counter(gang.width for there in self._at_work.values() for gang in there.values())),
             gangs={name: _view_of(gang) for name, gang in self._gangs.items()},
             leaving=frozenset(self._leaving),
             trained=self._trained,

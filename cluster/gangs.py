@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from cluster.events import Key, TaskPhase
 from spotlight.plan.placement import Running, Waiting
@@ -15,6 +16,9 @@ from spotlight.records import Pool
 
 GATED: dict[str, tuple[Pool, ...]] = {"any": ("reserved", "spot"), "spot": ("spot",), "reserved": ("reserved",)}
 """Pool annotation of a gated task to the pools it may run in, the preferred one first."""
+Filed = Literal["", "fresh", "broken", "over"]
+"""Where the dispatcher finds a request that it may have to do something about: it waits for its first gang, or for
+another one, or has shards behind the gate that have nothing to do."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +38,12 @@ class GangState:
     epoch: int = 0
     """Formings so far."""
     states: dict[Key, TaskPhase] = field(default_factory=dict)
-    """Of each shard, what Dask says of its task."""
+    """Of each shard, what Dask says of its task; changed by `change`."""
+    behind: int = 0
+    """Shards behind the gate."""
+    unready: int = 0
+    """Shards that wait for their inputs."""
+    filed: Filed = ""
     members: dict[Key, str] = field(default_factory=dict)
     """Address of the worker of each shard at work, by its key."""
     names: dict[str, str] = field(default_factory=dict)
@@ -67,12 +76,23 @@ class GangState:
     def shard(self, key: Key) -> int:
         return self.keys.index(key)
 
+    def change(self, key: Key, state: TaskPhase) -> None:
+        """Dask says something else of a shard's task."""
+        before = self.states.get(key)
+        self.states[key] = state
+        self.behind += (state == "gated") - (before == "gated")
+        self.unready += (state == "waiting") - (before == "waiting")
+
+    @property
+    def parked(self) -> int:
+        """How many shards may begin: those behind the gate, if all that are not done are there or at work; nobody wants
+        a released one."""
+        return 0 if self.unready else self.behind
+
     @property
     def gated(self) -> list[Key]:
-        """Its shards behind the gate, if all that are not done are there or at work; nobody wants a released one."""
-        if "waiting" in self.states.values():
-            return []
-        return [key for key in self.keys if self.states[key] == "gated"]
+        """The shards that may begin."""
+        return [key for key in self.keys if self.states[key] == "gated"] if self.parked else []
 
     @property
     def is_done(self) -> bool:
@@ -115,22 +135,23 @@ class GangState:
         self.preemptions += 1
         self.fruitless += 1
 
-    def waiting(self, parked: int) -> Waiting:
+    def waiting(self, pools: tuple[Pool, ...], held: tuple[str, ...]) -> Waiting:
         """As the policy sees it between two formings.
 
         A shard whose result was lost comes back alone. Its request is done, and whoever runs it finds that, so
         that any width will do.
         """
+        parked = self.parked
         widths = self.widths if parked >= self.widths[0] else (parked,)
         return Waiting(
             id=self.name,
-            pools=self.pools,
+            pools=pools,
             order=self.order,
             exploring=self.exploring,
             preemptions=self.epoch,
             widths=widths,
             slots=parked,
-            held=self.held,
+            held=held,
         )
 
     def running(self, slots: int, now_s: float) -> Running:

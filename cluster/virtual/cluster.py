@@ -141,7 +141,6 @@ class VirtualCluster:
         self._lag, self._copies, self._check = lag, copies, check
         self._sent_s: dict[tuple[str, str], float] = {}
         """When the last message to, or from, each worker arrives."""
-        self._commands: dict[tuple[str, int], Placement | Surplus | int] = {}
         self._began_s: dict[Key, float] = {}
         """When each task that runs was begun."""
         self._given: dict[Key, str] = {}
@@ -231,9 +230,9 @@ class VirtualCluster:
 
     def _tell_steps(self) -> None:
         """How far gangs are, where idle workers could make them wider."""
-        if self._dispatch.may_widen:
-            for forming in list(self.formings.values()):
-                self._tell_step(forming)
+        for name in self._dispatch.widenable():
+            if name in self.formings:
+                self._tell_step(self.formings[name])
 
     def _tell_step(self, forming: Forming) -> None:
         step = forming.steps_by(self._clock.now_s)
@@ -306,13 +305,13 @@ class VirtualCluster:
             match instruction:
                 case Launch():
                     for member in instruction.members:
-                        self._commands[instruction.gang, member.shard] = member.place
+                        self._place(member.address, instruction.gang, member.shard, member.place)
                     for member in instruction.members:
                         self.tasks.start(self.tasks.all[member.key], member.address)
                     self._form(instruction)
                 case Dismiss():
                     if instruction.tell is not None:
-                        self._commands[instruction.gang, instruction.shard] = instruction.tell
+                        self._place(instruction.address, instruction.gang, instruction.shard, instruction.tell)
                     self.tasks.start(self.tasks.all[instruction.key], instruction.address)
                 case Train():
                     self.tasks.start(self.tasks.all[instruction.key], instruction.address)
@@ -331,6 +330,9 @@ class VirtualCluster:
                     self._clock.at(now_s, self.kill, instruction.address)
                 case Wake():
                     self._clock.at(instruction.at_s, self._wake)
+
+    def _place(self, address: str, gang: str, shard: int, place: Placement | Surplus | int) -> None:
+        self.workers[address].places[gang, shard] = place
 
     def _wake(self) -> None:
         """Time has passed; to be asked for by name, since the cluster that asks may be closed by then."""
@@ -499,7 +501,7 @@ class VirtualCluster:
                 continue
             worker.running[key] = None
             self._began_s[key] = self._clock.now_s
-            if not isinstance(self._placed(task), Placement):
+            if not isinstance(worker.places.get(self._shard_of(task)), Placement):
                 seconds = self._seconds(task, worker)
                 worker.running[key] = self._clock.after(seconds, self._finish, task, worker)
 
@@ -510,11 +512,6 @@ class VirtualCluster:
         work = self._timing.work(task.call[0], self.tasks.arguments(task), worker.memory)
         assert isinstance(work, Fixed), f"{task.key} denoises and is no shard"
         return work.seconds
-
-    def _placed(self, task: Task) -> Placement | Surplus | int | None:
-        """What a shard was told; None for other tasks."""
-        name, shard = self._shard_of(task)
-        return self._commands.get((name, shard)) if name else None
 
     @staticmethod
     def _shard_of(task: Task) -> tuple[str, int]:
@@ -550,7 +547,7 @@ class VirtualCluster:
 
     def _call(self, task: Task, worker: VirtualWorker) -> Any:
         name, shard = self._shard_of(task)
-        told = self._commands.pop((name, shard), None) if name else None
+        told = worker.places.pop((name, shard), None)
         if isinstance(told, Placement):  # a gang's first rank does it all; there is one process
             told = Placement(gang=name, epoch=told.epoch, rank=0, width=1) if told.rank == 0 else Surplus()
         signals.adopt(worker.signals)
@@ -564,8 +561,7 @@ class VirtualCluster:
         if alarm:
             alarm.cancel()
         if task.state == "processing" and task.worker == worker.address:
-            name, shard = self._shard_of(task)
-            self._commands.pop((name, shard), None)
+            worker.places.pop(self._shard_of(task), None)
             self.tasks.hand_back(task)
         self._begin_next(worker)
         self._leave_when_idle(worker)

@@ -10,6 +10,7 @@ from typing import Any
 from cluster.events import Key, WorkerPool
 from cluster.virtual.clock import Alarm
 from spotlight.device.signals import Signals
+from spotlight.records import Placement, Surplus
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -22,6 +23,8 @@ class VirtualWorker:
     node: str
     threads: int = 1
     signals: Signals = field(default_factory=Signals)
+    places: dict[tuple[str, int], Placement | Surplus | int] = field(default_factory=dict)
+    """What it was told of shards that it has yet to end, by request and shard."""
     memory: dict[str, Any] = field(default_factory=dict)
     """Of its device; see `cluster.virtual.timing.Timing`."""
     queue: deque[Key] = field(default_factory=deque)
