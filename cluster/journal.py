@@ -5,7 +5,7 @@ Times are those of the dispatcher's events.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.events import Key
@@ -80,7 +80,12 @@ class Journal:
         spans, self.spans = self.spans, []
         events, self.events = self.events, []
         return {
-            "spans": [asdict(span) for span in spans],
-            "workers": [asdict(life) for life in self.lives.values()],
+            "spans": [_row(span) for span in spans],
+            "workers": [_row(life) for life in self.lives.values()],
             "events": events,
         }
+
+
+def _row(record: Span | WorkerLife) -> dict[str, Any]:
+    """Its fields by name; `dataclasses.asdict` copies what needs no copy, and takes ten times as long."""
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}

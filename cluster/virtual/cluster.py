@@ -478,12 +478,12 @@ class VirtualCluster:
     def _choose(self, task: Task) -> str:
         """A worker for a task without a gate, as Dask chooses: where its inputs are, else the least busy one."""
         (needs,) = task.needs
-        able = [worker for worker in self.workers.values() if worker.can(needs) and not worker.leaving]
+        holders = dict.fromkeys(self.tasks.all[key].worker for key in task.inputs)
+        near = (self.workers[address] for address in holders if address in self.workers)
+        able = [worker for worker in near if worker.can(needs) and not worker.leaving]
         if not able:
-            return ""
-        holders = {self.tasks.all[key].worker for key in task.inputs}
-        near = [worker for worker in able if worker.address in holders]
-        return min(near or able, key=lambda worker: worker.load).address
+            able = [worker for worker in self.workers.values() if worker.can(needs) and not worker.leaving]
+        return min(able, key=lambda worker: worker.load).address if able else ""
 
     def _enqueue(self, task: Task) -> None:
         worker = self.workers.get(task.worker)
