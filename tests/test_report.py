@@ -323,16 +323,28 @@ def test_what_was_set_aside_is_listed_with_its_prompt_and_seeds(tmp_path: Path) 
     assert "<tr><th>a &lt;b&gt;sign&lt;/b&gt;</th><td>4</td><td>11, 12</td><td>5</td></tr>" in page
 
 
-def test_what_was_set_aside_cannot_become_markup(tmp_path: Path) -> None:
+EVIL = "<script>alert(1)</script>"
+
+
+def test_a_prompt_that_was_quarantined_cannot_become_markup(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
-    evil = "<script>alert(1)</script>"
-    request = {"prompt": {"id": 3, "text": evil}, "seeds": [evil], "iteration": evil}
-    write_jsonl(run_dir / "quarantined.jsonl", [{"request": request, "preemptions": evil}])
+    request = make_request(prompt=Prompt(id=3, text=EVIL))
+    write_jsonl(run_dir / "quarantined.jsonl", [asdict(Quarantined(request=request, preemptions=5))])
 
     page = page_of(run_dir)
 
     assert "<script>alert" not in page
-    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 4
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 1
+
+
+@pytest.mark.parametrize("evil", [{"iteration": EVIL}, {"seeds": [EVIL]}, {"sigmas": EVIL}])
+def test_a_quarantined_request_of_another_shape_is_refused(tmp_path: Path, evil: dict[str, object]) -> None:
+    run_dir = write_run(tmp_path)
+    row = {"request": asdict(make_request()) | evil, "preemptions": 5}
+    write_jsonl(run_dir / "quarantined.jsonl", [row])
+
+    with pytest.raises(SpotlightError, match=r"quarantined\.jsonl:1: request\.\w+"):
+        write_report(run_dir)
 
 
 @pytest.mark.parametrize("learning", ["modelled", "real"])
