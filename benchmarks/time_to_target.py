@@ -42,7 +42,7 @@ from spotlight.report.palette import AXIS, FAINT, LOST, OTHER, PHASE_COLOURS
 from spotlight.rl.prompts import read_prompts
 from spotlight.run import Run
 from spotlight.store.accounts import pool_prices, read_lives, read_spans, run_ledger
-from spotlight.store.rundir import HISTORY, RunDir
+from spotlight.store.rundir import RunDir
 from spotlight.store.weights import published
 
 ROOT = Path(__file__).parents[1]
@@ -184,11 +184,11 @@ def points(strategy: str, target: float, run: RunDir, scores: Sequence[float]) -
     """What each validated version had taken; all but the scores and counts in emulated units."""
     settings, spans, lives = run.config(), read_spans(run), read_lives(run)
     emulated, prices = settings.pace.speedup, pool_prices(settings)
-    history = run.rows(HISTORY)
-    began_s = history[0]["measured"]["started_s"]
+    history = run.history()
+    began_s = history[0].measured["started_s"]
     for iteration, score in enumerate(scores[: len(history) + 1]):
         done = history[:iteration]
-        until_s = done[-1]["measured"]["stopped_s"] if done else began_s
+        until_s = done[-1].measured["stopped_s"] if done else began_s
         window = (began_s, until_s)
         ledger = run_ledger(settings, spans, lives, prices, window, done, [])
         losses = [life for life in lives if life.pool == "spot" and life.reason == "lost"]
@@ -202,8 +202,8 @@ def points(strategy: str, target: float, run: RunDir, scores: Sequence[float]) -
             "usd": emulated * ledger.usd(),
             "preemptions": sum(began_s <= (life.left_s or 0.0) <= until_s for life in losses),
             "spot_utilisation": spot_utilisation(spans, lives, window),
-            "steps_resumed": sum(row["measured"]["steps_resumed"] for row in done),
-            "seeds_scored": sum(row["metrics"]["seeds_scored"] for row in done),
+            "steps_resumed": sum(row.measured["steps_resumed"] for row in done),
+            "seeds_scored": sum(row.metrics["seeds_scored"] for row in done),
             "pace": emulated,
             "late": late(settings, [span for span in spans if span.stop_s <= until_s]),
             "worker_seconds": {

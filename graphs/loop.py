@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from math import inf
 from typing import Any, Protocol
 
@@ -38,7 +39,7 @@ from spotlight.plan.offload import (
 )
 from spotlight.records import Prompt, Published, Scored, Selection, WeightsRef
 from spotlight.rl.prompts import choose_prompts, read_prompts
-from spotlight.store.rundir import HISTORY, VALIDATION, RunDir
+from spotlight.store.rundir import HISTORY, VALIDATION, HistoryRow, RunDir, ValidationRow
 from spotlight.store.weights import published, retain
 
 
@@ -84,8 +85,9 @@ class Loop:
         config = self._config
         self._watch.begin("prepare", 0)
         context: RunContext = self._compute(prepare_graph(str(self._run.path)))["context"]
-        weights = self._weights(len(self._run.rows(HISTORY)), context)
-        for k in range(len(self._run.rows(HISTORY)), config.run.iterations):
+        done = len(self._run.history())
+        weights = self._weights(done, context)
+        for k in range(done, config.run.iterations):
             if k % config.run.validate_every == 0:
                 self._validate(context, weights)
             weights = self._iterate(context, k, weights)
@@ -119,25 +121,26 @@ class Loop:
         beliefs = _learn(run.beliefs(k), selection, training)
         run.record_beliefs(k + 1, beliefs)
         stopped_s = time.time()
-        row: dict[str, Any] = {
-            "iteration": k,
-            "weights_version": after.weights.version,
-            "weights_sha256": after.weights.sha256,
-            "metrics": {**_metrics(selection, training, after), "fidelity": beliefs.fidelity},
-            "measured": {
-                "started_s": started_s,
-                "stopped_s": stopped_s,
-                "steps_resumed": training.steps_resumed,
-                **self._watch.measure(started_s, stopped_s),
-                **self._balance(k, begun_s, window_s),
-            },
+        measured = {
+            "started_s": started_s,
+            "stopped_s": stopped_s,
+            "steps_resumed": training.steps_resumed,
+            **self._watch.measure(started_s, stopped_s),
+            **self._balance(k, begun_s, window_s),
         }
         if candidates:  # beside the training, for the planner; what was explored before it counts elsewhere
-            row["measured"] |= {
+            measured |= {
                 "beside_s": self._watch.measure(begun_s, stopped_s).get("explore_s", 0.0),
                 "beside_seeds": results["selection"].seeds_scored,
             }
-        run.append(HISTORY, row)
+        row = HistoryRow(
+            iteration=k,
+            weights_version=after.weights.version,
+            weights_sha256=after.weights.sha256,
+            metrics={**_metrics(selection, training, after), "fidelity": beliefs.fidelity},
+            measured=measured,
+        )
+        run.append(HISTORY, asdict(row))
         retain(run.path, {0, after.weights.version, weights.version, *self._validated_versions()})
         return after.weights
 
@@ -200,33 +203,30 @@ class Loop:
         results = self._compute(validation_graph(self._config, context, self._validation, weights))
         rewards = [reward for one in results["scores"] if isinstance(one, Scored) for reward in one.rewards]
         known = [reward for reward in rewards if reward is not None]
-        score = sum(known) / len(known)
-        self._run.append(
-            VALIDATION,
-            {
-                "version": weights.version,
-                "score": score,
-                "rewards": rewards,
-                "images": results["images"],
-                "at_s": time.time(),
-            },
+        row = ValidationRow(
+            version=weights.version,
+            score=sum(known) / len(known),
+            rewards=tuple(rewards),
+            images=results["images"],
+            at_s=time.time(),
         )
+        self._run.append(VALIDATION, asdict(row))
 
     def _affordable(self) -> int | None:
         """Candidates that can be explored while the next version is trained, going by the last iterations."""
-        config, history = self._config, self._run.rows(HISTORY)
+        config, history = self._config, self._run.history()
         if config.exploration.budget == "fixed" or not history:
             return None
-        measured = history[-1]["measured"]
+        measured = history[-1].measured
         scored = measured.get("beside_seeds", 0)
         return affordable(
-            spare_s=[row["measured"]["spare_s"] for row in history if "spare_s" in row["measured"]],
+            spare_s=[row.measured["spare_s"] for row in history if "spare_s" in row.measured],
             seed_s=measured.get("beside_s", 0.0) / scored if scored else 0.0,
             chunk=config.exploration.request_seeds,
         )
 
     def _validated_versions(self) -> set[int]:
-        return {row["version"] for row in self._run.rows(VALIDATION)}
+        return {row.version for row in self._run.validation()}
 
 
 def _learn(beliefs: Beliefs, selection: Selection, training: TrainingSet) -> Beliefs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from spotlight.run import Run, Status
-from spotlight.store.rundir import SUMMARY
+from spotlight.store.rundir import RunDir
 
 REFRESH_S = 0.5
 
@@ -144,15 +143,16 @@ def _percent(value: float | None) -> str:
 
 def _summary(run_dir: Path) -> Table:
     """The end of a run in a few lines."""
-    facts = json.loads((run_dir / SUMMARY).read_text())
+    summary = RunDir(run_dir).summary()
+    assert summary
     table = Table(title="Spotlight", show_header=False)
-    gain = facts["score_after"] - facts["score_before"]
-    table.add_row("validation score", f"{facts['score_before']:.3f} -> {facts['score_after']:.3f}  ({gain:+.3f})")
-    table.add_row("iterations", str(facts["iterations"]))
-    table.add_row("wall time", f"{facts['wall_s']:.1f} s (first image after {_number(facts['first_image_s'])} s)")
+    gain = summary.score_after - summary.score_before
+    table.add_row("validation score", f"{summary.score_before:.3f} -> {summary.score_after:.3f}  ({gain:+.3f})")
+    table.add_row("iterations", str(summary.iterations))
+    table.add_row("wall time", f"{summary.wall_s:.1f} s (first image after {_number(summary.first_image_s)} s)")
     table.add_row(
         "cost",
-        f"${facts['usd']:.4f}; the same work on reserved workers alone: at least ${facts['usd_reserved_only']:.4f}",
+        f"${summary.usd:.4f}; the same work on reserved workers alone: at least ${summary.usd_reserved_only:.4f}",
     )
-    table.add_row("preemptions survived", str(facts["preemptions"]))
+    table.add_row("preemptions survived", str(summary.preemptions))
     return table

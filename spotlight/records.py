@@ -163,6 +163,10 @@ class Kept:
     explored_rewards: tuple[float | None, ...]
     """What exploration scored them with stale weights; None where nothing was explored."""
 
+    def __post_init__(self) -> None:
+        if len(self.seeds) != len(self.explored_rewards):
+            raise ValueError(f"{len(self.seeds)} seeds and {len(self.explored_rewards)} explored rewards: give as many")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explored:

@@ -24,7 +24,7 @@ from spotlight.plan.availability import pool_switches
 from spotlight.records import SpotlightError, Stopped
 from spotlight.rl.prompts import check_quoted, choose_prompts, read_prompts
 from spotlight.store.accounts import Accounts, pool_prices
-from spotlight.store.rundir import DECISIONS, HISTORY, SUMMARY, VALIDATION, RunDir
+from spotlight.store.rundir import DECISIONS, HISTORY, SUMMARY, RunDir, Summary
 from spotlight.store.weights import published
 
 if TYPE_CHECKING:
@@ -184,16 +184,17 @@ class Run:
     def status(self) -> Status:
         run, now_s = self.directory, time.time()
         accounts = self._kept
-        history = run.rows(HISTORY)
-        measured = history[-1]["measured"] if history else {}
+        history = run.history()
+        measured = history[-1].measured if history else {}
+        worth_renting = measured.get("spot_worth_renting")
         ledger, usd_by_pool = accounts.ledger(now_s), accounts.usd_by_pool(now_s)
         return Status(
             state=self._state,
             phase=self._phase,
             iteration=len(history),
             iterations=self.config.run.iterations,
-            reward=history[-1]["metrics"]["reward_mean"] if history else None,
-            scores={row["version"]: row["score"] for row in run.rows(VALIDATION)},
+            reward=history[-1].metrics["reward_mean"] if history else None,
+            scores={row.version: row.score for row in run.validation()},
             spot_utilisation=accounts.spot_utilisation(now_s),
             usd=sum(usd_by_pool.values()),
             usd_by_pool=usd_by_pool,
@@ -208,7 +209,7 @@ class Run:
             running=accounts.running,
             window_s=measured.get("window_s"),
             train_wait_s=measured.get("train_wait_s"),
-            spot_worth_renting=measured.get("spot_worth_renting"),
+            spot_worth_renting=None if worth_renting is None else int(worth_renting),
             waiting_for=self._waiting_for,
             elapsed_s=now_s - self._began_s if self._began_s else 0.0,
             dashboard=self._dashboard,
@@ -254,7 +255,7 @@ class Run:
         run = self.directory
         signals.obey(Clear(run=run.path.name))
         self._rewind()
-        done = len(run.rows(HISTORY))
+        done = len(run.history())
         self._pools = Pools(self.config, run.path.name)
         try:
             self._dashboard = self._pools.dashboard
@@ -262,18 +263,19 @@ class Run:
             Loop(run, self._compute, self).go()
         finally:
             self._close()
-        if len(run.rows(HISTORY)) > done or not (run.path / SUMMARY).exists():
+        if len(run.history()) > done or not (run.path / SUMMARY).exists():
             self._summarise()
         self._phase = "report"
         self.report()
 
     def _rewind(self) -> None:
         """Take back the last iterations if their weights were deleted, being damaged: they are done again."""
-        done = history = self.directory.rows(HISTORY)
-        while done and not published(self.directory.path, done[-1]["weights_version"]):
+        run = self.directory
+        done = history = run.history()
+        while done and not published(run.path, done[-1].weights_version):
             done = done[:-1]
         if done != history:
-            self.directory.rewrite(HISTORY, done)
+            run.rewrite(HISTORY, run.rows(HISTORY)[: len(done)])
 
     def _close(self) -> None:
         assert self._pools
@@ -335,21 +337,19 @@ class Run:
 
     def _summarise(self) -> None:
         run, accounts = self.directory, self._kept
-        history, validation = run.rows(HISTORY), run.rows(VALIDATION)
-        ledger = accounts.ledger(time.time())
-        run.write_json(
-            SUMMARY,
-            {
-                "score_before": validation[0]["score"],
-                "score_after": validation[-1]["score"],
-                "iterations": len(history),
-                "wall_s": time.time() - self._began_s,
-                "usd": ledger.usd(),
-                "usd_wasted": ledger.usd_wasted,
-                "usd_reserved_only": ledger.usd_reserved_only,
-                "preemptions": accounts.preemptions(),
-                "first_image_s": accounts.first_image_s(self._began_s),
-            },
+        validation, ledger = run.validation(), accounts.ledger(time.time())
+        run.write_summary(
+            Summary(
+                score_before=validation[0].score,
+                score_after=validation[-1].score,
+                iterations=len(run.history()),
+                wall_s=time.time() - self._began_s,
+                usd=ledger.usd(),
+                usd_wasted=ledger.usd_wasted,
+                usd_reserved_only=ledger.usd_reserved_only,
+                preemptions=accounts.preemptions(),
+                first_image_s=accounts.first_image_s(self._began_s),
+            )
         )
 
 

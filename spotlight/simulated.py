@@ -26,6 +26,7 @@ from spotlight.market.traces import Switches
 from spotlight.plan.bandit import Arm, Beliefs, affordable, allocate, equal_shares, learn
 from spotlight.plan.batching import parts, request_seeds
 from spotlight.plan.offload import (
+    FIRST_WINDOW_S,
     Measured,
     Offload,
     Sides,
@@ -160,7 +161,7 @@ class Run:
         """What each round tries: ``(prompt index, first candidate, number)``."""
         self.score = scenario.learning.start
         self.target_s: float | None = None
-        self.beliefs, self.offload = Beliefs(), Offload()
+        self.beliefs, self.offload = Beliefs(), Offload(window_s=FIRST_WINDOW_S)
         self.difficulty_D = learning.difficulties(self.job.dataset, seed=scenario.seed)
         self.layers: tuple[Layer, ...] = ()
         self.left: dict[str, int] = {}

@@ -26,7 +26,6 @@ from graphs.iteration import Graph, Layers, prepare_graph, rollout_requests, une
 from graphs.tasks import RunContext
 from runs import WAIT_S, settings_file, wait_for
 from spotlight import config as configuration
-from spotlight.market.ledger import span_from_json
 from spotlight.records import Request, Rollout, Span
 from spotlight.rl.prompts import read_prompts
 from spotlight.store.latents import LatentStore
@@ -104,7 +103,7 @@ class Live:
     def _follow(self) -> None:
         drained = self.pools.drain()
         self.events += drained["events"]
-        self._spans += [span_from_json(row) for row in drained["spans"]]
+        self._spans += [Span(**row) for row in drained["spans"]]
 
     def store(self) -> LatentStore:
         return LatentStore(self.run.latents_url)

@@ -86,8 +86,10 @@ def test_history_says_what_the_dollars_bought(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     run.append(WORKERS, life("reserved-0", 0, 2 * H, "end"))
     rows = [(0, 24), (1, 30), (1, 40)]  # the second iteration was taken back and run again
-    run.append(HISTORY, *({"iteration": k, "metrics": {"samples": samples}} for k, samples in rows))
-    run.append(VALIDATION, {"score": 0.5}, {"score": 0.75})
+    done = {"weights_version": 1, "weights_sha256": "ab", "measured": {}}
+    run.append(HISTORY, *({"iteration": k, "metrics": {"samples": samples}, **done} for k, samples in rows))
+    validated = {"version": 0, "rewards": [], "images": "", "at_s": START_S}
+    run.append(VALIDATION, *({"score": score, **validated} for score in (0.5, 0.75)))
 
     ledger = books(run).ledger(START_S + 2 * H)
 
@@ -138,5 +140,5 @@ def test_a_record_without_a_field_is_an_error_that_names_both(tmp_path: Path, jo
     run = open_run(tmp_path)
     (run.path / journal).write_text(json.dumps({"worker": "spot-0"}) + "\n")
 
-    with pytest.raises(SpotlightError, match=rf"{journal}: a line has no field 'pool'"):
+    with pytest.raises(SpotlightError, match=rf"{journal}:1: no field 'pool'"):
         books(run)

@@ -51,8 +51,8 @@ def test_a_node_that_is_not_full_counts_as_one() -> None:
 def test_a_trace_passes_faster_from_where_the_run_begins() -> None:
     first, second, *_ = pool_switches(pool(speedup=10, trace_offset_h=75 / 3600), RECORDED, seed=0, duration_s=DAY_S)
 
-    assert first == ((0.0, True), (pytest.approx(4.5), False))
-    assert second == ((pytest.approx(1.5), True),)
+    assert [(round(time_s, 6), up) for time_s, up in first] == [(0.0, True), (4.5, False)]
+    assert [(round(time_s, 6), up) for time_s, up in second] == [(1.5, True)]
 
 
 def test_a_trace_that_is_over_before_the_run_begins_is_refused() -> None:

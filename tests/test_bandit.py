@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import combinations
 from statistics import pvariance
 from typing import Any
@@ -381,14 +380,6 @@ def test_an_allocation_out_of_range_is_refused(wrong: dict[str, Any], said: str)
 
 def test_nothing_is_allocated_without_slots_candidates_or_prompts() -> None:
     assert bandit([]) == bandit([Arm(prompt=0)], slots=0) == bandit([Arm(prompt=0)], candidates=0) == []
-
-
-def test_beliefs_survive_json() -> None:
-    beliefs = learn(Beliefs(), 3, {1: VARIED, 2: ALL_ONE}, {1: [(0.0, 0.1), (1.0, 0.9)]})
-
-    back = Beliefs.of(json.loads(json.dumps(asdict(beliefs))))
-
-    assert back == beliefs
 
 
 def test_the_part_of_the_beliefs_about_some_prompts_decides_for_them_as_the_whole_does() -> None:

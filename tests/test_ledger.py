@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,12 +12,10 @@ from spotlight.market.ledger import (
     absolute,
     busy_intervals,
     ledger,
-    life_from_json,
     pool_seconds,
     pool_usd,
     segments,
     shared,
-    span_from_json,
     spot_utilisation,
 )
 from spotlight.records import Span, WorkerLife
@@ -310,18 +305,3 @@ def test_points_that_were_not_gained_have_no_price(scores: list[float]) -> None:
     found = ledger([], [life("reserved-0", 0, H)], PRICES, scores=scores)
 
     assert (found.usd_per_point, found.usd_per_iteration, found.usd_per_sample) == (None, None, None)
-
-
-def test_records_survive_json_and_ignore_fields_they_do_not_know() -> None:
-    one, other = span("spot-0", 1.5, 2.5, uncommitted_s=0.5), life("spot-0", 1.0, None)
-
-    sent = [json.loads(json.dumps(asdict(record) | {"node": "n0"})) for record in (one, other)]
-
-    assert (span_from_json(sent[0]), life_from_json(sent[1])) == (one, other)
-
-
-def test_spans_from_before_a_field_was_added_are_read() -> None:
-    line = asdict(span("spot-0", 1.5, 2.5))
-    del line["uncommitted_s"], line["redone_s"]
-
-    assert span_from_json(line) == span("spot-0", 1.5, 2.5)

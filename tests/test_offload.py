@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from spotlight.plan.batching import parts, request_seeds
 from spotlight.plan.offload import (
+    FIRST_WINDOW_S,
     FLOOR_S,
     Measured,
     Offload,
@@ -197,7 +198,7 @@ def test_without_spot_gpus_the_reserved_ones_roll_out_to_the_end_and_nothing_is_
 
 def test_the_feedback_settles_where_both_sides_wait_equally() -> None:
     work, train, reserved, spot = 1000.0, 150.0, 4, 8  # GPU-seconds, seconds, GPUs
-    state = Offload()
+    state = Offload(window_s=FIRST_WINDOW_S)
 
     for _ in range(200):
         remote_s = max(state.window_s, (work - reserved * state.window_s) / spot)
@@ -214,7 +215,7 @@ def test_a_feedback_that_could_not_settle_is_refused(wrong: dict[str, float]) ->
     measured = Measured(train_wait_s=0.0, remote_wait_s=0.0, spot=1)
 
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        adapt(Offload(), measured, **wrong)
+        adapt(Offload(window_s=60.0), measured, **wrong)
 
 
 def test_as_many_spot_gpus_pay_as_training_leaves_time_for() -> None:

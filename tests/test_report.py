@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from factories import make_request
 from spotlight import config
 from spotlight.__main__ import main
 from spotlight.device.learning_model import MODEL
-from spotlight.records import SpotlightError
+from spotlight.records import Prompt, Quarantined, SpotlightError
 from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, write_report
 from spotlight.report.facts import read
 from spotlight.report.money import WASTE, bought, rows
@@ -76,7 +78,7 @@ def write_run(
     ]
     write_jsonl(run_dir / "validation.jsonl", validation)
     summary = {"score_before": 0.52, "score_after": 0.81, "iterations": iterations, "wall_s": stop_s - START_S}
-    summary |= {"usd": 0.62, "usd_reserved_only": 1.19, "preemptions": 1, "first_image_s": 7.25}
+    summary |= {"usd": 0.62, "usd_wasted": 0.01, "usd_reserved_only": 1.19, "preemptions": 1, "first_image_s": 7.25}
     (run_dir / "summary.json").write_text(json.dumps(summary))
     return run_dir
 
@@ -90,7 +92,7 @@ def _history_line(k: int, iterations: int) -> dict[str, Any]:
     metrics = {
         "reward_mean": 0.5 + 0.3 * learned + 0.02 * np.sin(9.0 * k),
         "reward_std": 0.22 - 0.08 * learned,
-        "explored_reward_mean": 0.44 + 0.3 * learned + 0.02 * np.cos(7.0 * k) if k else None,
+        **({"explored_reward_mean": 0.44 + 0.3 * learned + 0.02 * np.cos(7.0 * k)} if k else {}),
         "zero_std_ratio": 0.05 + 0.2 * learned,
         "rank_correlation": 0.8 - 0.1 * learned + 0.03 * np.sin(5.0 * k),
         "seeds_scored": 250 - k,
@@ -313,24 +315,21 @@ def test_the_cost_of_a_run_that_has_not_ended_says_so(tmp_path: Path, capsys: py
 
 def test_what_was_set_aside_is_listed_with_its_prompt_and_seeds(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
-    request = {"prompt": {"id": 3, "text": "a <b>sign</b>"}, "seeds": [11, 12], "iteration": 4}
-    write_jsonl(run_dir / "quarantined.jsonl", [{"request": request, "preemptions": 5}])
+    request = make_request(prompt=Prompt(id=3, text="a <b>sign</b>"), seeds=(11, 12), iteration=4)
+    write_jsonl(run_dir / "quarantined.jsonl", [asdict(Quarantined(request=request, preemptions=5))])
 
     page = write_report(run_dir).read_text()
 
     assert "<tr><th>a &lt;b&gt;sign&lt;/b&gt;</th><td>4</td><td>11, 12</td><td>5</td></tr>" in page
 
 
-def test_what_was_set_aside_cannot_become_markup(tmp_path: Path) -> None:
+def test_markup_in_the_place_of_a_number_is_refused(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
-    evil = "<script>alert(1)</script>"
-    request = {"prompt": {"id": 3, "text": evil}, "seeds": [evil], "iteration": evil}
-    write_jsonl(run_dir / "quarantined.jsonl", [{"request": request, "preemptions": evil}])
+    aside = asdict(Quarantined(request=make_request(), preemptions=5))
+    write_jsonl(run_dir / "quarantined.jsonl", [aside | {"preemptions": "<script>"}])
 
-    page = page_of(run_dir)
-
-    assert "<script>alert" not in page
-    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;") == 4
+    with pytest.raises(SpotlightError, match=r"quarantined\.jsonl:1: preemptions"):
+        write_report(run_dir)
 
 
 @pytest.mark.parametrize("learning", ["modelled", "real"])
@@ -407,7 +406,7 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", until="config.toml")
-    (run_dir / "history.jsonl").write_bytes('{"iteration": 0}\n{"iteration": 1, "é'.encode()[:-1])
+    (run_dir / "history.jsonl").write_bytes(f'{json.dumps(_history_line(0, 2))}\n{{"iteration": 1, "é'.encode()[:-1])
 
     history = history_frame(run_dir)
 
@@ -416,7 +415,8 @@ def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
 
 def test_damage_before_the_last_line_is_an_error_that_names_the_line(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", until="config.toml")
-    (run_dir / "history.jsonl").write_text('{"iteration": 0}\n{"iterat\n{"iteration": 2}\n')
+    first, last = (json.dumps(_history_line(k, 3)) for k in (0, 2))
+    (run_dir / "history.jsonl").write_text(f'{first}\n{{"iterat\n{last}\n')
 
     with pytest.raises(SpotlightError, match=r"history\.jsonl:2: not JSON.*restore the file or delete the line"):
         write_report(run_dir)
@@ -426,7 +426,7 @@ def test_a_record_without_a_field_is_an_error_that_names_both(tmp_path: Path) ->
     run_dir = write_run(tmp_path / "run")
     write_jsonl(run_dir / "spans.jsonl", [{"worker": "spot-0"}])
 
-    with pytest.raises(SpotlightError, match=r"spans\.jsonl: a line has no field 'pool'"):
+    with pytest.raises(SpotlightError, match=r"spans\.jsonl:1: no field 'pool'"):
         write_report(run_dir)
 
 
@@ -440,7 +440,8 @@ def test_history_is_flat_and_indexed_by_iteration(tmp_path: Path) -> None:
 
 def test_an_iteration_that_was_run_again_counts_once(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", until="config.toml")
-    lines = [{"iteration": k, "metrics": {"loss": loss}} for k, loss in ((0, 1.0), (1, 2.0), (1, 3.0))]
+    runs = ((0, 1.0), (1, 2.0), (1, 3.0))
+    lines = [_history_line(k, 2) | {"metrics": {"loss": loss}} for k, loss in runs]
     write_jsonl(run_dir / "history.jsonl", lines)
 
     assert list(history_frame(run_dir)["loss"]) == [1.0, 3.0]

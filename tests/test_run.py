@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,11 @@ from graphs.loop import Loop, synchronous
 from kills import KillWorkers, client_of
 from runs import ROOT, NoWatch, outcome, settings_file, spotlight, start, wait_for
 from spotlight import config
-from spotlight.market.ledger import life_from_json
-from spotlight.plan.replay import differing
+from spotlight.plan.replay import Allocation, differing
 from spotlight.records import Stopped
 from spotlight.run import Run
-from spotlight.store.rundir import DECISIONS, EVENTS, HISTORY, SPANS, VALIDATION, WORKERS, RunDir
+from spotlight.store.accounts import read_lives
+from spotlight.store.rundir import DECISIONS, EVENTS, HISTORY, SPANS, VALIDATION, RunDir
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def test_a_run_leaves_what_a_person_looks_for(undisturbed: Path) -> None:
 
 
 def test_the_ledger_of_a_run_adds_up_to_the_time_of_its_workers(undisturbed: Path) -> None:
-    lives = [life_from_json(row) for row in RunDir.open(undisturbed).rows(WORKERS)]
+    lives = read_lives(RunDir.open(undisturbed))
 
     status, printed = Run.resume(undisturbed).status, spotlight("cost", undisturbed, "--json")
 
@@ -56,23 +57,24 @@ def test_the_ledger_of_a_run_adds_up_to_the_time_of_its_workers(undisturbed: Pat
 
 
 def test_every_decision_of_a_run_is_made_again_from_its_log(undisturbed: Path) -> None:
-    rows = RunDir.open(undisturbed).rows(DECISIONS)
+    run = RunDir.open(undisturbed)
 
-    assert {row["decision"] for row in rows} == {"plan", "allocate", "turn"}
-    assert list(differing(rows)) == []
+    assert {row["decision"] for row in run.rows(DECISIONS)} == {"plan", "allocate", "turn"}
+    assert list(differing(run.decisions())) == []
 
 
 def test_a_logged_decision_that_was_another_is_found(undisturbed: Path) -> None:
-    rows = RunDir.open(undisturbed).rows(DECISIONS)
-    plan = next(row for row in rows if row["decision"] == "plan" and row["launches"])
-    allocation = next(row for row in rows if row["decision"] == "allocate")
-    turn = next(row for row in rows if row["decision"] == "turn")
+    found = RunDir.open(undisturbed).decisions()
+    others = [row for row in found if not isinstance(row, Allocation)]
+    plan = next(row for row in others if row["decision"] == "plan" and row["launches"])
+    turn = next(row for row in others if row["decision"] == "turn")
+    at, allocation = next((at, row) for at, row in enumerate(found) if isinstance(row, Allocation))
 
     plan["launches"] = plan["launches"][1:]
-    allocation["chunks"] = allocation["chunks"][1:]
     turn["turn"]["train"] = not turn["turn"]["train"]
+    found[at] = other = replace(allocation, chunks=allocation.chunks[1:])
 
-    assert list(differing(rows)) == [row for row in rows if row in (plan, allocation, turn)]
+    assert list(differing(found)) == [row for row in found if row in (plan, other, turn)]
 
 
 def test_the_synchronous_scheduler_gets_the_same(undisturbed: Path, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_damaged_staging_is_not_published(tmp_path: Path, name: str, harm: Cal
     if name == "manifest.json" and harm is truncate:
         harm(tmp_path / "weights" / ".staged-v00001" / name)  # the last byte is only a line break
 
-    with pytest.raises(SpotlightError, match=rf"{name}: expected .*, found .*delete .*\.staged-v00001"):
+    with pytest.raises(SpotlightError, match=rf"{name}: (expected .*, found|not JSON) .*delete .*\.staged-v00001"):
         weights.publish(tmp_path, 1)
 
     assert weights.published(tmp_path, 1) is None
@@ -182,9 +182,7 @@ def test_a_manifest_that_is_no_manifest_is_refused(tmp_path: Path) -> None:
     publish(tmp_path, 1)
     (tmp_path / "weights" / "v00001" / "manifest.json").write_text(json.dumps({"version": 1}))
 
-    with pytest.raises(
-        SpotlightError, match=r"manifest\.json: expected version, files and metrics, found \['version'\]"
-    ):
+    with pytest.raises(SpotlightError, match=r"manifest\.json: no field 'files'; it has \['version'\]; no .*; delete"):
         weights.latest(tmp_path)
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from spotlight.records import Interval, Span, WorkerLife, base_phase
 
@@ -22,17 +22,6 @@ ALWAYS: Interval = (-inf, inf)
 Kind = Literal["useful", "idle", "start-up", "dropped", "lost", "redone"]
 """Of a worker's seconds: work that counts; nothing to do; joined, and no task yet; exploration that was called off;
 steps that went with their worker before they were committed; steps done a second time."""
-
-
-def span_from_json(value: Mapping[str, Any]) -> Span:
-    """A line of ``spans.jsonl``; fields that an account does not need are left out, newer ones may be absent."""
-    names = [field.name for field in fields(Span) if field.name in value or field.default is MISSING]
-    return Span(**{name: value[name] for name in names})
-
-
-def life_from_json(value: Mapping[str, Any]) -> WorkerLife:
-    """A line of ``workers.jsonl``; fields that an account does not need are left out."""
-    return WorkerLife(**{name: value[name] for name in WorkerLife.__dataclass_fields__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

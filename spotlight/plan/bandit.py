@@ -18,7 +18,6 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -121,6 +120,11 @@ FIDELITY_PAIRS = 32.0
 """Pairs that what was believed of the fidelity is worth beside new ones."""
 
 
+def _check_length(name: str, values: Sequence[float], length: int) -> None:
+    if len(values) != length:
+        raise ValueError(f"{name} has {len(values)} values: give {length}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """What a prompt's rewards were."""
@@ -132,10 +136,13 @@ class Seen:
     counts: tuple[float, ...]
     """Rewards at each node of the grid, the older the fainter."""
 
+    def __post_init__(self) -> None:
+        _check_length("counts", self.counts, len(GRID_N))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beliefs:
-    """All that exploration remembers from one iteration to the next. JSON holds it: see `Beliefs.of`."""
+    """All that exploration remembers from one iteration to the next."""
 
     iteration: int = 0
     """The last one learnt from."""
@@ -147,11 +154,10 @@ class Beliefs:
     fidelity: float = FIDELITY_START
     """How much of a difference between two explored rewards is there again after regeneration, 0 to 1."""
 
-    @classmethod
-    def of(cls, value: Mapping[str, Any]) -> Beliefs:
-        """The inverse of ``dataclasses.asdict``, also after a way through JSON."""
-        seen = tuple(Seen(**{**one, "counts": tuple(one["counts"])}) for one in value["prompts"])
-        return cls(**{**value, "kinds": tuple(value["kinds"]), "nodes": tuple(value["nodes"]), "prompts": seen})
+    def __post_init__(self) -> None:
+        if self.kinds or self.nodes:
+            _check_length("kinds", self.kinds, len(_KINDS_KN))
+            _check_length("nodes", self.nodes, len(GRID_N))
 
     def about(self, prompts: Sequence[int]) -> Beliefs:
         """The part that matters for some prompts: small enough to travel in a task."""

@@ -45,7 +45,7 @@ class Measured:
 class Offload:
     """The reserved rollout window, and the windows that were right for other numbers of spot GPUs."""
 
-    window_s: float = FIRST_WINDOW_S
+    window_s: float
     """T_seed: how long reserved GPUs roll out before they train."""
     memory: Mapping[int, float] = field(default_factory=dict)
     """M: spot GPUs -> window at the end of the last iteration that had so many throughout."""

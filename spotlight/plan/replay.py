@@ -7,7 +7,7 @@ which of the waiting requests changed since the row before, so a long queue is n
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
@@ -15,6 +15,17 @@ from spotlight.plan import bandit, offload, placement
 from spotlight.plan.bandit import Arm, Beliefs
 from spotlight.plan.offload import Sides, Turn
 from spotlight.plan.placement import Idle, Launch, Running, View, Waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """A row for one round of the bandit: what was given, and what came of it."""
+
+    arms: tuple[Arm, ...]
+    beliefs: Beliefs
+    given: Mapping[str, int]
+    """The other arguments of `bandit.allocate`, by name."""
+    chunks: tuple[tuple[int, int, int], ...]
 
 
 class PlacementLog:
@@ -40,16 +51,11 @@ class PlacementLog:
 
 
 def allocation_row(
-    arms: Sequence[Arm], beliefs: Beliefs, chunks: Sequence[Sequence[int]], **given: Any
+    arms: Sequence[Arm], beliefs: Beliefs, chunks: Sequence[tuple[int, int, int]], **given: int
 ) -> dict[str, Any]:
     """A row for one round of the bandit; ``given`` are the other arguments of `bandit.allocate`."""
-    return {
-        "decision": "allocate",
-        "arms": [asdict(arm) for arm in arms],
-        "beliefs": asdict(beliefs),
-        "given": given,
-        "chunks": [list(chunk) for chunk in chunks],
-    }
+    row = Allocation(arms=tuple(arms), beliefs=beliefs, given=given, chunks=tuple(chunks))
+    return {"decision": "allocate", **asdict(row)}
 
 
 def turn_row(sides: Sides, turned: Turn) -> dict[str, Any]:
@@ -58,12 +64,12 @@ def turn_row(sides: Sides, turned: Turn) -> dict[str, Any]:
     return {"decision": "turn", "sides": asdict(sides) | {"window_s": window_s}, "turn": asdict(turned)}
 
 
-def differing(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+def differing(rows: Iterable[Allocation | Mapping[str, Any]]) -> Iterator[Allocation | Mapping[str, Any]]:
     """The rows whose decision would be another if it were made now, from the same input."""
     known: dict[str, Waiting] = {}
     for row in rows:
-        if row["decision"] == "allocate":
-            if _allocate(row) != [tuple(chunk) for chunk in row["chunks"]]:
+        if isinstance(row, Allocation):
+            if bandit.allocate(row.arms, row.beliefs, **row.given) != list(row.chunks):
                 yield row
             continue
         if row["decision"] == "turn":
@@ -81,11 +87,6 @@ def differing(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         launches = [Launch(**_tuples(one)) for one in row["launches"]]
         if placement.plan(view) != launches or (row["widened"] and placement.widen(view) != row["widened"]):
             yield row
-
-
-def _allocate(row: Mapping[str, Any]) -> list[tuple[int, int, int]]:
-    arms = [Arm(**_tuples(arm)) for arm in row["arms"]]
-    return bandit.allocate(arms, Beliefs.of(row["beliefs"]), **row["given"])
 
 
 def _turn(row: Mapping[str, Any]) -> Turn:

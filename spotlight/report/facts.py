@@ -6,12 +6,9 @@ or a damaged file, is an error. All times are seconds since the first moment tha
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -20,10 +17,10 @@ from numpy.typing import NDArray
 
 from spotlight.config import Config
 from spotlight.market.ledger import Ledger, Price, absolute, pool_usd, segments
-from spotlight.records import Interval, Span, SpotlightError, WorkerLife
+from spotlight.records import Interval, Quarantined, Span, WorkerLife
 from spotlight.report.palette import PHASE_COLOURS, base_phase
 from spotlight.store.accounts import emulated, pool_prices, read_lives, read_spans, run_ledger
-from spotlight.store.rundir import HISTORY, QUARANTINED, SUMMARY, VALIDATION, RunDir
+from spotlight.store.rundir import QUARANTINED, RunDir, Summary, ValidationRow
 
 Lane = tuple[str, str]
 """``(pool, worker)``: a row of a timeline."""
@@ -41,9 +38,13 @@ def history_frame(run_dir: Path) -> pd.DataFrame:
         SpotlightError: the directory is not a run, or its history is damaged.
     """
     rows = {}
-    for row in RunDir.open(run_dir).rows(HISTORY):
-        numbers = row.pop("metrics", {}) | row.pop("measured", {})
-        rows[row["iteration"]] = row | numbers
+    for row in RunDir.open(run_dir).history():
+        what = {
+            "iteration": row.iteration,
+            "weights_version": row.weights_version,
+            "weights_sha256": row.weights_sha256,
+        }
+        rows[row.iteration] = {**what, **row.metrics, **row.measured}
     frame = pd.DataFrame.from_records([rows[iteration] for iteration in sorted(rows)])
     return frame.set_index("iteration") if rows else pd.DataFrame(index=pd.Index([], name="iteration"))
 
@@ -55,17 +56,17 @@ class Facts:
     dir: Path
     settings: Config
     history: pd.DataFrame
-    validation: list[dict[str, Any]]
+    validation: list[ValidationRow]
     spans: list[Span]
     workers: list[WorkerLife]
-    summary: dict[str, Any]
+    summary: Summary | None
     prices: dict[str, Price]
     """What a worker costs, by pool."""
     ledger: Ledger
     whole: Interval
     """From 0 to the last moment that anything is known of."""
     missing: list[str]
-    set_aside: list[dict[str, Any]]
+    set_aside: list[Quarantined]
     """Requests that nobody ran any more, with how many workers each had lost."""
     simulated: str
     """How a simulated run learns, "modelled" or "real"; empty for a live one."""
@@ -136,7 +137,7 @@ class Facts:
         values = pd.to_numeric(self.history[name], errors="coerce").dropna()
         return values if len(values) else None
 
-    def images(self, line: Mapping[str, Any]) -> tuple[NDArray[np.uint8], list[str]] | None:
+    def images(self, line: ValidationRow) -> tuple[NDArray[np.uint8], list[str]] | None:
         """Images (B, height, width, 3) and prompts of one validation; None where the file cannot be read.
 
         Those of a modelled device show nothing.
@@ -144,7 +145,7 @@ class Facts:
         if self.simulated == "modelled":
             return None
         try:
-            with np.load(self.dir / line["images"]) as file:
+            with np.load(self.dir / line.images) as file:
                 return file["images"], [str(text) for text in file["texts"]]
         except (OSError, KeyError, ValueError, BadZipFile):
             return None
@@ -157,9 +158,9 @@ def read(run_dir: Path) -> Facts:
         SpotlightError: the directory is not a run, or one of its files is damaged.
     """
     run = RunDir.open(run_dir)
-    history, validation = history_frame(run_dir), run.rows(VALIDATION)
+    history, validation = history_frame(run_dir), run.validation()
     spans, workers = read_spans(run), read_lives(run)
-    summary = _summary(run.path / SUMMARY)
+    summary = run.summary()
     absent = {
         "history.jsonl: no iteration has finished, so there is no reward curve": not len(history),
         "validation.jsonl: nothing was validated, so there is no score and no image": not validation,
@@ -171,7 +172,7 @@ def read(run_dir: Path) -> Facts:
     moments_s = [
         *(moment for span in spans for moment in (span.start_s, span.stop_s)),
         *(moment for life in workers for moment in (life.joined_s, life.left_s) if moment is not None),
-        *(line["at_s"] for line in validation),
+        *(line.at_s for line in validation),
     ]
     zero_s = min(moments_s, default=0.0)
     settings, whole = run.config(), (0.0, max(moments_s, default=0.0) - zero_s)
@@ -190,16 +191,9 @@ def read(run_dir: Path) -> Facts:
         workers=workers,
         summary=summary,
         prices=prices,
-        ledger=run_ledger(settings, spans, workers, prices, whole, run.rows(HISTORY), validation),
+        ledger=run_ledger(settings, spans, workers, prices, whole, run.history(), validation),
         whole=whole,
         missing=[text for text, is_absent in absent.items() if is_absent],
-        set_aside=run.rows(QUARANTINED),
+        set_aside=run.records(QUARANTINED, Quarantined),
         simulated=run.simulated,
     )
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_bytes())) if path.exists() else {}
-    except ValueError as error:
-        raise SpotlightError(f"{path}: not JSON ({error}); delete it, the report does without") from None

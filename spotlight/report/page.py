@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import html
+from dataclasses import asdict
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -172,7 +173,7 @@ def _price(pool: PoolSection) -> str:
 
 def _cards(facts: Facts) -> str:
     """The headline numbers, from the summary where there is one, else worked out from the records."""
-    scores = [line["score"] for line in facts.validation]
+    scores = [line.score for line in facts.validation]
     ledger = facts.ledger
     known: dict[str, Any] = {
         "score_before": scores[0] if scores else None,
@@ -183,7 +184,7 @@ def _cards(facts: Facts) -> str:
         "usd_reserved_only": ledger.usd_reserved_only if facts.spans else None,
         "preemptions": len(facts.departures()),
         "first_image_s": None,
-    } | facts.summary
+    } | (asdict(facts.summary) if facts.summary else {})
     before, after, usd, alone = (known[name] for name in ("score_before", "score_after", "usd", "usd_reserved_only"))
     unknown = before is None or after is None
     share = spot_utilisation(facts.spans, facts.workers, facts.whole)
@@ -237,10 +238,8 @@ def _diagnostics(facts: Facts) -> str:
 def _set_aside(facts: Facts) -> str:
     """A row per request that nobody ran any more."""
     rows = "".join(
-        f"<tr><th>{html.escape(str(one['request']['prompt']['text']))}</th>"
-        f"<td>{html.escape(str(one['request']['iteration']))}</td>"
-        f"<td>{html.escape(', '.join(map(str, one['request']['seeds'])))}</td>"
-        f"<td>{html.escape(str(one['preemptions']))}</td></tr>"
+        f"<tr><th>{html.escape(one.request.prompt.text)}</th><td>{one.request.iteration}</td>"
+        f"<td>{', '.join(map(str, one.request.seeds))}</td><td>{one.preemptions}</td></tr>"
         for one in facts.set_aside
     )
     head = "<tr><td>prompt</td><td>iteration</td><td>seeds</td><td>preemptions</td></tr>"

@@ -86,7 +86,7 @@ def _reward(facts: Facts) -> Figure | None:
         dashed: Any = {"color": PHASE_COLOURS["explore"], "lw": 1.8, "ls": (0, (4, 2))}
         ax.plot(explored.index, explored, **dashed, label="explored seeds")
     if facts.validation:
-        scores = [(line["version"], line["score"]) for line in facts.validation]
+        scores = [(line.version, line.score) for line in facts.validation]
         ax.plot(*zip(*scores, strict=True), "D-", color=INK, lw=1, ms=6, label="validation (held-out prompts)")
         for at in {scores[0], scores[-1]}:
             ax.annotate(f"{at[1]:.2f}", at, (0, 9), textcoords="offset points", ha="center", weight="bold")
@@ -172,11 +172,11 @@ def _grid(facts: Facts) -> Figure | None:
             place = (left_in / width_in, bottom_in / height_in, (cell_in - 0.1) / width_in, image_in / height_in)
             ax = picture.add_axes(place)
             bottom_in -= reward_in
-            _draw_image(ax, images[row], line["rewards"][row], shown[0][0]["rewards"][row])
+            _draw_image(ax, images[row], line.rewards[row], shown[0][0].rewards[row])
             if turn == 0:
                 ax.set_title(_target(texts[row]), loc="center", fontsize=12, pad=4)
             if at % columns == 0:
-                label = f"version {line['version']}" if len(shown) == 1 else ("before", "after")[turn]
+                label = f"version {line.version}" if len(shown) == 1 else ("before", "after")[turn]
                 ax.text(-0.07, 0.5, label, transform=ax.transAxes, ha="right", va="center", color=FAINT)
     return picture
 

@@ -53,7 +53,7 @@ def reward_plot(facts: Facts) -> Plot:
     if explored is not None:
         _hoverable_line(plot, explored, PHASE_COLOURS["explore"], "explored seeds (stale weights)", dash="dashed")
     if facts.validation:
-        scores = pd.Series({line["version"]: line["score"] for line in facts.validation})
+        scores = pd.Series({line.version: line.score for line in facts.validation})
         _hoverable_line(plot, scores, INK, "validation", width=1, marker="diamond", size=13)
     _legend(plot)
     return plot

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from json import dumps
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 from spotlight.config import Config
 from spotlight.market.ledger import (
@@ -15,19 +15,15 @@ from spotlight.market.ledger import (
     Price,
     busy_intervals,
     ledger,
-    life_from_json,
     overlap_s,
     pool_usd,
     shared,
-    span_from_json,
     spot_utilisation,
 )
 from spotlight.market.prices import read_prices
 from spotlight.plan.offload import Balance, balance
-from spotlight.records import Interval, Span, SpotlightError, WorkerLife
-from spotlight.store.rundir import EVENTS, HISTORY, SPANS, VALIDATION, WORKERS, RunDir, atomic_write
-
-Record = TypeVar("Record")
+from spotlight.records import Interval, Span, WorkerLife
+from spotlight.store.rundir import EVENTS, SPANS, WORKERS, HistoryRow, RunDir, ValidationRow, atomic_write
 
 
 class Accounts:
@@ -51,10 +47,10 @@ class Accounts:
         self._events += drained["events"]
         if drained["events"]:
             self._run.append(EVENTS, *drained["events"])
-        self._spans += [span_from_json(row) for row in drained["spans"]]
+        self._spans += [Span(**row) for row in drained["spans"]]
         if drained["spans"]:
             self._run.append(SPANS, *drained["spans"])
-        lives = [life_from_json(row) for row in drained["workers"]]
+        lives = [WorkerLife(**row) for row in drained["workers"]]
         if lives != self._lives:
             self._lives = lives
             self._write_lives()
@@ -106,7 +102,7 @@ class Accounts:
         if self._ledger is None:
             run, window = self._run, (0.0, now_s)
             self._ledger = run_ledger(
-                self._config, self._spans, self._all(), self._prices, window, run.rows(HISTORY), run.rows(VALIDATION)
+                self._config, self._spans, self._all(), self._prices, window, run.history(), run.validation()
             )
         return self._ledger
 
@@ -139,7 +135,7 @@ def read_spans(run: RunDir) -> list[Span]:
     Raises:
         SpotlightError: a line is damaged.
     """
-    return _records(run, SPANS, span_from_json)
+    return run.records(SPANS, Span)
 
 
 def read_lives(run: RunDir) -> list[WorkerLife]:
@@ -148,16 +144,7 @@ def read_lives(run: RunDir) -> list[WorkerLife]:
     Raises:
         SpotlightError: a line is damaged.
     """
-    return _records(run, WORKERS, life_from_json)
-
-
-def _records(run: RunDir, journal: str, parse: Callable[[Mapping[str, Any]], Record]) -> list[Record]:
-    try:
-        return [parse(row) for row in run.rows(journal)]
-    except KeyError as error:
-        raise SpotlightError(
-            f"{run.path / journal}: a line has no field {error}; restore the file or delete the line"
-        ) from None
+    return run.records(WORKERS, WorkerLife)
 
 
 def pool_prices(config: Config) -> dict[str, Price]:
@@ -177,11 +164,11 @@ def run_ledger(
     workers: Sequence[WorkerLife],
     prices: Mapping[str, Price],
     window: Interval,
-    history: Sequence[Mapping[str, Any]],
-    validation: Sequence[Mapping[str, Any]],
+    history: Sequence[HistoryRow],
+    validation: Sequence[ValidationRow],
 ) -> Ledger:
     """The ledger of a run, with what its history says it bought; an iteration that was run again counts once."""
-    done = {row["iteration"]: row.get("metrics", {}) for row in history}
+    done = {row.iteration: row.metrics for row in history}
     return ledger(
         emulated(config, spans, workers),
         workers,
@@ -189,7 +176,7 @@ def run_ledger(
         window,
         iterations=len(done),
         samples=int(sum(metrics.get("samples", 0) for metrics in done.values())),
-        scores=[row["score"] for row in validation],
+        scores=[row.score for row in validation],
     )
 
 

@@ -1,7 +1,8 @@
 """What a run directory holds, and how it is written so that a kill at any moment loses nothing.
 
 A journal is a file of JSON lines, appended and synced; a torn last line was never finished and is cut
-off. Everything else appears whole, by renaming. One driver at a time holds the directory's lock.
+off. Everything else appears whole, by renaming. One driver at a time holds the directory's lock. What is read is
+checked: a damaged file is an error that says what to do.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from spotlight import config
 from spotlight.plan.bandit import Beliefs
 from spotlight.plan.offload import Offload
-from spotlight.records import Explored, Kept, Prompt, Selection, SpotlightError
+from spotlight.plan.replay import Allocation
+from spotlight.records import Selection, SpotlightError
+from spotlight.store.decoding import Record, from_json
 
 HISTORY = "history.jsonl"
 VALIDATION = "validation.jsonl"
@@ -34,10 +37,65 @@ QUARANTINED = "quarantined.jsonl"
 """Requests that nobody runs any more."""
 SUMMARY = "summary.json"
 SIMULATED = "simulated.json"
-"""Only in the directory of a simulated run: ``{"learning": "modelled" | "real"}``."""
-
+"""Only in the directory of a simulated run: a `Simulated`."""
 
 _appending = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """Says of a run that no machine ran it."""
+
+    learning: Literal["modelled", "real"]
+    """By a model of learning, or of the model itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryRow:
+    """A finished iteration: a line of ``history.jsonl``."""
+
+    iteration: int
+    weights_version: int
+    """That it ended with."""
+    weights_sha256: str
+    metrics: Mapping[str, float]
+    """None of them depends on time or place."""
+    measured: Mapping[str, float]
+    """Seconds, dollars and counts, which do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationRow:
+    """How good a weights version was: a line of ``validation.jsonl``."""
+
+    version: int
+    score: float
+    """Mean of the rewards that are known."""
+    rewards: tuple[float | None, ...]
+    images: str
+    """Path of an .npz inside the run directory."""
+    at_s: float
+    """Unix time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A run that came to its end, in a few numbers: ``summary.json``."""
+
+    score_before: float
+    score_after: float
+    iterations: int
+    wall_s: float
+    usd: float
+    usd_wasted: float
+    usd_reserved_only: float
+    preemptions: int
+    first_image_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decision:
+    decision: str
 
 
 class RunDir:
@@ -101,17 +159,8 @@ class RunDir:
         Raises:
             SpotlightError: the record of it is damaged.
         """
-        path = self.path / SIMULATED
-        if not path.is_file():
-            return ""
-        content = path.read_bytes()
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            match json.loads(content)["learning"]:
-                case "modelled" | "real" as learning:
-                    return learning
-        raise SpotlightError(
-            f'{path}: expected {{"learning": "modelled"}} or "real", found {content[:80]!r}; restore the file'
-        )
+        found = self._file(SIMULATED, Simulated, "restore the file")
+        return found.learning if found else ""
 
     def has_latents(self) -> bool:
         """Whether anything may be in the store of latents; a modelled device leaves none."""
@@ -140,21 +189,39 @@ class RunDir:
             file.flush()
             yield
 
-    def rows(self, journal: str) -> list[dict[str, Any]]:
+    def records(self, journal: str, kind: type[Record]) -> list[Record]:
         """The finished lines of a journal; none if there is no such file yet.
 
         Raises:
-            SpotlightError: a finished line is not JSON.
+            SpotlightError: a finished line is damaged.
         """
-        path, rows = self.path / journal, []
-        for number, line in enumerate(_whole_lines(path), 1):
-            try:
-                rows.append(json.loads(line))
-            except ValueError as error:
-                raise SpotlightError(
-                    f"{path}:{number}: not JSON ({error}); restore the file or delete the line"
-                ) from None
+        return [self._record(journal, number, line, kind) for number, line in self._lines(journal)]
+
+    def rows(self, journal: str) -> list[dict[str, Any]]:
+        """The same, with whatever fields they have."""
+        return self.records(journal, dict[str, Any])
+
+    def history(self) -> list[HistoryRow]:
+        return self.records(HISTORY, HistoryRow)
+
+    def validation(self) -> list[ValidationRow]:
+        return self.records(VALIDATION, ValidationRow)
+
+    def decisions(self) -> list[Allocation | dict[str, Any]]:
+        """Rows for `spotlight.plan.replay`."""
+        rows: list[Allocation | dict[str, Any]] = []
+        for number, line in self._lines(DECISIONS):
+            if self._record(DECISIONS, number, line, _Decision).decision == "allocate":
+                rows.append(self._record(DECISIONS, number, line, Allocation))
+            else:
+                rows.append(self._record(DECISIONS, number, line, dict[str, Any]))
         return rows
+
+    def _lines(self, journal: str) -> Iterable[tuple[int, bytes]]:
+        return enumerate((line.rstrip(b"\n") for line in _whole_lines(self.path / journal)), 1)
+
+    def _record(self, journal: str, number: int, line: bytes, kind: type[Record]) -> Record:
+        return from_json(kind, line, f"{self.path / journal}:{number}", "restore the file or delete the line")
 
     def append(self, journal: str, *rows: Mapping[str, Any]) -> None:
         """Add lines durably, cutting off a torn one first; any thread of the one driver may."""
@@ -177,22 +244,8 @@ class RunDir:
 
     def selection(self, iteration: int) -> Selection | None:
         """The recorded kept seeds of an iteration."""
-        path = self.path / "selections" / f"{iteration:05d}.json"
-        if not path.is_file():
-            return None
-        value = json.loads(path.read_text())
-        kept = tuple(
-            Kept(
-                prompt=Prompt(**one["prompt"]),
-                seeds=tuple(one["seeds"]),
-                explored_rewards=tuple(one["explored_rewards"]),
-            )
-            for one in value.pop("kept")
-        )
-        explored = tuple(
-            Explored(prompt=one["prompt"], rewards=tuple(one["rewards"])) for one in value.pop("explored", ())
-        )
-        return Selection(kept=kept, explored=explored, **value)
+        way_out = "restore it, or delete it: `spotlight resume` then explores for that iteration anew"
+        return self._file(f"selections/{iteration:05d}.json", Selection, way_out)
 
     def record_selection(self, selection: Selection) -> None:
         (self.path / "selections").mkdir(exist_ok=True)
@@ -200,8 +253,8 @@ class RunDir:
 
     def beliefs(self, iteration: int) -> Beliefs:
         """What exploration knew before an iteration was trained on."""
-        path = self.path / "beliefs" / f"{iteration:05d}.json"
-        return Beliefs.of(json.loads(path.read_text())) if path.is_file() else Beliefs()
+        way_out = "restore it, or delete it: the planner then begins without beliefs"
+        return self._file(f"beliefs/{iteration:05d}.json", Beliefs, way_out) or Beliefs()
 
     def record_beliefs(self, iteration: int, beliefs: Beliefs) -> None:
         (self.path / "beliefs").mkdir(exist_ok=True)
@@ -209,15 +262,23 @@ class RunDir:
 
     def offload(self, iteration: int) -> Offload | None:
         """The rollout window of an iteration, and those remembered; None where none was worked out."""
-        path = self.path / "offload" / f"{iteration:05d}.json"
-        if not path.is_file():
-            return None
-        value = json.loads(path.read_text())
-        return Offload(window_s=value["window_s"], memory={int(n): one for n, one in value["memory"].items()})
+        way_out = "restore it, or delete it: the window then begins at its first length"
+        return self._file(f"offload/{iteration:05d}.json", Offload, way_out)
 
     def record_offload(self, iteration: int, state: Offload) -> None:
         (self.path / "offload").mkdir(exist_ok=True)
         self.write_json(f"offload/{iteration:05d}.json", asdict(state))
+
+    def summary(self) -> Summary | None:
+        """None before the run has come to its end."""
+        return self._file(SUMMARY, Summary, "delete it: `spotlight resume` writes it anew, a report does without")
+
+    def write_summary(self, summary: Summary) -> None:
+        self.write_json(SUMMARY, asdict(summary))
+
+    def _file(self, name: str, kind: type[Record], way_out: str) -> Record | None:
+        path = self.path / name
+        return from_json(kind, path.read_bytes(), path, way_out) if path.is_file() else None
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -33,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spotlight.records import Published, SpotlightError, WeightsRef
+from spotlight.store.decoding import from_json
 from spotlight.store.node import Node, NotOnNode, Source, from_file, map_tensors
 
 if TYPE_CHECKING:
@@ -50,6 +52,29 @@ _FILES: dict[Part, str] = {
 }
 _MANIFEST = "manifest.json"
 _VERSION = re.compile(r"v(\d{5,})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """What a file of a version is to be."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a version consists of: its ``manifest.json``."""
+
+    version: int
+    files: Mapping[str, FileEntry]
+    metrics: Mapping[str, float]
+    """What the training measured."""
+    created: str = ""
+
+    def __post_init__(self) -> None:
+        if _FILES["trainable"] not in self.files:
+            raise ValueError(f"files has no {_FILES['trainable']}; it has {sorted(self.files)}")
 
 
 def stage(
@@ -79,13 +104,9 @@ def stage(
     if ema is not None:
         parts["ema"] = ema
     files = {_FILES[part]: _write_tensors(staged / _FILES[part], tensors) for part, tensors in parts.items()}
-    manifest = {
-        "version": version,
-        "files": files,
-        "metrics": dict(metrics),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    (staged / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    manifest = Manifest(version=version, files=files, metrics=dict(metrics), created=created)
+    (staged / _MANIFEST).write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     _flush(staged / _MANIFEST)
     _flush(staged)
 
@@ -169,7 +190,7 @@ def _content(run_dir: Path, ref: WeightsRef, part: Part) -> bytes:
     try:
         content = file.read_bytes()
     except FileNotFoundError:
-        raise _damage(file.parent, file.name, f"{entry['bytes']} bytes", "no such file") from None
+        raise _damage(file.parent, file.name, f"{entry.bytes} bytes", "no such file") from None
     _check(file.parent, file.name, entry, len(content), sha256(content).hexdigest())
     return content
 
@@ -184,23 +205,23 @@ def bring(run_dir: Path, ref: WeightsRef, node: Node, part: Part = "trainable", 
         SpotlightError: the version or the file is absent, or is not the one that ``ref`` names.
     """
     file, entry = _find(run_dir, ref, part)
-    return node.bring(entry["sha256"], entry["bytes"], [*peers, from_file(file)])
+    return node.bring(entry.sha256, entry.bytes, [*peers, from_file(file)])
 
 
 def digest(run_dir: Path, ref: WeightsRef, part: Part = "trainable") -> str:
     """SHA-256 of one file of a published version, by which nodes name it."""
-    return str(_find(run_dir, ref, part)[1]["sha256"])
+    return _find(run_dir, ref, part)[1].sha256
 
 
-def _find(run_dir: Path, ref: WeightsRef, part: Part) -> tuple[Path, Mapping[str, Any]]:
+def _find(run_dir: Path, ref: WeightsRef, part: Part) -> tuple[Path, FileEntry]:
     """Where a version's file lies in the store, and its entry of the manifest."""
     directory = _directory(run_dir, ref.version)
     if not directory.exists():
         have = sorted(dict(_versions(run_dir)))
         raise SpotlightError(f"{directory}: version {ref.version} is not published; {directory.parent} has {have}")
-    files = _manifest(directory)["files"]
+    files = _manifest(directory).files
     name = _FILES[part]
-    digest = files[_FILES["trainable"]]["sha256"]
+    digest = files[_FILES["trainable"]].sha256
     if digest != ref.sha256:
         raise SpotlightError(
             f"{directory}: expected weights with sha256 {ref.sha256}, found {digest}: they belong to another run or "
@@ -234,13 +255,13 @@ def _versions(run_dir: Path) -> Iterator[tuple[int, Path]]:
             yield int(match[1]), path
 
 
-def _write_tensors(path: Path, tensors: Tensors) -> dict[str, Any]:
+def _write_tensors(path: Path, tensors: Tensors) -> FileEntry:
     """Write and flush one file; return its entry of the manifest."""
     # Through memory, because safetensors' own writer hides a full disk in an error of its own type.
     content = _safetensors({name: tensors[name] for name in sorted(tensors)})
     path.write_bytes(content)
     _flush(path)
-    return {"sha256": sha256(content).hexdigest(), "bytes": len(content)}
+    return FileEntry(sha256=sha256(content).hexdigest(), bytes=len(content))
 
 
 def _safetensors(tensors: Tensors) -> bytes:
@@ -277,28 +298,25 @@ def _remove(directory: Path) -> None:
 
 def _published(directory: Path) -> Published:
     manifest = _manifest(directory)
-    weights = WeightsRef(version=manifest["version"], sha256=manifest["files"][_FILES["trainable"]]["sha256"])
-    return Published(weights=weights, metrics=manifest["metrics"])
+    weights = WeightsRef(version=manifest.version, sha256=manifest.files[_FILES["trainable"]].sha256)
+    return Published(weights=weights, metrics=manifest.metrics)
 
 
-def _manifest(directory: Path) -> dict[str, Any]:
+def _manifest(directory: Path) -> Manifest:
     try:
-        manifest: dict[str, Any] = json.loads((directory / _MANIFEST).read_bytes())
-        complete = {"version", "files", "metrics"} <= manifest.keys() and _FILES["trainable"] in manifest["files"]
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise _damage(directory, _MANIFEST, "a JSON object", str(error)) from None
-    if not complete:
-        raise _damage(directory, _MANIFEST, "version, files and metrics", str(sorted(manifest)))
-    return manifest
+        content = (directory / _MANIFEST).read_bytes()
+    except OSError as error:
+        raise _damage(directory, _MANIFEST, "a manifest", str(error)) from None
+    return from_json(Manifest, content, directory / _MANIFEST, _way_out(directory))
 
 
 def _verify(directory: Path) -> None:
-    for name, entry in _manifest(directory)["files"].items():
+    for name, entry in _manifest(directory).files.items():
         try:
             with (directory / name).open("rb") as file:
                 _check(directory, name, entry, os.fstat(file.fileno()).st_size, file_digest(file, "sha256").hexdigest())
         except FileNotFoundError:
-            raise _damage(directory, name, f"{entry['bytes']} bytes", "no such file") from None
+            raise _damage(directory, name, f"{entry.bytes} bytes", "no such file") from None
 
 
 def _is_intact(directory: Path) -> bool:
@@ -309,15 +327,16 @@ def _is_intact(directory: Path) -> bool:
     return True
 
 
-def _check(directory: Path, name: str, entry: Mapping[str, Any], size_bytes: int, digest: str) -> None:
-    if size_bytes != entry["bytes"]:
-        raise _damage(directory, name, f"{entry['bytes']} bytes", f"{size_bytes} bytes")
-    if digest != entry["sha256"]:
-        raise _damage(directory, name, f"sha256 {entry['sha256']}", f"sha256 {digest}")
+def _check(directory: Path, name: str, entry: FileEntry, size_bytes: int, digest: str) -> None:
+    if size_bytes != entry.bytes:
+        raise _damage(directory, name, f"{entry.bytes} bytes", f"{size_bytes} bytes")
+    if digest != entry.sha256:
+        raise _damage(directory, name, f"sha256 {entry.sha256}", f"sha256 {digest}")
 
 
 def _damage(directory: Path, name: str, expected: str, found: str) -> SpotlightError:
-    return SpotlightError(
-        f"{directory / name}: expected {expected}, found {found}; delete {directory} and `spotlight resume` "
-        "goes on from the version before"
-    )
+    return SpotlightError(f"{directory / name}: expected {expected}, found {found}; {_way_out(directory)}")
+
+
+def _way_out(directory: Path) -> str:
+    return f"delete {directory} and `spotlight resume` goes on from the version before"

@@ -1,0 +1,71 @@
+"""JSON into records; what is damaged is refused in one paragraph that names the place, the field and the way out.
+
+Types are strict: a number in quotes is no number. Fields that a record does not have are left out, so that files of a
+newer version can be read; those that have a default may be absent, so that files of an older one can.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, TypeVar, cast
+
+from pydantic import TypeAdapter, ValidationError
+
+from spotlight.records import SpotlightError
+
+Record = TypeVar("Record")
+
+MOST_TOLD = 3
+"""Of what is wrong with one record: the first few say what happened to it."""
+MOST_CHARACTERS = 80
+"""Of a value that is wrong."""
+
+
+def from_json(kind: type[Record], content: bytes, where: object, way_out: str) -> Record:
+    """The record that a JSON text holds.
+
+    Args:
+        kind: a dataclass, or any other type that pydantic knows.
+        where: the file, with its line where it has several records.
+        way_out: what a person can do about a damaged one.
+
+    Raises:
+        SpotlightError: it is damaged.
+    """
+    try:
+        record: Record = _adapter(cast(Any, kind)).validate_json(content, strict=True)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)
+        told = [_sentence(dict(one)) for one in wrong[:MOST_TOLD]]
+        more = [f"and {len(wrong) - MOST_TOLD} more"] if len(wrong) > MOST_TOLD else []
+        raise SpotlightError(f"{where}: {'; '.join([*told, *more])}; {way_out}") from None
+    return record
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _sentence(error: dict[str, Any]) -> str:
+    """One thing that is wrong: in which field, what was expected, what came."""
+    *parents, name = error["loc"] or ("",)
+    rule = error["msg"].removeprefix("Value error, ").replace(" at line 1 column ", " at column ")
+    if error["type"] == "json_invalid":
+        return f"not JSON ({rule.removeprefix('Invalid JSON: ')})"
+    if error["type"] == "missing":
+        return f"no field {_field(*parents, name)!r}; it has {_shown(sorted(error['input']))}"
+    field = f"{_field(*parents, name)}: " if name != "" else ""
+    if error["type"] == "value_error":
+        return f"{field}{rule}"
+    return f"{field}expected {rule.removeprefix('Input should be ')}, found {_shown(error['input'])}"
+
+
+def _field(*parts: str | int) -> str:
+    """A field's name as people write it: ``kept[0].prompt.id``."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts if part != "[key]")[1:]
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
