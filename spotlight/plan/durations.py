@@ -66,8 +66,8 @@ GPUS = {  # published: the makers' data sheets
     "h800": Gpu(flops_per_s=989e12, bytes_per_s=3.35e12, link_bytes_per_s=200e9),
     "l40s": Gpu(flops_per_s=362e12, bytes_per_s=0.864e12, link_bytes_per_s=32e9),
     # One core, for the embedded model. Measured on 2026-11-21, the least CPU time of eight trials on a busy machine: a
-    # step of the demo's requests of 8 samples takes 13 ms, one of the smallest request 10 ms (reading the weights stands
-    # for that here), training 17.5 ms a sample with 8 timesteps. The link is assumed: gloo on one machine.
+    # step of the demo's requests of 8 samples takes 13 ms, one of the smallest request 10 ms (as reading the weights
+    # here), training 17.5 ms a sample with 8 timesteps. The link is assumed: gloo on one machine.
     "cpu": Gpu(flops_per_s=37.3e9, bytes_per_s=197e6, link_bytes_per_s=1e9, collective_s=3e-4, train_speed=2.97),
 }
 SCORE_S = (420 - 360) * 4 / 512
