@@ -246,5 +246,5 @@ def test_a_damaged_record_of_a_simulation_is_named(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     (run.path / SIMULATED).write_text("{}")
 
-    with pytest.raises(SpotlightError, match=r"simulated\.json: expected"):
+    with pytest.raises(SpotlightError, match=r"simulated\.json: no field 'learning'"):
         _ = run.simulated

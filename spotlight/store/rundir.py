@@ -37,9 +37,17 @@ QUARANTINED = "quarantined.jsonl"
 """Requests that nobody runs any more."""
 SUMMARY = "summary.json"
 SIMULATED = "simulated.json"
-"""Only in the directory of a simulated run: ``{"learning": "modelled" | "real"}``."""
+"""Only in the directory of a simulated run: a `Simulated`."""
 
 _appending = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """Says of a run that no machine ran it."""
+
+    learning: Literal["modelled", "real"]
+    """By a model of learning, or of the model itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,17 +159,8 @@ class RunDir:
         Raises:
             SpotlightError: the record of it is damaged.
         """
-        path = self.path / SIMULATED
-        if not path.is_file():
-            return ""
-        content = path.read_bytes()
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            match json.loads(content)["learning"]:
-                case "modelled" | "real" as learning:
-                    return learning
-        raise SpotlightError(
-            f'{path}: expected {{"learning": "modelled"}} or "real", found {content[:80]!r}; restore the file'
-        )
+        found = self._file(SIMULATED, Simulated, "restore the file")
+        return found.learning if found else ""
 
     def has_latents(self) -> bool:
         """Whether anything may be in the store of latents; a modelled device leaves none."""
