@@ -461,6 +461,7 @@ class Dispatch:
         self.journal.event(at_s, "leaves" if agreed else "broken", gang=gang, lost=member if gone else "")
         if not agreed:
             gang.lose()
+            gang.quarantined |= gang.fruitless >= self.rules.quarantine_after  # for good: a step may be told of late
         why = f"{member} is gone" if gone else f"{member} handed its shard back"
         for address in gang.members.values():  # after a leave that was agreed on they have ended already
             yield CallOff(gang=gang.name, epoch=gang.epoch, address=address, cause=why)
@@ -549,7 +550,7 @@ class Dispatch:
 
     def _is_over(self, gang: GangState) -> bool:
         """Whether what is behind the gate has nothing to do any more: done, called off, or quarantined."""
-        return gang.is_done or gang.fruitless >= self.rules.quarantine_after or self._called_off(gang)
+        return gang.is_done or gang.quarantined or self._called_off(gang)
 
     def _called_off(self, gang: GangState) -> bool:
         closed = self.rules.close_with_training and gang.iteration <= self._trained + 1
@@ -576,12 +577,11 @@ class Dispatch:
         head = next((worker for worker in self._workers.values() if worker.pool == "head"), None)
         if head is None:
             return
-        quarantined = gang.fruitless >= self.rules.quarantine_after
         for key in gang.gated:
             first = key == gang.keys[0]
             tell: Surplus | int | None = Surplus()
             cause = "its request needs it no more"
-            if first and quarantined:
+            if first and gang.quarantined:
                 tell, cause = gang.preemptions, f"its request was preempted {gang.fruitless} times without a new step"
                 self.journal.event(at_s, "quarantined", gang=gang)
             elif first and self._called_off(gang):
@@ -718,6 +718,10 @@ class Dispatch:
     def epoch(self, gang: str) -> int:
         """Formings of a gang so far."""
         return self._gangs[gang].epoch if gang in self._gangs else 0
+
+    def step(self, gang: str) -> int:
+        """Of a gang's present forming, as far as was reported."""
+        return self._gangs[gang].step if gang in self._gangs else 0
 
     def idle_beside_waiting(self) -> Iterator[str]:
         """Requests that wait although idle workers could run them, as sentences; after a decision there are none.
