@@ -562,6 +562,8 @@ class Dispatch:
         self._decided_s = at_s
         for gang in list(self._over.values()):
             yield from self._dismiss(gang, at_s)
+        if not (self._idle or self._rollouts_reserved):
+            return
         phase = self._phase(at_s)
         if "reserved" not in phase.pools and self._rollouts_reserved and self.rules.moves:
             yield from self._move_rollouts(at_s)
@@ -728,15 +730,11 @@ class Dispatch:
 
         Looked at are requests that a single worker may run: of wider ones, workers may be kept for the first.
         """
-        if not self._idle or self._stopping:
-            return
-        idle = Counter(worker.pool for worker in self._idle.values())
-        phase = self._phase(self._decided_s)
-        for gang in self._gangs.values():
-            if gang.parked and not gang.members and gang.widths[0] == 1 and not self._is_over(gang):
-                pools = self._pools_of(gang, phase)
-                if any(idle[pool] for pool in pools):
-                    yield f"request {gang.name} waits for a worker of {pools} and {dict(idle)} are idle"
+        for gang in self._gangs.values() if self._idle and not self._stopping else ():
+            if gang.behind and not gang.members and gang.widths[0] == 1 and gang.parked and not self._is_over(gang):
+                pools = self._pools_of(gang, self._phase(self._decided_s))
+                if idle := sorted(worker.worker for worker in self._idle.values() if worker.pool in pools):
+                    yield f"request {gang.name} waits for a worker of {pools} and {', '.join(idle)} are idle"
 
     def knows(self, key: object) -> bool:
         """Whether a task is one of ours."""

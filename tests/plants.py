@@ -13,6 +13,7 @@ from cluster.events import (
     Instruction,
     Launch,
     TaskChanged,
+    WorkerAvailable,
     WorkerJoined,
     WorkerLeft,
     WorkerNoticed,
@@ -79,11 +80,22 @@ class RepeatsFormings(Dispatch):
         return super()._launch(gang, names, at_s)
 
 
-class GivesOneWorkerTwoTasks(Dispatch):
-    """A worker counts as idle until its task has really begun, and again when any of its tasks ends."""
+class GivesTheBusyMore(Dispatch):
+    """A worker that may take tasks again counts as idle, whatever it is at work on."""
 
-    def _burden(self, key: tuple[str, int], address: str) -> None:
-        self._tasks[key].worker = address
+    def _available(self, event: WorkerAvailable) -> list[Instruction]:
+        instructions = super()._available(event)
+        worker = self._workers.get(event.address)
+        if worker and event.available and worker.name not in self._leaving:
+            self._idle[event.address] = worker.idle
+        return instructions
+
+
+class IgnoresPauses(Dispatch):
+    """Workers that take no tasks get some."""
+
+    def _available(self, event: WorkerAvailable) -> list[Instruction]:
+        return []
 
 
 class KeepsTheDead(Dispatch):
@@ -110,7 +122,8 @@ class NeverQuarantines(Dispatch):
     """A request that kills whoever runs it is run again and again."""
 
     def _is_over(self, gang: GangState) -> bool:
-        return gang.is_done or self._called_off(gang)
+        gang.quarantined = False
+        return super()._is_over(gang)
 
 
 class LaunchesParts(Dispatch):
@@ -160,7 +173,8 @@ PLANTS: tuple[type[Dispatch], ...] = (
     KeepsOldNotices,
     BelievesOldFormings,
     RepeatsFormings,
-    GivesOneWorkerTwoTasks,
+    GivesTheBusyMore,
+    IgnoresPauses,
     KeepsTheDead,
     ForgetsBroken,
     NeverQuarantines,

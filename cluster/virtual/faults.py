@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, Literal
 
 from cluster.dispatch import Dispatch, Rules
-from cluster.events import Event, Instruction, Key, Launch, TaskChanged, WorkerJoined
+from cluster.events import Event, Instruction, Key, Launch, TaskChanged, WorkerJoined, WorkerNoticed
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.example import RUN, Example, ExampleTiming
@@ -287,13 +287,15 @@ class _Trial:
     def _told(self, event: Event, instructions: list[Instruction]) -> None:
         """After every event, before what follows is done."""
         self.events += 1
-        if instructions:
-            self._invariants.check_instructions(self._cluster, event, instructions)
-        match event:
-            case WorkerJoined(pool="reserved" | "spot", address=address):
-                self._happens("came", address)
-            case TaskChanged(key=("train", _), state="memory"):
+        if isinstance(event, TaskChanged):
+            if event.state == "memory" and event.key[0] == "train":
                 self._happens("trained", "")
+        elif isinstance(event, WorkerNoticed):
+            self._invariants.noticed.add(event.address)
+        elif isinstance(event, WorkerJoined) and event.pool != "head":
+            self._happens("came", event.address)
+        if instructions:
+            self._invariants.check_instructions(self._cluster, instructions)
         for instruction in instructions:
             if isinstance(instruction, Launch):
                 self._launched(instruction)

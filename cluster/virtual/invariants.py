@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cluster.dispatch import Dispatch
-from cluster.events import Event, Instruction, Launch, Train, WorkerNoticed
-from cluster.virtual.cluster import VirtualCluster
+from cluster.events import Instruction, Launch, Train
+from cluster.virtual.cluster import Forming, VirtualCluster
 from cluster.virtual.workers import VirtualWorker
 
 
@@ -33,14 +33,12 @@ class Invariants:
 
     def __init__(self, found: list[str]) -> None:
         self._found = found
-        self._noticed: set[str] = set()
+        self.noticed: set[str] = set()
         """Addresses of workers whose notice the dispatcher was told of."""
         self._epochs: dict[str, int] = {}
 
-    def check_instructions(self, cluster: VirtualCluster, event: Event, instructions: list[Instruction]) -> None:
+    def check_instructions(self, cluster: VirtualCluster, instructions: list[Instruction]) -> None:
         """Before they are carried out."""
-        if isinstance(event, WorkerNoticed):
-            self._noticed.add(event.address)
         for instruction in instructions:
             if isinstance(instruction, Launch):
                 self._report(cluster, self._wrong_launch(cluster, instruction))
@@ -73,7 +71,7 @@ class Invariants:
         worker = cluster.workers.get(address)
         if worker is None:
             yield f"{address} is gone"
-        elif address in self._noticed:
+        elif address in self.noticed:
             yield f"{address} is under notice"
         elif worker.paused:
             yield f"{address} is paused"
@@ -81,29 +79,35 @@ class Invariants:
             yield f"{address} has {gated}"
 
     def check_moment(self, cluster: VirtualCluster, dispatch: Dispatch) -> None:
-        self._report(cluster, _broken(cluster))
-        self._report(cluster, dispatch.idle_beside_waiting())
+        for worker in cluster.workers.values():
+            if worker.load > 1 and worker.pool != "head":
+                self._report(cluster, _overloaded(cluster, worker))
         for forming in cluster.formings.values():
+            if forming.width > 1:
+                self._report(cluster, _torn(forming))
             known, taken = dispatch.step(forming.name), forming.steps_by(cluster.now_s)
             if known > taken and dispatch.epoch(forming.name) == forming.epoch:
                 self._report(cluster, [f"{forming.name}: step {known} is known, forming {forming.epoch} is at {taken}"])
+        self._report(cluster, dispatch.idle_beside_waiting())
 
     def _report(self, cluster: VirtualCluster, wrong: Iterator[str] | list[str]) -> None:
-        self._found += [f"at {cluster.now_s:.3f} s {sentence}" for sentence in wrong]
+        for sentence in wrong:
+            self._found.append(f"at {cluster.now_s:.3f} s {sentence}")
 
 
 def _gated(cluster: VirtualCluster, worker: VirtualWorker) -> list[str]:
     return [str(key) for key in (*worker.queue, *worker.running) if "gate" in cluster.tasks.all[key].needs]
 
 
-def _broken(cluster: VirtualCluster) -> Iterator[str]:
-    for worker in cluster.workers.values():
-        if len(worker.running) > worker.threads:
-            yield f"worker {worker.name} runs {len(worker.running)} tasks on {worker.threads} threads"
-        if worker.load > 1 and worker.pool != "head" and len(gated := _gated(cluster, worker)) > 1:
-            yield f"worker {worker.name} has {len(gated)} tasks from behind the gate: {gated}"
-    for forming in cluster.formings.values():
-        if len({worker.node for worker in forming.members.values()}) > 1:
-            yield f"gang {forming.name} spans nodes"
-        if forming.broken_s is None and len(forming.members) != forming.width:
-            yield f"gang {forming.name} takes steps with {len(forming.members)} of {forming.width} members"
+def _overloaded(cluster: VirtualCluster, worker: VirtualWorker) -> Iterator[str]:
+    if len(worker.running) > worker.threads:
+        yield f"worker {worker.name} runs {len(worker.running)} tasks on {worker.threads} threads"
+    if len(gated := _gated(cluster, worker)) > 1:
+        yield f"worker {worker.name} has {len(gated)} tasks from behind the gate: {gated}"
+
+
+def _torn(forming: Forming) -> Iterator[str]:
+    if len({worker.node for worker in forming.members.values()}) > 1:
+        yield f"gang {forming.name} spans nodes"
+    if forming.broken_s is None and len(forming.members) != forming.width:
+        yield f"gang {forming.name} takes steps with {len(forming.members)} of {forming.width} members"
