@@ -474,6 +474,7 @@ class Dispatch:
         self.journal.event(at_s, "leaves" if agreed else "broken", gang=gang, lost=member if gone else "")
         if not agreed:
             gang.lose()
+            gang.quarantined |= gang.fruitless >= self.rules.quarantine_after  # for good: a step may be told of late
         why = f"{member} is gone" if gone else f"{member} handed its shard back"
         for address in gang.members.values():  # after a leave that was agreed on they have ended already
             yield CallOff(gang=gang.name, epoch=gang.epoch, address=address, cause=why)
@@ -562,7 +563,7 @@ class Dispatch:
 
     def _is_over(self, gang: GangState) -> bool:
         """Whether what is behind the gate has nothing to do any more: done, called off, or quarantined."""
-        return gang.is_done or gang.fruitless >= self.rules.quarantine_after or self._called_off(gang)
+        return gang.is_done or gang.quarantined or self._called_off(gang)
 
     def _called_off(self, gang: GangState) -> bool:
         closed = self.rules.close_with_training and gang.iteration <= self._trained + 1
@@ -574,6 +575,8 @@ class Dispatch:
         self._decided_s = at_s
         for gang in list(self._over.values()):
             yield from self._dismiss(gang, at_s)
+        if not (self._idle or self._rollouts_reserved):
+            return
         phase = self._phase(at_s)
         if "reserved" not in phase.pools and self._rollouts_reserved and self.rules.moves:
             yield from self._move_rollouts(at_s)
@@ -589,12 +592,11 @@ class Dispatch:
         head = next((worker for worker in self._workers.values() if worker.pool == "head"), None)
         if head is None:
             return
-        quarantined = gang.fruitless >= self.rules.quarantine_after
         for key in gang.gated:
             first = key == gang.keys[0]
             tell: Surplus | int | None = Surplus()
             cause = "its request needs it no more"
-            if first and quarantined:
+            if first and gang.quarantined:
                 tell, cause = gang.preemptions, f"its request was preempted {gang.fruitless} times without a new step"
                 self.journal.event(at_s, "quarantined", gang=gang)
             elif first and self._called_off(gang):
@@ -732,20 +734,20 @@ class Dispatch:
         """Formings of a gang so far."""
         return self._gangs[gang].epoch if gang in self._gangs else 0
 
+    def step(self, gang: str) -> int:
+        """Of a gang's present forming, as far as was reported."""
+        return self._gangs[gang].step if gang in self._gangs else 0
+
     def idle_beside_waiting(self) -> Iterator[str]:
         """Requests that wait although idle workers could run them, as sentences; after a decision there are none.
 
         Looked at are requests that a single worker may run: of wider ones, workers may be kept for the first.
         """
-        if not self._idle or self._stopping:
-            return
-        idle = Counter(worker.pool for worker in self._idle.values())
-        phase = self._phase(self._decided_s)
-        for gang in self._gangs.values():
-            if gang.parked and not gang.members and gang.widths[0] == 1 and not self._is_over(gang):
-                pools = self._pools_of(gang, phase)
-                if any(idle[pool] for pool in pools):
-                    yield f"request {gang.name} waits for a worker of {pools} and {dict(idle)} are idle"
+        for gang in self._gangs.values() if self._idle and not self._stopping else ():
+            if gang.behind and not gang.members and gang.widths[0] == 1 and gang.parked and not self._is_over(gang):
+                pools = self._pools_of(gang, self._phase(self._decided_s))
+                if idle := sorted(worker.worker for worker in self._idle.values() if worker.pool in pools):
+                    yield f"request {gang.name} waits for a worker of {pools} and {', '.join(idle)} are idle"
 
     def knows(self, key: object) -> bool:
         """Whether a task is one of ours."""

@@ -66,6 +66,8 @@ class GangState:
     preemptions: int = 0
     fruitless: int = 0
     """Losses in a row without a new step."""
+    quarantined: bool = False
+    """Nobody runs it any more."""
     started_s: float = 0.0
     resumed_at: int = 0
     stepped_s: float = 0.0

@@ -40,6 +40,7 @@ from cluster.events import (
     Train,
     Wake,
     Work,
+    WorkerAvailable,
     WorkerJoined,
     WorkerLeft,
     WorkerNoticed,
@@ -59,6 +60,8 @@ BACK_OFF_S = 0.01
 """Before a task is handed back; as live, so that the scheduler sees why first."""
 WATCH_S = 0.5
 """How often the scheduler looks for silent workers; as live."""
+LEAVE_POLL_S = 0.01
+"""How often a worker under notice looks whether it is idle; as live."""
 CLOSE_MARGIN_S = 2.0
 """Left of a notice's time for handing over results; as live."""
 
@@ -112,6 +115,7 @@ class VirtualCluster:
             one worker and the scheduler arrive in order, but for beats.
         copies: how often a beat arrives.
         committed: steps of each request that a store holds from before.
+        told: called with every event and the instructions that follow from it, before they are carried out.
         check: called whenever a moment's events have been dispatched.
     """
 
@@ -127,6 +131,7 @@ class VirtualCluster:
         lag: Callable[[str], float] = lambda kind: 0.0,
         copies: Callable[[], int] = lambda: 1,
         committed: dict[str, int] | None = None,
+        told: Callable[[Event, list[Instruction]], None] = lambda event, instructions: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._run, self._dispatch, self._clock, self._timing = run, dispatch, clock, timing
@@ -138,7 +143,7 @@ class VirtualCluster:
         """Of each gang at work."""
         self.committed: dict[str, int] = {} if committed is None else committed
         """Steps of each request, by its name."""
-        self._lag, self._copies, self._check = lag, copies, check
+        self._lag, self._copies, self._told, self._check = lag, copies, told, check
         self._sent_s: dict[tuple[str, str], float] = {}
         """When the last message to, or from, each worker arrives."""
         self._began_s: dict[Key, float] = {}
@@ -252,6 +257,7 @@ class VirtualCluster:
         """The graph is over: whoever runs something of it is free again."""
         tasks = list(tasks)
         for forming in list(self.formings.values()):
+            self._commit(forming)
             self._dissolve(forming)
         for worker in self.workers.values():
             for alarm in worker.running.values():
@@ -267,7 +273,9 @@ class VirtualCluster:
     def _tell(self, event: Event) -> None:
         if self._closed:
             return
-        self._do(self._dispatch.handle(event))
+        instructions = self._dispatch.handle(event)
+        self._told(event, instructions)
+        self._do(instructions)
         if not isinstance(event, TimePassed):
             self._changed = True
 
@@ -287,6 +295,8 @@ class VirtualCluster:
         elif task.state in ("released", "forgotten"):
             self._began_s.pop(task.key, None)
             self._take_back(task.key)
+            if task.worker in self.workers:
+                self.workers[task.worker].results.pop(task.key, None)
 
     def _take_back(self, key: Key) -> None:
         """Nobody asks for it any more, or its inputs are lost: its worker ends it."""
@@ -307,14 +317,14 @@ class VirtualCluster:
                     for member in instruction.members:
                         self._place(member.address, instruction.gang, member.shard, member.place)
                     for member in instruction.members:
-                        self.tasks.start(self.tasks.all[member.key], member.address)
+                        self._open_gate(member.key, member.address)
                     self._form(instruction)
                 case Dismiss():
                     if instruction.tell is not None:
                         self._place(instruction.address, instruction.gang, instruction.shard, instruction.tell)
-                    self.tasks.start(self.tasks.all[instruction.key], instruction.address)
+                    self._open_gate(instruction.key, instruction.address)
                 case Train():
-                    self.tasks.start(self.tasks.all[instruction.key], instruction.address)
+                    self._open_gate(instruction.key, instruction.address)
                 case CallOff():
                     self._send("order", instruction.address, self._call_off, instruction)
                 case Regroup():
@@ -325,11 +335,16 @@ class VirtualCluster:
                 case StopWork():
                     self._stop_work()
                 case CloseGate():
-                    pass  # a task here is not bound to a worker but while it runs
+                    self.tasks.all[instruction.key].bound = ""
                 case Evict():
                     self._clock.at(now_s, self.kill, instruction.address)
                 case Wake():
                     self._clock.at(instruction.at_s, self._wake)
+
+    def _open_gate(self, key: Key, address: str) -> None:
+        task = self.tasks.all[key]
+        task.bound = address
+        self.tasks.start(task, address)
 
     def _place(self, address: str, gang: str, shard: int, place: Placement | Surplus | int) -> None:
         self.workers[address].places[gang, shard] = place
@@ -382,11 +397,28 @@ class VirtualCluster:
             if alarm:
                 alarm.cancel()
         silent_s = self._dispatch.rules.hang_after_s + WATCH_S
-        self._clock.after(silent_s, self._silent, worker, silent_s)
+        self._clock.after(silent_s, self.suspect, address, silent_s)
 
-    def _silent(self, worker: VirtualWorker, silent_s: float) -> None:
+    def suspect(self, address: str, silent_s: float) -> None:
+        """The scheduler has not heard of a worker for so long."""
+        if address in self.workers:
+            self._tell(WorkerSilent(at_s=self._clock.now_s, address=address, silent_s=silent_s))
+
+    def pause(self, address: str, seconds: float) -> None:
+        """A worker begins nothing for a while; what it runs goes on."""
+        worker = self.workers.get(address)
+        if worker is None or worker.paused or worker.pool == "head":
+            return
+        worker.paused = True
+        self._tell(WorkerAvailable(at_s=self._clock.now_s, address=address, available=False))
+        self._clock.after(seconds, self._unpause, worker)
+
+    def _unpause(self, worker: VirtualWorker) -> None:
+        worker.paused = False
         if worker.alive:
-            self._tell(WorkerSilent(at_s=self._clock.now_s, address=worker.address, silent_s=silent_s))
+            self._tell(WorkerAvailable(at_s=self._clock.now_s, address=worker.address, available=True))
+            self._begin_next(worker)
+            self.tasks.place_unplaced()
 
     def notice(self, address: str, grace_s: float, reason: str = "the machine will be taken away") -> None:
         """A worker learns that it will be taken away: it ends at its next step boundary, hands over, and leaves."""
@@ -426,7 +458,7 @@ class VirtualCluster:
 
     def _leave_when_idle(self, worker: VirtualWorker) -> None:
         if worker.leaving and worker.alive and not worker.running:
-            self._clock.after(0.0, self._leave, worker)
+            self._clock.after(LEAVE_POLL_S, self._leave, worker)
 
     def _leave(self, worker: VirtualWorker) -> None:
         """Hand over all results, and go."""
@@ -437,7 +469,7 @@ class VirtualCluster:
         if heir:
             for key in worker.results:
                 self.tasks.all[key].worker = heir.address
-                heir.results[key] = None
+            heir.results |= worker.results
             worker.results.clear()
         self._remove(worker, expected=True)
 
@@ -476,14 +508,18 @@ class VirtualCluster:
     # Work
 
     def _choose(self, task: Task) -> str:
-        """A worker for a task without a gate, as Dask chooses: where its inputs are, else the least busy one."""
+        """As Dask chooses: the one that it is bound to; else where its inputs are; else the least busy one."""
+        if task.bound:
+            only = self.workers.get(task.bound)
+            return task.bound if only and not only.paused else ""
         (needs,) = task.needs
         holders = dict.fromkeys(self.tasks.all[key].worker for key in task.inputs)
-        near = (self.workers[address] for address in holders if address in self.workers)
-        able = [worker for worker in near if worker.can(needs) and not worker.leaving]
-        if not able:
-            able = [worker for worker in self.workers.values() if worker.can(needs) and not worker.leaving]
-        return min(able, key=lambda worker: worker.load).address if able else ""
+        near = [self.workers[address] for address in holders if address in self.workers]
+        for workers in (near, self.workers.values()):
+            able = [worker for worker in workers if worker.can(needs) and not (worker.leaving or worker.paused)]
+            if able:
+                return min(able, key=lambda worker: worker.load).address
+        return ""
 
     def _enqueue(self, task: Task) -> None:
         worker = self.workers.get(task.worker)
@@ -494,7 +530,7 @@ class VirtualCluster:
                 self._begin_next(worker)
 
     def _begin_next(self, worker: VirtualWorker) -> None:
-        while worker.queue and len(worker.running) < worker.threads and not (worker.frozen or not worker.alive):
+        while worker.queue and len(worker.running) < worker.threads and worker.can_begin:
             key = worker.queue.popleft()
             task = self.tasks.all.get(key)
             if task is None or task.state != "processing" or task.worker != worker.address:
@@ -597,8 +633,8 @@ class VirtualCluster:
         if begun < work.steps:
             self._clock.at(forming.from_s + forming.step_s, self._stepped, forming)
         forming.ends = self._clock.at(end_s, self._done, forming)
-        if any(worker.frozen for worker in members.values()):
-            self._halt(forming)
+        if any(key not in worker.running for key, worker in members.items()):
+            self._halt(forming)  # the others wait for it
 
     def _is_current(self, forming: Forming) -> bool:
         return self.formings.get(forming.name) is forming and forming.broken_s is None

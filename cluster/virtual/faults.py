@@ -1,46 +1,44 @@
 """Deterministic simulation tests: schedules of faults drawn by a seed, run against the dispatcher, and what must hold.
 
-A schedule is a small cluster, a small iteration and a list of blows: kills, notices, freezes, lost engines, late and
-doubled messages, drivers that die. The same seed always gives the same schedule and the same run.
-
-What must hold after every event:
-
-- a worker has at most one request, and runs one task at a time;
-- the members of a gang begin together, or none does, all of them on one node;
-- a step is committed only by the latest forming of its gang;
-- no request waits beside an idle worker that could run it.
-
-And at the end: the run ends, and its results are those of an undisturbed one.
+A schedule is a small cluster, a small iteration and a list of blows. The same seed always gives the same schedule and
+the same run. What must hold meanwhile is in `cluster.virtual.invariants`; at the end, the run has ended, and its
+results are those of an undisturbed one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from random import Random
 from typing import Any, Literal
 
-from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
-from dask.local import get_sync
-
 from cluster.dispatch import Dispatch, Rules
-from cluster.events import Key
+from cluster.events import Event, Instruction, Key, Launch, TaskChanged, WorkerJoined, WorkerNoticed
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
-from cluster.virtual.timing import Denoising, Fixed, Stay
-from cluster.virtual.workers import VirtualWorker
-from spotlight.device.signals import signals
-from spotlight.records import Dropped, Placement, Prompt, Quarantined, Request, SpotlightError, Surplus, WeightsRef
+from cluster.virtual.example import RUN, Example, ExampleTiming
+from cluster.virtual.invariants import Invariants
+from cluster.virtual.timing import Stay
+from spotlight.records import SpotlightError, Stopped
 
-Blow = Literal["kill", "notice", "hang", "engine", "driver", "store"]
-BLOWS: tuple[Blow, ...] = ("kill", "notice", "hang", "engine", "driver", "store")
-MOST_EVENTS = 200_000
-"""After so many events a run is taken to go on for ever; the largest that ends takes some thousand."""
+Blow = Literal["kill", "notice", "hang", "engine", "pause", "suspect", "node", "driver", "stop", "store"]
+"""A worker is killed, gets a notice, freezes, loses its engine, takes no tasks for a while, is taken for dead and is
+not; all workers of a node are killed; the driver dies, or is stopped; the store does not answer once."""
+BLOWS: tuple[Blow, ...] = ("kill", "notice", "hang", "engine", "pause", "suspect", "node", "driver", "stop", "store")
+LIKELY = (5, 4, 2, 3, 2, 1, 1, 1, 1, 1)
+"""How often each, beside the others."""
+Moment = Literal["launched", "boundary", "trained", "came"]
+"""A gang is launched; it is about to end a step, does, or just did; a part of training ends; a worker joins."""
+MOMENTS: tuple[Moment, ...] = ("launched", "boundary", "trained", "came")
+MOST_MOMENTS = 20_000
+"""After so many a run is taken to go on for ever; the longest that ends has some thousand."""
 QUIET_S = 600.0
 """So long after the last blow a run that has not ended is taken to hang."""
-RUN = "faults"
+CURSE_S = 0.01
+"""After its launch a cursed request loses an engine: before its first step has ended."""
 
 
 class DriverKilled(Exception):
@@ -52,30 +50,43 @@ class StoreFailed(OSError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Aimed:
+    """A blow at whoever is concerned when something happens."""
+
+    moment: Moment
+    nth: int
+    """Time that it happens, from 0 on."""
+    after_s: float
+    """Seconds between it and the blow; before it, where it can be known before."""
+    blow: Blow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """What happens to whom."""
 
     seed: int
+    example: Example
     reserved: int
     spot: int
     per_node: int
     """Spot workers on each node."""
-    widths: tuple[int, ...]
-    rollouts: int
-    rollout_pool: str
-    rounds: int
-    """Of exploration."""
-    slots: int
-    """Requests of each round."""
-    parts: int
-    """Of training."""
-    window_s: float
     rules: Rules
     resumes: bool
     lag_s: float
-    """Longest that a message is on its way."""
+    """That a message is on its way at most, but for one in ten, which may take four times as long."""
+    step_s: float
+    train_s: float
+    start_up_s: float
+    replace_after_s: float
+    """From a loss until another machine is there; with both 0, a worker comes back in the moment that it goes."""
+    ups: tuple[tuple[tuple[float, float], ...], ...]
+    """When each spot worker's machine is there, in seconds after its driver's start."""
+    cursed: int | None
+    """The rollout that loses an engine whenever it is launched."""
     blows: tuple[tuple[float, Blow, int], ...]
     """``(when, what, whom)``, the last being a number that is taken modulo the workers that are there."""
+    aimed: tuple[Aimed, ...]
 
 
 def draw(seed: int) -> Schedule:
@@ -88,293 +99,273 @@ def draw(seed: int) -> Schedule:
     pools = [pool for pool, size in (("any", max(reserved, per_node)), ("spot", per_node)) if size >= widths[0]]
     if reserved >= widths[0]:
         pools.append("reserved")
-    blows = (
-        (round(chance.uniform(0.0, 25.0), 3), chance.choice(BLOWS), chance.randrange(1 << 16))
-        for _ in range(chance.randint(1, 14))
+    large = chance.random() < 0.1
+    example = Example(
+        widths=widths,
+        rollouts=(rollouts := chance.randint(1, 8 if large else 3)),
+        pool=chance.choice(pools),
+        rounds=chance.randint(0, 3 if large else 2),
+        slots=chance.randint(1, 4 if large else 2),
+        parts=min(rollouts, chance.randint(1, 3)),
+        window_s=chance.choice([inf, inf, 0.0, 1.0, 3.0]),
     )
+    cursed = chance.randrange(example.rollouts) if chance.random() < 0.15 else None
+    resumes = chance.random() < 0.8
     return Schedule(
         seed=seed,
+        example=example,
         reserved=reserved,
         spot=spot,
         per_node=per_node,
-        widths=widths,
-        rollouts=chance.randint(1, 7),
-        rollout_pool=chance.choice(pools),
-        rounds=chance.randint(0, 3),
-        slots=chance.randint(1, 4),
-        parts=chance.randint(1, 3),
-        window_s=chance.choice([inf, inf, 0.0, 3.0]),
         rules=Rules(
             close_with_training=chance.random() < 0.5,
             hang_after_s=2.0,
-            quarantine_after=1000,
-            widens=(resumes := chance.random() < 0.8),
+            quarantine_after=1000 if cursed is None else chance.randint(1, 3),
+            widens=resumes,
             moves=resumes,
         ),
         resumes=resumes,
-        lag_s=chance.choice([0.0, 0.0, 0.02, 0.5]),
-        blows=tuple(sorted(blows)),
+        lag_s=chance.choice([0.0, 0.0, 0.02, 0.5, 2.0]),
+        step_s=chance.choice([0.05, 0.2, 0.6]),
+        train_s=chance.choice([0.5, 1.5, 2.5]),
+        start_up_s=chance.choice([0.0, 0.5]),
+        replace_after_s=chance.choice([0.0, 0.3, 1.5]),
+        ups=tuple(_ups(chance) for _ in range(spot)),
+        cursed=cursed,
+        blows=_blows(chance),
+        aimed=tuple(_aimed(chance) for _ in range(chance.choice([0, 0, 1, 2, 4]))),
     )
 
 
-def violations(schedule: Schedule) -> list[str]:
-    """Run a schedule; each sentence says what did not hold. None of them is good."""
-    found: list[str] = []
-    try:
-        got = _Trial(schedule, found).results()
-    except (AssertionError, SpotlightError) as error:
-        return [*found, f"{type(error).__name__}: {error}"]
-    graph, outputs = _graph(schedule)
-    signals.__init__()  # type: ignore[misc]  # nothing was asked of this process
-    expected = dict(zip(outputs, get_sync(graph, outputs), strict=True))
-    for key, value in got.items():
-        if value != expected[key] and not _may_differ(schedule, key):
-            found.append(f"{key} is {value!r} instead of {expected[key]!r}")
-    return found
+def _ups(chance: Random) -> tuple[tuple[float, float], ...]:
+    """Most machines are there from the start, some come late, some go and come back."""
+    first_s = round(chance.uniform(0.0, 6.0), 3) if chance.random() < 0.2 else 0.0
+    if chance.random() < 0.8:
+        return ((first_s, inf),)
+    goes_s = first_s + round(chance.uniform(0.0, 6.0), 3)
+    return ((first_s, goes_s), (goes_s + round(chance.choice([0.0, chance.uniform(0.0, 6.0)]), 3), inf))
 
 
-def _may_differ(schedule: Schedule, key: Key) -> bool:
-    """How much is explored depends on time where the end of training ends it."""
-    return key[0] == "select" and schedule.rules.close_with_training
+def _blows(chance: Random) -> tuple[tuple[float, Blow, int], ...]:
+    """Most within the first seconds, while much goes on; some at one moment."""
+    blows: list[tuple[float, Blow, int]] = []
+    for _ in range(chance.randint(0, 10)):
+        at_s = round(chance.uniform(0.0, chance.choice([4.0, 12.0])), 3)
+        if blows and chance.random() < 0.3:
+            at_s = blows[-1][0]
+        blows.append((at_s, chance.choices(BLOWS, LIKELY)[0], chance.randrange(1 << 16)))
+    return tuple(sorted(blows))
+
+
+def _aimed(chance: Random) -> Aimed:
+    return Aimed(
+        moment=chance.choice(MOMENTS),
+        nth=chance.choice([0, chance.randrange(4), chance.randrange(12)]),
+        after_s=chance.choice([-1e-4, 0.0, 0.0, 1e-4, 0.03]),
+        blow=chance.choices(BLOWS, LIKELY)[0],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What came of a schedule."""
+
+    violations: tuple[str, ...]
+    """Each sentence says what did not hold; none of them is good."""
+    events: int
+    virtual_s: float
+
+
+def violations(schedule: Schedule) -> tuple[str, ...]:
+    return verdict(schedule).violations
+
+
+def verdict(
+    schedule: Schedule, dispatch: type[Dispatch] = Dispatch, log: list[dict[str, Any]] | None = None
+) -> Verdict:
+    """Run a schedule.
+
+    Args:
+        dispatch: the dispatcher to try.
+        log: gets the rules of each dispatcher, and its events with their instructions, as they come.
+    """
+    trial = _Trial(schedule, dispatch, log)
+    trial.go()
+    return Verdict(violations=tuple(trial.found), events=trial.events, virtual_s=trial.clock.now_s)
 
 
 class _Trial:
     """One run of a schedule, over the drivers that it takes."""
 
-    def __init__(self, schedule: Schedule, found: list[str]) -> None:
-        self._schedule, self._found = schedule, found
+    def __init__(self, schedule: Schedule, dispatch: type[Dispatch], log: list[dict[str, Any]] | None) -> None:
+        self.found: list[str] = []
+        self.events = 0
+        self.clock = VirtualClock()
+        self._schedule, self._dispatch, self._log = schedule, dispatch, log
         self._chance = Random(schedule.seed + 1)
-        self._clock = VirtualClock()
+        self._graph, self._outputs = schedule.example.graph(self._store)
         self._committed: dict[str, int] = {}
         self._store_fails = False
-        self._events = 0
-        self._cluster = self._driver()
+        self._moments = 0
+        self._happened: Counter[Moment] = Counter()
+        self._aimed = {(aimed.moment, aimed.nth): aimed for aimed in schedule.aimed}
+        self._last_s = max((at_s for at_s, _, _ in schedule.blows), default=0.0)
         for at_s, blow, whom in schedule.blows:
-            self._clock.at(at_s, self._strike, blow, whom)
+            self.clock.at(at_s, self._strike_somebody, blow, whom)
 
-    def results(self) -> dict[Key, Any]:
-        graph, outputs = _graph(self._schedule, self._store)
-        for _ in range(len(self._schedule.blows) + 2):
+    def go(self) -> None:
+        try:
+            results = self._results()
+        except (AssertionError, SpotlightError) as error:
+            self.found.append(f"{type(error).__name__}: {error}")
+            return
+        closes = self._schedule.rules.close_with_training
+        self.found += self._schedule.example.wrong(results, closes=closes, may_quarantine=self._may_quarantine)
+        cursed = self._schedule.cursed
+        if cursed is not None and isinstance(self._schedule.example.rollout_of(results, cursed), str):
+            self.found.append(f"rollout/{cursed} was never quarantined")
+
+    def _may_quarantine(self, gang: str, preemptions: int) -> bool:
+        least = self._schedule.rules.quarantine_after
+        return preemptions >= least and self._launches[gang] >= least
+
+    def _results(self) -> dict[Key, Any]:
+        for _ in range(len(self._schedule.blows) + len(self._schedule.aimed) + 2):
+            dispatch = self._begin()
             try:
-                return dict(zip(outputs, self._cluster.compute(graph, outputs), strict=True))
-            except (DriverKilled, StoreFailed):  # as a person would: `spotlight resume`
+                return dict(zip(self._outputs, self._cluster.compute(self._graph, self._outputs), strict=True))
+            except (DriverKilled, StoreFailed, Stopped):  # as a person would: `spotlight resume`
                 self._cluster.close()
-                self._cluster = self._driver()
+            finally:
+                if self._log is not None:
+                    self._log += dispatch.drain()["decisions"]
         raise AssertionError("the run was resumed more often than it was struck")
 
-    def _driver(self) -> VirtualCluster:
+    def _begin(self) -> Dispatch:
+        """A driver, its dispatcher and its cluster."""
         schedule = self._schedule
-        dispatch = Dispatch(schedule.rules, logged=False)
-        return VirtualCluster(
+        self._invariants = Invariants(self.found)
+        self._launches: Counter[str] = Counter()
+        dispatch = self._dispatch(schedule.rules, logged=self._log is not None)
+        self._cluster = VirtualCluster(
             RUN,
             dispatch,
-            self._clock,
-            _Timing(schedule),
-            _stays(schedule, self._clock.now_s),
+            self.clock,
+            ExampleTiming(step_s=schedule.step_s, train_s=schedule.train_s, start_up_s=schedule.start_up_s),
+            _stays(schedule, self.clock.now_s),
             resumes=schedule.resumes,
-            lag=lambda kind: self._chance.uniform(0.0, schedule.lag_s) if schedule.lag_s else 0.0,
-            copies=lambda: 2 if schedule.lag_s and self._chance.random() < 0.2 else 1,
+            lag=self._lag,
+            copies=self._copies,
             committed=self._committed,
+            told=self._told,
             check=partial(self._check, dispatch),
         )
+        return dispatch
 
-    def _strike(self, blow: Blow, whom: int) -> None:
-        workers = [worker for worker in self._cluster.workers.values() if worker.pool != "head"]
-        match blow:
-            case "driver":
-                raise DriverKilled
-            case "store":
-                self._store_fails = True
-            case _ if workers:
-                worker = workers[whom % len(workers)]
-                self._strike_worker(blow, worker)
+    def _lag(self, kind: str) -> float:
+        longest_s = self._schedule.lag_s
+        return self._chance.uniform(0.0, longest_s * (4 if self._chance.random() < 0.1 else 1)) if longest_s else 0.0
 
-    def _strike_worker(self, blow: Blow, worker: VirtualWorker) -> None:
-        match blow:
-            case "kill":
-                self._cluster.kill(worker.address)
-            case "notice":
-                self._cluster.notice(worker.address, grace_s=self._chance.choice([0.1, 3.0]))
-            case "hang":
-                self._cluster.freeze(worker.address)
-            case "engine":
-                self._cluster.lose_engine(worker.address)
+    def _copies(self) -> int:
+        return 2 if self._schedule.lag_s and self._chance.random() < 0.2 else 1
 
     def _store(self) -> None:
         if self._store_fails:
             self._store_fails = False
             raise StoreFailed("the store did not answer")
 
+    # What must hold
+
     def _check(self, dispatch: Dispatch) -> None:
-        """After every event."""
-        self._events += 1
-        assert self._events < MOST_EVENTS, f"it goes on for ever: {MOST_EVENTS} events"
-        last_s = self._schedule.blows[-1][0] if self._schedule.blows else 0.0
-        assert self._clock.now_s < last_s + QUIET_S, f"it hangs: {self._clock.now_s:.0f} s have passed"
-        self._found += broken_invariants(self._cluster_or_none(), dispatch)
+        """After every moment."""
+        self._moments += 1
+        assert self._moments < MOST_MOMENTS, f"it goes on for ever: {MOST_MOMENTS} moments"
+        assert self.clock.now_s < self._last_s + QUIET_S, f"it hangs: {self.clock.now_s:.0f} s have passed"
+        if self._moments > 1:
+            self._invariants.check_moment(self._cluster, dispatch)
 
-    def _cluster_or_none(self) -> VirtualCluster | None:
-        return getattr(self, "_cluster", None)
+    def _told(self, event: Event, instructions: list[Instruction]) -> None:
+        """After every event, before what follows is done."""
+        self.events += 1
+        if isinstance(event, TaskChanged):
+            if event.state == "memory" and event.key[0] == "train":
+                self._happens("trained", "")
+        elif isinstance(event, WorkerNoticed):
+            self._invariants.noticed.add(event.address)
+        elif isinstance(event, WorkerJoined) and event.pool != "head":
+            self._happens("came", event.address)
+        if instructions:
+            self._invariants.check_instructions(self._cluster, instructions)
+        for instruction in instructions:
+            if isinstance(instruction, Launch):
+                self._launched(instruction)
 
+    # Blows
 
-def broken_invariants(cluster: VirtualCluster | None, dispatch: Dispatch) -> Iterator[str]:
-    """What does not hold now of a cluster and its dispatcher."""
-    if cluster is None:
-        return
-    at = f"at {cluster.now_s:.3f} s"
-    for worker in cluster.workers.values():
-        shards = [key for key in (*worker.queue, *worker.running) if "gate" in cluster.tasks.all[key].needs]
-        if worker.pool != "head" and len(shards) > 1:
-            yield f"{at} worker {worker.name} has {len(shards)} tasks from behind the gate: {shards}"
-        if len(worker.running) > worker.threads:
-            yield f"{at} worker {worker.name} runs {len(worker.running)} tasks on {worker.threads} threads"
-    for forming in cluster.formings.values():
-        nodes = {worker.node for worker in forming.members.values()}
-        if len(nodes) > 1:
-            yield f"{at} gang {forming.name} spans the nodes {sorted(nodes)}"
-        if forming.broken_s is None and len(forming.members) != forming.width:
-            yield f"{at} gang {forming.name} takes steps with {len(forming.members)} of {forming.width} members"
-    yield from (f"{at} {reason}" for reason in dispatch.idle_beside_waiting())
+    def _launched(self, launch: Launch) -> None:
+        self._launches[launch.gang] += 1
+        address = self._chance.choice(launch.members).address
+        self._happens("launched", address)
+        self.clock.after(0.0, self._begins, launch.gang, address)
+        if launch.gang == f"rollout/{self._schedule.cursed}":
+            self.clock.after(CURSE_S, self._strike, "engine", address)
 
+    def _begins(self, gang: str, address: str) -> None:
+        """One of its steps is the one that ends with a blow."""
+        forming = self._cluster.formings.get(gang)
+        if forming:
+            steps = 1 + self._chance.randrange(max(1, forming.work.steps - forming.first))
+            self._happens("boundary", address, forming.from_s + steps * forming.step_s - self.clock.now_s)
 
-# A small iteration, of the shape of a real one
+    def _happens(self, moment: Moment, address: str, in_s: float = 0.0) -> None:
+        aimed = self._aimed.get((moment, self._happened[moment]))
+        self._happened[moment] += 1
+        if aimed:
+            self._last_s = max(self._last_s, self.clock.now_s + in_s)
+            self.clock.after(in_s + aimed.after_s, self._strike, aimed.blow, address)
 
+    def _strike_somebody(self, blow: Blow, whom: int) -> None:
+        workers = [worker for worker in self._cluster.workers.values() if worker.pool != "head"]
+        self._strike(blow, workers[whom % len(workers)].address if workers else "")
 
-def _graph(schedule: Schedule, store: Callable[[], None] = lambda: None) -> tuple[HighLevelGraph, list[Key]]:
-    """Roll out, score, train, publish; and explore for the next iteration beside it."""
-    layers: dict[str, MaterializedLayer] = {}
-
-    def add(name: str, pool: str, calls: Sequence[tuple[Any, ...]], **more: Any) -> list[Key]:
-        needs = {"head": "head", "trainer": "reserved", "engine": "engine"}.get(pool, "gate")
-        annotations = {"pool": pool, "phase": name.split("/")[0], "iteration": more.pop("iteration", 0)}
-        annotations |= {"resources": {needs: 1}, **more}
-        layers[name] = MaterializedLayer({(name, at): call for at, call in enumerate(calls)}, annotations=annotations)
-        return [(name, at) for at in range(len(calls))]
-
-    shards = max(schedule.widths)
-
-    def requests(name: str, pool: str, calls: Sequence[tuple[Any, ...]], **more: Any) -> list[list[Key]]:
-        sharded = [(*call, f"{name}/{at}", shard) for at, call in enumerate(calls) for shard in range(shards)]
-        keys = add(name, pool, sharded, shards=shards, widths=list(schedule.widths), **more)
-        return [keys[first : first + shards] for first in range(0, len(keys), shards)]
-
-    rollouts = requests(
-        "rollout",
-        schedule.rollout_pool,
-        [(_denoise, _request(schedule, "rollout", at)) for at in range(schedule.rollouts)],
-        window_s=schedule.window_s,
-    )
-    scores = add("score", "engine", [(_score, keys[0]) for keys in rollouts])
-    others = [key for keys in rollouts for key in keys[1:]]
-    (whole,) = add("advantage", "trainer", [(_collect, store, scores, others)])
-    parts = [(_train, whole, part, *([("train", part - 1)] if part else [])) for part in range(schedule.parts)]
-    train = add("train", "training", parts)
-    outputs = add("publish", "trainer", [(_publish, train[-1])])
-    if schedule.rounds and schedule.spot:
-        outputs += _exploration(schedule, add, requests)
-    return HighLevelGraph(layers, {name: set() for name in layers}), [*outputs, whole]
-
-
-def _exploration(schedule: Schedule, add: Any, requests: Any) -> list[Key]:
-    scores: list[list[Key]] = []
-    others: list[Key] = []
-    for r in range(schedule.rounds):
-        seen = [key for earlier in scores[: max(0, r - 1)] for key in earlier]
-        (allocation,) = add(
-            f"allocate-r{r}", "head", [(_allocate, schedule.seed, r, schedule.slots, seen)], iteration=1
-        )
-        calls = [(_explore, allocation, slot) for slot in range(schedule.slots)]
-        explored = requests(f"explore-r{r}", "spot", calls, iteration=1)
-        scores.append(add(f"explore-score-r{r}", "engine", [(_score, keys[0]) for keys in explored], iteration=1))
-        others += [key for keys in explored for key in keys[1:]]
-    everything = [key for some in scores for key in some]
-    (select,) = add("select", "head", [(_select, everything, others)], iteration=1)
-    return [select]
-
-
-def _request(schedule: Schedule, purpose: Literal["rollout", "explore"], number: int) -> Request:
-    steps = 2 + (schedule.seed + number) % 6
-    return Request(
-        run=RUN,
-        iteration=int(purpose == "explore"),
-        purpose=purpose,
-        prompt=Prompt(id=number, text=""),
-        seeds=tuple(range(number, number + 1 + number % 3)),
-        sampler="ode",
-        sigmas=tuple(range(steps + 1, 0, -1)),
-        sde_window=(0, 1),
-        noise_level=1.0,
-        guidance=1.0,
-        height_px=8,
-        width_px=8,
-        weights=WeightsRef(version=0, sha256=""),
-    )
-
-
-def _denoise(request: Request, gang: str, shard: int) -> str | Surplus | Dropped | Quarantined:
-    place = signals.placed(gang, shard, request)
-    if not isinstance(place, Placement):
-        return place
-    reason = signals.check(request)
-    return Dropped(reason=reason) if reason else f"image {request.id}"
-
-
-def _explore(allocation: Sequence[Request], slot: int, gang: str, shard: int) -> Any:
-    return _denoise(allocation[slot], gang, shard)
-
-
-def _allocate(seed: int, round_index: int, slots: int, seen: Sequence[Any]) -> list[Request]:
-    schedule = replace(draw(seed), seed=seed)
-    return [_request(schedule, "explore", 100 * round_index + slot) for slot in range(slots)]
-
-
-def _score(image: Any) -> Any:
-    return f"score of {image}" if isinstance(image, str) else image
-
-
-def _collect(store: Callable[[], None], scores: Sequence[Any], surplus: Sequence[Any]) -> tuple[Any, ...]:
-    store()
-    return tuple(scores)
-
-
-def _train(whole: Any, part: int, before: Any = None) -> Any:
-    return (whole, part, before)
-
-
-def _publish(trained: Any) -> Any:
-    return ("published", trained)
-
-
-def _select(scores: Sequence[Any], surplus: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(scores)
-
-
-class _Timing:
-    """Some work is long beside the blows, some short."""
-
-    launch_s, form_s, graph_s, start_up_s = 0.02, 0.05, 0.1, 0.5
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._step_s = 0.05 + (schedule.seed % 7) / 10
-        self._train_s = 0.5 + schedule.seed % 3
-
-    def work(self, function: Any, arguments: Sequence[Any], memory: dict[str, Any]) -> Denoising | Fixed:
-        if function is _denoise or function is _explore:
-            request = arguments[0] if function is _denoise else arguments[0][arguments[1]]
-            return Denoising(request=request.id, samples=len(request.seeds), steps=request.steps)
-        if function is _train:
-            return Fixed(seconds=self._train_s)
-        return Fixed(seconds=0.05 if function is _score else 0.0)
-
-    def step_s(self, samples: int, width: int, pool: str) -> float:
-        return self._step_s * samples / width
+    def _strike(self, blow: Blow, address: str) -> None:
+        cluster, worker = self._cluster, self._cluster.workers.get(address)
+        match blow:
+            case "kill":
+                cluster.kill(address)
+            case "notice":
+                cluster.notice(address, grace_s=self._chance.choice([0.1, 3.0]))
+            case "hang":
+                cluster.freeze(address)
+            case "engine":
+                cluster.lose_engine(address)
+            case "pause":
+                cluster.pause(address, self._chance.choice([0.0, 0.5, 3.0]))
+            case "suspect":
+                cluster.suspect(address, self._schedule.rules.hang_after_s + 1.0)
+            case "node" if worker:
+                for other in [other for other in cluster.workers.values() if other.node == worker.node]:
+                    cluster.kill(other.address)
+            case "driver":
+                raise DriverKilled
+            case "stop":
+                cluster.stop()
+            case "store":
+                self._store_fails = True
 
 
 def _stays(schedule: Schedule, now_s: float) -> Iterator[Stay]:
+    replace_after_s = schedule.replace_after_s
     for at in range(schedule.reserved):
+        name, ups = f"reserved-{at}", ((now_s, inf),)
+        yield Stay(pool="reserved", name=name, node="node:reserved", ups=ups, replace_after_s=replace_after_s)
+    for at, times in enumerate(schedule.ups):
         yield Stay(
-            pool="reserved", name=f"reserved-{at}", node="node:reserved", ups=((now_s, inf),), replace_after_s=1.0
+            pool="spot",
+            name=f"spot-{at}",
+            node=f"node:spot-{at // schedule.per_node}",
+            ups=tuple((now_s + from_s, now_s + until_s) for from_s, until_s in times),
+            preemptions=(("kill", "notice", "hang")[(schedule.seed + at) % 3],),
+            grace_s=1.0,
+            replace_after_s=replace_after_s,
         )
-    for at in range(schedule.spot):
-        node = f"node:spot-{at // schedule.per_node}"
-        yield Stay(pool="spot", name=f"spot-{at}", node=node, ups=((now_s, inf),), replace_after_s=1.0)

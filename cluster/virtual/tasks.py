@@ -38,6 +38,8 @@ class Task:
     worker: str = ""
     """That runs it or has its result."""
     result: Any = None
+    bound: str = ""
+    """Behind the gate: the only worker that may run it, until the gate is closed again."""
 
 
 class Tasks:
@@ -45,14 +47,14 @@ class Tasks:
 
     Args:
         changed: is told of each task that is in another state.
-        choose: names a worker for a task that is ready and has no gate, or "" if there is none now.
+        choose: names a worker for a task that is ready and not behind a gate, or "" if there is none now.
     """
 
     def __init__(self, changed: Callable[[Task], None], choose: Callable[[Task], str]) -> None:
         self._changed, self._choose = changed, choose
         self.all: dict[Key, Task] = {}
         self.unplaced: dict[Key, None] = {}
-        """Ready, without a gate, and no worker for them."""
+        """Ready, not behind a gate, and no worker for them."""
 
     def layers(self, graph: HighLevelGraph) -> tuple[Layer, ...]:
         """What the annotations of a graph say."""
@@ -121,7 +123,7 @@ class Tasks:
                 self._want(self.all[key])
 
     def _ready(self, task: Task) -> None:
-        if "gate" in task.needs:
+        if "gate" in task.needs and not task.bound:
             self._set(task, "gated")
             return
         address = self._choose(task)
@@ -132,7 +134,7 @@ class Tasks:
             self._set(task, "gated")
 
     def place_unplaced(self) -> None:
-        """A worker came: tasks without a gate that had none may go to it."""
+        """A worker came: tasks that had none may go to it."""
         for key in list(self.unplaced):
             task = self.all[key]
             address = self._choose(task)

@@ -35,6 +35,8 @@ class VirtualWorker:
     """Tasks whose results it holds."""
     leaving: bool = False
     """Under notice: it begins nothing more."""
+    paused: bool = False
+    """It begins nothing for now."""
     frozen: bool = False
     """It neither works nor answers."""
     alive: bool = True
@@ -42,6 +44,10 @@ class VirtualWorker:
     @property
     def load(self) -> int:
         return len(self.queue) + len(self.running)
+
+    @property
+    def can_begin(self) -> bool:
+        return self.alive and not (self.frozen or self.paused or self.leaving)
 
     def can(self, needs: str) -> bool:
         """Whether it has the one resource that a task asks for."""

@@ -1,0 +1,92 @@
+"""Does the dispatcher keep its promises whatever happens? Fault schedules by the thousand, each from its seed.
+
+``python -m benchmarks.faults --schedules N`` prints a table in Markdown, and for each schedule that broke a promise
+the line that replays it: ``python -m benchmarks.faults --seed SEED --trace``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pprint import pprint
+from typing import Any
+
+from cluster.virtual.faults import Verdict, draw, verdict
+
+CHUNK = 200
+"""Schedules that a process is given at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """What came of some schedules."""
+
+    events: int
+    virtual_s: float
+    broken: dict[int, tuple[str, ...]]
+    """Violations of the schedules that have any, by seed."""
+
+
+def count(seeds: range) -> Count:
+    verdicts = {seed: verdict(draw(seed)) for seed in seeds}
+    return Count(
+        events=sum(one.events for one in verdicts.values()),
+        virtual_s=sum(one.virtual_s for one in verdicts.values()),
+        broken={seed: one.violations for seed, one in verdicts.items() if one.violations},
+    )
+
+
+def counts(seeds: range, processes: int) -> Iterator[Count]:
+    chunks = [seeds[first : first + CHUNK] for first in range(0, len(seeds), CHUNK)]
+    if processes == 1:
+        yield from map(count, chunks)
+    else:
+        with ProcessPoolExecutor(processes) as pool:
+            yield from pool.map(count, chunks)
+
+
+def replay(seed: int, *, trace: bool) -> Verdict:
+    """One schedule again, shown."""
+    schedule = draw(seed)
+    pprint(schedule, width=120)
+    log: list[dict[str, Any]] = []
+    found = verdict(schedule, log=log)
+    for row in log if trace else ():
+        if row.get("is") != "TimePassed" or "then" in row:
+            print(json.dumps(row))
+    for violation in found.violations:
+        print(f"violated: {violation}")
+    print(f"seed {seed}: {found.events} events in {found.virtual_s:.1f} s, {len(found.violations)} violations")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="of the first schedule")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seed", type=int, help="run this one alone, and show it")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print its events and instructions")
+    arguments = parser.parse_args()
+    if arguments.seed is not None:
+        sys.exit(bool(replay(arguments.seed, trace=arguments.trace).violations))
+
+    started_s = time.perf_counter()
+    events, virtual_s, broken = 0, 0.0, 0
+    for one in counts(range(arguments.first, arguments.first + arguments.schedules), arguments.processes):
+        events, virtual_s, broken = events + one.events, virtual_s + one.virtual_s, broken + len(one.broken)
+        for seed, violations in one.broken.items():
+            print(f"python -m benchmarks.faults --seed {seed}  # {violations[0]}", flush=True)
+    seconds = time.perf_counter() - started_s
+    print("| schedules | events | virtual hours | seconds | with violations |\n|---|---|---|---|---|")
+    print(f"| {arguments.schedules:,} | {events:,} | {virtual_s / 3600:,.1f} | {seconds:,.0f} | {broken} |")
+    sys.exit(broken > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""A small iteration to try faults on: its graph, how long its work takes, and what must come of it.
+
+It has the shape of a real one: roll out, score, train, publish, and explore for the next iteration beside it. Its
+results name their inputs, so that one that is missing, or made of something else, shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+from typing import Any, Literal
+
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+
+from cluster.events import Key
+from cluster.virtual.timing import Denoising, Fixed
+from spotlight.device.signals import signals
+from spotlight.records import Dropped, Placement, Prompt, Quarantined, Request, Surplus, WeightsRef
+
+RUN = "faults"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """How large the iteration is, and of what kind."""
+
+    widths: tuple[int, ...]
+    rollouts: int
+    pool: str
+    """Where rollouts run, as a task's annotation has it."""
+    rounds: int
+    """Of exploration."""
+    slots: int
+    """Requests of each round."""
+    parts: int
+    """Of training, no more than rollouts."""
+    window_s: float = inf
+
+    def graph(self, store: Callable[[], None]) -> tuple[HighLevelGraph, list[Key]]:
+        """The graph, and the keys whose results are wanted.
+
+        Args:
+            store: is called before each part of training; what it raises, the task raises.
+        """
+        layers = _Layers(self)
+        requests = [(_denoise, request("rollout", at)) for at in range(self.rollouts)]
+        rollouts = layers.add_requests("rollout", self.pool, requests, window_s=self.window_s)
+        scores = layers.add("score", "engine", [(_score, keys[0]) for keys in rollouts])
+        calls = [(_collect, store, scores[p :: self.parts], _others(rollouts[p :: self.parts])) for p in self._parts]
+        samples = layers.add("advantage", "trainer", calls)
+        train = layers.add("train", "training", [(_train, samples[p], *_key("train", p - 1)) for p in self._parts])
+        outputs = layers.add("publish", "trainer", [(_publish, train[-1])])
+        if self.rounds:
+            outputs += self._add_exploration(layers)
+        return HighLevelGraph(layers.layers, {name: set() for name in layers.layers}), [*outputs, *samples]
+
+    @property
+    def _parts(self) -> range:
+        return range(self.parts)
+
+    def _add_exploration(self, layers: _Layers) -> list[Key]:
+        scores: list[list[Key]] = []
+        others: list[Key] = []
+        for r in range(self.rounds):
+            seen = [key for earlier in scores[: max(0, r - 1)] for key in earlier]
+            (allocation,) = layers.add(f"allocate-r{r}", "head", [(_allocate, r, self.slots, seen)], iteration=1)
+            calls = [(_explore, allocation, slot) for slot in range(self.slots)]
+            explored = layers.add_requests(f"explore-r{r}", "spot", calls, iteration=1)
+            scored = [(_score, keys[0]) for keys in explored]
+            scores.append(layers.add(f"explore-score-r{r}", "engine", scored, iteration=1))
+            others += _others(explored)
+        return layers.add("select", "head", [(_collect, _nothing, sum(scores, []), others)], iteration=1)
+
+    def rollout_of(self, got: dict[Key, Any], number: int) -> Any:
+        """The result of one of the rollouts."""
+        return got["advantage", number % self.parts][number // self.parts]
+
+    def wrong(self, got: dict[Key, Any], *, closes: bool, may_quarantine: Callable[[str, int], bool]) -> list[str]:
+        """What is not as it must be of the results, as sentences.
+
+        Args:
+            closes: the end of training closes exploration, of which any part may be dropped then.
+            may_quarantine: whether a request, by the name of its gang, may have been set aside after so many losses.
+        """
+        found = []
+        for at in range(self.rollouts):
+            result = self.rollout_of(got, at)
+            found += _wrong(f"rollout/{at}", request("rollout", at), result, may_quarantine, may_drop=False)
+        samples = [got["advantage", part] for part in self._parts]
+        if got["publish", 0] != ("published", samples):
+            found.append(f"published is {got['publish', 0]!r} instead of {samples!r}")
+        for at, result in enumerate(got.get(("select", 0), ())):
+            r, slot = divmod(at, self.slots)
+            asked = request("explore", 100 * r + slot)
+            found += _wrong(f"explore-r{r}/{slot}", asked, result, may_quarantine, may_drop=closes)
+        counts = sum(map(len, samples)), len(got.get(("select", 0), ()))
+        if counts != (self.rollouts, self.rounds * self.slots):
+            found.append(f"{counts} results of rollouts and of exploration came of {self}")
+        return found
+
+
+class _Layers:
+    """A graph under construction."""
+
+    def __init__(self, example: Example) -> None:
+        self.layers: dict[str, MaterializedLayer] = {}
+        self._widths = example.widths
+
+    def add(self, name: str, pool: str, calls: Sequence[tuple[Any, ...]], iteration: int = 0, **more: Any) -> list[Key]:
+        needs = {"head": "head", "trainer": "reserved", "engine": "engine"}.get(pool, "gate")
+        annotations = {"pool": pool, "phase": name, "iteration": iteration, "resources": {needs: 1}, **more}
+        tasks = {(name, at): call for at, call in enumerate(calls)}
+        self.layers[name] = MaterializedLayer(tasks, annotations=annotations)
+        return list(tasks)
+
+    def add_requests(self, name: str, pool: str, calls: Sequence[tuple[Any, ...]], **more: Any) -> list[list[Key]]:
+        """As many tasks of each as the widest gang has ranks; returns their keys, request by request."""
+        shards = self._widths[-1]
+        sharded = [(*call, f"{name}/{at}", shard) for at, call in enumerate(calls) for shard in range(shards)]
+        keys = self.add(name, pool, sharded, shards=shards, widths=list(self._widths), **more)
+        return [keys[first : first + shards] for first in range(0, len(keys), shards)]
+
+
+def _others(requests: Sequence[Sequence[Key]]) -> list[Key]:
+    """Shards but the first: somebody has to want them."""
+    return [key for keys in requests for key in keys[1:]]
+
+
+def _key(name: str, number: int) -> list[Key]:
+    return [(name, number)] if number >= 0 else []
+
+
+@cache
+def request(purpose: Literal["rollout", "explore"], number: int) -> Request:
+    """Some have one sample, some three; some two steps, some seven."""
+    return Request(
+        run=RUN,
+        iteration=int(purpose == "explore"),
+        purpose=purpose,
+        prompt=Prompt(id=number, text=""),
+        seeds=tuple(range(number, number + 1 + number % 3)),
+        sampler="ode",
+        sigmas=tuple(range(3 + number % 6, 0, -1)),
+        sde_window=(0, 1),
+        noise_level=1.0,
+        guidance=1.0,
+        height_px=8,
+        width_px=8,
+        weights=WeightsRef(version=0, sha256=""),
+    )
+
+
+def _image(asked: Request) -> str:
+    return f"image {asked.id}"
+
+
+def _denoise(asked: Request, gang: str, shard: int) -> str | Surplus | Dropped | Quarantined:
+    place = signals.placed(gang, shard, asked)
+    if not isinstance(place, Placement):
+        return place
+    reason = signals.check(asked)
+    return Dropped(reason=reason) if reason else _image(asked)
+
+
+def _explore(allocation: Sequence[Request], slot: int, gang: str, shard: int) -> Any:
+    return _denoise(allocation[slot], gang, shard)
+
+
+def _allocate(round_index: int, slots: int, seen: Sequence[Any]) -> list[Request]:
+    return [request("explore", 100 * round_index + slot) for slot in range(slots)]
+
+
+def _score(image: Any) -> Any:
+    return f"score of {image}" if isinstance(image, str) else image
+
+
+def _nothing() -> None: ...
+
+
+def _collect(store: Callable[[], None], scores: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
+    store()
+    assert all(isinstance(other, Surplus | Dropped | Quarantined) for other in others), others
+    return tuple(scores)
+
+
+def _train(samples: Any, before: Sequence[Any] = ()) -> list[Any]:
+    return [*before, samples]
+
+
+def _publish(trained: Any) -> Any:
+    return ("published", trained)
+
+
+def _wrong(
+    gang: str, asked: Request, result: Any, may_quarantine: Callable[[str, int], bool], *, may_drop: bool
+) -> list[str]:
+    match result:
+        case Dropped() if may_drop:
+            return []
+        case Quarantined(request=given, preemptions=count) if given == asked and may_quarantine(gang, count):
+            return []
+    expected = f"score of {_image(asked)}"
+    return [] if result == expected else [f"{gang} is {result!r} instead of {expected!r}"]
+
+
+class ExampleTiming:
+    """How long the example's work takes.
+
+    Args:
+        step_s: of a denoising step of one sample on one worker.
+        train_s: of a part of training.
+        start_up_s: from a machine's coming until its worker works.
+    """
+
+    launch_s, form_s, graph_s = 0.02, 0.05, 0.1
+
+    def __init__(self, *, step_s: float, train_s: float, start_up_s: float) -> None:
+        self._step_s, self._train_s, self.start_up_s = step_s, train_s, start_up_s
+
+    def work(self, function: Any, arguments: Sequence[Any], memory: dict[str, Any]) -> Denoising | Fixed:
+        if function is _denoise or function is _explore:
+            asked = arguments[0] if function is _denoise else arguments[0][arguments[1]]
+            return Denoising(request=asked.id, samples=len(asked.seeds), steps=asked.steps)
+        if function is _train:
+            return Fixed(seconds=self._train_s)
+        return Fixed(seconds=0.05 if function is _score else 0.0)
+
+    def step_s(self, samples: int, width: int, pool: str) -> float:
+        return self._step_s * samples / width

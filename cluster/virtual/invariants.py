@@ -1,0 +1,118 @@
+"""What must always hold of a cluster and its dispatcher: checked at every instruction, and after every moment.
+
+At an instruction:
+
+- a gang is launched whole, on workers of one node that are there, stay, and have nothing else to do;
+- no worker still has a shard of an earlier forming of the gang, and the forming has a new number;
+- a part of training begins on a free reserved worker.
+
+After a moment:
+
+- a worker has at most one task from behind the gate, and runs no more tasks than it has threads;
+- a gang spans one node, and takes steps only with all its members;
+- the dispatcher knows of no step that the present forming of a gang did not take;
+- no request waits beside an idle worker that could run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cluster.dispatch import Dispatch
+from cluster.events import Instruction, Launch, Train
+from cluster.virtual.cluster import Forming, VirtualCluster
+from cluster.virtual.workers import VirtualWorker
+
+
+class Invariants:
+    """Watches one dispatcher and its cluster.
+
+    Args:
+        found: gets a sentence for whatever does not hold.
+    """
+
+    def __init__(self, found: list[str]) -> None:
+        self._found = found
+        self.noticed: set[str] = set()
+        """Addresses of workers whose notice the dispatcher was told of."""
+        self._epochs: dict[str, int] = {}
+
+    def check_instructions(self, cluster: VirtualCluster, instructions: list[Instruction]) -> None:
+        """Before they are carried out."""
+        for instruction in instructions:
+            if isinstance(instruction, Launch):
+                self._report(cluster, self._wrong_launch(cluster, instruction))
+            elif isinstance(instruction, Train):
+                pool, wrong = (
+                    "",
+                    [f"train {instruction.key}: {why}" for why in self._unfit(cluster, instruction.address)],
+                )
+                if worker := cluster.workers.get(instruction.address):
+                    pool = worker.pool
+                self._report(
+                    cluster, wrong if pool == "reserved" else [*wrong, f"{instruction.key} trains in {pool!r}"]
+                )
+
+    def _wrong_launch(self, cluster: VirtualCluster, launch: Launch) -> Iterator[str]:
+        epoch = launch.members[0].place.epoch
+        if epoch <= self._epochs.get(launch.gang, 0):
+            yield f"{launch.gang} is formed again as forming {epoch}"
+        self._epochs[launch.gang] = epoch
+        places = [(member.place.rank, member.place.width, member.place.epoch) for member in launch.members]
+        if places != [(rank, len(places), epoch) for rank in range(len(places))]:
+            yield f"{launch.gang} is launched with (rank, width, forming) of {places}"
+        if launch.members[0].shard:
+            yield f"{launch.gang} begins without its first shard"
+        if len({member.address for member in launch.members}) < len(places):
+            yield f"{launch.gang} has two shards on one worker"
+        for member in launch.members:
+            yield from (f"{launch.gang}: {why}" for why in self._unfit(cluster, member.address))
+        keys = {member.key for member in launch.members}
+        for worker in cluster.workers.values():
+            if not keys.isdisjoint(worker.running) or not keys.isdisjoint(worker.queue):
+                yield f"{launch.gang} is launched, and {worker.name} still has a shard of an earlier forming"
+
+    def _unfit(self, cluster: VirtualCluster, address: str) -> Iterator[str]:
+        worker = cluster.workers.get(address)
+        if worker is None:
+            yield f"{address} is gone"
+        elif address in self.noticed:
+            yield f"{address} is under notice"
+        elif worker.paused:
+            yield f"{address} is paused"
+        elif gated := _gated(cluster, worker):
+            yield f"{address} has {gated}"
+
+    def check_moment(self, cluster: VirtualCluster, dispatch: Dispatch) -> None:
+        for worker in cluster.workers.values():
+            if worker.load > 1 and worker.pool != "head":
+                self._report(cluster, _overloaded(cluster, worker))
+        for forming in cluster.formings.values():
+            if forming.width > 1:
+                self._report(cluster, _torn(forming))
+            known, taken = dispatch.step(forming.name), forming.steps_by(cluster.now_s)
+            if known > taken and dispatch.epoch(forming.name) == forming.epoch:
+                self._report(cluster, [f"{forming.name}: step {known} is known, forming {forming.epoch} is at {taken}"])
+        self._report(cluster, dispatch.idle_beside_waiting())
+
+    def _report(self, cluster: VirtualCluster, wrong: Iterator[str] | list[str]) -> None:
+        for sentence in wrong:
+            self._found.append(f"at {cluster.now_s:.3f} s {sentence}")
+
+
+def _gated(cluster: VirtualCluster, worker: VirtualWorker) -> list[str]:
+    return [str(key) for key in (*worker.queue, *worker.running) if "gate" in cluster.tasks.all[key].needs]
+
+
+def _overloaded(cluster: VirtualCluster, worker: VirtualWorker) -> Iterator[str]:
+    if len(worker.running) > worker.threads:
+        yield f"worker {worker.name} runs {len(worker.running)} tasks on {worker.threads} threads"
+    if len(gated := _gated(cluster, worker)) > 1:
+        yield f"worker {worker.name} has {len(gated)} tasks from behind the gate: {gated}"
+
+
+def _torn(forming: Forming) -> Iterator[str]:
+    if len({worker.node for worker in forming.members.values()}) > 1:
+        yield f"gang {forming.name} spans nodes"
+    if forming.broken_s is None and len(forming.members) != forming.width:
+        yield f"gang {forming.name} takes steps with {len(forming.members)} of {forming.width} members"

@@ -1,0 +1,185 @@
+"""Dispatchers with one bug each, planted to see that the fault schedules find it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from cluster.dispatch import Dispatch
+from cluster.events import (
+    CallOff,
+    CloseGate,
+    Event,
+    GangBeat,
+    Instruction,
+    Launch,
+    TaskChanged,
+    WorkerAvailable,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerNoticed,
+)
+from cluster.gangs import GangState
+
+
+class _Without(Dispatch):
+    """Leaves out instructions of a kind."""
+
+    kind: type[Instruction]
+
+    def handle(self, event: Event) -> list[Instruction]:
+        return [one for one in super().handle(event) if not isinstance(one, self.kind)]
+
+
+class NeverCallsOff(_Without):
+    """Survivors of a broken gang are not told."""
+
+    kind = CallOff
+
+
+class NeverClosesGates(_Without):
+    """A task that is to run again stays bound to the worker that is gone."""
+
+    kind = CloseGate
+
+
+class IgnoresNotices(Dispatch):
+    """Workers under notice get work."""
+
+    def _noticed(self, event: WorkerNoticed) -> list[Instruction]:
+        return []
+
+
+class KeepsOldNotices(Dispatch):
+    """A worker that takes the name of one that left gets no work."""
+
+    def _joined(self, event: WorkerJoined) -> list[Instruction]:
+        leaving = set(self._leaving)
+        instructions = super()._joined(event)
+        self._leaving |= leaving
+        self._idle = {address: idle for address, idle in self._idle.items() if idle.worker not in leaving}
+        return instructions
+
+
+class BelievesOldFormings(Dispatch):
+    """A beat counts whatever forming of its gang it came from."""
+
+    def _beat(self, event: GangBeat) -> list[Instruction]:
+        gang = self._gangs.get(event.gang)
+        if gang:
+            gang.epoch, epoch = event.epoch, gang.epoch
+            super()._beat(event)
+            gang.epoch = epoch
+        return []
+
+
+class RepeatsFormings(Dispatch):
+    """A gang that is formed again has the number of its last forming."""
+
+    def _launch(self, gang: GangState, names: Sequence[str], at_s: float) -> Launch:
+        gang.epoch = max(0, gang.epoch - 1)
+        return super()._launch(gang, names, at_s)
+
+
+class GivesTheBusyMore(Dispatch):
+    """A worker that may take tasks again counts as idle, whatever it is at work on."""
+
+    def _available(self, event: WorkerAvailable) -> list[Instruction]:
+        instructions = super()._available(event)
+        worker = self._workers.get(event.address)
+        if worker and event.available and worker.name not in self._leaving:
+            self._idle[event.address] = worker.idle
+        return instructions
+
+
+class IgnoresPauses(Dispatch):
+    """Workers that take no tasks get some."""
+
+    def _available(self, event: WorkerAvailable) -> list[Instruction]:
+        return []
+
+
+class KeepsTheDead(Dispatch):
+    """A worker that is gone counts as idle if it was."""
+
+    def _left(self, event: WorkerLeft) -> list[Instruction]:
+        idle = self._idle.get(event.address)
+        instructions = super()._left(event)
+        if idle:
+            self._idle[event.address] = idle
+        return instructions
+
+
+class ForgetsBroken(Dispatch):
+    """A request that lost its gang is not looked at again."""
+
+    def _file(self, gang: GangState) -> None:
+        super()._file(gang)
+        if gang.filed == "broken":
+            self._take_out(gang)
+
+
+class NeverQuarantines(Dispatch):
+    """A request that kills whoever runs it is run again and again."""
+
+    def _is_over(self, gang: GangState) -> bool:
+        gang.quarantined = False
+        return super()._is_over(gang)
+
+
+class LaunchesParts(Dispatch):
+    """A gang begins without its last member."""
+
+    def handle(self, event: Event) -> list[Instruction]:
+        return [
+            Launch(gang=one.gang, members=one.members[:-1], cause=one.cause)
+            if isinstance(one, Launch) and len(one.members) > 1
+            else one
+            for one in super().handle(event)
+        ]
+
+
+class LooksAtArrivalsOnly(Dispatch):
+    """That a worker joined is no reason to look at what waits."""
+
+    _joined_last = False
+
+    def _instructions(self, event: Event) -> Iterable[Instruction]:
+        joined, self._joined_last = self._joined_last, isinstance(event, WorkerJoined)
+        return [] if joined else super()._instructions(event)
+
+
+class LeavesSurplusWaiting(Dispatch):
+    """Shards that have nothing to do stay behind the gate."""
+
+    def _dismiss(self, gang: GangState, at_s: float) -> Iterator[Instruction]:
+        return (one for one in super()._dismiss(gang, at_s) if gang.is_done is False)
+
+
+class FreesSurvivorsEarly(Dispatch):
+    """A request may be launched again although a survivor still runs its old forming."""
+
+    def _task_changed(self, event: TaskChanged) -> Iterator[Instruction]:
+        yield from super()._task_changed(event)
+        gang = getattr(self._tasks.get(event.key), "gang", None)
+        if gang and gang.breaking:
+            gang.members.clear()
+            self._file(gang)
+
+
+PLANTS: tuple[type[Dispatch], ...] = (
+    NeverCallsOff,
+    NeverClosesGates,
+    IgnoresNotices,
+    KeepsOldNotices,
+    BelievesOldFormings,
+    RepeatsFormings,
+    GivesTheBusyMore,
+    IgnoresPauses,
+    KeepsTheDead,
+    ForgetsBroken,
+    NeverQuarantines,
+    LaunchesParts,
+    LooksAtArrivalsOnly,
+    LeavesSurplusWaiting,
+    FreesSurvivorsEarly,
+)
