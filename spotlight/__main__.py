@@ -161,9 +161,9 @@ def _simulate(parsed: argparse.Namespace) -> None:
 
 
 def _graph(parsed: argparse.Namespace) -> None:
-    from graphs.draw import draw
     from graphs.iteration import example_graph
     from spotlight import config
+    from spotlight.report.iteration_figure import draw
 
     graph = example_graph(config.load(parsed.config, parsed.overrides)).graph
     with _writing(parsed.to):

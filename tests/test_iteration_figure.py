@@ -10,8 +10,8 @@ import pytest
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from matplotlib.image import imread
 
-from graphs.draw import BOXES_MOST, _ancestors, _columns, _grid, _Layer, _read, draw
 from spotlight.records import SpotlightError
+from spotlight.report.iteration_figure import BOXES_MOST, _ancestors, _columns, _grid, _Layer, _read, draw
 from spotlight.report.palette import phase_colour
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any, Protocol
 
 import matplotlib as mpl
-from dask.highlevelgraph import HighLevelGraph
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, PathPatch, Polygon
@@ -22,6 +23,26 @@ from matplotlib.path import Path as Line
 
 from spotlight.records import SpotlightError
 from spotlight.report.palette import FAINT, INK, POOL_COLOURS, phase_colour
+
+
+class AnnotatedLayer(Protocol):
+    """A phase of a graph."""
+
+    @property
+    def annotations(self) -> Mapping[str, Any] | None: ...
+
+    def __len__(self) -> int: ...
+
+
+class Layered(Protocol):
+    """What of a Dask graph is drawn."""
+
+    @property
+    def layers(self) -> Mapping[str, AnnotatedLayer]: ...
+
+    @property
+    def dependencies(self) -> Mapping[str, AbstractSet[str]]: ...
+
 
 SUFFIXES = (".svg", ".png")
 BOXES_MOST = 8
@@ -70,7 +91,7 @@ class _Box:
     top: float
 
 
-def draw(graph: HighLevelGraph, path: Path) -> None:
+def draw(graph: Layered, path: Path) -> None:
     """Write the graph's figure, as SVG or PNG by the path's suffix.
 
     Raises:
@@ -91,7 +112,7 @@ def draw(graph: HighLevelGraph, path: Path) -> None:
         picture.savefig(path, dpi=150, facecolor="white", metadata=metadata)
 
 
-def _read(graph: HighLevelGraph) -> dict[str, _Layer]:
+def _read(graph: Layered) -> dict[str, _Layer]:
     """The layers, upstream first."""
     layers: dict[str, _Layer] = {}
     for name in TopologicalSorter(graph.dependencies).static_order():
