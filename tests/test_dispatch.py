@@ -1,0 +1,322 @@
+"""The dispatcher by itself: events in, instructions out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from cluster.dispatch import Dispatch, Rules, differing
+from cluster.events import (
+    CallOff,
+    CloseExploration,
+    Dismiss,
+    Event,
+    Evict,
+    GangBeat,
+    GraphCame,
+    Instruction,
+    Key,
+    Launch,
+    Layer,
+    Regroup,
+    StopAsked,
+    StopWork,
+    TaskChanged,
+    TimePassed,
+    Train,
+    Wake,
+    WindowChanged,
+    WorkerAvailable,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerNoticed,
+    WorkerSilent,
+    event_of,
+    row,
+)
+from spotlight.records import Surplus
+
+
+class Cluster:
+    """A dispatcher, told of what happens second by second; it is told that tasks begin where it says so."""
+
+    def __init__(self, **rules: Any) -> None:
+        self.dispatch = Dispatch(Rules(**rules))
+        self.now_s = 0.0
+        self.tell(WorkerJoined(at_s=0.0, address="head", name="head", pool="head"))
+
+    def tell(self, event: Event) -> list[Instruction]:
+        return self.dispatch.handle(event)
+
+    def decide(self) -> list[Instruction]:
+        """A second passes; what is launched begins."""
+        self.now_s += 1.0
+        instructions = self.tell(TimePassed(at_s=self.now_s))
+        for instruction in instructions:
+            match instruction:
+                case Launch(members=members):
+                    for member in members:
+                        self.change(member.key, "processing", worker=member.address)
+                case Dismiss(key=key, address=address) | Train(key=key, address=address):
+                    self.change(key, "processing", worker=address)
+        return instructions
+
+    def join(self, *names: str, pool: Any = "spot", node: str = "n") -> None:
+        for name in names:
+            self.tell(WorkerJoined(at_s=self.now_s, address=f"tcp://{name}", name=name, pool=pool, node=node))
+
+    def lose(self, name: str, *keys: Key) -> list[Instruction]:
+        """A worker is gone; the tasks that it had go back behind the gate."""
+        instructions = self.tell(WorkerLeft(at_s=self.now_s, address=f"tcp://{name}", expected=False))
+        for key in keys:
+            instructions += self.change(key, "released") + self.change(key, "gated")
+        return instructions
+
+    def change(self, key: Key, state: Any, worker: str = "") -> list[Instruction]:
+        return self.tell(TaskChanged(at_s=self.now_s, key=key, state=state, worker=worker))
+
+    def submit(self, name: str, count: int, pool: str = "spot", **more: Any) -> None:
+        """Requests that may run at once."""
+        shards = more.get("shards", 1)
+        facts: dict[str, Any] = {"phase": name, "iteration": 0, **more}
+        layer = Layer(name=name, indices=tuple(range(count * shards)), pool=pool, **facts)
+        self.tell(GraphCame(at_s=self.now_s, layers=(layer,)))
+        for index in layer.indices:
+            self.change((name, index), "gated")
+
+
+def launched(instructions: list[Instruction]) -> dict[str, list[str]]:
+    """Of each gang, the addresses of its members by rank."""
+    return {i.gang: [member.address for member in i.members] for i in instructions if isinstance(i, Launch)}
+
+
+def test_a_request_is_launched_when_a_worker_is_free_and_not_before() -> None:
+    cluster = Cluster()
+    cluster.submit("rollout", 2)
+    assert launched(cluster.decide()) == {}
+
+    cluster.join("a")
+    assert launched(cluster.decide()) == {"rollout/0": ["tcp://a"]}
+    assert launched(cluster.decide()) == {}
+
+    cluster.change(("rollout", 0), "memory")
+    assert launched(cluster.decide()) == {"rollout/1": ["tcp://a"]}
+
+
+def test_a_gang_is_launched_as_a_whole_on_one_node() -> None:
+    cluster = Cluster()
+    cluster.submit("rollout", 1, shards=2, widths=(2,))
+    cluster.join("a", node="n0")
+    cluster.join("b", node="n1")
+    assert launched(cluster.decide()) == {}
+
+    cluster.join("c", node="n1")
+    (launch,) = cluster.decide()
+
+    assert isinstance(launch, Launch)
+    assert [member.address for member in launch.members] == ["tcp://b", "tcp://c"]
+    assert [(member.place.rank, member.place.width, member.place.epoch) for member in launch.members] == [
+        (0, 2, 1),
+        (1, 2, 1),
+    ]
+
+
+def test_when_a_member_is_lost_the_others_are_called_off_and_kept_for_the_next_forming() -> None:
+    cluster = Cluster()
+    cluster.submit("rollout", 1, shards=2, widths=(1, 2))
+    cluster.join("a", "b")
+    cluster.decide()
+
+    (order,) = [i for i in cluster.lose("a", ("rollout", 0)) if isinstance(i, CallOff)]
+    assert (order.address, order.epoch, order.cause) == ("tcp://b", 1, "a is gone")
+
+    cluster.change(("rollout", 1), "released")
+    cluster.change(("rollout", 1), "gated")
+    (launch,) = cluster.decide()
+
+    assert isinstance(launch, Launch)
+    assert [(member.address, member.place.epoch) for member in launch.members] == [("tcp://b", 2)]
+
+
+def test_a_worker_under_notice_gets_no_more_work() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.tell(WorkerNoticed(at_s=0.0, address="tcp://a", reason="spot"))
+    cluster.submit("rollout", 1)
+
+    assert launched(cluster.decide()) == {}
+    assert cluster.dispatch.snapshot().leaving == {"a"}
+
+
+def test_a_worker_that_takes_no_tasks_gets_none_until_it_does() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.tell(WorkerAvailable(at_s=0.0, address="tcp://a", available=False))
+    cluster.submit("rollout", 1)
+    assert launched(cluster.decide()) == {}
+
+    cluster.tell(WorkerAvailable(at_s=0.0, address="tcp://a", available=True))
+    assert launched(cluster.decide()) == {"rollout/0": ["tcp://a"]}
+
+
+def test_surplus_shards_end_once_the_first_is_done() -> None:
+    cluster = Cluster()
+    cluster.submit("rollout", 1, shards=2, widths=(1, 2))
+    cluster.join("a")
+    cluster.decide()
+    assert cluster.decide() == []
+
+    cluster.change(("rollout", 0), "memory")
+    (dismissed,) = cluster.decide()
+
+    assert isinstance(dismissed, Dismiss)
+    assert (dismissed.key, dismissed.address, dismissed.tell) == (("rollout", 1), "head", Surplus())
+
+
+def test_a_request_that_keeps_losing_its_workers_is_quarantined() -> None:
+    cluster = Cluster(quarantine_after=2)
+    cluster.submit("rollout", 1)
+    for name in ("a", "b"):
+        cluster.join(name)
+        assert launched(cluster.decide()) == {"rollout/0": [f"tcp://{name}"]}
+        cluster.lose(name, ("rollout", 0))
+
+    (dismissed,) = cluster.decide()
+
+    assert isinstance(dismissed, Dismiss)
+    assert dismissed.tell == 2
+    assert "preempted 2 times" in dismissed.cause
+
+
+def test_a_new_step_is_no_reason_for_quarantine() -> None:
+    cluster = Cluster(quarantine_after=2)
+    cluster.submit("rollout", 1)
+    for epoch, name in enumerate("abcd", 1):
+        cluster.join(name)
+        assert launched(cluster.decide()) == {"rollout/0": [f"tcp://{name}"]}
+        for step, resumed in ((epoch - 1, True), (epoch, False)):
+            beat = GangBeat(at_s=0.0, gang="rollout/0", epoch=epoch, step=step, steps=9, resumed=resumed)
+            cluster.tell(beat)
+        cluster.lose(name, ("rollout", 0))
+
+
+def test_the_end_of_training_closes_exploration_and_dismisses_what_waits_of_it() -> None:
+    cluster = Cluster()
+    cluster.join("r", pool="reserved")
+    cluster.submit("explore-r0", 1, iteration=1, phase="explore-r0")
+    cluster.submit("train", 1, pool="training")
+    (trains,) = cluster.decide()
+    assert isinstance(trains, Train)
+    assert trains.address == "tcp://r"
+
+    closes = cluster.change(("train", 0), "memory")
+    (dismissed,) = cluster.decide()
+
+    assert [i.iteration for i in closes if isinstance(i, CloseExploration)] == [1]
+    assert isinstance(dismissed, Dismiss)
+    assert dismissed.tell is None
+
+
+def test_parts_of_training_stay_with_the_worker_that_has_the_gradient() -> None:
+    cluster = Cluster()
+    cluster.join("a", "b", pool="reserved")
+    cluster.submit("train", 1, pool="training")
+    (first,) = cluster.decide()
+    assert isinstance(first, Train)
+    cluster.change(("train", 0), "memory")
+    cluster.lose("a") if first.address == "tcp://b" else None
+
+    cluster.submit("train-b", 1, pool="training", phase="train")
+    (second,) = cluster.decide()
+
+    assert isinstance(second, Train)
+    assert second.address == first.address
+
+
+def test_at_the_end_of_the_window_rollouts_leave_reserved_workers_for_spot_ones() -> None:
+    cluster = Cluster()
+    cluster.join("r", pool="reserved")
+    cluster.submit("rollout", 1, pool="any", window_s=5.0)
+    assert launched(cluster.decide()) == {"rollout/0": ["tcp://r"]}
+    cluster.join("s", node="m")
+
+    quiet = cluster.decide()
+    cluster.tell(WindowChanged(at_s=cluster.now_s, window_s=0.0))
+    (moved,) = cluster.decide()
+
+    assert quiet == []
+    assert isinstance(moved, Regroup)
+    assert moved.address == "tcp://r"
+
+
+def test_a_window_that_ends_is_looked_at_then() -> None:
+    cluster = Cluster()
+    layer = Layer(name="rollout", indices=(0,), pool="any", phase="rollout", iteration=0, window_s=5.0)
+
+    (wake,) = cluster.tell(GraphCame(at_s=10.0, layers=(layer,)))
+
+    assert isinstance(wake, Wake)
+    assert 15.0 < wake.at_s < 15.1
+
+
+@pytest.mark.parametrize(("silent_s", "ended"), [(3.0, False), (5.1, True)])
+def test_a_worker_is_ended_after_the_limit_of_silence(silent_s: float, ended: bool) -> None:
+    cluster = Cluster(hang_after_s=5.0)
+    cluster.join("a")
+    silent = WorkerSilent(at_s=9.0, address="tcp://a", silent_s=silent_s)
+
+    first, second = cluster.tell(silent), cluster.tell(silent)
+
+    assert [type(i) for i in first] == ([Evict] if ended else [])
+    assert second == []  # it is being ended
+
+
+def test_the_worker_beside_the_scheduler_is_never_ended_for_its_silence() -> None:
+    cluster = Cluster(hang_after_s=5.0)
+
+    assert cluster.tell(WorkerSilent(at_s=9.0, address="head", silent_s=60.0)) == []
+
+
+def test_after_a_stop_nothing_is_launched() -> None:
+    cluster = Cluster()
+    cluster.join("a")
+    (stop,) = cluster.tell(StopAsked(at_s=0.0))
+    cluster.submit("rollout", 1)
+
+    assert isinstance(stop, StopWork)
+    assert cluster.decide() == []
+
+
+def test_what_happens_to_tasks_of_others_is_passed_over() -> None:
+    cluster = Cluster()
+
+    assert cluster.change(("somebody's", 0), "memory") == []
+    assert not cluster.dispatch.knows(("somebody's", 0))
+
+
+def test_the_log_gives_the_same_instructions_again_and_shows_where_one_was_another() -> None:
+    cluster = Cluster()
+    cluster.submit("rollout", 3, shards=2, widths=(1, 2))
+    cluster.join("a", "b")
+    cluster.decide()
+    cluster.lose("a", ("rollout", 0))
+    cluster.decide()
+    rows = json.loads(json.dumps(cluster.dispatch.drain()["decisions"]))
+    assert list(differing(rows)) == []
+
+    changed = next(entry for entry in rows if entry.get("is") == "TimePassed" and "then" in entry)
+    changed["then"] = []
+
+    assert list(differing(rows)) == [changed]
+
+
+def test_an_event_survives_its_row() -> None:
+    layer = Layer(name="rollout", indices=(0, 1), pool="any", phase="rollout", iteration=3, shards=2, widths=(1, 2))
+    event = GraphCame(at_s=1.5, layers=(layer,))
+
+    again = event_of(json.loads(json.dumps(row(event, []))))
+
+    assert asdict(again) == asdict(event)
