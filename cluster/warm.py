@@ -9,6 +9,7 @@ has the address of this one.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from multiprocessing import forkserver, spawn
 from types import TracebackType
@@ -17,6 +18,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by torch's import:
 
 import cluster.workers
 import spotlight.device.engine
+
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal is for the driver, which stops its workers in order
 
 
 def _leave_out(main: str) -> None:

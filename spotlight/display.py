@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -25,20 +28,45 @@ REFRESH_S = 0.5
 def follow(run: Run, console: Console | None = None) -> None:
     """Start a run and show it until it ends; Ctrl-C stops it after the steps in flight.
 
+    So do SIGTERM (docker stop, scancel) and SIGHUP (a closed terminal).
+
     Raises:
         Stopped, SpotlightError: as `Run.wait` does.
     """
     console = console or Console()
-    run.start()
-    try:
-        console.print(f"run directory   {run.directory.path}", soft_wrap=True)
-        with _Display(console) as display:
-            _watch(run, display, console)
-    finally:
-        run.stop()  # whatever ended the display: a run does not go on unseen
-    run.wait()
+    with _ending_like_ctrl_c():
+        run.start()
+        try:
+            console.print(f"run directory   {run.directory.path}", soft_wrap=True)
+            with _Display(console) as display:
+                _watch(run, display, console)
+        finally:
+            run.stop()  # whatever ended the display: a run does not go on unseen
+        run.wait()
     console.print(_summary(run.directory.path))
     console.print(f"report          {run.directory.path / 'report.html'}", soft_wrap=True)
+
+
+@contextmanager
+def _ending_like_ctrl_c() -> Iterator[None]:
+    """Take SIGTERM and SIGHUP for Ctrl-C; after SIGHUP there is no terminal left to write to."""
+
+    def hang_up(number: int, frame: object) -> None:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nowhere, stream)
+        os.close(nowhere)
+        raise KeyboardInterrupt
+
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, signal.default_int_handler),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, hang_up),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _watch(run: Run, display: _Display, console: Console) -> None:

@@ -459,3 +459,45 @@ def test_the_store_is_a_source(tmp_path: Path) -> None:
     )
 
     assert path.read_bytes() == CONTENT
+
+
+def test_a_pipe_in_the_place_of_the_mark_hangs_nobody(tmp_path: Path) -> None:
+    root = tmp_path / "trap"
+    root.mkdir(mode=0o700)
+    os.mkfifo(root / ".alive")
+
+    sweep(root)
+
+    assert root.is_dir()
+
+
+def test_a_link_in_the_place_of_the_mark_is_not_followed(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "trap", tmp_path / "elsewhere"
+    root.mkdir(mode=0o700)
+    (root / ".alive").symlink_to(elsewhere)
+
+    sweep(root)
+    with pytest.raises(OSError, match="symbolic links|loop"):
+        Node(root).bring("0" * 64, 0, [])
+
+    assert not elsewhere.exists()
+
+
+def test_a_link_in_the_place_of_the_root_is_not_followed(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o700)
+    (mine / ".alive").touch()
+    (tmp_path / "link").symlink_to(mine)
+
+    sweep(tmp_path / "link")
+
+    assert (mine / ".alive").exists()
+
+
+def test_a_root_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "open"
+    root.mkdir()
+    root.chmod(0o777)
+
+    with pytest.raises(SpotlightError, match=r"open: other users may write to it.*chmod 700"):
+        Node(root).bring("0" * 64, 0, [])

@@ -151,15 +151,18 @@ def test_a_killed_driver_is_resumed_as_if_nothing_had_been(
     assert outcome(run_dir) == outcome(undisturbed)
 
 
-def test_ctrl_c_stops_cleanly_and_says_how_to_resume(undisturbed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_and_its_like_stop_cleanly_and_say_how_to_resume(
+    undisturbed: Path, tmp_path: Path, asked: signal.Signals
+) -> None:
     process = start("run", settings_file(tmp_path))
     wait_for(lambda: list(tmp_path.glob("run-*/history.jsonl")), process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(asked)
     _, err = process.communicate(timeout=100)
     (run_dir,) = tmp_path.glob("run-*")
 
     assert process.returncode == 130
-    assert f"spotlight resume {run_dir}" in err
+    assert asked == signal.SIGHUP or f"spotlight resume {run_dir}" in err  # a closed terminal shows nothing
     done = spotlight("resume", run_dir)
     assert done.returncode == 0, done.stderr
     assert "report.html" in done.stdout

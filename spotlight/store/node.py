@@ -24,6 +24,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import tempfile
 import weakref
 from collections import deque
@@ -53,6 +54,8 @@ KEEP_FILES = 3
 """Rollouts use version k, exploration k or k - 1, validation the average of k."""
 
 _SHARED_MEMORY = Path("/dev/shm")
+_NO_TRAPS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""For opening what another user might have put there: no link is followed, and a pipe without a reader is not waited for."""
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"[0-9a-f]{64}")
 
@@ -207,17 +210,48 @@ def shared_root(name: str, *, size_bytes: int = 0) -> Path:
     parent = _SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
     prefix = f"spotlight-{os.getuid()}-"
     for root in parent.glob(f"{prefix}*"):
-        sweep(root)
+        with suppress(SpotlightError):  # another user's: of no concern here
+            sweep(root)
     return parent / f"{prefix}{name}"
 
 
 def sweep(root: Path) -> None:
-    """Remove a node's memory, unless a process still uses it."""
-    with suppress(OSError), (root / ".alive").open("a") as alive:
-        fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        swept = root.with_name(f"{root.name}.swept")
-        root.rename(swept)  # at once, so that whoever comes now makes it anew
-        shutil.rmtree(swept)
+    """Remove a node's memory, unless a process still uses it, or it is not a directory of this user's own.
+
+    Any user may put something of this name where all users have their shared memory: a link is not followed, and what
+    is no file is not waited for.
+    """
+    with suppress(OSError), _own_directory(root) as directory:
+        alive = os.open(".alive", os.O_RDWR | _NO_TRAPS, dir_fd=directory)
+        try:
+            if not stat.S_ISREG(os.fstat(alive).st_mode):
+                return
+            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            swept = root.with_name(f"{root.name}.swept")
+            root.rename(swept)  # at once, so that whoever comes now makes it anew
+            shutil.rmtree(swept)
+        finally:
+            os.close(alive)
+
+
+@contextmanager
+def _own_directory(path: Path) -> Iterator[int]:
+    """A descriptor of a directory that belongs to this user alone.
+
+    Raises:
+        OSError: there is none, it is a link, or it is no directory.
+        SpotlightError: it is another user's, or others may write to it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_TRAPS)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.getuid():
+            raise SpotlightError(f"{path}: belongs to user {found.st_uid}, not to you; name another directory")
+        if found.st_mode & 0o022:
+            raise SpotlightError(f"{path}: other users may write to it; take that right away (chmod 700), or remove it")
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def map_tensors(file: Path) -> dict[str, Tensor]:
@@ -247,10 +281,8 @@ def _hold(root: Path) -> int:
     """A descriptor that keeps `sweep` away from the root until it is closed."""
     while True:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # swept between two of these lines: make it anew
-            if (owner := root.stat().st_uid) != os.getuid():
-                raise SpotlightError(f"{root}: belongs to user {owner}, not to you; name another directory")
-            descriptor = os.open(root / ".alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with suppress(FileNotFoundError), _own_directory(root) as directory:  # swept meanwhile: make it anew
+            descriptor = os.open(".alive", os.O_RDWR | os.O_CREAT | _NO_TRAPS, 0o600, dir_fd=directory)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
                 if os.path.samestat(os.fstat(descriptor), (root / ".alive").stat()):
