@@ -513,7 +513,9 @@ class VirtualCluster:
             only = self.workers.get(task.bound)
             return task.bound if only and not only.paused else ""
         (needs,) = task.needs
-        able = [worker for worker in self.workers.values() if worker.can(needs) and not (worker.leaving or worker.paused)]
+        able = [
+            worker for worker in self.workers.values() if worker.can(needs) and not (worker.leaving or worker.paused)
+        ]
         if not able:
             return ""
         holders = {self.tasks.all[key].worker for key in task.inputs}
@@ -610,7 +612,8 @@ class VirtualCluster:
         work = self._timing.work(first.call[0], self.tasks.arguments(first), leader.memory)
         if isinstance(work, Fixed):
             for key, worker in members.items():
-                worker.running[key] = self._clock.after(work.seconds, self._finish, self.tasks.all[key], worker)
+                if key in worker.running:  # else it is about to leave
+                    worker.running[key] = self._clock.after(work.seconds, self._finish, self.tasks.all[key], worker)
             return
         width = len(members)
         begun = self.committed.get(work.request, 0) if self._resumes else 0
