@@ -14,8 +14,9 @@ import pytest
 from benchmarks.faults import count, main
 from cluster.dispatch import Dispatch, differing
 from cluster.virtual.faults import BLOWS, LIKELY, MOMENTS, Blow, Schedule, draw, verdict
+from found import FOUND
 from loops import go_struck
-from plants import PLANTS
+from plants import PLANTS, ForgivesLate
 from runs import outcome, settings_file
 from spotlight import config
 from spotlight.device import protocol
@@ -36,6 +37,17 @@ def test_whatever_happens_the_run_ends_with_the_results_of_an_undisturbed_one(pa
 
     assert found.broken == {}
     assert found.events > 100 * share
+
+
+@pytest.mark.parametrize("schedule", FOUND.values(), ids=FOUND.keys())
+def test_what_a_schedule_found_stays_mended(schedule: Schedule) -> None:
+    assert verdict(schedule).violations == ()
+
+
+def test_a_schedule_that_was_found_finds_its_bug_again() -> None:
+    found = FOUND["a request that was set aside stays so when a step is told of late"]
+
+    assert verdict(found, ForgivesLate).violations != ()
 
 
 def test_the_schedules_strike_in_every_way() -> None:
