@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pprint import pprint
@@ -65,14 +65,14 @@ def replay(seed: int, *, trace: bool) -> Verdict:
     return found
 
 
-def main() -> None:
+def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="of the first schedule")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seed", type=int, help="run this one alone, and show it")
     parser.add_argument("--trace", action="store_true", help="with --seed: print its events and instructions")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if arguments.seed is not None:
         sys.exit(bool(replay(arguments.seed, trace=arguments.trace).violations))
 

@@ -126,6 +126,14 @@ class NeverQuarantines(Dispatch):
         return super()._is_over(gang)
 
 
+class ForgivesLate(Dispatch):
+    """A request that was set aside runs again when a step of it is told of late."""
+
+    def _is_over(self, gang: GangState) -> bool:
+        gang.quarantined = gang.fruitless >= self.rules.quarantine_after
+        return super()._is_over(gang)
+
+
 class LaunchesParts(Dispatch):
     """A gang begins without its last member."""
 

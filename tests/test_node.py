@@ -254,7 +254,7 @@ for bring in (
 
 
 def test_a_node_that_fills_up_says_so_and_leaves_nothing(tmp_path: Path) -> None:
-    mount = f"mount -t tmpfs -o size=1m none {tmp_path}"
+    mount = f"mount -t tmpfs -o size=1m,mode=700 none {tmp_path}"
     private = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     if not shutil.which("unshare") or subprocess.run([*private, mount], capture_output=True).returncode:
         pytest.skip("this user may not mount a small file system in a namespace of its own")

@@ -503,7 +503,9 @@ class VirtualCluster:
             keeper.gone(worker)
 
     def _formings_of(self, worker: VirtualWorker) -> list[Forming]:
-        return [forming for forming in self.formings.values() if worker in forming.members.values()]
+        """The one that it is a member of, if any."""
+        forming = self.formings.get(worker.gang)
+        return [forming] if forming and worker in forming.members.values() else []
 
     # Work
 
@@ -611,7 +613,8 @@ class VirtualCluster:
         work = self._timing.work(first.call[0], self.tasks.arguments(first), leader.memory)
         if isinstance(work, Fixed):
             for key, worker in members.items():
-                worker.running[key] = self._clock.after(work.seconds, self._finish, self.tasks.all[key], worker)
+                if key in worker.running:  # else it is about to leave
+                    worker.running[key] = self._clock.after(work.seconds, self._finish, self.tasks.all[key], worker)
             return
         width = len(members)
         begun = self.committed.get(work.request, 0) if self._resumes else 0
@@ -628,6 +631,8 @@ class VirtualCluster:
             width=width,
         )
         self.formings[launch.gang] = forming
+        for worker in members.values():
+            worker.gang = launch.gang
         end_s = forming.from_s + (work.steps - begun) * forming.step_s
         self._clock.at(forming.from_s, self._resumed, forming)
         if begun < work.steps:

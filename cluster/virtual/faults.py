@@ -252,7 +252,7 @@ class _Trial:
             dispatch,
             self.clock,
             ExampleTiming(step_s=schedule.step_s, train_s=schedule.train_s, start_up_s=schedule.start_up_s),
-            _stays(schedule, self.clock.now_s),
+            stays(schedule, self.clock.now_s),
             resumes=schedule.resumes,
             lag=self._lag,
             copies=self._copies,
@@ -329,32 +329,43 @@ class _Trial:
         self._strike(blow, workers[whom % len(workers)].address if workers else "")
 
     def _strike(self, blow: Blow, address: str) -> None:
-        cluster, worker = self._cluster, self._cluster.workers.get(address)
-        match blow:
-            case "kill":
-                cluster.kill(address)
-            case "notice":
-                cluster.notice(address, grace_s=self._chance.choice([0.1, 3.0]))
-            case "hang":
-                cluster.freeze(address)
-            case "engine":
-                cluster.lose_engine(address)
-            case "pause":
-                cluster.pause(address, self._chance.choice([0.0, 0.5, 3.0]))
-            case "suspect":
-                cluster.suspect(address, self._schedule.rules.hang_after_s + 1.0)
-            case "node" if worker:
-                for other in [other for other in cluster.workers.values() if other.node == worker.node]:
-                    cluster.kill(other.address)
-            case "driver":
-                raise DriverKilled
-            case "stop":
-                cluster.stop()
-            case "store":
-                self._store_fails = True
+        if blow == "store":
+            self._store_fails = True
+        else:
+            strike(self._cluster, blow, address, self._chance)
 
 
-def _stays(schedule: Schedule, now_s: float) -> Iterator[Stay]:
+def strike(cluster: VirtualCluster, blow: Blow, address: str, chance: Random) -> None:
+    """A blow at a worker, or at the driver.
+
+    Raises:
+        DriverKilled: it was that.
+    """
+    match blow:
+        case "kill":
+            cluster.kill(address)
+        case "notice":
+            cluster.notice(address, grace_s=chance.choice([0.1, 3.0]))
+        case "hang":
+            cluster.freeze(address)
+        case "engine":
+            cluster.lose_engine(address)
+        case "pause":
+            cluster.pause(address, chance.choice([0.0, 0.5, 3.0]))
+        case "suspect":
+            cluster.suspect(address, silent_s=inf)
+        case "node" if address in cluster.workers:
+            node = cluster.workers[address].node
+            for other in [other for other in cluster.workers.values() if other.node == node]:
+                cluster.kill(other.address)
+        case "driver":
+            raise DriverKilled
+        case "stop":
+            cluster.stop()
+
+
+def stays(schedule: Schedule, now_s: float) -> Iterator[Stay]:
+    """Where the workers of a driver that starts now are, and when."""
     replace_after_s = schedule.replace_after_s
     for at in range(schedule.reserved):
         name, ups = f"reserved-{at}", ((now_s, inf),)

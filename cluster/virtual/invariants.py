@@ -43,15 +43,7 @@ class Invariants:
             if isinstance(instruction, Launch):
                 self._report(cluster, self._wrong_launch(cluster, instruction))
             elif isinstance(instruction, Train):
-                pool, wrong = (
-                    "",
-                    [f"train {instruction.key}: {why}" for why in self._unfit(cluster, instruction.address)],
-                )
-                if worker := cluster.workers.get(instruction.address):
-                    pool = worker.pool
-                self._report(
-                    cluster, wrong if pool == "reserved" else [*wrong, f"{instruction.key} trains in {pool!r}"]
-                )
+                self._report(cluster, self._wrong_training(cluster, instruction))
 
     def _wrong_launch(self, cluster: VirtualCluster, launch: Launch) -> Iterator[str]:
         epoch = launch.members[0].place.epoch
@@ -71,6 +63,12 @@ class Invariants:
         for worker in cluster.workers.values():
             if not keys.isdisjoint(worker.running) or not keys.isdisjoint(worker.queue):
                 yield f"{launch.gang} is launched, and {worker.name} still has a shard of an earlier forming"
+
+    def _wrong_training(self, cluster: VirtualCluster, train: Train) -> Iterator[str]:
+        yield from (f"{train.key}: {why}" for why in self._unfit(cluster, train.address))
+        worker = cluster.workers.get(train.address)
+        if worker and worker.pool != "reserved":
+            yield f"{train.key} is to run on {worker.name}, of the pool {worker.pool}"
 
     def _unfit(self, cluster: VirtualCluster, address: str) -> Iterator[str]:
         worker = cluster.workers.get(address)

@@ -33,6 +33,8 @@ class VirtualWorker:
     """Tasks that it has begun, with what will end them."""
     results: dict[Key, None] = field(default_factory=dict)
     """Tasks whose results it holds."""
+    gang: str = ""
+    """Name of the request that it was put to work on last."""
     leaving: bool = False
     """Under notice: it begins nothing more."""
     paused: bool = False

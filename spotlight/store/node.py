@@ -55,7 +55,7 @@ KEEP_FILES = 3
 
 _SHARED_MEMORY = Path("/dev/shm")
 _NO_TRAPS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""For opening what another user might have put there: no link is followed, and a pipe without a reader is not waited for."""
+"""For what another user might have put there: no link is followed, and nobody waits for the other end of a pipe."""
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"[0-9a-f]{64}")
 

@@ -1,0 +1,98 @@
+"""Schedules that once found a bug, made as small as they can be; each still finds it, should it come back."""
+
+from __future__ import annotations
+
+from math import inf
+
+from cluster.dispatch import Rules
+from cluster.virtual.example import Example
+from cluster.virtual.faults import Aimed, Schedule
+
+FOUND: dict[str, Schedule] = {
+    "what a shard was told is forgotten with the worker that was told": Schedule(
+        seed=11,
+        example=Example(widths=(2,), rollouts=1, pool="any", rounds=1, slots=1, parts=1),
+        reserved=3,
+        spot=6,
+        per_node=6,
+        rules=Rules(hang_after_s=2.0, quarantine_after=1000),
+        resumes=True,
+        lag_s=0.0,
+        step_s=0.6,
+        train_s=2.5,
+        start_up_s=0.5,
+        replace_after_s=1.5,
+        ups=(
+            ((0.0, 3.924), (3.924, inf)),
+            ((0.0, 0.379), (0.379, inf)),
+            ((0.0, inf),),
+            ((0.0, inf),),
+            ((1.402, inf),),
+            ((0.51, inf),),
+        ),
+        cursed=None,
+        blows=((0.839, "hang", 52091),),
+        aimed=(),
+    ),
+    "a worker that leaves hands over only the results that it still has": Schedule(
+        seed=683,
+        example=Example(widths=(2,), rollouts=1, pool="any", rounds=0, slots=1, parts=1),
+        reserved=1,
+        spot=4,
+        per_node=2,
+        rules=Rules(hang_after_s=2.0, quarantine_after=1000),
+        resumes=True,
+        lag_s=0.5,
+        step_s=0.2,
+        train_s=1.5,
+        start_up_s=0.5,
+        replace_after_s=1.5,
+        ups=(((2.961, 4.351), (4.351, inf)), ((0.0, inf),), ((0.0, 3.949), (3.949, inf)), ((0.0, inf),)),
+        cursed=None,
+        blows=((2.133, "kill", 9008), (3.004, "notice", 63901)),
+        aimed=(),
+    ),
+    "a request that was set aside stays so when a step is told of late": Schedule(
+        seed=1291,
+        example=Example(widths=(1, 4), rollouts=2, pool="reserved", rounds=1, slots=1, parts=1),
+        reserved=2,
+        spot=4,
+        per_node=4,
+        rules=Rules(hang_after_s=2.0, quarantine_after=1, widens=False, moves=False),
+        resumes=True,
+        lag_s=2.0,
+        step_s=0.05,
+        train_s=0.5,
+        start_up_s=0.0,
+        replace_after_s=1.5,
+        ups=(((0.0, inf),), ((0.0, 3.683), (3.683, inf)), ((0.0, 4.548), (4.548, inf)), ((0.0, inf),)),
+        cursed=1,
+        blows=((1.59, "kill", 45134),),
+        aimed=(),
+    ),
+    "a worker that is about to leave begins no shard": Schedule(
+        seed=146,
+        example=Example(widths=(1, 2), rollouts=1, pool="any", rounds=2, slots=2, parts=1),
+        reserved=2,
+        spot=6,
+        per_node=2,
+        rules=Rules(close_with_training=False, hang_after_s=2.0, quarantine_after=1000),
+        resumes=True,
+        lag_s=0.02,
+        step_s=0.6,
+        train_s=2.5,
+        start_up_s=0.5,
+        replace_after_s=0.0,
+        ups=(
+            ((0.0, 0.444), (0.673, inf)),
+            ((0.0, inf),),
+            ((2.632, inf),),
+            ((0.0, 5.403), (11.398, inf)),
+            ((0.0, inf),),
+            ((0.0, 2.963), (8.497, inf)),
+        ),
+        cursed=None,
+        blows=((0.97, "kill", 43805), (3.587, "hang", 47353), (4.971, "kill", 56843), (4.971, "node", 59886)),
+        aimed=(Aimed(moment="came", nth=0, after_s=0.0, blow="suspect"),),
+    ),
+}

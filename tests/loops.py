@@ -1,0 +1,94 @@
+"""The real loop on a virtual cluster that is struck by a fault schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from random import Random
+from typing import Any
+
+import graphs.tasks
+from cluster.dispatch import Dispatch
+from cluster.virtual.clock import VirtualClock
+from cluster.virtual.cluster import VirtualCluster
+from cluster.virtual.faults import DriverKilled, Schedule, stays, strike
+from cluster.virtual.timing import Denoising, Fixed
+from graphs.iteration import Graph
+from graphs.loop import Loop
+from runs import NoWatch
+from spotlight.device import protocol
+from spotlight.device.modelled import ModelledDevice
+from spotlight.records import Request, Stopped
+from spotlight.store.rundir import RunDir
+
+
+class LoopTiming:
+    """How long the calls of real graphs take."""
+
+    launch_s, form_s, graph_s = 0.02, 0.05, 0.1
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self.start_up_s = schedule.start_up_s
+
+    def work(self, function: Callable[..., Any], arguments: Sequence[Any], memory: dict[str, Any]) -> Denoising | Fixed:
+        if function is graphs.tasks.rollout_shard:
+            return self._denoising(arguments[1])
+        if function is graphs.tasks.explore_slot:
+            _, allocation, slot, *_ = arguments
+            return self._denoising(allocation[slot]) if slot < len(allocation) else Fixed(seconds=0.0)
+        if function is graphs.tasks.train:
+            return Fixed(seconds=self._schedule.train_s)
+        return Fixed(seconds=0.05)
+
+    @staticmethod
+    def _denoising(request: Request) -> Denoising:
+        return Denoising(request=request.id, samples=len(request.seeds), steps=request.steps)
+
+    def step_s(self, samples: int, width: int, pool: str) -> float:
+        return self._schedule.step_s * samples / width
+
+
+def go_struck(run: RunDir, schedule: Schedule) -> list[str]:
+    """A run to its end, resumed after each death of its driver; returns how each driver ended."""
+    clock, chance, committed = VirtualClock(), Random(schedule.seed), dict[str, int]()
+    clusters: list[VirtualCluster] = []
+
+    def strike_somebody(blow: Any, whom: int) -> None:
+        workers = [worker for worker in clusters[-1].workers.values() if worker.pool != "head"]
+        strike(clusters[-1], blow, workers[whom % len(workers)].address if workers else "", chance)
+
+    for at_s, blow, whom in schedule.blows:
+        clock.at(at_s, strike_somebody, blow, whom)
+    ends: list[str] = []
+    while not ends or ends[-1] != "done":
+        protocol.install(ModelledDevice())  # a new process remembers nothing
+        clusters.append(
+            VirtualCluster(
+                run.path.name,
+                Dispatch(schedule.rules, logged=False),
+                clock,
+                LoopTiming(schedule),
+                stays(schedule, clock.now_s),
+                lag=lambda kind: chance.uniform(0.0, schedule.lag_s) if schedule.lag_s else 0.0,
+                committed=committed,
+            )
+        )
+        try:
+            Loop(RunDir.open(run.path), partial(_compute, clusters[-1]), NoWatch(), clock).go()
+            ends.append("done")
+        except (DriverKilled, Stopped) as end:
+            ends.append(type(end).__name__)
+        clusters[-1].close()
+    return ends
+
+
+def _compute(cluster: VirtualCluster, graph: Graph) -> Mapping[str, Any]:
+    wanted = {name: keys if isinstance(keys, list) else [keys] for name, keys in graph.outputs.items()}
+    keys = list(chain.from_iterable(wanted.values()))
+    results = dict(zip(keys, cluster.compute(graph.graph, keys), strict=True))
+    return {
+        name: [results[key] for key in keys] if isinstance(keys, list) else results[keys]
+        for name, keys in graph.outputs.items()
+    }
