@@ -41,6 +41,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.timeout(900)
 def test_two_hundred_kills_change_no_bit(tmp_path: Path) -> None:
     (tmp_path / "validation.txt").write_text('a sign that says "7"\n')
     settings = [*SETTINGS, 'data.validation_prompts="validation.txt"']
@@ -89,23 +90,27 @@ class Chaos:
 
     def _boot(self) -> int | None:
         """A worker that has not joined yet."""
-        assert self._run._pools
-        places = self._run._pools.cluster.workers
+        places = self._places()
         joined = self._joined()
         booting = [places[name]._process for name in places if name.startswith("spot") and name not in joined]
         with suppress(ValueError, IndexError, AttributeError):  # there is none, or it ended this moment
             return int(booting[0].pid)
         return None
 
+    def _places(self) -> dict[str, Any]:
+        assert self._run._pools
+        return self._run._pools.cluster.workers
+
     def _victim(self, fate: str) -> int | None:
         """A spot worker that has joined, or its engine."""
         joined = self._joined()
         if not joined:
             return None
-        address = joined[self._chance.choice(sorted(joined))]
-        ask = engine_pid if fate.startswith("engine") else os.getpid
-        with suppress(OSError):  # it is gone, or going
-            pid = self._run.client.run(ask, workers=[address], on_error="return").get(address)
+        name = self._chance.choice(sorted(joined))
+        with suppress(OSError, AttributeError, ValueError):  # it is gone, or going
+            if not fate.startswith("engine"):
+                return int(self._places()[name]._process.pid)
+            pid = self._run.client.run(engine_pid, workers=[joined[name]], on_error="return").get(joined[name])
             return pid if isinstance(pid, int) else None
         return None
 

@@ -94,8 +94,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="module")
 def seen(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """What was seen of the run, while strangers tried to have it do things; the run has ended."""
+    run.start()
+    try:
+        return watched(run, tmp_path_factory.mktemp("marks"))
+    finally:
+        run.stop()
+
+
+def watched(run: Run, marks: Path) -> Seen:
     seen = Seen()
-    client = client_of(run.start())
+    client = client_of(run)
     wait_for(lambda: len(client.scheduler_info(n_workers=-1)["workers"]) == CONNECTIONS - 1)
     info = client.scheduler_info(n_workers=-1)
     seen.addresses = [info["address"], *info["workers"]]
@@ -104,7 +112,7 @@ def seen(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     for folder in scratch(run, info["workers"].values()):
         seen.scratch |= seen.search(folder)
     friend = {"friend": client.security.get_connection_args("client")}
-    seen.obeyed = asyncio.run(ask_all(seen.addresses, strangers() | friend, tmp_path_factory.mktemp("marks")))
+    seen.obeyed = asyncio.run(ask_all(seen.addresses, strangers() | friend, marks))
     assert run.alive, "it ended before all had asked"
     while run.alive:
         seen.look()
