@@ -6,6 +6,7 @@ newer version can be read; those that have a default may be absent, so that file
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -49,21 +50,22 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def _sentence(error: dict[str, Any]) -> str:
     """One thing that is wrong: in which field, what was expected, what came."""
-    *parents, name = error["loc"] or ("",)
-    rule = error["msg"].removeprefix("Value error, ").replace(" at line 1 column ", " at column ")
+    rule, field = error["msg"], _field(error["loc"])
     if error["type"] == "json_invalid":
-        return f"not JSON ({rule.removeprefix('Invalid JSON: ')})"
+        said = rule.removeprefix("Invalid JSON: ").replace(" at line 1 column ", " at column ")
+        return f"not JSON ({said})"
     if error["type"] == "missing":
-        return f"no field {_field(*parents, name)!r}; it has {_shown(sorted(error['input']))}"
-    field = f"{_field(*parents, name)}: " if name != "" else ""
+        return f"no field {field!r}; it has {_shown(sorted(error['input']))}"
     if error["type"] == "value_error":
-        return f"{field}{rule}"
-    return f"{field}expected {rule.removeprefix('Input should be ')}, found {_shown(error['input'])}"
+        said = rule.removeprefix("Value error, ")
+    else:
+        said = f"{rule.replace('Input should be', 'expected')}, found {_shown(error['input'])}"
+    return f"{field}: {said}" if field else said
 
 
-def _field(*parts: str | int) -> str:
+def _field(path: Sequence[str | int]) -> str:
     """A field's name as people write it: ``kept[0].prompt.id``."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts if part != "[key]")[1:]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path if part != "[key]")[1:]
 
 
 def _shown(value: object) -> str:
