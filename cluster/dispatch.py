@@ -61,7 +61,7 @@ from spotlight.plan.offload import PhaseDecision, PhaseView, decide_phase
 from spotlight.plan.placement import Idle, View, Waiting, plan, widen
 from spotlight.records import Placement, Pool, Surplus
 
-MOST_HOLDERS = 3
+HOLDERS_MAX = 3
 """Told to a node that lacks a file: the others are there should the first be lost in the middle of it."""
 LATE_S = 0.01
 """A wake for the end of a rollout window comes so much after it, so that the window is over when it is looked at."""
@@ -444,7 +444,7 @@ class Dispatch:
     def holders(self, sha256: str) -> list[str]:
         """Workers, one a node, whose nodes hold a file of weights; the latest to get it first: it serves fewest."""
         by_node = {node: address for address, node in self._holders.get(sha256, {}).items()}
-        return list(by_node.values())[::-1][:MOST_HOLDERS]
+        return list(by_node.values())[::-1][:HOLDERS_MAX]
 
     def _note_idle(self, worker: _Worker) -> None:
         if worker.pool == "head":
@@ -604,7 +604,7 @@ class Dispatch:
             yield Dismiss(key=key, address=head.address, gang=gang.name, shard=gang.shard(key), tell=tell, cause=cause)
 
     def _phase(self, at_s: float) -> PhaseDecision:
-        """Whose turn it is; where no rollout waits or is at work on a reserved worker, everybody's."""
+        """Who may roll out and whether training may begin; everybody, where no rollout needs a reserved worker."""
         if not self._rollouts:
             return PhaseDecision(pools=self._window.pools, train=True)
         elapsed_s, window_s = at_s - self._window.began_s, self._window.window_s

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from spotlight.records import Placement, Surplus
 
 Key = tuple[str, int]
-"""Of a task: its layer, and its number there."""
+"""Of a task: its layer, and its number in the layer."""
 TaskPhase = Literal["waiting", "gated", "processing", "memory", "erred", "released", "forgotten"]
 """Dask's states of a task; "gated" is its "no-worker", in which a task stays until the dispatcher names a worker."""
 WorkerPool = Literal["reserved", "spot", "head"]
@@ -67,7 +67,7 @@ class TaskChanged:
     worker: str = ""
     """Address of the worker that begins it; of no meaning in other states."""
     work: Work | None = None
-    """Of a task that ended: what its worker did; None where the worker told nothing."""
+    """Of a task that ended: what its worker did; None where the worker reported nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class WorkerJoined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAvailable:
-    """A worker takes tasks, or takes none for now: it is paused, or busy with what is not ours."""
+    """A worker takes tasks, or takes none for now: it is paused, or runs tasks that are not ours."""
 
     at_s: float
     address: str
@@ -110,7 +110,7 @@ class WorkerNoticed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSilent:
-    """A worker has not been heard of for a while."""
+    """No heartbeat of a worker has come for a while."""
 
     at_s: float
     address: str
@@ -119,16 +119,16 @@ class WorkerSilent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangBeat:
-    """The first rank of a gang tells how far it is."""
+    """The first rank of a gang reports how far the gang is."""
 
     at_s: float
     gang: str
     epoch: int
     step: int
-    """Committed."""
+    """Steps committed."""
     steps: int
     resumed: bool
-    """Whether the gang begins here, rather than having run the step."""
+    """True: the gang begins at this step. False: it has just run the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ class WeightsHeld:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowChanged:
-    """Reserved workers roll out for so long, from when the iteration's graph came, instead of what it said."""
+    """Reserved workers roll out for so long from when the iteration's graph came; replaces the graph's own window."""
 
     at_s: float
     window_s: float
@@ -167,7 +167,7 @@ class StopAsked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
-    """All that happened up to now has been told: decide."""
+    """All events up to now have been reported: decide."""
 
     at_s: float
 
@@ -237,7 +237,7 @@ class Train:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOff:
-    """A forming of a gang is over at once, for this member: another one is gone."""
+    """This member leaves its gang at once: another member is gone."""
 
     gang: str
     epoch: int
@@ -247,7 +247,7 @@ class CallOff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regroup:
-    """A forming of a gang ends at its next step boundary, for this member; the gang is formed anew."""
+    """This member leaves its gang at the next step boundary; the gang is formed anew."""
 
     gang: str
     epoch: int
@@ -280,7 +280,7 @@ class CloseGate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evict:
-    """End a worker that shows no sign of life."""
+    """End a worker that has hung."""
 
     address: str
     name: str
@@ -289,7 +289,7 @@ class Evict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wake:
-    """Tell that time has passed, at this moment at the latest."""
+    """Send `TimePassed` at this moment at the latest."""
 
     at_s: float
     cause: str
@@ -321,7 +321,7 @@ class EventLog:
 
 
 def row(event: Event, instructions: Iterable[Instruction]) -> dict[str, Any]:
-    """An event and what followed from it; what has its default value is left out."""
+    """An event and what followed from it; fields that have their default value are left out."""
     followed = [_plain(instruction) for instruction in instructions]
     return {"decision": "dispatch", **_plain(event), **({"then": followed} if followed else {})}
 

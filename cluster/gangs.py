@@ -17,8 +17,8 @@ from spotlight.records import Pool
 GATED: dict[str, tuple[Pool, ...]] = {"any": ("reserved", "spot"), "spot": ("spot",), "reserved": ("reserved",)}
 """Pool annotation of a gated task to the pools it may run in, the preferred one first."""
 Filed = Literal["", "fresh", "broken", "over"]
-"""Where the dispatcher finds a request that it may have to do something about: it waits for its first gang, or for
-another one, or has shards behind the gate that have nothing to do."""
+"""The dispatcher's list that a request is in: "fresh" ones wait for their first gang, "broken" ones for another gang,
+"over" ones have shards behind the gate that have nothing to do; "" is in no list."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class GangState:
     keys: list[Key] = field(default_factory=list)
     """By shard."""
     epoch: int = 0
-    """Formings so far."""
+    """How often a gang was formed for it so far."""
     states: dict[Key, TaskPhase] = field(default_factory=dict)
-    """Of each shard, what Dask says of its task; changed by `change`."""
+    """Of each shard, Dask's state of its task; changed by `change`."""
     behind: int = 0
     """Shards behind the gate."""
     unready: int = 0
@@ -49,37 +49,37 @@ class GangState:
     names: dict[str, str] = field(default_factory=dict)
     """Name of each of these workers, by address."""
     pool: Pool = "spot"
-    """Of the present forming, or of the last, as is its node."""
+    """Of the present gang, or of the last; so is `node`."""
     node: str = ""
     width: int = 0
-    """Of the present forming, or of the last."""
+    """Of the present gang, or of the last."""
     breaking: bool = False
     planned: bool = False
-    """It was asked to form anew."""
+    """The present gang was asked to form anew."""
     held: tuple[str, ...] = ()
-    """Survivors of the last forming."""
+    """Survivors of the last gang."""
     step: int = 0
-    """Committed, as far as was reported."""
+    """Steps committed, as far as was reported."""
     steps: int = 0
     best: int = 0
-    """Step that any forming got to."""
+    """The highest step that any of its gangs came to."""
     preemptions: int = 0
     fruitless: int = 0
     """Losses in a row without a new step."""
     quarantined: bool = False
-    """Nobody runs it any more."""
+    """It is not run any more."""
     started_s: float = 0.0
     resumed_at: int = 0
     stepped_s: float = 0.0
-    """When the present forming came to its last step; 0 where it came to none."""
+    """When the present gang committed its last step; 0 where it committed none."""
     repeated_s: float = 0.0
-    """When it came to the last step that another forming had come to before; 0 where there was none."""
+    """When it committed its last step that an earlier gang had committed before; 0 where there was none."""
 
     def shard(self, key: Key) -> int:
         return self.keys.index(key)
 
     def change(self, key: Key, state: TaskPhase) -> None:
-        """Dask says something else of a shard's task."""
+        """Note the new state of a shard's task."""
         before = self.states.get(key)
         self.states[key] = state
         self.behind += (state == "gated") - (before == "gated")
@@ -87,8 +87,10 @@ class GangState:
 
     @property
     def parked(self) -> int:
-        """How many shards may begin: those behind the gate, if all that are not done are there or at work; nobody wants
-        a released one."""
+        """How many shards may begin: those behind the gate, once no shard waits for its inputs.
+
+        A released shard does not count: Dask releases a task that nobody depends on any more.
+        """
         return 0 if self.unready else self.behind
 
     @property
@@ -98,11 +100,11 @@ class GangState:
 
     @property
     def is_done(self) -> bool:
-        """Whether the shard that answers for all has ended, or nobody wants its answer."""
+        """Whether the first shard, which returns the request's result, has ended, or nobody depends on that result."""
         return self.states[self.keys[0]] in ("memory", "erred", "released")
 
     def form(self, members: Mapping[Key, str], names: Mapping[str, str], pool: Pool, node: str) -> None:
-        """Begin a new forming, of workers of one node."""
+        """Give it a new gang, of workers of one node."""
         self.epoch += 1
         self.members, self.names, self.pool, self.node = dict(members), dict(names), pool, node
         self.width, self.held = len(members), ()
@@ -116,7 +118,7 @@ class GangState:
         return tuple(self.names[address] for address in self.members.values())
 
     def begin(self, step: int, steps: int, now_s: float) -> None:
-        """The first rank found where to go on."""
+        """The first rank found the step to go on from."""
         self.step = self.resumed_at = step
         self.steps, self.started_s = steps, now_s
 
@@ -128,20 +130,21 @@ class GangState:
             self.repeated_s = now_s
 
     def waste(self, start_s: float, stop_s: float) -> tuple[float, float]:
-        """Of a member's time in the present forming: its last seconds, not committed, and its first, repeated ones."""
+        """Of a member's time in the present gang: the last seconds, with steps not committed, and the first, with
+        repeated steps."""
         uncommitted_s = max(0.0, stop_s - max(start_s, self.stepped_s))
         return uncommitted_s, max(0.0, min(stop_s, self.repeated_s) - start_s)
 
     def lose(self) -> None:
-        """A forming ended that should not have."""
+        """Its gang broke."""
         self.preemptions += 1
         self.fruitless += 1
 
     def waiting(self, pools: tuple[Pool, ...], held: tuple[str, ...]) -> Waiting:
-        """As the policy sees it between two formings.
+        """As the policy sees it between two gangs.
 
-        A shard whose result was lost comes back alone. Its request is done, and whoever runs it finds that, so
-        that any width will do.
+        A shard whose result was lost comes back alone. Its request is done, and the worker that runs the shard finds
+        the committed latents, so any width will do.
         """
         parked = self.parked
         widths = self.widths if parked >= self.widths[0] else (parked,)

@@ -48,14 +48,14 @@ class Journal:
         self.events.append(row)
 
     def gang_event(self, at_s: float, event: str, gang: GangState) -> None:
-        """Of a single worker that starts a request afresh there is nothing to tell."""
+        """Note what happened to a gang; a single worker that starts a fresh request is left out."""
         if gang.epoch > 1 or gang.width > 1:
             self.event(at_s, event, gang=gang)
 
     def span(
         self, key: Key, label: Label, gang: GangState | None, address: str, start_s: float, stop_s: float, outcome: str
     ) -> None:
-        """A worker was at work on a task; of workers that never joined there is nothing to tell."""
+        """Note that a worker was at work on a task; workers that never joined are left out."""
         life = self.lives.get(address)
         if life is None:
             return

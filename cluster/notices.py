@@ -1,6 +1,6 @@
 """Hears that this machine will be taken away: from a signal, a file, or a cloud's metadata service.
 
-A source never raises for what the world answers: a service that is unreachable, broken or talks
+A source never raises for what a service answers: one that is unreachable, broken or talks
 nonsense gives no notice, is logged once, and is asked again. What to do on a notice is decided
 elsewhere.
 """
@@ -265,7 +265,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What it says; raises unless it could say something."""
+        """Its text; raises unless the service answered the question."""
         if self.status != 200:
             raise ValueError(f"HTTP {self.status} from {self.url}")
         return self.content.decode().strip()

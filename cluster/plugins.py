@@ -76,7 +76,7 @@ HOLDS = "spotlight-holds"
 """From workers: a file of weights is on their node now."""
 WATCH_S = 0.5
 PAUSE_S = 2.0
-"""A look at the workers that comes so much too late says that this process was paused, and they may have been too."""
+"""If a look at the workers comes so much too late, this process was paused, and the workers may have been too."""
 GATE = {"gate": 1}
 STATES: dict[str, TaskPhase] = {
     "waiting": "waiting",
@@ -96,7 +96,7 @@ class DispatchPlugin(SchedulerPlugin):
 
     Args:
         run: name of the run, which signals to workers carry.
-        rules: of its dispatcher.
+        rules: the dispatcher's.
         evict: is given the name of a worker that hangs, to end its process.
         clock: in seconds since 1970, as workers have it.
     """
@@ -116,12 +116,12 @@ class DispatchPlugin(SchedulerPlugin):
         self._evict, self._clock = evict, clock
         self._deciding = False
         self._unavailable: set[str] = set()
-        """Addresses of workers that the dispatcher was told take no tasks."""
+        """Addresses of workers that take no tasks, as the dispatcher was told."""
         self._evicting: list[Evict] = []
         self._hang_after_s = rules.hang_after_s
         self._watched_s = clock()
         self._heard: dict[str, tuple[float, float]] = {}
-        """Of each worker, when Dask heard of it last by the system's clock, and when that was seen by ours."""
+        """Of each worker: its last heartbeat by Dask's clock, and when we saw that by ours."""
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -189,7 +189,7 @@ class DispatchPlugin(SchedulerPlugin):
             self.schedule_decision()
 
     def schedule_decision(self) -> None:
-        """Have the dispatcher decide once all that happens now is told."""
+        """Have the dispatcher decide once all events of this moment are reported."""
         if not self._deciding:
             self._deciding = True
             self._scheduler.loop.add_callback(self._decide)
@@ -200,7 +200,7 @@ class DispatchPlugin(SchedulerPlugin):
         self._tell(TimePassed(at_s=self._clock()))
 
     def _tell_availability(self) -> None:
-        """Dask tells plugins of no change in a worker's status, nor of tasks that are not ours."""
+        """Look at each worker: Dask tells plugins neither of a change in its status nor of tasks that are not ours."""
         for address, state in self._scheduler.workers.items():
             available = state in self._scheduler.running and not self._has_foreign_tasks(state)
             if available == (address in self._unavailable):
@@ -212,7 +212,7 @@ class DispatchPlugin(SchedulerPlugin):
         return any(not self._dispatch.knows(task.key) for task in state.processing)
 
     async def _watch(self) -> None:
-        """Tell of workers that have not been heard of; their engines are watched by themselves."""
+        """Report workers whose heartbeats stopped; each worker watches its own engine."""
         now_s = self._clock()
         paused_s = max(0.0, now_s - self._watched_s - WATCH_S)
         self._watched_s = now_s
@@ -220,7 +220,7 @@ class DispatchPlugin(SchedulerPlugin):
             heard = self._heard.get(address)
             if heard is None or heard[0] != state.last_seen:
                 self._heard[address] = heard = (state.last_seen, now_s)
-            elif paused_s > PAUSE_S:  # this process was: for so long it could hear of nobody
+            elif paused_s > PAUSE_S:  # this process was paused, and saw no heartbeat meanwhile
                 self._heard[address] = heard = (heard[0], heard[1] + paused_s)
             if now_s - heard[1] > self._hang_after_s:
                 self._tell(WorkerSilent(at_s=now_s, address=address, silent_s=now_s - heard[1]))

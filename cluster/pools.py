@@ -59,7 +59,7 @@ MADE_UP_S = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptionSchedule:
-    """How a place treats its workers."""
+    """When a place has a worker, and how the worker is taken away."""
 
     replace_after_s: float
     """From a loss to the next worker; along a trace, the trace says when."""
@@ -300,7 +300,7 @@ def _checked_notices(pool: str, names: tuple[str, ...]) -> tuple[str, ...]:
     """The names, if all are known.
 
     Raises:
-        SpotlightError: one is not.
+        SpotlightError: a name is not known.
     """
     try:
         sources(names)

@@ -173,7 +173,7 @@ class WorkerDevice:
         self._call(run_dir, TrainCall(weights=weights, parts=parts, of=of, iteration=iteration))
 
     def _call(self, run_dir: str, call: Call[T], gang: Placement | None = None) -> T:
-        """Have the engine do something.
+        """Run a call on the engine.
 
         Raises:
             Reschedule: it is to be done anew, here or elsewhere.

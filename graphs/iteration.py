@@ -42,7 +42,7 @@ RESOURCES = {
     "head": {"head": 1},
 }
 """No worker has a ``gate``: what asks for one waits until the cluster opens it."""
-MOST_SEEDS = 8
+SEEDS_MAX = 8
 """In a forward batch, where the settings do not say: larger ones take memory and save little."""
 REQUEST_S = 0.25
 """What a request costs whatever its size, in samples: half a sample of the embedded model, nothing for a large one."""
@@ -231,13 +231,13 @@ def candidates_for(
     weights: WeightsRef,
     *,
     beliefs: Beliefs = Beliefs(),  # noqa: B008  # a frozen value
-    most: int | None = None,
+    candidates_max: int | None = None,
 ) -> Candidates:
     """What exploration for an iteration may try with the given weights.
 
     Args:
         beliefs: what the planner learnt from the iterations before.
-        most: candidates that there is time for; None where nothing is known of the time.
+        candidates_max: how many there is time for; None where nothing is known of the time.
     """
     limit = config.exploration.seeds_tried * len(prompts)
     template = _template(config, context, "explore", iteration, weights)
@@ -251,7 +251,7 @@ def candidates_for(
         rounds=config.exploration.rounds,
         keep=config.rollout.seeds_kept,
         groups=config.rollout.prompts,
-        most=limit if most is None else min(limit, most),
+        candidates_max=limit if candidates_max is None else min(limit, candidates_max),
         planner=config.exploration.planner,
         beliefs=beliefs.about([prompt.id for prompt in prompts]),
     )
@@ -290,7 +290,7 @@ def request_size(config: Config) -> int:
         prompts=rollout.prompts,
         seeds=rollout.seeds_kept,
         gangs=max(1, sum(workers[pool] for pool in set(strategy.rollout_pools)) // _widths(config)[0]),
-        most=MOST_SEEDS,
+        seeds_max=SEEDS_MAX,
         fixed_s=REQUEST_S,
         sample_s=1.0,
     )
@@ -312,11 +312,11 @@ def _add_training(
 ) -> tuple[list[Key], list[Key]]:
     """Of each part: refill, advantages, training. Returns the keys of the training sets and of the training.
 
-    A part is given the samples of all parts up to its own, so that whoever lacks their gradient can make it.
+    A part is given the samples of all parts up to its own, so that a worker that lacks their gradient can compute it.
     """
     k, run_dir, std = selection.iteration, context.run_dir, config.train.advantage_std
     prompts = [len(range(0, len(kept.seeds), request_size(config))) for kept in selection.kept]
-    edges = [sum(prompts[: part.start]) for part in parts(len(prompts), most=config.train_parts)]
+    edges = [sum(prompts[: part.start]) for part in parts(len(prompts), parts_max=config.train_parts)]
     calls: Calls = [
         (tasks.refill, run_dir, context.seed, scores[first:stop], _surplus(rollouts[first:stop]))
         for first, stop in pairwise([*edges, len(rollouts)])
@@ -334,12 +334,13 @@ def _widths(config: Config) -> tuple[int, ...]:
 
 
 def _first(requests: list[list[Key]]) -> list[Key]:
-    """The shard of each request that answers for it."""
+    """The shard of each request that returns its result."""
     return [shards[0] for shards in requests]
 
 
 def _surplus(requests: list[list[Key]]) -> list[Key]:
-    """The other shards: what collects the scores waits for them, so that no score does."""
+    """The other shards. Whoever collects the scores depends on them, since Dask forgets a task that nobody depends on;
+    a score does not, so it never waits for them."""
     return [key for shards in requests for key in shards[1:]]
 
 

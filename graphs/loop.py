@@ -108,7 +108,7 @@ class Loop:
         if config.strategy.exploration == "stale" and k + 1 < config.run.iterations and not run.selection(k + 1):
             prompts = self._prompts(context, k + 1)
             candidates = candidates_for(
-                config, context, k + 1, prompts, weights, beliefs=run.beliefs(k), most=self._affordable()
+                config, context, k + 1, prompts, weights, beliefs=run.beliefs(k), candidates_max=self._affordable()
             )
         self._watch.begin("iterate", k)
         begun_s = self._clock()
@@ -156,7 +156,7 @@ class Loop:
         return self._run.offload(k) or Offload(window_s=FIRST_WINDOW_S / self._config.emulated_per_real_s)
 
     def _balance(self, k: int, began_s: float, window_s: float) -> dict[str, float]:
-        """What the iteration says of its two sides; the window for the next one is recorded."""
+        """How reserved and spot workers shared the iteration, as numbers; records the window for the next one."""
         found = self._watch.balance(k, began_s, window_s)
         if self._config.strategy.offload == "adaptive" and window_s < inf:
             state, floor_s = self._offload(k), FLOOR_S / self._config.emulated_per_real_s
@@ -202,7 +202,7 @@ class Loop:
             return
         self._watch.begin("validate", weights.version)
         results = self._compute(validation_graph(self._config, context, self._validation, weights))
-        rewards = [reward for one in results["scores"] if isinstance(one, Scored) for reward in one.rewards]
+        rewards = [reward for scored in results["scores"] if isinstance(scored, Scored) for reward in scored.rewards]
         known = [reward for reward in rewards if reward is not None]
         row = ValidationRow(
             version=weights.version,
@@ -232,7 +232,7 @@ class Loop:
 
 def _learn(beliefs: Beliefs, selection: Selection, training: TrainingSet) -> Beliefs:
     """What the planner learns from an iteration: all that was explored, and what of it came back in the rollouts."""
-    rewards = {one.prompt: one.rewards for one in selection.explored}
+    rewards = {explored.prompt: explored.rewards for explored in selection.explored}
     by_prompt: dict[int, list[tuple[float, float]]] = {}
     for prompt, explored, regenerated in _pairs(selection, training):
         by_prompt.setdefault(prompt, []).append((explored, regenerated))

@@ -73,7 +73,7 @@ class Candidates:
     keep: int
     groups: int
     """Prompts that are rolled out."""
-    most: int
+    candidates_max: int
     """Candidates that there is time for, of all prompts together."""
     planner: Literal["bandit", "equal"] = "equal"
     beliefs: Beliefs = Beliefs()
@@ -81,7 +81,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSet:
-    """Samples of an iteration, or of a part of it, in request order, and what their rewards say."""
+    """Samples of an iteration, or of a part of it, in request order, and statistics of their rewards."""
 
     samples: tuple[Sample, ...]
     metrics: dict[str, float]
@@ -90,7 +90,7 @@ class TrainingSet:
 
 
 ShardResult = Rollout | Dropped | Surplus | Quarantined
-"""What a shard of a request returns; the first one answers for all."""
+"""What a shard of a request returns; the first shard's is the request's result."""
 
 
 def prepare(run_dir: str) -> RunContext:
@@ -126,7 +126,7 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
 
 
 def _scored_before(run_dir: str, request: Request) -> Rollout | None:
-    """Called off, but done already: only the worker that remembered it is gone."""
+    """The result of a request that was called off although its scores are stored: the worker that held it is gone."""
     store = _latents(run_dir)
     known = store.get_record(f"scores/{request.id}") if store else None
     if not known or known["digest"] != request.digest:
@@ -136,7 +136,7 @@ def _scored_before(run_dir: str, request: Request) -> Rollout | None:
 
 
 def score(run_dir: str, done: ShardResult) -> Scored | Dropped | Quarantined:
-    """Rewards of what was rolled out, as the request's first shard tells.
+    """Rewards of what was rolled out, given the result of the request's first shard.
 
     Raises:
         SpotlightError: it was rolled out with other weights than were asked for.
@@ -159,13 +159,14 @@ def refill(
     """Replace the samples that have no reward, and the requests that were set aside, by fresh seeds of the same prompt.
 
     Args:
-        surplus: the other shards of the requests; somebody has to want them.
+        surplus: the other shards of the requests. Dask forgets a task that nobody depends on, so whoever collects the
+            scores also takes these.
 
     Raises:
         SpotlightError: the replacements have no reward either.
     """
-    known = [one if isinstance(one, Scored) else _unscored(one) for one in scored]
-    return tuple(part for one in known for part in (one, *_replacements(run_dir, seed, one)))
+    known = [result if isinstance(result, Scored) else _unscored(result) for result in scored]
+    return tuple(part for result in known for part in (result, *_replacements(run_dir, seed, result)))
 
 
 def _unscored(aside: Quarantined) -> Scored:
@@ -200,7 +201,10 @@ def _replacements(run_dir: str, seed: int, scored: Scored) -> list[Scored]:
 def advantage(settings_std: str, scored: Sequence[Scored]) -> TrainingSet:
     """Advantages of all samples that have a reward, in request order."""
     rows = [
-        (one.request, index, reward) for one in scored for index, reward in enumerate(one.rewards) if reward is not None
+        (result.request, index, reward)
+        for result in scored
+        for index, reward in enumerate(result.rewards)
+        if reward is not None
     ]
     rewards = [reward for _, _, reward in rows]
     groups = [request.prompt.id for request, _, _ in rows]
@@ -216,7 +220,7 @@ def advantage(settings_std: str, scored: Sequence[Scored]) -> TrainingSet:
             "zero_std_ratio": zero_std_ratio(rewards, groups),
             "samples": float(len(rows)),
         },
-        steps_resumed=sum(one.steps_resumed for one in scored),
+        steps_resumed=sum(result.steps_resumed for result in scored),
     )
 
 
@@ -243,14 +247,15 @@ def whole(parts: Sequence[TrainingSet]) -> TrainingSet:
 def train(
     run_dir: str, weights: WeightsRef, parts: Sequence[TrainingSet], of: int, iteration: int, before: int | None = None
 ) -> int:
-    """Train on one part of an iteration's samples, and on those before it where that is still to be done.
+    """Train on one part of an iteration's samples, and on the parts before it where that is still to be done.
 
     With the last part, the next version is left staged.
 
     Args:
         parts: all parts up to this one, in order.
         of: samples of the whole iteration.
-        before: what the part before this one returned; somebody has to want it.
+        before: what the part before this one returned. Not used, but it keeps the parts in order, and Dask forgets a
+            task that nobody depends on.
 
     Returns:
         The number of the next version.
@@ -316,7 +321,7 @@ def _bandit_chunks(
         "iteration": candidates.iteration,
         "slots": len(_equal_chunks(candidates, round_index)),
         "later": sum(len(_equal_chunks(candidates, r)) for r in range(round_index + 1, candidates.rounds)),
-        "candidates": max(0, candidates.most - sum(arm.tried for arm in arms)),
+        "candidates": max(0, candidates.candidates_max - sum(arm.tried for arm in arms)),
         "chunk": candidates.request_seeds,
         "keep": candidates.keep,
         "seed": candidate_seed(candidates.seed, candidates.iteration, Prompt(id=-1, text=""), round_index),
@@ -339,23 +344,23 @@ def _arm(
     earlier: Sequence[Sequence[Request]],
 ) -> bandit.Arm:
     """What is known of a prompt; the scores of the last round are still to come."""
-    tried = [[one for one in requests if one.prompt == prompt] for requests in earlier]
+    tried = [[request for request in requests if request.prompt == prompt] for requests in earlier]
     return bandit.Arm(
         prompt=prompt.id,
         rewards=tuple(
             reward
-            for one in scored
-            if isinstance(one, Scored) and one.request.prompt == prompt
-            for reward in one.rewards
+            for result in scored
+            if isinstance(result, Scored) and result.request.prompt == prompt
+            for reward in result.rewards
             if reward is not None
         ),
-        tried=sum(len(one.seeds) for requests in tried for one in requests),
-        pending=sum(len(one.seeds) for one in tried[-1]) if tried else 0,
+        tried=sum(len(request.seeds) for requests in tried for request in requests),
+        pending=sum(len(request.seeds) for request in tried[-1]) if tried else 0,
     )
 
 
 def explore_slot(run_dir: str, allocation: Sequence[Request], slot: int, gang: str, shard: int) -> ShardResult:
-    """Run what the round's allocation gave this slot; called off in time, it costs nothing."""
+    """Run what the round's allocation gave this slot; if it is called off before it begins, it costs nothing."""
     if slot >= len(allocation):
         return Dropped(reason="the round's allocation needs fewer slots")
     return rollout_shard(run_dir, allocation[slot], gang, shard)
@@ -370,7 +375,7 @@ def save_images(
     name = f"images/validation-{version:05d}.npz"
     path = Path(run_dir) / name
     path.parent.mkdir(exist_ok=True)
-    requests = [one.request for one in scored if isinstance(one, Scored)]
+    requests = [result.request for result in scored if isinstance(result, Scored)]
     texts = [request.prompt.text for request in requests for _ in request.seeds]
     images = [device.current().images(run_dir, request) for request in requests]
     with atomic_write(path) as file:
@@ -406,10 +411,10 @@ def select(
     Where too few seeds were scored, untried ones fill up.
     """
     by_prompt: dict[int, list[tuple[int, float]]] = {prompt.id: [] for prompt in candidates.prompts}
-    for one in scored:
-        if isinstance(one, Scored):
-            pairs = zip(one.request.seeds, one.rewards, strict=True)
-            by_prompt[one.request.prompt.id] += [(seed, reward) for seed, reward in pairs if reward is not None]
+    for result in scored:
+        if isinstance(result, Scored):
+            pairs = zip(result.request.seeds, result.rewards, strict=True)
+            by_prompt[result.request.prompt.id] += [(seed, reward) for seed, reward in pairs if reward is not None]
     groups = [_keep(candidates, prompt, by_prompt[prompt.id]) for prompt in candidates.prompts]
     known = [[reward for reward in group.explored_rewards if reward is not None] for group in groups]
     kept = tuple(groups[index] for index in most_varied(known, candidates.groups))
@@ -418,7 +423,7 @@ def select(
         iteration=candidates.iteration,
         kept=kept,
         seeds_scored=len(rewards),
-        seeds_dropped=sum(len(one.seeds) for requests in allocations for one in requests) - len(rewards),
+        seeds_dropped=sum(len(request.seeds) for requests in allocations for request in requests) - len(rewards),
         reward_mean=fmean(rewards) if rewards else None,
         reward_std=pstdev(rewards) if rewards else None,
         explored=tuple(

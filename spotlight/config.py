@@ -21,7 +21,8 @@ from spotlight.records import Sampler, SpotlightError
 RESOLVED = "config.toml"
 """The resolved settings' name in a run directory."""
 PARTS = 8
-"""Of an iteration's training: a first part small enough to begin early, a task's launch still small beside it."""
+"""Parts of an iteration's training: the first is small enough to begin early, and to launch one still takes little
+beside training it."""
 
 
 class Section(BaseModel):
@@ -238,7 +239,7 @@ class ClusterSection(Section):
     dashboard_port: int = Field(8787, ge=0, le=65535)
     """0 takes any free port."""
     hang_after_s: float = Field(60.0, gt=0)
-    """A worker whose work shows no sign of life for so long is replaced."""
+    """A worker whose work reports nothing for so long is replaced."""
     quarantine_after: int = Field(5, ge=1)
     """A request that loses its workers so many times in a row without a new step is set aside and replaced."""
     tls: bool = True
@@ -423,7 +424,7 @@ def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Co
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise SpotlightError("\n".join(_explain(source, one) for one in error.errors())) from None
+        raise SpotlightError("\n".join(_explain(source, detail) for detail in error.errors())) from None
     data = DataSection(
         train_prompts=str((base / config.data.train_prompts).resolve()),
         validation_prompts=str((base / config.data.validation_prompts).resolve()),

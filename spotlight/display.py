@@ -197,7 +197,7 @@ def _line(status: Status) -> str:
 
 
 def _window(status: Status) -> str:
-    """Of reserved workers, with how long training then waited for spot ones."""
+    """The rollout window of reserved workers, and how long training then waited for spot workers."""
     if status.window_s is None:
         return "-"
     return f"{status.window_s:.1f} s (then waited {_number(status.train_wait_s)} s)"

@@ -157,7 +157,7 @@ def test_a_part_of_training_waits_for_the_scores_of_its_prompts_and_for_the_part
     graph = example_graph(settings)
     calls, requests = calls_of(graph), -(-settings.rollout.seeds_kept // 3)
 
-    prompts = [part.stop for part in parts(10, most=settings.train_parts)]
+    prompts = [part.stop for part in parts(10, parts_max=settings.train_parts)]
     scores = [[index for name, index in keys_in(calls["refill-1", at]) if name == "score-1"] for at in range(8)]
     seen = [[key for key in keys_in(calls["train-1", at]) if key[0] == "advantage-1"] for at in range(8)]
 
@@ -273,7 +273,7 @@ def journals(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_bandit_tries_each_prompts_next_candidates_and_no_more_than_there_is_time_for(
     journals: str, data: st.DataObject, most: int, rounds: int
 ) -> None:
-    candidates = replace(make_candidates(rounds=rounds), planner="bandit", most=most * 2)
+    candidates = replace(make_candidates(rounds=rounds), planner="bandit", candidates_max=most * 2)
     allocations: list[list[Request]] = []
     scored: list[list[Scored]] = []
 

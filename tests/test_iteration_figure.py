@@ -11,7 +11,7 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from matplotlib.image import imread
 
 from spotlight.records import SpotlightError
-from spotlight.report.iteration_figure import BOXES_MOST, _ancestors, _columns, _grid, _Layer, _read, draw
+from spotlight.report.iteration_figure import BOXES_MAX, _ancestors, _columns, _grid, _Layer, _read, draw
 from spotlight.report.palette import phase_colour
 
 
@@ -123,11 +123,11 @@ def test_ancestors_reach_through_layers() -> None:
 def test_a_layer_of_many_tasks_is_counted_and_not_drawn_task_by_task(tmp_path: Path) -> None:
     few, many = tmp_path / "few.svg", tmp_path / "many.svg"
 
-    draw(iteration(samples=BOXES_MOST), few)
-    draw(iteration(samples=40 * BOXES_MOST), many)
+    draw(iteration(samples=BOXES_MAX), few)
+    draw(iteration(samples=40 * BOXES_MAX), many)
 
     boxes = [len(re.findall(phase_colour("rollout"), path.read_text())) for path in (few, many)]
-    assert boxes == [BOXES_MOST, BOXES_MOST]
+    assert boxes == [BOXES_MAX, BOXES_MAX]
 
 
 def test_the_same_graph_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_whose_turn_it_is(change: dict[str, Any], pools: tuple[Pool, ...], train
 
 @given(prompts=st.integers(1, 40), most=st.integers(1, 10))
 def test_parts_are_all_prompts_in_order_as_even_as_can_be(prompts: int, most: int) -> None:
-    found = parts(prompts, most=most)
+    found = parts(prompts, parts_max=most)
 
     assert [prompt for part in found for prompt in part] == list(range(prompts))
     assert len(found) == min(prompts, most)
@@ -230,14 +230,14 @@ def test_before_anything_is_measured_as_many_spot_gpus_pay_as_there_are_reserved
 
 
 def test_requests_are_as_large_as_keeps_the_last_wave_full() -> None:
-    size = request_seeds(prompts=8, seeds=8, gangs=16, most=8, fixed_s=0.1, sample_s=1.0)
+    size = request_seeds(prompts=8, seeds=8, gangs=16, seeds_max=8, fixed_s=0.1, sample_s=1.0)
 
     # 64 samples on 16 gangs: 4 each. Size 8 fills 8 gangs (8.1 s), 4 fills 16 once (4.1 s), 2 fills them twice (4.2 s).
     assert size == 4
 
 
 def test_where_size_makes_no_difference_requests_are_large() -> None:
-    size = request_seeds(prompts=4, seeds=8, gangs=4, most=8, fixed_s=0.0, sample_s=1.0)
+    size = request_seeds(prompts=4, seeds=8, gangs=4, seeds_max=8, fixed_s=0.0, sample_s=1.0)
 
     assert size == 8
 
@@ -261,7 +261,7 @@ def test_no_other_size_ends_the_rollout_sooner(
             free_s[0] += fixed_s + size * sample_s
         return max(free_s)
 
-    size = request_seeds(prompts=prompts, seeds=seeds, gangs=gangs, most=most, fixed_s=fixed_s, sample_s=sample_s)
+    size = request_seeds(prompts=prompts, seeds=seeds, gangs=gangs, seeds_max=most, fixed_s=fixed_s, sample_s=sample_s)
 
     assert 1 <= size <= min(seeds, most)
     best_s = min(greedy_s(other) for other in range(1, min(seeds, most) + 1))
@@ -270,4 +270,4 @@ def test_no_other_size_ends_the_rollout_sooner(
 
 def test_a_size_for_nobody_is_refused() -> None:
     with pytest.raises(ValueError, match="gangs = 0"):
-        request_seeds(prompts=1, seeds=1, gangs=0, most=1, fixed_s=0.0, sample_s=1.0)
+        request_seeds(prompts=1, seeds=1, gangs=0, seeds_max=1, fixed_s=0.0, sample_s=1.0)

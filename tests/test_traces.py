@@ -43,7 +43,7 @@ def test_the_published_trace_has_its_published_statistics(p3: Trace) -> None:
     summary = p3.summary()
 
     assert round(summary.hours, 2) == 11.37
-    assert summary.most == 32
+    assert summary.max_available == 32
     assert round(summary.mean_available, 1) == 24.0
     assert (summary.losses, summary.loss_events) == (167, 79)
     assert round(summary.losses_per_instance_h, 3) == 0.611
@@ -243,7 +243,11 @@ def test_a_stretched_trace_differs_in_time_alone(trace: Trace, factor: float) ->
     assert after.hours == pytest.approx(before.hours * factor)
     assert after.mean_available == pytest.approx(before.mean_available)
     assert after.losses_per_h == pytest.approx(before.losses_per_h / factor)
-    assert (after.losses, after.loss_events, after.most) == (before.losses, before.loss_events, before.most)
+    assert (after.losses, after.loss_events, after.max_available) == (
+        before.losses,
+        before.loss_events,
+        before.max_available,
+    )
 
 
 @given(trace=random_traces(), step_s=st.sampled_from([1, 7, 60, 3600]))
@@ -313,7 +317,7 @@ def test_a_synthetic_trace_has_the_published_statistics(
     trace = synthesise(seed=1, capacity=capacity, duration_s=hours * SECONDS_PER_H, climate=climate)
 
     summary = trace.summary()
-    assert summary.most <= capacity
+    assert summary.max_available <= capacity
     assert summary.mean_available / capacity == pytest.approx(climate.mean_share, rel=0.05)
     assert summary.losses_per_instance_h == pytest.approx(climate.losses_per_instance_h, rel=0.05)
     assert summary.losses / summary.loss_events == pytest.approx(losses_per_event, rel=0.05)

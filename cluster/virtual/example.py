@@ -125,7 +125,7 @@ class _Layers:
 
 
 def _others(requests: Sequence[Sequence[Key]]) -> list[Key]:
-    """Shards but the first: somebody has to want them."""
+    """Shards but the first: Dask forgets a task that nobody depends on, so whoever collects the scores takes these."""
     return [key for keys in requests for key in keys[1:]]
 
 

@@ -21,7 +21,7 @@ class Call(Protocol[T_co]):
     verb: ClassVar[str]
 
     def on(self, device: Device, run_dir: str) -> T_co:
-        """Have a device do it."""
+        """Run it on a device."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Denoises one request on this rank, committing each step; it never decides what runs, nor where.
 
 The ranks of a gang hold the same latents: all of them take every step, and the first commits it. Whether they
-go on is agreed before each step, so that all leave at the same one. What is told from outside is looked at
+go on is agreed before each step, so that all leave at the same one. Signals from outside are looked at
 between two steps.
 """
 
@@ -33,12 +33,12 @@ JOIN_TIMEOUT_S = 600.0
 GO_ON, LEAVE, DROP, STOP = range(4)
 """What the ranks of a gang may agree on before a step; the largest wins."""
 
-Heart = Callable[[Beat | None], None]
-"""Is given signs of life, of every step and while waiting for others."""
+OnBeat = Callable[[Beat | None], None]
+"""Is called with a beat after every step, and with None while waiting for others."""
 
 
-def no_heart(beat: Beat | None) -> None:
-    """Where nobody watches."""
+def ignore_beat(beat: Beat | None) -> None:
+    """Does nothing: for work that nobody watches."""
 
 
 class Denoiser:
@@ -50,9 +50,9 @@ class Denoiser:
     """
 
     def __init__(
-        self, resident: Residency, store: LatentStore, pace: Pace, beat: Heart, node: Node | None, *, resumes: bool
+        self, resident: Residency, store: LatentStore, pace: Pace, on_beat: OnBeat, node: Node | None, *, resumes: bool
     ) -> None:
-        self._resident, self._store, self._pace, self._beat, self._resumes = resident, store, pace, beat, resumes
+        self._resident, self._store, self._pace, self._on_beat, self._resumes = resident, store, pace, on_beat, resumes
         self._node = node
 
     def rollout(self, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
@@ -115,7 +115,7 @@ class Denoiser:
                     x_BNC, log_prob_B = self._step(request, step, x_BNC, text)
                 if writer:
                     writer.commit(step + 1, x_BNC.numpy(), log_prob_B)
-                self._beat(Beat(step=step + 1, steps=request.steps))
+                self._on_beat(Beat(step=step + 1, steps=request.steps))
             if gang:
                 if writer:
                     writer.wait()
@@ -137,7 +137,7 @@ class Denoiser:
 
     def _called_off(self, request: Request, place: Placement) -> str | None:
         """Looked at while waiting: others may have been told to drop the request before they joined."""
-        self._beat(None)
+        self._on_beat(None)
         return f"{place.name} was called off" if signals.is_called_off(place) else signals.check(request)
 
     def _look(self, request: Request, place: Placement) -> None:
@@ -157,14 +157,14 @@ class Denoiser:
             if resume and found.x_BNC is not None:
                 first, x_BNC = found.step, torch.from_numpy(found.x_BNC)
             writer = stack.enter_context(self._store.writer(request, found.epoch))
-            self._beat(Beat(step=first, steps=request.steps, resumed=True))
+            self._on_beat(Beat(step=first, steps=request.steps, resumed=True))
         if gang:
             first = int(gang.broadcast(torch.tensor([float(first)]))[0])
             x_BNC = gang.broadcast(x_BNC)
         return first, x_BNC, writer
 
     def _agree(self, request: Request, place: Placement, gang: Gang | None) -> str | None:
-        """Before a step: whether all ranks take it, by the word of those who may not."""
+        """Agree, before a step, whether all ranks take it: None if they do, the reason if the request is dropped."""
         code, reason = GO_ON, None
         if signals.is_stopping(request.run):
             code = STOP

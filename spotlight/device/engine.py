@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from spotlight.device import sequence_parallel
-from spotlight.device.denoise import Denoiser, Heart, no_heart
+from spotlight.device.denoise import Denoiser, OnBeat, ignore_beat
 from spotlight.device.pace import Pace
 from spotlight.device.protocol import ALONE, Prepared
 from spotlight.device.residency import Residency
@@ -32,18 +32,18 @@ class InProcess:
     """A `Device` whose engines, one a run, are in this process; each is made at its first call.
 
     Args:
-        paced: whether work lasts what the settings say; a clock that is not the real one wants no waiting.
-        beat: is given the engines' signs of life.
+        paced: whether work lasts what the settings say; false under a virtual clock, where nothing waits.
+        on_beat: is called as the engines' work goes on.
         node: see `Engine`.
     """
 
-    def __init__(self, *, paced: bool = True, beat: Heart = no_heart, node: Node | None = None) -> None:
-        self._paced, self._beat, self._node = paced, beat, node
+    def __init__(self, *, paced: bool = True, on_beat: OnBeat = ignore_beat, node: Node | None = None) -> None:
+        self._paced, self._on_beat, self._node = paced, on_beat, node
         self._engines: dict[str, Engine] = {}
 
     def engine(self, run_dir: str) -> Engine:
         if run_dir not in self._engines:
-            self._engines[run_dir] = Engine(Path(run_dir), self._beat, self._node, paced=self._paced)
+            self._engines[run_dir] = Engine(Path(run_dir), self._on_beat, self._node, paced=self._paced)
         return self._engines[run_dir]
 
     def prepare(self, run_dir: str) -> Prepared:
@@ -72,7 +72,9 @@ class Engine:
         paced: whether work lasts what the settings say.
     """
 
-    def __init__(self, run_dir: Path, beat: Heart = no_heart, node: Node | None = None, *, paced: bool = True) -> None:
+    def __init__(
+        self, run_dir: Path, on_beat: OnBeat = ignore_beat, node: Node | None = None, *, paced: bool = True
+    ) -> None:
         torch.set_num_threads(1)  # one thread per worker process: several workers share a machine's cores
         run = RunDir(run_dir)
         self._config = run.config()
@@ -80,7 +82,7 @@ class Engine:
         self.store = LatentStore(run.latents_url)
         self.resident = Residency(run_dir, self._config, node)
         resumes = self._config.strategy.on_preemption == "resume"
-        self._denoiser = Denoiser(self.resident, self.store, self._pace, beat, node, resumes=resumes)
+        self._denoiser = Denoiser(self.resident, self.store, self._pace, on_beat, node, resumes=resumes)
         self._training = Training(run_dir, self._config, self.resident, self._denoiser, self._pace)
         self.rollout = self._denoiser.rollout
         self.train = self._training.train

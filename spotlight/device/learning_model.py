@@ -36,7 +36,7 @@ prompts vary by 0.056 - 0.104 / 4 (the second is the variance within prompts, ov
 STALE_CORRELATION = 0.95
 """Of latents under weights one version apart. Of the rewards of 8 kept from 16 it makes a rank correlation of 0.79 to
 0.87 as the score goes from 0.9 to 0.5; measured in nine runs of the embedded job: 0.76 to 0.83."""
-SCORE_MOST = 1 - 1e-9
+SCORE_MAX = 1 - 1e-9
 """Of weights that can hardly learn more; at 1 itself no threshold would be finite."""
 GOLDEN = (sqrt(5) - 1) / 2
 """Multiples of it, modulo 1, fill the unit interval more evenly than chance would, however many there are."""
@@ -109,7 +109,7 @@ def after(score: float, captured: float, *, gain: float) -> float:
     Args:
         gain: share of the distance to 1 that an iteration without exploration closes.
     """
-    return min(SCORE_MOST, 1 - (1 - score) * exp(-gain * captured))
+    return min(SCORE_MAX, 1 - (1 - score) * exp(-gain * captured))
 
 
 def _threshold(score: float, difficulty: float) -> float:

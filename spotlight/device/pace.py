@@ -14,7 +14,7 @@ from spotlight.config import Config
 from spotlight.plan.durations import TaskDurations
 
 TICK_S = 0.05
-"""A wait is looked up from so often: signs of life, and whether it was called off."""
+"""How often a wait is interrupted, to report that the work goes on and to see whether it was called off."""
 
 
 class Pace:

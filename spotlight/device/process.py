@@ -27,7 +27,7 @@ from spotlight.store.node import Node
 
 POLL_S = 0.5
 BEAT_S = 0.1
-"""Signs of life are sent no more often than this, but for the steps."""
+"""Beats are sent no more often than this, except those that report a step."""
 
 
 class EngineLost(Exception):
@@ -35,19 +35,19 @@ class EngineLost(Exception):
 
 
 class _Hung(Exception):
-    """A call that showed signs of life shows none any more."""
+    """A call that sent beats sends none any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """A sign of life of a call in progress."""
+    """A message from a call in progress: it goes on, and perhaps how far it is."""
 
     step: int | None = None
-    """Committed, if it says so."""
+    """Steps committed; None where the beat says only that the call goes on."""
     steps: int = 0
-    """All that there will be."""
+    """Steps of the whole request."""
     resumed: bool = False
-    """Whether the call begins here, rather than having run the step."""
+    """True: the call begins at this step. False: it has just run the step."""
 
 
 class EngineProcess:
@@ -57,7 +57,7 @@ class EngineProcess:
         context: of that parent.
         number: of the device among the machine's; becomes LOCAL_RANK.
         node: root of the node's shared memory, for weights; see `spotlight.store.node`.
-        hang_after_s: a call that gave a sign of life, and then none for so long, is ended with its process.
+        hang_after_s: a call that sent a beat, and then none for so long, is ended with its process.
     """
 
     def __init__(self, context: BaseContext, number: int, *, node: Path, hang_after_s: float) -> None:
@@ -90,7 +90,7 @@ class EngineProcess:
             self._orders = told
 
     def call(self, run_dir: str, call: Call[T], on_beat: Callable[[Beat], None]) -> T:
-        """Have the engine do something to its end.
+        """Run a call on the engine, and wait until it ends.
 
         Raises:
             EngineLost: there is no answer, and never will be.
@@ -164,7 +164,7 @@ def serve(number: int, node: Path, calls: Connection, orders: Connection, asked:
     threading.Thread(target=_obey, args=(orders,), daemon=True).start()
     from spotlight.device.engine import InProcess
 
-    device = InProcess(beat=_Heart(calls).beat, node=Node(node))
+    device = InProcess(on_beat=_BeatSender(calls).on_beat, node=Node(node))
     while True:
         try:
             run_dir, call = _received(calls)
@@ -200,14 +200,14 @@ def _obey(orders: Connection) -> None:
         signals.obey(order)
 
 
-class _Heart:
-    """Sends signs of life: every step, and otherwise now and then."""
+class _BeatSender:
+    """Sends beats to the caller: one for every step, and otherwise now and then."""
 
     def __init__(self, calls: Connection) -> None:
         self._calls = calls
         self._last_s = 0.0
 
-    def beat(self, beat: Beat | None = None) -> None:
+    def on_beat(self, beat: Beat | None = None) -> None:
         now_s = time.monotonic()
         if beat or now_s - self._last_s > BEAT_S:
             self._last_s = now_s

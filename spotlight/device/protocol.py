@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from spotlight.records import Dropped, Placement, Request, Rollout, Sample, Scored, Surplus, WeightsRef
 
 ALONE = Placement(gang="", epoch=0, rank=0, width=1)
-"""Of a request that nobody placed: it belongs to no gang."""
+"""The placement of a request that nobody placed: it belongs to no gang."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ _device: Device | None = None
 
 
 def install(device: Device) -> None:
-    """From now on, all of this process's work goes there."""
+    """From now on, this device does all of this process's work."""
     global _device
     _device = device
 

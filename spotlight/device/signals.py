@@ -171,7 +171,7 @@ class Signals:
         return placement.epoch <= self._called_off.get(placement.gang, -1)
 
     def placed(self, gang: str, shard: int, request: Request) -> Placement | Surplus | Quarantined:
-        """What was said of this shard. Where nobody places shards, the first one runs alone."""
+        """Where this shard runs, or why it does not. Where nobody places shards, the first one runs alone."""
         found = self._places.pop((gang, shard), None)
         if found is None:
             return Surplus() if shard else Placement(gang=gang, epoch=0, rank=0, width=1)

@@ -85,13 +85,13 @@ class Training:
             return self._trainer.update(batch, iteration=iteration)
 
     def _accumulate(self, parts: Sequence[tuple[Sample, ...]], of: int, iteration: int) -> None:
-        """Make the gradient in the parameters that of all these parts, or of some more that came before."""
+        """Bring the gradient in the parameters to that of all these parts, or keep that of these and some more."""
         done = self._accumulated
         if any(had != part for had, part in zip(done, parts, strict=False)):
             done = []
         for at in range(len(done), len(parts)):
             batch = self._training_batch(parts[at], sum(map(len, parts[:at])))
-            self._accumulated = []  # half-way through a part, what is there is the gradient of nothing
+            self._accumulated = []  # half-way through a part, the gradient belongs to no set of whole parts
             with self._lasting(parts[at], iteration):
                 self._trainer.accumulate(batch, iteration=iteration, of=of)
             self._accumulated = list(parts[: at + 1])

@@ -48,7 +48,7 @@ class Summary:
     """What a trace is like; a *loss event* is all losses of one moment, an *instance-hour* one instance for an hour."""
 
     hours: float
-    most: int
+    max_available: int
     """Largest number alive at once."""
     mean_available: float
     """``instance-hours / hours``."""
@@ -120,7 +120,7 @@ class Trace:
         hours = self.duration_s / SECONDS_PER_H
         return Summary(
             hours=hours,
-            most=int(counts.max()),
+            max_available=int(counts.max()),
             mean_available=instance_h / hours,
             median_available=float(counts[by_count][min(half, len(counts) - 1)]),
             losses=losses,
@@ -163,9 +163,10 @@ class Trace:
         return Trace(events=events, duration_s=self.duration_s * factor)
 
     def resample(self, step_s: float) -> Trace:
-        """What somebody sees who looks every ``step_s``: changes between two looks appear together at the second.
+        """The trace as seen by looking every ``step_s``: changes between two looks appear together at the second.
 
-        Who came and went between two looks is not seen. The last look is at the end or less than a step after it.
+        An instance that came and went between two looks is not seen. The last look is at the end or less than a
+        step after it.
 
         Raises:
             SpotlightError: the step is not a positive number.
@@ -195,13 +196,13 @@ class Trace:
         kept = {instances[index] for index in order[: round(fraction * len(instances))]}
         return Trace(events=tuple(event for event in self.events if event.instance in kept), duration_s=self.duration_s)
 
-    def limit(self, most: int) -> Trace:
-        """The trace of a pool that takes at most so many instances; its instances are ``place-0``, ``place-1``, ...
+    def limit(self, capacity: int) -> Trace:
+        """The trace of a pool that takes ``capacity`` instances at most; they are named ``place-0``, ``place-1``, ...
 
         An instance that finds every place taken waits. A place whose instance is lost is lost with it; whoever waits
-        takes a free place at that same moment. So ``min(most, available)`` are alive at any moment.
+        takes a free place at that same moment. So ``min(capacity, available)`` are alive at any moment.
         """
-        free, waiting, places = list(range(most)), dict[str, None](), dict[str, int]()
+        free, waiting, places = list(range(capacity)), dict[str, None](), dict[str, int]()
         limited: list[Event] = []
         for time_s, events in groupby(self.events, key=lambda event: event.time_s):
             for event in events:
@@ -220,7 +221,7 @@ class Trace:
     def places(self, workers: int) -> tuple[Switches, ...]:
         """When each of so many places of a pool is up, as in `limit`: bulk losses take several places down at once.
 
-        Where the trace has many more instances than there are places, somebody always waits, and whatever is lost is
+        Where the trace has many more instances than there are places, an instance always waits, and whatever is lost is
         replaced at once; `sample` about as many instances first to see places stay empty.
         """
         switches: dict[str, list[tuple[float, bool]]] = {f"place-{place}": [] for place in range(workers)}

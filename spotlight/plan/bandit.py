@@ -26,7 +26,7 @@ from spotlight.plan.subset import finite_row
 
 Array = NDArray[np.float64]
 Narrow = NDArray[np.float32]
-"""Of what is computed in each world: a reward's seventh digit decides nothing."""
+"""For what is computed in each world: single precision is enough, a reward's seventh digit decides nothing."""
 
 
 def equal_shares(
@@ -115,9 +115,9 @@ evenly, 64 were as good as 256."""
 PROBE_SHARE = 4
 """One prompt in so many is explored however low the fidelity is: it could not be measured again otherwise."""
 FIDELITY_START = 0.8
-"""What fidelity is taken for before it is measured: the demo's."""
+"""The fidelity that is assumed before it is measured: that of the demo."""
 FIDELITY_PAIRS = 32.0
-"""Pairs that what was believed of the fidelity is worth beside new ones."""
+"""Weight of the fidelity believed so far, in pairs, when new pairs come."""
 
 
 def _check_length(name: str, values: Sequence[float], length: int) -> None:
@@ -134,7 +134,7 @@ class Seen:
     iteration: int
     """When the counts were last brought up to date."""
     counts: tuple[float, ...]
-    """Rewards at each node of the grid, the older the fainter."""
+    """Rewards at each node of the grid; older ones count less."""
 
     def __post_init__(self) -> None:
         _check_length("counts", self.counts, len(GRID_N))
@@ -147,7 +147,7 @@ class Beliefs:
     iteration: int = 0
     """The last one learnt from."""
     kinds: tuple[float, ...] = ()
-    """Prompts seen of each kind, the older the fainter; empty before the first."""
+    """Prompts seen of each kind, older ones counting less; empty before the first."""
     nodes: tuple[float, ...] = ()
     """The same prompts' rewards at each node of the grid, 1 in all for each prompt."""
     prompts: tuple[Seen, ...] = ()
@@ -204,7 +204,7 @@ def learn(
         iteration=iteration,
         kinds=tuple(kinds.prompts_K.tolist()),
         nodes=tuple(kinds.prompts_N.tolist()),
-        prompts=(*(one for one in beliefs.prompts if one.prompt not in rewards), *seen),
+        prompts=(*(known for known in beliefs.prompts if known.prompt not in rewards), *seen),
         fidelity=_fidelity(beliefs.fidelity, (pairs or {}).values()),
     )
 
@@ -227,7 +227,7 @@ def affordable(*, spare_s: Sequence[float], seed_s: float, chunk: int) -> int | 
         chunk: candidates in one request.
 
     Returns:
-        None where they had one of them not at all, so that nothing can be foretold.
+        None where the mean of the last iterations, or ``seed_s``, is 0: nothing can be foretold.
 
     Raises:
         ValueError: a number is negative or not finite, or a chunk has no candidate.
@@ -262,7 +262,7 @@ def allocate(
     pending candidates and for the chunks to come, and the largest variance of ``keep`` of them. Regeneration keeps
     ``rho`` of a difference in reward, thus ``rho**2`` of a gain in variance (exact for Gaussian rewards). Chunks whose
     gain is then too small to matter are not tried: solved and hopeless prompts get none, and a low ``rho`` leaves
-    but the few that measure it.
+    only the few that measure it.
 
     Args:
         arms: the iteration's prompts; what is pending counts as planned.
@@ -277,7 +277,7 @@ def allocate(
         rho: ranking fidelity, 0 to 1; None takes the beliefs'.
         optimism: standard deviations between the worlds that are added to the mean gain (UCB); 0 averages over the
             posterior.
-        seed: of the worlds; all arms share their luck, so that equal arms have equal gains.
+        seed: fixes the worlds' random numbers, the same for all arms, so that equal arms have equal gains.
 
     Returns:
         ``(arm index, first candidate, number of candidates)`` each, in the order to run them.
@@ -303,7 +303,7 @@ def allocate(
     order = _greedy(arms, slopes_PJ, plan, least)
     if not any(arm.tried for arm in arms):
         order += _probes(order, slopes_PJ, plan)
-    return sorted(_chunks(arms, order, chunk, candidates), key=lambda one: one[1])[:slots]
+    return sorted(_chunks(arms, order, chunk, candidates), key=lambda allotted: allotted[1])[:slots]
 
 
 def _posterior(arms: Sequence[Arm], beliefs: Beliefs, iteration: int) -> tuple[Array, Array]:
@@ -319,8 +319,8 @@ def _imagine(
 ) -> Array:
     """Variance of the kept subset after 0, 1, ... ``ahead`` further chunks, in each world: (P, W, ahead + 1).
 
-    Draw by draw, for all arms and worlds at once. A draw's luck is spread evenly over the worlds, in an order of its
-    own (a Latin hypercube), so that few worlds do for many.
+    Draw by draw, for all arms and worlds at once. A draw's random numbers are spread evenly over the worlds, in an
+    order of its own (a Latin hypercube), so that few worlds do for many.
     """
     scored_P = np.array([len(arm.rewards) for arm in arms])
     pending_P = np.array([arm.pending for arm in arms])
@@ -336,8 +336,8 @@ def _imagine(
     variance_JPW = np.empty((ahead + 1, *kind_PW.shape), dtype=np.float32)
     for new_P, variance_PW in zip(new_JP, variance_JPW, strict=True):
         for at in range(new_P.max()):
-            luck_W = ((rng.permutation(worlds) + rng.random(worlds)) / worlds).astype(np.float32)
-            reward_PW = (below_NPW < luck_W).view(np.uint8).sum(axis=0, dtype=np.uint8) * np.float32(GRID_N[1])
+            uniform_W = ((rng.permutation(worlds) + rng.random(worlds)) / worlds).astype(np.float32)
+            reward_PW = (below_NPW < uniform_W).view(np.uint8).sum(axis=0, dtype=np.uint8) * np.float32(GRID_N[1])
             absent_P1 = (new_P <= at)[:, None]
             _insert(low_MPW, np.where(absent_P1, np.float32(np.inf), reward_PW))
             _insert(high_MPW, np.where(absent_P1, np.float32(np.inf), -reward_PW))
@@ -347,8 +347,8 @@ def _imagine(
 
 def _extremes(arms: Sequence[Arm], keep: int, worlds: int) -> tuple[Narrow, Narrow]:
     """The lowest scored rewards, and the negated highest ones, ascending; infinite where there are too few."""
-    most = max(keep, *(len(arm.rewards) for arm in arms))
-    both = np.full((2, len(arms), most), np.inf, dtype=np.float32)
+    columns = max(keep, *(len(arm.rewards) for arm in arms))
+    both = np.full((2, len(arms), columns), np.inf, dtype=np.float32)
     for p, arm in enumerate(arms):
         both[0, p, : len(arm.rewards)] = arm.rewards
     both[1] = np.where(np.isinf(both[0]), np.inf, -both[0])
@@ -451,8 +451,8 @@ def _past(beliefs: Beliefs, prompts: Iterable[int], iteration: int) -> Array:
     known = {seen.prompt: seen for seen in beliefs.prompts}
     nothing = Seen(prompt=-1, iteration=iteration, counts=(0.0,) * len(GRID_N))
     seen = [known.get(prompt, nothing) for prompt in prompts]
-    counts_PN = np.array([one.counts for one in seen]).reshape(len(seen), len(GRID_N))
-    counts_PN *= FADING ** np.array([[iteration - one.iteration] for one in seen]).reshape(len(seen), 1)
+    counts_PN = np.array([known.counts for known in seen]).reshape(len(seen), len(GRID_N))
+    counts_PN *= FADING ** np.array([[iteration - known.iteration] for known in seen]).reshape(len(seen), 1)
     return np.asarray(counts_PN * np.minimum(1.0, MEMORY / np.maximum(counts_PN.sum(axis=1, keepdims=True), 1.0)))
 
 

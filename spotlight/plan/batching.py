@@ -5,13 +5,13 @@ from __future__ import annotations
 from math import ceil
 
 
-def parts(prompts: int, *, most: int) -> list[range]:
-    """The prompts of each part of training, in order: ``min(prompts, most)`` parts, as even as can be."""
-    count = min(prompts, most)
+def parts(prompts: int, *, parts_max: int) -> list[range]:
+    """The prompts of each part of training, in order: ``min(prompts, parts_max)`` parts, as even as can be."""
+    count = min(prompts, parts_max)
     return [range(prompts * part // count, prompts * (part + 1) // count) for part in range(count)]
 
 
-def request_seeds(*, prompts: int, seeds: int, gangs: int, most: int, fixed_s: float, sample_s: float) -> int:
+def request_seeds(*, prompts: int, seeds: int, gangs: int, seeds_max: int, fixed_s: float, sample_s: float) -> int:
     """Seeds per request that end the rollout soonest: large batches waste no time, small ones make the last wave short.
 
     With ``b`` seeds in a request there are ``prompts * ceil(seeds / b)`` requests, and the rollout takes::
@@ -22,19 +22,19 @@ def request_seeds(*, prompts: int, seeds: int, gangs: int, most: int, fixed_s: f
         prompts: groups to roll out.
         seeds: samples per group.
         gangs: requests that run at once.
-        most: samples that fit one forward batch.
+        seeds_max: samples that fit one forward batch.
         fixed_s: what a request costs whatever its size.
         sample_s: what each of its samples adds.
 
     Returns:
-        From 1 to ``min(seeds, most)``; of equals the largest, which is the fewest requests.
+        From 1 to ``min(seeds, seeds_max)``; of equals the largest, which is the fewest requests.
 
     Raises:
         ValueError: a count is not positive, or a time is negative.
     """
-    if min(prompts, seeds, gangs, most) < 1 or min(fixed_s, sample_s) < 0:
+    if min(prompts, seeds, gangs, seeds_max) < 1 or min(fixed_s, sample_s) < 0:
         raise ValueError(
-            f"prompts = {prompts}, seeds = {seeds}, gangs = {gangs} and most = {most} must be positive, "
+            f"prompts = {prompts}, seeds = {seeds}, gangs = {gangs} and seeds_max = {seeds_max} must be positive, "
             f"fixed_s = {fixed_s} and sample_s = {sample_s} not negative"
         )
 
@@ -42,4 +42,4 @@ def request_seeds(*, prompts: int, seeds: int, gangs: int, most: int, fixed_s: f
         requests = prompts * ceil(seeds / size)
         return ceil(requests / gangs) * (fixed_s + size * sample_s)
 
-    return min(range(min(seeds, most), 0, -1), key=makespan_s)
+    return min(range(min(seeds, seeds_max), 0, -1), key=makespan_s)

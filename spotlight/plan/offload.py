@@ -24,7 +24,7 @@ ETA = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What an iteration tells about the balance of its two view."""
+    """What an iteration measured of the balance between reserved and spot GPUs."""
 
     train_wait_s: float
     """The trainer had closed its rollout window and waited for samples of the spot GPUs."""
@@ -52,7 +52,7 @@ class Offload:
 
 
 def adapt(state: Offload, measured: Measured, *, eta: float = ETA, floor_s: float = FLOOR_S) -> Offload:
-    """The window for the next iteration: longer where the trainer starved, shorter where spot GPUs did.
+    """The window for the next iteration: longer where the trainer waited, shorter where spot GPUs did.
 
     ::
 
@@ -111,7 +111,7 @@ class PhaseView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseDecision:
-    """Whose turn it is."""
+    """Where rollouts run, and whether reserved GPUs may train."""
 
     pools: tuple[Pool, ...]
     """Where rollouts run from now on; those at work elsewhere end at their next step boundary, and go on there."""
@@ -128,11 +128,11 @@ def decide_phase(view: PhaseView) -> PhaseDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """How the two sides of an iteration got on."""
+    """How reserved and spot workers shared an iteration."""
 
     measured: Measured
     spare_s: float
-    """As `spare_s` has it: what exploration had."""
+    """Worker seconds that exploration had; see the function `spare_s`."""
     train_s: float
 
 

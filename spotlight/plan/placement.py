@@ -106,7 +106,7 @@ def plan(view: View) -> list[Launch]:
     free = _Free(view)
     launches = []
     stuck: set[_Kind] = set()
-    """Kinds of request of which one got nothing: those behind it may use no worker that it might not."""
+    """Kinds of request of which one got nothing: it might have used any worker that a later one of the kind may use."""
     for waiting, rivals in _in_order(view):
         if not free.count:
             break
@@ -129,13 +129,13 @@ def widen(view: View) -> list[str]:
         remaining_s * (1 - width / wider) > regroup_s
     """
     wanted = {pool for waiting in view.waiting for pool in waiting.pools}
-    spare = Counter((idle.pool, idle.node) for idle in view.idle if idle.pool not in wanted)
+    free = Counter((idle.pool, idle.node) for idle in view.idle if idle.pool not in wanted)
     chosen = []
-    for running in sorted(view.running, key=lambda one: (-one.remaining_s, one.id)):
+    for running in sorted(view.running, key=lambda request: (-request.remaining_s, request.id)):
         place, width = (running.pool, running.node), len(running.workers)
-        wider = max((w for w in running.widths if w <= min(running.slots, width + spare[place])), default=width)
+        wider = max((w for w in running.widths if w <= min(running.slots, width + free[place])), default=width)
         if wider > width and running.remaining_s * (1 - width / wider) > view.regroup_s:
-            spare[place] -= wider - width
+            free[place] -= wider - width
             chosen.append(running.id)
     return chosen
 
@@ -145,17 +145,19 @@ def _kind(waiting: Waiting) -> _Kind:
 
 
 def _in_order(view: View) -> Iterator[tuple[Waiting, int]]:
-    """Waiting requests that some idle worker may run, the first first; and how many of its sort still wait.
+    """Waiting requests that some idle worker may run, in order, each with how many of its sort still wait.
 
     A queue is sorted when its turn comes, which for exploration is never while rollouts take all idle workers.
     """
     pools = {idle.pool for idle in view.idle}
-    able = [one for one in view.waiting if not pools.isdisjoint(one.pools)]
-    queues = {exploring: [one for one in able if one.exploring == exploring] for exploring in (False, True)}
+    able = [request for request in view.waiting if not pools.isdisjoint(request.pools)]
+    queues = {exploring: [request for request in able if request.exploring == exploring] for exploring in (False, True)}
     left = {exploring: len(queue) for exploring, queue in queues.items()}
     for broken in (True, False):
         for exploring, queue in queues.items():
-            turn = sorted([one for one in queue if (one.preemptions > 0) == broken], key=attrgetter("order"))
+            turn = sorted(
+                [request for request in queue if (request.preemptions > 0) == broken], key=attrgetter("order")
+            )
             yield from zip(turn, range(left[exploring], 0, -1), strict=False)
             left[exploring] -= len(turn)
 
@@ -167,8 +169,8 @@ class _Free:
         self.count = len(view.idle)
         self._alive = Counter(idle.node for idle in view.idle)
         self._alive.update({node: count - self._alive[node] for node, count in view.nodes.items()})
-        broken = sorted((one for one in view.waiting if one.held), key=_rank, reverse=True)
-        holders = {worker: one for one in broken for worker in one.held}  # of two that claim it, the first in order
+        broken = sorted((request for request in view.waiting if request.held), key=_rank, reverse=True)
+        holders = {worker: request for request in broken for worker in request.held}  # the first of two that claim it
         free: dict[_Place, list[str]] = defaultdict(list)
         self._held: dict[_Place, dict[str, tuple[bool, int]]] = defaultdict(dict)
         """Of each node, the workers kept for a broken gang, with the rank of its request."""
@@ -279,7 +281,7 @@ class _Free:
 
 
 def _rank(waiting: Waiting) -> tuple[bool, int]:
-    """Orders requests whose gangs broke, the first first."""
+    """Orders requests whose gangs broke: the one to serve first is the smallest."""
     return waiting.exploring, waiting.order
 
 

@@ -35,7 +35,7 @@ def max_variance_subset(rewards: ArrayLike, keep: int) -> list[int]:
     if not 1 <= keep <= n:
         raise ValueError(f"keep = {keep} of {n} rewards: it must be from 1 to {n}")
     order = np.argsort(values, kind="stable")
-    centred = values[order] - values[order[n // 2]]  # variances do not mind, and the sums of squares lose fewer digits
+    centred = values[order] - values[order[n // 2]]  # changes no variance, and the sums of squares lose fewer digits
     sums = np.concatenate([[0.0], np.cumsum(centred)])
     squares = np.concatenate([[0.0], np.cumsum(centred**2)])
     low = np.arange(keep + 1)

@@ -45,12 +45,12 @@ class Layered(Protocol):
 
 
 SUFFIXES = (".svg", ".png")
-BOXES_MOST = 8
+BOXES_MAX = 8
 """Tasks drawn one by one; more are drawn as this many and counted in the label."""
 LANES = {"reserved": ("reserved",), "spot": ("explore", "explore-score"), "head": ("head",)}
 """Lanes, and the rows in each, from top to bottom."""
 MAKES = {"publish": "weights {}", "select": "kept seeds {}"}
-"""What the next iteration takes from this one; both are numbered as it is."""
+"""What the next iteration takes from this one; both carry the next iteration's number."""
 TITLES = {
     "reserved": ("reserved workers", "roll out,\nthen train"),
     "spot": ("spot workers", "roll out, then explore\nwith weights that are\none version old"),
@@ -255,15 +255,15 @@ def _place(layer: _Layer, columns: range, tops: Mapping[str, float]) -> _Box:
     rows = _rows(layer)
     left = LEFT + columns.start * (COLUMN + GAP)
     bottom, top = tops[rows[-1]] - ROW + 0.06, tops[rows[0]] - LABEL
-    spare = 0.0 if layer.phase == "train" else max(0.0, top - bottom - TALLEST * _grid(layer, len(rows))[0])
+    unused = 0.0 if layer.phase == "train" else max(0.0, top - bottom - TALLEST * _grid(layer, len(rows))[0])
     return _Box(
-        left=left, right=left + len(columns) * (COLUMN + GAP) - GAP, bottom=bottom + spare / 2, top=top - spare / 2
+        left=left, right=left + len(columns) * (COLUMN + GAP) - GAP, bottom=bottom + unused / 2, top=top - unused / 2
     )
 
 
 def _grid(layer: _Layer, rows: int) -> tuple[int, int]:
     """Rows and columns of a layer's boxes: one above the other where there is room; parts of training one by one."""
-    count = min(layer.tasks, BOXES_MOST)
+    count = min(layer.tasks, BOXES_MAX)
     if layer.phase == "train":
         return 1, count
     across = 2 if rows == 1 and count > 3 else 1
@@ -277,7 +277,7 @@ def _stack(ax: Axes, layer: _Layer, box: _Box) -> None:
     wide = (box.right - box.left - gap * (across - 1)) / across
     high = (box.top - box.bottom - gap * (down - 1)) / down
     style = f"round,pad=0,rounding_size={min(0.09, high / 3)}"
-    for index in range(min(layer.tasks, BOXES_MOST)):
+    for index in range(min(layer.tasks, BOXES_MAX)):
         corner = (box.left + index % across * (wide + gap), box.top - (index // across + 1) * (high + gap) + gap)
         ax.add_patch(FancyBboxPatch(corner, wide, high, style, fc=phase_colour(layer.phase), ec="none", zorder=3))
     label = layer.phase.removeprefix("explore-") + (f" r{layer.round}" if layer.round else "")

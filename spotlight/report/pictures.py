@@ -30,7 +30,7 @@ from spotlight.report.palette import (
     phase_colour,
 )
 
-GRID_COLUMNS, GRID_MOST = 8, 32
+GRID_COLUMNS, GRID_MAX = 8, 32
 """Validation prompts in a row and in all: more cannot be told apart on a page 1,180 px wide."""
 STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -157,7 +157,7 @@ def _grid(facts: Facts) -> Figure | None:
     if not shown:
         return None
     texts = shown[0][1][1]
-    rows = [texts.index(text) for text in dict.fromkeys(texts)][:GRID_MOST]
+    rows = [texts.index(text) for text in dict.fromkeys(texts)][:GRID_MAX]
     count, columns = len(rows), min(GRID_COLUMNS, len(rows))
     height_px, width_px = shown[0][1][0].shape[1:3]
     cell_in, label_in, title_in, reward_in = 12.2 / GRID_COLUMNS, 0.8, 0.4, 0.26

@@ -1,6 +1,6 @@
 """Writes a weights version in the form that plain diffusers loads, and proves that it does.
 
-Nothing appears under the asked name before a fresh transformer, loaded as a stranger would load
+Nothing appears under the asked name before a fresh transformer, loaded as any other program would load
 it, gives the outputs of the trained one, its LoRA rounded to the base's type as diffusers does.
 Runs on the CPU, and holds one transformer at a time.
 """
@@ -54,7 +54,7 @@ def export_lora(run_dir: Path, to: Path, version: int | None = None) -> Path:
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as staging:
         unchecked = Path(staging) / "unchecked"
         expected = _write(run, ref, unchecked)
-        found = _probe(_load_as_a_stranger(run.config(), unchecked))
+        found = _probe(_load_with_diffusers(run.config(), unchecked))
         error, size = (found - expected).abs().max(), expected.abs().max()
         if not error <= TOLERANCE * size:  # also when it is not a number
             raise SpotlightError(
@@ -74,7 +74,7 @@ def _version(run_dir: Path, version: int | None) -> WeightsRef:
         return latest.weights
     found = weights.published(run_dir, version)
     if found is None:
-        there = [str(one) for one in range(latest.weights.version + 1) if weights.published(run_dir, one)]
+        there = [str(number) for number in range(latest.weights.version + 1) if weights.published(run_dir, number)]
         raise SpotlightError(f"{run_dir}: has no weights version {version}; it has {', '.join(there)}")
     return found.weights
 
@@ -99,7 +99,7 @@ def _write(run: RunDir, ref: WeightsRef, directory: Path) -> Tensor:
     return _probe(model.transformer)
 
 
-def _load_as_a_stranger(settings: Config, directory: Path) -> QwenImageTransformer2DModel:
+def _load_with_diffusers(settings: Config, directory: Path) -> QwenImageTransformer2DModel:
     """The base model with the LoRA, or the full weights, through diffusers' own loaders only."""
     dtype = getattr(torch, settings.model.dtype)
     if not (directory / LORA_FILE).exists():

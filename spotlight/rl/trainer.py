@@ -114,7 +114,7 @@ class Trainer:
         steps = []
         for u, rows in enumerate(updates):
             self._optimizer.zero_grad()
-            loss = self._backward(objective, rows, sum(len(one.samples) for one in rows))
+            loss = self._backward(objective, rows, sum(len(part.samples) for part in rows))
             steps.append((loss, self._step(loss, f"iteration {iteration}, update {u}")))
         loss, norm = np.mean(steps, axis=0)
         return {"loss": float(loss), "grad_norm": float(norm), **objective.metrics()}
@@ -202,7 +202,7 @@ class Trainer:
 
     def _split(self, samples: int, slots: int, iteration: int) -> list[list[Rows]]:
         """The micro-batches of each update: samples in shuffled order, split evenly."""
-        updates, most = self._settings.updates, self._settings.micro_batch
+        updates, micro_batch = self._settings.updates, self._settings.micro_batch
         if samples < updates:
             raise SpotlightError(
                 f"iteration {iteration}: train.updates = {updates} and there are {samples} samples: "
@@ -212,9 +212,9 @@ class Trainer:
         edges = [samples * update // updates for update in range(updates + 1)]
         return [
             [
-                Rows(samples=tuple(order[first : min(first + most, end)]), slot=slot)
+                Rows(samples=tuple(order[first : min(first + micro_batch, end)]), slot=slot)
                 for slot in range(slots)
-                for first in range(start, end, most)
+                for first in range(start, end, micro_batch)
             ]
             for start, end in pairwise(edges)
         ]

@@ -16,9 +16,9 @@ from spotlight.records import SpotlightError
 
 Record = TypeVar("Record")
 
-MOST_TOLD = 3
+TOLD_MAX = 3
 """Of what is wrong with one record: the first few say what happened to it."""
-MOST_CHARACTERS = 80
+CHARACTERS_MAX = 80
 """Of a value that is wrong."""
 
 
@@ -37,8 +37,8 @@ def from_json(kind: type[Record], content: bytes, where: object, way_out: str) -
         record: Record = _adapter(cast(Any, kind)).validate_json(content, strict=True)
     except ValidationError as error:
         wrong = error.errors(include_url=False)
-        told = [_sentence(dict(one)) for one in wrong[:MOST_TOLD]]
-        more = [f"and {len(wrong) - MOST_TOLD} more"] if len(wrong) > MOST_TOLD else []
+        told = [_sentence(dict(detail)) for detail in wrong[:TOLD_MAX]]
+        more = [f"and {len(wrong) - TOLD_MAX} more"] if len(wrong) > TOLD_MAX else []
         raise SpotlightError(f"{where}: {'; '.join([*told, *more])}; {way_out}") from None
     return record
 
@@ -70,4 +70,4 @@ def _field(path: Sequence[str | int]) -> str:
 
 def _shown(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
+    return text if len(text) <= CHARACTERS_MAX else f"{text[:CHARACTERS_MAX]}..."

@@ -204,7 +204,7 @@ class QwenImage(Model):
         )
         latents = (x.float() * std + mean).to(vae.dtype)
         # One image at a time: a VAE's activations at full size are many times those of the transformer.
-        images = torch.cat([vae.decode(one, return_dict=False)[0][:, :, 0].float() for one in latents.split(1)])
+        images = torch.cat([vae.decode(latent, return_dict=False)[0][:, :, 0].float() for latent in latents.split(1)])
         pixels: NDArray[np.float32] = pipeline.image_processor.postprocess(images, output_type="np")
         return (pixels * 255).round().astype(np.uint8)
 
