@@ -322,7 +322,7 @@ class SimulationSection(Section):
     """What a request costs beyond its steps. Measured: docs/results.md, overhead."""
     form_s: float = Field(0.016, ge=0)
     """For the workers of a gang of several to meet, at each launch. Measured on one machine with gloo
-    (docs/results.md, fidelity)."""
+    (docs/results.md, fixed costs)."""
     graph_s: float = Field(0.041, ge=0)
     """Between two graphs: to end one, and to build, send and place the next. Measured: as ``form_s``."""
     prepare_s: float = Field(6.8, ge=0)
