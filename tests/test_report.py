@@ -26,7 +26,7 @@ from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_col
 from spotlight.report.facts import read
 from spotlight.report.money import WASTE, bought, rows
 from spotlight.report.page import HIDDEN, METRICS
-from spotlight.simulation import Simulation
+from spotlight.simulation import Learning, Simulation
 from spotlight.store.rundir import SIMULATED
 
 START_S = 1_700_000_000.0
@@ -442,12 +442,11 @@ def test_every_label_names_a_metric_of_a_real_run_and_every_metric_but_seconds_h
     in_parts = ("train.advantage_std=group", "exploration.budget=time")
     policy = ("train.algorithm=grpo", "train.kl=0.01", "rollout.sampler=sde", "run.iterations=1")
 
+    runs: dict[Learning, tuple[str, ...]] = {"modelled": (*gangs, *losses, *in_parts), "real": policy}
+
     seen: set[str] = set()
-    for name, learning, overrides in (
-        ("modelled", "modelled", (*gangs, *losses, *in_parts)),
-        ("real", "real", policy),
-    ):
-        run = Simulation(name, config.load(settings_file(tmp_path / name), overrides), learning)
+    for learning, overrides in runs.items():
+        run = Simulation("test", config.load(settings_file(tmp_path / learning), overrides), learning)
         run.go(report=False)
         seen |= {str(metric) for metric in history_frame(run.directory.path)}
 
