@@ -1,1 +1,1 @@
-"""Measurements, side by side in one run, as ratios; results are kept in RESULTS.md."""
+"""Measurements, side by side in one run, as ratios; results are in docs/results.md."""

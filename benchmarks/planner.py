@@ -45,7 +45,7 @@ PROMPTS, POOL, ITERATIONS = 16, 48, 12
 """Prompts of an iteration and of the whole run: each is met four times, three iterations apart."""
 KEEP, CHUNK, SEEDS_TRIED = 8, 8, 32
 CANDIDATE_S = 0.003
-"""GPU seconds of one candidate: the embedded model's share of a batch of 512 on one core (RESULTS.md)."""
+"""GPU seconds of one candidate: the embedded model's share of a batch of 512 on one core (docs/results.md)."""
 EPSILON = 0.2
 WORLDS, AHEAD = 64, 3 * CHUNK
 """In which the optimum weighs a chunk, and the candidates that it looks ahead."""

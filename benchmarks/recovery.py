@@ -1,8 +1,8 @@
 """How long a request stands still when its gang changes, beside a cold start; and what losses cost over a whole trace.
 
 Everything is real: workers under ``kill -9``, fresh interpreters for the cold starts, a file on the disk for the
-weights. The moments come from the placer's events, but for the kill, which is timed where it is made, and for the step,
-which is timed by its commit in the store. ``python -m benchmarks.recovery`` prints tables in Markdown.
+weights. The moments come from the dispatcher's events, but for the kill, which is timed where it is made, and for the
+step, which is timed by its commit in the store. ``python -m benchmarks.recovery`` prints tables in Markdown.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ LOOKS = {
 """Of a recovery and of a cold start: what it is called, and its colour."""
 
 Row = dict[str, Any]
-"""An event of the placer's."""
+"""An event of the dispatcher's."""
 Split = dict[str, float]
 """Seconds by part, in their order in time."""
 

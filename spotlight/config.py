@@ -30,25 +30,37 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
+    """What a run is called, how long it is, and how it is validated."""
+
     name: str = "run"
+    """Its directory's name begins with it."""
     seed: int = Field(0, ge=0)
+    """Fixes all that is drawn: noise, prompts, made-up traces."""
     iterations: int = Field(30, ge=1)
+    """Rounds of rollout, reward and training."""
     dir: str = "runs"
     """Run directories are made in here; relative to the working directory."""
     validate_every: int = Field(10, ge=1)
-    """Validation also runs before the first and after the last iteration."""
+    """Iterations between validations. Validation also runs before the first and after the last iteration."""
     validation_seeds: int = Field(4, ge=1)
     """Images per validation prompt."""
 
 
 class ModelSection(Section):
+    """What is trained, and the size of its images."""
+
     name: Literal["tiny-text", "qwen-image"] = "tiny-text"
+    """The embedded model, or a checkpoint of Qwen-Image."""
     path: str = ""
     """Directory of a diffusers pipeline; or, of the embedded model, a file of other weights, else empty."""
     height_px: int = Field(16, ge=4)
+    """Of an image. The embedded model draws 16 x 32 only."""
     width_px: int = Field(32, ge=4)
+    """As ``height_px``."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the model's weights; a LoRA is always float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"auto": a GPU where torch finds one. CUDA is not verified."""
 
     @model_validator(mode="after")
     def _path_where_needed(self) -> Self:
@@ -58,12 +70,17 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
+    """The prompts."""
+
     train_prompts: str
     """Text file, one prompt a line; relative to the settings file."""
     validation_prompts: str
+    """The same, held out from training."""
 
 
 class RolloutSection(Section):
+    """The samples that are trained on."""
+
     prompts: int = Field(8, ge=1)
     """Prompts (groups) per iteration."""
     seeds_kept: int = Field(8, ge=2)
@@ -72,21 +89,29 @@ class RolloutSection(Section):
     """Most samples in one request: one forward batch. 0 leaves it to `plan.batching.request_seeds`: up to 8, and
     such that the workers of the rollout pools have no short last wave."""
     steps: int = Field(8, ge=1)
+    """Denoising steps of a sample."""
     sampler: Sampler = "ode"
+    """"ode" is deterministic; the others take stochastic steps, as Flow-GRPO needs."""
     noise_level: float = Field(0.7, gt=0)
+    """Of stochastic steps."""
     sde_window: tuple[int, int] = (0, 2)
     """Stochastic steps ``[start, end)``; not used by the ODE sampler."""
     guidance: float = Field(1.0, ge=1)
+    """True classifier-free guidance, in denoising and in training; above 1 a step takes two passes."""
 
 
 class ExplorationSection(Section):
+    """The search for seeds that the next iteration is trained on."""
+
     prompts: int = Field(0, ge=0)
     """Prompts of which candidates are tried. Those ``rollout.prompts`` of them whose kept rewards vary most are rolled
     out, so that no training goes into what is solved or hopeless. 0 means as many as are rolled out."""
     seeds_tried: int = Field(32, ge=1)
     """Most candidate seeds per prompt and iteration, on average over its prompts."""
     request_seeds: int = Field(16, ge=1)
+    """Candidates in one request: one forward batch."""
     rounds: int = Field(4, ge=1)
+    """How many times the planner chooses; each round uses the scores of earlier rounds."""
     steps: int = Field(0, ge=0)
     """Denoising steps of a candidate; 0 means as many as a rollout."""
     planner: Literal["bandit", "equal"] = "bandit"
@@ -96,16 +121,25 @@ class ExplorationSection(Section):
 
 
 class RewardSection(Section):
-    name: Literal["ocr"] = "ocr"
+    """What scores images."""
+
+    name: str = "ocr"
+    """What scores images, by its name in `rl.rewards.SCORERS`."""
     attempts: int = Field(3, ge=1)
     """Times that a failing scorer is tried before a sample is dropped and replaced."""
 
 
 class TrainSection(Section):
+    """How weights are updated."""
+
     algorithm: Literal["nft", "grpo"] = "nft"
+    """DiffusionNFT or Flow-GRPO."""
     learning_rate: float = Field(3e-4, gt=0)
+    """Of AdamW."""
     weight_decay: float = Field(1e-4, ge=0)
+    """Of AdamW."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """A longer gradient is shortened to it."""
     updates: int = Field(1, ge=1)
     """Optimizer steps per iteration; the samples are split evenly among them."""
     micro_batch: int = Field(64, ge=1)
@@ -120,11 +154,13 @@ class TrainSection(Section):
     """Spread that advantages are divided by: that of all rewards of the iteration, so that training waits for the last
     of them; or of each prompt's own, so that training may begin with the first prompts that are scored."""
     advantage_clip: float = Field(5.0, gt=0)
+    """Advantages are cut off at plus and minus this."""
     kl: float = Field(0.0, ge=0)
     """Weight of the distance to the reference policy (adapter off, or the starting weights)."""
     clip_range: float = Field(1e-4, gt=0)
     """Of the ratio of policies; Flow-GRPO only."""
     nft_beta: float = Field(1.0, gt=0)
+    """How far the implicit policies are from the old one; DiffusionNFT only."""
     timesteps: int = Field(2, ge=1)
     """Noise levels drawn per sample and iteration; DiffusionNFT only."""
     ratio_tolerance: float = Field(1e-2, gt=0)
@@ -132,7 +168,10 @@ class TrainSection(Section):
 
 
 class PoolSection(Section):
+    """Workers of one kind: what they cost, and when they come and go."""
+
     workers: int = Field(1, ge=0)
+    """Worker processes; each owns one device."""
     gpu: str = ""
     """What a worker is, by its name in ``prices.toml``: it sets the price where ``usd_per_h`` does not."""
     usd_per_h: float = Field(ge=0)
@@ -193,9 +232,15 @@ class PoolsSection(Section):
 
 
 class StrategySection(Section):
+    """What runs where, and what happens to work when a worker is lost."""
+
     exploration: Literal["stale", "blocking", "off"] = "stale"
+    """"stale": spot workers explore for the next iteration while this one trains. "blocking": exploration comes before
+    each rollout, with current weights. "off": none."""
     rollout_pools: tuple[Literal["reserved", "spot"], ...] = ("reserved", "spot")
+    """Which workers roll out. Training always runs on a reserved worker, stale exploration on spot workers."""
     on_preemption: Literal["resume", "restart"] = "resume"
+    """"resume": a request whose worker is lost goes on after its last committed step. "restart": it begins anew."""
     elastic: bool = True
     """False: every gang has the widest of ``widths``, and waits for as many workers when it loses one."""
     widths: tuple[int, ...] = (1,)
@@ -214,8 +259,11 @@ class PaceSection(Section):
     gpu: str = ""
     """What a worker emulates, by its name in `plan.durations.GPUS`; empty: no pacing. Seconds are then emulated."""
     model: str = "qwen-image"
+    """What is emulated, by its name in `plan.durations.TRANSFORMERS`."""
     height_px: int = Field(512, ge=16)
+    """Of an emulated image."""
     width_px: int = Field(512, ge=16)
+    """As ``height_px``."""
     guidance: float = Field(4.0, ge=1)
     """Of the emulated model, in denoising and in training; above 1 both take two passes instead of one. DiffusionNFT as
     published needs none: 1."""
@@ -229,6 +277,8 @@ class PaceSection(Section):
 
 
 class LatentsSection(Section):
+    """Where latents are kept, and for how long."""
+
     url: str = ""
     """Where steps are committed: a path or an fsspec URL; empty means inside the run directory."""
     keep: Literal["clean", "all", "none"] = "clean"
@@ -236,8 +286,10 @@ class LatentsSection(Section):
 
 
 class ClusterSection(Section):
+    """The cluster around the pools."""
+
     dashboard_port: int = Field(8787, ge=0, le=65535)
-    """0 takes any free port."""
+    """Of Dask's dashboard, on 127.0.0.1; 0 takes any free port."""
     hang_after_s: float = Field(60.0, gt=0)
     """A worker whose work reports nothing for so long is replaced."""
     quarantine_after: int = Field(5, ge=1)
@@ -263,15 +315,15 @@ class SimulationSection(Section):
     """Validation score at the start of modelled learning; the default is the embedded job's."""
     gain: float = Field(0.050, gt=0)
     """Share of the score's distance to 1 that an iteration without exploration closes, where learning is modelled.
-    Measured: 0.512 to 0.781 in 16 iterations of the embedded job, ``ln(0.488 / 0.219) / 16`` (benchmarks/RESULTS.md).
+    Measured: 0.512 to 0.781 in 16 iterations of the embedded job, ``ln(0.488 / 0.219) / 16`` (docs/results.md).
     An iteration that kept the 8 of some 15 explored seeds closed 0.086, 1.7 times as much, where the model of learning
     says 1.4; in a trial 8 of 32 halved the iterations, and it says 1.8 (current weights: 2.2). So it is on the careful
     side."""
     launch_s: float = Field(0.025, ge=0)
-    """What a request costs beyond its steps. Measured: benchmarks/RESULTS.md, overhead."""
+    """What a request costs beyond its steps. Measured: docs/results.md, overhead."""
     form_s: float = Field(0.016, ge=0)
     """For the workers of a gang of several to meet, at each launch. Measured on one machine with gloo
-    (benchmarks/RESULTS.md, fidelity)."""
+    (docs/results.md, fixed costs)."""
     graph_s: float = Field(0.041, ge=0)
     """Between two graphs: to end one, and to build, send and place the next. Measured: as ``form_s``."""
     prepare_s: float = Field(6.8, ge=0)

@@ -23,7 +23,8 @@ from spotlight.device.signals import Clear, signals
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches
 from spotlight.records import SpotlightError, Stopped
-from spotlight.rl.prompts import check_quoted, choose_prompts, read_prompts
+from spotlight.rl import rewards
+from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
 from spotlight.store.accounts import Accounts, pool_prices
 from spotlight.store.rundir import DECISIONS, HISTORY, SUMMARY, RunDir, Summary
 from spotlight.store.weights import published
@@ -60,7 +61,7 @@ class Status:
     usd: float
     usd_by_pool: Mapping[str, float]
     wasted_s: Mapping[str, float]
-    """Worker seconds that bought nothing, by kind (`costs.Kind`); this and what follows: as of the last iteration."""
+    """Worker seconds that bought nothing, by kind (`ledger.Kind`); this and what follows: as of the last iteration."""
     usd_wasted: float
     """Of idle time, start-up, lost and repeated work, and exploration that was called off."""
     usd_reserved_only: float
@@ -381,8 +382,9 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True) -> 
     for _, pool in settings.pools:
         recorded = read_trace(pool.trace) if pool.trace else None
         pool_switches(pool, recorded, seed=settings.run.seed, duration_s=1.0)
+    scorer = rewards.load(settings.reward.name)
     for path in (data.train_prompts, data.validation_prompts):
-        check_quoted(read_prompts(path), path)
+        check_prompts(read_prompts(path), path, scorer.check)
     choose_prompts(len(read_prompts(data.train_prompts)), settings.prompts_drawn, seed=settings.run.seed, iteration=0)
     if not with_model:
         return

@@ -78,6 +78,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         ("data.train_prompts=nowhere.txt", ["nowhere.txt", "No such file", "[data]"]),
         ("model.name=qwen-image", ["run.toml", "needs model.path"]),
         ("model.path=nowhere", ["model.path", "nowhere", "no such file", "pretrain_tiny.py"]),
+        ("reward.name=orc", ["reward.name = 'orc' is not known", "'ocr'"]),
         ("run.dir=/dev/null", ["/dev/null/run-", "Not a directory", "choose another run.dir"]),
     ],
 )

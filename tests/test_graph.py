@@ -243,7 +243,7 @@ def known_tasks(dask_scheduler: Scheduler) -> dict[Any, Any]:
     return {key: (task.annotations, task.resource_restrictions) for key, task in dask_scheduler.tasks.items()}
 
 
-def test_the_gate_is_asked_for_by_the_pools_that_the_placer_serves() -> None:
+def test_the_gate_is_asked_for_by_the_pools_that_placement_serves() -> None:
     assert {pool for pool, resources in RESOURCES.items() if "gate" in resources} == {*GATED, "training"}
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.records import Prompt, SpotlightError
-from spotlight.rl.prompts import check_quoted, choose_prompts, read_prompts
-from spotlight.rl.rewards import quoted_target
+from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
+from spotlight.rl.rewards import load, quoted_target
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "prompts"
 
@@ -39,7 +39,7 @@ def test_the_published_prompt_file_is_read_whole(shared_data: Path) -> None:
 
     prompts = read_prompts(path)
 
-    check_quoted(prompts, path)
+    check_prompts(prompts, path, load("ocr").check)
     assert len(prompts) == 1018  # as its source counts them; it has no final newline
 
 
@@ -72,7 +72,7 @@ def test_a_prompt_without_a_target_is_named_with_its_line(tmp_path: Path) -> Non
     prompts = read_prompts(file)
 
     with pytest.raises(SpotlightError, match=r"prompts\.txt:3: .*'a sign without digits'"):
-        check_quoted(prompts, file)
+        check_prompts(prompts, file, load("ocr").check)
 
 
 @given(

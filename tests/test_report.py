@@ -17,6 +17,7 @@ import pytest
 from matplotlib.image import imread
 
 from factories import make_request
+from runs import settings_file
 from spotlight import config
 from spotlight.__main__ import main
 from spotlight.device.learning_model import MODEL
@@ -24,6 +25,8 @@ from spotlight.records import Prompt, Quarantined, SpotlightError
 from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, write_report
 from spotlight.report.facts import read
 from spotlight.report.money import WASTE, bought, rows
+from spotlight.report.page import HIDDEN, METRICS
+from spotlight.simulation import Learning, Simulation
 from spotlight.store.rundir import SIMULATED
 
 START_S = 1_700_000_000.0
@@ -443,6 +446,25 @@ def test_a_record_without_a_field_is_an_error_that_names_both(tmp_path: Path) ->
 
     with pytest.raises(SpotlightError, match=r"spans\.jsonl:1: no field 'pool'"):
         write_report(run_dir)
+
+
+def test_every_label_names_a_metric_of_a_real_run_and_every_metric_but_seconds_has_one(tmp_path: Path) -> None:
+    gangs = ("strategy.widths=[1,2]", "pools.spot.workers_per_node=2", "pools.spot.workers=4")
+    losses = ("pools.spot.trace_model=bursty", "pools.spot.speedup=20000")
+    in_parts = ("train.advantage_std=group", "exploration.budget=time")
+    policy = ("train.algorithm=grpo", "train.kl=0.01", "rollout.sampler=sde", "run.iterations=1")
+
+    runs: dict[Learning, tuple[str, ...]] = {"modelled": (*gangs, *losses, *in_parts), "real": policy}
+
+    seen: set[str] = set()
+    for learning, overrides in runs.items():
+        run = Simulation("test", config.load(settings_file(tmp_path / learning), overrides), learning)
+        run.go(report=False)
+        seen |= {str(metric) for metric in history_frame(run.directory.path)}
+
+    assert METRICS.keys() - seen == set()
+    shown = {metric for metric in seen if not metric.startswith(HIDDEN)}
+    assert {metric for metric in shown - METRICS.keys() if not metric.endswith("_s")} == set()
 
 
 def test_history_is_flat_and_indexed_by_iteration(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from spotlight.records import SpotlightError
 from spotlight.rl.prompts import read_prompts
-from spotlight.rl.rewards import load, ocr_score, quoted_target, score
+from spotlight.rl.rewards import Scorer, load, ocr_score, quoted_target, score
 
 FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans-Bold.ttf"
 
@@ -153,8 +153,17 @@ def test_an_unknown_scorer_is_an_error_that_names_the_known() -> None:
         load("orc")
 
 
-def test_importing_rewards_loads_no_ocr_engine() -> None:
-    code = "import spotlight.rl.rewards, sys; print(*sys.modules)"
+def test_a_scorer_accepts_any_prompt_unless_it_says_otherwise() -> None:
+    prompt = "a sign without digits"
+
+    Failing(raise_always).check(prompt)
+
+    with pytest.raises(SpotlightError, match="double quotes"):
+        load("ocr").check(prompt)
+
+
+def test_checking_prompts_loads_no_ocr_engine() -> None:
+    code = "from spotlight.rl.rewards import load; load('ocr').check('a \"1\"'); import sys; print(*sys.modules)"
 
     root = Path(__file__).parents[1]
     loaded = subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True).stdout
@@ -167,7 +176,7 @@ IMAGES = np.arange(4, dtype=np.uint8).reshape(4, 1, 1, 1)
 PROMPTS = ['"a"', '"b"', '"c"', '"d"']
 
 
-class Failing:
+class Failing(Scorer):
     """A scorer that gives each image its pixel / 10, and fails as ``trouble`` says.
 
     Args:
@@ -234,10 +243,11 @@ def test_a_reward_outside_its_range_is_missing(wrong: float) -> None:
 
 
 def test_too_few_rewards_are_missing_rewards() -> None:
-    def scorer(images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
-        return []
+    class Silent(Scorer):
+        def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+            return []
 
-    values, errors = score(scorer, IMAGES[:1], PROMPTS[:1], attempts=1)
+    values, errors = score(Silent(), IMAGES[:1], PROMPTS[:1], attempts=1)
 
     assert values == [None]
     assert "0 rewards for 1 images" in errors[0]

@@ -83,7 +83,7 @@ PUBLISH_LORA_S = 1.0
 """To have a new LoRA of 0.85 GB on every worker, at 10 Gb/s. Computed, and rounded up."""
 LOCAL_PUBLISH_S, LOCAL_START_UP_S = 0.084, 0.1
 """The same, and from the start of a worker's process until it works, where workers are processes of one machine.
-Measured: benchmarks/RESULTS.md, fidelity (0.051 s to join and 0.045 s for the first request)."""
+Measured: docs/results.md, fixed costs (0.051 s to join and 0.045 s for the first request)."""
 OCR_SCORE_S = 0.0063
 """To decode a small image and to read it with the embedded OCR engine, on one core. Measured as the core's speed is."""
 

@@ -5,13 +5,12 @@ The choice is pure: it depends on the seed and the iteration alone, so a resumed
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
 from spotlight.records import Prompt, SpotlightError
-from spotlight.rl.rewards import quoted_target
 
 
 def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
@@ -40,15 +39,20 @@ def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
     return prompts
 
 
-def check_quoted(prompts: Iterable[Prompt], path: str | Path) -> None:
-    """Make sure that the OCR reward knows what to look for in every image.
+def check_prompts(prompts: Iterable[Prompt], path: str | Path, check: Callable[[str], None]) -> None:
+    """Find the first prompt of a file that cannot be used.
+
+    Args:
+        prompts: of `read_prompts`.
+        path: the file they are from.
+        check: raises `SpotlightError` for a text that cannot be used, as `rewards.Scorer.check` does.
 
     Raises:
-        SpotlightError: a prompt of `read_prompts` has no quoted target; names the file and the line.
+        SpotlightError: from ``check``, with the file and the line.
     """
     for prompt in prompts:
         try:
-            quoted_target(prompt.text)
+            check(prompt.text)
         except SpotlightError as error:
             raise SpotlightError(f"{path}:{prompt.id + 1}: {error}") from None
 

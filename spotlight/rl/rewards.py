@@ -1,7 +1,7 @@
 """Turns images and prompts into rewards in [0, 1]; a reward that cannot be had is missing, never 0.
 
-Importing this file loads no OCR engine: a scorer loads what it needs when it is first called. A
-scorer gives an image the same reward whatever else is in its batch.
+Importing this file, making a scorer and checking prompts load no OCR engine: a scorer loads what it needs when it is
+first called. A scorer gives an image the same reward whatever else is in its batch.
 
 Shapes: B images, T time steps of the recogniser, K characters it knows.
 """
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache, cached_property
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,10 +40,19 @@ BACK_OFF_S = 0.05
 """Pause before the second attempt; it doubles for each further one."""
 
 
-class Scorer(Protocol):
-    """Rewards of images for their prompts, in order; each in [0, 1]. It may raise: `score` copes."""
+class Scorer(ABC):
+    """Rewards images. It is called on workers, and checks prompts before a run begins."""
 
-    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]: ...
+    @abstractmethod
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        """A reward in [0, 1] for each image and its prompt, in order. It may raise: `score` tries again."""
+
+    def check(self, prompt: str) -> None:  # noqa: B027  # without needs of its own, a scorer accepts any prompt
+        """Whether images of this prompt can be scored at all.
+
+        Raises:
+            SpotlightError: they cannot; the text says what the prompt lacks.
+        """
 
 
 def quoted_target(text: str) -> str:
@@ -84,7 +94,7 @@ def ocr_score(text: str, target: str) -> float:
     return 1.0 - min(Levenshtein.distance(text, target), len(target)) / len(target)
 
 
-class OcrScorer:
+class OcrScorer(Scorer):
     """Reads each image as one line of text and compares it with the prompt's quoted target.
 
     It finds no text in a larger scene: the line should fill the image. One thread, so that a
@@ -94,6 +104,9 @@ class OcrScorer:
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         targets = [quoted_target(prompt) for prompt in prompts]
         return [ocr_score(text, target) for text, target in zip(self.read(images_BHWC, targets), targets, strict=True)]
+
+    def check(self, prompt: str) -> None:
+        quoted_target(prompt)
 
     def read(self, images_BHWC: NDArray[np.uint8], targets: Sequence[str]) -> list[str]:
         """The text in each image; a target only makes sure that a text of its length could be read."""
@@ -148,13 +161,20 @@ def _input_width_px(aspect: float, letters: int) -> int:
     return steps * OCR_STEP_PX
 
 
+SCORERS: dict[str, type[Scorer]] = {"ocr": OcrScorer}
+"""By the name that ``reward.name`` gives."""
+
+
 @cache
 def load(name: str) -> Scorer:
-    """The scorer of that name, one per process."""
-    scorers = {"ocr": OcrScorer}
-    if name not in scorers:
-        raise SpotlightError(f"reward.name = {name!r} is not known; there is {', '.join(map(repr, scorers))}")
-    return scorers[name]()
+    """The scorer of that name, one per process.
+
+    Raises:
+        SpotlightError: there is none.
+    """
+    if name not in SCORERS:
+        raise SpotlightError(f"reward.name = {name!r} is not known; there is {', '.join(map(repr, SCORERS))}")
+    return SCORERS[name]()
 
 
 def score(

@@ -3,6 +3,8 @@
 Nothing here knows of runs, stores or schedulers. A forward pass depends on its arguments and the
 resident weights only, and the optimizer's parameters keep their identity whatever is loaded.
 
+What holds for Qwen-Image's transformer alone says "Qwen only": another transformer replaces it.
+
 Shapes: B samples, N latent tokens, C channels of a token, T text tokens, D text features.
 """
 
@@ -37,7 +39,7 @@ LORA_TARGETS = (
     "txt_mlp.net.0.proj",
     "txt_mlp.net.2",
 )
-"""The twelve linear layers of a block that published Qwen-Image recipes adapt."""
+"""Qwen only: the twelve linear layers of a block that published recipes adapt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +60,11 @@ class Model(ABC):
     """A Qwen-Image transformer with its text and image ends.
 
     A family says how it encodes, how many tokens an image has, which noise levels its sampler
-    visits, and how latents become pixels; the rest is common.
+    visits, and how latents become pixels; the rest is common. Its own ``load`` makes it from files.
     """
 
     transformer: QwenImageTransformer2DModel
+    """Qwen only, as is its split among the ranks of a gang (`device.sequence_parallel`)."""
     device: torch.device
     _base: dict[str, Tensor]
     """Where full-weights training started, by parameter name; empty beside a LoRA."""
@@ -100,13 +103,13 @@ class Model(ABC):
         """Clean latents to images of shape (B, height, width, 3)."""
 
     def latent_shape(self, height_px: int, width_px: int) -> tuple[int, int]:
-        """Tokens N and channels C of one sample."""
+        """Tokens N and channels C of one sample. Qwen only: the name of the channels in the transformer's settings."""
         rows, columns = self.grid(height_px, width_px)
         return rows * columns, int(self.transformer.config["in_channels"])
 
     @cached_property
     def negative(self) -> Conditioning:
-        """What true classifier-free guidance steers away from: the single space that the field uses."""
+        """What true classifier-free guidance steers away from. Qwen only: the single space that its recipes use."""
         return self.encode([" "])
 
     def velocity(
@@ -121,7 +124,8 @@ class Model(ABC):
     ) -> Tensor:
         """Predict ``v = noise - clean`` at noise levels ``sigma_B``.
 
-        With ``guidance`` s > 1, two forward passes of B rows each are combined, per token::
+        With ``guidance`` s > 1, two forward passes of B rows each are combined, per token. Qwen only: the norm of the
+        mix is that of the positive pass::
 
             mix = neg + s (pos - neg)
             v   = mix |pos| / |mix|
@@ -145,6 +149,7 @@ class Model(ABC):
         return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
     def _forward(self, x_BNC: Tensor, sigma_B: Tensor, text: Conditioning, height_px: int, width_px: int) -> Tensor:
+        """One pass of the transformer. Qwen only: the names and forms of its arguments."""
         dtype = self.transformer.dtype
         (v_BNC,) = self.transformer(
             hidden_states=x_BNC.to(dtype),

@@ -1,0 +1,159 @@
+"""The promises of docs/extending.md, kept with the examples that it prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runs import ROOT, settings_file
+from spotlight import config
+from spotlight.config import Config
+from spotlight.rl import rewards
+from spotlight.rl.models import Conditioning, Model
+from spotlight.rl.models.qwen_image import QwenImage
+from spotlight.rl.models.tiny_text import TinyText
+from spotlight.run import check_inputs
+from spotlight.simulation import Simulation
+from spotlight.strategies import strategies
+
+PAGE = (ROOT / "docs" / "extending.md").read_text("utf-8")
+
+
+def example(heading: str, language: str) -> str:
+    """The first block of a language under a heading of the page."""
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    found = re.search(rf"```{language}\n(.*?)```", section, flags=re.DOTALL)
+    assert found, f"{heading} has no example in {language}"
+    return found[1]
+
+
+@pytest.fixture
+def brightness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's scorer, as if it were in the file."""
+    monkeypatch.setattr(rewards, "SCORERS", dict(rewards.SCORERS))
+    exec(example("A reward", "python"), vars(rewards))
+
+
+def without_quotes(directory: Path) -> Config:
+    """Settings of a run on prompts that name no text, for the page's scorer."""
+    prompts = directory / "prompts.txt"
+    prompts.write_text("a bright sign\na dark sign\na grey sign\n")
+    changed = [f"data.{name}_prompts={prompts}" for name in ("train", "validation")]
+    return config.load(settings_file(directory), [*changed, "reward.name=brightness", "run.iterations=1"])
+
+
+@pytest.mark.usefixtures("brightness")
+def test_a_reward_of_three_lines_trains_on_prompts_without_quoted_text(tmp_path: Path) -> None:
+    settings = without_quotes(tmp_path)
+
+    check_inputs(settings)
+    simulation = Simulation("brightness", settings, "real")
+    simulation.go(report=False)
+
+    before, after = simulation.directory.validation()
+    assert before.version == 0
+    assert after.version == 1
+    assert all(0 < reward < 1 for row in (before, after) for reward in row.rewards if reward is not None)
+
+
+def test_every_reward_of_the_table_can_be_had_by_its_name() -> None:
+    for name, kind in rewards.SCORERS.items():
+        assert isinstance(rewards.load(name), kind)
+
+
+class Stripes(Model):
+    """A model of the page's five methods, around the embedded model's transformer."""
+
+    @classmethod
+    def load(cls) -> Stripes:
+        model = cls()
+        model.transformer, model.device = TinyText().transformer, torch.device("cpu")
+        model.transformer.requires_grad_(False)
+        return model
+
+    def encode(self, texts: Sequence[str]) -> Conditioning:
+        embeds_BTD = torch.ones(len(texts), 8, self.transformer.config["joint_attention_dim"])
+        return Conditioning(embeds_BTD=embeds_BTD, mask_BT=torch.ones(len(texts), 8, dtype=torch.bool))
+
+    def grid(self, height_px: int, width_px: int) -> tuple[int, int]:
+        return height_px // 4, width_px // 4
+
+    def sigmas(self, steps: int, height_px: int, width_px: int) -> tuple[float, ...]:
+        return tuple(1 - step / steps for step in range(steps + 1))
+
+    def decode(self, x_BNC: Tensor, height_px: int, width_px: int) -> NDArray[np.uint8]:
+        return np.zeros((len(x_BNC), height_px, width_px, 3), dtype=np.uint8)
+
+
+def test_the_methods_of_a_model_are_those_that_the_page_lists() -> None:
+    section = PAGE.partition("\n## A model\n")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"^\| `(\w+)\(", section, flags=re.MULTILINE))
+
+    assert listed == Model.__abstractmethods__ | {"load"}
+    assert all(callable(vars(kind)["load"].__func__) for kind in (TinyText, QwenImage))
+
+
+def test_a_model_of_these_methods_predicts_trains_and_takes_back_what_it_trained() -> None:
+    model = Stripes.load()
+    model.make_trainable(rank=2, alpha=0.0, seed=0)
+    tokens, channels = model.latent_shape(16, 32)
+    x_BNC, sigma_B = torch.ones(2, tokens, channels), torch.tensor([1.0, 0.5])
+
+    def velocity() -> Tensor:
+        return model.velocity(x_BNC, sigma_B, model.encode(["a", "b"]), height_px=16, width_px=32, guidance=2.0)
+
+    start = {name: value.clone() for name, value in model.trainable().items()}
+    before_BNC = velocity()
+    before_BNC.square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=10.0).step()
+    changed_BNC = velocity()
+    model.load_trainable(start)
+
+    assert before_BNC.shape == x_BNC.shape
+    assert not torch.equal(changed_BNC, before_BNC)
+    assert torch.equal(velocity(), before_BNC)
+
+
+def test_the_pool_of_the_page_loses_a_worker_and_is_paid_for_while_its_workers_are_there(tmp_path: Path) -> None:
+    file = settings_file(tmp_path)
+    file.write_text(re.sub(r"\[pools\.spot\]\n(.+\n)+", example("A pool", "toml"), file.read_text()))
+    (tmp_path / "trace.csv").write_text(example("A pool", "csv"))
+
+    simulation = Simulation("pool", config.load(file, ["pools.spot.speedup=10"]), "modelled")
+    outcome = simulation.go(report=False)
+
+    lives = [life for life in simulation.lives if life.pool == "spot"]
+    (lost,) = [life for life in lives if life.reason == "left"]
+    first_s = min(life.joined_s for life in lives)
+    assert lost.left_s == pytest.approx(2.0, abs=0.1)
+    assert [life.joined_s > 4.0 for life in lives] == [False, False, True]
+    assert first_s < 2.0
+    seconds = sum((life.left_s or 0.0) - life.joined_s for life in lives)
+    assert outcome.ledger.usd(pool="spot") == pytest.approx(seconds * 3.0 / 3600)
+
+
+def test_the_strategies_of_the_page_are_run_as_written(tmp_path: Path) -> None:
+    file = settings_file(tmp_path)
+    file.write_text(file.read_text() + example("A strategy", "toml"))
+    settings = config.load(file)
+
+    compared = dict(strategies(settings))
+
+    unlike = {name: _differing(settings, each) for name, each in compared.items()}
+    assert unlike == {"no exploration": {"strategy"}, "twice the spot workers": {"pools"}}
+    for name, each in compared.items():
+        simulation = Simulation(name, each, "modelled")
+        simulation.go(report=False)
+        assert len(simulation.directory.history()) == settings.run.iterations
+
+
+def _differing(one: Config, other: Config) -> set[str]:
+    """Sections that are not the same, but for the list of strategies itself."""
+    return {name for name, section in one if section != getattr(other, name)} - {"simulation"}
