@@ -169,8 +169,9 @@ class Pools:
     def __init__(self, config: Config, run: str) -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_quiet())
-            stack.enter_context(dask.config.set(DASK_SETTINGS))
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="spotlight-"))
+            private = {"temporary-directory": directory}  # Dask imports from there; its default is open to other users
+            stack.enter_context(dask.config.set(DASK_SETTINGS | private))
             self._plugin = plugin = DispatchPlugin(run, rules_of(config), evict=self._evict)
             roots = stack.enter_context(_node_roots(run, directory))
             security = Security.temporary() if config.cluster.tls else None

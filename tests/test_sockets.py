@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import stat
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -22,7 +23,9 @@ from distributed import Security, rpc
 from cluster.workers import WorkerSpec
 from kills import client_of
 from runs import outcome, settings_file, wait_for
+from spotlight.records import Stopped
 from spotlight.run import Run
+from spotlight.store.rundir import SPANS
 
 GANGS = ("strategy.widths=[2]",)
 """Every request on a pair of spot workers, so that gloo is there, and samples are the same bit for bit."""
@@ -214,3 +217,20 @@ def test_the_key_is_in_no_text_of_what_a_worker_is_told() -> None:
     spec = WorkerSpec(**{**nothing, "security": security})
 
     assert not any(line.decode() in f"{spec!r} {spec}" for line in secrets(security))
+
+
+def test_no_directory_that_others_may_write_to_is_imported_from(tmp_path: Path) -> None:
+    """Dask puts its scratch directory on the path for imports; by default that of whoever makes it first."""
+    before = set(sys.path)
+    run = Run(settings_file(tmp_path), ["run.iterations=1"]).start()
+    try:
+        wait_for(lambda: run.directory.rows(SPANS))
+        added = [Path(path) for path in sys.path if path not in before and "dask" in path]
+        private = [any(stat.S_IMODE(above.stat().st_mode) == 0o700 for above in path.parents) for path in added]
+    finally:
+        run.stop()
+        with suppress(Stopped):
+            run.wait()
+
+    assert added
+    assert all(private), added
