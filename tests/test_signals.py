@@ -110,3 +110,18 @@ def test_a_shard_finds_its_place_once_and_a_number_sets_its_request_aside() -> N
     assert signals.placed("g", 0, wanted) == Quarantined(request=wanted, preemptions=5)
     assert signals.placed("g", 1, wanted) == placed
     assert signals.placed("g", 1, wanted) == Surplus()
+
+
+def test_what_another_worker_was_asked_counts_only_while_one_stands_in_for_it() -> None:
+    here, other = Signals(), Signals()
+    other.obey(Leave())
+    place = Placement(gang="g", epoch=1, rank=0, width=1)
+
+    with here.standing_in_for(other):
+        within = here.must_leave(place)
+        here.obey(Stop(run="r"))
+
+    assert within
+    assert not here.must_leave(place)
+    assert not here.is_stopping("r")
+    assert other.is_stopping("r")

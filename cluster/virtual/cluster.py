@@ -588,10 +588,10 @@ class VirtualCluster:
         told = worker.places.pop((name, shard), None)
         if isinstance(told, Placement):  # a gang's first rank does it all; there is one process
             told = Placement(gang=name, epoch=told.epoch, rank=0, width=1) if told.rank == 0 else Surplus()
-        signals.adopt(worker.signals)
-        if told is not None:
-            signals.obey(PlaceShard(gang=name, shard=shard, placement=told))
-        return task.call[0](*self.tasks.arguments(task))
+        with signals.standing_in_for(worker.signals):
+            if told is not None:
+                signals.obey(PlaceShard(gang=name, shard=shard, placement=told))
+            return task.call[0](*self.tasks.arguments(task))
 
     def _hand_back(self, task: Task, worker: VirtualWorker) -> None:
         """A shard ends without a result, a moment after it was told to."""

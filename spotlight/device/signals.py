@@ -6,7 +6,8 @@ that work which is called off costs nothing. A run's signals never touch another
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, assert_never
 
@@ -123,6 +124,16 @@ class Signals:
     def adopt(self, other: Signals) -> None:
         """Take over all that was asked of another process."""
         self.__dict__.update(other.__dict__)
+
+    @contextmanager
+    def standing_in_for(self, other: Signals) -> Iterator[None]:
+        """Be another worker's signals for a while, in a process that does the work of several."""
+        before = dict(self.__dict__)
+        self.adopt(other)
+        try:
+            yield
+        finally:
+            self.__dict__.update(before)
 
     def obey(self, command: Command) -> None:
         match command:
