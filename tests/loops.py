@@ -52,6 +52,11 @@ class LoopTiming:
 
 def go_struck(run: RunDir, schedule: Schedule) -> list[str]:
     """A run to its end, resumed after each death of its driver; returns how each driver ended."""
+    with protocol.using(ModelledDevice()):  # of a module's fixture too, nothing stays installed
+        return _go_struck(run, schedule)
+
+
+def _go_struck(run: RunDir, schedule: Schedule) -> list[str]:
     clock, chance, committed = VirtualClock(), Random(schedule.seed), dict[str, int]()
     clusters: list[VirtualCluster] = []
 

@@ -19,7 +19,6 @@ from loops import go_struck
 from plants import PLANTS, ForgivesLate
 from runs import outcome, settings_file
 from spotlight import config
-from spotlight.device import protocol
 from spotlight.store.rundir import RunDir
 
 SCHEDULES, FUNCTIONS = 10_000, 10
@@ -130,12 +129,6 @@ def test_the_shell_replays_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
 # The loop itself, on a modelled device
 
 
-@pytest.fixture
-def _device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a test installs is gone after it."""
-    monkeypatch.setattr(protocol, "_device", None)
-
-
 def _run(directory: Path) -> RunDir:
     overrides = ["run.name=struck", "strategy.widths=[1, 2]", 'strategy.offload="all"']
     return RunDir.create(config.load(settings_file(directory), overrides), 0.0)
@@ -172,7 +165,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any
     return _left_behind(run)
 
 
-@pytest.mark.usefixtures("_device")
 @pytest.mark.parametrize("schedule", [*_loop_schedules()], ids=lambda schedule: f"seed{schedule.seed}")
 def test_a_struck_run_leaves_what_an_undisturbed_one_leaves(
     tmp_path: Path, undisturbed: tuple[dict[str, Any], dict[str, bytes]], schedule: Schedule
