@@ -114,7 +114,7 @@ class Job:
                 x_BNC = flow.ode_step(x_BNC, v_BNC, sigmas[step], sigmas[step + 1])
             clean.append(x_BNC)
         clean_BNC = torch.cat(clean)
-        scorer = rewards.load(self.settings.reward.name)
+        scorer = rewards.build(self.settings.reward)
         return clean_BNC, np.array(scorer(self.model.decode(clean_BNC, *self.size), [one.text for one, _ in images]))
 
     def learn(self, iteration: int, images: Sequence[Drawn], clean_BNC: Tensor, rewards_B: NDArray[np.float64]) -> None:

@@ -80,7 +80,8 @@ class DataSection(Section):
     """The prompts."""
 
     train_prompts: str
-    """Text file, one prompt a line; relative to the settings file."""
+    """Text file, one prompt a line; or .jsonl, .csv, .parquet, or a directory that `datasets` saved, with a column
+    "prompt" (or "text", "caption", "input") and metadata for rewards. Relative to the settings file."""
     validation_prompts: str
     """The same, held out from training."""
 
@@ -129,12 +130,28 @@ class ExplorationSection(Section):
 
 
 class RewardSection(Section):
-    """What scores images."""
+    """What scores images. Several ``[[reward]]`` tables are added up, each times its weight."""
 
     name: str = "ocr"
-    """What scores images, by its name in `rl.rewards.SCORERS`."""
+    """"ocr" (one line that fills the image), "scene-ocr", "geneval", "clip-score", "pickscore", "aesthetic", "http",
+    "chat", "chat-ocr"; or ``module:Class`` of your own."""
     attempts: int = Field(3, ge=1)
-    """Times that a failing scorer is tried before a sample is dropped and replaced."""
+    """Times that a failing scorer is tried before a sample is dropped and replaced; of several, the first table's."""
+    weight: float = 1.0
+    """Of this reward in the sum."""
+    range: tuple[float, float] | None = None
+    """Least and largest score; one outside is a fault. Left out, it is the scorer's own."""
+    path: str = ""
+    """Checkpoint directory of "clip-score", "pickscore" and "aesthetic"; relative to the settings file."""
+    url: str = ""
+    """Server of "http" (``POST URL/compute``), "chat" and "chat-ocr" (``POST URL/v1/chat/completions``)."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Longest that a server may take for one answer."""
+    options: dict[str, Any] = {}
+    """Further arguments: ``head`` of "aesthetic"; ``model`` and ``question`` of "chat"; ``detector = "module:Class"``
+    and ``graded`` of "geneval", the rest being the detector's; those of your own class."""
+    also: tuple[RewardSection, ...] = ()
+    """The further ``[[reward]]`` tables."""
 
 
 class TrainSection(Section):
@@ -371,6 +388,15 @@ class Config(Section):
     cluster: ClusterSection = ClusterSection()
     simulation: SimulationSection = SimulationSection()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _several_rewards(cls, tree: Any) -> Any:
+        """Several ``[[reward]]`` tables: the first, and those beside it."""
+        tables = tree.get("reward") if isinstance(tree, dict) else None
+        if not isinstance(tables, list) or not tables or not isinstance(tables[0], dict):
+            return tree
+        return tree | {"reward": {**tables[0], "also": tables[1:]} if tables[1:] else tables[0]}
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         rollout, pools = self.rollout, self.pools
@@ -492,7 +518,15 @@ def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Co
     model = config.model
     if model.path:
         model = model.model_copy(update={"path": str((base / model.path).resolve())})
-    return config.model_copy(update={"data": data, "model": model, "pools": _with_paths(config.pools, base)})
+    reward = _located(config.reward, base)
+    pools = _with_paths(config.pools, base)
+    return config.model_copy(update={"data": data, "model": model, "reward": reward, "pools": pools})
+
+
+def _located(reward: RewardSection, base: Path) -> RewardSection:
+    """The tables with their checkpoints as absolute paths."""
+    path = str((base / reward.path).resolve()) if reward.path else ""
+    return reward.model_copy(update={"path": path, "also": tuple(_located(table, base) for table in reward.also)})
 
 
 def _with_paths(pools: PoolsSection, base: Path) -> PoolsSection:
@@ -543,7 +577,10 @@ def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example
 
 def _explain(source: str, error: Mapping[str, Any]) -> str:
     """One pydantic error as one sentence: where, the rule, what came, the way out."""
-    *sections, field = (str(part) for part in error["loc"] or [""])
+    parts = [str(part) for part in error["loc"]]
+    if parts[:2] == ["reward", "also"]:  # further [[reward]] tables are reported as what they are
+        parts = ["reward", *parts[3:]]
+    *sections, field = parts or [""]
     name = ".".join((*sections, field))
     message = str(error["msg"]).removeprefix("Value error, ")
     match error["type"]:

@@ -23,7 +23,7 @@ from spotlight.device.signals import Clear, signals
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches
 from spotlight.records import SpotlightError, Stopped
-from spotlight.rl import rewards
+from spotlight.rl import checkpoints, rewards
 from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
 from spotlight.store.accounts import Accounts, pool_prices
 from spotlight.store.rundir import DECISIONS, HISTORY, SUMMARY, RunDir, Summary
@@ -382,9 +382,9 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True) -> 
     for _, pool in settings.pools:
         recorded = read_trace(pool.trace) if pool.trace else None
         pool_switches(pool, recorded, seed=settings.run.seed, duration_s=1.0)
-    scorer = rewards.load(settings.reward.name)
+    scorer = rewards.build(settings.reward)
     for path in (data.train_prompts, data.validation_prompts):
-        check_prompts(read_prompts(path), path, scorer.check)
+        check_prompts(read_prompts(path), path, scorer.check_prompt)
     choose_prompts(len(read_prompts(data.train_prompts)), settings.prompts_drawn, seed=settings.run.seed, iteration=0)
     if not with_model:
         return
@@ -394,6 +394,8 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True) -> 
         )
     if model.path and model.name != "tiny-text" and not Path(model.path).is_dir():
         raise SpotlightError(f"model.path = {model.path!r}: no such directory; give that of a diffusers pipeline")
+    if model.name != "tiny-text":
+        checkpoints.survey(model.name, model.path)
 
 
 def _check_port(port: int) -> None:

@@ -54,10 +54,10 @@ DOORS = {
     "dask": ("graphs/", "cluster/", *ROOF),
     "diffusers": ("spotlight/rl/models/", "spotlight/rl/export.py", "spotlight/device/sequence_parallel.py"),
     "distributed": ("cluster/", *ROOF),
-    "onnxruntime": ("spotlight/rl/rewards.py",),
+    "onnxruntime": ("spotlight/rl/rewards/",),
     "peft": ("spotlight/rl/models/",),
-    "rapidfuzz": ("spotlight/rl/rewards.py",),
-    "transformers": ("spotlight/rl/models/",),
+    "rapidfuzz": ("spotlight/rl/rewards/",),
+    "transformers": ("spotlight/rl/models/", "spotlight/rl/rewards/"),
     "zarr": ("spotlight/store/zarr_store.py",),
 }
 """{dependency: the files, or directories, that alone may import it}"""

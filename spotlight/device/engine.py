@@ -93,7 +93,7 @@ class Engine:
 
     @cached_property
     def _scorer(self) -> rewards.Scorer:
-        return rewards.load(self._config.reward.name)
+        return rewards.build(self._config.reward)
 
     def prepare(self) -> Prepared:
         """Noise levels of rollouts and of exploration; version 0 is published.
@@ -131,7 +131,7 @@ class Engine:
         known = self.store.get_record(name)
         if known and known["digest"] == request.digest:
             return Scored(request=request, rewards=tuple(known["rewards"]), errors=tuple(known["errors"]))
-        prompts = [request.prompt.text] * len(request.seeds)
+        prompts = [request.prompt] * len(request.seeds)
         try:
             _still_wanted(request)
             with self._pace.lasting(self._pace.score_s(len(request.seeds)), partial(_still_wanted, request)):
