@@ -1,4 +1,4 @@
-"""The shell's verbs: run, resume, report, cost, simulate, graph, export."""
+"""The shell's verbs: run, resume, report, cost, simulate, graph, export, sample."""
 
 from __future__ import annotations
 
@@ -78,7 +78,17 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run_dir", type=Path)
     export.add_argument("--to", type=Path, required=True, help="directory to write")
     export.add_argument("--version", type=int, help="weights version (the latest)")
+    export.add_argument("--merged", action="store_true", help="the whole transformer, with the LoRA in its weights")
     export.set_defaults(verb=_export)
+
+    sample = verbs.add_parser("sample", help="draw a prompt with and without what a run trained")
+    sample.add_argument("run_dir", type=Path)
+    sample.add_argument("--prompt", required=True)
+    sample.add_argument("--to", type=Path, default=Path("sample.png"), help="an image file (%(default)s)")
+    sample.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="one column each (0 1 2 3)")
+    sample.add_argument("--steps", type=int, default=0, help="denoising steps (as a rollout)")
+    sample.add_argument("--version", type=int, default=-1, help="weights version (the latest)")
+    sample.set_defaults(verb=_sample)
     return parser
 
 
@@ -176,7 +186,16 @@ def _export(parsed: argparse.Namespace) -> None:
     from spotlight.rl.export import export_lora
 
     with _writing(parsed.to):
-        print(export_lora(parsed.run_dir, parsed.to, parsed.version))
+        print(export_lora(parsed.run_dir, parsed.to, parsed.version, merged=parsed.merged))
+
+
+def _sample(parsed: argparse.Namespace) -> None:
+    RunDir.open(parsed.run_dir)
+    from spotlight.rl.sample import sample
+
+    options = {"seeds": parsed.seeds, "steps": parsed.steps, "version": parsed.version}
+    with _writing(parsed.to):
+        print(sample(parsed.run_dir, parsed.prompt, parsed.to, **options))
 
 
 @contextlib.contextmanager
