@@ -40,6 +40,7 @@ from cluster.events import (
     StopWork,
     TaskChanged,
     TaskPhase,
+    TasksChanged,
     TimePassed,
     Train,
     Wake,
@@ -228,6 +229,8 @@ class Dispatch:
         match event:
             case TaskChanged():
                 return self._task_changed(event)
+            case TasksChanged():
+                return self._tasks_changed(event)
             case TimePassed():
                 return [] if self._stopping else self._decide(event.at_s)
             case GangBeat():
@@ -298,28 +301,63 @@ class Dispatch:
             )
         return self._gangs[name]
 
-    def _task_changed(self, event: TaskChanged) -> Iterator[Instruction]:
+    def _task_changed(self, event: TaskChanged) -> Iterable[Instruction]:
         task = self._tasks.get(event.key)
         if task is None:
-            return
-        before, task.state = task.state, event.state
-        if event.state == "processing":
+            return ()
+        state, before, gang = event.state, task.state, task.gang
+        task.state = state
+        if state == "processing":
             self._begins(task, event)
         elif before == "processing":
             self._ends(task, event)
-        gang = task.gang
+        instructions: list[Instruction] = []
         if gang:
-            gang.change(event.key, event.state)
-            if before == "processing":
-                yield from self._came_back(gang, task, event)
-            if gang.name in self._gangs:  # else its other shards were forgotten before this one
+            waits_otherwise = gang.change(event.key, state)
+            if before == "processing" and event.key in gang.members:
+                instructions += self._came_back(gang, task, event)
+                waits_otherwise = True
+            if waits_otherwise and gang.name in self._gangs:  # else its other shards were forgotten before this one
                 self._file(gang)
-        if event.state == "released" and (gang or event.key in self._parts):
-            yield CloseGate(key=event.key, cause="it is to run again")
-        if event.state == "memory" and event.key in self._parts and self._is_last_part(event.key):
-            yield from self._training_ended(task.label.iteration)
-        if event.state == "forgotten":
+        if state == "released":
+            instructions += self._close_gate(task)
+        elif state == "memory":
+            if event.key in self._parts and self._is_last_part(event.key):
+                instructions += self._training_ended(task.label.iteration)
+        elif state == "forgotten":
             self._forget(task)
+        return instructions
+
+    def _tasks_changed(self, event: TasksChanged) -> Iterable[Instruction]:
+        """As one after the other; what waits is filed anew when the last shard of a request has changed."""
+        instructions: list[Instruction] = []
+        last: GangState | None = None
+        for key in event.keys:
+            task = self._tasks.get(key)
+            if task is None:
+                continue
+            assert task.state != "processing", f"{key} is told of with others, and a worker has it"
+            task.state = event.state
+            gang = task.gang
+            if gang is not last:
+                self._file_if_known(last)
+                last = gang
+            if gang:
+                gang.change(key, event.state)
+            if event.state == "released":
+                instructions += self._close_gate(task)
+            elif event.state == "forgotten":
+                self._forget(task)
+        self._file_if_known(last)
+        return instructions
+
+    def _close_gate(self, task: _Task) -> Iterable[Instruction]:
+        again = task.gang or task.key in self._parts
+        return (CloseGate(key=task.key, cause="it is to run again"),) if again else ()
+
+    def _file_if_known(self, gang: GangState | None) -> None:
+        if gang and gang.name in self._gangs:
+            self._file(gang)
 
     def _begins(self, task: _Task, event: TaskChanged) -> None:
         if task.worker and task.worker != event.worker:

@@ -36,6 +36,8 @@ from cluster.events import (
     StopAsked,
     StopWork,
     TaskChanged,
+    TaskPhase,
+    TasksChanged,
     TimePassed,
     Train,
     Wake,
@@ -136,7 +138,7 @@ class VirtualCluster:
     ) -> None:
         self._run, self._dispatch, self._clock, self._timing = run, dispatch, clock, timing
         self._resumes = resumes
-        self.tasks = Tasks(self._task_changed, self._choose)
+        self.tasks = Tasks(self._tasks_changed, self._choose)
         self.workers: dict[str, VirtualWorker] = {}
         """Alive, by address."""
         self.formings: dict[str, Forming] = {}
@@ -146,10 +148,6 @@ class VirtualCluster:
         self._lag, self._copies, self._told, self._check = lag, copies, told, check
         self._sent_s: dict[tuple[str, str], float] = {}
         """When the last message to, or from, each worker arrives."""
-        self._began_s: dict[Key, float] = {}
-        """When each task that runs was begun."""
-        self._given: dict[Key, str] = {}
-        """Address of the worker that was given each task."""
         self._changed = False
         self._stopping = self._closed = False
         self._failure: BaseException | None = None
@@ -279,28 +277,44 @@ class VirtualCluster:
         if not isinstance(event, TimePassed):
             self._changed = True
 
-    def _task_changed(self, task: Task) -> None:
-        work = None
-        if task.state in ("memory", "erred"):
-            dropped = type(task.result).__name__ == "Dropped"
-            work = Work(
-                start_s=self._began_s.pop(task.key, self._clock.now_s), stop_s=self._clock.now_s, dropped=dropped
-            )
-        worker = task.worker if task.state == "processing" else ""
-        self._tell(TaskChanged(at_s=self._clock.now_s, key=task.key, state=task.state, worker=worker, work=work))
-        if task.state == "processing":
-            self._enqueue(task)
-        elif task.state == "memory" and task.worker in self.workers:
-            self.workers[task.worker].results[task.key] = None
-        elif task.state in ("released", "forgotten"):
-            self._began_s.pop(task.key, None)
-            self._take_back(task.key)
-            if task.worker in self.workers:
-                self.workers[task.worker].results.pop(task.key, None)
+    def _tasks_changed(self, tasks: Sequence[Task], state: TaskPhase) -> None:
+        now_s = self._clock.now_s
+        if len(tasks) > 1:
+            self._tell(TasksChanged(at_s=now_s, keys=tuple([task.key for task in tasks]), state=state))
+            if state in ("released", "forgotten"):
+                for task in tasks:
+                    self._let_go(task)
+            return
+        (task,) = tasks
+        key = task.key
+        match state:
+            case "processing":
+                self._tell(TaskChanged(at_s=now_s, key=key, state=state, worker=task.worker))
+                self._enqueue(task)
+            case "memory" | "erred":
+                start_s, task.began_s = now_s if task.began_s is None else task.began_s, None
+                work = Work(start_s=start_s, stop_s=now_s, dropped=type(task.result).__name__ == "Dropped")
+                self._tell(TaskChanged(at_s=now_s, key=key, state=state, work=work))
+                if state == "memory" and task.worker in self.workers:
+                    self.workers[task.worker].results[key] = None
+            case _:
+                self._tell(TaskChanged(at_s=now_s, key=key, state=state))
+                if state in ("released", "forgotten"):
+                    self._let_go(task)
 
-    def _take_back(self, key: Key) -> None:
+    def _let_go(self, task: Task) -> None:
+        """No worker has it or its result any more."""
+        task.began_s = None
+        if task.given:
+            self._take_back(task)
+        worker = self.workers.get(task.worker)
+        if worker:
+            worker.results.pop(task.key, None)
+
+    def _take_back(self, task: Task) -> None:
         """Nobody asks for it any more, or its inputs are lost: its worker ends it."""
-        worker = self.workers.get(self._given.pop(key, ""))
+        worker, key = self.workers.get(task.given), task.key
+        task.given = ""
         if worker and (key in worker.running or key in worker.queue):
             alarm = worker.running.pop(key, None)
             if alarm:
@@ -515,7 +529,7 @@ class VirtualCluster:
             only = self.workers.get(task.bound)
             return task.bound if only and not only.paused else ""
         (needs,) = task.needs
-        holders = dict.fromkeys(self.tasks.all[key].worker for key in task.inputs)
+        holders = dict.fromkeys([needed.worker for needed in task.inputs])
         near = [self.workers[address] for address in holders if address in self.workers]
         for workers in (near, self.workers.values()):
             able = [worker for worker in workers if worker.can(needs) and not (worker.leaving or worker.paused)]
@@ -526,7 +540,7 @@ class VirtualCluster:
     def _enqueue(self, task: Task) -> None:
         worker = self.workers.get(task.worker)
         if worker:
-            self._given[task.key] = worker.address
+            task.given = worker.address
             worker.queue.append(task.key)
             if not worker.frozen:
                 self._begin_next(worker)
@@ -538,7 +552,7 @@ class VirtualCluster:
             if task is None or task.state != "processing" or task.worker != worker.address:
                 continue
             worker.running[key] = None
-            self._began_s[key] = self._clock.now_s
+            task.began_s = self._clock.now_s
             if not isinstance(worker.places.get(self._shard_of(task)), Placement):
                 seconds = self._seconds(task, worker)
                 worker.running[key] = self._clock.after(seconds, self._finish, task, worker)
@@ -554,7 +568,7 @@ class VirtualCluster:
     @staticmethod
     def _shard_of(task: Task) -> tuple[str, int]:
         """Of a shard, the name of its request within the graph, and its number: the last arguments of its call."""
-        if "gate" in task.needs and len(task.call) > 3 and isinstance(task.call[-2], str):
+        if task.gated and len(task.call) > 3 and isinstance(task.call[-2], str):
             return task.call[-2], task.call[-1]
         return "", 0
 

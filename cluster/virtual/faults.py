@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, Literal
 
 from cluster.dispatch import Dispatch, Rules
-from cluster.events import Event, Instruction, Key, Launch, TaskChanged, WorkerJoined, WorkerNoticed
+from cluster.events import Event, Instruction, Key, Launch, TaskChanged, TasksChanged, WorkerJoined, WorkerNoticed
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.example import RUN, Example, ExampleTiming
@@ -286,7 +286,7 @@ class _Trial:
 
     def _told(self, event: Event, instructions: list[Instruction]) -> None:
         """After every event, before what follows is done."""
-        self.events += 1
+        self.events += len(event.keys) if isinstance(event, TasksChanged) else 1
         if isinstance(event, TaskChanged):
             if event.state == "memory" and event.key[0] == "train":
                 self._happens("trained", "")
