@@ -305,51 +305,52 @@ class Dispatch:
         task = self._tasks.get(event.key)
         if task is None:
             return ()
-        state, before, gang = event.state, task.state, task.gang
-        task.state = state
-        if state == "processing":
-            self._begins(task, event)
-        elif before == "processing":
-            self._ends(task, event)
         instructions: list[Instruction] = []
-        if gang:
-            waits_otherwise = gang.change(event.key, state)
-            if before == "processing" and event.key in gang.members:
-                instructions += self._came_back(gang, task, event)
-                waits_otherwise = True
-            if waits_otherwise and gang.name in self._gangs:  # else its other shards were forgotten before this one
-                self._file(gang)
-        if state == "released":
-            instructions += self._close_gate(task)
-        elif state == "memory":
-            if event.key in self._parts and self._is_last_part(event.key):
-                instructions += self._training_ended(task.label.iteration)
-        elif state == "forgotten":
-            self._forget(task)
+        if self._note(task, event, instructions):
+            self._file_if_known(task.gang)
+        instructions += self._follows(task, event.state)
         return instructions
 
     def _tasks_changed(self, event: TasksChanged) -> Iterable[Instruction]:
-        """As one after the other; what waits is filed anew when the last shard of a request has changed."""
+        """As one after the other; but a request is filed anew only once, when the last of its shards has changed."""
         instructions: list[Instruction] = []
-        last: GangState | None = None
+        unfiled: GangState | None = None
         for key in event.keys:
             task = self._tasks.get(key)
             if task is None:
                 continue
-            assert task.state != "processing", f"{key} is told of with others, and a worker has it"
-            task.state = event.state
-            gang = task.gang
-            if gang is not last:
-                self._file_if_known(last)
-                last = gang
-            if gang:
-                gang.change(key, event.state)
-            if event.state == "released":
-                instructions += self._close_gate(task)
-            elif event.state == "forgotten":
-                self._forget(task)
-        self._file_if_known(last)
+            if task.gang is not unfiled:
+                self._file_if_known(unfiled)
+                unfiled = task.gang
+            self._note(task, event, instructions)
+            instructions += self._follows(task, event.state)
+        self._file_if_known(unfiled)
         return instructions
+
+    def _note(self, task: _Task, event: TaskChanged | TasksChanged, instructions: list[Instruction]) -> bool:
+        """Take down a task's new state; returns whether that may change what its request waits for."""
+        state, before, gang = event.state, task.state, task.gang
+        task.state = state
+        if state == "processing":
+            self._begins(task, event.worker, event.at_s)
+        elif before == "processing":
+            self._ends(task, event)
+        if gang is None:
+            return False
+        changes = gang.change(task.key, state)
+        if before == "processing" and task.key in gang.members:
+            instructions += self._came_back(gang, task, event)
+            return True
+        return changes
+
+    def _follows(self, task: _Task, state: TaskPhase) -> Iterable[Instruction]:
+        if state == "released":
+            return self._close_gate(task)
+        if state == "memory" and task.key in self._parts and self._is_last_part(task.key):
+            return self._training_ended(task.label.iteration)
+        if state == "forgotten":
+            self._forget(task)
+        return ()
 
     def _close_gate(self, task: _Task) -> Iterable[Instruction]:
         again = task.gang or task.key in self._parts
@@ -359,16 +360,16 @@ class Dispatch:
         if gang and gang.name in self._gangs:
             self._file(gang)
 
-    def _begins(self, task: _Task, event: TaskChanged) -> None:
-        if task.worker and task.worker != event.worker:
+    def _begins(self, task: _Task, address: str, at_s: float) -> None:
+        if task.worker and task.worker != address:
             self._unburden(task)
-        task.worker = event.worker
-        worker = self._workers.get(event.worker)
+        task.worker = address
+        worker = self._workers.get(address)
         if worker:
-            worker.tasks[task.key] = event.at_s
-            self._idle.pop(worker.address, None)
+            worker.tasks[task.key] = at_s
+            self._idle.pop(address, None)
 
-    def _ends(self, task: _Task, event: TaskChanged) -> None:
+    def _ends(self, task: _Task, event: TaskChanged | TasksChanged) -> None:
         address, started_s = task.worker, self._unburden(task)
         ended = event.state in ("memory", "erred")
         if not ended:
@@ -494,7 +495,9 @@ class Dispatch:
 
     # Gangs
 
-    def _came_back(self, gang: GangState, task: _Task, event: TaskChanged) -> Iterator[Instruction]:
+    def _came_back(
+        self, gang: GangState, task: _Task, event: TaskChanged | TasksChanged
+    ) -> Iterator[Instruction]:
         """A shard is done, or its worker is gone, or it was sent back at a step boundary."""
         address = gang.members.pop(task.key, None)
         if address is None or event.state in ("memory", "erred"):

@@ -72,17 +72,23 @@ class TaskChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksChanged:
-    """Several tasks that no worker has, or had just before, are in another state now, the same for all.
+    """Several tasks are in another state now, the same for all, and for the same reason.
 
-    It is what one `TaskChanged` after the other would be, and is logged as these.
+    It is what one `TaskChanged` after the other would be, and is logged as these. None of them trains, or loses its gang
+    by it.
     """
 
     at_s: float
     keys: tuple[Key, ...]
-    state: Literal["waiting", "gated", "released", "forgotten"]
+    state: TaskPhase
+    worker: str = ""
+    work: Work | None = None
 
     def one_by_one(self) -> Iterator[TaskChanged]:
-        return (TaskChanged(at_s=self.at_s, key=key, state=self.state) for key in self.keys)
+        return (
+            TaskChanged(at_s=self.at_s, key=key, state=self.state, worker=self.worker, work=self.work)
+            for key in self.keys
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

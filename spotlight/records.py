@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from hashlib import sha256
 from json import dumps
-from typing import Literal
+from typing import Any, Literal
 
 Purpose = Literal["rollout", "explore", "validate"]
 Sampler = Literal["ode", "sde", "cps", "dance"]
@@ -251,6 +251,11 @@ class WorkerLife:
     """None while it lives, or where whoever watched it died first."""
     reason: str
     """``lost``, ``left`` (on notice) or ``end`` (of the run)."""
+
+
+def row_of(record: Span | WorkerLife) -> dict[str, Any]:
+    """Its fields by name; `dataclasses.asdict` copies what needs no copy, and takes ten times as long."""
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
 
 
 @cache

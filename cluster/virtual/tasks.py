@@ -55,8 +55,7 @@ class Tasks:
     """All tasks that are not forgotten.
 
     Args:
-        changed: is told of tasks that are in another state now, the same for all; of several at once only where no
-            worker is concerned.
+        changed: is told of tasks that are in another state now, the same for all.
         choose: names a worker for a task that is ready and not behind a gate, or "" if there is none now.
     """
 
@@ -169,10 +168,31 @@ class Tasks:
         task.worker = address
         self._set(task, "processing")
 
+    def start_together(self, tasks: Sequence[Task], address: str) -> None:
+        """As `start`, of tasks behind the gate; they are told of together."""
+        for task in tasks:
+            task.worker = address
+            self._set_alike(task, "processing")
+        self._flush()
+
     def finish(self, task: Task, result: Any) -> None:
         """It has a result; what waited for it may begin, and inputs that nobody else needs are released."""
         task.result = result
         self._set(task, "memory")
+        self._finished(task)
+        self._flush()
+
+    def finish_together(self, tasks: Sequence[Task], results: Sequence[Any]) -> None:
+        """As `finish`; they are told of together."""
+        for task, result in zip(tasks, results, strict=True):
+            task.result = result
+            self._set_alike(task, "memory")
+        self._flush()
+        for task in tasks:
+            self._finished(task)
+        self._flush()
+
+    def _finished(self, task: Task) -> None:
         for user in task.users:
             if user.state == "waiting":
                 user.missing -= 1
@@ -183,7 +203,6 @@ class Tasks:
             needed.waiters -= needed_before
             self._release_if_unneeded(needed)
         self._release_if_unneeded(task)
-        self._flush()
 
     def fail(self, task: Task, error: BaseException) -> None:
         task.result = error
