@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 Purpose = Literal["rollout", "explore", "validate"]
 Sampler = Literal["ode", "sde", "cps", "dance"]
+Policy = Literal["trained", "old", "average"]
+"""Which weights of a version: those in training, the older ones that sample, or a moving average."""
 
 
 class SpotlightError(ValueError):
@@ -73,8 +75,8 @@ class Request:
     height_px: int
     width_px: int
     weights: WeightsRef
-    averaged: bool = False
-    """Use the version's exponential moving average instead of its last weights."""
+    policy: Policy = "trained"
+    """Which of the version's weights."""
 
     @property
     def id(self) -> str:

@@ -16,7 +16,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from torch import Tensor
 
 from spotlight.config import Config
-from spotlight.records import SpotlightError, WeightsRef
+from spotlight.records import Policy, SpotlightError, WeightsRef
 from spotlight.rl import models
 from spotlight.store import weights
 from spotlight.store.rundir import RunDir
@@ -27,7 +27,7 @@ TOLERANCE = 1e-5
 """Of the largest output. Equal files give 0.0 on the same machine; a lost alpha gave 0.3 and more."""
 
 
-def export_lora(run_dir: Path, to: Path, version: int | None = None) -> Path:
+def export_lora(run_dir: Path, to: Path, version: int | None = None, policy: Policy | None = None) -> Path:
     """Write a version of a run's weights to a new directory.
 
     A LoRA becomes the file that ``pipeline.load_lora_weights(to)`` reads, alpha included. Full
@@ -38,6 +38,7 @@ def export_lora(run_dir: Path, to: Path, version: int | None = None) -> Path:
         run_dir: of a finished or stopped run.
         to: made here; may exist if it is empty.
         version: the latest if not given.
+        policy: which of its weights; those that were validated if not given.
 
     Returns:
         ``to``.
@@ -53,7 +54,7 @@ def export_lora(run_dir: Path, to: Path, version: int | None = None) -> Path:
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as staging:
         unchecked = Path(staging) / "unchecked"
-        expected = _write(run, ref, unchecked)
+        expected = _write(run, ref, policy or run.config().validation_policy, unchecked)
         found = _probe(_load_with_diffusers(run.config(), unchecked))
         error, size = (found - expected).abs().max(), expected.abs().max()
         if not error <= TOLERANCE * size:  # also when it is not a number
@@ -79,12 +80,12 @@ def _version(run_dir: Path, version: int | None) -> WeightsRef:
     return found.weights
 
 
-def _write(run: RunDir, ref: WeightsRef, directory: Path) -> Tensor:
+def _write(run: RunDir, ref: WeightsRef, policy: Policy, directory: Path) -> Tensor:
     """Write the version, and return the outputs that plain diffusers must have with it."""
     settings = run.config()
     model = _load(settings)
     model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
-    model.load_trainable(weights.load(run.path, ref, "trainable"))
+    model.load_trainable(weights.load(run.path, ref, weights.PARTS[policy]))
     if model.has_lora:
         QwenImageLoraLoaderMixin.save_lora_weights(
             directory,
