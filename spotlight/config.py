@@ -53,23 +53,30 @@ class RunSection(Section):
 class ModelSection(Section):
     """What is trained, and the size of its images."""
 
-    name: Literal["tiny-text", "qwen-image"] = "tiny-text"
-    """The embedded model, or a checkpoint of Qwen-Image."""
+    name: Literal["tiny-text", "qwen-image", "sd3", "flux"] = "tiny-text"
+    """The embedded model, or a checkpoint of Qwen-Image, Stable Diffusion 3.5 or FLUX.1."""
     path: str = ""
     """Directory of a diffusers pipeline; or, of the embedded model, a file of other weights, else empty."""
     height_px: int = Field(16, ge=4)
     """Of an image. The embedded model draws 16 x 32 only."""
     width_px: int = Field(32, ge=4)
     """As ``height_px``."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the model's weights; a LoRA is always float32."""
+    vae_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the weights that make pixels of latents; "auto": as ``dtype``."""
+    vae_tiling: bool = False
+    """Pixels are made tile by tile, which takes less memory and changes the seams slightly."""
+    gradient_checkpointing: bool = False
+    """Training keeps each block's input only, and computes the rest again: the same bits, about 4/3 of the time, a
+    fraction of the memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": a GPU where torch finds one. CUDA is not verified."""
 
     @model_validator(mode="after")
     def _path_where_needed(self) -> Self:
-        if self.name == "qwen-image" and not self.path:
-            raise ValueError('model.name = "qwen-image" needs model.path = "DIR", a diffusers pipeline directory')
+        if self.name != "tiny-text" and not self.path:
+            raise ValueError(f'model.name = "{self.name}" needs model.path = "DIR", a diffusers pipeline directory')
         return self
 
 
@@ -101,7 +108,8 @@ class RolloutSection(Section):
     sde_window: tuple[int, int] = (0, 2)
     """Stochastic steps ``[start, end)``; not used by the ODE sampler."""
     guidance: float = Field(1.0, ge=1)
-    """True classifier-free guidance, in denoising and in training; above 1 a step takes two passes."""
+    """Classifier-free guidance, in denoising and in training; above 1 a step takes two passes, unless the model was
+    distilled to take guidance as an input, as FLUX.1-dev was."""
 
 
 class ExplorationSection(Section):
