@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from math import inf
-from typing import Any
+from typing import Any, get_args
 
 from cluster.events import (
     CallOff,
@@ -147,6 +147,23 @@ class Snapshot:
     preemptions: int
     """Spot workers lost, with and without a notice."""
     stopping: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doing:
+    """A worker that is alive, and what it is at."""
+
+    worker: str
+    pool: str
+    leaving: bool
+    """It is under notice."""
+    phase: str = ""
+    """Empty where it has nothing to do."""
+    iteration: int = 0
+    key: str = ""
+    forming: str = ""
+    """Of its gang, the same for all members; empty for a worker alone."""
+    since_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -794,18 +811,44 @@ class Dispatch:
         """Whether a task is one of ours."""
         return key in self._tasks
 
+    def doing(self) -> list[Doing]:
+        """What each worker is at now; for displays, which look often: it costs a microsecond a worker."""
+        return [self._doing(worker) for worker in self._by_name.values()]
+
+    def _doing(self, worker: _Worker) -> Doing:
+        who: dict[str, Any] = {"worker": worker.name, "pool": worker.pool, "leaving": worker.name in self._leaving}
+        at_work = [(key, since_s) for key, since_s in worker.tasks.items() if since_s and key in self._tasks]
+        if not at_work:
+            return Doing(**who)
+        key, since_s = at_work[0]
+        task = self._tasks[key]
+        return Doing(
+            **who,
+            phase=task.label.phase,
+            iteration=task.label.iteration,
+            key=str(key),
+            forming=task.gang.forming if task.gang else "",
+            since_s=since_s,
+        )
+
+    def missing_pools(self) -> tuple[str, ...]:
+        """Pools that requests wait for, and that have no worker at all now."""
+        alive = {worker.pool for worker in self._by_name.values()}
+        if len(alive) == len(get_args(Pool)):
+            return ()
+        waiting = (gang for gang in self._gangs.values() if not gang.members and gang.parked)
+        return tuple(sorted({pool for gang in waiting if alive.isdisjoint(gang.pools) for pool in gang.pools}))
+
     def snapshot(self) -> Snapshot:
         """The state now; plain values."""
         lives = self.journal.lives.values()
         waiting = [gang for gang in self._gangs.values() if not gang.members and gang.parked]
-        alive = {worker.pool for worker in self._by_name.values()}
-        missing = {pool for gang in waiting if alive.isdisjoint(gang.pools) for pool in gang.pools}
         return Snapshot(
             workers={name: worker.address for name, worker in self._by_name.items()},
             pools=dict(Counter(worker.pool for worker in self._by_name.values())),
             running=dict(Counter(task.label.phase for task in self._tasks.values() if task.state == "processing")),
             waiting=len(waiting),
-            waiting_for=tuple(sorted(missing)),
+            waiting_for=self.missing_pools(),
             widths=dict(Counter(gang.width for there in self._at_work.values() for gang in there.values())),
             gangs={name: _view_of(gang) for name, gang in self._gangs.items()},
             leaving=frozenset(self._leaving),

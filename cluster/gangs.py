@@ -119,6 +119,11 @@ class GangState:
         """Names of the workers at work on it, by rank."""
         return tuple(self.names[address] for address in self.members.values())
 
+    @property
+    def forming(self) -> str:
+        """Name of its present gang, or of its last; empty where that was a single worker."""
+        return f"{self.name}.e{self.epoch}" if self.width > 1 else ""
+
     def begin(self, step: int, steps: int, now_s: float) -> None:
         """The first rank found the step to go on from."""
         self.step = self.resumed_at = step

@@ -318,6 +318,11 @@ class DispatchPlugin(SchedulerPlugin):
             "preemptions": now.preemptions,
         }
 
+    @property
+    def shown(self) -> Dispatch:
+        """The dispatcher, for a display in the scheduler's process: to be read only."""
+        return self._dispatch
+
     def snapshot(self) -> Snapshot:
         """The dispatcher's state; to be asked for in the scheduler's process."""
         return self._dispatch.snapshot()

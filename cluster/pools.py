@@ -25,6 +25,7 @@ import dask
 from distributed import Client, Scheduler, Security, SpecCluster, Worker
 from distributed.deploy.spec import ProcessInterface
 
+from cluster.dashboard.plugin import ROWS, PagePlugin, prepare
 from cluster.dispatch import Snapshot, rules_of
 from cluster.notices import sources
 from cluster.plugins import ControlPlugin, DispatchPlugin
@@ -202,6 +203,10 @@ class Pools:
     def drain(self) -> dict[str, Any]:
         return self._ask("spotlight_drain")
 
+    def show(self, rows: list[dict[str, Any]]) -> None:
+        """Hand the page on the dashboard what only the driver knows; see `spotlight.report.feed`."""
+        self.client.sync(getattr(self.client.scheduler, ROWS), rows=rows)
+
     def stop(self) -> None:
         """Launch nothing more, end what runs at its next step boundary."""
         self._ask("spotlight_stop")
@@ -274,6 +279,7 @@ def _cluster(
         "hang_after_s": config.cluster.hang_after_s,
         "quarantine_after": config.cluster.quarantine_after,
     }
+    prepare()
     places: dict[str, Any] = {}
     for pool, section in (("reserved", config.pools.reserved), ("spot", config.pools.spot)):
         schedules = _schedules(section, config.run.seed)
@@ -281,7 +287,7 @@ def _cluster(
             spec = _spec(pool, section, index, root) | common | {"number": len(places)}
             places[f"{pool}-{index}"] = {"cls": Place, "options": {"spec": spec, "schedule": schedules[index]}}
     return SpecCluster(
-        scheduler={"cls": Scheduler, "options": {**address, "plugins": [plugin]}},
+        scheduler={"cls": Scheduler, "options": {**address, "plugins": [plugin, PagePlugin()]}},
         workers={"head": _head(directory, security), **places},
         security=security,
     )

@@ -108,6 +108,11 @@ class Accounts:
         """Price of each pool's seconds, idle or not, up to ``now_s``."""
         return pool_usd(self._all(), self._prices, (since_s, now_s))
 
+    def money(self, now_s: float) -> dict[str, Any]:
+        """What was spent, for the page on the dashboard."""
+        reserved_only = self._ledger.usd_reserved_only if self._ledger else 0.0
+        return {"at_s": now_s, "usd": self.usd_by_pool(now_s), "usd_reserved_only": reserved_only}
+
     def ledger(self, now_s: float) -> Ledger:
         """Where seconds and dollars went, as it was worked out last: after each iteration, and at the run's end.
 
