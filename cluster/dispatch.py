@@ -495,9 +495,7 @@ class Dispatch:
 
     # Gangs
 
-    def _came_back(
-        self, gang: GangState, task: _Task, event: TaskChanged | TasksChanged
-    ) -> Iterator[Instruction]:
+    def _came_back(self, gang: GangState, task: _Task, event: TaskChanged | TasksChanged) -> Iterator[Instruction]:
         """A shard is done, or its worker is gone, or it was sent back at a step boundary."""
         address = gang.members.pop(task.key, None)
         if address is None or event.state in ("memory", "erred"):
