@@ -243,10 +243,11 @@ class Dispatch:
             task = self._tasks.get(key)
             if task is None:
                 continue
-            if task.gang is not unfiled:
+            if unfiled and task.gang is not unfiled:
                 self._file_if_known(unfiled)
+                unfiled = None
+            if self._note(task, event, instructions):
                 unfiled = task.gang
-            self._note(task, event, instructions)
             instructions += self._follows(task, event.state)
         self._file_if_known(unfiled)
         return instructions

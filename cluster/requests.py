@@ -89,8 +89,8 @@ class Requests:
         gang.filed = ""
 
     def _note_not_at_work(self, gang: GangState) -> None:
-        there = self.at_work.get(gang.node, {})
-        if there.pop(gang.name, None) and not there:
+        there = self.at_work.get(gang.node)
+        if there and there.pop(gang.name, None) and not there:
             del self.at_work[gang.node]
 
     def _count_rollout(self, name: str, counts: tuple[int, int]) -> None:

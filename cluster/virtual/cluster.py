@@ -365,16 +365,17 @@ class VirtualCluster:
     def _end_together(self, tasks: Sequence[Task], head: VirtualWorker) -> None:
         done: list[Task] = []
         results: list[Any] = []
-        for task in tasks:
-            if task.key not in head.running or task.state != "processing":
-                continue
-            del head.running[task.key]
-            try:
-                results.append(self._call(task, head))
-                done.append(task)
-            except Exception as error:
-                self.tasks.fail(task, error)
-                self._failure = error
+        with signals.standing_in_for(head.signals):
+            for task in tasks:
+                if task.key not in head.running or task.state != "processing":
+                    continue
+                del head.running[task.key]
+                try:
+                    results.append(self._call_here(task, head))
+                    done.append(task)
+                except Exception as error:
+                    self.tasks.fail(task, error)
+                    self._failure = error
         if done:
             self.tasks.finish_together(done, results)
 
@@ -605,14 +606,18 @@ class VirtualCluster:
         self._leave_when_idle(worker)
 
     def _call(self, task: Task, worker: VirtualWorker) -> Any:
+        with signals.standing_in_for(worker.signals):
+            return self._call_here(task, worker)
+
+    def _call_here(self, task: Task, worker: VirtualWorker) -> Any:
+        """In the place of the worker."""
         name, shard = self._shard_of(task)
         told = worker.places.pop((name, shard), None)
         if isinstance(told, Placement):  # a gang's first rank does it all; there is one process
             told = Placement(gang=name, epoch=told.epoch, rank=0, width=1) if told.rank == 0 else Surplus()
-        with signals.standing_in_for(worker.signals):
-            if told is not None:
-                signals.obey(PlaceShard(gang=name, shard=shard, placement=told))
-            return task.call[0](*self.tasks.arguments(task))
+        if told is not None:
+            signals.obey(PlaceShard(gang=name, shard=shard, placement=told))
+        return task.call[0](*self.tasks.arguments(task))
 
     def _hand_back(self, task: Task, worker: VirtualWorker) -> None:
         """A shard ends without a result, a moment after it was told to."""
