@@ -15,7 +15,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import groupby, islice
 from math import inf
 from typing import Any
 
@@ -192,24 +192,26 @@ class Dispatch:
 
     def _graph_came(self, event: GraphCame) -> Iterator[Instruction]:
         for layer in sorted(event.layers, key=lambda layer: (len(layer.name), layer.name)):  # rounds by their numbers
-            for index in sorted(layer.indices):
-                self._add_task((layer.name, index), layer)
+            self._add_tasks(layer)
             if layer.pool in GATED and layer.phase == "rollout":
                 self._window = RolloutWindow(began_s=event.at_s, window_s=layer.window_s, pools=GATED[layer.pool])
                 if layer.window_s < inf:
                     at_s = event.at_s + layer.window_s + LATE_S
                     yield Wake(at_s=at_s, cause=f"reserved workers roll out for {layer.window_s:g} s")
 
-    def _add_task(self, key: Key, layer: Layer) -> None:
+    def _add_tasks(self, layer: Layer) -> None:
         label = Label(layer.pool, layer.phase, layer.iteration)
-        gang = self._gang(gang_of(key, layer.shards), layer) if layer.pool in GATED else None
-        self._tasks[key] = task = _Task(key=key, label=label, gang=gang)
-        if gang and key not in gang.states:
-            insort(gang.keys, key)
-            gang.change(key, "released")
-            self._file(gang)
-        if layer.pool == "training":
-            self._parts[key] = task
+        for _, indices in groupby(sorted(layer.indices), key=lambda index: index // layer.shards):
+            keys = [(layer.name, index) for index in indices]
+            gang = self._gang(gang_of(keys[0], layer.shards), layer) if layer.pool in GATED else None
+            for key in keys:
+                if gang and key not in gang.states:
+                    insort(gang.keys, key)
+                    gang.change(key, "released")
+                self._tasks[key] = task = _Task(key=key, label=label, gang=gang)
+                if layer.pool == "training":
+                    self._parts[key] = task
+            self._file_if_known(gang)
 
     def _gang(self, name: str, layer: Layer) -> GangState:
         if name not in self._gangs:
@@ -239,8 +241,9 @@ class Dispatch:
         """As one after the other; but a request is filed anew only once, when the last of its shards has changed."""
         instructions: list[Instruction] = []
         unfiled: GangState | None = None
+        tasks = self._tasks
         for key in event.keys:
-            task = self._tasks.get(key)
+            task = tasks.get(key)
             if task is None:
                 continue
             if unfiled and task.gang is not unfiled:
