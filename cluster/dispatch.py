@@ -241,17 +241,25 @@ class Dispatch:
         """As one after the other; but a request is filed anew only once, when the last of its shards has changed."""
         instructions: list[Instruction] = []
         unfiled: GangState | None = None
-        tasks = self._tasks
+        tasks, state = self._tasks, event.state
+        begins, something_follows = state == "processing", state in ("released", "forgotten")
         for key in event.keys:
             task = tasks.get(key)
             if task is None:
                 continue
-            if unfiled and task.gang is not unfiled:
+            gang = task.gang
+            if unfiled and gang is not unfiled:
                 self._file_if_known(unfiled)
                 unfiled = None
-            if self._note(task, event, instructions):
-                unfiled = task.gang
-            instructions += self._follows(task, event.state)
+            if begins or task.state == "processing":
+                changes = self._note(task, event, instructions)
+            else:
+                task.state = state
+                changes = gang is not None and gang.change(key, state)
+            if changes:
+                unfiled = gang
+            if something_follows:
+                instructions += self._follows(task, state)
         self._file_if_known(unfiled)
         return instructions
 
