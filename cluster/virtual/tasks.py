@@ -249,6 +249,7 @@ class Tasks:
         self._flush()
         for task in tasks:
             del self.all[task.key]
+            task.inputs = task.users = ()  # of each other, which would keep them in memory for a while
 
     def _set(self, task: Task, state: TaskPhase) -> None:
         self._flush()
