@@ -74,8 +74,8 @@ class TaskChanged:
 class TasksChanged:
     """Several tasks are in another state now, the same for all, and for the same reason.
 
-    It is what one `TaskChanged` after the other would be, and is logged as these. None of them trains, or loses its gang
-    by it.
+    It is what one `TaskChanged` after the other would be, and is logged as these. None of them trains, and none breaks
+    its gang by it.
     """
 
     at_s: float

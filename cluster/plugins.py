@@ -22,7 +22,7 @@ from distributed import Scheduler, SchedulerPlugin, Worker, WorkerPlugin
 from distributed.scheduler import WorkerState
 from tornado.ioloop import PeriodicCallback
 
-from cluster.dispatch import Dispatch, Rules, Snapshot
+from cluster.dispatch import Dispatch, Rules
 from cluster.events import (
     CallOff,
     CloseExploration,
@@ -55,6 +55,7 @@ from cluster.events import (
     WorkerPool,
     WorkerSilent,
 )
+from cluster.snapshot import Snapshot
 from spotlight.clock import Clock, wall_clock
 from spotlight.device import signals as orders
 from spotlight.device.signals import (

@@ -26,9 +26,10 @@ from distributed import Client, Scheduler, Security, SpecCluster, Worker
 from distributed.deploy.spec import ProcessInterface
 
 from cluster.dashboard.plugin import ROWS, PagePlugin, prepare
-from cluster.dispatch import Snapshot, rules_of
+from cluster.dispatch import rules_of
 from cluster.notices import sources
 from cluster.plugins import ControlPlugin, DispatchPlugin
+from cluster.snapshot import Snapshot
 from cluster.workers import WorkerSpec, serve, warm_parent
 from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace

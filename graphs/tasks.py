@@ -6,6 +6,7 @@ is reached through `spotlight.device.protocol`, so a process that only builds gr
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -316,7 +317,7 @@ def _bandit_chunks(
     scored: Sequence[Scored | Dropped | Quarantined],
     earlier: Sequence[Sequence[Request]],
 ) -> list[tuple[int, int, int]]:
-    arms = [_arm(candidates, prompt, scored, earlier) for prompt in candidates.prompts]
+    arms = _arms(candidates.prompts, scored, earlier)
     given = {
         "iteration": candidates.iteration,
         "slots": len(_equal_chunks(candidates, round_index)),
@@ -337,26 +338,28 @@ def _equal_chunks(candidates: Candidates, round_index: int) -> list[tuple[int, i
     )
 
 
-def _arm(
-    candidates: Candidates,
-    prompt: Prompt,
+def _arms(
+    prompts: Sequence[Prompt],
     scored: Sequence[Scored | Dropped | Quarantined],
     earlier: Sequence[Sequence[Request]],
-) -> bandit.Arm:
-    """What is known of a prompt; the scores of the last round are still to come."""
-    tried = [[request for request in requests if request.prompt == prompt] for requests in earlier]
-    return bandit.Arm(
-        prompt=prompt.id,
-        rewards=tuple(
-            reward
-            for result in scored
-            if isinstance(result, Scored) and result.request.prompt == prompt
-            for reward in result.rewards
-            if reward is not None
-        ),
-        tried=sum(len(request.seeds) for requests in tried for request in requests),
-        pending=sum(len(request.seeds) for request in tried[-1]) if tried else 0,
-    )
+) -> list[bandit.Arm]:
+    """What is known of each prompt; the scores of the last round are still to come."""
+    rewards: defaultdict[int, list[float]] = defaultdict(list)
+    for result in scored:
+        if isinstance(result, Scored):
+            rewards[result.request.prompt.id] += [reward for reward in result.rewards if reward is not None]
+    tried, pending = Counter[int](), Counter[int]()
+    for requests in earlier:
+        pending.clear()
+        for request in requests:
+            pending[request.prompt.id] += len(request.seeds)
+        tried.update(pending)
+    return [
+        bandit.Arm(
+            prompt=prompt.id, rewards=tuple(rewards[prompt.id]), tried=tried[prompt.id], pending=pending[prompt.id]
+        )
+        for prompt in prompts
+    ]
 
 
 def explore_slot(run_dir: str, allocation: Sequence[Request], slot: int, gang: str, shard: int) -> ShardResult:

@@ -19,9 +19,9 @@ import numpy as np
 from distributed import Scheduler
 from numpy.typing import NDArray
 
-from cluster.dispatch import Snapshot
 from cluster.plugins import BEAT, DispatchPlugin
 from cluster.pools import Pools
+from cluster.snapshot import Snapshot
 from graphs import tasks
 from graphs.iteration import Graph, Layers, prepare_graph, rollout_requests, unexplored
 from graphs.tasks import RunContext

@@ -13,7 +13,7 @@ from bokeh.models import ColumnDataSource, FactorRange, HoverTool, NumeralTickFo
 from bokeh.models.widgets.groups import RadioButtonGroup
 
 from cluster.dashboard.facts import Facts, Lane, lanes
-from cluster.dispatch import Doing
+from cluster.snapshot import Doing
 from spotlight.records import Span
 from spotlight.report.palette import ALIVE, CALLED_OFF_ALPHA, INK, LOST, base_phase, phase_colour
 from spotlight.report.style import CLOCK, empty_plot

@@ -20,7 +20,8 @@ from collections.abc import Iterator
 
 from cluster.dispatch import Dispatch
 from cluster.events import Instruction, Launch, Train
-from cluster.virtual.cluster import Forming, VirtualCluster
+from cluster.virtual.cluster import VirtualCluster
+from cluster.virtual.formings import Forming
 from cluster.virtual.workers import VirtualWorker
 
 

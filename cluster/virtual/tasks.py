@@ -80,7 +80,9 @@ class Tasks:
             needs, phase = annotations["resources"], annotations["phase"]
             gated = "gate" in needs
             calls: Mapping[Any, Any] = layer
-            layer_tasks = {key: Task(key=key, call=call, needs=needs, phase=phase, gated=gated) for key, call in calls.items()}
+            layer_tasks = {
+                key: Task(key=key, call=call, needs=needs, phase=phase, gated=gated) for key, call in calls.items()
+            }
             self.all.update(layer_tasks)
             added += layer_tasks.values()
         users: dict[Task, list[Task]] = {}
@@ -247,6 +249,7 @@ class Tasks:
         self._flush()
         for task in tasks:
             del self.all[task.key]
+            task.inputs = task.users = ()  # of each other, which would keep them in memory for a while
 
     def _set(self, task: Task, state: TaskPhase) -> None:
         self._flush()
