@@ -134,6 +134,8 @@ class Snapshot:
     """Requests that wait for workers."""
     waiting_for: tuple[str, ...]
     """Pools that requests wait for, and that have no worker at all now."""
+    narrowest: int
+    """The most workers that a waiting request needs at least; 0 where none waits."""
     widths: Mapping[int, int]
     """Gangs at work, by their width."""
     gangs: Mapping[str, GangView]
@@ -765,6 +767,7 @@ class Dispatch:
             running=dict(Counter(task.label.phase for task in self._tasks.values() if task.state == "processing")),
             waiting=len(waiting),
             waiting_for=tuple(sorted(missing)),
+            narrowest=max((gang.widths[0] for gang in waiting), default=0),
             widths=dict(Counter(gang.width for there in self._at_work.values() for gang in there.values())),
             gangs={name: _view_of(gang) for name, gang in self._gangs.items()},
             leaving=frozenset(self._leaving),
