@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from math import inf
-from typing import Any
+from typing import Any, get_args
 
 from cluster.events import (
     CallOff,
@@ -40,6 +40,7 @@ from cluster.events import (
     StopWork,
     TaskChanged,
     TaskPhase,
+    TasksChanged,
     TimePassed,
     Train,
     Wake,
@@ -150,6 +151,23 @@ class Snapshot:
     stopping: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doing:
+    """A worker that is alive, and what it is at."""
+
+    worker: str
+    pool: str
+    leaving: bool
+    """It is under notice."""
+    phase: str = ""
+    """Empty where it has nothing to do."""
+    iteration: int = 0
+    key: str = ""
+    forming: str = ""
+    """Of its gang, the same for all members; empty for a worker alone."""
+    since_s: float = 0.0
+
+
 @dataclass(slots=True, kw_only=True)
 class _Worker:
     address: str
@@ -230,6 +248,8 @@ class Dispatch:
         match event:
             case TaskChanged():
                 return self._task_changed(event)
+            case TasksChanged():
+                return self._tasks_changed(event)
             case TimePassed():
                 return [] if self._stopping else self._decide(event.at_s)
             case GangBeat():
@@ -300,39 +320,75 @@ class Dispatch:
             )
         return self._gangs[name]
 
-    def _task_changed(self, event: TaskChanged) -> Iterator[Instruction]:
+    def _task_changed(self, event: TaskChanged) -> Iterable[Instruction]:
         task = self._tasks.get(event.key)
         if task is None:
-            return
-        before, task.state = task.state, event.state
-        if event.state == "processing":
-            self._begins(task, event)
+            return ()
+        instructions: list[Instruction] = []
+        if self._note(task, event, instructions):
+            self._file_if_known(task.gang)
+        instructions += self._follows(task, event.state)
+        return instructions
+
+    def _tasks_changed(self, event: TasksChanged) -> Iterable[Instruction]:
+        """As one after the other; but a request is filed anew only once, when the last of its shards has changed."""
+        instructions: list[Instruction] = []
+        unfiled: GangState | None = None
+        for key in event.keys:
+            task = self._tasks.get(key)
+            if task is None:
+                continue
+            if task.gang is not unfiled:
+                self._file_if_known(unfiled)
+                unfiled = task.gang
+            self._note(task, event, instructions)
+            instructions += self._follows(task, event.state)
+        self._file_if_known(unfiled)
+        return instructions
+
+    def _note(self, task: _Task, event: TaskChanged | TasksChanged, instructions: list[Instruction]) -> bool:
+        """Take down a task's new state; returns whether that may change what its request waits for."""
+        state, before, gang = event.state, task.state, task.gang
+        task.state = state
+        if state == "processing":
+            self._begins(task, event.worker, event.at_s)
         elif before == "processing":
             self._ends(task, event)
-        gang = task.gang
-        if gang:
-            gang.change(event.key, event.state)
-            if before == "processing":
-                yield from self._came_back(gang, task, event)
-            if gang.name in self._gangs:  # else its other shards were forgotten before this one
-                self._file(gang)
-        if event.state == "released" and (gang or event.key in self._parts):
-            yield CloseGate(key=event.key, cause="it is to run again")
-        if event.state == "memory" and event.key in self._parts and self._is_last_part(event.key):
-            yield from self._training_ended(task.label.iteration)
-        if event.state == "forgotten":
+        if gang is None:
+            return False
+        changes = gang.change(task.key, state)
+        if before == "processing" and task.key in gang.members:
+            instructions += self._came_back(gang, task, event)
+            return True
+        return changes
+
+    def _follows(self, task: _Task, state: TaskPhase) -> Iterable[Instruction]:
+        if state == "released":
+            return self._close_gate(task)
+        if state == "memory" and task.key in self._parts and self._is_last_part(task.key):
+            return self._training_ended(task.label.iteration)
+        if state == "forgotten":
             self._forget(task)
+        return ()
 
-    def _begins(self, task: _Task, event: TaskChanged) -> None:
-        if task.worker and task.worker != event.worker:
+    def _close_gate(self, task: _Task) -> Iterable[Instruction]:
+        again = task.gang or task.key in self._parts
+        return (CloseGate(key=task.key, cause="it is to run again"),) if again else ()
+
+    def _file_if_known(self, gang: GangState | None) -> None:
+        if gang and gang.name in self._gangs:
+            self._file(gang)
+
+    def _begins(self, task: _Task, address: str, at_s: float) -> None:
+        if task.worker and task.worker != address:
             self._unburden(task)
-        task.worker = event.worker
-        worker = self._workers.get(event.worker)
+        task.worker = address
+        worker = self._workers.get(address)
         if worker:
-            worker.tasks[task.key] = event.at_s
-            self._idle.pop(worker.address, None)
+            worker.tasks[task.key] = at_s
+            self._idle.pop(address, None)
 
-    def _ends(self, task: _Task, event: TaskChanged) -> None:
+    def _ends(self, task: _Task, event: TaskChanged | TasksChanged) -> None:
         address, started_s = task.worker, self._unburden(task)
         ended = event.state in ("memory", "erred")
         if not ended:
@@ -458,7 +514,7 @@ class Dispatch:
 
     # Gangs
 
-    def _came_back(self, gang: GangState, task: _Task, event: TaskChanged) -> Iterator[Instruction]:
+    def _came_back(self, gang: GangState, task: _Task, event: TaskChanged | TasksChanged) -> Iterator[Instruction]:
         """A shard is done, or its worker is gone, or it was sent back at a step boundary."""
         address = gang.members.pop(task.key, None)
         if address is None or event.state in ("memory", "erred"):
@@ -755,18 +811,44 @@ class Dispatch:
         """Whether a task is one of ours."""
         return key in self._tasks
 
+    def doing(self) -> list[Doing]:
+        """What each worker is at now; for displays, which look often: it costs a microsecond a worker."""
+        return [self._doing(worker) for worker in self._by_name.values()]
+
+    def _doing(self, worker: _Worker) -> Doing:
+        who: dict[str, Any] = {"worker": worker.name, "pool": worker.pool, "leaving": worker.name in self._leaving}
+        at_work = [(key, since_s) for key, since_s in worker.tasks.items() if since_s and key in self._tasks]
+        if not at_work:
+            return Doing(**who)
+        key, since_s = at_work[0]
+        task = self._tasks[key]
+        return Doing(
+            **who,
+            phase=task.label.phase,
+            iteration=task.label.iteration,
+            key=str(key),
+            forming=task.gang.forming if task.gang else "",
+            since_s=since_s,
+        )
+
+    def missing_pools(self) -> tuple[str, ...]:
+        """Pools that requests wait for, and that have no worker at all now."""
+        alive = {worker.pool for worker in self._by_name.values()}
+        if len(alive) == len(get_args(Pool)):
+            return ()
+        waiting = (gang for gang in self._gangs.values() if not gang.members and gang.parked)
+        return tuple(sorted({pool for gang in waiting if alive.isdisjoint(gang.pools) for pool in gang.pools}))
+
     def snapshot(self) -> Snapshot:
         """The state now; plain values."""
         lives = self.journal.lives.values()
         waiting = [gang for gang in self._gangs.values() if not gang.members and gang.parked]
-        alive = {worker.pool for worker in self._by_name.values()}
-        missing = {pool for gang in waiting if alive.isdisjoint(gang.pools) for pool in gang.pools}
         return Snapshot(
             workers={name: worker.address for name, worker in self._by_name.items()},
             pools=dict(Counter(worker.pool for worker in self._by_name.values())),
             running=dict(Counter(task.label.phase for task in self._tasks.values() if task.state == "processing")),
             waiting=len(waiting),
-            waiting_for=tuple(sorted(missing)),
+            waiting_for=self.missing_pools(),
             narrowest=max((gang.widths[0] for gang in waiting), default=0),
             widths=dict(Counter(gang.width for there in self._at_work.values() for gang in there.values())),
             gangs={name: _view_of(gang) for name, gang in self._gangs.items()},

@@ -396,6 +396,11 @@ class DispatchPlugin(SchedulerPlugin):
             "preemptions": now.preemptions,
         }
 
+    @property
+    def shown(self) -> Dispatch:
+        """The dispatcher, for a display in the scheduler's process: to be read only."""
+        return self._dispatch
+
     def _waiting_for(self, now: Snapshot) -> list[str]:
         """Pools without a worker that something waits for; and a node that is large enough, if none is."""
         missing = {

@@ -21,6 +21,7 @@ from typing import Any
 import dask
 from distributed import Client, Security, SpecCluster, Worker
 
+from cluster.dashboard.plugin import ROWS, PagePlugin, prepare
 from cluster.dispatch import Snapshot, rules_of
 from cluster.local import Place, local_cluster
 from cluster.member import MemberPlugin, member_name, terms_of
@@ -74,6 +75,7 @@ class Pools:
             terms = terms_of(config, run_dir, self.session)
             stack.callback(_free, terms.memory)
             if standing is None:
+                prepare()
                 self.cluster = stack.enter_context(local_cluster(config, directory, DASK_SETTINGS))
                 self.client = stack.enter_context(Client(self.cluster, set_as_default=False))
                 self.client.subscribe_topic(EVICTED, self._evicted)
@@ -89,13 +91,14 @@ class Pools:
             )
             self._register(dispatch)
             stack.callback(self._leave)
+            self._register(PagePlugin())
             self._register(MemberPlugin(terms))
             head = Head(self.client, f"head-{self.session}", directory)
             self.client.sync(head.start)
             stack.callback(self.client.sync, head.close)
             self._stack = stack.pop_all()
 
-    def _register(self, plugin: DispatchPlugin | MemberPlugin) -> None:
+    def _register(self, plugin: DispatchPlugin | PagePlugin | MemberPlugin) -> None:
         for attempts_left in reversed(range(HAND_OUT_ATTEMPTS)):
             try:
                 self.client.register_plugin(plugin)
@@ -138,6 +141,10 @@ class Pools:
     def drain(self) -> dict[str, Any]:
         return self._ask("spotlight_drain")
 
+    def show(self, rows: list[dict[str, Any]]) -> None:
+        """Hand the page on the dashboard what only the driver knows; see `spotlight.report.feed`."""
+        self.client.sync(getattr(self.client.scheduler, ROWS), rows=rows)
+
     def stop(self) -> None:
         """Launch nothing more, end what runs at its next step boundary."""
         self._ask("spotlight_stop")
@@ -148,6 +155,7 @@ class Pools:
     def _leave(self) -> None:
         with contextlib.suppress(OSError, SpotlightError):  # a scheduler that is gone has ended it too
             self._ask("spotlight_close")
+            self.client.unregister_scheduler_plugin(PagePlugin.name)
 
     def _ask(self, name: str) -> Any:
         """

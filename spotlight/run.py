@@ -22,6 +22,7 @@ from spotlight.clock import wall_clock
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches
 from spotlight.records import SpotlightError, Stopped
+from spotlight.report.feed import Feed
 from spotlight.rl import rewards
 from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
 from spotlight.store.accounts import Accounts, pool_prices
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 STOP_GRACE_S = 60.0
 """How long a stop waits for the steps in flight; a step of a large model can last many seconds."""
 POLL_S = 0.25
+SHOW_S = 1.0
+"""Between two messages to the page on the dashboard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +142,8 @@ class Run:
         self._waiting_for: tuple[str, ...] = ()
         self._refused: Mapping[str, str] = {}
         self._began_s = 0.0
+        self._feed: Feed | None = None
+        self._shown_s = 0.0
         check_inputs(settings)
 
     @property
@@ -274,6 +279,7 @@ class Run:
         done = len(run.history())
         self._pools = Pools(self.config, run.path, self._cluster)
         try:
+            self._feed = Feed(run, self.config)
             self._dashboard = self._pools.dashboard
             self._state = "running"
             Loop(run, self._compute, self, session=self._pools.session).go()
@@ -345,6 +351,16 @@ class Run:
         if status["hopeless"]:
             raise SpotlightError(status["hopeless"])
         self._kept.take(drained, status["running"])
+        self._show()
+
+    def _show(self) -> None:
+        """Tell the page on the dashboard what is new, now and then."""
+        now_s = wall_clock()
+        if self._feed is None or now_s < self._shown_s + SHOW_S:
+            return
+        assert self._pools
+        self._shown_s = now_s
+        self._pools.show(self._feed.rows(self._kept.money(now_s)))
 
     # Watch
 

@@ -26,6 +26,7 @@ from spotlight.rl.models import Model
 from spotlight.store.latents import LatentStore
 from spotlight.store.node import Node
 from spotlight.store.rundir import RunDir
+from spotlight.store.thumbnails import thumbnails
 
 
 class InProcess:
@@ -139,7 +140,8 @@ class Engine:
                 values, errors = rewards.score(self._scorer, images, prompts, attempts=self._config.reward.attempts)
         except _NotWanted as error:
             return Dropped(reason=str(error))
-        self.store.put_record(name, {"digest": request.digest, "rewards": values, "errors": errors})
+        shown = {} if request.purpose == "explore" else {"thumbnails": thumbnails(images)}
+        self.store.put_record(name, {"digest": request.digest, "rewards": values, "errors": errors, **shown})
         return Scored(request=request, rewards=tuple(values), errors=tuple(errors))
 
 
