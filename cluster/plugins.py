@@ -155,7 +155,7 @@ class DispatchPlugin(SchedulerPlugin):
 
     def _refuse_another(self, scheduler: Scheduler) -> None:
         other = scheduler.plugins.get(self.name)
-        if isinstance(other, DispatchPlugin):
+        if isinstance(other, DispatchPlugin) and other is not self:
             raise SpotlightError(
                 f"the scheduler {scheduler.address} runs {other._run} already (driver: {other._driver}): wait until it "
                 "ends, or stop it first; a scheduler serves one run at a time"

@@ -143,7 +143,7 @@ class Pools:
 
     def show(self, rows: list[dict[str, Any]]) -> None:
         """Hand the page on the dashboard what only the driver knows; see `spotlight.report.feed`."""
-        self.client.sync(getattr(self.client.scheduler, ROWS), rows=rows)
+        self._ask(ROWS, rows=rows)
 
     def stop(self) -> None:
         """Launch nothing more, end what runs at its next step boundary."""
@@ -153,17 +153,19 @@ class Pools:
         self._stack.close()
 
     def _leave(self) -> None:
-        with contextlib.suppress(OSError, SpotlightError):  # a scheduler that is gone has ended it too
+        with contextlib.suppress(
+            OSError, SpotlightError, ValueError
+        ):  # a scheduler that is gone, or back, has ended it too
             self._ask("spotlight_close")
             self.client.unregister_scheduler_plugin(PagePlugin.name)
 
-    def _ask(self, name: str) -> Any:
+    def _ask(self, name: str, **facts: Any) -> Any:
         """
         Raises:
             SpotlightError: the scheduler does not answer.
         """
         try:
-            return self.client.sync(getattr(self.client.scheduler, name), callback_timeout=ANSWER_S)
+            return self.client.sync(getattr(self.client.scheduler, name), callback_timeout=ANSWER_S, **facts)
         except (OSError, TimeoutError) as error:
             address = self.client.scheduler.address
             raise SpotlightError(f"the scheduler {address} is gone ({error}); what was committed is kept") from None
