@@ -67,9 +67,9 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
             run.wait()
 
 
-def memory() -> list[Path]:
-    """What runs have in this machine's shared memory."""
-    return list(Path("/dev/shm").glob("spotlight-*run-*"))
+def memory(run_dir: Path) -> list[Path]:
+    """What a run has in this machine's shared memory."""
+    return list(Path("/dev/shm").glob(f"spotlight-*{run_dir.name}-*"))
 
 
 def test_a_run_on_plain_workers_gets_the_same_bits_whatever_happens_to_them(
@@ -105,8 +105,8 @@ def test_a_driver_killed_on_a_standing_cluster_is_resumed_there(
     wait_for(lambda: list(tmp_path.glob("run-*/history.jsonl")), driver)
     driver.kill()
     driver.communicate()
-    wait_for(lambda: not memory())  # what belonged to the run has ended with it
     (run_dir,) = tmp_path.glob("run-*")
+    wait_for(lambda: not memory(run_dir))  # what belonged to the run has ended with it
 
     again = spotlight_on(standing, "resume", run_dir)
     _, err = again.communicate(timeout=WAIT_S)
@@ -135,7 +135,7 @@ def test_a_run_that_was_stopped_goes_on_on_the_same_workers_which_are_then_as_be
 
         assert outcome(run.directory.path) == outcome(undisturbed)
         assert client.submit(abs, -1, resources={"spot": 1}).result(timeout=WAIT_S) == 1
-        assert memory() == []
+        assert memory(run.directory.path) == []
         wait_for(lambda: not engines(standing))
 
 
