@@ -204,7 +204,7 @@ def iteration_rows(k: int, now_s: float, chance: Random) -> Iterator[dict[str, A
 async def serve(workers: int, port: int) -> tuple[Scheduler, Feeder]:
     """A scheduler whose page shows a made-up run; nothing happens yet."""
     prepare()
-    dispatch, page = DispatchPlugin("made-up", Rules()), PagePlugin()
+    dispatch, page = DispatchPlugin("made-up", "", Rules(), owner="", driver="", member=""), PagePlugin()
     scheduler = await Scheduler(
         host="127.0.0.1", port=0, dashboard_address=f"127.0.0.1:{port}", plugins=[dispatch, page]
     )

@@ -107,7 +107,7 @@ class Live:
         )
         self.config = config.load(SETTINGS, [*common, *overrides])
         self.run = RunDir.create(self.config, time.time())
-        self.pools = Pools(self.config, self.run.path.name)
+        self.pools = Pools(self.config, self.run.path)
         graph = prepare_graph(str(self.run.path))
         self.context: RunContext = self.pools.client.get(graph.graph, graph.outputs["context"])
         self.lives: list[WorkerLife] = []

@@ -649,6 +649,7 @@ class Dispatch:
             running=dict(Counter(task.label.phase for task in self._tasks.values() if task.state == "processing")),
             waiting=len(waiting),
             waiting_for=self.missing_pools(),
+            narrowest=max((gang.widths[0] for gang in waiting), default=0),
             widths=dict(Counter(gang.width for gang in self._requests.with_gang())),
             gangs={name: view_of(gang) for name, gang in self._gangs.items()},
             leaving=frozenset(self._roster.leaving),

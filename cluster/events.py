@@ -100,6 +100,9 @@ class WorkerJoined:
     name: str
     pool: WorkerPool
     node: str = ""
+    host: str = ""
+    job: str = ""
+    """Of the batch system that started it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ RESOURCES = {
     "spot": {"gate": 1},
     "reserved": {"gate": 1},
     "engine": {"engine": 1},
-    "trainer": {"reserved": 1},
+    "trainer": {"reserved": 1, "engine": 1},
     "training": {"gate": 1},
     "head": {"head": 1},
 }
@@ -52,6 +52,8 @@ REQUEST_S = 0.25
 class Layers:
     """A graph under construction, layer by layer, upstream first."""
 
+    session: str = ""
+    """Part of all names: a scheduler that knows a key gives its old result, whoever asks."""
     tasks: dict[str, MaterializedLayer] = field(default_factory=dict)
     dependencies: dict[str, set[str]] = field(default_factory=dict)
 
@@ -77,7 +79,7 @@ class Layers:
         return self._add(name, phase, iteration, calls, pool, after)
 
     def _free_name(self, phase: str, iteration: int) -> str:
-        name = f"{phase}-{iteration}"
+        name = f"{phase}-{iteration}" + (f"-{self.session}" if self.session else "")
         while name in self.tasks:
             name += "+"
         return name
@@ -127,10 +129,14 @@ class Graph:
     outputs: Mapping[str, Key | list[Key]]
 
 
-def prepare_graph(run_dir: str) -> Graph:
-    """Load the model, publish version 0."""
-    layers = Layers()
-    (key,) = layers.add("prepare", 0, [(tasks.prepare, run_dir)], pool="trainer")
+def prepare_graph(run_dir: str, session: str = "") -> Graph:
+    """Load the model, publish version 0.
+
+    Args:
+        session: which start of the run this is, where a scheduler may see several.
+    """
+    layers = Layers(session)
+    (key,) = layers.add("prepare", 0, [(tasks.prepare, run_dir, session)], pool="trainer")
     return Graph(graph=layers.graph(), outputs={"context": key})
 
 
@@ -153,7 +159,7 @@ def iteration_graph(
         candidates: what exploration for k + 1 may try; None where it is off or already known.
         window_s: how long reserved workers roll out while there are spot workers.
     """
-    layers, k, run_dir = Layers(), selection.iteration, context.run_dir
+    layers, k, run_dir = Layers(context.session), selection.iteration, context.run_dir
     requests = rollout_requests(config, context, selection, weights)
     calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
     pool, widths = _rollout_pool(config), _widths(config)
@@ -173,21 +179,21 @@ def iteration_graph(
 
 def final_graph(config: Config, context: RunContext) -> Graph:
     """Compact the last iteration, which no iteration after it does."""
-    layers, last = Layers(), config.run.iterations - 1
+    layers, last = Layers(context.session), config.run.iterations - 1
     (key,) = layers.add("compact", last, [(tasks.compact, context.run_dir, last, config.latents.keep)], pool="head")
     return Graph(graph=layers.graph(), outputs={"compacted": key})
 
 
 def exploration_graph(config: Config, context: RunContext, candidates: Candidates) -> Graph:
     """Exploration with nothing beside it: before the first iteration, or before each one."""
-    layers = Layers()
+    layers = Layers(context.session)
     selection = _add_exploration(layers, config, context, candidates, pool="any")
     return Graph(graph=layers.graph(), outputs={"selection": selection})
 
 
 def validation_graph(config: Config, context: RunContext, prompts: Sequence[Prompt], weights: WeightsRef) -> Graph:
     """Score a weights version on the held-out prompts; the seeds are the same for every version."""
-    layers = Layers()
+    layers = Layers(context.session)
     template = replace(
         _template(config, context, "validate", weights.version, weights),
         sampler="ode",

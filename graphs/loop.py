@@ -70,10 +70,16 @@ def synchronous(graph: Graph) -> Mapping[str, Any]:
 
 
 class Loop:
-    """A run's iterations, from where its directory says it is to its end."""
+    """A run's iterations, from where its directory says it is to its end.
 
-    def __init__(self, run: RunDir, compute: Compute, watch: Watch, clock: Clock = wall_clock) -> None:
-        self._clock = clock
+    Args:
+        session: which start of the run this is, where a scheduler may see several.
+    """
+
+    def __init__(
+        self, run: RunDir, compute: Compute, watch: Watch, clock: Clock = wall_clock, session: str = ""
+    ) -> None:
+        self._clock, self._session = clock, session
         self._run = run
         self._config: Config = run.config()
         self._compute = compute
@@ -85,7 +91,7 @@ class Loop:
         """Run all iterations that the directory does not hold yet."""
         config = self._config
         self._watch.begin("prepare", 0)
-        context: RunContext = self._compute(prepare_graph(str(self._run.path)))["context"]
+        context: RunContext = self._compute(prepare_graph(str(self._run.path), self._session))["context"]
         done = len(self._run.history())
         weights = self._weights(done, context)
         for k in range(done, config.run.iterations):
@@ -168,7 +174,7 @@ class Loop:
             remote_s=found.measured.rollout_s if "spot" in pools else 0.0,
             spot=found.measured.spot,
             reserved_s=min(window_s, found.measured.rollout_s) if "reserved" in pools else 0.0,
-            reserved=self._config.pools.reserved.workers,
+            reserved=found.reserved,
             train_s=found.train_s,
         )
         return {

@@ -57,6 +57,8 @@ class RunContext:
     explore_sigmas: tuple[float, ...]
     start: WeightsRef
     """Version 0."""
+    session: str = ""
+    """Which start of the run this is, where a scheduler may see several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,7 @@ ShardResult = Rollout | Dropped | Surplus | Quarantined
 """What a shard of a request returns; the first shard's is the request's result."""
 
 
-def prepare(run_dir: str) -> RunContext:
+def prepare(run_dir: str, session: str = "") -> RunContext:
     """Load the model once, publish version 0, and ask the model for its noise levels."""
     run = RunDir(run_dir)
     prepared = device.current().prepare(run_dir)
@@ -105,6 +107,7 @@ def prepare(run_dir: str) -> RunContext:
         sigmas=prepared.sigmas,
         explore_sigmas=prepared.explore_sigmas,
         start=prepared.start,
+        session=session,
     )
 
 

@@ -39,10 +39,12 @@ def _parser() -> argparse.ArgumentParser:
 
     run = verbs.add_parser("run", help="start a run")
     _add_settings(run)
+    _add_cluster(run)
     run.set_defaults(verb=_run)
 
     resume = verbs.add_parser("resume", help="go on with a run that was stopped or killed")
     resume.add_argument("run_dir", type=Path)
+    _add_cluster(resume)
     resume.set_defaults(verb=_resume)
 
     report = verbs.add_parser("report", help="write a run's report.html and pictures")
@@ -89,6 +91,15 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     _add_overrides(parser, "run.seed=3")
 
 
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cluster",
+        metavar="ADDRESS",
+        help="run on the Dask cluster whose scheduler is there, such as tls://head:8786, or whose scheduler file this "
+        "is; without it, on processes of this machine; see docs/clusters.md",
+    )
+
+
 def _add_overrides(parser: argparse.ArgumentParser, example: str) -> None:
     parser.add_argument(
         "--set",
@@ -104,14 +115,14 @@ def _run(parsed: argparse.Namespace) -> None:
     from spotlight.display import follow
     from spotlight.run import Run
 
-    follow(Run(parsed.config, parsed.overrides))
+    follow(Run(parsed.config, parsed.overrides, cluster=parsed.cluster))
 
 
 def _resume(parsed: argparse.Namespace) -> None:
     from spotlight.display import follow
     from spotlight.run import Run
 
-    follow(Run.resume(parsed.run_dir))
+    follow(Run.resume(parsed.run_dir, cluster=parsed.cluster))
 
 
 def _report(parsed: argparse.Namespace) -> None:

@@ -336,7 +336,11 @@ class ClusterSection(Section):
     """A request that loses its workers so many times in a row without a new step is set aside and replaced."""
     tls: bool = True
     """All of Dask's connections are encrypted, and both ends prove that they belong to the run, by a certificate that
-    was made for it. False: any user of this machine can run code in the run's processes."""
+    was made for it. False: any user of this machine can run code in the run's processes. A cluster that is there
+    already (``--cluster``) has its own certificates."""
+    insecure: bool = False
+    """Use a scheduler on another machine even without TLS: for a network on which everybody may run code in the run's
+    processes."""
 
 
 class SimulationSection(Section):

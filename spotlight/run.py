@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from spotlight import config as configuration
 from spotlight.clock import wall_clock
-from spotlight.device.signals import Clear, signals
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches
 from spotlight.records import SpotlightError, Stopped
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from distributed import Client, Future
 
     from cluster.pools import Pools
+    from cluster.standing import Standing
     from graphs.iteration import Graph
     from spotlight.plan.offload import Balance
 
@@ -86,7 +86,9 @@ class Status:
     spot_worth_renting: int | None
     """More spot workers than so many would have had no rollout left; as of the last iteration."""
     waiting_for: tuple[str, ...]
-    """Pools that requests wait for, because none that may run them has a worker now."""
+    """What the run waits for: pools without a worker, or a node with enough of them."""
+    refused: Mapping[str, str]
+    """Why workers take no part in the run, by name."""
     elapsed_s: float
     dashboard: str
     run_dir: str
@@ -98,6 +100,8 @@ class Run:
     Args:
         settings: a TOML file.
         overrides: ``"section.key=value"`` each.
+        cluster: a Dask cluster to run on: an address, a scheduler file, or a Dask client or cluster. None: a cluster of
+            its own on this machine.
 
     Raises:
         SpotlightError: the settings or the prompts cannot be used.
@@ -106,26 +110,27 @@ class Run:
     >>> run.start(); run.wait(); run.history  # doctest: +SKIP
     """
 
-    def __init__(self, settings: str | Path, overrides: Sequence[str] = ()) -> None:
-        self._open(None, configuration.load(settings, overrides))
+    def __init__(self, settings: str | Path, overrides: Sequence[str] = (), *, cluster: Standing | None = None) -> None:
+        self._open(None, configuration.load(settings, overrides), cluster)
 
     @classmethod
     def of(cls, settings: configuration.Config) -> Run:
         """A run of settings that are already read."""
         run = cls.__new__(cls)
-        run._open(None, settings)
+        run._open(None, settings, None)
         return run
 
     @classmethod
-    def resume(cls, run_dir: str | Path) -> Run:
-        """A run that was stopped or killed; `start` goes on where it was."""
+    def resume(cls, run_dir: str | Path, *, cluster: Standing | None = None) -> Run:
+        """A run that was stopped or killed; `start` goes on where it was, on any cluster."""
         directory = RunDir.open(run_dir)
         run = cls.__new__(cls)
-        run._open(directory, directory.config())
+        run._open(directory, directory.config(), cluster)
         return run
 
-    def _open(self, directory: RunDir | None, settings: configuration.Config) -> None:
+    def _open(self, directory: RunDir | None, settings: configuration.Config, cluster: Standing | None) -> None:
         self.config = settings
+        self._cluster = cluster
         self._directory = directory
         self._accounts: Accounts | None = None
         self._thread: threading.Thread | None = None
@@ -135,6 +140,7 @@ class Run:
         self._pools: Pools | None = None
         self._dashboard = ""
         self._waiting_for: tuple[str, ...] = ()
+        self._refused: Mapping[str, str] = {}
         self._began_s = 0.0
         self._feed: Feed | None = None
         self._shown_s = 0.0
@@ -150,7 +156,8 @@ class Run:
         """Begin in the background, or go on; returns at once."""
         if self.alive:
             raise SpotlightError(f"{self.directory.path}: this run is already running")
-        _check_port(self.config.cluster.dashboard_port)
+        if self._cluster is None:
+            _check_port(self.config.cluster.dashboard_port)
         self._began_s = wall_clock()
         if self._directory is None:
             self._directory = RunDir.create(self.config, self._began_s)
@@ -225,6 +232,7 @@ class Run:
             train_wait_s=measured.get("train_wait_s"),
             spot_worth_renting=None if worth_renting is None else int(worth_renting),
             waiting_for=self._waiting_for,
+            refused=self._refused,
             elapsed_s=now_s - self._began_s if self._began_s else 0.0,
             dashboard=self._dashboard,
             run_dir=str(run.path),
@@ -267,15 +275,14 @@ class Run:
         from graphs.loop import Loop
 
         run = self.directory
-        signals.obey(Clear(run=run.path.name))
         self._rewind()
         done = len(run.history())
-        self._pools = Pools(self.config, run.path.name)
+        self._pools = Pools(self.config, run.path, self._cluster)
         try:
             self._feed = Feed(run, self.config)
             self._dashboard = self._pools.dashboard
             self._state = "running"
-            Loop(run, self._compute, self).go()
+            Loop(run, self._compute, self, session=self._pools.session).go()
         finally:
             self._close()
         if len(run.history()) > done or not (run.path / SUMMARY).exists():
@@ -308,13 +315,19 @@ class Run:
         futures = _flatten(packed)
         try:
             while any(future.status == "pending" for future in futures):
-                _wait(futures)
+                with self._pools.client.as_current():  # it is not the default one, which is a notebook's own
+                    _wait(futures)
                 self._follow()
                 failed = next((future for future in futures if future.status == "error"), None)
                 if failed is not None:
                     failed.result()
                 if self._stop.is_set():
                     self._end_steps()
+            if any(future.status in ("cancelled", "lost") for future in futures):
+                raise SpotlightError(
+                    f"the cluster lost the run's tasks: its scheduler ended, or was restarted; what was committed is "
+                    f"kept: `spotlight resume {self.directory.path}` goes on, with --cluster on another one"
+                )
             return dict(zip(graph.outputs, self._pools.client.gather(packed), strict=True))
         finally:
             for future in futures:
@@ -334,7 +347,9 @@ class Run:
         drained, status = self._pools.drain(), self._pools.status()
         if drained["decisions"]:
             self.directory.append(DECISIONS, *drained["decisions"])
-        self._waiting_for = tuple(status["waiting_for"])
+        self._waiting_for, self._refused = tuple(status["waiting_for"]), status["refused"]
+        if status["hopeless"]:
+            raise SpotlightError(status["hopeless"])
         self._kept.take(drained, status["running"])
         self._show()
 

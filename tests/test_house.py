@@ -66,7 +66,7 @@ INTERNALS_DOOR = "cluster/plugins.py"
 """Alone reaches below the names that the package `distributed` itself exports."""
 PAGE_DOOR = "cluster/dashboard/plugin.py"
 """Alone reaches into Dask's dashboard and its web server."""
-EXTENSION_POINTS = ("distributed.deploy.spec",)
+EXTENSION_POINTS = ("distributed.deploy.cluster", "distributed.deploy.spec")
 """Documented for subclassing, though not exported by the package: any user of `distributed` may."""
 
 HOSTS = tuple(".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("npmjs", "org")))
