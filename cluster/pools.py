@@ -177,7 +177,7 @@ class Pools:
             roots = stack.enter_context(_node_roots(run, directory))
             security = Security.temporary() if config.cluster.tls else None
             self.cluster = stack.enter_context(_cluster(config, directory, plugin, roots, security))
-            self.client = stack.enter_context(Client(self.cluster))
+            self.client = stack.enter_context(Client(self.cluster, set_as_default=False))
             self._stack = stack.pop_all()
 
     def _evict(self, name: str) -> None:

@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 PROMPTS_SHOWN, IMAGES_SHOWN, PICTURES_SHOWN = 16, 12, 6
 """Of an iteration's prompts, a validation's images, and the best and the worst of the kept seeds: what fits a panel."""
-TEXT_SHOWN = 80
+TEXT_SHOWN = 240
 """Characters of a prompt."""
 DRAWS = 8
 """Times that equal shares are imagined, for their mean."""
