@@ -405,7 +405,7 @@ class Run:
         futures = _flatten(packed)
         try:
             while any(future.status == "pending" for future in futures):
-                _wait(futures)
+                _wait(self._pools.client, futures)
                 self._follow()
                 failed = next((future for future in futures if future.status == "error"), None)
                 if failed is not None:
@@ -482,11 +482,11 @@ def _flatten(packed: Any) -> list[Future[Any]]:
     return [future for part in packed for future in _flatten(part)] if isinstance(packed, list) else [packed]
 
 
-def _wait(futures: Sequence[Future[Any]]) -> None:
-    """Until all are done, or for a moment."""
+def _wait(client: Client, futures: Sequence[Future[Any]]) -> None:
+    """Until all are done, or for a moment; the client is no default, which a notebook may have of its own."""
     from distributed import wait
 
-    with contextlib.suppress(TimeoutError):
+    with client.as_current(), contextlib.suppress(TimeoutError):
         wait(futures, timeout=POLL_S)
 
 

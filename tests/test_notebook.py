@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 from runs import ROOT, kill, settings_file, start, wait_for
-from spotlight import attach
+from spotlight import attach, notebook
 from spotlight.config import load
 from spotlight.records import SpotlightError, Stopped
 from spotlight.run import Run
@@ -41,27 +41,55 @@ def test_notebooks_run_from_top_to_bottom(path: Path, tmp_path: Path, monkeypatc
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    notebook = quick(path, [f"run.dir={tmp_path}", *SMALL])
+    cells = quick(path, [f"run.dir={tmp_path}", *SMALL])
 
     client = NotebookClient(
-        notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+        cells, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
     )
     client.execute()
 
-    shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    shown = [output for cell in cells.cells for output in cell.get("outputs", ())]
     assert any("image/png" in output.get("data", {}) for output in shown)
     assert not [output for output in shown if output.output_type == "error"]
-    if path.stem == "quickstart":
-        views = [output.data["text/html"] for output in shown if "spotlight-run" in str(output.get("data", {}))]
-        assert "finished" in views[0], "the view of the run was not updated to its end"
+
+
+def test_the_view_of_a_run_follows_it_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a kernel: of a task on the event loop, and of what a shell is asked to show."""
+    from IPython.core.displaypub import CapturingDisplayPublisher
+    from IPython.core.interactiveshell import InteractiveShell
+
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setattr(notebook, "REFRESH_S", 0.05)
+    directory = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
+    shell = InteractiveShell.instance()
+    shell.display_pub = publisher = CapturingDisplayPublisher()
+
+    async def look() -> None:
+        with directory.lock():
+            attach(directory.path)._ipython_display_()
+            await asyncio.sleep(0.2)
+        await asyncio.gather(*notebook._views)
+
+    try:
+        asyncio.run(look())
+    finally:
+        InteractiveShell.clear_instance()
+
+    first, *updates = publisher.outputs
+    assert "running" in first["data"]["text/html"]
+    assert len(updates) > 1
+    assert all(update["update"] for update in updates)
+    assert {update["transient"]["display_id"] for update in updates} == {first["transient"]["display_id"]}
+    assert "stopped" in updates[-1]["data"]["text/html"]
+    assert not notebook._views
 
 
 def quick(path: Path, more: list[str]) -> Any:
     """The notebook with settings that take seconds."""
-    notebook = nbformat.read(path, as_version=4)
+    read = nbformat.read(path, as_version=4)
     beginning, settings = QUICK[path.stem]
     replaced = 0
-    for cell in notebook.cells:
+    for cell in read.cells:
         lines = cell.source.splitlines()
         for number, line in enumerate(lines):
             if line.startswith(beginning):
@@ -69,7 +97,7 @@ def quick(path: Path, more: list[str]) -> Any:
                 replaced += 1
         cell.source = "\n".join(lines)
     assert replaced == 1
-    return notebook
+    return read
 
 
 @pytest.fixture

@@ -37,11 +37,7 @@ MEASURED = ("wall_s", "spot_utilisation", "preemptions", "gangs_broken", "recove
 
 
 class Feed:
-    """The rows of one run, as far as they are new.
-
-    Args:
-        known: iterations that need no row, being on the page already; none for a page that is new.
-    """
+    """The rows of one run, as far as they are new."""
 
     def __init__(self, run: RunDir, config: Config) -> None:
         self._run, self._config = run, config
