@@ -62,7 +62,7 @@ class Tracking:
         """Hand over what is new since the last call."""
         if not self._trackers:
             return
-        sizes = tuple(self._size(name) for name in (HISTORY, VALIDATION))
+        sizes = (self._size(HISTORY), self._size(VALIDATION))
         if sizes == self._sizes:
             return
         self._sizes = sizes
@@ -107,7 +107,7 @@ def check(config: Config) -> list[str]:
     Raises:
         SpotlightError: another one is not installed.
     """
-    found = []
+    found: list[str] = []
     for name in config.tracking.to:
         if find_spec(name) is not None:
             found.append(name)
