@@ -125,7 +125,7 @@ class Lanes:
         if shown != list(self._order):
             self._order = {lane: number for number, lane in enumerate(shown)}
             self._y_range.factors = [*reversed(shown)]
-            height, labelled = min(22.0, 900 / max(1, len(shown))), len(shown) <= LABELLED
+            height, labelled = min(22.0, 640 / max(1, len(shown))), len(shown) <= LABELLED
             self.plot.height = round(78 + max(4.0, height) * len(shown))
             self.plot.yaxis.major_label_text_font_size = "12px" if labelled else "0px"
         if lives != self._lives:
