@@ -40,6 +40,7 @@ from cluster.events import (
     StopWork,
     TaskChanged,
     TaskPhase,
+    TasksChanged,
     TimePassed,
     Train,
     Wake,
@@ -245,6 +246,8 @@ class Dispatch:
         match event:
             case TaskChanged():
                 return self._task_changed(event)
+            case TasksChanged():
+                return self._tasks_changed(event)
             case TimePassed():
                 return [] if self._stopping else self._decide(event.at_s)
             case GangBeat():
@@ -315,39 +318,75 @@ class Dispatch:
             )
         return self._gangs[name]
 
-    def _task_changed(self, event: TaskChanged) -> Iterator[Instruction]:
+    def _task_changed(self, event: TaskChanged) -> Iterable[Instruction]:
         task = self._tasks.get(event.key)
         if task is None:
-            return
-        before, task.state = task.state, event.state
-        if event.state == "processing":
-            self._begins(task, event)
+            return ()
+        instructions: list[Instruction] = []
+        if self._note(task, event, instructions):
+            self._file_if_known(task.gang)
+        instructions += self._follows(task, event.state)
+        return instructions
+
+    def _tasks_changed(self, event: TasksChanged) -> Iterable[Instruction]:
+        """As one after the other; but a request is filed anew only once, when the last of its shards has changed."""
+        instructions: list[Instruction] = []
+        unfiled: GangState | None = None
+        for key in event.keys:
+            task = self._tasks.get(key)
+            if task is None:
+                continue
+            if task.gang is not unfiled:
+                self._file_if_known(unfiled)
+                unfiled = task.gang
+            self._note(task, event, instructions)
+            instructions += self._follows(task, event.state)
+        self._file_if_known(unfiled)
+        return instructions
+
+    def _note(self, task: _Task, event: TaskChanged | TasksChanged, instructions: list[Instruction]) -> bool:
+        """Take down a task's new state; returns whether that may change what its request waits for."""
+        state, before, gang = event.state, task.state, task.gang
+        task.state = state
+        if state == "processing":
+            self._begins(task, event.worker, event.at_s)
         elif before == "processing":
             self._ends(task, event)
-        gang = task.gang
-        if gang:
-            gang.change(event.key, event.state)
-            if before == "processing":
-                yield from self._came_back(gang, task, event)
-            if gang.name in self._gangs:  # else its other shards were forgotten before this one
-                self._file(gang)
-        if event.state == "released" and (gang or event.key in self._parts):
-            yield CloseGate(key=event.key, cause="it is to run again")
-        if event.state == "memory" and event.key in self._parts and self._is_last_part(event.key):
-            yield from self._training_ended(task.label.iteration)
-        if event.state == "forgotten":
+        if gang is None:
+            return False
+        changes = gang.change(task.key, state)
+        if before == "processing" and task.key in gang.members:
+            instructions += self._came_back(gang, task, event)
+            return True
+        return changes
+
+    def _follows(self, task: _Task, state: TaskPhase) -> Iterable[Instruction]:
+        if state == "released":
+            return self._close_gate(task)
+        if state == "memory" and task.key in self._parts and self._is_last_part(task.key):
+            return self._training_ended(task.label.iteration)
+        if state == "forgotten":
             self._forget(task)
+        return ()
 
-    def _begins(self, task: _Task, event: TaskChanged) -> None:
-        if task.worker and task.worker != event.worker:
+    def _close_gate(self, task: _Task) -> Iterable[Instruction]:
+        again = task.gang or task.key in self._parts
+        return (CloseGate(key=task.key, cause="it is to run again"),) if again else ()
+
+    def _file_if_known(self, gang: GangState | None) -> None:
+        if gang and gang.name in self._gangs:
+            self._file(gang)
+
+    def _begins(self, task: _Task, address: str, at_s: float) -> None:
+        if task.worker and task.worker != address:
             self._unburden(task)
-        task.worker = event.worker
-        worker = self._workers.get(event.worker)
+        task.worker = address
+        worker = self._workers.get(address)
         if worker:
-            worker.tasks[task.key] = event.at_s
-            self._idle.pop(worker.address, None)
+            worker.tasks[task.key] = at_s
+            self._idle.pop(address, None)
 
-    def _ends(self, task: _Task, event: TaskChanged) -> None:
+    def _ends(self, task: _Task, event: TaskChanged | TasksChanged) -> None:
         address, started_s = task.worker, self._unburden(task)
         ended = event.state in ("memory", "erred")
         if not ended:
@@ -473,7 +512,9 @@ class Dispatch:
 
     # Gangs
 
-    def _came_back(self, gang: GangState, task: _Task, event: TaskChanged) -> Iterator[Instruction]:
+    def _came_back(
+        self, gang: GangState, task: _Task, event: TaskChanged | TasksChanged
+    ) -> Iterator[Instruction]:
         """A shard is done, or its worker is gone, or it was sent back at a step boundary."""
         address = gang.members.pop(task.key, None)
         if address is None or event.state in ("memory", "erred"):

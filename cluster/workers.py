@@ -191,7 +191,7 @@ class WorkerDevice:
         return value
 
     def _bring(self, run_dir: Path, request: Request) -> None:
-        part: weights.Part = "ema" if request.averaged else "trainable"
+        part = weights.PARTS[request.policy]
         sha256 = weights.digest(run_dir, request.weights, part)
         if self._node.holds(sha256):
             return

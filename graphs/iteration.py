@@ -191,7 +191,7 @@ def validation_graph(config: Config, context: RunContext, prompts: Sequence[Prom
     template = replace(
         _template(config, context, "validate", weights.version, weights),
         sampler="ode",
-        averaged=config.train.ema_decay > 0,
+        policy=config.validation_policy,
     )
     count = config.run.validation_seeds
     requests = [replace(template, prompt=prompt, seeds=tasks.validation_seeds(prompt, count)) for prompt in prompts]
@@ -389,6 +389,7 @@ def _template(config: Config, context: RunContext, purpose: Purpose, iteration: 
         height_px=model.height_px,
         width_px=model.width_px,
         weights=weights,
+        policy=config.train.sampling_policy,
     )
 
 

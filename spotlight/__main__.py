@@ -13,10 +13,10 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from spotlight.clock import wall_clock
-from spotlight.records import SpotlightError, Stopped
+from spotlight.records import Policy, SpotlightError, Stopped
 from spotlight.store.rundir import SUMMARY, RunDir
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run_dir", type=Path)
     export.add_argument("--to", type=Path, required=True, help="directory to write")
     export.add_argument("--version", type=int, help="weights version (the latest)")
+    export.add_argument("--policy", choices=get_args(Policy), help="which of its weights (those that were validated)")
     return parser
 
 
@@ -275,7 +276,7 @@ def _export(parsed: argparse.Namespace) -> None:
     from spotlight.rl.export import export_lora
 
     with _writing(parsed.to):
-        print(export_lora(parsed.run_dir, parsed.to, parsed.version))
+        print(export_lora(parsed.run_dir, parsed.to, parsed.version, parsed.policy))
 
 
 @contextlib.contextmanager

@@ -10,13 +10,13 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from spotlight.market.prices import usd_per_h
-from spotlight.records import Sampler, SpotlightError
+from spotlight.records import Policy, Sampler, SpotlightError
 
 RESOLVED = "config.toml"
 """The resolved settings' name in a run directory."""
@@ -44,28 +44,39 @@ class RunSection(Section):
     """Iterations between validations. Validation also runs before the first and after the last iteration."""
     validation_seeds: int = Field(4, ge=1)
     """Images per validation prompt."""
+    validate_policy: Literal["auto", "trained", "old", "average"] = "auto"
+    """Which weights of a version are validated and exported: those in training, the older ones that sample
+    (``train.old_decay``), or their moving average (``train.ema_decay``). "auto" is the average where there is one, else
+    the ones that sample."""
 
 
 class ModelSection(Section):
     """What is trained, and the size of its images."""
 
-    name: Literal["tiny-text", "qwen-image"] = "tiny-text"
-    """The embedded model, or a checkpoint of Qwen-Image."""
+    name: Literal["tiny-text", "qwen-image", "sd3", "flux"] = "tiny-text"
+    """The embedded model, or a checkpoint of Qwen-Image, Stable Diffusion 3.5 or FLUX.1."""
     path: str = ""
     """Directory of a diffusers pipeline; or, of the embedded model, a file of other weights, else empty."""
     height_px: int = Field(16, ge=4)
     """Of an image. The embedded model draws 16 x 32 only."""
     width_px: int = Field(32, ge=4)
     """As ``height_px``."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the model's weights; a LoRA is always float32."""
+    vae_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the weights that make pixels of latents; "auto": as ``dtype``."""
+    vae_tiling: bool = False
+    """Pixels are made tile by tile, which takes less memory and changes the seams slightly."""
+    gradient_checkpointing: bool = False
+    """Training keeps each block's input only, and computes the rest again: the same bits, about 4/3 of the time, a
+    fraction of the memory."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": a GPU where torch finds one. CUDA is not verified."""
 
     @model_validator(mode="after")
     def _path_where_needed(self) -> Self:
-        if self.name == "qwen-image" and not self.path:
-            raise ValueError('model.name = "qwen-image" needs model.path = "DIR", a diffusers pipeline directory')
+        if self.name != "tiny-text" and not self.path:
+            raise ValueError(f'model.name = "{self.name}" needs model.path = "DIR", a diffusers pipeline directory')
         return self
 
 
@@ -97,7 +108,8 @@ class RolloutSection(Section):
     sde_window: tuple[int, int] = (0, 2)
     """Stochastic steps ``[start, end)``; not used by the ODE sampler."""
     guidance: float = Field(1.0, ge=1)
-    """True classifier-free guidance, in denoising and in training; above 1 a step takes two passes."""
+    """Classifier-free guidance, in denoising and in training; above 1 a step takes two passes, unless the model was
+    distilled to take guidance as an input, as FLUX.1-dev was."""
 
 
 class ExplorationSection(Section):
@@ -129,6 +141,15 @@ class RewardSection(Section):
     """Times that a failing scorer is tried before a sample is dropped and replaced."""
 
 
+OLD_DECAYS = ("copy", "linear", "delayed")
+
+
+def _old_decay(value: Any) -> Any:
+    if value in OLD_DECAYS or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1):
+        return value
+    raise ValueError(f"train.old_decay = {value!r} must be {', '.join(map(repr, OLD_DECAYS))} or a number in [0, 1)")
+
+
 class TrainSection(Section):
     """How weights are updated."""
 
@@ -136,6 +157,8 @@ class TrainSection(Section):
     """DiffusionNFT or Flow-GRPO."""
     learning_rate: float = Field(3e-4, gt=0)
     """Of AdamW."""
+    warm_up: int = Field(0, ge=0)
+    """The first updates, over which the learning rate rises evenly to its value."""
     weight_decay: float = Field(1e-4, ge=0)
     """Of AdamW."""
     max_grad_norm: float = Field(1.0, gt=0)
@@ -157,14 +180,31 @@ class TrainSection(Section):
     """Advantages are cut off at plus and minus this."""
     kl: float = Field(0.0, ge=0)
     """Weight of the distance to the reference policy (adapter off, or the starting weights)."""
+    old_decay: Annotated[Literal["copy", "linear", "delayed"] | float, BeforeValidator(_old_decay)] = 0.5
+    """Of the old policy, which samples and is contrasted with: how much of it stays after an iteration, the rest being
+    the policy in training. "copy": nothing, so the two are one; "linear": 0.001 for each update so far, up to 0.5;
+    "delayed": nothing for 75 updates, then 0.0075 for each, up to 0.999; or a share. DiffusionNFT only."""
     clip_range: float = Field(1e-4, gt=0)
     """Of the ratio of policies; Flow-GRPO only."""
-    nft_beta: float = Field(1.0, gt=0)
-    """How far the implicit policies are from the old one; DiffusionNFT only."""
+    nft_beta: float = Field(0.1, gt=0)
+    """How far the implicit policies are from the old one; DiffusionNFT only. No effect in the first update of an
+    iteration where ``old_decay`` is "copy"."""
     timesteps: int = Field(2, ge=1)
     """Noise levels drawn per sample and iteration; DiffusionNFT only."""
+    levels: Literal["sampler", "uniform"] = "sampler"
+    """Noise levels that are drawn from: those that the sampler visits, each once before any twice, or all in (0, 1];
+    DiffusionNFT only."""
     ratio_tolerance: float = Field(1e-2, gt=0)
     """Largest |ratio - 1| before the first update of an iteration; Flow-GRPO only."""
+
+    @property
+    def keeps_old(self) -> bool:
+        """Whether the policy that samples is another than the one in training."""
+        return self.algorithm == "nft" and self.old_decay not in ("copy", 0)
+
+    @property
+    def sampling_policy(self) -> Policy:
+        return "old" if self.keeps_old else "trained"
 
 
 class PoolSection(Section):
@@ -395,6 +435,13 @@ class Config(Section):
                 'strategy.exploration = "stale" runs on spot workers and pools.spot.workers is 0: '
                 'add spot workers, or set strategy.exploration to "blocking" or "off"'
             )
+        policy = self.run.validate_policy
+        if (policy == "old" and not self.train.keeps_old) or (policy == "average" and not self.train.ema_decay):
+            setting = "train.old_decay" if policy == "old" else "train.ema_decay"
+            raise ValueError(
+                f'run.validate_policy = "{policy}" and {setting} = {self.train.model_dump()[setting[6:]]!r} keeps no '
+                f'such weights: set {setting}, or run.validate_policy = "auto"'
+            )
         if self.train.algorithm == "grpo" and rollout.sampler == "ode":
             raise ValueError(
                 'train.algorithm = "grpo" needs log-probabilities, and rollout.sampler = "ode" has none: '
@@ -419,6 +466,13 @@ class Config(Section):
     def emulated_per_real_s(self) -> float:
         """Emulated seconds in a real one: 1 where nothing is paced."""
         return self.pace.speedup if self.pace.gpu else 1.0
+
+    @property
+    def validation_policy(self) -> Policy:
+        """Which weights of a version are validated and exported."""
+        if self.run.validate_policy != "auto":
+            return self.run.validate_policy
+        return "average" if self.train.ema_decay else self.train.sampling_policy
 
     @property
     def prompts_drawn(self) -> int:

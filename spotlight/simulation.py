@@ -164,7 +164,7 @@ class Simulation:
 
     def begin(self, phase: str, iteration: int) -> None:
         """The target ends the run where it was validated."""
-        self._follow(self.name, len(self.directory.history()), self._hours(self._clock.now_s))
+        self._follow(self.name, self.directory.iterations(), self._hours(self._clock.now_s))
         target = self.config.simulation.target
         reached = [row for row in self.directory.validation() if row.score >= target] if target else []
         if reached and phase != "compact":

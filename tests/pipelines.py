@@ -1,4 +1,4 @@
-"""Builds a tiny Qwen-Image pipeline directory: the real on-disk layout, random weights, no hub.
+"""Builds tiny pipeline directories of every model family: the real on-disk layout, random weights, no hub.
 
 Same bytes on every call: the seed is fixed.
 """
@@ -9,11 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
 
 TEXT_DIM = 16
 PACKED_CHANNELS, LATENT_CHANNELS = 16, 4
@@ -36,6 +52,74 @@ def tiny_qwen_image(directory: Path) -> Path:
         }
     pipeline: Any = QwenImagePipeline(**parts)
     pipeline.save_pretrained(directory, safe_serialization=True)
+    return directory
+
+
+def tiny_sd3(directory: Path, *, without_t5: bool = False) -> Path:
+    """Write a Stable Diffusion 3.5 pipeline of random weights to ``directory``, and return it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        parts: dict[str, Any] = {
+            "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0),  # as published: a shift that is always the same
+            "vae": _image_vae(),
+            "text_encoder": _clip(CLIPTextModelWithProjection),
+            "tokenizer": _clip_tokenizer(),
+            "text_encoder_2": _clip(CLIPTextModelWithProjection),
+            "tokenizer_2": _clip_tokenizer(),
+            "text_encoder_3": None if without_t5 else _t5(2 * TEXT_DIM),
+            "tokenizer_3": None if without_t5 else _t5_tokenizer(),
+            "transformer": SD3Transformer2DModel(
+                sample_size=8,
+                patch_size=2,
+                in_channels=LATENT_CHANNELS,
+                out_channels=LATENT_CHANNELS,
+                num_layers=2,
+                attention_head_dim=16,
+                num_attention_heads=4,
+                joint_attention_dim=2 * TEXT_DIM,
+                caption_projection_dim=64,
+                pooled_projection_dim=2 * TEXT_DIM,
+                pos_embed_max_size=24,
+                qk_norm="rms_norm",
+                dual_attention_layers=(0,),
+            ),
+        }
+    StableDiffusion3Pipeline(**parts).save_pretrained(directory, safe_serialization=True)
+    return directory
+
+
+def tiny_flux(directory: Path, *, guidance_embeds: bool = True) -> Path:
+    """Write a FLUX.1-dev pipeline (or, without embedded guidance, schnell) of random weights, and return its place."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        parts: dict[str, Any] = {
+            "scheduler": FlowMatchEulerDiscreteScheduler(
+                base_shift=0.5,
+                max_shift=1.15,
+                base_image_seq_len=256,
+                max_image_seq_len=4096,
+                shift=3.0,
+                use_dynamic_shifting=True,
+            ),
+            "vae": _image_vae(),
+            "text_encoder": _clip(CLIPTextModel),
+            "tokenizer": _clip_tokenizer(),
+            "text_encoder_2": _t5(TEXT_DIM),
+            "tokenizer_2": _t5_tokenizer(),
+            "transformer": FluxTransformer2DModel(
+                patch_size=1,
+                in_channels=PACKED_CHANNELS,
+                num_layers=1,
+                num_single_layers=1,
+                attention_head_dim=16,
+                num_attention_heads=4,
+                joint_attention_dim=TEXT_DIM,
+                pooled_projection_dim=TEXT_DIM,
+                guidance_embeds=guidance_embeds,
+                axes_dims_rope=(8, 4, 4),
+            ),
+        }
+    FluxPipeline(**parts).save_pretrained(directory, safe_serialization=True)
     return directory
 
 
@@ -102,3 +186,57 @@ def _text_encoder() -> Qwen2_5_VLForConditionalGeneration:
     }
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT_DIM}
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+
+
+def _image_vae() -> AutoencoderKL:
+    """Scales by 4, as the tiny Qwen-Image's does."""
+    return AutoencoderKL(
+        block_out_channels=(8, 8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        latent_channels=LATENT_CHANNELS,
+        norm_num_groups=4,
+        layers_per_block=1,
+        scaling_factor=1.5,  # unlike one and zero, these show a scale or a shift that is left out
+        shift_factor=0.06,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+
+
+def _clip(kind: Any) -> Any:
+    config = CLIPTextConfig(
+        hidden_size=TEXT_DIM,
+        projection_dim=TEXT_DIM,
+        intermediate_size=2 * TEXT_DIM,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        vocab_size=514,
+        max_position_embeddings=77,
+        bos_token_id=512,
+        eos_token_id=513,
+    )
+    return kind(config)
+
+
+def _clip_tokenizer() -> CLIPTokenizer:
+    """One token a byte, and one a byte that ends a word."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = [chr(code) for code in (*printable, *range(0x100, 0x100 + 256 - len(printable)))]
+    tokens = (*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77)
+
+
+def _t5(dim: int) -> T5EncoderModel:
+    config = T5Config(
+        d_model=dim, d_kv=8, d_ff=2 * dim, num_layers=2, num_heads=2, vocab_size=256, feed_forward_proj="gated-gelu"
+    )
+    return T5EncoderModel(config).eval()
+
+
+def _t5_tokenizer() -> T5Tokenizer:
+    """One token a printable character."""
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    letters = [("\u2581", -1.0), *((chr(code), -2.0) for code in range(ord("!"), ord("~") + 1))]
+    return T5Tokenizer(vocab=[*special, *letters], extra_ids=0, model_max_length=512)

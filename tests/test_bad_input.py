@@ -72,6 +72,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         ("rollouts.prompts=3", ["run.toml", "no section 'rollouts'", "did you mean 'rollout'"]),
         ("rollout.prompts=many", ["run.toml: rollout.prompts = 'many'", "valid integer"]),
         ("train.ema_decay=1", ["run.toml: train.ema_decay = 1", "less than 1"]),
+        ("train.old_decay=1", ["run.toml: train.old_decay = 1", "'copy', 'linear', 'delayed'", "[0, 1)"]),
+        ("run.validate_policy=average", ["run.validate_policy", "train.ema_decay = 0.0 keeps no such weights"]),
         ("exploration.prompts=1", ["exploration.prompts = 1", "fewer than rollout.prompts", "raise it"]),
         ("rollout.prompts", ["'rollout.prompts'", "expected section.key=value"]),
         (f"rollout.prompts={TRAIN_PROMPTS + 1}", [f"{TRAIN_PROMPTS + 1}", f"{TRAIN_PROMPTS} prompts", "lower it"]),

@@ -30,13 +30,16 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_run(pipeline: Path, parent: Path, *, rank: int = RANK, dtype: str = "float32", versions: int = 2) -> Path:
-    """A run directory with published versions 0, 1, ..., each further from the start."""
+    """A run directory with published versions 0, 1, ..., each further from the start.
+
+    The policy that samples is the one in training, but for version 2, where it is that of version 1.
+    """
     settings = config.resolve(
         {
             "run": {"dir": str(parent)},
             "model": {"name": "qwen-image", "path": str(pipeline), "dtype": dtype, "device": "cpu"},
             "data": {"train_prompts": "prompts.txt", "validation_prompts": "prompts.txt"},
-            "train": {"lora_rank": rank, "lora_alpha": ALPHA},
+            "train": {"lora_rank": rank, "lora_alpha": ALPHA, "old_decay": 0.5},
         },
         parent,
     )
@@ -44,8 +47,11 @@ def make_run(pipeline: Path, parent: Path, *, rank: int = RANK, dtype: str = "fl
     model = models.load(settings.model)
     model.make_trainable(rank=rank, alpha=ALPHA, seed=settings.run.seed)
     generator = torch.Generator().manual_seed(0)
+    old: dict[str, Tensor] = {}
     for version in range(versions):
-        weights.stage(run_dir, version, model.trainable(), {}, {}, None)
+        if version < 2:
+            old = {name: value.clone() for name, value in model.trainable().items()}
+        weights.stage(run_dir, version, model.trainable(), {}, {}, None, old)
         weights.publish(run_dir, version)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -129,6 +135,18 @@ def test_an_earlier_version_is_exported_when_asked_for(pipeline: Path, tmp_path:
 
     assert torch.equal(outputs(plain.transformer), outputs(transformer_of(run_dir, version=1)))
     assert not torch.equal(outputs(plain.transformer), outputs(transformer_of(run_dir, version=2)))
+
+
+def test_the_policy_that_samples_is_exported_unless_told_otherwise(pipeline: Path, tmp_path: Path) -> None:
+    run_dir = make_run(pipeline, tmp_path, rank=0, versions=3)
+
+    sampling, trained = (
+        outputs(QwenImageTransformer2DModel.from_pretrained(to))
+        for to in (export_lora(run_dir, tmp_path / "a"), export_lora(run_dir, tmp_path / "b", policy="trained"))
+    )
+
+    assert torch.equal(sampling, outputs(transformer_of(run_dir, version=1)))
+    assert torch.equal(trained, outputs(transformer_of(run_dir, version=2)))
 
 
 def test_the_file_holds_alpha_and_tensors_that_diffusers_names(pipeline: Path, tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from pipelines import PX_PER_TOKEN, TEXT_DIM, checkpoint_scheduler, tiny_qwen_image
 from spotlight.records import SpotlightError
-from spotlight.rl.models.base import LORA_TARGETS, Conditioning
-from spotlight.rl.models.qwen_image import NEGATIVE, TEXT_MULTIPLE, QwenImage
+from spotlight.rl.models.base import Conditioning
+from spotlight.rl.models.pipeline import TEXT_MULTIPLE, Loading
+from spotlight.rl.models.qwen_image import QwenImage
 from spotlight.rl.models.tiny_text import TinyText
 from spotlight.store.node import Node
 
@@ -39,7 +40,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The encoded texts, written by one model for all the others."""
     file = tmp_path_factory.mktemp("cache") / "prompts.safetensors"
-    QwenImage.load(str(directory), CPU, torch.float32).preload(TEXTS, file)
+    QwenImage.load(str(directory), Loading(device=CPU, dtype=torch.float32)).preload(TEXTS, file)
     return file
 
 
@@ -49,7 +50,7 @@ def model(directory: Path, cache: Path) -> QwenImage:
 
 
 def loaded(directory: Path, cache: Path, dtype: torch.dtype = torch.float32) -> QwenImage:
-    model = QwenImage.load(str(directory), CPU, dtype)
+    model = QwenImage.load(str(directory), Loading(device=CPU, dtype=dtype))
     model.preload(TEXTS, cache)
     return model
 
@@ -102,10 +103,10 @@ def test_networks_on_a_node_are_views_of_its_memory_and_the_checkpoint_is_read_o
     alone = loaded(directory, cache, dtype)
     node = Node(tmp_path / "node")
 
-    QwenImage.load(str(checkpoint), CPU, dtype, node)
+    QwenImage.load(str(checkpoint), Loading(device=CPU, dtype=dtype), node)
     for part in ("transformer", "vae"):
         blank(checkpoint / part / "diffusion_pytorch_model.safetensors")
-    joiner = QwenImage.load(str(checkpoint), CPU, dtype, node)
+    joiner = QwenImage.load(str(checkpoint), Loading(device=CPU, dtype=dtype), node)
     joiner.preload(TEXTS, cache)
 
     for networks in zip(networks_of(joiner), networks_of(alone), strict=True):
@@ -120,7 +121,7 @@ def test_training_on_a_node_leaves_its_memory_as_it_was(
     directory: Path, cache: Path, tmp_path: Path, rank: int
 ) -> None:
     node = Node(tmp_path / "node")
-    trained, other = (QwenImage.load(str(directory), CPU, torch.float32, node) for _ in range(2))
+    trained, other = (QwenImage.load(str(directory), Loading(device=CPU, dtype=torch.float32), node) for _ in range(2))
     for model in (trained, other):
         model.preload(TEXTS, cache)
         model.make_trainable(rank=rank, alpha=0, seed=0)
@@ -139,12 +140,12 @@ def test_training_on_a_node_leaves_its_memory_as_it_was(
 def test_a_changed_checkpoint_is_read_anew(directory: Path, tmp_path: Path) -> None:
     checkpoint = shutil.copytree(directory, tmp_path / "checkpoint")
     node = Node(tmp_path / "node")
-    QwenImage.load(str(checkpoint), CPU, torch.float32, node)
+    QwenImage.load(str(checkpoint), Loading(device=CPU, dtype=torch.float32), node)
     file = checkpoint / "transformer" / "diffusion_pytorch_model.safetensors"
     changed = {name: value + 1 for name, value in load_file(file).items()}
     save_file(changed, file, metadata={"format": "pt"})
 
-    model = QwenImage.load(str(checkpoint), CPU, torch.float32, node)
+    model = QwenImage.load(str(checkpoint), Loading(device=CPU, dtype=torch.float32), node)
 
     torch.testing.assert_close(model.transformer.state_dict(), changed, rtol=0, atol=0)
 
@@ -156,7 +157,7 @@ def test_a_damaged_checkpoint_is_named_and_leaves_nothing_on_the_node(directory:
     node = Node(tmp_path / "node")
 
     with pytest.raises(SpotlightError, match="damaged or cut short"):
-        QwenImage.load(str(damaged), CPU, torch.float32, node)
+        QwenImage.load(str(damaged), Loading(device=CPU, dtype=torch.float32), node)
 
     assert not list(node.root.glob("*made-*"))
 
@@ -168,7 +169,7 @@ def test_a_node_without_room_leaves_reading_to_the_checkpoint(
     used = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: used._replace(free=0))
 
-    model = QwenImage.load(str(directory), CPU, torch.float32, Node(tmp_path / "node"))
+    model = QwenImage.load(str(directory), Loading(device=CPU, dtype=torch.float32), Node(tmp_path / "node"))
     model.preload(TEXTS, cache)
 
     assert torch.equal(predicted(model), predicted(alone))
@@ -199,9 +200,9 @@ def networks_of(model: QwenImage) -> tuple[torch.nn.Module, torch.nn.Module]:
 def test_texts_are_encoded_as_the_pipeline_encodes_each_of_them_alone(directory: Path, model: QwenImage) -> None:
     pipeline = QwenImagePipeline.from_pretrained(directory)
 
-    ours = model.encode([LONG, SHORT, NEGATIVE])
+    ours = model.encode([LONG, SHORT, QwenImage.negative_text])
 
-    for row, text in enumerate([LONG, SHORT, NEGATIVE]):
+    for row, text in enumerate([LONG, SHORT, QwenImage.negative_text]):
         with torch.no_grad():
             expected, _ = pipeline.encode_prompt(text)
         torch.testing.assert_close(ours.embeds_BTD[row][ours.mask_BT[row]], expected[0], rtol=0, atol=0)
@@ -254,7 +255,7 @@ def test_rows_take_conditioning_in_the_order_asked_for(model: QwenImage) -> None
 
 
 def test_the_text_encoder_is_gone_after_preload(directory: Path) -> None:
-    model = QwenImage.load(str(directory), CPU, torch.float32)
+    model = QwenImage.load(str(directory), Loading(device=CPU, dtype=torch.float32))
 
     model.preload(TEXTS)
 
@@ -278,7 +279,7 @@ def test_a_second_process_needs_no_text_encoder(directory: Path, cache: Path, tm
 def test_a_text_missing_from_the_cache_is_added_to_it(directory: Path, cache: Path, tmp_path: Path) -> None:
     own = tmp_path / "prompts.safetensors"
     shutil.copy(cache, own)
-    model = QwenImage.load(str(directory), CPU, torch.float32)
+    model = QwenImage.load(str(directory), Loading(device=CPU, dtype=torch.float32))
 
     model.preload(["another"], own)
 
@@ -369,7 +370,7 @@ def test_images_are_those_of_the_diffusers_pipeline(directory: Path, model: Qwen
     start_BNC = torch.randn(1, *model.latent_shape(HEIGHT_PX, WIDTH_PX), generator=torch.Generator().manual_seed(1))
 
     options = {"height": HEIGHT_PX, "width": WIDTH_PX, "num_inference_steps": steps, "latents": start_BNC}
-    negative = {"negative_prompt": NEGATIVE} if guidance > 1 else {}
+    negative = {"negative_prompt": QwenImage.negative_text} if guidance > 1 else {}
     theirs_BNC = pipeline(LONG, true_cfg_scale=guidance, output_type="latent", **negative, **options).images
     their_image = pipeline(LONG, true_cfg_scale=guidance, output_type="np", **negative, **options).images
     x_BNC, sigmas = start_BNC, model.sigmas(steps, HEIGHT_PX, WIDTH_PX)
@@ -437,7 +438,7 @@ def test_a_lora_adapts_the_twelve_layers_of_every_block_and_starts_without_effec
 
     layers = {name.rsplit(".lora_", 1)[0] for name in model.trainable()}
     blocks = len(model.transformer.transformer_blocks)
-    assert len(layers) == blocks * len(LORA_TARGETS)
+    assert len(layers) == blocks * len(QwenImage.lora_targets)
     with torch.no_grad():
         torch.testing.assert_close(predicted(model), base, rtol=0, atol=0)
         perturb(model)
@@ -446,7 +447,7 @@ def test_a_lora_adapts_the_twelve_layers_of_every_block_and_starts_without_effec
 
 def test_a_seed_fixes_the_lora_and_leaves_the_global_generator_alone(directory: Path) -> None:
     state = torch.get_rng_state()
-    models = [QwenImage.load(str(directory), CPU, torch.float32) for _ in range(3)]
+    models = [QwenImage.load(str(directory), Loading(device=CPU, dtype=torch.float32)) for _ in range(3)]
 
     for model, seed in zip(models, (7, 7, 8), strict=True):
         model.make_trainable(rank=2, alpha=0, seed=seed)
@@ -544,12 +545,12 @@ def test_looking_at_the_reference_does_not_change_the_gradients_under_way(model:
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match="absent: no such directory"):
-        QwenImage.load(str(tmp_path / "absent"), CPU, torch.float32)
+        QwenImage.load(str(tmp_path / "absent"), Loading(device=CPU, dtype=torch.float32))
 
 
 def test_a_directory_that_is_no_pipeline_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match="has no model_index.json"):
-        QwenImage.load(str(tmp_path), CPU, torch.float32)
+        QwenImage.load(str(tmp_path), Loading(device=CPU, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -564,7 +565,7 @@ def test_another_kind_of_pipeline_is_refused(tmp_path: Path, index: str, message
     (tmp_path / "model_index.json").write_text(index)
 
     with pytest.raises(SpotlightError, match=message):
-        QwenImage.load(str(tmp_path), CPU, torch.float32)
+        QwenImage.load(str(tmp_path), Loading(device=CPU, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
@@ -575,7 +576,7 @@ def test_a_truncated_file_is_named(directory: Path, tmp_path: Path, part: str) -
     file.write_bytes(file.read_bytes()[:-1])
 
     with pytest.raises(SpotlightError, match=str(file)):
-        QwenImage.load(str(damaged), CPU, torch.float32).preload(TEXTS)
+        QwenImage.load(str(damaged), Loading(device=CPU, dtype=torch.float32)).preload(TEXTS)
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae", "scheduler", "tokenizer"])
@@ -584,7 +585,7 @@ def test_a_missing_part_is_named(directory: Path, tmp_path: Path, part: str) -> 
     shutil.copytree(directory, incomplete, ignore=shutil.ignore_patterns(part))
 
     with pytest.raises(SpotlightError, match=str(incomplete / part)):
-        QwenImage.load(str(incomplete), CPU, torch.float32).preload(TEXTS)
+        QwenImage.load(str(incomplete), Loading(device=CPU, dtype=torch.float32)).preload(TEXTS)
 
 
 def test_weights_that_a_file_lacks_are_named_and_never_random(directory: Path, tmp_path: Path) -> None:
@@ -597,4 +598,4 @@ def test_weights_that_a_file_lacks_are_named_and_never_random(directory: Path, t
     save_file(state, file)
 
     with pytest.raises(SpotlightError, match=r"proj_out\.weight"):
-        QwenImage.load(str(incomplete), CPU, torch.float32)
+        QwenImage.load(str(incomplete), Loading(device=CPU, dtype=torch.float32))

@@ -51,13 +51,13 @@ def alter(path: Path) -> None:
 
 def test_a_published_version_loads_as_it_was_staged(tmp_path: Path) -> None:
     ema = {"a.down": torch.zeros(4, 3, dtype=torch.bfloat16)}
-    weights.stage(tmp_path, 3, tensors(3), {}, {"loss": 0.5}, ema)
+    weights.stage(tmp_path, 3, tensors(3), {}, {"loss": 0.5}, ema, old=tensors(2))
 
     done = weights.publish(tmp_path, 3)
 
     assert done == weights.published(tmp_path, 3) == weights.latest(tmp_path)
     assert (done.weights.version, done.metrics) == (3, {"loss": 0.5})
-    parts: dict[Part, dict[str, Tensor]] = {"trainable": tensors(3), "optimizer": {}, "ema": ema}
+    parts: dict[Part, dict[str, Tensor]] = {"trainable": tensors(3), "optimizer": {}, "old": tensors(2), "ema": ema}
     for part, expected in parts.items():
         torch.testing.assert_close(weights.load(tmp_path, done.weights, part), expected, rtol=0, atol=0)
 

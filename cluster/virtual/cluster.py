@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, groupby
 from math import ceil, floor, inf
 from typing import Any
 
@@ -36,6 +36,8 @@ from cluster.events import (
     StopAsked,
     StopWork,
     TaskChanged,
+    TaskPhase,
+    TasksChanged,
     TimePassed,
     Train,
     Wake,
@@ -112,7 +114,7 @@ class VirtualCluster:
         stays: every worker's place.
         resumes: whether a request that lost its gang goes on after its committed steps; else it begins anew.
         lag: seconds that a message of a kind is on its way ("result", "beat", "order", "notice"); those between
-            one worker and the scheduler arrive in order, but for beats.
+            one worker and the scheduler arrive in order, but for beats. None: all arrive at once.
         copies: how often a beat arrives.
         committed: steps of each request that a store holds from before.
         told: called with every event and the instructions that follow from it, before they are carried out.
@@ -128,7 +130,7 @@ class VirtualCluster:
         stays: Iterable[Stay],
         *,
         resumes: bool = True,
-        lag: Callable[[str], float] = lambda kind: 0.0,
+        lag: Callable[[str], float] | None = None,
         copies: Callable[[], int] = lambda: 1,
         committed: dict[str, int] | None = None,
         told: Callable[[Event, list[Instruction]], None] = lambda event, instructions: None,
@@ -136,7 +138,7 @@ class VirtualCluster:
     ) -> None:
         self._run, self._dispatch, self._clock, self._timing = run, dispatch, clock, timing
         self._resumes = resumes
-        self.tasks = Tasks(self._task_changed, self._choose)
+        self.tasks = Tasks(self._tasks_changed, self._choose)
         self.workers: dict[str, VirtualWorker] = {}
         """Alive, by address."""
         self.formings: dict[str, Forming] = {}
@@ -146,10 +148,6 @@ class VirtualCluster:
         self._lag, self._copies, self._told, self._check = lag, copies, told, check
         self._sent_s: dict[tuple[str, str], float] = {}
         """When the last message to, or from, each worker arrives."""
-        self._began_s: dict[Key, float] = {}
-        """When each task that runs was begun."""
-        self._given: dict[Key, str] = {}
-        """Address of the worker that was given each task."""
         self._changed = False
         self._stopping = self._closed = False
         self._failure: BaseException | None = None
@@ -279,28 +277,57 @@ class VirtualCluster:
         if not isinstance(event, TimePassed):
             self._changed = True
 
-    def _task_changed(self, task: Task) -> None:
-        work = None
-        if task.state in ("memory", "erred"):
-            dropped = type(task.result).__name__ == "Dropped"
-            work = Work(
-                start_s=self._began_s.pop(task.key, self._clock.now_s), stop_s=self._clock.now_s, dropped=dropped
-            )
-        worker = task.worker if task.state == "processing" else ""
-        self._tell(TaskChanged(at_s=self._clock.now_s, key=task.key, state=task.state, worker=worker, work=work))
-        if task.state == "processing":
-            self._enqueue(task)
-        elif task.state == "memory" and task.worker in self.workers:
-            self.workers[task.worker].results[task.key] = None
-        elif task.state in ("released", "forgotten"):
-            self._began_s.pop(task.key, None)
-            self._take_back(task.key)
-            if task.worker in self.workers:
-                self.workers[task.worker].results.pop(task.key, None)
+    def _tasks_changed(self, tasks: Sequence[Task], state: TaskPhase) -> None:
+        if len(tasks) == 1:
+            self._task_changed(tasks[0], state)
+            return
+        now_s = self._clock.now_s
+        keys = tuple([task.key for task in tasks])
+        match state:
+            case "processing":
+                self._tell(TasksChanged(at_s=now_s, keys=keys, state=state, worker=tasks[0].worker))
+            case "memory":
+                for dropped, alike in groupby(tasks, _is_dropped):
+                    work = Work(start_s=now_s, stop_s=now_s, dropped=dropped)
+                    keys = tuple([task.key for task in alike])
+                    self._tell(TasksChanged(at_s=now_s, keys=keys, state=state, work=work))
+                self.workers[tasks[0].worker].results |= dict.fromkeys([task.key for task in tasks])
+            case _:
+                self._tell(TasksChanged(at_s=now_s, keys=keys, state=state))
+                if state in ("released", "forgotten"):
+                    for task in tasks:
+                        self._let_go(task)
 
-    def _take_back(self, key: Key) -> None:
+    def _task_changed(self, task: Task, state: TaskPhase) -> None:
+        now_s, key = self._clock.now_s, task.key
+        match state:
+            case "processing":
+                self._tell(TaskChanged(at_s=now_s, key=key, state=state, worker=task.worker))
+                self._enqueue(task)
+            case "memory" | "erred":
+                start_s, task.began_s = now_s if task.began_s is None else task.began_s, None
+                work = Work(start_s=start_s, stop_s=now_s, dropped=_is_dropped(task))
+                self._tell(TaskChanged(at_s=now_s, key=key, state=state, work=work))
+                if state == "memory" and task.worker in self.workers:
+                    self.workers[task.worker].results[key] = None
+            case _:
+                self._tell(TaskChanged(at_s=now_s, key=key, state=state))
+                if state in ("released", "forgotten"):
+                    self._let_go(task)
+
+    def _let_go(self, task: Task) -> None:
+        """No worker has it or its result any more."""
+        task.began_s = None
+        if task.given:
+            self._take_back(task)
+        worker = self.workers.get(task.worker)
+        if worker:
+            worker.results.pop(task.key, None)
+
+    def _take_back(self, task: Task) -> None:
         """Nobody asks for it any more, or its inputs are lost: its worker ends it."""
-        worker = self.workers.get(self._given.pop(key, ""))
+        worker, key = self.workers.get(task.given), task.key
+        task.given = ""
         if worker and (key in worker.running or key in worker.queue):
             alarm = worker.running.pop(key, None)
             if alarm:
@@ -311,7 +338,14 @@ class VirtualCluster:
 
     def _do(self, instructions: Iterable[Instruction]) -> None:
         now_s = self._clock.now_s
+        dismissed: list[Dismiss] = []
         for instruction in instructions:
+            if isinstance(instruction, Dismiss) and self._lag is None:
+                dismissed.append(instruction)
+                continue
+            if dismissed:
+                self._dismiss_together(dismissed)
+                dismissed = []
             match instruction:
                 case Launch():
                     for member in instruction.members:
@@ -320,9 +354,7 @@ class VirtualCluster:
                         self._open_gate(member.key, member.address)
                     self._form(instruction)
                 case Dismiss():
-                    if instruction.tell is not None:
-                        self._place(instruction.address, instruction.gang, instruction.shard, instruction.tell)
-                    self._open_gate(instruction.key, instruction.address)
+                    self._dismiss(instruction)
                 case Train():
                     self._open_gate(instruction.key, instruction.address)
                 case CallOff():
@@ -340,6 +372,44 @@ class VirtualCluster:
                     self._clock.at(now_s, self.kill, instruction.address)
                 case Wake():
                     self._clock.at(instruction.at_s, self._wake)
+        if dismissed:
+            self._dismiss_together(dismissed)
+
+    def _dismiss(self, dismiss: Dismiss) -> None:
+        if dismiss.tell is not None:
+            self._place(dismiss.address, dismiss.gang, dismiss.shard, dismiss.tell)
+        self._open_gate(dismiss.key, dismiss.address)
+
+    def _dismiss_together(self, dismissed: Sequence[Dismiss]) -> None:
+        """They have nothing to do, so they take no time, and no thread from each other."""
+        if len(dismissed) == 1:
+            self._dismiss(dismissed[0])
+            return
+        head = self.workers[dismissed[0].address]
+        tasks = [self.tasks.all[dismiss.key] for dismiss in dismissed]
+        for task, dismiss in zip(tasks, dismissed, strict=True):
+            if dismiss.tell is not None:
+                head.places[dismiss.gang, dismiss.shard] = dismiss.tell
+            task.bound = task.given = head.address
+            head.running[task.key] = None
+        self.tasks.start_together(tasks, head.address)
+        self._clock.after(0.0, self._end_together, tasks, head)
+
+    def _end_together(self, tasks: Sequence[Task], head: VirtualWorker) -> None:
+        done: list[Task] = []
+        results: list[Any] = []
+        for task in tasks:
+            if task.key not in head.running or task.state != "processing":
+                continue
+            del head.running[task.key]
+            try:
+                results.append(self._call(task, head))
+                done.append(task)
+            except Exception as error:
+                self.tasks.fail(task, error)
+                self._failure = error
+        if done:
+            self.tasks.finish_together(done, results)
 
     def _open_gate(self, key: Key, address: str) -> None:
         task = self.tasks.all[key]
@@ -355,9 +425,11 @@ class VirtualCluster:
 
     def _send(self, kind: str, address: str, call: Callable[..., None], *arguments: Any) -> None:
         """Have a message arrive: at once, or after the messages that went the same way before it."""
+        if self._lag is None:
+            call(*arguments)
+            return
         way = (kind if kind == "order" else "report", address)
-        lag_s = self._lag(kind)
-        at_s = max(self._clock.now_s + lag_s, self._sent_s.get(way, 0.0))
+        at_s = max(self._clock.now_s + self._lag(kind), self._sent_s.get(way, 0.0))
         if at_s <= self._clock.now_s:
             call(*arguments)
             return
@@ -515,7 +587,7 @@ class VirtualCluster:
             only = self.workers.get(task.bound)
             return task.bound if only and not only.paused else ""
         (needs,) = task.needs
-        holders = dict.fromkeys(self.tasks.all[key].worker for key in task.inputs)
+        holders = dict.fromkeys([needed.worker for needed in task.inputs])
         near = [self.workers[address] for address in holders if address in self.workers]
         for workers in (near, self.workers.values()):
             able = [worker for worker in workers if worker.can(needs) and not (worker.leaving or worker.paused)]
@@ -526,7 +598,7 @@ class VirtualCluster:
     def _enqueue(self, task: Task) -> None:
         worker = self.workers.get(task.worker)
         if worker:
-            self._given[task.key] = worker.address
+            task.given = worker.address
             worker.queue.append(task.key)
             if not worker.frozen:
                 self._begin_next(worker)
@@ -538,7 +610,7 @@ class VirtualCluster:
             if task is None or task.state != "processing" or task.worker != worker.address:
                 continue
             worker.running[key] = None
-            self._began_s[key] = self._clock.now_s
+            task.began_s = self._clock.now_s
             if not isinstance(worker.places.get(self._shard_of(task)), Placement):
                 seconds = self._seconds(task, worker)
                 worker.running[key] = self._clock.after(seconds, self._finish, task, worker)
@@ -554,7 +626,7 @@ class VirtualCluster:
     @staticmethod
     def _shard_of(task: Task) -> tuple[str, int]:
         """Of a shard, the name of its request within the graph, and its number: the last arguments of its call."""
-        if "gate" in task.needs and len(task.call) > 3 and isinstance(task.call[-2], str):
+        if task.gated and len(task.call) > 3 and isinstance(task.call[-2], str):
             return task.call[-2], task.call[-1]
         return "", 0
 
@@ -654,7 +726,7 @@ class VirtualCluster:
 
     def _beat(self, forming: Forming, step: int, *, resumed: bool) -> None:
         for _ in range(self._copies()):
-            lag_s = self._lag("beat")
+            lag_s = self._lag("beat") if self._lag else 0.0
             if lag_s:
                 self._clock.after(lag_s, self._tell_beat, forming, step, resumed)
             else:
@@ -763,6 +835,10 @@ class VirtualCluster:
             worker.signals.obey(orders.Stop(run=self._run))
         for forming in list(self.formings.values()):
             self._end_at_boundary(forming)
+
+
+def _is_dropped(task: Task) -> bool:
+    return type(task.result).__name__ == "Dropped"
 
 
 class _Keeper:

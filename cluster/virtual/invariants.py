@@ -99,7 +99,7 @@ class Invariants:
 
 
 def _gated(cluster: VirtualCluster, worker: VirtualWorker) -> list[str]:
-    return [str(key) for key in (*worker.queue, *worker.running) if "gate" in cluster.tasks.all[key].needs]
+    return [str(key) for key in (*worker.queue, *worker.running) if cluster.tasks.all[key].gated]
 
 
 def _overloaded(cluster: VirtualCluster, worker: VirtualWorker) -> Iterator[str]:

@@ -31,7 +31,6 @@ import torch
 from diffusers.hooks import context_parallel
 from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
-from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from torch import Tensor, distributed
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # documented, though not in its __all__
 
@@ -58,17 +57,21 @@ class GangBroken(Exception):
     """A peer is gone, or the gang was called off: leave it; the work is placed anew."""
 
 
-def check_widths(
-    transformer: QwenImageTransformer2DModel, tokens: int, text_tokens: int, widths: Iterable[int]
-) -> None:
+def check_widths(transformer: Any, tokens: int, text_tokens: int, widths: Iterable[int]) -> None:
     """Each rank takes equal parts of heads, latent tokens and text tokens.
 
     Raises:
         SpotlightError: a width cannot; the text says which can.
     """
+    wide = [width for width in widths if width > 1]
+    if wide and transformer._cp_plan is None:
+        raise SpotlightError(
+            f"a gang of {_listed(wide)} cannot share a forward pass: diffusers has no plan for splitting a "
+            f"{type(transformer).__name__}; set strategy.widths = [1]"
+        )
     heads = int(transformer.config["num_attention_heads"])
     common = math.gcd(heads, tokens, text_tokens)
-    uneven = [width for width in widths if common % width]
+    uneven = [width for width in wide if common % width]
     if uneven:
         possible = [width for width in range(1, common + 1) if common % width == 0]
         raise SpotlightError(
@@ -93,7 +96,7 @@ class Gang:
 
     def __init__(
         self,
-        transformer: QwenImageTransformer2DModel,
+        transformer: Any,
         *,
         meeting: Path,
         name: str,
@@ -325,7 +328,7 @@ REPLACED: tuple[tuple[Any, str, Any], ...] = (
 
 
 @contextmanager
-def _shared(transformer: QwenImageTransformer2DModel, gang: Gang) -> Iterator[None]:
+def _shared(transformer: Any, gang: Gang) -> Iterator[None]:
     """Inside, forward passes are shared by the gang; outside, the transformer is as it was."""
     assert transformer._parallel_config is None, "the transformer is in a gang already"
     config = ContextParallelConfig(ulysses_degree=gang.width)
@@ -352,10 +355,10 @@ def _checker(width: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Non
 
     def check(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert not torch.is_grad_enabled(), "a gang's exchanges carry no gradients"
-        x, text, mask = (
-            kwargs[name] for name in ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask")
-        )
-        assert (x.ndim, text.ndim, mask.ndim) == (3, 3, 2), f"shapes {x.shape}, {text.shape}, {mask.shape}"
+        x, text = kwargs["hidden_states"], kwargs["encoder_hidden_states"]
+        mask = kwargs.get("encoder_hidden_states_mask")  # of the families that mask padding
+        assert x.ndim == text.ndim == 3, f"shapes {x.shape}, {text.shape}"
+        assert mask is None or mask.ndim == 2, f"shape {mask.shape}"
         check_widths(transformer, x.shape[1], text.shape[1], [width])
 
     return check

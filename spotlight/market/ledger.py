@@ -142,13 +142,18 @@ def shared(spans: Iterable[Span], workers: Iterable[WorkerLife], phase: str) -> 
 
     For work that one worker does in the name of all, and that lasts as long as if each had done an even part.
     """
-    spans, workers = list(spans), list(workers)
+    spans = list(spans)
+    stays: defaultdict[str, list[Interval]] = defaultdict(list)
+    names: defaultdict[str, set[str]] = defaultdict(set)
+    for life in workers:
+        stays[life.worker].append(stay(life, ALWAYS))
+        names[life.pool].add(life.worker)
     others = [
         replace(span, worker=name)
         for span in spans
         if base_phase(span.phase) == phase
-        for name in sorted({life.worker for life in workers if life.pool == span.pool} - {span.worker})
-        if any(overlap_s(*stay(life, ALWAYS), (span.start_s, span.stop_s)) for life in workers if life.worker == name)
+        for name in sorted(names[span.pool] - {span.worker})
+        if any(overlap_s(*there, (span.start_s, span.stop_s)) for there in stays[name])
     ]
     return spans + others
 

@@ -9,35 +9,43 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
+from diffusers.loaders.lora_pipeline import FluxLoraLoaderMixin, QwenImageLoraLoaderMixin, SD3LoraLoaderMixin
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from torch import Tensor
 
 from spotlight.config import Config
-from spotlight.records import SpotlightError, WeightsRef
+from spotlight.records import Policy, SpotlightError, WeightsRef
 from spotlight.rl import models
 from spotlight.store import weights
 from spotlight.store.rundir import RunDir
 
+LOADERS: dict[type, Any] = {
+    QwenImageTransformer2DModel: QwenImageLoraLoaderMixin,
+    SD3Transformer2DModel: SD3LoraLoaderMixin,
+    FluxTransformer2DModel: FluxLoraLoaderMixin,
+}
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The name that diffusers looks for."""
 TOLERANCE = 1e-5
 """Of the largest output. Equal files give 0.0 on the same machine; a lost alpha gave 0.3 and more."""
 
 
-def export_lora(run_dir: Path, to: Path, version: int | None = None) -> Path:
+def export_lora(run_dir: Path, to: Path, version: int | None = None, policy: Policy | None = None) -> Path:
     """Write a version of a run's weights to a new directory.
 
     A LoRA becomes the file that ``pipeline.load_lora_weights(to)`` reads, alpha included. Full
-    weights (``train.lora_rank = 0``) become a directory for
-    ``QwenImageTransformer2DModel.from_pretrained(to)``.
+    weights (``train.lora_rank = 0``) become a directory for the ``from_pretrained(to)`` of the transformer's class.
 
     Args:
         run_dir: of a finished or stopped run.
         to: made here; may exist if it is empty.
         version: the latest if not given.
+        policy: which of its weights; those that were validated if not given.
 
     Returns:
         ``to``.
@@ -53,7 +61,7 @@ def export_lora(run_dir: Path, to: Path, version: int | None = None) -> Path:
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as staging:
         unchecked = Path(staging) / "unchecked"
-        expected = _write(run, ref, unchecked)
+        expected = _write(run, ref, policy or run.config().validation_policy, unchecked)
         found = _probe(_load_with_diffusers(run.config(), unchecked))
         error, size = (found - expected).abs().max(), expected.abs().max()
         if not error <= TOLERANCE * size:  # also when it is not a number
@@ -79,14 +87,14 @@ def _version(run_dir: Path, version: int | None) -> WeightsRef:
     return found.weights
 
 
-def _write(run: RunDir, ref: WeightsRef, directory: Path) -> Tensor:
+def _write(run: RunDir, ref: WeightsRef, policy: Policy, directory: Path) -> Tensor:
     """Write the version, and return the outputs that plain diffusers must have with it."""
     settings = run.config()
     model = _load(settings)
     model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
-    model.load_trainable(weights.load(run.path, ref, "trainable"))
+    model.load_trainable(weights.load(run.path, ref, weights.PARTS[policy]))
     if model.has_lora:
-        QwenImageLoraLoaderMixin.save_lora_weights(
+        _loader(model).save_lora_weights(
             directory,
             transformer_lora_layers=dict(model.trainable()),
             # Without the adapter's settings, the loader silently takes the rank for alpha.
@@ -96,41 +104,46 @@ def _write(run: RunDir, ref: WeightsRef, directory: Path) -> Tensor:
         model.transformer.save_pretrained(directory)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(model.transformer.dtype)  # as diffusers does with the float32 it reads
-    return _probe(model.transformer)
+    return _probe(model)
 
 
-def _load_with_diffusers(settings: Config, directory: Path) -> QwenImageTransformer2DModel:
+def _load_with_diffusers(settings: Config, directory: Path) -> models.Model:
     """The base model with the LoRA, or the full weights, through diffusers' own loaders only."""
-    dtype = getattr(torch, settings.model.dtype)
+    model = _load(settings)
     if not (directory / LORA_FILE).exists():
-        return QwenImageTransformer2DModel.from_pretrained(
-            directory, torch_dtype=dtype, local_files_only=True, use_safetensors=True
+        model.transformer = type(model.transformer).from_pretrained(
+            directory, torch_dtype=model.transformer.dtype, local_files_only=True, use_safetensors=True
         )
-    transformer = _load(settings).transformer
-    state, metadata = QwenImageLoraLoaderMixin.lora_state_dict(
+        return model
+    loader = _loader(model)
+    state, metadata = loader.lora_state_dict(
         str(directory), weight_name=LORA_FILE, return_lora_metadata=True, local_files_only=True, use_safetensors=True
     )
-    QwenImageLoraLoaderMixin.load_lora_into_transformer(state, transformer, metadata=metadata)
-    return transformer
+    alphas = {"network_alphas": None} if loader is FluxLoraLoaderMixin else {}
+    loader.load_lora_into_transformer(state, transformer=model.transformer, metadata=metadata, **alphas)
+    return model
+
+
+def _loader(model: models.Model) -> Any:
+    """What diffusers saves and loads the LoRA of such a transformer with."""
+    return LOADERS[type(model.transformer)]
 
 
 def _load(settings: Config) -> models.Model:
-    return models.load(settings.model.model_copy(update={"device": "cpu"}))
+    plain = {"device": "cpu", "gradient_checkpointing": False}
+    return models.load(settings.model.model_copy(update=plain))
 
 
 @torch.no_grad()
-def _probe(transformer: QwenImageTransformer2DModel) -> Tensor:
-    """Outputs for one small random input, at noise levels from start to end; float32."""
+def _probe(model: models.Model) -> Tensor:
+    """Predictions for one small random input, at noise levels from start to end; float32."""
     generator = torch.Generator().manual_seed(0)
-    levels, side, text = (1.0, 0.5, 0.1), 4, 8
-    tokens_BNC = torch.randn(len(levels), side * side, transformer.config["in_channels"], generator=generator)
-    texts_BTD = torch.randn(len(levels), text, transformer.config["joint_attention_dim"], generator=generator)
-    (v_BNC,) = transformer(
-        hidden_states=tokens_BNC.to(transformer.dtype),
-        encoder_hidden_states=texts_BTD.to(transformer.dtype),
-        encoder_hidden_states_mask=torch.ones(texts_BTD.shape[:2], dtype=torch.bool),
-        timestep=torch.tensor(levels, dtype=transformer.dtype),
-        img_shapes=[[(1, side, side)]] * len(levels),
-        return_dict=False,
+    levels, text, config = (1.0, 0.5, 0.1), 8, model.transformer.config
+    height_px, width_px = model.small_px
+    tokens_BNC = torch.randn(len(levels), *model.latent_shape(height_px, width_px), generator=generator)
+    texts_BTD = torch.randn(len(levels), text, config["joint_attention_dim"], generator=generator)
+    pooled_BP = torch.randn(len(levels), config.get("pooled_projection_dim", 1), generator=generator)
+    conditioning = models.Conditioning(
+        embeds_BTD=texts_BTD, mask_BT=torch.ones(texts_BTD.shape[:2], dtype=torch.bool), pooled_BP=pooled_BP
     )
-    return v_BNC.float()
+    return model.predict(tokens_BNC, torch.tensor(levels), conditioning, height_px, width_px, 3.5)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from json import dumps
+from math import inf
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
@@ -22,7 +25,7 @@ from spotlight.market.ledger import (
 )
 from spotlight.market.prices import read_prices
 from spotlight.plan.offload import Balance, balance
-from spotlight.records import Interval, Span, WorkerLife
+from spotlight.records import Interval, Span, WorkerLife, row_of
 from spotlight.store.rundir import EVENTS, SPANS, WORKERS, HistoryRow, RunDir, ValidationRow, atomic_write
 
 
@@ -36,12 +39,21 @@ class Accounts:
     def __init__(self, run: RunDir, config: Config, *, watched: bool = False) -> None:
         self._run, self._config = run, config
         self._prices = pool_prices(config)
-        self._spans = read_spans(run)
-        last_s = max((span.stop_s for span in self._spans), default=0.0)
+        self._spans: list[Span] = []
+        self._latest_s: list[float] = []
+        """Of each span, when the last of it and those before it ended."""
+        self._first_spot: dict[str, tuple[float, int]] = {}
+        """Of each spot worker, when its earliest span began, and which it is."""
+        self._worked: set[str] = set()
+        """Workers with spans, as `emulated` has them, of the first `_counted` spans."""
+        self._counted = 0
+        self._broken: dict[str, float] = {}
+        self._recoveries: list[tuple[float, float]] = []
+        self._add_spans(read_spans(run))
+        last_s = self._latest_s[-1] if self._spans else 0.0
         lives = read_lives(run)
         self._lives = [life for life in lives if watched and life.left_s is None]
         self._earlier = [_ended(life, last_s) for life in lives if life not in self._lives]
-        self._events: list[Mapping[str, Any]] = []
         self._ledger: Ledger | None = None
         self.running: Mapping[str, int] = {}
         """Tasks in progress, by phase."""
@@ -49,10 +61,10 @@ class Accounts:
     def take(self, drained: Mapping[str, Any], running: Mapping[str, int]) -> None:
         """Add what the cluster reports: new spans, and the lives of all its workers."""
         self.running = running
-        self._events += drained["events"]
+        self._recoveries += recoveries(drained["events"], self._broken)
         if drained["events"]:
             self._run.append(EVENTS, *drained["events"])
-        self._spans += [Span(**row) for row in drained["spans"]]
+        self._add_spans([Span(**row) for row in drained["spans"]])
         if drained["spans"]:
             self._run.append(SPANS, *drained["spans"])
         lives = [WorkerLife(**row) for row in drained["workers"]]
@@ -69,23 +81,25 @@ class Accounts:
 
     def measure(self, start_s: float, stop_s: float) -> dict[str, float]:
         """Seconds and dollars of a stretch of time: by phase, by worker, by pool."""
-        window = (start_s, stop_s)
+        window, spans, workers = (start_s, stop_s), self._since(start_s), self._all()
         by_phase: defaultdict[str, float] = defaultdict(float)
-        for span in self._spans:
+        for span in spans:
             by_phase[_phase(span)] += overlap_s(span.start_s, span.stop_s, window)
-        busy = {
-            worker: sum(overlap_s(*interval, window) for interval in intervals)
-            for worker, intervals in busy_intervals(emulated(self._config, self._spans, self._all())).items()
-        }
-        taken = [life for life in self._all() if _was_taken(life) and start_s <= (life.left_s or 0) <= stop_s]
-        recoveries_s = [r for at_s, r in recoveries(self._events) if start_s <= at_s <= stop_s]
+        self._worked.update(span.worker for span in emulated(self._config, self._spans[self._counted :], workers))
+        self._counted = len(self._spans)
+        busy = dict.fromkeys(self._worked, 0.0)
+        for worker, intervals in busy_intervals(emulated(self._config, spans, workers)).items():
+            busy[worker] = sum(overlap_s(*interval, window) for interval in intervals)
+        taken = [life for life in workers if _was_taken(life) and start_s <= (life.left_s or 0) <= stop_s]
+        recoveries_s = [r for at_s, r in self._recoveries if start_s <= at_s <= stop_s]
+        firsts = [self._spans[index] for _, index in sorted(self._first_spot.values(), key=itemgetter(1))]
         self._ledger = None
         return {
             "wall_s": stop_s - start_s,
             **{f"{phase}_s": seconds for phase, seconds in by_phase.items() if seconds},
             **{f"busy_s.{worker}": seconds for worker, seconds in busy.items()},
             "usd": sum(self.usd_by_pool(stop_s, start_s).values()),
-            "spot_utilisation": spot_utilisation(self._spans, self._all(), window),
+            "spot_utilisation": spot_utilisation([*firsts, *spans], workers, window),  # adds up in the same order
             "preemptions": float(len(taken)),
             "gangs_broken": float(len(recoveries_s)),
             **({"recovery_s": median(recoveries_s)} if recoveries_s else {}),
@@ -93,7 +107,7 @@ class Accounts:
 
     def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
         """How reserved and spot workers shared an iteration."""
-        return balance(self._spans, self._all(), iteration, began_s=began_s, window_s=window_s)
+        return balance(self._since(began_s), self._all(), iteration, began_s=began_s, window_s=window_s)
 
     def usd_by_pool(self, now_s: float, since_s: float = 0.0) -> dict[str, float]:
         """Price of each pool's seconds, idle or not, up to ``now_s``."""
@@ -135,12 +149,27 @@ class Accounts:
         ends = [span.stop_s for span in self._spans if span.phase.startswith(("rollout", "explore", "validate"))]
         return min((end - began_s for end in ends if end >= began_s), default=None)
 
+    def _add_spans(self, spans: Sequence[Span]) -> None:
+        latest_s = self._latest_s[-1] if self._latest_s else -inf
+        for index, span in enumerate(spans, len(self._spans)):
+            latest_s = max(latest_s, span.stop_s)
+            self._latest_s.append(latest_s)
+            if span.pool == "spot":
+                known = self._first_spot.get(span.worker)
+                if known is None or span.start_s < known[0]:
+                    self._first_spot[span.worker] = (span.start_s, index)
+        self._spans += spans
+
+    def _since(self, at_s: float) -> list[Span]:
+        """All spans but the first ones that had ended before."""
+        return self._spans[bisect_left(self._latest_s, at_s) :]
+
     def _all(self) -> list[WorkerLife]:
         return self._earlier + self._lives
 
     def _write_lives(self) -> None:
         with atomic_write(self._run.path / WORKERS) as file:
-            file.write("".join(f"{dumps(asdict(life), sort_keys=True)}\n" for life in self._all()).encode())
+            file.write("".join(f"{dumps(row_of(life), sort_keys=True)}\n" for life in self._all()).encode())
 
 
 def read_spans(run: RunDir) -> list[Span]:
@@ -202,9 +231,15 @@ def emulated(config: Config, spans: Sequence[Span], workers: Sequence[WorkerLife
     return shared(spans, workers, "train") if config.pace.gpu else spans
 
 
-def recoveries(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float]]:
-    """``(when it broke, seconds until its next committed step)`` of each gang that lost a member and went on."""
-    broken: dict[str, float] = {}
+def recoveries(
+    events: Iterable[Mapping[str, Any]], broken: dict[str, float] | None = None
+) -> Iterator[tuple[float, float]]:
+    """``(when it broke, seconds until its next committed step)`` of each gang that lost a member and went on.
+
+    Args:
+        broken: when gangs broke that did not go on before these events; it is brought up to date.
+    """
+    broken = {} if broken is None else broken
     for event in events:
         if event["event"] == "broken":
             broken.setdefault(event["gang"], event["at_s"])

@@ -1,7 +1,7 @@
 """Diffusion transformers behind one small interface: texts and noise in, images out.
 
 The only door to diffusers and peft. A further model family is one more file with one class,
-and one more line in `load`.
+and one more case in `load`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import torch
 
 from spotlight.rl.models.base import Conditioning as Conditioning
 from spotlight.rl.models.base import Model as Model
+from spotlight.rl.models.pipeline import Loading as Loading
 
 if TYPE_CHECKING:
     from spotlight.config import ModelSection
     from spotlight.store.node import Node
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load(settings: ModelSection, node: Node | None = None) -> Model:
@@ -33,11 +36,27 @@ def load(settings: ModelSection, node: Node | None = None) -> Model:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
-    if settings.name == "tiny-text":
-        from spotlight.rl.models.tiny_text import TinyText
+    loading = Loading(
+        device=torch.device(device),
+        dtype=DTYPES[settings.dtype],
+        vae_dtype=None if settings.vae_dtype == "auto" else DTYPES[settings.vae_dtype],
+        vae_tiling=settings.vae_tiling,
+        gradient_checkpointing=settings.gradient_checkpointing,
+    )
+    match settings.name:
+        case "tiny-text":
+            from spotlight.rl.models.tiny_text import TinyText
 
-        return TinyText.load(settings.path, torch.device(device), dtype, node)
-    from spotlight.rl.models.qwen_image import QwenImage
+            return TinyText.load(settings.path, loading.device, loading.dtype, node)
+        case "qwen-image":
+            from spotlight.rl.models.qwen_image import QwenImage
 
-    return QwenImage.load(settings.path, torch.device(device), dtype, node)
+            return QwenImage.load(settings.path, loading, node)
+        case "sd3":
+            from spotlight.rl.models.sd3 import StableDiffusion3
+
+            return StableDiffusion3.load(settings.path, loading, node)
+        case "flux":
+            from spotlight.rl.models.flux import Flux
+
+            return Flux.load(settings.path, loading, node)

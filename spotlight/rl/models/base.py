@@ -1,11 +1,10 @@
 """What every model offers: encode texts, predict velocities, decode latents, and be trained.
 
-Nothing here knows of runs, stores or schedulers. A forward pass depends on its arguments and the
-resident weights only, and the optimizer's parameters keep their identity whatever is loaded.
+Nothing here knows of runs, stores or schedulers, nor of one transformer's arguments: those are a family's. A forward
+pass depends on its arguments and the resident weights only, and the optimizer's parameters keep their identity
+whatever is loaded.
 
-What holds for Qwen-Image's transformer alone says "Qwen only": another transformer replaces it.
-
-Shapes: B samples, N latent tokens, C channels of a token, T text tokens, D text features.
+Shapes: B samples, N latent tokens, C channels of a token, T text tokens, D text features, P features of a whole text.
 """
 
 from __future__ import annotations
@@ -16,30 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from numpy.typing import NDArray
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from torch import Tensor
-
-LORA_TARGETS = (
-    "attn.to_q",
-    "attn.to_k",
-    "attn.to_v",
-    "attn.to_out.0",
-    "attn.add_q_proj",
-    "attn.add_k_proj",
-    "attn.add_v_proj",
-    "attn.to_add_out",
-    "img_mlp.net.0.proj",
-    "img_mlp.net.2",
-    "txt_mlp.net.0.proj",
-    "txt_mlp.net.2",
-)
-"""Qwen only: the twelve linear layers of a block that published recipes adapt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,22 +32,33 @@ class Conditioning:
     embeds_BTD: Tensor
     mask_BT: Tensor
     """True where a token counts."""
+    pooled_BP: Tensor | None = None
+    """One vector a text, for families that want one."""
 
     def rows(self, index: Tensor | Sequence[int]) -> Conditioning:
         """The conditioning of the samples at ``index``, in that order."""
         at = torch.as_tensor(index, device=self.mask_BT.device)
-        return Conditioning(embeds_BTD=self.embeds_BTD[at], mask_BT=self.mask_BT[at])
+        pooled = None if self.pooled_BP is None else self.pooled_BP[at]
+        return Conditioning(embeds_BTD=self.embeds_BTD[at], mask_BT=self.mask_BT[at], pooled_BP=pooled)
 
 
 class Model(ABC):
-    """A Qwen-Image transformer with its text and image ends.
+    """A transformer with its text and image ends.
 
-    A family says how it encodes, how many tokens an image has, which noise levels its sampler
-    visits, and how latents become pixels; the rest is common. Its own ``load`` makes it from files.
+    A family says how it encodes, how many tokens an image has, which noise levels its sampler visits, how one forward
+    pass is called, and how latents become pixels; the rest is common. Its own ``load`` makes it from files.
+
+    Whether a gang can share a forward pass (`device.sequence_parallel`) is up to the transformer: diffusers must have a
+    plan for it (``_cp_plan``), and its heads, its latent tokens and its text tokens must divide by the gang's width.
     """
 
-    transformer: QwenImageTransformer2DModel
-    """Qwen only, as is its split among the ranks of a gang (`device.sequence_parallel`)."""
+    lora_targets: ClassVar[tuple[str, ...]]
+    """Linear layers of a block that a LoRA adapts, by the end of their names."""
+    negative_text: ClassVar[str] = " "
+    """What true classifier-free guidance steers away from."""
+
+    transformer: Any
+    """A network of diffusers. Its settings name ``num_attention_heads``."""
     device: torch.device
     _base: dict[str, Tensor]
     """Where full-weights training started, by parameter name; empty beside a LoRA."""
@@ -99,18 +93,38 @@ class Model(ABC):
         """``steps + 1`` noise levels, from 1 down to 0."""
 
     @abstractmethod
+    def predict(
+        self, x_BNC: Tensor, sigma_B: Tensor, text: Conditioning, height_px: int, width_px: int, guidance: float
+    ) -> Tensor:
+        """One pass of the transformer, float32; ``guidance`` is for transformers that embed it."""
+
+    @abstractmethod
     def decode(self, x_BNC: Tensor, height_px: int, width_px: int) -> NDArray[np.uint8]:
         """Clean latents to images of shape (B, height, width, 3)."""
 
     def latent_shape(self, height_px: int, width_px: int) -> tuple[int, int]:
-        """Tokens N and channels C of one sample. Qwen only: the name of the channels in the transformer's settings."""
+        """Tokens N and channels C of one sample."""
         rows, columns = self.grid(height_px, width_px)
-        return rows * columns, int(self.transformer.config["in_channels"])
+        return rows * columns, self.token_channels
+
+    @property
+    @abstractmethod
+    def small_px(self) -> tuple[int, int]:
+        """Height and width of a small image that the model has: for trying a network out."""
+
+    @property
+    def token_channels(self) -> int:
+        return int(self.transformer.config["in_channels"])
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """Whether guidance is an input of the transformer, so that one pass is enough."""
+        return bool(self.transformer.config.get("guidance_embeds"))
 
     @cached_property
     def negative(self) -> Conditioning:
-        """What true classifier-free guidance steers away from. Qwen only: the single space that its recipes use."""
-        return self.encode([" "])
+        """The encoded negative text."""
+        return self.encode([self.negative_text])
 
     def velocity(
         self,
@@ -124,11 +138,7 @@ class Model(ABC):
     ) -> Tensor:
         """Predict ``v = noise - clean`` at noise levels ``sigma_B``.
 
-        With ``guidance`` s > 1, two forward passes of B rows each are combined, per token. Qwen only: the norm of the
-        mix is that of the positive pass::
-
-            mix = neg + s (pos - neg)
-            v   = mix |pos| / |mix|
+        Where guidance is not embedded, ``guidance`` > 1 takes two passes of B rows each, which `guide` combines.
 
         Args:
             x_BNC: noisy latents, any float dtype; the transformer computes in its own.
@@ -137,29 +147,17 @@ class Model(ABC):
 
         Returns:
             Shape (B, N, C), float32.
-
-        Source: Qwen-Image's pipeline in diffusers.
         """
-        positive = self._forward(x_BNC, sigma_B, conditioning, height_px, width_px)
-        if guidance == 1.0:
+        positive = self.predict(x_BNC, sigma_B, conditioning, height_px, width_px, guidance)
+        if guidance == 1.0 or self.embeds_guidance:
             return positive
         negative = self.negative.rows([0] * x_BNC.shape[0])
-        against = self._forward(x_BNC, sigma_B, negative, height_px, width_px)
-        combined = against + guidance * (positive - against)
-        return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
+        against = self.predict(x_BNC, sigma_B, negative, height_px, width_px, guidance)
+        return self.guide(positive, against, guidance)
 
-    def _forward(self, x_BNC: Tensor, sigma_B: Tensor, text: Conditioning, height_px: int, width_px: int) -> Tensor:
-        """One pass of the transformer. Qwen only: the names and forms of its arguments."""
-        dtype = self.transformer.dtype
-        (v_BNC,) = self.transformer(
-            hidden_states=x_BNC.to(dtype),
-            encoder_hidden_states=text.embeds_BTD.to(dtype),
-            encoder_hidden_states_mask=text.mask_BT,
-            timestep=sigma_B.to(dtype),
-            img_shapes=[[(1, *self.grid(height_px, width_px))]] * x_BNC.shape[0],
-            return_dict=False,
-        )
-        return v_BNC.float()
+    def guide(self, positive_BNC: Tensor, negative_BNC: Tensor, guidance: float) -> Tensor:
+        """True classifier-free guidance: ``neg + s (pos - neg)``."""
+        return negative_BNC + guidance * (positive_BNC - negative_BNC)
 
     # What training changes: the whole transformer, or a LoRA beside it.
 
@@ -180,7 +178,7 @@ class Model(ABC):
                         r=rank,
                         lora_alpha=alpha or 2 * rank,  # type: ignore[arg-type]  # peft also takes floats
                         init_lora_weights="gaussian",
-                        target_modules=list(LORA_TARGETS),
+                        target_modules=list(self.lora_targets),
                     )
                 )
             for parameter in self.parameters():
@@ -229,6 +227,22 @@ class Model(ABC):
         finally:
             self._exchange_reference(enter=False)
             self._in_reference = False
+
+    @contextmanager
+    def standing_in(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, these tensors are the model's `parameters`, in that order; what is loaded goes into them.
+
+        Nothing may be trained inside, and passes made outside that await their backward need none of it.
+        """
+        self._exchange(values)
+        try:
+            yield
+        finally:
+            self._exchange(values)
+
+    def _exchange(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self.parameters(), values, strict=True):
+            parameter.data, value.data = value.data, parameter.data
 
     def _exchange_reference(self, *, enter: bool) -> None:
         if self.has_lora:

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from spotlight.records import SpotlightError
-from spotlight.rl.models.base import Conditioning, Model
+from spotlight.rl.models.base import Conditioning
+from spotlight.rl.models.qwen_transformer import QwenTransformer
 from spotlight.rl.rewards import quoted_target
 from spotlight.store.node import Node, NotOnNode, fingerprint, map_tensors
 
@@ -31,7 +32,7 @@ TEXT_DIM = 64
 WEIGHTS = Path(__file__).parent / "weights" / "tiny_text.safetensors"
 
 
-class TinyText(Model):
+class TinyText(QwenTransformer):
     """Half a million parameters of the same class as Qwen-Image, in pixel space."""
 
     def __init__(self) -> None:
@@ -115,6 +116,10 @@ class TinyText(Model):
             ids[row, : len(target)] = torch.tensor([ALPHABET.index(letter) + 1 for letter in target])
         ids = ids.to(self.device)
         return Conditioning(embeds_BTD=self.letters(ids) + self.places.weight, mask_BT=ids > 0)
+
+    @property
+    def small_px(self) -> tuple[int, int]:
+        return HEIGHT_PX, WIDTH_PX
 
     def grid(self, height_px: int, width_px: int) -> tuple[int, int]:
         if (height_px, width_px) != (HEIGHT_PX, WIDTH_PX):

@@ -1,0 +1,208 @@
+"""Reads what a checkpoint directory says of itself: its classes, sizes and whether its files are whole; loads nothing.
+
+Neither torch nor diffusers is imported, so a run's settings are checked before any process is started. Only JSON and
+the headers of safetensors files are read; a directory whose weights are pickled is refused, never opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spotlight.records import SpotlightError
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Endings of files that can run any code when they are loaded."""
+HEADER_BYTES_MAX = 100_000_000
+"""The largest header that the safetensors format allows."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What the pipeline directories of one model family hold."""
+
+    pipeline: str
+    """Class of the pipeline, as ``model_index.json`` names it."""
+    transformer: str
+    """Class of the transformer, as its ``config.json`` names it."""
+    vae: str
+    encoders: tuple[str, ...]
+    """Folders of the text encoders."""
+    shares: bool
+    """Whether a gang can share a forward pass: diffusers has a plan for splitting this transformer."""
+
+
+FAMILIES = {
+    "qwen-image": Family(
+        pipeline="QwenImagePipeline",
+        transformer="QwenImageTransformer2DModel",
+        vae="AutoencoderKLQwenImage",
+        encoders=("text_encoder",),
+        shares=True,
+    ),
+    "sd3": Family(
+        pipeline="StableDiffusion3Pipeline",
+        transformer="SD3Transformer2DModel",
+        vae="AutoencoderKL",
+        encoders=("text_encoder", "text_encoder_2", "text_encoder_3"),
+        shares=False,
+    ),
+    "flux": Family(
+        pipeline="FluxPipeline",
+        transformer="FluxTransformer2DModel",
+        vae="AutoencoderKL",
+        encoders=("text_encoder", "text_encoder_2"),
+        shares=True,
+    ),
+}
+"""By the name that ``model.name`` gives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """One network of a checkpoint, as its files describe it."""
+
+    config: Mapping[str, Any]
+    parameters: int
+
+
+def require_pipeline(directory: Path, expected: str) -> None:
+    """Find out at once that a directory is no pipeline of the class that the settings name.
+
+    Raises:
+        SpotlightError: it is not; the text says what it is.
+    """
+    index = directory / "model_index.json"
+    try:
+        found = json.loads(index.read_text()).get("_class_name")
+    except FileNotFoundError:
+        raise SpotlightError(
+            f"{directory}: {'has no model_index.json' if directory.is_dir() else 'no such directory'}; "
+            f"model.path must name a diffusers {expected} directory on this machine"
+        ) from None
+    except (OSError, ValueError, AttributeError) as error:
+        raise SpotlightError(f"{index}: not a readable pipeline index ({error}); copy the pipeline anew") from None
+    if found != expected:
+        raise SpotlightError(f"{index}: the pipeline is of class {found!r}, and model.name needs {expected!r}")
+
+
+def require_class(directory: Path, expected: str | None) -> Mapping[str, Any]:
+    """The settings of one network, which must be of the class expected, if one is.
+
+    Raises:
+        SpotlightError: ``config.json`` is missing, unreadable or of another class.
+    """
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_text())
+        found = config.get("_class_name")
+    except FileNotFoundError:
+        raise SpotlightError(f"{directory}: has no config.json; copy this part of the pipeline anew") from None
+    except (OSError, ValueError, AttributeError) as error:
+        raise SpotlightError(f"{file}: not readable ({error}); copy this part of the pipeline anew") from None
+    if expected and found != expected:
+        raise SpotlightError(f"{file}: the network is of class {found!r}, and {expected!r} is expected here")
+    return dict(config)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of one network; each is whole, and none that the index names is missing.
+
+    Raises:
+        SpotlightError: there are none, they are pickled, one is missing or cut short.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    for index in directory.glob("*.safetensors.index.json"):
+        for name in sorted(set(_index(index).values())):
+            if not (directory / name).is_file():
+                raise SpotlightError(f"{directory / name}: named by {index.name}, but missing; copy it anew")
+    if not files:
+        pickled = sorted(file.name for file in directory.glob("*") if file.suffix in PICKLES)
+        if pickled:
+            raise SpotlightError(
+                f"{directory}: its weights are pickled ({pickled[0]}), and a pickle can run any code when it is "
+                "loaded: take a copy in safetensors, or save it so with save_pretrained(..., safe_serialization=True)"
+            )
+        raise SpotlightError(f"{directory}: has no .safetensors file; copy this part of the pipeline anew")
+    for file in files:
+        tensors(file)
+    return files
+
+
+def network(directory: Path, expected: str | None) -> Network:
+    """What the files of one network say of it.
+
+    Raises:
+        SpotlightError: as `require_class` and `weight_files`.
+    """
+    config = require_class(directory, expected)
+    sizes = [math.prod(shape) for file in weight_files(directory) for shape in tensors(file).values()]
+    return Network(config=config, parameters=sum(sizes))
+
+
+def tensors(file: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a safetensors file, from its header alone.
+
+    Raises:
+        SpotlightError: it is damaged, or not as long as its header says.
+    """
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > HEADER_BYTES_MAX:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        found = {name: tuple(map(int, one["shape"])) for name, one in header.items()}
+        expected = 8 + length + max((one["data_offsets"][1] for one in header.values()), default=0)
+        size = file.stat().st_size
+        if size != expected:
+            raise ValueError(f"{size} bytes instead of {expected}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise SpotlightError(f"{file}: damaged or cut short ({error}); copy it anew") from None
+    return found
+
+
+def _index(file: Path) -> dict[str, str]:
+    try:
+        found: dict[str, str] = json.loads(file.read_text())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpotlightError(f"{file}: not a readable index of weights ({error}); copy it anew") from None
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What a whole checkpoint says of itself."""
+
+    family: Family
+    transformer: Network
+    vae: Network
+    encoders: tuple[Network, ...]
+    """Those that are there: a run whose texts are encoded needs none."""
+
+
+def survey(name: str, path: str | Path) -> Survey:
+    """Look through a checkpoint without loading it.
+
+    Args:
+        name: of the family, as ``model.name`` gives it.
+
+    Raises:
+        SpotlightError: a part is missing, of another class, cut short or pickled.
+    """
+    family, directory = FAMILIES[name], Path(path)
+    require_pipeline(directory, family.pipeline)
+    there = [directory / folder for folder in family.encoders if (directory / folder).is_dir()]
+    return Survey(
+        family=family,
+        transformer=network(directory / "transformer", family.transformer),
+        vae=network(directory / "vae", family.vae),
+        encoders=tuple(network(folder, None) for folder in there),
+    )

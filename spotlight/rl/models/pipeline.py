@@ -1,0 +1,371 @@
+"""A diffusers pipeline directory as a `Model`: what all families of checkpoints have in common.
+
+Reads local files only, and no pickle. The text encoders, larger than everything else on a small worker, are resident
+only inside `PipelineModel.preload`, and only if a text is missing from the cache.
+
+Shapes: B samples, N latent tokens, C channels of a token, T text tokens, D text features, P features of a whole text.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import diffusers
+import numpy as np
+import torch
+import transformers
+from diffusers.models.modeling_utils import ModelMixin
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from spotlight.records import SpotlightError
+from spotlight.rl.checkpoints import require_class, require_pipeline, weight_files
+from spotlight.rl.models.base import Conditioning, Model
+from spotlight.store.node import Node, NotOnNode, fingerprint
+from spotlight.store.rundir import atomic_write
+
+TEXT_MULTIPLE = 8
+"""Text widths are rounded up to it, so that text splits among up to 8 ranks."""
+ENCODER = "encoder"
+"""Under this name, the cache of texts says which encoder they are from."""
+SAMPLES, SAMPLE_BYTES = 64, 4096
+"""So many pieces of a weights file, evenly spread, tell encoders apart: one that was trained anew differs in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """How a checkpoint is put on a device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    vae_dtype: torch.dtype | None = None
+    """None: as the transformer's."""
+    vae_tiling: bool = False
+    gradient_checkpointing: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """One text, without padding."""
+
+    embeds_TD: Tensor
+    pooled_P: Tensor | None = None
+
+
+class PipelineModel(Model):
+    """A transformer and a VAE on one device, and the encoded texts of one run on the host.
+
+    A family names its classes, and says how a text is encoded, which sizes there are, how the scheduler is asked, and
+    how tokens are latents.
+    """
+
+    pipeline_class: ClassVar[Any]
+    transformer_class: ClassVar[Any]
+    vae_class: ClassVar[Any]
+    encoder_classes: ClassVar[Mapping[str, Any]]
+    """By folder, as are the tokenizers."""
+    tokenizer_classes: ClassVar[Mapping[str, Any]]
+
+    optional_parts: ClassVar[tuple[str, ...]] = ()
+    """Encoders and tokenizers that a checkpoint may come without."""
+    masks_padding: ClassVar[bool] = False
+    """Whether the transformer takes a mask. One that does not is given texts that all have the encoders' own width."""
+
+    def __init__(self, path: Path, pipeline: Any, device: torch.device) -> None:
+        self._path = path
+        self._pipeline = pipeline
+        self.device = device
+        self.transformer = pipeline.transformer
+        self._texts: dict[str, Encoded] = {}
+
+    @classmethod
+    def load(cls, path: str, loading: Loading, node: Node | None = None) -> Self:
+        """Load all but the text encoders from a directory that ``save_pretrained`` wrote.
+
+        Args:
+            node: holds the networks for all its processes. The first one reads the checkpoint; on the CPU the
+                parameters are views of the node's memory, on a GPU they are copied from there.
+
+        Raises:
+            SpotlightError: the directory is not a pipeline of this family, or a file in it is damaged or pickled.
+        """
+        directory = Path(path)
+        diffusers.utils.logging.disable_progress_bar()  # a run shows its own progress
+        transformers.utils.logging.disable_progress_bar()
+        require_pipeline(directory, cls.pipeline_class.__name__)
+        parts: dict[str, Any] = dict.fromkeys([*cls.encoder_classes, *cls.tokenizer_classes])
+        parts["scheduler"] = _part(FlowMatchEulerDiscreteScheduler, directory, "scheduler")
+        networks = (
+            ("vae", cls.vae_class, loading.vae_dtype or loading.dtype),
+            ("transformer", cls.transformer_class, loading.dtype),
+        )
+        for name, kind, dtype in networks:
+            source = _on_node(node, kind, directory, name, dtype) if node else directory
+            parts[name] = _weights(kind, source, name, torch_dtype=dtype).to(loading.device)
+        if loading.vae_tiling:
+            parts["vae"].enable_tiling()
+        if loading.gradient_checkpointing:
+            parts["transformer"].enable_gradient_checkpointing()
+        return cls(directory, cls.pipeline_class(**parts), loading.device)
+
+    # Texts
+
+    def preload(self, texts: Sequence[str], cache: Path | None = None) -> None:
+        """Encode a run's texts and the negative prompt once; the text encoders are gone afterwards.
+
+        Every process of a run must preload the same texts, because the width of a text, and so the
+        rounding of a forward pass, may follow from the longest.
+
+        Args:
+            texts: all that `encode` will be asked for.
+            cache: a safetensors file; texts found in it, from the same encoders, are not encoded; others are added.
+
+        Raises:
+            SpotlightError: the cache or a file of a text encoder is damaged.
+        """
+        wanted = sorted({*texts, self.negative_text})
+        self._texts = self._run_text_encoders(wanted) if cache is None else self._through(cache, wanted)
+        self.__dict__.pop("negative", None)  # encoded at another width
+
+    @abstractmethod
+    def _encode_alone(self, pipeline: Any, text: str) -> Encoded:
+        """What the pipeline's own encoders make of one text, on any device."""
+
+    def _through(self, cache: Path, texts: Sequence[str]) -> dict[str, Encoded]:
+        """What the cache has of the texts; the rest is encoded by one process while the others wait for it."""
+        encoder = self._encoder_hash()
+        with cache.with_name(f"{cache.name}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # let go of by closing
+            stored = _read_cache(cache, encoder) if cache.exists() else {}
+            if missing := [text for text in texts if _key(text) not in stored]:
+                for text, one in self._run_text_encoders(missing).items():
+                    stored[_key(text)] = one.embeds_TD
+                    if one.pooled_P is not None:
+                        stored[_pooled_key(text)] = one.pooled_P
+                with atomic_write(cache) as file:
+                    file.write(save(stored, metadata={ENCODER: encoder or ""}))
+        return {text: Encoded(embeds_TD=stored[_key(text)], pooled_P=stored.get(_pooled_key(text))) for text in texts}
+
+    def _encoder_hash(self) -> str | None:
+        """Names the text encoders by their content; None where their files are not here."""
+        digest, found = sha256(str(self.transformer.dtype).encode()), False
+        for folder in (*self.encoder_classes, *self.tokenizer_classes):
+            for file in sorted((self._path / folder).glob("*")):
+                found = True
+                digest.update(f"{folder}/{file.name}".encode())
+                digest.update(_sampled(file) if file.suffix == ".safetensors" else file.read_bytes())
+        return digest.hexdigest() if found else None
+
+    @torch.no_grad()
+    def _run_text_encoders(self, texts: Sequence[str]) -> dict[str, Encoded]:
+        """One text at a time: in a batch, the padding of its neighbours would change the last bits."""
+        parts: dict[str, Any] = {"scheduler": None, "vae": None, "transformer": self.transformer}
+        index = json.loads((self._path / "model_index.json").read_text())
+        left_out = [name for name in self.optional_parts if index.get(name, (None, None))[1] is None]
+        parts |= dict.fromkeys(left_out)
+        for name in self.encoder_classes.keys() - left_out:
+            encoder = _weights(self.encoder_classes[name], self._path, name, dtype=self.transformer.dtype)
+            parts[name] = encoder.to(self.device)
+        for name in self.tokenizer_classes.keys() - left_out:
+            parts[name] = _part(self.tokenizer_classes[name], self._path, name)
+        pipeline: Any = self.pipeline_class(**parts)
+        self._check_tokenizer(pipeline)
+        encoded = {}
+        for text in texts:
+            one = self._encode_alone(pipeline, text)
+            pooled_P = None if one.pooled_P is None else one.pooled_P.cpu().contiguous()
+            encoded[text] = Encoded(embeds_TD=one.embeds_TD.cpu().contiguous(), pooled_P=pooled_P)
+        del pipeline, parts, encoder
+        gc.collect()  # modules refer to each other in cycles
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return encoded
+
+    def _check_tokenizer(self, pipeline: Any) -> None:
+        """Raise SpotlightError for a tokenizer that loads but is not the family's."""
+
+    def encode(self, texts: Sequence[str]) -> Conditioning:
+        """Look preloaded texts up; padded to the run's one width, with the padding masked out.
+
+        Raises:
+            SpotlightError: a text was not preloaded.
+        """
+        for text in texts:
+            if text not in self._texts:
+                raise SpotlightError(
+                    f"the text {text!r} was not encoded when the run began, and the text encoder of "
+                    f"{self._path} is no longer in memory: pass every text to preload()"
+                )
+        longest = max(len(one.embeds_TD) for one in self._texts.values())
+        width = -(-longest // TEXT_MULTIPLE) * TEXT_MULTIPLE if self.masks_padding else longest
+        negative = self._texts[self.negative_text]
+        embeds_BTD = torch.zeros(len(texts), width, negative.embeds_TD.shape[1], dtype=self.transformer.dtype)
+        mask_BT = torch.zeros(len(texts), width, dtype=torch.bool)
+        for row, text in enumerate(texts):
+            tokens_TD = self._texts[text].embeds_TD
+            embeds_BTD[row, : len(tokens_TD)] = tokens_TD
+            mask_BT[row, : len(tokens_TD)] = True
+        pooled = [self._texts[text].pooled_P for text in texts] if negative.pooled_P is not None else None
+        return Conditioning(
+            embeds_BTD=embeds_BTD.to(self.device),
+            mask_BT=mask_BT.to(self.device),
+            pooled_BP=torch.stack(pooled).to(self.device) if pooled else None,  # type: ignore[arg-type]
+        )
+
+    # Sizes and schedule
+
+    @property
+    def _unit_px(self) -> int:
+        """Height and width of one token."""
+        return 2 * int(self._pipeline.vae_scale_factor)  # a token is a patch of 2 x 2 latent pixels
+
+    @property
+    def small_px(self) -> tuple[int, int]:
+        return 4 * self._unit_px, 4 * self._unit_px
+
+    def grid(self, height_px: int, width_px: int) -> tuple[int, int]:
+        unit = self._unit_px
+        if height_px % unit or width_px % unit:
+            heights, widths = _around(height_px, unit), _around(width_px, unit)
+            raise SpotlightError(
+                f"{self._path} draws sizes in multiples of {unit} px, and model.height_px x model.width_px is "
+                f"{height_px} x {width_px}; the nearest sizes are "
+                + " or ".join(f"{height} x {width}" for height in heights for width in widths)
+            )
+        return height_px // unit, width_px // unit
+
+    def sigmas(self, steps: int, height_px: int, width_px: int) -> tuple[float, ...]:
+        """The checkpoint's own schedule, shifted by the number of tokens as its pipeline does.
+
+        Raises:
+            SpotlightError: the schedule is not one of descending levels, as with a single step.
+        """
+        scheduler = self._pipeline.scheduler
+        tokens, _ = self.latent_shape(height_px, width_px)
+        with np.errstate(invalid="ignore"):  # stretching a single step to the terminal level divides 0 by 0
+            self._set_timesteps(scheduler, steps, tokens)
+        sigmas = tuple(scheduler.sigmas.tolist())
+        if not all(high > low for high, low in zip(sigmas, sigmas[1:], strict=False)):
+            raise SpotlightError(
+                f"{self._path / 'scheduler'} gives the noise levels {sigmas} for {steps} steps, which do not "
+                "descend: take at least 2 steps (rollout.steps, exploration.steps)"
+            )
+        return sigmas
+
+    @abstractmethod
+    def _set_timesteps(self, scheduler: Any, steps: int, tokens: int) -> None:
+        """Ask the scheduler for its levels, as the family's pipeline does."""
+
+    # Pixels
+
+    @torch.no_grad()
+    def decode(self, x_BNC: Tensor, height_px: int, width_px: int) -> NDArray[np.uint8]:
+        vae, pipeline = self._pipeline.vae, self._pipeline
+        latents = self._latents(x_BNC.to(self.device).float(), height_px, width_px).to(vae.dtype)
+        # One image at a time: a VAE's activations at full size are many times those of the transformer.
+        images = torch.cat([self._pixels(vae, latent).float() for latent in latents.split(1)])
+        pixels: NDArray[np.float32] = pipeline.image_processor.postprocess(images, output_type="np")
+        return (pixels * 255).round().astype(np.uint8)
+
+    @abstractmethod
+    def _latents(self, x_BNC: Tensor, height_px: int, width_px: int) -> Tensor:
+        """What the VAE decodes, from tokens."""
+
+    def _pixels(self, vae: Any, latent: Tensor) -> Tensor:
+        image: Tensor = vae.decode(latent, return_dict=False)[0]
+        return image
+
+
+def shift_options(scheduler: Any) -> dict[str, Any]:
+    """What the scheduler's settings say of the shift, under the names that ``calculate_shift`` has for it."""
+    names = (
+        ("base_seq_len", "base_image_seq_len"),
+        ("max_seq_len", "max_image_seq_len"),
+        ("base_shift", "base_shift"),
+        ("max_shift", "max_shift"),
+    )
+    return {parameter: scheduler.config[name] for parameter, name in names if name in scheduler.config}
+
+
+def _part(kind: Any, directory: Path, name: str, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(directory, subfolder=name, local_files_only=True, **options)
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
+        raise SpotlightError(f"{directory / name}: not loadable as {kind.__name__}: {error}") from error
+
+
+def _weights(kind: Any, directory: Path, name: str, **dtype: torch.dtype) -> Any:
+    """A frozen network. What from_pretrained passes over is checked: pickles, what is cut short, absent weights."""
+    require_class(directory / name, kind.__name__ if issubclass(kind, ModelMixin) else None)
+    weight_files(directory / name)
+    network, report = _part(kind, directory, name, use_safetensors=True, output_loading_info=True, **dtype)
+    if missing := sorted(report["missing_keys"]):
+        raise SpotlightError(
+            f"{directory / name}: {len(missing)} weights that {kind.__name__} needs are absent, such as {missing[0]}; "
+            "copy the pipeline anew"
+        )
+    return network.requires_grad_(False).eval()
+
+
+def _on_node(node: Node, kind: Any, directory: Path, name: str, dtype: torch.dtype) -> Path:
+    """The node's copy of one network, in the layout and place of the checkpoint's but already of this dtype.
+
+    Loading from it copies nothing: diffusers maps a file whose dtype is the one wanted. Without room on the
+    node, it is the checkpoint itself.
+    """
+    files = [file for file in (directory / name).glob("*") if file.is_file()]
+    key = fingerprint(files, name, str(dtype))
+
+    def write(copy: Path) -> None:
+        _weights(kind, directory, name, torch_dtype=dtype).save_pretrained(copy / name)
+
+    try:
+        return node.make(key, write, size_bytes=sum(file.stat().st_size for file in files))
+    except NotOnNode:
+        return directory
+
+
+def _read_cache(file: Path, encoder: str | None) -> dict[str, Tensor]:
+    """The cached texts; none if they are from other encoders than those that are here."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            written_by = (opened.metadata() or {}).get(ENCODER)
+        return load_file(file) if encoder in (None, written_by) else {}
+    except (SafetensorError, OSError) as error:
+        raise SpotlightError(f"{file}: damaged cache of encoded texts ({error}); delete it to encode anew") from None
+
+
+def _sampled(file: Path) -> bytes:
+    """Pieces of a file that tell it from any other of its kind, without reading gigabytes."""
+    size = file.stat().st_size
+    digest = sha256(str(size).encode())
+    with file.open("rb") as stream:
+        for piece in range(SAMPLES):
+            stream.seek(piece * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+            digest.update(stream.read(SAMPLE_BYTES))
+    return digest.digest()
+
+
+def _key(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
+
+
+def _pooled_key(text: str) -> str:
+    return f"{_key(text)}.pooled"
+
+
+def _around(size_px: int, unit_px: int) -> list[int]:
+    below = size_px // unit_px * unit_px
+    sizes = {size_px} if below == size_px else {below, below + unit_px}
+    return sorted(sizes - {0})

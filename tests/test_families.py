@@ -1,0 +1,335 @@
+"""Every family of checkpoints draws what its plain diffusers pipeline draws, trains, and refuses what is broken."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pipelines import tiny_flux, tiny_qwen_image, tiny_sd3
+from spotlight.records import SpotlightError
+from spotlight.rl import checkpoints
+from spotlight.rl.models import Loading, Model
+from spotlight.rl.models.flux import Flux
+from spotlight.rl.models.pipeline import PipelineModel
+from spotlight.rl.models.qwen_image import QwenImage
+from spotlight.rl.models.sd3 import StableDiffusion3
+
+HEIGHT_PX, WIDTH_PX, STEPS = 16, 32, 4
+SHORT, LONG = 'a "4"', 'a shop sign that reads "47"'
+CPU = Loading(device=torch.device("cpu"), dtype=torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One family, and how its plain pipeline is asked for what we draw."""
+
+    kind: type[PipelineModel]
+    build: Callable[[Path], Path]
+    plain: Any
+    guidance: float
+    options: dict[str, Any]
+    left_out: tuple[str, ...] = ()
+
+
+CASES = {
+    "qwen-image": Case(
+        kind=QwenImage,
+        build=tiny_qwen_image,
+        plain=QwenImagePipeline,
+        guidance=4.0,
+        options={"negative_prompt": " ", "true_cfg_scale": 4.0},
+    ),
+    "sd3": Case(
+        kind=StableDiffusion3,
+        build=tiny_sd3,
+        plain=StableDiffusion3Pipeline,
+        guidance=4.5,
+        options={"guidance_scale": 4.5},
+    ),
+    "sd3 without T5": Case(
+        kind=StableDiffusion3,
+        build=lambda directory: tiny_sd3(directory, without_t5=True),
+        plain=StableDiffusion3Pipeline,
+        guidance=1.0,
+        options={"guidance_scale": 1.0},
+        left_out=("text_encoder_3", "tokenizer_3"),
+    ),
+    "flux": Case(kind=Flux, build=tiny_flux, plain=FluxPipeline, guidance=3.5, options={"guidance_scale": 3.5}),
+    "flux schnell": Case(
+        kind=Flux,
+        build=lambda directory: tiny_flux(directory, guidance_embeds=False),
+        plain=FluxPipeline,
+        guidance=2.0,
+        options={"negative_prompt": "", "true_cfg_scale": 2.0},
+    ),
+}
+FAMILIES = ("qwen-image", "sd3", "flux")
+
+
+class Checkpoints:
+    """The tiny pipelines, made when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __getitem__(self, name: str) -> Path:
+        directory = self._root / name.replace(" ", "-")
+        return directory if directory.exists() else CASES[name].build(directory)
+
+    def model(self, name: str, loading: Loading = CPU) -> PipelineModel:
+        """Loaded, its texts encoded."""
+        model = CASES[name].kind.load(str(self[name]), loading)
+        model.preload([SHORT, LONG], self._root / f"{name}.safetensors")
+        return model
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+def noise(model: Model, rows: int = 1) -> Tensor:
+    shape = (rows, *model.latent_shape(HEIGHT_PX, WIDTH_PX))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def velocity(model: Model, text: str = LONG, guidance: float = 1.0, sigma: float = 0.6) -> Tensor:
+    size = {"height_px": HEIGHT_PX, "width_px": WIDTH_PX}
+    return model.velocity(noise(model), torch.tensor([sigma]), model.encode([text]), guidance=guidance, **size)
+
+
+@torch.no_grad()
+def denoised(model: Model, text: str, guidance: float) -> Tensor:
+    x_BNC, sigmas = noise(model), model.sigmas(STEPS, HEIGHT_PX, WIDTH_PX)
+    for sigma, sigma_next in zip(sigmas, sigmas[1:], strict=False):
+        v_BNC = model.velocity(
+            x_BNC,
+            torch.tensor([sigma]),
+            model.encode([text]),
+            height_px=HEIGHT_PX,
+            width_px=WIDTH_PX,
+            guidance=guidance,
+        )
+        x_BNC = x_BNC + v_BNC * (sigma_next - sigma)
+    return x_BNC
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("text", [SHORT, LONG])
+def test_latents_and_pixels_are_those_of_the_plain_pipeline(made: Checkpoints, name: str, text: str) -> None:
+    case, model = CASES[name], made.model(name)
+    plain = case.plain.from_pretrained(made[name], **dict.fromkeys(case.left_out))
+    plain.set_progress_bar_config(disable=True)
+    start = noise(model)
+    if isinstance(model, StableDiffusion3):
+        start = model._unpacked(start, HEIGHT_PX, WIDTH_PX)
+    asked = {"height": HEIGHT_PX, "width": WIDTH_PX, "num_inference_steps": STEPS, "latents": start, **case.options}
+
+    theirs = plain(text, output_type="latent", **asked).images
+    their_pixels = plain(text, output_type="np", **asked).images
+    ours_BNC = denoised(model, text, case.guidance)
+
+    theirs_BNC = model._packed(theirs) if isinstance(model, StableDiffusion3) else theirs
+    scale = theirs_BNC.abs().max()
+    assert (ours_BNC - theirs_BNC).abs().max() < 1e-5 * scale
+    pixels = model.decode(ours_BNC, HEIGHT_PX, WIDTH_PX)
+    np.testing.assert_allclose(pixels / 255, their_pixels, rtol=0, atol=0.5 / 255 + 1e-4)
+    assert pixels.std() > 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padded_and_unpadded_prompts_give_the_same_image(made: Checkpoints, name: str) -> None:
+    together, alone = made.model(name), CASES[name].kind.load(str(made[name]), CPU)
+    alone.preload([SHORT])
+
+    images = [model.decode(denoised(model, SHORT, 2.0), HEIGHT_PX, WIDTH_PX) for model in (together, alone)]
+
+    assert together.encode([SHORT]).mask_BT.shape[1] >= alone.encode([SHORT]).mask_BT.shape[1]
+    assert np.array_equal(images[0], images[1])
+
+
+@pytest.mark.parametrize(("name", "matters"), [("flux", True), ("flux schnell", True), ("sd3", True)])
+def test_guidance_reaches_the_prediction(made: Checkpoints, name: str, matters: bool) -> None:
+    model = made.model(name)
+
+    assert torch.equal(velocity(model, guidance=1.0), velocity(model, guidance=3.0)) != matters
+
+
+def test_embedded_guidance_takes_one_pass_and_true_guidance_two(made: Checkpoints) -> None:
+    passes = {}
+    for name in ("flux", "flux schnell", "sd3"):
+        model, count = made.model(name), itertools.count()
+        model.transformer.register_forward_pre_hook(lambda *_, count=count: [next(count), None][1])
+        velocity(model, guidance=3.0)
+        passes[name] = next(count)
+
+    assert passes == {"flux": 1, "flux schnell": 2, "sd3": 2}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_checkpointing_changes_no_bit_of_a_gradient(made: Checkpoints, name: str) -> None:
+    def gradients(checkpointed: bool) -> list[Tensor]:
+        loading = Loading(device=CPU.device, dtype=CPU.dtype, gradient_checkpointing=checkpointed)
+        model = made.model(name, loading)
+        model.make_trainable(rank=2, alpha=0, seed=0)
+        v_BNC = model.velocity(
+            noise(model, 2),
+            torch.tensor([0.9, 0.3]),
+            model.encode([SHORT, LONG]),
+            height_px=HEIGHT_PX,
+            width_px=WIDTH_PX,
+            guidance=2.0,
+        )
+        v_BNC.square().mean().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    plain, checkpointed = gradients(False), gradients(True)
+
+    assert plain
+    assert any(gradient.any() for gradient in plain)
+    assert all(map(torch.equal, plain, checkpointed))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_predicts_nearly_the_same_and_the_vae_has_a_type_of_its_own(
+    made: Checkpoints, name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    loading = Loading(device=CPU.device, dtype=dtype, vae_dtype=torch.float32, vae_tiling=True)
+    half = CASES[name].kind.load(str(made[name]), loading)
+    half.preload([SHORT, LONG], tmp_path / "texts.safetensors")
+
+    exact, rounded = velocity(made.model(name)), velocity(half)
+
+    assert rounded.dtype == torch.float32
+    assert (exact - rounded).norm() < 0.1 * exact.norm()
+    assert half._pipeline.vae.dtype == torch.float32
+    assert half._pipeline.vae.use_tiling
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_lora_reaches_every_block_and_starts_without_effect(made: Checkpoints, name: str) -> None:
+    model = made.model(name)
+    before = velocity(model)
+
+    model.make_trainable(rank=2, alpha=0, seed=0)
+
+    blocks = [
+        f"{each}.{number}"
+        for each in ("transformer_blocks", "single_transformer_blocks")
+        for number in range(len(getattr(model.transformer, each, ())))
+    ]
+    assert torch.equal(velocity(model), before)
+    assert all(any(layer.startswith(f"{block}.") for layer in model.trainable()) for block in blocks)
+
+
+def test_a_size_beyond_the_positions_of_sd3_is_refused(made: Checkpoints) -> None:
+    with pytest.raises(SpotlightError, match="up to 192 px a side"):
+        made.model("sd3").grid(8, 200)
+
+
+def test_texts_of_another_encoder_are_encoded_anew(made: Checkpoints, tmp_path: Path) -> None:
+    cache, changed = tmp_path / "texts.safetensors", shutil.copytree(made["flux"], tmp_path / "flux")
+    Flux.load(str(made["flux"]), CPU).preload([SHORT], cache)
+    before = cache.stat().st_mtime_ns
+    Flux.load(str(made["flux"]), CPU).preload([SHORT], cache)
+    assert cache.stat().st_mtime_ns == before
+    file = changed / "text_encoder_2" / "model.safetensors"
+    save_file({name: value * 2 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+
+    model = Flux.load(str(changed), CPU)
+    model.preload([SHORT], cache)
+
+    alone = Flux.load(str(changed), CPU)
+    alone.preload([SHORT])
+    assert cache.stat().st_mtime_ns != before
+    assert torch.equal(model.encode([SHORT]).embeds_BTD, alone.encode([SHORT]).embeds_BTD)
+
+
+# Checkpoints that are broken
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_table_of_families_tells_the_same(name: str) -> None:
+    kind, family = CASES[name].kind, checkpoints.FAMILIES[name]
+
+    assert family.pipeline == kind.pipeline_class.__name__
+    assert family.transformer == kind.transformer_class.__name__
+    assert family.vae == kind.vae_class.__name__
+    assert family.encoders == tuple(kind.encoder_classes)
+    assert family.shares == (kind.transformer_class._cp_plan is not None)
+
+
+def break_transformer_class(directory: Path) -> None:
+    file = directory / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"_class_name": "UNet2DConditionModel"}))
+
+
+def cut_short(directory: Path) -> None:
+    (file,) = (directory / "vae").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def pickle_weights(directory: Path) -> None:
+    (file,) = (directory / "transformer").glob("*.safetensors")
+    file.with_suffix(".bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    file.unlink()
+
+
+def lose_index(directory: Path) -> None:
+    (directory / "model_index.json").unlink()
+
+
+def lose_weights(directory: Path) -> None:
+    (file,) = (directory / "vae").glob("*.safetensors")
+    file.unlink()
+
+
+BROKEN = {
+    "class": (break_transformer_class, r"transformer/config\.json: .*'UNet2DConditionModel'"),
+    "cut short": (cut_short, r"vae/.*safetensors: damaged or cut short"),
+    "pickled": (pickle_weights, r"transformer: its weights are pickled \(diffusion_pytorch_model\.bin\)"),
+    "no index": (lose_index, "has no model_index.json"),
+    "no weights": (lose_weights, r"vae: has no \.safetensors file"),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("damage", BROKEN)
+def test_a_broken_checkpoint_gets_one_clear_message(made: Checkpoints, tmp_path: Path, name: str, damage: str) -> None:
+    broken, message = BROKEN[damage]
+    directory = shutil.copytree(made[name], tmp_path / "pipeline")
+    broken(directory)
+
+    with pytest.raises(SpotlightError, match=message) as raised:
+        CASES[name].kind.load(str(directory), CPU)
+    with pytest.raises(SpotlightError, match=message):
+        checkpoints.survey(name, directory)
+
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_are_counted_without_loading_them(made: Checkpoints, name: str) -> None:
+    model = made.model(name)
+
+    found = checkpoints.survey(name, made[name])
+
+    assert found.transformer.parameters == sum(value.numel() for value in model.transformer.state_dict().values())
+    assert found.vae.parameters == sum(value.numel() for value in model._pipeline.vae.state_dict().values())
+    assert len(found.encoders) == len(model.encoder_classes)
