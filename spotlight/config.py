@@ -325,6 +325,16 @@ class LatentsSection(Section):
     """What of a finished iteration stays: clean latents, every committed step, or nothing."""
 
 
+class TrackingSection(Section):
+    """Where metrics go beside the run directory."""
+
+    to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """TensorBoard's events are written into the run directory, where it is installed. W&B and MLflow must be installed,
+    and take keys and addresses from their own environment (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``, ...)."""
+    project: str = Field("spotlight", min_length=1)
+    """What W&B calls a project, and MLflow an experiment."""
+
+
 class ClusterSection(Section):
     """The cluster around the pools."""
 
@@ -404,6 +414,7 @@ class Config(Section):
     strategy: StrategySection = StrategySection()
     pace: PaceSection = PaceSection()
     latents: LatentsSection = LatentsSection()
+    tracking: TrackingSection = TrackingSection()
     cluster: ClusterSection = ClusterSection()
     simulation: SimulationSection = SimulationSection()
 

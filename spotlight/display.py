@@ -180,6 +180,18 @@ class _Display:
             self._console.print(_line(status), soft_wrap=True)
 
 
+def status_table(status: Status) -> Table:
+    """How a run stands."""
+    table = Table(title=Path(status.run_dir).name, show_header=False)
+    table.add_row("state", f"{status.state} {status.phase}".strip())
+    table.add_row("iterations", f"{status.iteration} of {status.iterations}")
+    table.add_row("validation", _scores(status))
+    table.add_row("workers", ", ".join(f"{count} {pool}" for pool, count in sorted(status.workers.items())) or "-")
+    table.add_row("preemptions", str(status.preemptions))
+    table.add_row("cost", f"${status.usd:.4f}")
+    return table
+
+
 def _facts(status: Status) -> Table:
     table = Table.grid(padding=(0, 2))
     running = ", ".join(f"{phase} x {count}" for phase, count in sorted(status.running.items())) or "-"

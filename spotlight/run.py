@@ -6,23 +6,26 @@ thread of this process, which also holds the scheduler.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from spotlight import config as configuration
 from spotlight.clock import wall_clock
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches
 from spotlight.records import SpotlightError, Stopped
+from spotlight.report import tracking
 from spotlight.report.feed import Feed
+from spotlight.report.tracking import Tracking
 from spotlight.rl import rewards
 from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
 from spotlight.store.accounts import Accounts, pool_prices
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from cluster.pools import Pools
     from cluster.standing import Standing
     from graphs.iteration import Graph
+    from spotlight.notebook import Images, Plot
     from spotlight.plan.offload import Balance
 
 STOP_GRACE_S = 60.0
@@ -50,7 +54,8 @@ class Status:
     """Where a run is, now."""
 
     state: str
-    """"starting", "running", "finished", "stopped" or "failed"."""
+    """"new", "starting", "running", "finished", "stopped" or "failed"; of a run that this process did not start, as its
+    directory has it, where a failed one is "stopped"."""
     phase: str
     iteration: int
     """Iterations finished."""
@@ -128,6 +133,14 @@ class Run:
         run._open(directory, directory.config(), cluster)
         return run
 
+    @classmethod
+    def attach(cls, run_dir: str | Path) -> Run:
+        """A run to look at, whoever runs it: as it is now, and as it goes on.
+
+        Of one that nobody runs, `start` goes on where it was.
+        """
+        return cls.resume(run_dir)
+
     def _open(self, directory: RunDir | None, settings: configuration.Config, cluster: Standing | None) -> None:
         self.config = settings
         self._cluster = cluster
@@ -143,6 +156,7 @@ class Run:
         self._refused: Mapping[str, str] = {}
         self._began_s = 0.0
         self._feed: Feed | None = None
+        self._tracking: Tracking | None = None
         self._shown_s = 0.0
         check_inputs(settings)
 
@@ -154,10 +168,11 @@ class Run:
 
     def start(self) -> Run:
         """Begin in the background, or go on; returns at once."""
-        if self.alive:
+        if self._is_ours:
             raise SpotlightError(f"{self.directory.path}: this run is already running")
         if self._cluster is None:
             _check_port(self.config.cluster.dashboard_port)
+        tracking.check(self.config)
         self._began_s = wall_clock()
         if self._directory is None:
             self._directory = RunDir.create(self.config, self._began_s)
@@ -171,15 +186,36 @@ class Run:
 
     @property
     def _kept(self) -> Accounts:
-        """The accounts, opened at the first look."""
+        """The accounts; those of a run that goes on elsewhere are read again at every look."""
+        if self._is_elsewhere:
+            return Accounts(self.directory, self.config, watched=True)
         if self._accounts is None:
             self._accounts = Accounts(self.directory, self.config)
         return self._accounts
 
     @property
-    def alive(self) -> bool:
-        """Whether it is going on now."""
+    def _is_elsewhere(self) -> bool:
+        """Whether somebody else runs it now: another process, or another object of this one."""
+        return not self._is_ours and self._directory is not None and bool(self._directory.holder())
+
+    @property
+    def _is_ours(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is going on now, here or elsewhere."""
+        return self._is_ours or self._is_elsewhere
+
+    @property
+    def state(self) -> str:
+        """As `Status` has it."""
+        if self._thread is not None or self._directory is None:
+            return self._state
+        if self._is_elsewhere:
+            return "running"
+        done = len(self._directory.history()) >= self.config.run.iterations and self._directory.summary() is not None
+        return "finished" if done else "stopped"
 
     def wait(self, timeout_s: float | None = None) -> Status:
         """Wait for the end.
@@ -189,13 +225,31 @@ class Run:
             SpotlightError: it failed for a reason that a person can put right.
             TimeoutError: it still runs.
         """
-        assert self._thread, "start() comes first"
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        else:
+            self._wait_elsewhere(timeout_s)
+        if self.alive:
             raise TimeoutError(f"{self.directory.path}: still running after {timeout_s} s")
         if self._error:
             raise self._error
         return self.status
+
+    def _wait_elsewhere(self, timeout_s: float | None) -> None:
+        began_s = wall_clock()
+        while self.alive and (timeout_s is None or wall_clock() < began_s + timeout_s):
+            time.sleep(POLL_S)
+        if not self.alive and self.state == "stopped":
+            raise Stopped(f"resume with: spotlight resume {self.directory.path}")
+
+    def __await__(self) -> Generator[Any, None, Status]:
+        """``await run``: as `wait`, while the event loop, of a notebook for example, goes on."""
+        return self._ended().__await__()
+
+    async def _ended(self) -> Status:
+        while self.alive:
+            await asyncio.sleep(POLL_S)
+        return self.wait()
 
     def stop(self) -> None:
         """Ask the run to end after the steps in flight; `wait` tells when it has."""
@@ -210,7 +264,7 @@ class Run:
         worth_renting = measured.get("spot_worth_renting")
         ledger, usd_by_pool = accounts.ledger(now_s), accounts.usd_by_pool(now_s)
         return Status(
-            state=self._state,
+            state=self.state,
             phase=self._phase,
             iteration=len(history),
             iterations=self.config.run.iterations,
@@ -246,6 +300,47 @@ class Run:
         return history_frame(self.directory.path)
 
     @property
+    def workers(self) -> pd.DataFrame:
+        """One row per worker that there is or was: its pool, when it came and went, and why."""
+        from spotlight.notebook import workers_frame
+
+        return workers_frame(self._kept.lives())
+
+    def plot(self, what: Literal["reward", "timeline", "before-after"] = "reward") -> Plot:
+        """A picture of the run so far; a notebook shows it, and its ``figure`` is matplotlib's.
+
+        Raises:
+            SpotlightError: the run has nothing to draw there yet.
+        """
+        from spotlight.notebook import plot
+
+        return plot(self.directory.path, what)
+
+    def images(self, iteration: int | None = None) -> Images:
+        """Small pictures of the kept seeds that an iteration was trained on, with their rewards; a notebook shows them.
+
+        Args:
+            iteration: the last one that is finished, if it is left out.
+
+        Raises:
+            SpotlightError: there are none.
+        """
+        from spotlight.notebook import images
+
+        return images(self.directory, iteration)
+
+    def _repr_html_(self) -> str:
+        from spotlight.notebook import describe
+
+        return describe(self)
+
+    def _ipython_display_(self) -> None:
+        """Show it in a notebook, and what becomes of it while it goes on."""
+        from spotlight.notebook import show
+
+        show(self)
+
+    @property
     def client(self) -> Client:
         """The Dask client of the cluster, while the run goes on."""
         if self._pools is None:
@@ -279,7 +374,7 @@ class Run:
         done = len(run.history())
         self._pools = Pools(self.config, run.path, self._cluster)
         try:
-            self._feed = Feed(run, self.config)
+            self._feed, self._tracking = Feed(run, self.config), Tracking(run, self.config)
             self._dashboard = self._pools.dashboard
             self._state = "running"
             Loop(run, self._compute, self, session=self._pools.session).go()
@@ -304,6 +399,8 @@ class Run:
         try:
             self._follow()
             self._kept.close(wall_clock())
+            if self._tracking:
+                self._tracking.close()
         finally:
             self._pools.close()
             self._pools = None
@@ -315,8 +412,7 @@ class Run:
         futures = _flatten(packed)
         try:
             while any(future.status == "pending" for future in futures):
-                with self._pools.client.as_current():  # it is not the default one, which is a notebook's own
-                    _wait(futures)
+                _wait(self._pools.client, futures)
                 self._follow()
                 failed = next((future for future in futures if future.status == "error"), None)
                 if failed is not None:
@@ -361,6 +457,8 @@ class Run:
         assert self._pools
         self._shown_s = now_s
         self._pools.show(self._feed.rows(self._kept.money(now_s)))
+        if self._tracking:
+            self._tracking.follow()
 
     # Watch
 
@@ -398,11 +496,11 @@ def _flatten(packed: Any) -> list[Future[Any]]:
     return [future for part in packed for future in _flatten(part)] if isinstance(packed, list) else [packed]
 
 
-def _wait(futures: Sequence[Future[Any]]) -> None:
-    """Until all are done, or for a moment."""
+def _wait(client: Client, futures: Sequence[Future[Any]]) -> None:
+    """Until all are done, or for a moment; the client is no default, which a notebook may have of its own."""
     from distributed import wait
 
-    with contextlib.suppress(TimeoutError):
+    with client.as_current(), contextlib.suppress(TimeoutError):
         wait(futures, timeout=POLL_S)
 
 

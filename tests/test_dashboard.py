@@ -86,7 +86,8 @@ def test_a_loss_is_over_when_its_work_has_taken_a_step_and_its_place_a_worker() 
     first, second = recoveries(events)
 
     assert (first.worker, first.requests) == ("spot-1", 1)
-    assert (first.work_s, first.back_s) == (pytest.approx(0.4), pytest.approx(4.0))
+    assert first.work_s == pytest.approx(0.4)
+    assert first.back_s == pytest.approx(4.0)
     assert (second.what, second.work_s, second.back_s) == ("left on notice", None, None)
 
 

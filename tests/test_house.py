@@ -15,6 +15,7 @@ ROOF = (
     "spotlight/__init__.py",
     "spotlight/__main__.py",
     "spotlight/display.py",
+    "spotlight/notebook.py",
     "spotlight/run.py",
     "spotlight/simulation.py",
 )
@@ -54,10 +55,13 @@ DOORS = {
     "dask": ("graphs/", "cluster/", *ROOF),
     "diffusers": ("spotlight/rl/models/", "spotlight/rl/export.py", "spotlight/device/sequence_parallel.py"),
     "distributed": ("cluster/", *ROOF),
+    "mlflow": ("spotlight/report/tracking.py",),
     "onnxruntime": ("spotlight/rl/rewards.py",),
     "peft": ("spotlight/rl/models/",),
     "rapidfuzz": ("spotlight/rl/rewards.py",),
+    "tensorboard": ("spotlight/report/tracking.py",),
     "transformers": ("spotlight/rl/models/",),
+    "wandb": ("spotlight/report/tracking.py",),
     "zarr": ("spotlight/store/zarr_store.py",),
 }
 """{dependency: the files, or directories, that alone may import it}"""

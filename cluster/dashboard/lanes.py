@@ -25,6 +25,8 @@ LABELLED = 40
 """Lanes whose names can be read; with more they are left out, and the pointer tells them."""
 BAR = 0.36
 """Half of a lane's height, in lanes."""
+ENDLESS = 1e9
+"""Where bars end that have no end yet; the plot ends before."""
 FORMINGS = 200
 """Gangs that are remembered, to join the bars of their members: those end at nearly the same time."""
 
@@ -44,7 +46,7 @@ class Lanes:
         self._order: dict[Lane, int] = {}
         self.plot = empty_plot(160, x_range=self._x_range, y_range=self._y_range, tools="xpan,reset,save", title=title)
         self._style()
-        self._alive, self._now = ColumnDataSource(_bars(())), ColumnDataSource(_bars(()))
+        self._alive, self._now = ColumnDataSource(_bars(())), ColumnDataSource(_columns((), NOW_COLUMNS))
         self._done = ColumnDataSource(_bars(()), name="lanes-done")
         self._joints = ColumnDataSource(_joints(()), name="lanes-joints")
         self._joints_now = ColumnDataSource(_joints(()))
@@ -68,9 +70,8 @@ class Lanes:
         plot.hbar("lane", 0.9, "start", "stop", source=self._alive, color=ALIVE, line_color=None)
         for joints in (self._joints, self._joints_now):
             plot.quad("start", "stop", "top", "bottom", source=joints, color="colour", alpha=1.0, line_color=None)
-        bars = [
-            plot.hbar("lane", 2 * BAR, "start", "stop", source=source, **style) for source in (self._done, self._now)
-        ]
+        bars = plot.hbar("lane", 2 * BAR, "start", "stop", source=self._done, **style)
+        now = plot.hbar("lane", 2 * BAR, "start", ENDLESS, source=self._now, color="colour", line_color=None)
         crosses = plot.scatter("at", "lane", source=self._losses, marker="x", size=13, line_width=4, color=LOST)
         rows = [
             ("", "@what"),
@@ -78,7 +79,9 @@ class Lanes:
             ("time", "@start{0.0} s, for @seconds{0.00} s"),
             ("key", "@key"),
         ]
-        plot.add_tools(HoverTool(renderers=bars, tooltips=rows, visible=False))
+        plot.add_tools(HoverTool(renderers=[bars], tooltips=rows, visible=False))
+        begun = [("", "@what"), ("since", "@start{0.0} s")]
+        plot.add_tools(HoverTool(renderers=[now], tooltips=begun, visible=False))
         plot.add_tools(HoverTool(renderers=[crosses], tooltips=[("", "@what")], visible=False))
 
     def _look_back(self, window_s: float) -> None:
@@ -96,8 +99,16 @@ class Lanes:
         self._set_lanes(zero_s)
         self._send_spans(zero_s)
         doing = self._facts.doing()
-        self._now.data = _bars(_current(one, now_s, zero_s) for one in doing if one.phase)
-        self._joints_now.data = _joints(self._current_joints(doing, now_s, zero_s))
+        self._send_now(doing, zero_s)
+        joints = _joints(self._current_joints(doing, zero_s))
+        if joints != self._joints_now.data:
+            self._joints_now.data = joints
+
+    def _send_now(self, doing: Iterable[Doing], zero_s: float) -> None:
+        """Bars of what is at work, without an end; sent when it has changed."""
+        now = _columns((_current(one, zero_s) for one in doing if one.phase), NOW_COLUMNS)
+        if now != self._now.data:
+            self._now.data = now
 
     def _follow(self, right: float) -> None:
         """Move with the time, unless a person has dragged the plot away."""
@@ -114,7 +125,7 @@ class Lanes:
         if shown != list(self._order):
             self._order = {lane: number for number, lane in enumerate(shown)}
             self._y_range.factors = [*reversed(shown)]
-            height, labelled = min(22.0, 900 / max(1, len(shown))), len(shown) <= LABELLED
+            height, labelled = min(22.0, 640 / max(1, len(shown))), len(shown) <= LABELLED
             self.plot.height = round(78 + max(4.0, height) * len(shown))
             self.plot.yaxis.major_label_text_font_size = "12px" if labelled else "0px"
         if lives != self._lives:
@@ -123,7 +134,7 @@ class Lanes:
                 _bar(
                     (life.pool, life.worker),
                     life.joined_s - zero_s,
-                    1e9 if life.left_s is None else life.left_s - zero_s,
+                    ENDLESS if life.left_s is None else life.left_s - zero_s,
                 )
                 for life in lives
             )
@@ -172,7 +183,7 @@ class Lanes:
             "colour": phase_colour(phase),
         }
 
-    def _current_joints(self, doing: Iterable[Doing], now_s: float, zero_s: float) -> Iterable[Mapping[str, Any]]:
+    def _current_joints(self, doing: Iterable[Doing], zero_s: float) -> Iterable[Mapping[str, Any]]:
         gangs: dict[str, list[Doing]] = {}
         for one in doing:
             if one.forming and one.phase:
@@ -182,7 +193,7 @@ class Lanes:
             for one, other in zip(members, members[1:], strict=False):
                 start = max(one.since_s, other.since_s) - zero_s
                 lanes_of = (one.pool, one.worker), (other.pool, other.worker)
-                if joint := self._between(*lanes_of, start, now_s - zero_s, one.phase):
+                if joint := self._between(*lanes_of, start, ENDLESS, one.phase):
                     yield joint
 
 
@@ -213,13 +224,15 @@ def _past(span: Span, zero_s: float) -> dict[str, Any]:
     )
 
 
-def _current(one: Doing, now_s: float, zero_s: float) -> dict[str, Any]:
-    what = f"{base_phase(one.phase)}, iteration {one.iteration}: at work{', under notice' if one.leaving else ''}"
-    start, stop = one.since_s - zero_s, now_s - zero_s
-    return _bar((one.pool, one.worker), start, stop, colour=phase_colour(one.phase), what=what, key=one.key)
+def _current(one: Doing, zero_s: float) -> dict[str, Any]:
+    notice = ", under notice" if one.leaving else ""
+    what = f"{base_phase(one.phase)}, iteration {one.iteration}: at work on {one.worker}{notice}"
+    lane = (one.pool, one.worker)
+    return {"lane": lane, "start": one.since_s - zero_s, "colour": phase_colour(one.phase), "what": what}
 
 
 BAR_COLUMNS = ("lane", "start", "stop", "seconds", "pool", "worker", "colour", "alpha", "what", "key")
+NOW_COLUMNS = ("lane", "start", "colour", "what")
 JOINT_COLUMNS = ("start", "stop", "top", "bottom", "colour")
 
 

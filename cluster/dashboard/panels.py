@@ -74,13 +74,8 @@ class Pools:
         colours = [POOL_COLOURS[pool] for pool in POOLS]
         plot.varea_stack(list(POOLS), x="at", color=colours, alpha=0.8, legend_label=list(POOLS), source=self._spent)
         dashed: Any = {"color": LOST, "line_width": 2, "line_dash": "dashed"}
-        plot.line(
-            "at",
-            "reserved_only",
-            source=self._spent,
-            **dashed,
-            legend_label="the same work on reserved GPUs alone, at least",
-        )
+        label = "the same work on reserved GPUs alone, at least"
+        plot.step("at", "reserved_only", source=self._spent, mode="after", **dashed, legend_label=label)
         line = plot.line("at", "total", source=self._spent, line_alpha=0)
         rows = [*((pool, f"@{pool}{{$0,0.0000}}") for pool in POOLS), ("reserved only", "@reserved_only{$0,0.0000}")]
         plot.add_tools(HoverTool(renderers=[line], tooltips=rows, mode="vline", visible=False))
@@ -96,7 +91,7 @@ class Pools:
             "at": [at_s - zero_s for at_s, _ in steps],
             **{pool: [counts[pool] for _, counts in steps] for pool in POOLS},
         }
-        money = list(self._facts.money)
+        money = [one for one in self._facts.money if one.at_s >= zero_s]
         if money and money[-1].at_s != self._money_s:
             self._money_s = money[-1].at_s
             self._spent.data = {

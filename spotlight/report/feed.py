@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 PROMPTS_SHOWN, IMAGES_SHOWN, PICTURES_SHOWN = 16, 12, 6
 """Of an iteration's prompts, a validation's images, and the best and the worst of the kept seeds: what fits a panel."""
-TEXT_SHOWN = 80
+TEXT_SHOWN = 240
 """Characters of a prompt."""
 DRAWS = 8
 """Times that equal shares are imagined, for their mean."""
@@ -37,11 +37,7 @@ MEASURED = ("wall_s", "spot_utilisation", "preemptions", "gangs_broken", "recove
 
 
 class Feed:
-    """The rows of one run, as far as they are new.
-
-    Args:
-        known: iterations that need no row, being on the page already; none for a page that is new.
-    """
+    """The rows of one run, as far as they are new."""
 
     def __init__(self, run: RunDir, config: Config) -> None:
         self._run, self._config = run, config

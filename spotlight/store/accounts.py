@@ -30,9 +30,13 @@ from spotlight.store.rundir import EVENTS, SPANS, WORKERS, HistoryRow, RunDir, V
 
 
 class Accounts:
-    """Spans and worker lives of one run; times are Unix seconds."""
+    """Spans and worker lives of one run; times are Unix seconds.
 
-    def __init__(self, run: RunDir, config: Config) -> None:
+    Args:
+        watched: the run goes on elsewhere, so workers that nobody saw leave are alive.
+    """
+
+    def __init__(self, run: RunDir, config: Config, *, watched: bool = False) -> None:
         self._run, self._config = run, config
         self._prices = pool_prices(config)
         self._spans: list[Span] = []
@@ -47,8 +51,9 @@ class Accounts:
         self._recoveries: list[tuple[float, float]] = []
         self._add_spans(read_spans(run))
         last_s = self._latest_s[-1] if self._spans else 0.0
-        self._earlier = [_ended(life, last_s) for life in read_lives(run)]
-        self._lives: list[WorkerLife] = []
+        lives = read_lives(run)
+        self._lives = [life for life in lives if watched and life.left_s is None]
+        self._earlier = [_ended(life, last_s) for life in lives if life not in self._lives]
         self._ledger: Ledger | None = None
         self.running: Mapping[str, int] = {}
         """Tasks in progress, by phase."""
@@ -110,7 +115,7 @@ class Accounts:
 
     def money(self, now_s: float) -> dict[str, Any]:
         """What was spent, for the page on the dashboard."""
-        reserved_only = self._ledger.usd_reserved_only if self._ledger else 0.0
+        reserved_only = self.ledger(now_s).usd_reserved_only
         return {"at_s": now_s, "usd": self.usd_by_pool(now_s), "usd_reserved_only": reserved_only}
 
     def ledger(self, now_s: float) -> Ledger:
@@ -130,6 +135,10 @@ class Accounts:
 
     def preemptions(self) -> int:
         return sum(life.pool == "spot" and _was_taken(life) for life in self._all())
+
+    def lives(self) -> list[WorkerLife]:
+        """Of all workers, over all sessions."""
+        return self._all()
 
     def alive(self) -> dict[str, int]:
         """Workers alive now, by pool."""

@@ -189,6 +189,18 @@ class RunDir:
             file.flush()
             yield
 
+    def holder(self) -> str:
+        """The process that holds the directory; empty where none does. It asks as one of many, and lets go at once."""
+        file = self.path / "lock"
+        if not file.exists():
+            return ""
+        with file.open() as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return held.read().strip() or "(unknown)"
+        return ""
+
     def records(self, journal: str, kind: type[Record]) -> list[Record]:
         """The finished lines of a journal; none if there is no such file yet.
 
