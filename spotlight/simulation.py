@@ -94,7 +94,7 @@ def simulate(
     learning = learning or config.simulation.learning
     others = list(strategies(config)) if compare else []
     for name, each in [("as configured", config), *others]:
-        check_inputs(each, with_model=learning == "real")
+        check_inputs(each, with_model=learning == "real", live=False)
         yield Simulation(name, each, learning, follow).go(report=report)
 
 

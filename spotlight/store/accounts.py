@@ -6,10 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from json import dumps
+from math import isfinite
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 from spotlight.config import Config
+from spotlight.files import shown
 from spotlight.market.ledger import (
     Ledger,
     Price,
@@ -22,8 +24,11 @@ from spotlight.market.ledger import (
 )
 from spotlight.market.prices import read_prices
 from spotlight.plan.offload import Balance, balance
-from spotlight.records import Interval, Span, WorkerLife
+from spotlight.records import Interval, Pool, Span, SpotlightError, WorkerLife
 from spotlight.store.rundir import EVENTS, SPANS, WORKERS, HistoryRow, RunDir, ValidationRow, atomic_write
+
+LATEST_S = 1e12
+"""The year 33658: times are Unix seconds, or a virtual clock's."""
 
 
 class Accounts:
@@ -135,7 +140,9 @@ def read_spans(run: RunDir) -> list[Span]:
     Raises:
         SpotlightError: a line is damaged.
     """
-    return run.records(SPANS, Span)
+    spans = run.records(SPANS, Span)
+    _check_rows(run, SPANS, spans, "start_s", "stop_s", "uncommitted_s", "redone_s")
+    return spans
 
 
 def read_lives(run: RunDir) -> list[WorkerLife]:
@@ -144,7 +151,22 @@ def read_lives(run: RunDir) -> list[WorkerLife]:
     Raises:
         SpotlightError: a line is damaged.
     """
-    return run.records(WORKERS, WorkerLife)
+    lives = run.records(WORKERS, WorkerLife)
+    _check_rows(run, WORKERS, lives, "joined_s", "left_s")
+    return lives
+
+
+def _check_rows(run: RunDir, journal: str, rows: Sequence[Span | WorkerLife], *moments: str) -> None:
+    """Refuse moments that no clock shows, and pools that have no price."""
+    for number, row in enumerate(rows, 1):
+        wrong = [name for name in moments if not 0 <= (getattr(row, name) or 0.0) <= LATEST_S]
+        found = [f"{name}: expected seconds from 0 to {LATEST_S:.0e}, found {getattr(row, name)}" for name in wrong]
+        if row.pool not in get_args(Pool):
+            found.append(f"pool: expected one of {get_args(Pool)}, found {shown(row.pool)}")
+        if found:
+            raise SpotlightError(
+                f"{run.path / journal}:{number}: {'; '.join(found)}; restore the file or delete the line"
+            )
 
 
 def pool_prices(config: Config) -> dict[str, Price]:
@@ -175,7 +197,7 @@ def run_ledger(
         prices,
         window,
         iterations=len(done),
-        samples=int(sum(metrics.get("samples", 0) for metrics in done.values())),
+        samples=int(sum(count for metrics in done.values() if isfinite(count := metrics.get("samples", 0)))),
         scores=[row.score for row in validation],
     )
 
