@@ -27,7 +27,7 @@ from graphs.iteration import (
 from graphs.tasks import RunContext, TrainingSet, whole
 from spotlight.clock import Clock, wall_clock
 from spotlight.config import Config
-from spotlight.plan.bandit import Beliefs, affordable, learn, rank_correlation
+from spotlight.plan.bandit import RECENT, Beliefs, affordable, learn, rank_correlation
 from spotlight.plan.offload import (
     FIRST_WINDOW_S,
     FLOOR_S,
@@ -223,7 +223,7 @@ class Loop:
 
     def _affordable(self) -> int | None:
         """Candidates that can be explored while the next version is trained, going by the last iterations."""
-        config, history = self._config, self._run.history()
+        config, history = self._config, self._run.last(HISTORY, HistoryRow, RECENT)
         if config.exploration.budget == "fixed" or not history:
             return None
         measured = history[-1].measured

@@ -29,7 +29,7 @@ from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts, pool_prices
 from spotlight.store.disks import full_disk
-from spotlight.store.rundir import DECISIONS, HISTORY, SUMMARY, RunDir, Summary
+from spotlight.store.rundir import DECISIONS, HISTORY, SUMMARY, HistoryRow, RunDir, Summary
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -196,14 +196,14 @@ class Run:
     def status(self) -> Status:
         run, now_s = self.directory, wall_clock()
         accounts = self._kept
-        history = run.history()
+        history = run.last(HISTORY, HistoryRow, 1)
         measured = history[-1].measured if history else {}
         worth_renting = measured.get("spot_worth_renting")
         ledger, usd_by_pool = accounts.ledger(now_s), accounts.usd_by_pool(now_s)
         return Status(
             state=self._state,
             phase=self._phase,
-            iteration=len(history),
+            iteration=run.count(HISTORY),
             iterations=self.config.run.iterations,
             reward=history[-1].metrics["reward_mean"] if history else None,
             scores={row.version: row.score for row in run.validation()},

@@ -1,4 +1,7 @@
-"""What all workers of a run did and what that cost, over all of its sessions; kept on disk as it goes."""
+"""What all workers of a run did and what that cost, over all of its sessions; kept on disk as it goes.
+
+In memory are the spans of the last iterations; what came before is summed up, so that a long run takes no more of it.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,17 @@ from typing import Any, get_args
 from spotlight.config import Config
 from spotlight.files import shown
 from spotlight.market.ledger import (
+    Entry,
     Ledger,
     Price,
     busy_intervals,
     ledger,
     overlap_s,
+    pool_seconds,
     pool_usd,
     shared,
     spot_utilisation,
+    summed,
 )
 from spotlight.market.prices import read_prices
 from spotlight.plan.offload import Balance, balance
@@ -29,6 +35,10 @@ from spotlight.store.rundir import EVENTS, SPANS, WORKERS, HistoryRow, RunDir, V
 
 LATEST_S = 1e12
 """The year 33658: times are Unix seconds, or a virtual clock's."""
+
+
+FOLD_SPANS = 5_000
+"""Spans that are kept before old ones are summed up: a megabyte or two."""
 
 
 class Accounts:
@@ -43,6 +53,11 @@ class Accounts:
         self._lives: list[WorkerLife] = []
         self._events: list[Mapping[str, Any]] = []
         self._ledger: Ledger | None = None
+        self._folded_s = 0.0
+        self._folded: tuple[Entry, ...] = ()
+        self._folded_busy_s = 0.0  # of spot workers
+        self._measured_s = 0.0
+        self._first_done_s: float | None = None
         self.running: Mapping[str, int] = {}
         """Tasks in progress, by phase."""
 
@@ -52,7 +67,10 @@ class Accounts:
         self._events += drained["events"]
         if drained["events"]:
             self._run.append(EVENTS, *drained["events"])
-        self._spans += [Span(**row) for row in drained["spans"]]
+        spans = [Span(**row) for row in drained["spans"]]
+        self._spans += spans
+        if self._first_done_s is None:
+            self._first_done_s = min((span.stop_s for span in spans if _makes_images(span)), default=None)
         if drained["spans"]:
             self._run.append(SPANS, *drained["spans"])
         lives = [WorkerLife(**row) for row in drained["workers"]]
@@ -80,6 +98,7 @@ class Accounts:
         taken = [life for life in self._all() if _was_taken(life) and start_s <= (life.left_s or 0) <= stop_s]
         recoveries_s = [r for at_s, r in recoveries(self._events) if start_s <= at_s <= stop_s]
         self._ledger = None
+        self._fold(start_s)
         return {
             "wall_s": stop_s - start_s,
             **{f"{phase}_s": seconds for phase, seconds in by_phase.items() if seconds},
@@ -105,14 +124,44 @@ class Accounts:
         Working it out takes some microseconds for each span, too long for every look at a long run.
         """
         if self._ledger is None:
-            run, window = self._run, (0.0, now_s)
-            self._ledger = run_ledger(
+            run, window = self._run, (self._folded_s, max(self._folded_s, now_s))
+            recent = run_ledger(
                 self._config, self._spans, self._all(), self._prices, window, run.history(), run.validation()
             )
+            self._ledger = replace(recent, entries=summed((*self._folded, *recent.entries)))
         return self._ledger
 
     def spot_utilisation(self, now_s: float) -> float:
-        return spot_utilisation(self._spans, self._all(), (0.0, now_s))
+        alive_s = pool_seconds(self._all(), (0.0, now_s)).get("spot", 0.0)
+        return min(1.0, (self._folded_busy_s + self._busy_s((self._folded_s, now_s))) / alive_s) if alive_s else 0.0
+
+    def _busy_s(self, window: Interval) -> float:
+        """Seconds that spot workers were busy."""
+        share = spot_utilisation(self._spans, self._all(), window)
+        return share * pool_seconds(self._all(), window).get("spot", 0.0)
+
+    def _fold(self, start_s: float) -> None:
+        """Sum up what came before the iteration before this one, and forget it.
+
+        What is reported only an iteration after its end counts from there on. Of each worker its first span stays, by
+        which its idle time is told from its start-up.
+        """
+        until_s, self._measured_s = self._measured_s, start_s
+        if len(self._spans) <= FOLD_SPANS or until_s <= self._folded_s:
+            return
+        window = (self._folded_s, until_s)
+        old = run_ledger(self._config, self._spans, self._all(), self._prices, window, (), ())
+        self._folded = summed((*self._folded, *old.entries))
+        self._folded_busy_s += self._busy_s(window)
+        self._folded_s = until_s
+        there = {life.worker for life in self._all() if life.left_s is None or life.left_s > until_s}
+        first: dict[str, Span] = {}
+        for span in self._spans:
+            if span.worker in there and (span.worker not in first or span.start_s < first[span.worker].start_s):
+                first[span.worker] = span
+        kept = {id(span) for span in first.values()}
+        self._spans = [span for span in self._spans if span.stop_s > until_s or id(span) in kept]
+        self._events = [event for event in self._events if event["at_s"] > until_s]
 
     def preemptions(self) -> int:
         return sum(life.pool == "spot" and _was_taken(life) for life in self._all())
@@ -123,7 +172,9 @@ class Accounts:
 
     def first_image_s(self, began_s: float) -> float | None:
         """Seconds from ``began_s`` to the first finished request."""
-        ends = [span.stop_s for span in self._spans if span.phase.startswith(("rollout", "explore", "validate"))]
+        ends = [span.stop_s for span in self._spans if _makes_images(span)]
+        if self._first_done_s is not None:
+            ends.append(self._first_done_s)
         return min((end - began_s for end in ends if end >= began_s), default=None)
 
     def _all(self) -> list[WorkerLife]:
@@ -219,6 +270,10 @@ def recoveries(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, flo
         elif event["event"] == "stepped" and event["gang"] in broken:
             at_s = broken.pop(event["gang"])
             yield at_s, event["at_s"] - at_s
+
+
+def _makes_images(span: Span) -> bool:
+    return span.phase.startswith(("rollout", "explore", "validate"))
 
 
 def _was_taken(life: WorkerLife) -> bool:

@@ -45,6 +45,9 @@ SUMMARY = "summary.json"
 SIMULATED = "simulated.json"
 """Only in the directory of a simulated run: a `Simulated`."""
 
+TAIL_BYTES = 2**16
+"""A dozen rows of a history."""
+
 _appending = threading.Lock()
 
 
@@ -117,6 +120,7 @@ class RunDir:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).resolve()
+        self._counted: dict[str, tuple[int, int]] = {}
 
     @classmethod
     def create(cls, settings: config.Config, now_s: float) -> RunDir:
@@ -237,6 +241,40 @@ class RunDir:
         """The same, with whatever fields they have."""
         return self.records(journal, dict[str, Any])
 
+    def last(self, journal: str, kind: type[Record], rows: int) -> list[Record]:
+        """The last so many finished lines of a journal, whatever stands before them.
+
+        Raises:
+            SpotlightError: one of them is damaged.
+        """
+        path, wanted = self.path / journal, TAIL_BYTES
+        size = path.stat().st_size if path.is_file() else 0
+        while True:
+            content = b""
+            if size:
+                with path.open("rb") as file:
+                    file.seek(max(0, size - wanted))
+                    content = file.read(wanted)
+            lines = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+            if len(lines) > rows or wanted >= size:
+                first = self.count(journal) - len(lines[-rows:]) + 1
+                return [self._record(journal, number, line, kind) for number, line in enumerate(lines[-rows:], first)]
+            wanted *= 4
+
+    def count(self, journal: str) -> int:
+        """Finished lines of a journal; only those that are new are read."""
+        path = self.path / journal
+        known_bytes, lines = self._counted.get(journal, (0, 0))
+        size = path.stat().st_size if path.is_file() else 0
+        if size < known_bytes:
+            known_bytes, lines = 0, 0
+        if size > known_bytes:
+            with path.open("rb") as file:
+                file.seek(known_bytes)
+                lines += file.read(size - known_bytes).count(b"\n")
+        self._counted[journal] = (size, lines)
+        return lines
+
     def history(self) -> list[HistoryRow]:
         return self.records(HISTORY, HistoryRow)
 
@@ -273,6 +311,7 @@ class RunDir:
 
     def rewrite(self, journal: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace a whole journal at once."""
+        self._counted.pop(journal, None)
         with atomic_write(self.path / journal) as file:
             file.write(_lines(rows))
 
