@@ -8,6 +8,7 @@ the tests try some of each.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import math
 import os
@@ -336,6 +337,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 def example_run() -> tuple[Path, dict[str, Any]]:
     """The directory of a run that was killed before its last iteration, and the outcome of the whole run."""
     directory = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     (directory / "run.toml").write_text(SETTINGS)
     settings_ = config.load(directory / "run.toml", [f"run.dir={directory}", "simulation.gain=1"])
     whole = Simulation("fuzz", settings_, "modelled")
