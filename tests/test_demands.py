@@ -145,7 +145,7 @@ def test_a_full_disk_is_named_and_what_of_it_is_full(tmp_path: Path, small_disk:
         expected = f"{small_disk} has 1 inodes left of 20, and "
     else:
         (small_disk / "ballast").write_bytes(bytes(900_000))
-        expected = f"{small_disk} has 0.1 MB left: make room there"
+        expected = f"{small_disk} has 0.1 MB left: make room"
 
     assert full_disk([tmp_path, small_disk / "somewhere" / "below"]).startswith(expected)
     assert full_disk([tmp_path]) == ""

@@ -21,7 +21,7 @@ def full_disk(places: Iterable[str | Path]) -> str:
                 f"{place} has {found.f_favail} inodes left of {found.f_files}, and {free_mb:.1f} MB: delete files there"
             )
         if found.f_bavail * found.f_frsize < FULL_BYTES:
-            return f"{place} has {free_mb:.1f} MB left: make room there"
+            return f"{place} has {free_mb:.1f} MB left: make room"
     return ""
 
 
