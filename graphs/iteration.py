@@ -178,10 +178,11 @@ def iteration_graph(
 
 
 def final_graph(config: Config, context: RunContext) -> Graph:
-    """Compact the last iteration, which no iteration after it does."""
+    """Compact the last iteration, which no iteration after it does, and the validation of its weights."""
     layers, last = Layers(context.session), config.run.iterations - 1
-    (key,) = layers.add("compact", last, [(tasks.compact, context.run_dir, last, config.latents.keep)], pool="head")
-    return Graph(graph=layers.graph(), outputs={"compacted": key})
+    calls = [(tasks.compact, context.run_dir, iteration, config.latents.keep) for iteration in (last, last + 1)]
+    keys = layers.add("compact", last, calls, pool="head")
+    return Graph(graph=layers.graph(), outputs={"compacted": keys})
 
 
 def exploration_graph(config: Config, context: RunContext, candidates: Candidates) -> Graph:

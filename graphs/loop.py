@@ -7,7 +7,7 @@ before this one counts as finished, so a run that was killed anywhere goes on as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import inf
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from graphs.iteration import (
 from graphs.tasks import RunContext, TrainingSet, whole
 from spotlight.clock import Clock, wall_clock
 from spotlight.config import Config
-from spotlight.plan.bandit import Beliefs, affordable, learn, rank_correlation
+from spotlight.plan.bandit import RECENT, Beliefs, affordable, learn, rank_correlation
 from spotlight.plan.offload import (
     FIRST_WINDOW_S,
     FLOOR_S,
@@ -37,8 +37,9 @@ from spotlight.plan.offload import (
     rollout_window_s,
     spot_worth_renting,
 )
-from spotlight.records import Prompt, Published, Scored, Selection, WeightsRef
+from spotlight.records import Prompt, Published, Quarantined, Scored, Selection, SpotlightError, WeightsRef
 from spotlight.rl.prompts import choose_prompts, read_prompts
+from spotlight.store import resuming
 from spotlight.store.rundir import HISTORY, VALIDATION, HistoryRow, RunDir, ValidationRow
 from spotlight.store.weights import published, retain
 
@@ -93,6 +94,8 @@ class Loop:
         self._watch.begin("prepare", 0)
         context: RunContext = self._compute(prepare_graph(str(self._run.path), self._session))["context"]
         done = len(self._run.history())
+        for version in resuming.unvalidated(self._run, config, done):
+            self._validate(context, self._weights(version, context))
         weights = self._weights(done, context)
         for k in range(done, config.run.iterations):
             if k % config.run.validate_every == 0:
@@ -210,6 +213,11 @@ class Loop:
         results = self._compute(validation_graph(self._config, context, self._validation, weights))
         rewards = [reward for scored in results["scores"] if isinstance(scored, Scored) for reward in scored.rewards]
         known = [reward for reward in rewards if reward is not None]
+        if not known:
+            raise SpotlightError(
+                f"version {weights.version}: no validation image has a reward: {_first_error(results['scores'])}; "
+                "put that right, then resume the run"
+            )
         row = ValidationRow(
             version=weights.version,
             score=sum(known) / len(known),
@@ -221,7 +229,7 @@ class Loop:
 
     def _affordable(self) -> int | None:
         """Candidates that can be explored while the next version is trained, going by the last iterations."""
-        config, history = self._config, self._run.history()
+        config, history = self._config, self._run.last(HISTORY, HistoryRow, RECENT)
         if config.exploration.budget == "fixed" or not history:
             return None
         measured = history[-1].measured
@@ -234,6 +242,11 @@ class Loop:
 
     def _validated_versions(self) -> set[int]:
         return {row.version for row in self._run.validation()}
+
+
+def _first_error(results: Sequence[Scored | Quarantined]) -> str:
+    errors = (result.errors for result in results if isinstance(result, Scored) and result.errors)
+    return next((error for error, *_ in errors), "all requests were set aside")
 
 
 def _learn(beliefs: Beliefs, selection: Selection, training: TrainingSet) -> Beliefs:

@@ -132,7 +132,7 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
 def _scored_before(run_dir: str, request: Request) -> Rollout | None:
     """The result of a request that was called off although its scores are stored: the worker that held it is gone."""
     store = _latents(run_dir)
-    known = store.get_record(f"scores/{request.id}") if store else None
+    known = store.scores(request) if store else None
     if not known or known["digest"] != request.digest:
         return None
     sha256 = request.weights.sha256

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spotlight import config as configuration
 from spotlight.clock import wall_clock
+from spotlight.demands import check_demands
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches
 from spotlight.records import SpotlightError, Stopped
@@ -28,9 +29,10 @@ from spotlight.report.feed import Feed
 from spotlight.report.tracking import Tracking
 from spotlight.rl import rewards
 from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
+from spotlight.store import resuming
 from spotlight.store.accounts import Accounts, pool_prices
-from spotlight.store.rundir import DECISIONS, HISTORY, SUMMARY, RunDir, Summary
-from spotlight.store.weights import published
+from spotlight.store.disks import full_disk
+from spotlight.store.rundir import DECISIONS, HISTORY, SUMMARY, HistoryRow, RunDir, Summary
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -129,6 +131,7 @@ class Run:
     def resume(cls, run_dir: str | Path, *, cluster: Standing | None = None) -> Run:
         """A run that was stopped or killed; `start` goes on where it was, on any cluster."""
         directory = RunDir.open(run_dir)
+        resuming.check(directory)
         run = cls.__new__(cls)
         run._open(directory, directory.config(), cluster)
         return run
@@ -259,14 +262,14 @@ class Run:
     def status(self) -> Status:
         run, now_s = self.directory, wall_clock()
         accounts = self._kept
-        history = run.history()
+        history = run.last(HISTORY, HistoryRow, 1)
         measured = history[-1].measured if history else {}
         worth_renting = measured.get("spot_worth_renting")
         ledger, usd_by_pool = accounts.ledger(now_s), accounts.usd_by_pool(now_s)
         return Status(
             state=self.state,
             phase=self._phase,
-            iteration=len(history),
+            iteration=run.count(HISTORY),
             iterations=self.config.run.iterations,
             reward=history[-1].metrics["reward_mean"] if history else None,
             scores={row.version: row.score for row in run.validation()},
@@ -388,10 +391,8 @@ class Run:
     def _rewind(self) -> None:
         """Take back the last iterations if their weights were deleted, being damaged: they are done again."""
         run = self.directory
-        done = history = run.history()
-        while done and not published(run.path, done[-1].weights_version):
-            done = done[:-1]
-        if done != history:
+        done = resuming.rows_that_stay(run)
+        if len(done) != len(run.history()):
             run.rewrite(HISTORY, run.rows(HISTORY)[: len(done)])
 
     def _close(self) -> None:
@@ -504,8 +505,13 @@ def _wait(client: Client, futures: Sequence[Future[Any]]) -> None:
         wait(futures, timeout=POLL_S)
 
 
-def check_inputs(settings: configuration.Config, *, with_model: bool = True) -> None:
-    """Find at once what would stop the run once its cluster is up; its model's files only if it needs the model."""
+def check_inputs(settings: configuration.Config, *, with_model: bool = True, live: bool = True) -> None:
+    """Find at once what would stop the run once its cluster is up.
+
+    Args:
+        with_model: whether it needs the model's files, and stores latents.
+        live: whether it will have workers.
+    """
     data, model = settings.data, settings.model
     pool_prices(settings)
     for _, pool in settings.pools:
@@ -515,8 +521,13 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True) -> 
     for path in (data.train_prompts, data.validation_prompts):
         check_prompts(read_prompts(path), path, scorer.check)
     choose_prompts(len(read_prompts(data.train_prompts)), settings.prompts_drawn, seed=settings.run.seed, iteration=0)
+    check_demands(settings, validation_prompts=len(read_prompts(data.validation_prompts)), live=live)
     if not with_model:
         return
+    if settings.latents.url:
+        from spotlight.store.zarr_store import check_url
+
+        check_url(settings.latents.url)
     if model.path and model.name == "tiny-text" and not Path(model.path).is_file():
         raise SpotlightError(
             f"model.path = {model.path!r}: no such file; give one that examples/pretrain_tiny.py wrote, or leave it out"
@@ -541,10 +552,10 @@ def _check_port(port: int) -> None:
 def _explain(error: BaseException, run_dir: Path) -> BaseException:
     """A full disk is for a person to put right; what nobody foresaw says at least how to go on."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free_mb = shutil.disk_usage(run_dir).free / 1e6
+        places = [run_dir, "/dev/shm", tempfile.gettempdir(), *([error.filename] if error.filename else [])]
+        found = full_disk(places) or "make room"
         return SpotlightError(
-            f"{run_dir}: the disk is full ({free_mb:.1f} MB free): make room, then `spotlight resume {run_dir}`; "
-            "all that was committed is kept"
+            f"{run_dir}: the disk is full: {found}, then `spotlight resume {run_dir}`; all that was committed is kept"
         )
     if not isinstance(error, SpotlightError):
         error.add_note(f"all that was committed is kept; `spotlight resume {run_dir}` goes on from there")

@@ -31,7 +31,7 @@ from spotlight.plan.durations import TaskDurations
 from spotlight.records import Pool, Rollout, WorkerLife
 from spotlight.run import check_inputs, summarise
 from spotlight.store.accounts import Accounts, pool_prices, read_lives
-from spotlight.store.rundir import DECISIONS, SIMULATED, RunDir
+from spotlight.store.rundir import DECISIONS, HISTORY, SIMULATED, RunDir
 from spotlight.strategies import strategies
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def simulate(
     learning = learning or config.simulation.learning
     others = list(strategies(config)) if compare else []
     for name, each in [("as configured", config), *others]:
-        check_inputs(each, with_model=learning == "real")
+        check_inputs(each, with_model=learning == "real", live=False)
         yield Simulation(name, each, learning, follow).go(report=report)
 
 
@@ -167,7 +167,7 @@ class Simulation:
 
     def begin(self, phase: str, iteration: int) -> None:
         """The target ends the run where it was validated."""
-        self._follow(self.name, self.directory.iterations(), self._hours(self._clock.now_s))
+        self._follow(self.name, self.directory.count(HISTORY), self._hours(self._clock.now_s))
         target = self.config.simulation.target
         reached = [row for row in self.directory.validation() if row.score >= target] if target else []
         if reached and phase != "compact":

@@ -17,7 +17,7 @@ import pytest
 from runs import PROMPTS, WAIT_S, outcome, settings_file, spotlight, start, wait_for
 from spotlight import config
 from spotlight.run import Run
-from spotlight.store.rundir import HISTORY, SPANS, VALIDATION, RunDir
+from spotlight.store.rundir import HISTORY, VALIDATION, RunDir
 
 MARK = "SPOTLIGHT_TEST"
 """A variable that every process of a command inherits: an orphan has lost its parent, but not this."""
@@ -226,14 +226,13 @@ def test_a_full_disk_loses_nothing(undisturbed: Path, small_disk: Path) -> None:
 
 
 def test_what_nobody_foresaw_says_how_to_go_on(stopped: RunDir) -> None:
-    spans = stopped.path / SPANS
-    spans.unlink()
-    spans.mkdir()
+    shutil.rmtree(stopped.path / "images")
+    (stopped.path / "images").touch()
 
     failed = spotlight("resume", stopped.path)
 
     assert failed.returncode == 1
-    assert "IsADirectoryError" in failed.stderr
+    assert "FileExistsError" in failed.stderr
     assert f"`spotlight resume {stopped.path}` goes on" in failed.stderr
 
 

@@ -13,6 +13,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from torch import Tensor
 
 from pipelines import tiny_qwen_image
+from runs import PROMPTS
 from spotlight import config
 from spotlight.records import SpotlightError
 from spotlight.rl import models
@@ -22,6 +23,9 @@ from spotlight.store.rundir import RunDir
 
 RANK, ALPHA = 4, 12.0
 """Neither equal nor one twice the other: a lost alpha, or a default one, shows."""
+
+
+DIGITS = PROMPTS / "digits-train.txt"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,7 @@ def make_run(pipeline: Path, parent: Path, *, rank: int = RANK, dtype: str = "fl
         {
             "run": {"dir": str(parent)},
             "model": {"name": "qwen-image", "path": str(pipeline), "dtype": dtype, "device": "cpu"},
-            "data": {"train_prompts": "prompts.txt", "validation_prompts": "prompts.txt"},
+            "data": {"train_prompts": str(DIGITS), "validation_prompts": str(DIGITS)},
             "train": {"lora_rank": rank, "lora_alpha": ALPHA, "old_decay": 0.5},
         },
         parent,

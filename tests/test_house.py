@@ -14,6 +14,7 @@ ROOMS = ("spotlight", "graphs", "cluster")
 ROOF = (
     "spotlight/__init__.py",
     "spotlight/__main__.py",
+    "spotlight/demands.py",
     "spotlight/display.py",
     "spotlight/notebook.py",
     "spotlight/run.py",
@@ -22,7 +23,7 @@ ROOF = (
 """May import every room; the first only names what the last holds."""
 
 FLOORS = (
-    ("spotlight/records.py", "spotlight/market/"),
+    ("spotlight/records.py", "spotlight/files.py", "spotlight/market/"),
     ("spotlight/config.py", "spotlight/strategies.py"),
     ("spotlight/plan/",),
     ("spotlight/store/",),
@@ -44,7 +45,7 @@ PURE = (
 """Files, or directories, that take clocks, chance and the world as arguments."""
 PURE_IMPORTS = (
     "numpy",
-    *(f"spotlight.{ground}" for ground in ("config", "market.prices")),
+    *(f"spotlight.{ground}" for ground in ("config", "files", "market.prices")),
     *(path.removesuffix(".py").removesuffix("/").replace("/", ".") for path in PURE),
 )
 IMPURE_STDLIB = ("asyncio", "datetime", "logging", "os", "random", "socket", "subprocess", "threading", "time")

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,6 +48,23 @@ def alter(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("part", ["trainable", "optimizer", "ema"])
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_numbers_that_are_not_finite_are_never_staged(tmp_path: Path, value: float, part: str, library: str) -> None:
+    parts: dict[str, Any] = {
+        name: {"a.down": np.ones((4, 3), np.float32)} for name in ("trainable", "optimizer", "ema")
+    }
+    parts[part]["a.down"][1, 1] = value
+    if library == "torch":
+        parts = {name: {"a.down": torch.from_numpy(tensors["a.down"])} for name, tensors in parts.items()}
+
+    with pytest.raises(SpotlightError, match=r"version 3: a\.down has numbers that are not finite"):
+        weights.stage(tmp_path, 3, parts["trainable"], parts["optimizer"], {}, parts["ema"])
+
+    assert not (tmp_path / "weights").exists()
 
 
 def test_a_published_version_loads_as_it_was_staged(tmp_path: Path) -> None:

@@ -247,6 +247,25 @@ class Entry:
     """The same seconds at the reserved pool's price."""
 
 
+def summed(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """One entry for each column, of stretches of time that do not overlap."""
+    columns: dict[tuple[str, str, Kind], Entry] = {}
+    for entry in entries:
+        key = entry.pool, entry.phase, entry.kind
+        before = columns.get(key)
+        columns[key] = entry if before is None else _sum(before, entry)
+    return tuple(columns[key] for key in sorted(columns))
+
+
+def _sum(one: Entry, other: Entry) -> Entry:
+    return replace(
+        one,
+        seconds=one.seconds + other.seconds,
+        usd=one.usd + other.usd,
+        usd_reserved=one.usd_reserved + other.usd_reserved,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
     """Where a run's seconds and dollars went, and what they bought."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from spotlight.files import read_bytes
 from spotlight.records import Prompt, SpotlightError
 
 
@@ -21,11 +22,10 @@ def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
     Raises:
         SpotlightError: the file is missing, is not UTF-8 text or has no prompt in it.
     """
-    path = Path(path)
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise SpotlightError(f"{path}: cannot be read as a prompt file: {error.strerror}; see [data]") from None
+        content = read_bytes(path, "a prompt file")
+    except SpotlightError as error:
+        raise SpotlightError(f"{error}; see [data]") from None
     try:
         lines = content.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:

@@ -68,7 +68,7 @@ def _of_group(store: LatentStore, iteration: int, kept: Kept) -> Iterator[Pictur
     """A group's seeds are split into requests in order, each named after its first one."""
     at = 0
     while at < len(kept.seeds):
-        found = store.get_record(f"scores/{iteration:05d}-rollout-{kept.prompt.id:05d}-{kept.seeds[at]}")
+        found = store.scores_of(iteration, f"{iteration:05d}-rollout-{kept.prompt.id:05d}-{kept.seeds[at]}")
         count = len(found["rewards"]) if found else 1
         if found:
             urls = found.get("thumbnails") or [""] * count

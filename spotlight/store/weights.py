@@ -100,8 +100,11 @@ def stage(
         metrics: what the training of this version measured.
 
     Raises:
+        SpotlightError: a number is not finite; nothing was staged.
         OSError: for example because the disk is full; published versions stay.
     """
+    for tensors in (trainable, optimizer, ema or {}):
+        _check_finite(f"{run_dir}: version {version}", tensors)
     staged = _staged(run_dir, version)
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
@@ -116,6 +119,16 @@ def stage(
     (staged / _MANIFEST).write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     _flush(staged / _MANIFEST)
     _flush(staged)
+
+
+def _check_finite(where: str, tensors: Tensors) -> None:
+    for name, tensor in tensors.items():
+        finite = np.isfinite(tensor) if isinstance(tensor, np.ndarray) else tensor.isfinite()
+        if not finite.all():
+            raise SpotlightError(
+                f"{where}: {name} has numbers that are not finite (NaN or infinite), so nothing was published: lower "
+                'train.learning_rate, set model.dtype = "float32", or mend the weights of model.path'
+            )
 
 
 def publish(run_dir: Path, version: int) -> Published:
