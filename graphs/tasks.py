@@ -36,6 +36,7 @@ from spotlight.records import (
     WeightsRef,
 )
 from spotlight.rl.advantages import group_advantages, zero_std_ratio
+from spotlight.rl.rewards import normalised
 from spotlight.store.rundir import DECISIONS, QUARANTINED, RunDir, atomic_write
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ class Candidates:
     """Candidates that there is time for, of all prompts together."""
     planner: Literal["bandit", "equal"] = "equal"
     beliefs: Beliefs = Beliefs()
+    reward: str = "ocr"
+    """Its name; the planner sees rewards mapped to [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,12 +350,15 @@ def _arm(
     tried = [[request for request in requests if request.prompt == prompt] for requests in earlier]
     return bandit.Arm(
         prompt=prompt.id,
-        rewards=tuple(
-            reward
-            for result in scored
-            if isinstance(result, Scored) and result.request.prompt == prompt
-            for reward in result.rewards
-            if reward is not None
+        rewards=normalised(
+            candidates.reward,
+            [
+                reward
+                for result in scored
+                if isinstance(result, Scored) and result.request.prompt == prompt
+                for reward in result.rewards
+                if reward is not None
+            ],
         ),
         tried=sum(len(request.seeds) for requests in tried for request in requests),
         pending=sum(len(request.seeds) for request in tried[-1]) if tried else 0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import shutil
 import socket
 import threading
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from cluster.pools import Pools
     from graphs.iteration import Graph
     from spotlight.plan.offload import Balance
+
+logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 60.0
 """How long a stop waits for the steps in flight; a step of a large model can last many seconds."""
@@ -376,7 +379,12 @@ def _wait(futures: Sequence[Future[Any]]) -> None:
 
 
 def check_inputs(settings: configuration.Config, *, with_model: bool = True) -> None:
-    """Find at once what would stop the run once its cluster is up; its model's files only if it needs the model."""
+    """Find at once what would stop the run once its cluster is up; its model's files only if it needs the model.
+
+    What is only doubtful is said in the log.
+    """
+    for doubt in settings.doubts:
+        logger.warning("%s", doubt)
     data, model = settings.data, settings.model
     pool_prices(settings)
     for _, pool in settings.pools:
