@@ -3,7 +3,7 @@
 The embedded model really learns; time is that of the virtual clock, so a busy machine changes nothing, and a row can be
 made again bit for bit. The raw data has a line per run; runs that are there, as long or longer, are not run again.
 ``python -m benchmarks.learning`` runs what is missing (hours on one core) and prints tables in Markdown;
-``--smoke`` tries everything once, on runs of two iterations, and keeps nothing.
+``--smoke`` makes two runs of two iterations in some ten seconds, and keeps nothing.
 """
 
 from __future__ import annotations
@@ -144,11 +144,11 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--every", type=int, default=4, help="iterations between validations")
     parser.add_argument("--data", type=Path, default=DATA, help="raw data, read and added to")
-    parser.add_argument("--smoke", action="store_true", help="try every recipe and variant for two iterations")
+    parser.add_argument("--smoke", action="store_true", help="two short runs of two iterations, in seconds")
     arguments = parser.parse_args()
 
     if arguments.smoke:
-        pairs = [(recipe, "as the demo") for recipe in RECIPES] + [("the demo's", variant) for variant in VARIANTS]
+        pairs = [("the demo's", "as the demo"), ("copy, beta 1, uniform levels", "not explored")]
         print(table([run(*pair, seed=0, iterations=2, every=1, more=SMOKE) for pair in pairs]))
         return
     rows = [json.loads(line) for line in arguments.data.read_text().splitlines()] if arguments.data.exists() else []

@@ -26,6 +26,7 @@ from spotlight.config import Config
 from spotlight.plan import batching
 from spotlight.plan.bandit import Beliefs, equal_shares
 from spotlight.plan.batching import parts
+from spotlight.plan.stochastic_steps import stochastic_steps
 from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef
 
 Key = tuple[str, int]
@@ -261,6 +262,7 @@ def candidates_for(
         candidates_max=limit if candidates_max is None else min(limit, candidates_max),
         planner=config.exploration.planner,
         beliefs=beliefs.about([prompt.id for prompt in prompts]),
+        reward=config.reward.name,
     )
 
 
@@ -390,7 +392,15 @@ def _template(config: Config, context: RunContext, purpose: Purpose, iteration: 
         seeds=(),
         sampler=rollout.sampler,
         sigmas=context.sigmas,
-        sde_window=rollout.sde_window,
+        sde_window=stochastic_steps(
+            rollout.sde_window,
+            rollout.stochastic_steps,
+            order=rollout.sde_window_order,
+            stride=rollout.sde_window_stride,
+            every=rollout.sde_window_every,
+            seed=context.seed,
+            iteration=iteration,
+        ),
         noise_level=rollout.noise_level,
         guidance=rollout.guidance,
         height_px=model.height_px,

@@ -39,6 +39,7 @@ from spotlight.plan.offload import (
 )
 from spotlight.records import Prompt, Published, Quarantined, Scored, Selection, SpotlightError, WeightsRef
 from spotlight.rl.prompts import choose_prompts, read_prompts
+from spotlight.rl.rewards import normalised
 from spotlight.store import resuming
 from spotlight.store.rundir import HISTORY, VALIDATION, HistoryRow, RunDir, ValidationRow
 from spotlight.store.weights import published, retain
@@ -128,7 +129,7 @@ class Loop:
         training = whole(results["training"])
         if candidates:
             run.record_selection(results["selection"])
-        beliefs = _learn(run.beliefs(k), selection, training)
+        beliefs = _learn(run.beliefs(k), selection, training, config.reward.name)
         run.record_beliefs(k + 1, beliefs)
         stopped_s = self._clock()
         measured = {
@@ -249,12 +250,13 @@ def _first_error(results: Sequence[Scored | Quarantined]) -> str:
     return next((error for error, *_ in errors), "all requests were set aside")
 
 
-def _learn(beliefs: Beliefs, selection: Selection, training: TrainingSet) -> Beliefs:
+def _learn(beliefs: Beliefs, selection: Selection, training: TrainingSet, reward: str) -> Beliefs:
     """What the planner learns from an iteration: all that was explored, and what of it came back in the rollouts."""
-    rewards = {explored.prompt: explored.rewards for explored in selection.explored}
+    rewards = {explored.prompt: normalised(reward, explored.rewards) for explored in selection.explored}
     by_prompt: dict[int, list[tuple[float, float]]] = {}
     for prompt, explored, regenerated in _pairs(selection, training):
-        by_prompt.setdefault(prompt, []).append((explored, regenerated))
+        before, after = normalised(reward, (explored, regenerated))
+        by_prompt.setdefault(prompt, []).append((before, after))
     return learn(beliefs, selection.iteration, rewards, by_prompt)
 
 

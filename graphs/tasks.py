@@ -37,6 +37,7 @@ from spotlight.records import (
     WeightsRef,
 )
 from spotlight.rl.advantages import group_advantages, zero_std_ratio
+from spotlight.rl.rewards import normalised
 from spotlight.store.rundir import DECISIONS, QUARANTINED, RunDir, atomic_write
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class Candidates:
     """Candidates that there is time for, of all prompts together."""
     planner: Literal["bandit", "equal"] = "equal"
     beliefs: Beliefs = Beliefs()
+    reward: str = "ocr"
+    """Its name; the planner sees rewards mapped to [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,7 +323,7 @@ def _bandit_chunks(
     scored: Sequence[Scored | Dropped | Quarantined],
     earlier: Sequence[Sequence[Request]],
 ) -> list[tuple[int, int, int]]:
-    arms = _arms(candidates.prompts, scored, earlier)
+    arms = _arms(candidates, scored, earlier)
     given = {
         "iteration": candidates.iteration,
         "slots": len(_equal_chunks(candidates, round_index)),
@@ -342,7 +345,7 @@ def _equal_chunks(candidates: Candidates, round_index: int) -> list[tuple[int, i
 
 
 def _arms(
-    prompts: Sequence[Prompt],
+    candidates: Candidates,
     scored: Sequence[Scored | Dropped | Quarantined],
     earlier: Sequence[Sequence[Request]],
 ) -> list[bandit.Arm]:
@@ -359,9 +362,12 @@ def _arms(
         tried.update(pending)
     return [
         bandit.Arm(
-            prompt=prompt.id, rewards=tuple(rewards[prompt.id]), tried=tried[prompt.id], pending=pending[prompt.id]
+            prompt=prompt.id,
+            rewards=normalised(candidates.reward, rewards[prompt.id]),
+            tried=tried[prompt.id],
+            pending=pending[prompt.id],
         )
-        for prompt in prompts
+        for prompt in candidates.prompts
     ]
 
 

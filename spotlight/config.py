@@ -162,7 +162,16 @@ class RolloutSection(Section):
     noise_level: float = Field(0.7, gt=0, le=10)
     """Of stochastic steps."""
     sde_window: tuple[int, int] = (0, 2)
-    """Stochastic steps ``[start, end)``; not used by the ODE sampler."""
+    """Steps ``[start, end)`` that may be stochastic; not used by the ODE sampler."""
+    sde_window_size: int = Field(0, ge=0, le=STEPS_MAX)
+    """How many of them are, in a row and the same for all samples of an iteration; 0: all."""
+    sde_window_order: Literal["random", "sliding"] = "random"
+    """Where an iteration's are: anywhere in ``sde_window``, drawn by ``run.seed``; or from its start, moving on by
+    ``sde_window_stride`` every ``sde_window_every`` iterations and beginning again at its end."""
+    sde_window_stride: int = Field(1, ge=1, le=STEPS_MAX)
+    """See ``sde_window_order``."""
+    sde_window_every: int = Field(1, ge=1, le=1_000_000)
+    """See ``sde_window_order``."""
     guidance: float = Field(1.0, ge=1, le=GUIDANCE_MAX)
     """Classifier-free guidance, in denoising and in training; above 1 a step takes two passes, unless the model was
     distilled to take guidance as an input, as FLUX.1-dev was."""
@@ -172,6 +181,11 @@ class RolloutSection(Section):
         if not all(0 <= step <= STEPS_MAX for step in self.sde_window):
             raise ValueError(f"rollout.sde_window = {shown(list(self.sde_window))} must lie in [0, {STEPS_MAX}]")
         return self
+
+    @property
+    def stochastic_steps(self) -> int:
+        """Of a sample, by samplers that have any."""
+        return self.sde_window_size or self.sde_window[1] - self.sde_window[0]
 
 
 class ExplorationSection(Section):
@@ -217,8 +231,10 @@ def _old_decay(value: Any) -> Any:
 class TrainSection(Section):
     """How weights are updated."""
 
-    algorithm: Literal["nft", "grpo"] = "nft"
-    """DiffusionNFT or Flow-GRPO."""
+    algorithm: Literal["nft", "grpo", "grpo-guard", "awm", "dpo"] = "nft"
+    """DiffusionNFT; Flow-GRPO, or GRPO-Guard, which corrects its ratios; advantage-weighted matching; or online
+    Diffusion-DPO. The first and the last two train on clean samples at drawn noise levels, the others on the
+    stochastic steps of the sampler."""
     learning_rate: float = Field(3e-4, gt=0, le=1)
     """Of AdamW."""
     warm_up: int = Field(0, ge=0, le=1_000_000)
@@ -248,18 +264,35 @@ class TrainSection(Section):
     """Of the old policy, which samples and is contrasted with: how much of it stays after an iteration, the rest being
     the policy in training. "copy": nothing, so the two are one; "linear": 0.001 for each update so far, up to 0.5;
     "delayed": nothing for 75 updates, then 0.0075 for each, up to 0.999; or a share. DiffusionNFT only."""
+    kl_form: Literal["paper", "code"] = "paper"
+    """Of the distance in Flow-GRPO and GRPO-Guard: between steps as they are taken; or as the published code has it,
+    which leaves the step size out of the noise ("sde" only) and is smaller by it."""
     clip_range: float = Field(1e-4, gt=0, le=1)
-    """Of the ratio of policies; Flow-GRPO only."""
+    """Of the ratio of policies; Flow-GRPO, GRPO-Guard and AWM."""
+    awm_weighting: Literal["uniform", "t", "ghuber"] = "uniform"
+    """Of the matching error at level t: as it is; times t; or its generalised Huber form times t. AWM only."""
+    awm_power: float = Field(0.25, gt=0, le=1)
+    """Of the generalised Huber form; AWM only."""
+    dpo_beta: float = Field(100.0, gt=0, le=1e6)
+    """How strongly a preference counts; Diffusion-DPO only."""
+    dpo_pairs: int = Field(1, ge=1, le=5000)
+    """Most pairs of a prompt's samples: the best with the worst, the second best with the second worst, and so on;
+    Diffusion-DPO only."""
     nft_beta: float = Field(0.1, gt=0, le=1000)
     """How far the implicit policies are from the old one; DiffusionNFT only. No effect in the first update of an
     iteration where ``old_decay`` is "copy"."""
     timesteps: int = Field(2, ge=1, le=STEPS_MAX)
-    """Noise levels drawn per sample and iteration; DiffusionNFT only."""
+    """Noise levels drawn per sample (or pair) and iteration; not Flow-GRPO and GRPO-Guard."""
     levels: Literal["sampler", "uniform"] = "sampler"
     """Noise levels that are drawn from: those that the sampler visits, each once before any twice, or all in (0, 1];
-    DiffusionNFT only."""
+    not Flow-GRPO and GRPO-Guard."""
     ratio_tolerance: float = Field(1e-2, gt=0, le=1)
-    """Largest |ratio - 1| before the first update of an iteration; Flow-GRPO only."""
+    """Largest |ratio - 1| before the first update of an iteration; Flow-GRPO and GRPO-Guard."""
+
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether it trains on the stochastic steps that samples were made with, rather than on clean samples."""
+        return self.algorithm in ("grpo", "grpo-guard")
 
     @property
     def keeps_old(self) -> bool:
@@ -507,6 +540,12 @@ class Config(Section):
                 'strategy.exploration = "stale" runs on spot workers and pools.spot.workers is 0: '
                 'add spot workers, or set strategy.exploration to "blocking" or "off"'
             )
+        if self.model.dtype == "bfloat16" and not self.train.lora_rank:
+            raise ValueError(
+                'model.dtype = "bfloat16" and train.lora_rank = 0: most updates of full weights would be lost in their '
+                "rounding (in a trial, 93 % of the weights never changed); set train.lora_rank, whose weights are "
+                'float32, or model.dtype = "float32"'
+            )
         policy = self.run.validate_policy
         if (policy == "old" and not self.train.keeps_old) or (policy == "average" and not self.train.ema_decay):
             setting = "train.old_decay" if policy == "old" else "train.ema_decay"
@@ -514,10 +553,15 @@ class Config(Section):
                 f'run.validate_policy = "{policy}" and {setting} = {self.train.model_dump()[setting[6:]]!r} keeps no '
                 f'such weights: set {setting}, or run.validate_policy = "auto"'
             )
-        if self.train.algorithm == "grpo" and rollout.sampler == "ode":
+        if self.train.is_stepwise and rollout.sampler == "ode":
             raise ValueError(
-                'train.algorithm = "grpo" needs log-probabilities, and rollout.sampler = "ode" has none: '
-                'set rollout.sampler to "sde", "cps" or "dance"'
+                f'train.algorithm = "{self.train.algorithm}" needs log-probabilities, and rollout.sampler = "ode" has '
+                'none: set rollout.sampler to "sde", "cps" or "dance"'
+            )
+        if self.train.algorithm == "grpo-guard" and rollout.sampler != "sde":
+            raise ValueError(
+                f'train.algorithm = "grpo-guard" corrects the steps of rollout.sampler = "sde", and that is '
+                f'"{rollout.sampler}"'
             )
         if self.train.updates > rollout.prompts * rollout.seeds_kept:
             raise ValueError(
@@ -529,6 +573,11 @@ class Config(Section):
                 f"rollout.sde_window = {list(rollout.sde_window)} must lie in [0, {rollout.steps - 1}] and not be "
                 f"empty: the last of rollout.steps = {rollout.steps} steps is never stochastic"
             )
+        if rollout.stochastic_steps > rollout.sde_window[1] - rollout.sde_window[0]:
+            raise ValueError(
+                f"rollout.sde_window_size = {rollout.sde_window_size} does not fit into rollout.sde_window = "
+                f"{list(rollout.sde_window)}: make one larger or the other smaller"
+            )
         self._check_widths()
         if not self.strategy.rollout_pools:
             raise ValueError('strategy.rollout_pools is empty: name "reserved", "spot" or both')
@@ -538,6 +587,17 @@ class Config(Section):
                 'add spot workers, or add "reserved" to rollout_pools'
             )
         return self
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What can be run, but is probably not meant."""
+        if self.train.algorithm == "nft" and self.rollout.guidance > 1:
+            return (
+                f"rollout.guidance = {self.rollout.guidance:g} with DiffusionNFT: a guided velocity is fitted to "
+                "samples as if it were the flow's own, and published recipes draw and train without guidance; set "
+                "rollout.guidance = 1",
+            )
+        return ()
 
     @property
     def emulated_per_real_s(self) -> float:
@@ -561,9 +621,11 @@ class Config(Section):
     def train_parts(self) -> int:
         """Most parts of an iteration that are trained on as they arrive; 1 where that would change what is trained.
 
-        A part needs its advantages, and a second update would need the policy before the first.
+        A part needs its advantages, a second update would need the policy before the first, and a mean over pairs
+        would need their number.
         """
-        whole = self.train.advantage_std == "global" or self.train.updates > 1 or self.strategy.offload == "none"
+        whole = self.train.advantage_std == "global" or self.train.updates > 1 or self.train.algorithm == "dpo"
+        whole = whole or self.strategy.offload == "none"
         return 1 if whole else PARTS
 
     def _check_widths(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import socket
 import tempfile
 import threading
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from graphs.iteration import Graph
     from spotlight.notebook import Images, Plot
     from spotlight.plan.offload import Balance
+
+logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 60.0
 """How long a stop waits for the steps in flight; a step of a large model can last many seconds."""
@@ -511,7 +514,11 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True, liv
     Args:
         with_model: whether it needs the model's files, and stores latents.
         live: whether it will have workers.
+
+    What is only doubtful is said in the log.
     """
+    for doubt in settings.doubts:
+        logger.warning("%s", doubt)
     data, model = settings.data, settings.model
     pool_prices(settings)
     for _, pool in settings.pools:

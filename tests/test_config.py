@@ -318,13 +318,44 @@ def test_settings_that_agree_are_taken(file: Path, overrides: list[str]) -> None
 
 
 @pytest.mark.parametrize(
-    "example", sorted(Path(__file__).parents[1].glob("examples/*.toml")), ids=lambda path: path.name
+    "example", sorted(Path(__file__).parents[1].glob("examples/**/*.toml")), ids=lambda path: path.name
 )
 def test_the_examples_are_valid_and_their_prompts_exist(example: Path) -> None:
     config = load(example)
 
     assert Path(config.data.train_prompts).is_file()
     assert Path(config.data.validation_prompts).is_file()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.dtype=bfloat16"], 'model.dtype = "bfloat16" and train.lora_rank = 0'),
+        (["rollout.sde_window=[1, 3]", "rollout.sde_window_size=3"], "sde_window_size = 3 does not fit"),
+        (["train.algorithm=grpo-guard", "rollout.sampler=cps"], 'rollout.sampler = "sde", and that is "cps"'),
+        (["train.algorithm=grpo-guard"], 'rollout.sampler = "ode" has none'),
+    ],
+)
+def test_learning_that_cannot_work_is_refused(file: Path, overrides: list[str], said: str) -> None:
+    assert said in refusal(file, *overrides)
+
+
+def test_guidance_with_nft_is_doubted(file: Path) -> None:
+    (doubt,) = load(file, ["rollout.guidance=4"]).doubts
+
+    assert "rollout.guidance = 4 with DiffusionNFT" in doubt
+    assert load(file).doubts == load(file, ["rollout.guidance=4", "train.algorithm=awm"]).doubts == ()
+
+
+def test_what_samples_is_validated_unless_an_average_is_kept(file: Path) -> None:
+    def policies(*overrides: str) -> tuple[str, str]:
+        config = load(file, list(overrides))
+        return config.train.sampling_policy, config.validation_policy
+
+    assert policies() == ("old", "old")
+    assert policies("train.old_decay=copy") == policies("train.algorithm=awm") == ("trained", "trained")
+    assert policies("train.ema_decay=0.9") == ("old", "average")
+    assert policies("run.validate_policy=trained") == ("old", "trained")
 
 
 def test_a_pool_follows_one_trace(file: Path) -> None:

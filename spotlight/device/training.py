@@ -139,6 +139,7 @@ class Training:
             noise_level=first.noise_level,
             window_BKNC=torch.from_numpy(np.concatenate(windows)).to(model.device) if windows else None,
             log_prob_BS=torch.from_numpy(np.concatenate(log_probs)).to(model.device) if log_probs else None,
+            groups_B=tuple(sample.request.prompt.id for sample in samples),
             first=before,
         )
 

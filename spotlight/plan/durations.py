@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from spotlight.config import Config
+from spotlight.config import Config, TrainSection
 from spotlight.records import Pool, SpotlightError
 
 T = TypeVar("T")
@@ -197,8 +197,8 @@ class TaskDurations:
             name: pace.gpu or ("cpu" if embedded else pool.gpu.partition("-")[0] or "h100")
             for name, pool in config.pools
         }
-        self._timesteps = train.timesteps if train.algorithm == "nft" else _window(config)
-        self._looks = int(train.algorithm == "grpo" or train.keeps_old or train.updates > 1) + (train.kl > 0)
+        self._timesteps = config.rollout.stochastic_steps if train.is_stepwise else train.timesteps
+        self._looks = _looks(train)
         self._trainers = config.pools.reserved.workers if paced else 1
         self._score_s = (SCORE_S if pace.score_s is None else pace.score_s) if paced else OCR_SCORE_S
         self._speedup = config.emulated_per_real_s
@@ -275,8 +275,11 @@ class TaskDurations:
         return LOCAL_START_UP_S if self._is_local else start_up_s(self._model)
 
 
-def _window(config: Config) -> int:
-    return config.rollout.sde_window[1] - config.rollout.sde_window[0]
+def _looks(train: TrainSection) -> int:
+    """Forward passes of policies that the one in training is compared with, for each that it takes itself."""
+    if train.algorithm == "dpo":
+        return 1
+    return int(train.is_stepwise or train.algorithm == "awm" or train.keeps_old or train.updates > 1) + (train.kl > 0)
 
 
 def _tokens(shape: Transformer, height_px: int, width_px: int) -> int:

@@ -1,4 +1,4 @@
-"""Turns images and prompts into rewards in [0, 1]; a reward that cannot be had is missing, never 0.
+"""Turns images and prompts into rewards; a reward that cannot be had is missing, never 0.
 
 Importing this file, making a scorer and checking prompts load no OCR engine: a scorer loads what it needs when it is
 first called. A scorer gives an image the same reward whatever else is in its batch.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import cache, cached_property
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +44,12 @@ BACK_OFF_S = 0.05
 class Scorer(ABC):
     """Rewards images. It is called on workers, and checks prompts before a run begins."""
 
+    range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    """The least and the largest reward there is; anything outside is a fault of the scorer."""
+
     @abstractmethod
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
-        """A reward in [0, 1] for each image and its prompt, in order. It may raise: `score` tries again."""
+        """A reward within `range` for each image and its prompt, in order. It may raise: `score` tries again."""
 
     def check(self, prompt: str) -> None:  # noqa: B027  # without needs of its own, a scorer accepts any prompt
         """Whether images of this prompt can be scored at all.
@@ -198,7 +201,7 @@ def score(
         if attempt:
             time.sleep(BACK_OFF_S * 2 ** (attempt - 1))
         try:
-            return list(_checked(scorer(images_BHWC, prompts), len(prompts))), []
+            return list(_checked(scorer(images_BHWC, prompts), len(prompts), scorer.range)), []
         except SpotlightError:
             raise
         except Exception as raised:  # a scorer may be anyone's code, or a server
@@ -210,10 +213,16 @@ def score(
     return [reward for rewards, _ in singles for reward in rewards], [text for _, errors in singles for text in errors]
 
 
-def _checked(rewards: Sequence[float], expected: int) -> Sequence[float]:
+def normalised(name: str, rewards: Sequence[float]) -> tuple[float, ...]:
+    """Rewards of a scorer by its name, its range mapped to [0, 1]: what the planner sees."""
+    low, high = load(name).range
+    return tuple((reward - low) / (high - low) for reward in rewards)
+
+
+def _checked(rewards: Sequence[float], expected: int, within: tuple[float, float]) -> Sequence[float]:
     if len(rewards) != expected:
         raise ValueError(f"the scorer returned {len(rewards)} rewards for {expected} images")
     for reward in rewards:
-        if not 0 <= reward <= 1:  # also catches NaN, which compares false
-            raise ValueError(f"the scorer returned {reward}, and a reward lies in [0, 1]")
+        if not within[0] <= reward <= within[1]:  # also catches NaN, which compares false
+            raise ValueError(f"the scorer returned {reward}, and says that its rewards lie in {list(within)}")
     return rewards

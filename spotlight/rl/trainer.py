@@ -86,7 +86,10 @@ class Trainer:
                 policy is not the one that sampled.
         """
         goal = self._objective(batch, iteration)
-        updates = self._split(len(batch.advantages_B), goal.slots, iteration)
+        if not goal.units:  # no pair of samples differs: there is nothing to learn
+            self._follow(iteration)
+            return {"loss": 0.0, "grad_norm": 0.0}
+        updates = self._split(goal.units, goal.slots, iteration)
         goal.remember(updates)
         steps = []
         for u, rows in enumerate(updates):
@@ -116,7 +119,7 @@ class Trainer:
             self._optimizer.zero_grad()
         samples = len(batch.advantages_B)
         goal = self._objective(batch, iteration)
-        (rows,) = self._split(samples, goal.slots, iteration)
+        (rows,) = self._split(goal.units, goal.slots, iteration)
         goal.remember([rows])
         loss = self._backward(goal, rows, of * goal.slots)
         self._parts.append((samples, {"loss": loss, **goal.metrics()}))

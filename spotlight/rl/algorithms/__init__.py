@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from spotlight.config import TrainSection
+from spotlight.rl.algorithms.awm import Awm
 from spotlight.rl.algorithms.base import Objective, Rows, TrainingBatch
+from spotlight.rl.algorithms.dpo import Dpo
 from spotlight.rl.algorithms.grpo import Grpo
 from spotlight.rl.algorithms.nft import Nft
 from spotlight.rl.models.base import Model
@@ -29,6 +31,12 @@ def objective(
     Args:
         old: of the policy that sampled, in the order of `Model.parameters`; None where that is the one in training.
     """
-    if settings.algorithm == "nft":
-        return Nft(model, settings, batch, seed=seed, iteration=iteration, old=old)
-    return Grpo(model, settings, batch, iteration=iteration)
+    match settings.algorithm:
+        case "nft":
+            return Nft(model, settings, batch, seed=seed, iteration=iteration, old=old)
+        case "awm":
+            return Awm(model, settings, batch, seed=seed, iteration=iteration)
+        case "dpo":
+            return Dpo(model, settings, batch, seed=seed, iteration=iteration)
+        case _:
+            return Grpo(model, settings, batch, iteration=iteration)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from spotlight.records import Sampler
 from spotlight.rl.models.base import Conditioning, Model
+from spotlight.rl.objectives import clipped_objective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,8 @@ class TrainingBatch:
     """Latents before each step of the window and after the last, float32; Flow-GRPO only."""
     log_prob_BS: Tensor | None
     """The workers' values; only compared with the trainer's own."""
+    groups_B: tuple[int, ...] | None = None
+    """The prompt of each sample."""
     first: int = 0
     """Number of its first sample within the iteration: 0 unless it is a later part of it."""
 
@@ -50,6 +53,7 @@ class Rows:
     """A micro-batch: samples that share a slot, which is a noise level drawn (NFT) or a window step (GRPO)."""
 
     samples: tuple[int, ...]
+    """Of an objective over pairs: pairs."""
     slot: int
 
 
@@ -58,6 +62,8 @@ class Objective(Protocol):
 
     slots: int
     """Rows per sample."""
+    units: int
+    """Samples, or pairs of them."""
 
     def remember(self, updates: Sequence[Sequence[Rows]]) -> None:
         """Look at the policy before its first update, without gradients."""
@@ -83,6 +89,23 @@ class Mean:
 
     def value(self) -> float:
         return self._sum / self._rows
+
+
+class Ratios:
+    """The clipped objective of rows that arrive in micro-batches, and its metrics over all of them."""
+
+    def __init__(self, clip_range: float) -> None:
+        self._clip_range = clip_range
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def loss(self, log_prob_R: Tensor, old_R: Tensor, advantages_R: Tensor) -> Tensor:
+        loss, _ = clipped_objective(log_prob_R, old_R, advantages_R, clip_range=self._clip_range)
+        self._seen.append((log_prob_R.detach(), old_R, advantages_R))
+        return loss
+
+    def metrics(self) -> dict[str, float]:
+        log_prob, old, advantages = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
+        return clipped_objective(log_prob, old, advantages, clip_range=self._clip_range)[1]
 
 
 Velocity = Callable[[Model, TrainingBatch, Tensor, Tensor, Rows], Tensor]

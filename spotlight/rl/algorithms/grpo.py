@@ -1,4 +1,4 @@
-"""Flow-GRPO: the clipped policy gradient of the stochastic steps that the samples were made with.
+"""Flow-GRPO and GRPO-Guard: the clipped policy gradient of the stochastic steps that the samples were made with.
 
 Shapes: B samples, N latent tokens, C channels of a token, S stochastic steps, K = S + 1 latents around them, R rows of
 a micro-batch.
@@ -16,6 +16,7 @@ from spotlight.config import TrainSection
 from spotlight.records import SpotlightError
 from spotlight.rl.algorithms.base import (
     Mean,
+    Ratios,
     Rows,
     TrainingBatch,
     Velocity,
@@ -26,35 +27,39 @@ from spotlight.rl.algorithms.base import (
 )
 from spotlight.rl.flow import sde_step
 from spotlight.rl.models.base import Model
-from spotlight.rl.objectives import clipped_objective, gaussian_kl
+from spotlight.rl.objectives import gaussian_kl, guarded_log_ratio
 
 
 class Grpo:
-    """Flow-GRPO on the stochastic steps that the samples were made with."""
+    """An `Objective`; GRPO-Guard's where the settings say so."""
 
     def __init__(self, model: Model, settings: TrainSection, batch: TrainingBatch, *, iteration: int) -> None:
         start, end = batch.sde_window
         if batch.window_BKNC is None or batch.sampler == "ode":
             raise SpotlightError(
-                f'train.algorithm = "grpo" trains on the stochastic steps of a rollout, and sampler "{batch.sampler}" '
-                'left none: set rollout.sampler to "sde", "cps" or "dance"'
+                f'train.algorithm = "{settings.algorithm}" trains on the stochastic steps of a rollout, and sampler '
+                f'"{batch.sampler}" left none: set rollout.sampler to "sde", "cps" or "dance"'
             )
         assert batch.window_BKNC.shape[1] == end - start + 1, f"{batch.window_BKNC.shape} for window {batch.sde_window}"
-        self.slots = end - start
+        self.slots, self.units = end - start, len(batch.advantages_B)
         self._model, self._settings, self._batch = model, settings, batch
         self._window_BKNC, self._kind = batch.window_BKNC, batch.sampler
         self._iteration = iteration
-        self._old_BS = torch.empty(len(batch.advantages_B), self.slots)
+        self._old_BS = torch.empty(self.units, self.slots)
+        self._old_means: dict[Rows, Tensor] = {}
         self._diagnosis: dict[str, float] = {}
-        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._ratios = Ratios(settings.clip_range)
         self._kl = Mean()
 
     @torch.no_grad()
     def remember(self, updates: Sequence[Sequence[Rows]]) -> None:
         # Micro-batch by micro-batch as in `loss`: the same shapes give the same bits, and a first ratio of exactly 1.
-        for rows in (rows for parts in updates for rows in parts):
-            log_prob_R, _, _ = self._judge(rows, velocity)
-            self._old_BS[list(rows.samples), rows.slot] = log_prob_R.cpu()
+        for update, parts in enumerate(updates):
+            for rows in parts:
+                log_prob_R, mean_RNC, _ = self._judge(rows, velocity)
+                self._old_BS[list(rows.samples), rows.slot] = log_prob_R.cpu()
+                if update and self._settings.algorithm == "grpo-guard":  # in the first, the mean is the old one
+                    self._old_means[rows] = mean_RNC.cpu()
         if self._batch.log_prob_BS is not None:
             self._diagnosis = self._compare(self._batch.log_prob_BS.cpu())
 
@@ -65,17 +70,23 @@ class Grpo:
         old_R = self._old_BS[list(rows.samples), rows.slot].to(log_prob_R.device)
         limit = settings.advantage_clip
         advantages_R = advantages(self._batch, rows, self._model).clamp(-limit, limit)
-        loss, _ = clipped_objective(log_prob_R, old_R, advantages_R, clip_range=settings.clip_range)
-        self._seen.append((log_prob_R.detach(), old_R, advantages_R))
+        sigmas, step = self._batch.sigmas, self._batch.sde_window[0] + rows.slot
+        duration = sigmas[step] - sigmas[step + 1]
+        if settings.algorithm == "grpo-guard":
+            old_mean_RNC = self._old_means.get(rows, mean_RNC).to(mean_RNC.device)
+            log_ratio_R = guarded_log_ratio(log_prob_R, old_R, mean_RNC, old_mean_RNC, std)
+            loss = self._ratios.loss(log_ratio_R, torch.zeros_like(old_R), advantages_R) / duration
+        else:
+            loss = self._ratios.loss(log_prob_R, old_R, advantages_R)
         if reference is None:
             return loss
+        if settings.kl_form == "code" and self._kind == "sde":
+            std /= math.sqrt(duration)
         divergence = gaussian_kl(mean_RNC, reference[1], std).mean()
         return loss + settings.kl * self._kl.add(divergence, len(rows.samples))
 
     def metrics(self) -> dict[str, float]:
-        log_prob, old, advantages = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
-        _, metrics = clipped_objective(log_prob, old, advantages, clip_range=self._settings.clip_range)
-        return metrics | self._diagnosis | ({"kl": self._kl.value()} if self._settings.kl else {})
+        return self._ratios.metrics() | self._diagnosis | ({"kl": self._kl.value()} if self._settings.kl else {})
 
     def _judge(self, rows: Rows, velocity: Velocity) -> tuple[Tensor, Tensor, float]:
         """Log-probability, mean and noise of the step that each row's sample really took."""

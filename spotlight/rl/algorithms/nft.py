@@ -34,7 +34,7 @@ class Nft:
         iteration: int,
         old: Sequence[Tensor] | None,
     ) -> None:
-        self.slots = settings.timesteps
+        self.slots, self.units = settings.timesteps, len(batch.advantages_B)
         self._model, self._settings, self._batch, self._old = model, settings, batch, old
         self._key = (seed, iteration)
         self._v_old: dict[Rows, Tensor] = {}
