@@ -170,7 +170,8 @@ def main() -> None:
                 with DATA.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print("\n".join(table([row])), file=sys.stderr, flush=True)
-    print("\n".join(table([json.loads(line) for line in DATA.read_text().splitlines()])))
+    recorded = DATA.read_text().splitlines() if DATA.exists() else []
+    print("\n".join(table([json.loads(line) for line in recorded])))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def measure(batch: int, steps: int, turns: int) -> tuple[float, float, list[floa
             ],
         )
         run = RunDir.create(settings, time.time())
-        pools = Pools(settings, run.path.name)
+        pools = Pools(settings, run.path)
         try:
             graph = prepare_graph(str(run.path))
             context: RunContext = pools.client.get(graph.graph, graph.outputs["context"])

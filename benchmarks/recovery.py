@@ -20,10 +20,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cluster.pools import Pools
 from graphs import tasks
@@ -47,6 +47,9 @@ POLL_S = 0.02
 """Between two looks at the events; they carry their own times."""
 PATIENCE_S = 60.0
 """Longest wait for what a healthy cluster does in a second or two."""
+WIDENS_S = 8.0
+"""A request lasts so long that a gang which lost a rank early on becomes wide again, whatever the machine: a worker is
+back within 2 s, and what is left must be worth twice what forming anew costs."""
 STEPS = 200
 """Of a request along the trace: it takes some seconds, against the fraction of one that a worker takes to start."""
 
@@ -107,19 +110,22 @@ class Live:
         )
         self.config = config.load(SETTINGS, [*common, *overrides])
         self.run = RunDir.create(self.config, time.time())
-        self.pools = Pools(self.config, self.run.path.name)
+        self.pools = Pools(self.config, self.run.path)
         graph = prepare_graph(str(self.run.path))
         self.context: RunContext = self.pools.client.get(graph.graph, graph.outputs["context"])
         self.lives: list[WorkerLife] = []
         self.events: list[Row] = []
         self._requests = 0
+        self.steps = self.config.rollout.steps
+        """Of the next request."""
 
     def request(self) -> Request:
         """A fresh one on every call."""
         self._requests += 1
         prompts = read_prompts(self.config.data.train_prompts)[:1]
         selection = unexplored(self.config, self.context, self._requests, prompts)
-        return rollout_requests(self.config, self.context, selection, self.context.start)[0]
+        request = rollout_requests(self.config, self.context, selection, self.context.start)[0]
+        return replace(request, sigmas=tuple(1 - step / self.steps for step in range(self.steps + 1)))
 
     def start(self, requests: Sequence[Request]) -> list[Any]:
         """Begin to run them; the futures of all their shards."""
@@ -145,6 +151,18 @@ class Live:
             return next((row for row in self.events if row["event"] == name and facts.items() <= row.items()), None)
 
         return self._wait(find, f"event {name!r} with {facts}")
+
+    def event_or_end(self, futures: Sequence[Any], name: str, **facts: Any) -> Row | None:
+        """The same; None where this work ends without one."""
+
+        def find() -> Row | Literal["ended"] | None:
+            ended = all(future.done() for future in futures)
+            self.look()
+            found = (row for row in self.events if row["event"] == name and facts.items() <= row.items())
+            return next(found, "ended" if ended else None)
+
+        row = self._wait(find, f"event {name!r} with {facts}")
+        return None if row == "ended" else row
 
     def full(self) -> dict[str, str]:
         """Names of the spot workers by address, once every place has one."""
@@ -212,11 +230,15 @@ class Measured:
 # Recoveries
 
 
-def narrowings(cluster: Live, width: int, kills: int, chance: random.Random, after: Callable[..., None]) -> Measured:
+def narrowings(
+    cluster: Live, width: int, kills: int, chance: random.Random, after: Callable[..., None], lasts_s: float = 0.0
+) -> Measured:
     """Kill a random rank of a gang of this width, again and again, at a random moment of a step.
 
     Args:
-        after: is given the request, its gang and the row of the first step after the recovery.
+        lasts_s: about how long a request lasts at least, undisturbed.
+        after: is given the request, its gang, the row of the first step after the recovery, the victim, when it was
+            killed, the futures of the request.
     """
     found = Measured()
     for trial in range(kills + 1):
@@ -234,7 +256,8 @@ def narrowings(cluster: Live, width: int, kills: int, chance: random.Random, aft
         if trial:  # the first one finds engines that have no model yet
             found.splits.append({"detect": broken["at_s"] - killed_s, **split})
             found.redone.append(max(0, broken["step"] - resumed["step"]))
-            after(request, gang, resumed, victim, killed_s)
+            after(request, gang, resumed, victim, killed_s, futures)
+        cluster.steps = max(cluster.config.rollout.steps, math.ceil(lasts_s / step_s))
         for future in futures:
             future.result(timeout=PATIENCE_S)
     return found
@@ -263,8 +286,12 @@ def two_to_one_to_two(kills: int, chance: random.Random) -> tuple[Measured, Meas
     widened = Measured()
     with live(*settings, "rollout.steps=110") as cluster:
 
-        def widen(request: Request, gang: str, resumed: Row, victim: str, killed_s: float) -> None:
-            left = cluster.event("leaves", gang=gang, epoch=resumed["epoch"])
+        def widen(
+            request: Request, gang: str, resumed: Row, victim: str, killed_s: float, futures: Sequence[Any]
+        ) -> None:
+            left = cluster.event_or_end(futures, "leaves", gang=gang, epoch=resumed["epoch"])
+            if left is None:  # so little was left that it did not pay
+                return
             joined = [row for row in cluster.events if row["event"] == "joined" and row["at_s"] > killed_s][0]
             split, begun = _formed_again(cluster, request, gang, left)
             assert (joined["worker"], begun["width"]) == (victim, 2)
@@ -272,7 +299,7 @@ def two_to_one_to_two(kills: int, chance: random.Random) -> tuple[Measured, Meas
             widened.redone.append(max(0, left["step"] - begun["step"]))
             widened.booted.append(joined["at_s"] - killed_s - after_s)
 
-        return narrowings(cluster, 2, kills, chance, widen), widened
+        return narrowings(cluster, 2, kills, chance, widen, WIDENS_S), widened
 
 
 # Cold starts
@@ -551,6 +578,7 @@ def main() -> None:
         chance = random.Random(arguments.seed)
         found["4 to 2"] = four_to_two(arguments.kills, chance)
         found["2 to 1"], found["1 to 2"] = two_to_one_to_two(arguments.kills, chance)
+        found = {name: measured for name, measured in found.items() if measured.splits}
         print_recoveries(found)
     if "cold" in arguments.parts:
         cold = {width: cold_starts(width, arguments.cold) for width in (1, 2)}

@@ -48,7 +48,7 @@ class Side:
     def __init__(self, directory: Path, overrides: Sequence[str], pass_on: Callable[[], None]) -> None:
         settings = config.load(SETTINGS, [f"run.dir={directory}", *overrides])
         self.run = RunDir.create(settings, time.time())
-        self.pools = Pools(settings, self.run.path.name)
+        self.pools = Pools(settings, self.run.path)
         self.turn = Semaphore(0)
         self.wall_s: list[float] = []
         self.cpu_s: list[float] = []

@@ -11,13 +11,13 @@ whatever waits and may run, runs.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, islice
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby, islice
 from math import inf
-from typing import Any
+from typing import Any, get_args
 
 from cluster.events import (
     CallOff,
@@ -40,6 +40,7 @@ from cluster.events import (
     StopWork,
     TaskChanged,
     TaskPhase,
+    TasksChanged,
     TimePassed,
     Train,
     Wake,
@@ -49,25 +50,22 @@ from cluster.events import (
     WorkerJoined,
     WorkerLeft,
     WorkerNoticed,
-    WorkerPool,
     WorkerSilent,
     event_of,
     row,
 )
-from cluster.gangs import GATED, Filed, GangState, gang_of
+from cluster.gangs import GATED, GangState, gang_of
 from cluster.journal import Journal, Label
+from cluster.requests import Requests
+from cluster.roster import Roster, WorkerState
+from cluster.snapshot import Doing, Snapshot, view_of
 from spotlight.config import Config
 from spotlight.plan.offload import PhaseDecision, PhaseView, decide_phase
-from spotlight.plan.placement import Idle, View, Waiting, plan, widen
+from spotlight.plan.placement import View, Waiting, plan, widen
 from spotlight.records import Placement, Pool, Surplus
 
-HOLDERS_MAX = 3
-"""Told to a node that lacks a file: the others are there should the first be lost in the middle of it."""
 LATE_S = 0.01
 """A wake for the end of a rollout window comes so much after it, so that the window is over when it is looked at."""
-
-_Kind = tuple[bool, bool, int, tuple[Pool, ...], tuple[int, ...]]
-"""Of fresh requests: exploring, rolling out for training, iteration, pools, widths. Those of a kind are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,59 +105,6 @@ class RolloutWindow:
     pools: tuple[Pool, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GangView:
-    """A request, as `Snapshot` shows it."""
-
-    workers: tuple[str, ...]
-    """At work on it, by rank."""
-    epoch: int
-    step: int
-    width: int
-    preemptions: int
-    breaking: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """All that may be asked of the dispatcher's state; for displays and tests."""
-
-    workers: Mapping[str, str]
-    """Address of each worker that is alive, by name."""
-    pools: Mapping[str, int]
-    """Workers alive, by pool."""
-    running: Mapping[str, int]
-    """Tasks in progress, by phase."""
-    waiting: int
-    """Requests that wait for workers."""
-    waiting_for: tuple[str, ...]
-    """Pools that requests wait for, and that have no worker at all now."""
-    widths: Mapping[int, int]
-    """Gangs at work, by their width."""
-    gangs: Mapping[str, GangView]
-    leaving: frozenset[str]
-    """Names of workers under notice."""
-    trained: int
-    """The last iteration whose training has ended; -1 before the first."""
-    trainer: str
-    """Name of the worker that had the last part of training."""
-    preemptions: int
-    """Spot workers lost, with and without a notice."""
-    stopping: bool
-
-
-@dataclass(slots=True, kw_only=True)
-class _Worker:
-    address: str
-    name: str
-    pool: WorkerPool
-    idle: Idle
-    """As the policy sees it when it has nothing to do."""
-    available: bool = True
-    tasks: dict[Key, float] = field(default_factory=dict)
-    """At work or about to be, with the moment."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _Task:
     key: Key
@@ -181,32 +126,11 @@ class Dispatch:
         self.rules = rules
         self._log = EventLog(asdict(rules)) if logged else None
         self.journal = Journal()
-        self._workers: dict[str, _Worker] = {}
-        self._by_name: dict[str, _Worker] = {}
-        self._idle: dict[str, Idle] = {}
-        self._leaving: set[str] = set()
-        """Names of workers under notice, until another takes the name."""
-        self._hung: set[str] = set()
-        """Addresses of workers that were ended because they were silent."""
-        self._gone: dict[Key, float] = {}
-        """Tasks whose worker is gone, until they change, with when they began."""
-        self._nodes: Counter[str] = Counter()
-        self._holders: dict[str, dict[str, str]] = {}
-        """Of each file of weights, by hash, the workers that have it, the latest last, with their nodes."""
+        self._roster = Roster()
+        self._requests = Requests()
         self._tasks: dict[Key, _Task] = {}
         self._gangs: dict[str, GangState] = {}
         self._order = 0
-        self._queues: dict[_Kind, list[tuple[int, str]]] = {}
-        """Requests that wait for their first gang, by order; alike ones together."""
-        self._broken: dict[str, GangState] = {}
-        """Requests that wait for another gang."""
-        self._over: dict[str, GangState] = {}
-        """Requests with shards behind the gate that have nothing to do any more."""
-        self._at_work: dict[str, dict[str, GangState]] = {}
-        """Requests that have a gang, by its node."""
-        self._rollouts: dict[str, tuple[int, int]] = {}
-        """Of each rollout that training waits for: 1 if nobody is at work on it, and reserved workers at work on it."""
-        self._rollouts_waiting = self._rollouts_reserved = 0
         self._window = RolloutWindow()
         self._parts: dict[Key, _Task] = {}
         """Training, part by part."""
@@ -228,6 +152,8 @@ class Dispatch:
         match event:
             case TaskChanged():
                 return self._task_changed(event)
+            case TasksChanged():
+                return self._tasks_changed(event)
             case TimePassed():
                 return [] if self._stopping else self._decide(event.at_s)
             case GangBeat():
@@ -249,7 +175,8 @@ class Dispatch:
                 self.journal.event(event.at_s, "engine lost", gang=known, worker=event.worker, reason=event.reason)
                 return []
             case WeightsHeld():
-                return self._held(event)
+                self._roster.hold(event)
+                return []
             case WindowChanged():
                 self._window = replace(self._window, window_s=event.window_s)
                 return []
@@ -265,24 +192,26 @@ class Dispatch:
 
     def _graph_came(self, event: GraphCame) -> Iterator[Instruction]:
         for layer in sorted(event.layers, key=lambda layer: (len(layer.name), layer.name)):  # rounds by their numbers
-            for index in sorted(layer.indices):
-                self._add_task((layer.name, index), layer)
+            self._add_tasks(layer)
             if layer.pool in GATED and layer.phase == "rollout":
                 self._window = RolloutWindow(began_s=event.at_s, window_s=layer.window_s, pools=GATED[layer.pool])
                 if layer.window_s < inf:
                     at_s = event.at_s + layer.window_s + LATE_S
                     yield Wake(at_s=at_s, cause=f"reserved workers roll out for {layer.window_s:g} s")
 
-    def _add_task(self, key: Key, layer: Layer) -> None:
+    def _add_tasks(self, layer: Layer) -> None:
         label = Label(layer.pool, layer.phase, layer.iteration)
-        gang = self._gang(gang_of(key, layer.shards), layer) if layer.pool in GATED else None
-        self._tasks[key] = task = _Task(key=key, label=label, gang=gang)
-        if gang and key not in gang.states:
-            insort(gang.keys, key)
-            gang.change(key, "released")
-            self._file(gang)
-        if layer.pool == "training":
-            self._parts[key] = task
+        for _, indices in groupby(sorted(layer.indices), key=lambda index: index // layer.shards):
+            keys = [(layer.name, index) for index in indices]
+            gang = self._gang(gang_of(keys[0], layer.shards), layer) if layer.pool in GATED else None
+            for key in keys:
+                if gang and key not in gang.states:
+                    insort(gang.keys, key)
+                    gang.change(key, "released")
+                self._tasks[key] = task = _Task(key=key, label=label, gang=gang)
+                if layer.pool == "training":
+                    self._parts[key] = task
+            self._file_if_known(gang)
 
     def _gang(self, name: str, layer: Layer) -> GangState:
         if name not in self._gangs:
@@ -298,43 +227,86 @@ class Dispatch:
             )
         return self._gangs[name]
 
-    def _task_changed(self, event: TaskChanged) -> Iterator[Instruction]:
+    def _task_changed(self, event: TaskChanged) -> Iterable[Instruction]:
         task = self._tasks.get(event.key)
         if task is None:
-            return
-        before, task.state = task.state, event.state
-        if event.state == "processing":
-            self._begins(task, event)
+            return ()
+        instructions: list[Instruction] = []
+        if self._note(task, event, instructions):
+            self._file_if_known(task.gang)
+        instructions += self._follows(task, event.state)
+        return instructions
+
+    def _tasks_changed(self, event: TasksChanged) -> Iterable[Instruction]:
+        """As one after the other; but a request is filed anew only once, when the last of its shards has changed."""
+        instructions: list[Instruction] = []
+        unfiled: GangState | None = None
+        tasks, state = self._tasks, event.state
+        begins, something_follows = state == "processing", state in ("released", "forgotten")
+        for key in event.keys:
+            task = tasks.get(key)
+            if task is None:
+                continue
+            gang = task.gang
+            if unfiled and gang is not unfiled:
+                self._file_if_known(unfiled)
+                unfiled = None
+            if begins or task.state == "processing":
+                changes = self._note(task, event, instructions)
+            else:
+                task.state = state
+                changes = gang is not None and gang.change(key, state)
+            if changes:
+                unfiled = gang
+            if something_follows:
+                instructions += self._follows(task, state)
+        self._file_if_known(unfiled)
+        return instructions
+
+    def _note(self, task: _Task, event: TaskChanged | TasksChanged, instructions: list[Instruction]) -> bool:
+        """Take down a task's new state; returns whether that may change what its request waits for."""
+        state, before, gang = event.state, task.state, task.gang
+        task.state = state
+        if state == "processing":
+            self._begins(task, event.worker, event.at_s)
         elif before == "processing":
             self._ends(task, event)
-        gang = task.gang
-        if gang:
-            gang.change(event.key, event.state)
-            if before == "processing":
-                yield from self._came_back(gang, task, event)
-            if gang.name in self._gangs:  # else its other shards were forgotten before this one
-                self._file(gang)
-        if event.state == "released" and (gang or event.key in self._parts):
-            yield CloseGate(key=event.key, cause="it is to run again")
-        if event.state == "memory" and event.key in self._parts and self._is_last_part(event.key):
-            yield from self._training_ended(task.label.iteration)
-        if event.state == "forgotten":
+        if gang is None:
+            return False
+        changes = gang.change(task.key, state)
+        if before == "processing" and task.key in gang.members:
+            instructions += self._came_back(gang, task, event)
+            return True
+        return changes
+
+    def _follows(self, task: _Task, state: TaskPhase) -> Iterable[Instruction]:
+        if state == "released":
+            return self._close_gate(task)
+        if state == "memory" and task.key in self._parts and self._is_last_part(task.key):
+            return self._training_ended(task.label.iteration)
+        if state == "forgotten":
             self._forget(task)
+        return ()
 
-    def _begins(self, task: _Task, event: TaskChanged) -> None:
-        if task.worker and task.worker != event.worker:
-            self._unburden(task)
-        task.worker = event.worker
-        worker = self._workers.get(event.worker)
-        if worker:
-            worker.tasks[task.key] = event.at_s
-            self._idle.pop(worker.address, None)
+    def _close_gate(self, task: _Task) -> Iterable[Instruction]:
+        again = task.gang or task.key in self._parts
+        return (CloseGate(key=task.key, cause="it is to run again"),) if again else ()
 
-    def _ends(self, task: _Task, event: TaskChanged) -> None:
-        address, started_s = task.worker, self._unburden(task)
+    def _file_if_known(self, gang: GangState | None) -> None:
+        if gang and gang.name in self._gangs:
+            self._file(gang)
+
+    def _begins(self, task: _Task, address: str, at_s: float) -> None:
+        if task.worker and task.worker != address:
+            self._roster.unburden(task.key, task.worker)
+        task.worker = address
+        self._roster.burden(task.key, address, at_s)
+
+    def _ends(self, task: _Task, event: TaskChanged | TasksChanged) -> None:
+        address, started_s = task.worker, self._roster.unburden(task.key, task.worker)
         ended = event.state in ("memory", "erred")
         if not ended:
-            planned = task.gang is not None and task.gang.planned and address in self._workers
+            planned = task.gang is not None and task.gang.planned and address in self._roster.workers
             outcome = "stopped" if planned else "lost"
             self.journal.span(task.key, task.label, task.gang, address, started_s, event.at_s, outcome)
         elif event.work:
@@ -342,21 +314,12 @@ class Dispatch:
             work = event.work
             self.journal.span(task.key, task.label, task.gang, address, work.start_s, work.stop_s, outcome)
 
-    def _unburden(self, task: _Task) -> float:
-        """Its worker has one task less; returns when that began."""
-        worker = self._workers.get(task.worker)
-        if worker is None:
-            return self._gone.pop(task.key, 0.0)
-        started_s = worker.tasks.pop(task.key, 0.0)
-        self._note_idle(worker)
-        return started_s
-
     def _forget(self, task: _Task) -> None:
         del self._tasks[task.key]
         self._parts.pop(task.key, None)
         gang = task.gang
         if gang and self._gangs.pop(gang.name, None):
-            self._unfile(gang)
+            self._requests.unfile(gang)
 
     def _is_last_part(self, key: Key) -> bool:
         return key == max(part for part in self._parts if part[0] == key[0])
@@ -372,96 +335,53 @@ class Dispatch:
     # Workers
 
     def _joined(self, event: WorkerJoined) -> list[Instruction]:
-        pool: Pool = "spot" if event.pool == "spot" else "reserved"
-        worker = _Worker(
-            address=event.address,
-            name=event.name,
-            pool=event.pool,
-            idle=Idle(worker=event.name, pool=pool, node=event.node),
-        )
-        self._workers[event.address] = worker
+        self._roster.join(event)
         if event.pool != "head":
-            self._by_name[event.name] = worker
-            self._leaving.discard(event.name)
-            self._nodes[event.node] += 1
             self.journal.joined(event.at_s, event.address, event.name, event.pool)
-            self._note_idle(worker)
         return []
 
     def _available(self, event: WorkerAvailable) -> list[Instruction]:
-        worker = self._workers.get(event.address)
-        if worker:
-            worker.available = event.available
-            self._note_idle(worker)
+        self._roster.note_available(event.address, available=event.available)
         return []
 
     def _left(self, event: WorkerLeft) -> list[Instruction]:
-        """Told before its tasks change; that it left on purpose may be known before its notice, in another stream."""
-        worker = self._workers.pop(event.address, None)
-        if worker is None:
-            return []
-        self._gone.update(worker.tasks)
-        self._idle.pop(event.address, None)
-        for holders in self._holders.values():
-            holders.pop(event.address, None)
-        if worker.pool == "head":
-            return []
-        self._nodes[worker.idle.node] -= 1
-        if self._by_name.get(worker.name) is worker:
-            del self._by_name[worker.name]
-            if event.expected and event.address not in self._hung:
-                self._leaving.add(worker.name)
-        reason = "end" if self._stopping else "left" if worker.name in self._leaving else "lost"
-        self.journal.left(event.at_s, event.address, reason)
+        """Told before its tasks change."""
+        worker = self._roster.leave(event.address, expected=event.expected)
+        if worker and worker.pool != "head":
+            reason = "end" if self._stopping else "left" if worker.name in self._roster.leaving else "lost"
+            self.journal.left(event.at_s, event.address, reason)
         return []
 
     def _noticed(self, event: WorkerNoticed) -> list[Instruction]:
         """It gets no more work."""
-        worker = self._workers.get(event.address)
-        if worker and worker.name not in self._leaving:
-            self._leaving.add(worker.name)
-            self._idle.pop(worker.address, None)
+        worker = self._roster.note_leaving(event.address)
+        if worker:
             self.journal.event(event.at_s, "notice", worker=worker.name, reason=event.reason)
         return []
 
     def _silent(self, event: WorkerSilent) -> list[Instruction]:
-        worker = self._workers.get(event.address)
+        worker, hung = self._roster.workers.get(event.address), self._roster.hung
         if worker is None or worker.pool == "head" or event.silent_s <= self.rules.hang_after_s:
             return []
-        if event.address in self._hung:
+        if event.address in hung:
             return []
-        self._hung.add(event.address)
+        hung.add(event.address)
         self.journal.event(event.at_s, "hung", worker=worker.name)
         cause = f"no sign of life for {event.silent_s:.1f} s"
         return [Evict(address=event.address, name=worker.name, cause=cause)]
 
-    def _held(self, event: WeightsHeld) -> list[Instruction]:
-        worker = self._workers.get(event.address)
-        if worker:
-            self._holders.setdefault(event.sha256, {})[event.address] = worker.idle.node
-        return []
-
     def holders(self, sha256: str) -> list[str]:
         """Workers, one a node, whose nodes hold a file of weights; the latest to get it first: it serves fewest."""
-        by_node = {node: address for address, node in self._holders.get(sha256, {}).items()}
-        return list(by_node.values())[::-1][:HOLDERS_MAX]
-
-    def _note_idle(self, worker: _Worker) -> None:
-        if worker.pool == "head":
-            return
-        if worker.available and not worker.tasks and worker.name not in self._leaving:
-            self._idle[worker.address] = worker.idle
-        else:
-            self._idle.pop(worker.address, None)
+        return self._roster.holders(sha256)
 
     # Gangs
 
-    def _came_back(self, gang: GangState, task: _Task, event: TaskChanged) -> Iterator[Instruction]:
+    def _came_back(self, gang: GangState, task: _Task, event: TaskChanged | TasksChanged) -> Iterator[Instruction]:
         """A shard is done, or its worker is gone, or it was sent back at a step boundary."""
         address = gang.members.pop(task.key, None)
         if address is None or event.state in ("memory", "erred"):
             return
-        alive = address in self._workers
+        alive = address in self._roster.workers
         if not gang.breaking:
             yield from self._break(gang, event.at_s, gang.names[address], gone=not alive)
         if alive:
@@ -470,7 +390,7 @@ class Dispatch:
     def _break(self, gang: GangState, at_s: float, member: str, *, gone: bool) -> Iterator[Instruction]:
         """A member is gone, or handed its shard back: the present forming is over, and the others are to leave."""
         gang.breaking = True
-        agreed = gang.planned or self._stopping or not self._leaving.isdisjoint((member, *gang.workers))
+        agreed = gang.planned or self._stopping or not self._roster.leaving.isdisjoint((member, *gang.workers))
         self.journal.event(at_s, "leaves" if agreed else "broken", gang=gang, lost=member if gone else "")
         if not agreed:
             gang.lose()
@@ -499,67 +419,7 @@ class Dispatch:
 
     def _file(self, gang: GangState) -> None:
         """Keep a request where `_decide` looks for it."""
-        over = self._is_over(gang)
-        if gang.windowed:
-            rolling = len(gang.members) if gang.pool == "reserved" else 0
-            self._count_rollout(gang.name, (int((gang.breaking or not gang.members) and not over), rolling))
-        if gang.members:
-            self._at_work.setdefault(gang.node, {})[gang.name] = gang
-        else:
-            self._note_not_at_work(gang)
-        filed: Filed = ""
-        if gang.parked and (over or not gang.members):
-            filed = "over" if over else "broken" if gang.epoch else "fresh"
-        if filed != gang.filed:
-            self._take_out(gang)
-            gang.filed = filed
-            match filed:
-                case "over":
-                    self._over[gang.name] = gang
-                case "broken":
-                    self._broken[gang.name] = gang
-                case "fresh":
-                    insort(self._queues.setdefault(self._kind(gang), []), (gang.order, gang.name))
-
-    def _unfile(self, gang: GangState) -> None:
-        """Nobody wants it any more."""
-        self._take_out(gang)
-        self._note_not_at_work(gang)
-        if gang.windowed:
-            self._count_rollout(gang.name, (0, 0))
-
-    def _note_not_at_work(self, gang: GangState) -> None:
-        there = self._at_work.get(gang.node, {})
-        if there.pop(gang.name, None) and not there:
-            del self._at_work[gang.node]
-
-    def _take_out(self, gang: GangState) -> None:
-        match gang.filed:
-            case "over":
-                del self._over[gang.name]
-            case "broken":
-                del self._broken[gang.name]
-            case "fresh":
-                queue, entry = self._queues[self._kind(gang)], (gang.order, gang.name)
-                del queue[bisect_left(queue, entry)]
-                if not queue:
-                    del self._queues[self._kind(gang)]
-        gang.filed = ""
-
-    def _count_rollout(self, name: str, counts: tuple[int, int]) -> None:
-        before = self._rollouts.get(name, (0, 0))
-        if counts == before:
-            return
-        self._rollouts_waiting += counts[0] - before[0]
-        self._rollouts_reserved += counts[1] - before[1]
-        if counts == (0, 0):
-            del self._rollouts[name]
-        else:
-            self._rollouts[name] = counts
-
-    @staticmethod
-    def _kind(gang: GangState) -> _Kind:
-        return gang.exploring, gang.windowed, gang.iteration, gang.pools, gang.widths
+        self._requests.file(gang, over=self._is_over(gang))
 
     def _is_over(self, gang: GangState) -> bool:
         """Whether what is behind the gate has nothing to do any more: done, called off, or quarantined."""
@@ -573,23 +433,22 @@ class Dispatch:
 
     def _decide(self, at_s: float) -> Iterator[Instruction]:
         self._decided_s = at_s
-        for gang in list(self._over.values()):
+        for gang in list(self._requests.over.values()):
             yield from self._dismiss(gang, at_s)
-        if not (self._idle or self._rollouts_reserved):
+        if not (self._roster.idle or self._requests.rollouts_reserved):
             return
         phase = self._phase(at_s)
-        if "reserved" not in phase.pools and self._rollouts_reserved and self.rules.moves:
+        if "reserved" not in phase.pools and self._requests.rollouts_reserved and self.rules.moves:
             yield from self._move_rollouts(at_s)
-        if phase.train and self._idle:
+        if phase.train and self._roster.idle:
             yield from self._train()
-        if self._idle and (self._queues or self._broken):
+        if self._roster.idle and self._requests.any_waits:
             for launch in plan(self._view(phase)):
                 yield self._launch(self._gangs[launch.request], launch.workers, at_s)
-        if self.may_widen:
-            yield from self._widen(at_s)
+        yield from self._widen(at_s)
 
     def _dismiss(self, gang: GangState, at_s: float) -> Iterator[Instruction]:
-        head = next((worker for worker in self._workers.values() if worker.pool == "head"), None)
+        head = self._roster.head
         if head is None:
             return
         for key in gang.gated:
@@ -605,7 +464,7 @@ class Dispatch:
 
     def _phase(self, at_s: float) -> PhaseDecision:
         """Who may roll out and whether training may begin; everybody, where no rollout needs a reserved worker."""
-        if not self._rollouts:
+        if not self._requests.rollouts:
             return PhaseDecision(pools=self._window.pools, train=True)
         elapsed_s, window_s = at_s - self._window.began_s, self._window.window_s
         view = PhaseView(
@@ -613,20 +472,18 @@ class Dispatch:
             elapsed_s=elapsed_s,
             window_s=window_s,
             spot=self._spot_for_rollouts() if elapsed_s >= window_s else 0,  # of no interest while the window is open
-            waiting=self._rollouts_waiting,
-            rolling=self._rollouts_reserved,
+            waiting=self._requests.rollouts_waiting,
+            rolling=self._requests.rollouts_reserved,
         )
         return decide_phase(view)
 
     def _spot_for_rollouts(self) -> int:
         """Spot workers that stay, on nodes where there are enough of them for a gang."""
-        narrowest = self._gangs[next(iter(self._rollouts))].widths[0]
-        staying = [worker for worker in self._by_name.values() if worker.pool == "spot"]
-        nodes = Counter(worker.idle.node for worker in staying if worker.name not in self._leaving)
-        return sum(count for count in nodes.values() if count >= narrowest)
+        narrowest = self._gangs[next(iter(self._requests.rollouts))].widths[0]
+        return self._roster.spot_on_nodes(of_at_least=narrowest)
 
     def _move_rollouts(self, at_s: float) -> Iterator[Instruction]:
-        for gang in chain.from_iterable(there.values() for there in self._at_work.values()):
+        for gang in self._requests.with_gang():
             if gang.windowed and gang.pool == "reserved" and not (gang.breaking or gang.planned):
                 yield from self._regroup(gang, at_s, "moves", "the rollout window of reserved workers is over")
 
@@ -635,7 +492,7 @@ class Dispatch:
         ready = [key for key, task in self._parts.items() if task.state == "gated"]
         if not ready:
             return
-        free = {idle.worker: address for address, idle in self._idle.items() if idle.pool == "reserved"}
+        free = {idle.worker: address for address, idle in self._roster.idle.items() if idle.pool == "reserved"}
         if free:
             same = self._trainer in free
             self._trainer = self._trainer if same else min(free)
@@ -645,9 +502,8 @@ class Dispatch:
 
     def _burden(self, key: Key, address: str) -> None:
         """Count on the worker for a task before it begins, so that it gets no other."""
-        self._workers[address].tasks[key] = 0.0
+        self._roster.burden(key, address)
         self._tasks[key].worker = address
-        self._idle.pop(address, None)
 
     def _view(self, phase: PhaseDecision) -> View:
         """What the plan looks at, less what could not change it: those who cannot use each other, and the far queue.
@@ -655,16 +511,16 @@ class Dispatch:
         Fresh requests of a kind are alike. With more than twice as many of them as there are idle workers each gets
         the narrowest gang, however many more there are, and the last ones get none.
         """
-        enough = 2 * len(self._idle) + 1
-        pools = {worker.pool for worker in self._idle.values()}
-        names = list(self._broken)
-        for queue in self._queues.values():
+        enough = 2 * len(self._roster.idle) + 1
+        pools = {worker.pool for worker in self._roster.idle.values()}
+        names = list(self._requests.broken)
+        for queue in self._requests.queues.values():
             if not pools.isdisjoint(self._pools_of(self._gangs[queue[0][1]], phase)):
                 names += (name for _, name in islice(queue, enough))
         waiting = tuple(self._waiting(self._gangs[name], phase) for name in names)
         wanted = {pool for request in waiting for pool in request.pools}
-        idle = tuple(worker for worker in self._idle.values() if worker.pool in wanted)
-        return View(idle=idle, waiting=waiting, nodes=self._nodes)
+        idle = tuple(worker for worker in self._roster.idle.values() if worker.pool in wanted)
+        return View(idle=idle, waiting=waiting, nodes=self._roster.nodes)
 
     def _pools_of(self, gang: GangState, phase: PhaseDecision) -> tuple[Pool, ...]:
         """Rollouts run where it is their turn; once training has ended, reserved workers help with exploration."""
@@ -681,9 +537,9 @@ class Dispatch:
 
     def _launch(self, gang: GangState, names: Sequence[str], at_s: float) -> Launch:
         """Admit a whole gang."""
-        workers = [self._by_name[name] for name in names]
+        workers = [self._roster.by_name[name] for name in names]
         members = dict(zip(gang.gated, (worker.address for worker in workers), strict=False))
-        cause = f"forming {gang.epoch + 1}: {len(workers)} of {len(self._idle)} idle workers"
+        cause = f"forming {gang.epoch + 1}: {len(workers)} of {len(self._roster.idle)} idle workers"
         gang.form(members, {w.address: w.name for w in workers}, workers[0].idle.pool, workers[0].idle.node)
         for key, address in members.items():
             self._burden(key, address)
@@ -703,7 +559,7 @@ class Dispatch:
     def _widen(self, at_s: float) -> Iterator[Instruction]:
         """Gangs beside idle workers that nobody waits for form anew, wider, if that pays."""
         running = tuple(gang.running(len(gang.members) + gang.parked, at_s) for gang in self._beside_idle())
-        for name in widen(View(idle=tuple(self._idle.values()), waiting=(), running=running)) if running else ():
+        for name in widen(View(idle=tuple(self._roster.idle.values()), waiting=(), running=running)) if running else ():
             yield from self._regroup(self._gangs[name], at_s, "regroup", "idle workers make it wider")
 
     def _regroup(self, gang: GangState, at_s: float, event: str, cause: str) -> Iterator[Instruction]:
@@ -715,18 +571,16 @@ class Dispatch:
 
     # What may be asked
 
-    @property
-    def may_widen(self) -> bool:
-        """Whether idle workers that nobody waits for might make a gang wider."""
-        return bool(self.rules.widens and self._idle and self._at_work) and not (self._queues or self._broken)
-
     def widenable(self) -> list[str]:
         """Requests whose gangs might form anew, wider, with workers that are idle now: how far they are matters."""
-        return [gang.name for gang in self._beside_idle()] if self.may_widen else []
+        return [gang.name for gang in self._beside_idle()]
 
     def _beside_idle(self) -> Iterator[GangState]:
-        for node in dict.fromkeys(idle.node for idle in self._idle.values()):
-            for gang in self._at_work.get(node, {}).values():
+        """Gangs that idle workers, for whom nobody waits, might make wider."""
+        if not self.rules.widens or self._requests.any_waits:
+            return
+        for node in dict.fromkeys(idle.node for idle in self._roster.idle.values()):
+            for gang in self._requests.at_work.get(node, {}).values():
                 if gang.widths[-1] > gang.width and not (gang.breaking or gang.planned):
                     yield gang
 
@@ -743,47 +597,67 @@ class Dispatch:
 
         Looked at are requests that a single worker may run: of wider ones, workers may be kept for the first.
         """
-        for gang in self._gangs.values() if self._idle and not self._stopping else ():
+        for gang in self._gangs.values() if self._roster.idle and not self._stopping else ():
             if gang.behind and not gang.members and gang.widths[0] == 1 and gang.parked and not self._is_over(gang):
                 pools = self._pools_of(gang, self._phase(self._decided_s))
-                if idle := sorted(worker.worker for worker in self._idle.values() if worker.pool in pools):
+                if idle := sorted(worker.worker for worker in self._roster.idle.values() if worker.pool in pools):
                     yield f"request {gang.name} waits for a worker of {pools} and {', '.join(idle)} are idle"
 
     def knows(self, key: object) -> bool:
         """Whether a task is one of ours."""
         return key in self._tasks
 
+    def doing(self) -> list[Doing]:
+        """What each worker is at now; for displays, which look often: it costs a microsecond a worker."""
+        return [self._doing(worker) for worker in self._roster.by_name.values()]
+
+    def _doing(self, worker: WorkerState) -> Doing:
+        who: dict[str, Any] = {
+            "worker": worker.name,
+            "pool": worker.pool,
+            "leaving": worker.name in self._roster.leaving,
+        }
+        at_work = [(key, since_s) for key, since_s in worker.tasks.items() if since_s and key in self._tasks]
+        if not at_work:
+            return Doing(**who)
+        key, since_s = at_work[0]
+        task = self._tasks[key]
+        return Doing(
+            **who,
+            phase=task.label.phase,
+            iteration=task.label.iteration,
+            key=str(key),
+            forming=task.gang.forming if task.gang else "",
+            since_s=since_s,
+        )
+
+    def missing_pools(self) -> tuple[str, ...]:
+        """Pools that requests wait for, and that have no worker at all now."""
+        alive = {worker.pool for worker in self._roster.by_name.values()}
+        if len(alive) == len(get_args(Pool)):
+            return ()
+        waiting = (gang for gang in self._gangs.values() if not gang.members and gang.parked)
+        return tuple(sorted({pool for gang in waiting if alive.isdisjoint(gang.pools) for pool in gang.pools}))
+
     def snapshot(self) -> Snapshot:
         """The state now; plain values."""
         lives = self.journal.lives.values()
         waiting = [gang for gang in self._gangs.values() if not gang.members and gang.parked]
-        alive = {worker.pool for worker in self._by_name.values()}
-        missing = {pool for gang in waiting if alive.isdisjoint(gang.pools) for pool in gang.pools}
         return Snapshot(
-            workers={name: worker.address for name, worker in self._by_name.items()},
-            pools=dict(Counter(worker.pool for worker in self._by_name.values())),
+            workers={name: worker.address for name, worker in self._roster.by_name.items()},
+            pools=dict(Counter(worker.pool for worker in self._roster.by_name.values())),
             running=dict(Counter(task.label.phase for task in self._tasks.values() if task.state == "processing")),
             waiting=len(waiting),
-            waiting_for=tuple(sorted(missing)),
-            widths=dict(Counter(gang.width for there in self._at_work.values() for gang in there.values())),
-            gangs={name: _view_of(gang) for name, gang in self._gangs.items()},
-            leaving=frozenset(self._leaving),
+            waiting_for=self.missing_pools(),
+            narrowest=max((gang.widths[0] for gang in waiting), default=0),
+            widths=dict(Counter(gang.width for gang in self._requests.with_gang())),
+            gangs={name: view_of(gang) for name, gang in self._gangs.items()},
+            leaving=frozenset(self._roster.leaving),
             trained=self._trained,
             trainer=self._trainer,
             preemptions=sum(life.reason in ("lost", "left") and life.pool == "spot" for life in lives),
             stopping=self._stopping,
         )
-
-
-def _view_of(gang: GangState) -> GangView:
-    return GangView(
-        workers=gang.workers,
-        epoch=gang.epoch,
-        step=gang.step,
-        width=gang.width,
-        preemptions=gang.preemptions,
-        breaking=gang.breaking,
-    )
 
 
 def differing(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

@@ -6,7 +6,7 @@ them turn into JSON rows and back, so that a log of events can be dispatched aga
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import inf
 from typing import Any, ClassVar, Literal
@@ -71,6 +71,27 @@ class TaskChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TasksChanged:
+    """Several tasks are in another state now, the same for all, and for the same reason.
+
+    It is what one `TaskChanged` after the other would be, and is logged as these. None of them trains, and none breaks
+    its gang by it.
+    """
+
+    at_s: float
+    keys: tuple[Key, ...]
+    state: TaskPhase
+    worker: str = ""
+    work: Work | None = None
+
+    def one_by_one(self) -> Iterator[TaskChanged]:
+        return (
+            TaskChanged(at_s=self.at_s, key=key, state=self.state, worker=self.worker, work=self.work)
+            for key in self.keys
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerJoined:
     """A worker came; its address was never used before, its name may have been."""
 
@@ -79,6 +100,9 @@ class WorkerJoined:
     name: str
     pool: WorkerPool
     node: str = ""
+    host: str = ""
+    job: str = ""
+    """Of the batch system that started it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +199,7 @@ class TimePassed:
 Event = (
     GraphCame
     | TaskChanged
+    | TasksChanged
     | WorkerJoined
     | WorkerAvailable
     | WorkerLeft
@@ -311,7 +336,13 @@ class EventLog:
         self._head: list[dict[str, Any]] = [{"decision": "dispatch rules", "rules": dict(rules)}]
 
     def add(self, event: Event, instructions: Iterable[Instruction]) -> None:
-        self._entries.append((event, tuple(instructions)))
+        if isinstance(event, TasksChanged):
+            gates = {gate.key: gate for gate in instructions if isinstance(gate, CloseGate)}
+            self._entries += [
+                (change, (gates[change.key],) if change.key in gates else ()) for change in event.one_by_one()
+            ]
+        else:
+            self._entries.append((event, tuple(instructions)))
 
     def drain(self) -> list[dict[str, Any]]:
         """Rows since the last call."""

@@ -78,12 +78,14 @@ class GangState:
     def shard(self, key: Key) -> int:
         return self.keys.index(key)
 
-    def change(self, key: Key, state: TaskPhase) -> None:
-        """Note the new state of a shard's task."""
+    def change(self, key: Key, state: TaskPhase) -> bool:
+        """Note the new state of a shard's task; returns whether that may change what the request waits for."""
         before = self.states.get(key)
         self.states[key] = state
-        self.behind += (state == "gated") - (before == "gated")
-        self.unready += (state == "waiting") - (before == "waiting")
+        gated, waiting = (state == "gated") - (before == "gated"), (state == "waiting") - (before == "waiting")
+        self.behind += gated
+        self.unready += waiting
+        return bool(gated or waiting or key == self.keys[0])
 
     @property
     def parked(self) -> int:
@@ -116,6 +118,11 @@ class GangState:
     def workers(self) -> tuple[str, ...]:
         """Names of the workers at work on it, by rank."""
         return tuple(self.names[address] for address in self.members.values())
+
+    @property
+    def forming(self) -> str:
+        """Name of its present gang, or of its last; empty where that was a single worker."""
+        return f"{self.name}.e{self.epoch}" if self.width > 1 else ""
 
     def begin(self, step: int, steps: int, now_s: float) -> None:
         """The first rank found the step to go on from."""

@@ -5,12 +5,27 @@ Times are those of the dispatcher's events.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.events import Key
 from cluster.gangs import GangState
-from spotlight.records import Span, WorkerLife
+from spotlight.records import Span, WorkerLife, row_of
+
+SHOWN, RECENT = 8_000, 500
+"""Spans and events that a display may look back at: some minutes of a hundred workers, in 3 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A span for a display."""
+
+    number: int
+    """Counts all spans of the run from 1: a display asks for those after the last that it has."""
+    span: Span
+    forming: str
+    """Of the gang that it was a part of, the same for all members; empty for a worker alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +46,11 @@ class Journal:
         self.spans: list[Span] = []
         """Since the last `drain`, as are the events."""
         self.events: list[dict[str, Any]] = []
+        self.shown: deque[Shown] = deque(maxlen=SHOWN)
+        """The latest spans; a `drain` leaves them, as it does `recent`."""
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        """The latest events."""
+        self._numbered = 0
 
     def joined(self, at_s: float, address: str, worker: str, pool: str) -> None:
         self.lives[address] = WorkerLife(worker=worker, pool=pool, joined_s=at_s, left_s=None, reason="")
@@ -46,6 +66,7 @@ class Journal:
             row |= {"gang": gang.name, "epoch": gang.epoch, "width": gang.width, "step": gang.step}
             row["workers"] = list(gang.workers)
         self.events.append(row)
+        self.recent.append(row)
 
     def gang_event(self, at_s: float, event: str, gang: GangState) -> None:
         """Note what happened to a gang; a single worker that starts a fresh request is left out."""
@@ -60,32 +81,28 @@ class Journal:
         if life is None:
             return
         uncommitted_s, redone_s = gang.waste(start_s, stop_s) if gang else (None, 0.0)
-        self.spans.append(
-            Span(
-                worker=life.worker,
-                pool=life.pool,
-                phase=label.phase,
-                iteration=label.iteration,
-                key=str(key),
-                start_s=start_s,
-                stop_s=stop_s,
-                outcome=outcome,
-                uncommitted_s=uncommitted_s,
-                redone_s=redone_s,
-            )
+        span = Span(
+            worker=life.worker,
+            pool=life.pool,
+            phase=label.phase,
+            iteration=label.iteration,
+            key=str(key),
+            start_s=start_s,
+            stop_s=stop_s,
+            outcome=outcome,
+            uncommitted_s=uncommitted_s,
+            redone_s=redone_s,
         )
+        self.spans.append(span)
+        self._numbered += 1
+        self.shown.append(Shown(self._numbered, span, gang.forming if gang else ""))
 
     def drain(self) -> dict[str, list[dict[str, Any]]]:
         """The spans and events since the last call, and the lives of all workers so far."""
         spans, self.spans = self.spans, []
         events, self.events = self.events, []
         return {
-            "spans": [_row(span) for span in spans],
-            "workers": [_row(life) for life in self.lives.values()],
+            "spans": [row_of(span) for span in spans],
+            "workers": [row_of(life) for life in self.lives.values()],
             "events": events,
         }
-
-
-def _row(record: Span | WorkerLife) -> dict[str, Any]:
-    """Its fields by name; `dataclasses.asdict` copies what needs no copy, and takes ten times as long."""
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}

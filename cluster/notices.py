@@ -34,6 +34,8 @@ LINK_LOCAL = "http://169.254.169.254"
 """Where AWS, GCP and Azure all serve a machine its own metadata."""
 ANSWER_S = 5.0
 """A metadata service is on the same host; one that takes longer is asked again."""
+ANSWER_BYTES = 2**20
+"""An answer has a few hundred; Azure's has some for each event of a scale set."""
 WAIT_S = 30.0
 """How long GCP's service is asked to hold a question open while nothing changes."""
 TOKEN_LIFE_S = 6 * 3600
@@ -285,12 +287,22 @@ async def _fetch(url: str, headers: Mapping[str, str], *, method: str = "GET", a
         reader, writer = await asyncio.open_connection(place.hostname, place.port or 80)
         try:
             writer.write("\r\n".join([*head, "", ""]).encode())
-            received = await reader.read()  # to the end: the service closes, as it was told to
+            received = await _all(reader, url)
         finally:
             writer.close()
     response = HTTPResponse(_Received(received))  # type: ignore[arg-type]
     response.begin()
     return Answer(url=url, status=response.status, headers=response.headers, content=response.read())
+
+
+async def _all(reader: asyncio.StreamReader, url: str) -> bytes:
+    """To the end: the service closes, as it was told to."""
+    received = b""
+    while more := await reader.read(ANSWER_BYTES):
+        received += more
+        if len(received) > ANSWER_BYTES:
+            raise ValueError(f"{url} sends more than {ANSWER_BYTES} bytes")
+    return received
 
 
 class _Received:

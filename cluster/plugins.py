@@ -1,10 +1,12 @@
 """Dask's events into the dispatcher, its instructions back into Dask. The only user of Dask's internals.
 
-`DispatchPlugin` runs on the scheduler's event loop. It uses, of the scheduler: ``tasks``, ``running``, ``workers``,
-``handlers``, ``stream_handlers``, ``loop``, ``set_restrictions``, ``transitions``, ``remove_worker`` and ``send_all``;
-of a task: ``state``, ``key``, ``resource_restrictions``, ``worker_restrictions``, ``processing_on`` and ``suspicious``;
-of a worker: ``address``, ``name``, ``processing``, ``resources`` and ``last_seen``. `ControlPlugin` uses a worker's
-``stream_handlers``. It decides nothing.
+`DispatchPlugin` runs on the scheduler's event loop, on any scheduler, for one run at a time. It uses, of the scheduler:
+``tasks``, ``running``, ``workers``, ``handlers``, ``stream_handlers``, ``loop``, ``plugins``, ``worker_plugins``,
+``extensions``, ``set_restrictions``, ``transitions``, ``remove_worker``, ``remove_plugin``,
+``unregister_worker_plugin``, ``bulk_schedule_unrunnable_after_adding_worker``, ``log_event``, ``send_all`` and what
+`_relaxed` sets; of a task: ``state``, ``key``, ``resource_restrictions``, ``worker_restrictions``, ``processing_on``
+and ``suspicious``; of a worker: ``address``, ``name``, ``processing``, ``resources`` and ``last_seen``. It decides
+nothing.
 
 Invariants: a gated task is in Dask's state "no-worker" until an instruction names its worker; the shards of a gang are
 launched in one transition; a lost worker's tasks go back behind the gate, and are never counted as failures.
@@ -15,14 +17,18 @@ placement on the worker when it starts.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from math import inf
 from typing import Any
 
-from distributed import Scheduler, SchedulerPlugin, Worker, WorkerPlugin
+from distributed import Scheduler, SchedulerPlugin
 from distributed.scheduler import WorkerState
 from tornado.ioloop import PeriodicCallback
 
-from cluster.dispatch import Dispatch, Rules, Snapshot
+from cluster.dispatch import Dispatch, Rules
 from cluster.events import (
     CallOff,
     CloseExploration,
@@ -55,18 +61,12 @@ from cluster.events import (
     WorkerPool,
     WorkerSilent,
 )
+from cluster.snapshot import Snapshot
+from spotlight import __version__
 from spotlight.clock import Clock, wall_clock
 from spotlight.device import signals as orders
-from spotlight.device.signals import (
-    Order,
-    PlaceShard,
-    order_from_message,
-    order_to_message,
-    shard_from_message,
-    shard_to_message,
-    signals,
-)
-from spotlight.records import Placement, Surplus
+from spotlight.device.signals import Order, PlaceShard, order_to_message, shard_to_message
+from spotlight.records import Placement, SpotlightError, Surplus
 
 ORDER, PLACE = "spotlight-order", "spotlight-place"
 """To workers: an order for the work in flight; where a shard runs."""
@@ -74,7 +74,15 @@ BEAT, LOST_ENGINE, NOTICE = "spotlight-beat", "spotlight-lost-engine", "spotligh
 """From workers: how far a gang is; the engine process died; the machine will be taken away."""
 HOLDS = "spotlight-holds"
 """From workers: a file of weights is on their node now."""
+READY, REFUSED = "spotlight-ready", "spotlight-refused"
+"""From workers: one can do the run's work; one cannot, and why."""
+EVICTED = "spotlight-evicted"
+"""Topic of the scheduler's events, for whoever started the workers: the process of one that hangs is to be ended."""
 WATCH_S = 0.5
+FAILURES = 1_000_000
+"""Losses of its worker that a task survives."""
+LEAVE_S = 5.0
+"""For workers to end what belongs to a run; only one that is frozen takes longer."""
 PAUSE_S = 2.0
 """If a look at the workers comes so much too late, this process was paused, and the workers may have been too."""
 GATE = {"gate": 1}
@@ -94,51 +102,102 @@ STATES: dict[str, TaskPhase] = {
 class DispatchPlugin(SchedulerPlugin):
     """Translates: tells a `Dispatch` what happens on the scheduler, and does what it says.
 
+    It is plain values until it starts, since it travels to the scheduler. It ends when its driver says so, or is gone.
+
     Args:
         run: name of the run, which signals to workers carry.
+        session: which start of the run this is.
         rules: the dispatcher's.
-        evict: is given the name of a worker that hangs, to end its process.
+        owner: id of the driver's client.
+        driver: says who that is, to others who want to run something here.
+        member: name of the worker plugin that belongs to this one.
         clock: in seconds since 1970, as workers have it.
     """
 
     name = "spotlight-dispatch"
 
     def __init__(
-        self,
-        run: str,
-        rules: Rules,
-        *,
-        evict: Callable[[str], None] = lambda name: None,
-        clock: Clock = wall_clock,
+        self, run: str, session: str, rules: Rules, *, owner: str, driver: str, member: str, clock: Clock = wall_clock
     ) -> None:
-        self._run = run
-        self._dispatch = Dispatch(rules)
-        self._evict, self._clock = evict, clock
-        self._deciding = False
-        self._unavailable: set[str] = set()
-        """Addresses of workers that take no tasks, as the dispatcher was told."""
-        self._evicting: list[Evict] = []
-        self._hang_after_s = rules.hang_after_s
-        self._watched_s = clock()
-        self._heard: dict[str, tuple[float, float]] = {}
-        """Of each worker: its last heartbeat by Dask's clock, and when we saw that by ours."""
+        self._run, self._session, self._rules = run, session, rules
+        self._owner, self._driver, self._member = owner, driver, member
+        self._clock, self._version = clock, __version__
 
     async def start(self, scheduler: Scheduler) -> None:
+        """Begin; nothing is awaited, so that of two runs that come at once the second finds the first.
+
+        Raises:
+            SpotlightError: another run is here, or this scheduler has another version of Spotlight.
+        """
+        self._refuse_another(scheduler)
         self._scheduler = scheduler
-        scheduler.handlers.update(spotlight_status=self.status, spotlight_stop=self.stop)
+        self._dispatch = Dispatch(self._rules)
+        self._closed = self._deciding = False
+        self._unavailable: set[str] = set()
+        """Addresses of workers that take no tasks, as the dispatcher was told."""
+        self._heads: set[str] = set()
+        """Addresses of the workers for what only decides."""
+        self._nodes: dict[str, str] = {}
+        """Of the other workers, by address."""
+        self._refused: dict[str, tuple[str, str]] = {}
+        """By address, the name of a worker that takes no part, and why."""
+        self._evicting: list[Evict] = []
+        self._watched_s = self._clock()
+        self._heard: dict[str, tuple[float, float]] = {}
+        """Of each worker: its last heartbeat by Dask's clock, and when we saw that by ours."""
+        scheduler.handlers.update(spotlight_status=self.status, spotlight_stop=self.stop, spotlight_close=self.leave)
         scheduler.handlers["spotlight_drain"] = self._dispatch.drain
         scheduler.handlers["spotlight_holders"] = self._dispatch.holders
         heard = ((BEAT, self._beat), (LOST_ENGINE, self._lost_engine), (NOTICE, self._notice), (HOLDS, self._holds))
-        scheduler.stream_handlers.update(heard)
+        scheduler.stream_handlers.update((*heard, (READY, self._ready), (REFUSED, self._refuse)))
+        self._restore = _relaxed(scheduler)
         self._watching = PeriodicCallback(self._watch, WATCH_S * 1000)
         self._watching.start()
+
+    def _refuse_another(self, scheduler: Scheduler) -> None:
+        other = scheduler.plugins.get(self.name)
+        if isinstance(other, DispatchPlugin) and other is not self:
+            raise SpotlightError(
+                f"the scheduler {scheduler.address} runs {other._run} already (driver: {other._driver}): wait until it "
+                "ends, or stop it first; a scheduler serves one run at a time"
+            )
+        if self._version != __version__:
+            raise SpotlightError(
+                f"the scheduler {scheduler.address} has Spotlight {__version__}, and the driver has {self._version}: "
+                "install the same version on both"
+            )
 
     async def close(self) -> None:
         self._watching.stop()
 
+    async def leave(self) -> None:
+        """End here, and have all workers end what belongs to the run: the scheduler is as before."""
+        if self._closed:
+            return
+        self._closed = True
+        scheduler = self._scheduler
+        await self.close()
+        self._restore()
+        scheduler.remove_plugin(self.name)
+        for name in ("status", "stop", "close", "drain", "holders"):
+            del scheduler.handlers[f"spotlight_{name}"]
+        if self._member in scheduler.worker_plugins:
+            with contextlib.suppress(OSError, TimeoutError):  # a worker that is gone, or frozen, has ended it too
+                await asyncio.wait_for(scheduler.unregister_worker_plugin(None, self._member), LEAVE_S)
+
+    def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        """The driver is gone, however it ended: nothing goes on without it."""
+        if client == self._owner and not self._closed:
+            self.stop()
+            scheduler.loop.add_callback(self.leave)
+
     # Dask's events
 
-    def update_graph(self, scheduler: Scheduler, *, annotations: dict[str, dict[Any, Any]], **_: Any) -> None:
+    def update_graph(
+        self, scheduler: Scheduler, *, client: str, annotations: dict[str, dict[Any, Any]], **_: Any
+    ) -> None:
+        if client != self._owner:
+            return
         layers: dict[str, list[Key]] = {}
         for key in annotations.get("pool", {}):
             layers.setdefault(key[0], []).append(key)
@@ -153,19 +212,35 @@ class DispatchPlugin(SchedulerPlugin):
         work = _work(facts) if start == "processing" and finish in ("memory", "erred") else None
         self._tell(TaskChanged(at_s=self._clock(), key=key, state=STATES[finish], worker=worker, work=work))
 
-    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        state = scheduler.workers[worker]
-        pools: tuple[WorkerPool, ...] = ("reserved", "spot", "head")
-        pool = next((pool for pool in pools if pool in state.resources), None)
-        if pool:
-            node = next((name for name in state.resources if name.startswith("node:")), "")
-            self._tell(WorkerJoined(at_s=self._clock(), address=worker, name=str(state.name), pool=pool, node=node))
+    def _ready(
+        self, worker: str, session: str, pool: WorkerPool, node: str, host: str = "", job: str = "", **_: Any
+    ) -> None:
+        state = self._scheduler.workers.get(worker)
+        if state is None or session != self._session:
+            return
+        name, at_s = str(state.name), self._clock()
+        if pool == "head":
+            self._heads.add(worker)
+        else:
+            self._nodes[worker] = node
+        self._tell(WorkerJoined(at_s=at_s, address=worker, name=name, pool=pool, node=node, host=host, job=job))
+        # Dask looks for tasks that a worker may run when it comes, and not when it gets its resources.
+        waiting = self._scheduler.bulk_schedule_unrunnable_after_adding_worker(state)
+        self._scheduler.transitions(waiting, stimulus_id=f"spotlight-ready-{at_s}")
+
+    def _refuse(self, worker: str, session: str, reason: str, **_: Any) -> None:
+        state = self._scheduler.workers.get(worker)
+        if state is not None and session == self._session:
+            self._refused[worker] = (str(state.name), reason)
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Before a lost worker's tasks are moved: tell that it is gone; its loss is no fault of theirs."""
         if topic == "all" and isinstance(msg, dict) and msg.get("action") == "remove-worker":
             self._unavailable.discard(msg["worker"])
             self._heard.pop(msg["worker"], None)
+            self._nodes.pop(msg["worker"], None)
+            self._refused.pop(msg["worker"], None)
+            self._heads.discard(msg["worker"])
             self._tell(WorkerLeft(at_s=self._clock(), address=msg["worker"], expected=bool(msg.get("expected"))))
             for key in msg.get("processing-tasks", ()):
                 if key in self._scheduler.tasks:
@@ -184,6 +259,8 @@ class DispatchPlugin(SchedulerPlugin):
         self._tell(WeightsHeld(at_s=self._clock(), address=worker, sha256=sha256))
 
     def _tell(self, event: Event) -> None:
+        if self._closed:
+            return
         self._do(self._dispatch.handle(event))
         if not isinstance(event, TimePassed):
             self.schedule_decision()
@@ -222,13 +299,13 @@ class DispatchPlugin(SchedulerPlugin):
                 self._heard[address] = heard = (state.last_seen, now_s)
             elif paused_s > PAUSE_S:  # this process was paused, and saw no heartbeat meanwhile
                 self._heard[address] = heard = (heard[0], heard[1] + paused_s)
-            if now_s - heard[1] > self._hang_after_s:
+            if now_s - heard[1] > self._rules.hang_after_s:
                 self._tell(WorkerSilent(at_s=now_s, address=address, silent_s=now_s - heard[1]))
         evicting, self._evicting = self._evicting, []
         for hung in evicting:
             stimulus = "spotlight-watch"
             await self._scheduler.remove_worker(hung.address, stimulus_id=stimulus, expected=True, close=True)
-            self._evict(hung.name)
+            self._scheduler.log_event(EVICTED, hung.name)
 
     # The dispatcher's instructions
 
@@ -242,7 +319,7 @@ class DispatchPlugin(SchedulerPlugin):
                         self._place(instruction.address, instruction.gang, instruction.shard, instruction.tell)
                     self._open_gate(instruction.key, instruction.address, "head")
                 case Train():
-                    self._open_gate(instruction.key, instruction.address, "reserved")
+                    self._open_gate(instruction.key, instruction.address, "engine")
                 case CallOff():
                     order = orders.CallOff(gang=instruction.gang, epoch=instruction.epoch)
                     self._order(instruction.address, order)
@@ -286,7 +363,7 @@ class DispatchPlugin(SchedulerPlugin):
             self._order(address, order)
 
     def _order(self, address: str, order: Order) -> None:
-        self._send(address, {"op": ORDER, **order_to_message(order)})
+        self._send(address, {"op": ORDER, "session": self._session, **order_to_message(order)})
 
     def _place(self, address: str, gang: str, shard: int, placement: Placement | Surplus | int) -> None:
         command = PlaceShard(gang=gang, shard=shard, placement=placement)
@@ -313,14 +390,74 @@ class DispatchPlugin(SchedulerPlugin):
             "workers": dict(now.pools),
             "running": dict(now.running),
             "waiting": now.waiting,
-            "waiting_for": list(now.waiting_for),
+            "waiting_for": self._waiting_for(now),
+            "refused": dict(self._refused.values()),
+            "hopeless": self._hopeless(now),
             "widths": dict(now.widths),
             "preemptions": now.preemptions,
         }
 
+    @property
+    def shown(self) -> Dispatch:
+        """The dispatcher, for a display in the scheduler's process: to be read only."""
+        return self._dispatch
+
+    def _waiting_for(self, now: Snapshot) -> list[str]:
+        """Pools without a worker that something waits for; and a node that is large enough, if none is."""
+        missing = {
+            *now.waiting_for,
+            *(() if "reserved" in now.pools else ("reserved",)),
+            *(() if self._heads else ("head",)),
+        }
+        largest = max(Counter(self._nodes.values()).values(), default=0)
+        narrow = [f"{now.narrowest} on one node"] if now.narrowest > largest > 0 else []
+        return [*sorted(missing), *narrow]
+
+    def _hopeless(self, now: Snapshot) -> str:
+        """Why the run cannot go on: of the reserved workers that are there, none can take part; else empty."""
+        reserved = {address for address, state in self._scheduler.workers.items() if "reserved" in state.resources}
+        if not reserved or "reserved" in now.pools or not reserved <= self._refused.keys():
+            return ""
+        name, reason = self._refused[min(reserved)]
+        return f"no reserved worker can take part in the run: {name}: {reason}"
+
     def snapshot(self) -> Snapshot:
         """The dispatcher's state; to be asked for in the scheduler's process."""
         return self._dispatch.snapshot()
+
+
+def snapshot_of(dask_scheduler: Scheduler) -> Snapshot:
+    """To be sent to the scheduler that the plugin is on."""
+    plugin = dask_scheduler.plugins[DispatchPlugin.name]
+    assert isinstance(plugin, DispatchPlugin)
+    return plugin.snapshot()
+
+
+def _relaxed(scheduler: Scheduler) -> Callable[[], None]:
+    """Set a scheduler so that losses are normal and only the dispatcher moves work; returns what undoes that."""
+    names = ("allowed_failures", "worker_ttl", "no_workers_timeout")
+    before = {name: getattr(scheduler, name) for name in names}
+    scheduler.allowed_failures = FAILURES  # losing spot workers is normal; see `DispatchPlugin.log_event`
+    if scheduler.worker_ttl is not None:
+        scheduler.worker_ttl = inf  # see `DispatchPlugin._watch`, which knows a pause from a loss
+    scheduler.no_workers_timeout = None  # tasks behind the gate wait as long as it takes
+    stealing = "stealing" in scheduler.periodic_callbacks
+    if stealing:  # the dispatcher alone moves work
+        scheduler.loop.add_callback(scheduler.extensions["stealing"].stop)
+    manager: Any = scheduler.extensions.get("amm")
+    managed = manager is not None and manager.running
+    if managed:  # results are small, and each is wanted where it is
+        manager.stop()
+
+    def restore() -> None:
+        for name, value in before.items():
+            setattr(scheduler, name, value)
+        if stealing:
+            scheduler.loop.add_callback(scheduler.extensions["stealing"].start)
+        if managed:
+            manager.start()
+
+    return restore
 
 
 def _layer(keys: list[Key], annotations: Mapping[str, Mapping[Key, Any]]) -> Layer:
@@ -346,29 +483,3 @@ def _work(facts: Mapping[str, Any]) -> Work | None:
         return None
     dropped = str(facts.get("typename")).endswith(".Dropped")
     return Work(start_s=compute[0]["start"], stop_s=compute[-1]["stop"], dropped=dropped)
-
-
-class ControlPlugin(WorkerPlugin):
-    """Passes what the dispatcher tells a worker on to the work in its process, and to its engine.
-
-    Args:
-        pass_on: is given each order too.
-    """
-
-    name = "spotlight-control"
-
-    def __init__(self, pass_on: Callable[[Order], None] = lambda order: None) -> None:
-        self._pass_on = pass_on
-
-    def setup(self, worker: Worker) -> None:
-        worker.stream_handlers[ORDER] = self._order
-        worker.stream_handlers[PLACE] = self._place
-
-    def _order(self, order: str, facts: dict[str, Any]) -> None:
-        command = order_from_message(order, facts)
-        signals.obey(command)
-        self._pass_on(command)
-
-    @staticmethod
-    def _place(gang: str, shard: int, value: Any) -> None:
-        signals.obey(shard_from_message(gang, shard, value))

@@ -1,7 +1,7 @@
-"""Reserved and spot pools on this machine: they start the scheduler and keep worker processes alive.
+"""The Dask cluster of one run: one of its own on this machine, or any that is there.
 
-A pool has places; each place keeps one worker process alive, and replaces it some time after it was
-lost, as a cloud would. Along a trace, a place also takes its worker away. What runs where is not decided here.
+On either, the run's plugins go to the scheduler and to its workers, and a worker beside the driver runs what only
+decides. Both leave the cluster as they found it. What runs where is not decided here.
 """
 
 from __future__ import annotations
@@ -10,197 +10,141 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
+import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import cycle
-from multiprocessing import resource_tracker
-from multiprocessing.context import ForkServerProcess
+from collections.abc import Iterator
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import dask
-from distributed import Client, Scheduler, Security, SpecCluster, Worker
-from distributed.deploy.spec import ProcessInterface
+from distributed import Client, Security, SpecCluster, Worker
 
-from cluster.dispatch import Snapshot, rules_of
+from cluster.dashboard.plugin import ROWS, PagePlugin, prepare
+from cluster.dispatch import rules_of
+from cluster.local import Place, local_cluster
+from cluster.member import MemberPlugin, member_name, terms_of
 from cluster.notices import sources
-from cluster.plugins import ControlPlugin, DispatchPlugin
-from cluster.workers import WorkerSpec, serve, warm_parent
-from spotlight.config import Config, PoolSection
-from spotlight.market.trace_files import read_trace
-from spotlight.plan.availability import pool_switches, preemption_kinds, ups
+from cluster.plugins import EVICTED, DispatchPlugin, snapshot_of
+from cluster.snapshot import Snapshot
+from cluster.standing import Standing, connect
+from spotlight.config import Config
 from spotlight.records import SpotlightError
-from spotlight.store.node import shared_root, sweep
+from spotlight.store.node import shared_roots, sweep
+from spotlight.store.slots import end_leftovers
 
 DASK_SETTINGS = {
-    "distributed.scheduler.allowed-failures": 1000,  # losing spot workers is normal; see DispatchPlugin.log_event
-    "distributed.scheduler.work-stealing": False,  # the dispatcher alone moves work
-    "distributed.scheduler.active-memory-manager.start": False,  # results are small, and each is wanted where it is
-    "distributed.scheduler.worker-ttl": None,  # see DispatchPlugin._watch, which knows a pause from a loss
-    "distributed.scheduler.no-workers-timeout": None,  # tasks behind the gate wait as long as it takes
     "distributed.deploy.lost-worker-timeout": "10000h",  # places replace their own workers
     "distributed.worker.profile.enabled": False,
     "distributed.comm.timeouts.connect": "10s",
     "distributed.comm.timeouts.tcp": "15s",
     "distributed.admin.tick.limit": "1h",  # a busy laptop is not worth a warning every few seconds
 }
-
-
-logger = logging.getLogger("spotlight.pools")
-
-RETRY_S = 0.05
-NEVER_S = 1e9
-MADE_UP_S = 24 * 3600.0
-"""How long a made-up trace lasts; after that, who is there stays."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreemptionSchedule:
-    """When a place has a worker, and how the worker is taken away."""
-
-    replace_after_s: float
-    """From a loss to the next worker; along a trace, the trace says when."""
-    ups: tuple[tuple[float, float], ...] | None = None
-    """``(start_s, stop_s)`` from the place's start: when a worker is there. None: always."""
-    kinds: tuple[str, ...] = ("kill",)
-    """How workers are taken away at each stop, in turn: "kill", "notice" or "hang"."""
-    grace_s: float = 30.0
-    """From a notice to the kill."""
-
-
-class Place(ProcessInterface):
-    """One place in a pool: keeps a worker process alive there."""
-
-    def __init__(self, scheduler: str, *, name: str, spec: Mapping[str, Any], schedule: PreemptionSchedule) -> None:
-        super().__init__()
-        self._spec = WorkerSpec(scheduler=scheduler, name=name, **spec)
-        self._schedule = schedule
-        self._tasks: list[asyncio.Task[None]] = []
-        self._process: ForkServerProcess | None = None
-        self._began_s = 0.0
-
-    def evict(self) -> None:
-        """End the worker that is there now; the place replaces it as after any other loss."""
-        self._signal(signal.SIGKILL)
-
-    async def start(self) -> None:
-        await super().start()
-        self._began_s = time.monotonic()
-        self._tasks = [asyncio.create_task(self._keep())]
-        if self._schedule.ups is not None:
-            self._tasks.append(asyncio.create_task(self._follow(self._schedule.ups)))
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await super().close()
-
-    async def _keep(self) -> None:
-        while True:
-            await asyncio.sleep(self._until_up_s())
-            try:
-                await self._live_once()
-            except (EOFError, ConnectionError):  # the warm parent died; the next start makes another
-                pass
-            except Exception:  # a place that gave up would leave the run waiting without a word
-                logger.warning("%s could not start a worker and tries again", self._spec.name, exc_info=True)
-            await asyncio.sleep(RETRY_S if self._schedule.ups else self._schedule.replace_after_s)
-
-    def _until_up_s(self) -> float:
-        """Seconds until the trace has a worker here; for ever after its end, if it ends without one."""
-        if self._schedule.ups is None:
-            return 0.0
-        now_s = time.monotonic() - self._began_s
-        return next((max(0.0, start_s - now_s) for start_s, stop_s in self._schedule.ups if stop_s > now_s), NEVER_S)
-
-    async def _follow(self, ups: Sequence[tuple[float, float]]) -> None:
-        for (_, stop_s), kind in zip(ups, cycle(self._schedule.kinds), strict=False):
-            await asyncio.sleep(min(stop_s, NEVER_S) - (time.monotonic() - self._began_s))
-            if kind == "notice":
-                self._signal(signal.SIGTERM)
-                self._tasks.append(asyncio.create_task(self._kill_after(self._schedule.grace_s)))
-            else:
-                self._signal(signal.SIGSTOP if kind == "hang" else signal.SIGKILL)
-
-    async def _kill_after(self, grace_s: float) -> None:
-        process = self._process
-        await asyncio.sleep(grace_s)
-        if process is self._process:
-            self._signal(signal.SIGKILL)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if self._process and self._process.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, number)
-
-    async def _live_once(self) -> None:
-        context = warm_parent()
-        theirs, ours = context.Pipe(duplex=False)
-        process = context.Process(target=serve, args=(self._spec, theirs), daemon=True)
-        loop = asyncio.get_running_loop()
-        starting = loop.run_in_executor(None, _start, process)  # the first one waits for the warm parent's imports
-        try:
-            await asyncio.shield(starting)
-            theirs.close()
-            self._process = process
-            await _end_of(process)
-        finally:
-            self._process = None
-            ours.close()  # ends the process if it is still there
-            await starting  # called off or not: what is being started is ended before its cluster is
-            process.kill()
-            await loop.run_in_executor(None, process.join)
-            process.close()
+RETRY_S = 0.5
+HAND_OUT_ATTEMPTS = 5
+"""A worker may die while the plugin is handed to it; the next time it is not asked."""
+ANSWER_S = 30.0
+"""For a scheduler's answer, however busy it is."""
 
 
 class Pools:
-    """The cluster of one run: scheduler, head and both pools, all on this machine and on loopback.
+    """The cluster of one run, from its start to its end.
 
-    They speak TLS, and each proves with the run's own certificate that it belongs there: who can talk to a Dask
-    process can have it run anything. The certificate is made anew for each run and lives in memory only.
+    Args:
+        run_dir: of the run; all workers see it under this path.
+        standing: the cluster to run on: an address, a scheduler file, or a Dask client or cluster. None: one of its
+            own.
+
+    Raises:
+        SpotlightError: that cluster cannot be reached or used, or runs something else.
     """
 
-    cluster: SpecCluster
-
-    def __init__(self, config: Config, run: str) -> None:
+    def __init__(self, config: Config, run_dir: Path, standing: Standing | None = None) -> None:
+        self._run = run_dir.name
+        self.session = token_hex(4)
+        """Which start of the run this is."""
+        self.cluster: SpecCluster | None = None
+        """Its own, if it has one."""
+        for pool, section in config.pools:
+            _check_notices(pool, section.notices)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_quiet())
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="spotlight-"))
             private = {"temporary-directory": directory}  # Dask imports from there; its default is open to other users
             stack.enter_context(dask.config.set(DASK_SETTINGS | private))
-            self._plugin = plugin = DispatchPlugin(run, rules_of(config), evict=self._evict)
-            roots = stack.enter_context(_node_roots(run, directory))
-            security = Security.temporary() if config.cluster.tls else None
-            self.cluster = stack.enter_context(_cluster(config, directory, plugin, roots, security))
-            self.client = stack.enter_context(Client(self.cluster))
+            terms = terms_of(config, run_dir, self.session)
+            stack.callback(_free, terms.memory)
+            if standing is None:
+                prepare()
+                self.cluster = stack.enter_context(local_cluster(config, directory, DASK_SETTINGS))
+                self.client = stack.enter_context(Client(self.cluster, set_as_default=False))
+                self.client.subscribe_topic(EVICTED, self._evicted)
+            else:
+                self.client = stack.enter_context(connect(standing, insecure=config.cluster.insecure))
+            dispatch = DispatchPlugin(
+                self._run,
+                self.session,
+                rules_of(config),
+                owner=self.client.id,
+                driver=f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%H:%M:%S')}",
+                member=member_name(self.session),
+            )
+            self._register(dispatch)
+            stack.callback(self._leave)
+            self._register(PagePlugin())
+            self._register(MemberPlugin(terms))
+            head = Head(self.client, f"head-{self.session}", directory)
+            self.client.sync(head.start)
+            stack.callback(self.client.sync, head.close)
             self._stack = stack.pop_all()
 
-    def _evict(self, name: str) -> None:
-        self.cluster.workers[name].evict()
+    def _register(self, plugin: DispatchPlugin | PagePlugin | MemberPlugin) -> None:
+        for attempts_left in reversed(range(HAND_OUT_ATTEMPTS)):
+            try:
+                self.client.register_plugin(plugin)
+                return
+            except (ImportError, AttributeError, TypeError) as error:
+                raise SpotlightError(
+                    f"a process of the cluster {self.client.scheduler.address} does not have this Spotlight "
+                    f"({error!r}): install the same version where the scheduler and the workers run"
+                ) from None
+            except OSError:
+                if not attempts_left:
+                    raise
+
+    def _evicted(self, event: tuple[float, str]) -> None:
+        _, name = event
+        place = self.cluster.workers.get(name) if self.cluster else None
+        if isinstance(place, Place):
+            place.evict()
 
     @property
     def dashboard(self) -> str:
         """Address of Dask's dashboard."""
-        return str(self.cluster.dashboard_link)
+        return str(self.client.dashboard_link)
 
     def status(self) -> dict[str, Any]:
+        """
+        Raises:
+            SpotlightError: the scheduler is gone, or workers of this machine cannot be started.
+        """
+        for place in self.cluster.workers.values() if self.cluster else ():
+            if place.failure:
+                raise SpotlightError(place.failure)
         return self._ask("spotlight_status")
 
     def snapshot(self) -> Snapshot:
-        """What the dispatcher knows now; the scheduler is in this process."""
-        plugin = self._plugin
-
-        async def ask() -> Snapshot:
-            return plugin.snapshot()
-
-        return self.client.sync(ask)
+        """What the dispatcher knows now."""
+        found: Snapshot = self.client.run_on_scheduler(snapshot_of)
+        return found
 
     def drain(self) -> dict[str, Any]:
         return self._ask("spotlight_drain")
+
+    def show(self, rows: list[dict[str, Any]]) -> None:
+        """Hand the page on the dashboard what only the driver knows; see `spotlight.report.feed`."""
+        self._ask(ROWS, rows=rows)
 
     def stop(self) -> None:
         """Launch nothing more, end what runs at its next step boundary."""
@@ -209,8 +153,94 @@ class Pools:
     def close(self) -> None:
         self._stack.close()
 
-    def _ask(self, name: str) -> Any:
-        return self.client.sync(getattr(self.client.scheduler, name))
+    def _leave(self) -> None:
+        with contextlib.suppress(
+            OSError, SpotlightError, ValueError
+        ):  # a scheduler that is gone, or back, has ended it too
+            self._ask("spotlight_close")
+            self.client.unregister_scheduler_plugin(PagePlugin.name)
+
+    def _ask(self, name: str, **facts: Any) -> Any:
+        """
+        Raises:
+            SpotlightError: the scheduler does not answer.
+        """
+        try:
+            return self.client.sync(getattr(self.client.scheduler, name), callback_timeout=ANSWER_S, **facts)
+        except (OSError, TimeoutError) as error:
+            address = self.client.scheduler.address
+            raise SpotlightError(f"the scheduler {address} is gone ({error}); what was committed is kept") from None
+
+
+class Head:
+    """A worker beside the driver for what only decides: no decision queues behind a denoising step.
+
+    It is in the driver's process, so that a cluster needs none, and is started again when it is lost.
+    """
+
+    def __init__(self, client: Client, name: str, directory: str) -> None:
+        self._client, self._name, self._directory = client, name, directory
+
+    async def start(self) -> None:
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        self._keeping.cancel()
+        await asyncio.gather(self._keeping, return_exceptions=True)
+
+    async def _keep(self) -> None:
+        while True:
+            with contextlib.suppress(OSError, TimeoutError, ValueError):  # ValueError: its former self is still there
+                async with self._worker() as worker:
+                    await worker.finished()
+            await asyncio.sleep(RETRY_S)
+
+    def _worker(self) -> Worker:
+        """It listens where the scheduler sees this process."""
+        client: Any = self._client
+        scheme, _, here = client.scheduler_comm.comm.local_address.partition("://")
+        return Worker(
+            client.scheduler.address,
+            name=self._name,
+            host=here.rpartition(":")[0].strip("[]") if scheme in ("tcp", "tls") else None,
+            security=_as_worker(client.security),
+            nthreads=4,
+            resources={"head": 4},
+            memory_limit=0,
+            dashboard=False,
+            local_directory=self._directory,
+        )
+
+
+def _as_worker(security: Any) -> Any:
+    """A client's certificate, for a worker where there is no other."""
+    if not security.tls_client_cert or security.tls_worker_cert:
+        return security
+    return Security(
+        require_encryption=security.require_encryption,
+        tls_ca_file=security.tls_ca_file,
+        tls_worker_cert=security.tls_client_cert,
+        tls_worker_key=security.tls_client_key,
+    )
+
+
+def _check_notices(pool: str, names: tuple[str, ...]) -> None:
+    """
+    Raises:
+        SpotlightError: a name is not known.
+    """
+    try:
+        sources(names)
+    except SpotlightError as error:
+        raise SpotlightError(f"pools.{pool}.{error}") from None
+
+
+def _free(memory: str) -> None:
+    """End what is left on this machine's devices, and free the run's memory here."""
+    for root in shared_roots(memory):
+        end_leftovers(root)
+    for root in shared_roots(memory):
+        sweep(root)
 
 
 @contextlib.contextmanager
@@ -225,114 +255,3 @@ def _quiet() -> Iterator[None]:
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
-
-
-def _start(process: ForkServerProcess) -> None:
-    """Start with SIGINT blocked in this thread, which a new warm parent inherits: Ctrl-C is for the driver alone."""
-    resource_tracker.ensure_running()  # first, because it unblocks SIGINT
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    process.start()
-
-
-async def _end_of(process: ForkServerProcess) -> None:
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(process.sentinel, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(process.sentinel)
-
-
-@contextlib.contextmanager
-def _node_roots(run: str, directory: str) -> Iterator[Callable[[str], Path]]:
-    """Where each node of this machine has its shared memory; freed at the end."""
-    token = f"{run}-{Path(directory).name}"  # a run's name may occur in several directories
-    roots: dict[str, Path] = {}
-
-    def root(node: str) -> Path:
-        return roots.setdefault(node, shared_root(f"{token}-{node.removeprefix('node:')}"))
-
-    try:
-        yield root
-    finally:
-        for path in roots.values():
-            sweep(path)
-
-
-def _cluster(
-    config: Config, directory: str, plugin: DispatchPlugin, root: Callable[[str], Path], security: Security | None
-) -> SpecCluster:
-    address = {
-        "host": "127.0.0.1",
-        "security": security,
-        "dashboard_address": f"127.0.0.1:{config.cluster.dashboard_port}",
-    }
-    common = {
-        "local_directory": directory,
-        "security": security,
-        "settings": DASK_SETTINGS,
-        "hang_after_s": config.cluster.hang_after_s,
-        "quarantine_after": config.cluster.quarantine_after,
-    }
-    places: dict[str, Any] = {}
-    for pool, section in (("reserved", config.pools.reserved), ("spot", config.pools.spot)):
-        schedules = _schedules(section, config.run.seed)
-        for index in range(section.workers):
-            spec = _spec(pool, section, index, root) | common | {"number": len(places)}
-            places[f"{pool}-{index}"] = {"cls": Place, "options": {"spec": spec, "schedule": schedules[index]}}
-    return SpecCluster(
-        scheduler={"cls": Scheduler, "options": {**address, "plugins": [plugin]}},
-        workers={"head": _head(directory, security), **places},
-        security=security,
-    )
-
-
-def _spec(pool: str, section: PoolSection, index: int, root: Callable[[str], Path]) -> dict[str, Any]:
-    node = f"node:{pool}-{index // section.workers_per_node}"
-    return {
-        "resources": {"engine": 1, pool: 1, node: 1},
-        "node": root(node),
-        "notices": _checked_notices(pool, section.notices),
-        "grace_s": section.grace_s,
-    }
-
-
-def _checked_notices(pool: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names, if all are known.
-
-    Raises:
-        SpotlightError: a name is not known.
-    """
-    try:
-        sources(names)
-    except SpotlightError as error:
-        raise SpotlightError(f"pools.{pool}.{error}") from None
-    return names
-
-
-def _schedules(section: PoolSection, seed: int) -> list[PreemptionSchedule]:
-    """Of each place of a pool: for ever, or along the pool's trace."""
-    schedule = PreemptionSchedule(
-        replace_after_s=section.replace_after_s, kinds=preemption_kinds(section), grace_s=section.grace_s
-    )
-    if not section.trace and not section.trace_model:
-        return [schedule] * section.workers
-    recorded = read_trace(section.trace) if section.trace else None
-    switches = pool_switches(section, recorded, seed=seed, duration_s=MADE_UP_S)
-    return [replace(schedule, ups=ups(moments)) for moments in switches]
-
-
-def _head(directory: str, security: Security | None) -> dict[str, Any]:
-    """A worker beside the scheduler for what only decides; it never runs a model."""
-    options = {
-        "name": "head",
-        "host": "127.0.0.1",
-        "security": security,
-        "nthreads": 4,
-        "resources": {"head": 4},
-        "memory_limit": 0,
-        "dashboard": False,
-        "local_directory": directory,
-        "plugins": (ControlPlugin(),),
-    }
-    return {"cls": Worker, "options": options}

@@ -16,6 +16,7 @@ from types import TracebackType
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by torch's import: losing a peer is no news here
 
+import cluster.member
 import cluster.workers
 import spotlight.device.engine
 

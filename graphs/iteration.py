@@ -26,7 +26,9 @@ from spotlight.config import Config
 from spotlight.plan import batching
 from spotlight.plan.bandit import Beliefs, equal_shares
 from spotlight.plan.batching import parts
+from spotlight.plan.stochastic_steps import stochastic_steps
 from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef
+from spotlight.rl import rewards
 
 Key = tuple[str, int]
 Calls = Sequence[tuple[Any, ...]]
@@ -37,7 +39,7 @@ RESOURCES = {
     "spot": {"gate": 1},
     "reserved": {"gate": 1},
     "engine": {"engine": 1},
-    "trainer": {"reserved": 1},
+    "trainer": {"reserved": 1, "engine": 1},
     "training": {"gate": 1},
     "head": {"head": 1},
 }
@@ -52,6 +54,8 @@ REQUEST_S = 0.25
 class Layers:
     """A graph under construction, layer by layer, upstream first."""
 
+    session: str = ""
+    """Part of all names: a scheduler that knows a key gives its old result, whoever asks."""
     tasks: dict[str, MaterializedLayer] = field(default_factory=dict)
     dependencies: dict[str, set[str]] = field(default_factory=dict)
 
@@ -77,7 +81,7 @@ class Layers:
         return self._add(name, phase, iteration, calls, pool, after)
 
     def _free_name(self, phase: str, iteration: int) -> str:
-        name = f"{phase}-{iteration}"
+        name = f"{phase}-{iteration}" + (f"-{self.session}" if self.session else "")
         while name in self.tasks:
             name += "+"
         return name
@@ -127,10 +131,14 @@ class Graph:
     outputs: Mapping[str, Key | list[Key]]
 
 
-def prepare_graph(run_dir: str) -> Graph:
-    """Load the model, publish version 0."""
-    layers = Layers()
-    (key,) = layers.add("prepare", 0, [(tasks.prepare, run_dir)], pool="trainer")
+def prepare_graph(run_dir: str, session: str = "") -> Graph:
+    """Load the model, publish version 0.
+
+    Args:
+        session: which start of the run this is, where a scheduler may see several.
+    """
+    layers = Layers(session)
+    (key,) = layers.add("prepare", 0, [(tasks.prepare, run_dir, session)], pool="trainer")
     return Graph(graph=layers.graph(), outputs={"context": key})
 
 
@@ -153,7 +161,7 @@ def iteration_graph(
         candidates: what exploration for k + 1 may try; None where it is off or already known.
         window_s: how long reserved workers roll out while there are spot workers.
     """
-    layers, k, run_dir = Layers(), selection.iteration, context.run_dir
+    layers, k, run_dir = Layers(context.session), selection.iteration, context.run_dir
     requests = rollout_requests(config, context, selection, weights)
     calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
     pool, widths = _rollout_pool(config), _widths(config)
@@ -172,26 +180,27 @@ def iteration_graph(
 
 
 def final_graph(config: Config, context: RunContext) -> Graph:
-    """Compact the last iteration, which no iteration after it does."""
-    layers, last = Layers(), config.run.iterations - 1
-    (key,) = layers.add("compact", last, [(tasks.compact, context.run_dir, last, config.latents.keep)], pool="head")
-    return Graph(graph=layers.graph(), outputs={"compacted": key})
+    """Compact the last iteration, which no iteration after it does, and the validation of its weights."""
+    layers, last = Layers(context.session), config.run.iterations - 1
+    calls = [(tasks.compact, context.run_dir, iteration, config.latents.keep) for iteration in (last, last + 1)]
+    keys = layers.add("compact", last, calls, pool="head")
+    return Graph(graph=layers.graph(), outputs={"compacted": keys})
 
 
 def exploration_graph(config: Config, context: RunContext, candidates: Candidates) -> Graph:
     """Exploration with nothing beside it: before the first iteration, or before each one."""
-    layers = Layers()
+    layers = Layers(context.session)
     selection = _add_exploration(layers, config, context, candidates, pool="any")
     return Graph(graph=layers.graph(), outputs={"selection": selection})
 
 
 def validation_graph(config: Config, context: RunContext, prompts: Sequence[Prompt], weights: WeightsRef) -> Graph:
     """Score a weights version on the held-out prompts; the seeds are the same for every version."""
-    layers = Layers()
+    layers = Layers(context.session)
     template = replace(
         _template(config, context, "validate", weights.version, weights),
         sampler="ode",
-        averaged=config.train.ema_decay > 0,
+        policy=config.validation_policy,
     )
     count = config.run.validation_seeds
     requests = [replace(template, prompt=prompt, seeds=tasks.validation_seeds(prompt, count)) for prompt in prompts]
@@ -254,6 +263,7 @@ def candidates_for(
         candidates_max=limit if candidates_max is None else min(limit, candidates_max),
         planner=config.exploration.planner,
         beliefs=beliefs.about([prompt.id for prompt in prompts]),
+        reward_range=rewards.build(config.reward).range,
     )
 
 
@@ -383,12 +393,21 @@ def _template(config: Config, context: RunContext, purpose: Purpose, iteration: 
         seeds=(),
         sampler=rollout.sampler,
         sigmas=context.sigmas,
-        sde_window=rollout.sde_window,
+        sde_window=stochastic_steps(
+            rollout.sde_window,
+            rollout.stochastic_steps,
+            order=rollout.sde_window_order,
+            stride=rollout.sde_window_stride,
+            every=rollout.sde_window_every,
+            seed=context.seed,
+            iteration=iteration,
+        ),
         noise_level=rollout.noise_level,
         guidance=rollout.guidance,
         height_px=model.height_px,
         width_px=model.width_px,
         weights=weights,
+        policy=config.train.sampling_policy,
     )
 
 

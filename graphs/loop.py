@@ -7,7 +7,7 @@ before this one counts as finished, so a run that was killed anywhere goes on as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import inf
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from graphs.iteration import (
 from graphs.tasks import RunContext, TrainingSet, whole
 from spotlight.clock import Clock, wall_clock
 from spotlight.config import Config
-from spotlight.plan.bandit import Beliefs, affordable, learn, rank_correlation
+from spotlight.plan.bandit import RECENT, Beliefs, affordable, learn, rank_correlation
 from spotlight.plan.offload import (
     FIRST_WINDOW_S,
     FLOOR_S,
@@ -37,8 +37,11 @@ from spotlight.plan.offload import (
     rollout_window_s,
     spot_worth_renting,
 )
-from spotlight.records import Prompt, Published, Scored, Selection, WeightsRef
+from spotlight.records import Prompt, Published, Quarantined, Scored, Selection, SpotlightError, WeightsRef
+from spotlight.rl import rewards
 from spotlight.rl.prompts import choose_prompts, read_prompts
+from spotlight.rl.rewards import normalised
+from spotlight.store import resuming
 from spotlight.store.rundir import HISTORY, VALIDATION, HistoryRow, RunDir, ValidationRow
 from spotlight.store.weights import published, retain
 
@@ -70,10 +73,16 @@ def synchronous(graph: Graph) -> Mapping[str, Any]:
 
 
 class Loop:
-    """A run's iterations, from where its directory says it is to its end."""
+    """A run's iterations, from where its directory says it is to its end.
 
-    def __init__(self, run: RunDir, compute: Compute, watch: Watch, clock: Clock = wall_clock) -> None:
-        self._clock = clock
+    Args:
+        session: which start of the run this is, where a scheduler may see several.
+    """
+
+    def __init__(
+        self, run: RunDir, compute: Compute, watch: Watch, clock: Clock = wall_clock, session: str = ""
+    ) -> None:
+        self._clock, self._session = clock, session
         self._run = run
         self._config: Config = run.config()
         self._compute = compute
@@ -85,8 +94,10 @@ class Loop:
         """Run all iterations that the directory does not hold yet."""
         config = self._config
         self._watch.begin("prepare", 0)
-        context: RunContext = self._compute(prepare_graph(str(self._run.path)))["context"]
+        context: RunContext = self._compute(prepare_graph(str(self._run.path), self._session))["context"]
         done = len(self._run.history())
+        for version in resuming.unvalidated(self._run, config, done):
+            self._validate(context, self._weights(version, context))
         weights = self._weights(done, context)
         for k in range(done, config.run.iterations):
             if k % config.run.validate_every == 0:
@@ -119,7 +130,7 @@ class Loop:
         training = whole(results["training"])
         if candidates:
             run.record_selection(results["selection"])
-        beliefs = _learn(run.beliefs(k), selection, training)
+        beliefs = _learn(run.beliefs(k), selection, training, rewards.build(config.reward).range)
         run.record_beliefs(k + 1, beliefs)
         stopped_s = self._clock()
         measured = {
@@ -168,7 +179,7 @@ class Loop:
             remote_s=found.measured.rollout_s if "spot" in pools else 0.0,
             spot=found.measured.spot,
             reserved_s=min(window_s, found.measured.rollout_s) if "reserved" in pools else 0.0,
-            reserved=self._config.pools.reserved.workers,
+            reserved=found.reserved,
             train_s=found.train_s,
         )
         return {
@@ -204,6 +215,11 @@ class Loop:
         results = self._compute(validation_graph(self._config, context, self._validation, weights))
         rewards = [reward for scored in results["scores"] if isinstance(scored, Scored) for reward in scored.rewards]
         known = [reward for reward in rewards if reward is not None]
+        if not known:
+            raise SpotlightError(
+                f"version {weights.version}: no validation image has a reward: {_first_error(results['scores'])}; "
+                "put that right, then resume the run"
+            )
         row = ValidationRow(
             version=weights.version,
             score=sum(known) / len(known),
@@ -215,7 +231,7 @@ class Loop:
 
     def _affordable(self) -> int | None:
         """Candidates that can be explored while the next version is trained, going by the last iterations."""
-        config, history = self._config, self._run.history()
+        config, history = self._config, self._run.last(HISTORY, HistoryRow, RECENT)
         if config.exploration.budget == "fixed" or not history:
             return None
         measured = history[-1].measured
@@ -230,13 +246,19 @@ class Loop:
         return {row.version for row in self._run.validation()}
 
 
-def _learn(beliefs: Beliefs, selection: Selection, training: TrainingSet) -> Beliefs:
+def _first_error(results: Sequence[Scored | Quarantined]) -> str:
+    errors = (result.errors for result in results if isinstance(result, Scored) and result.errors)
+    return next((error for error, *_ in errors), "all requests were set aside")
+
+
+def _learn(beliefs: Beliefs, selection: Selection, training: TrainingSet, within: tuple[float, float]) -> Beliefs:
     """What the planner learns from an iteration: all that was explored, and what of it came back in the rollouts."""
-    rewards = {explored.prompt: explored.rewards for explored in selection.explored}
+    explored_rewards = {explored.prompt: normalised(within, explored.rewards) for explored in selection.explored}
     by_prompt: dict[int, list[tuple[float, float]]] = {}
     for prompt, explored, regenerated in _pairs(selection, training):
-        by_prompt.setdefault(prompt, []).append((explored, regenerated))
-    return learn(beliefs, selection.iteration, rewards, by_prompt)
+        before, after = normalised(within, (explored, regenerated))
+        by_prompt.setdefault(prompt, []).append((before, after))
+    return learn(beliefs, selection.iteration, explored_rewards, by_prompt)
 
 
 def _pairs(selection: Selection, training: TrainingSet) -> list[tuple[int, float, float]]:

@@ -6,6 +6,7 @@ is reached through `spotlight.device.protocol`, so a process that only builds gr
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -36,6 +37,7 @@ from spotlight.records import (
     WeightsRef,
 )
 from spotlight.rl.advantages import group_advantages, zero_std_ratio
+from spotlight.rl.rewards import normalised
 from spotlight.store.rundir import DECISIONS, QUARANTINED, RunDir, atomic_write
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ class RunContext:
     explore_sigmas: tuple[float, ...]
     start: WeightsRef
     """Version 0."""
+    session: str = ""
+    """Which start of the run this is, where a scheduler may see several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +81,8 @@ class Candidates:
     """Candidates that there is time for, of all prompts together."""
     planner: Literal["bandit", "equal"] = "equal"
     beliefs: Beliefs = Beliefs()
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    """Least and largest reward; the planner sees rewards mapped to [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +99,7 @@ ShardResult = Rollout | Dropped | Surplus | Quarantined
 """What a shard of a request returns; the first shard's is the request's result."""
 
 
-def prepare(run_dir: str) -> RunContext:
+def prepare(run_dir: str, session: str = "") -> RunContext:
     """Load the model once, publish version 0, and ask the model for its noise levels."""
     run = RunDir(run_dir)
     prepared = device.current().prepare(run_dir)
@@ -104,6 +110,7 @@ def prepare(run_dir: str) -> RunContext:
         sigmas=prepared.sigmas,
         explore_sigmas=prepared.explore_sigmas,
         start=prepared.start,
+        session=session,
     )
 
 
@@ -128,7 +135,7 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
 def _scored_before(run_dir: str, request: Request) -> Rollout | None:
     """The result of a request that was called off although its scores are stored: the worker that held it is gone."""
     store = _latents(run_dir)
-    known = store.get_record(f"scores/{request.id}") if store else None
+    known = store.scores(request) if store else None
     if not known or known["digest"] != request.digest:
         return None
     sha256 = request.weights.sha256
@@ -316,7 +323,7 @@ def _bandit_chunks(
     scored: Sequence[Scored | Dropped | Quarantined],
     earlier: Sequence[Sequence[Request]],
 ) -> list[tuple[int, int, int]]:
-    arms = [_arm(candidates, prompt, scored, earlier) for prompt in candidates.prompts]
+    arms = _arms(candidates, scored, earlier)
     given = {
         "iteration": candidates.iteration,
         "slots": len(_equal_chunks(candidates, round_index)),
@@ -337,26 +344,31 @@ def _equal_chunks(candidates: Candidates, round_index: int) -> list[tuple[int, i
     )
 
 
-def _arm(
+def _arms(
     candidates: Candidates,
-    prompt: Prompt,
     scored: Sequence[Scored | Dropped | Quarantined],
     earlier: Sequence[Sequence[Request]],
-) -> bandit.Arm:
-    """What is known of a prompt; the scores of the last round are still to come."""
-    tried = [[request for request in requests if request.prompt == prompt] for requests in earlier]
-    return bandit.Arm(
-        prompt=prompt.id,
-        rewards=tuple(
-            reward
-            for result in scored
-            if isinstance(result, Scored) and result.request.prompt == prompt
-            for reward in result.rewards
-            if reward is not None
-        ),
-        tried=sum(len(request.seeds) for requests in tried for request in requests),
-        pending=sum(len(request.seeds) for request in tried[-1]) if tried else 0,
-    )
+) -> list[bandit.Arm]:
+    """What is known of each prompt; the scores of the last round are still to come."""
+    rewards: defaultdict[int, list[float]] = defaultdict(list)
+    for result in scored:
+        if isinstance(result, Scored):
+            rewards[result.request.prompt.id] += [reward for reward in result.rewards if reward is not None]
+    tried, pending = Counter[int](), Counter[int]()
+    for requests in earlier:
+        pending.clear()
+        for request in requests:
+            pending[request.prompt.id] += len(request.seeds)
+        tried.update(pending)
+    return [
+        bandit.Arm(
+            prompt=prompt.id,
+            rewards=normalised(candidates.reward_range, rewards[prompt.id]),
+            tried=tried[prompt.id],
+            pending=pending[prompt.id],
+        )
+        for prompt in candidates.prompts
+    ]
 
 
 def explore_slot(run_dir: str, allocation: Sequence[Request], slot: int, gang: str, shard: int) -> ShardResult:

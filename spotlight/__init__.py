@@ -1,6 +1,6 @@
 """Spotlight: RL post-training of diffusion transformers on reserved and spot GPUs.
 
-Importing this package pulls in neither torch nor Dask; `Run` does when it is first used.
+Importing this package pulls in neither torch nor Dask; what it offers does when it is first used.
 """
 
 from __future__ import annotations
@@ -8,10 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from spotlight.run import Run as Run
+    from spotlight.simulation import simulate as simulate
 
 __version__ = "0.1.0"
-__all__ = ["Run", "__version__"]
+__all__ = ["Run", "__version__", "attach", "simulate"]
+
+
+def attach(run_dir: str | Path) -> Run:
+    """A run to look at, whoever runs it, or has run it: with its true state. See `Run.attach`."""
+    from spotlight.run import Run
+
+    return Run.attach(run_dir)
 
 
 def __getattr__(name: str) -> object:
@@ -19,4 +29,8 @@ def __getattr__(name: str) -> object:
         from spotlight.run import Run
 
         return Run
+    if name == "simulate":
+        from spotlight.simulation import simulate
+
+        return simulate
     raise AttributeError(f"module 'spotlight' has no attribute {name!r}")

@@ -1,63 +1,125 @@
-"""The shell's verbs: run, resume, report, cost, simulate, graph, export, sample."""
+"""The shell's verbs: run, resume, status, report, cost, simulate, graph, export, sample."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, get_args
 
 from spotlight.clock import wall_clock
-from spotlight.records import SpotlightError, Stopped
+from spotlight.records import Policy, SpotlightError, Stopped
 from spotlight.store.rundir import SUMMARY, RunDir
+
+if TYPE_CHECKING:
+    from spotlight.run import Run
+
+    Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
+    Verb = Callable[[argparse.Namespace], None]
+
+
+EXAMPLES = {
+    "run": ("run examples/ocr-tiny.toml --set run.iterations=5", "run a.toml --json > outcome.json"),
+    "resume": ("resume runs/ocr-tiny-20261121-101500",),
+    "status": ("status runs/a", "status runs/a --json | jq .state"),
+    "report": ("report runs/a",),
+    "cost": ("cost runs/a", "cost runs/a --json | jq .usd"),
+    "simulate": ("simulate examples/paced.toml", "simulate a.toml --alone --json --set pools.spot.workers=16"),
+    "graph": ("graph examples/ocr-tiny.toml --to iteration.svg",),
+    "export": ("export runs/a --to weights --version 30",),
+}
+"""Shown by each verb's ``--help``."""
+EXIT = """exit status:
+  0    done
+  1    something that you can put right; the message says how
+  2    a command that does not exist, or is not complete
+  70   an error in Spotlight itself; --debug shows where
+  130  stopped, by Ctrl-C or a signal; `spotlight resume` goes on"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit status: 0, 1 for what a person can put right, 130 when stopped."""
+    """Run one verb; returns the exit status, see `EXIT`."""
     parsed = _parser().parse_args(arguments)
     try:
         parsed.verb(parsed)
-    except SpotlightError as error:
-        print(f"spotlight: {error}", file=sys.stderr)
-        return 1
-    except Stopped as stopped:
-        print(f"spotlight: stopped; {stopped}", file=sys.stderr)
-        return 130
     except KeyboardInterrupt:
         print("spotlight: left at once", file=sys.stderr, flush=True)
         os._exit(130)  # the run's thread would keep this process until it is done; the workers end with it
+    except (Exception, Stopped) as error:
+        if parsed.debug:
+            traceback.print_exception(error)
+        return _explain(error, told=parsed.debug)
     return 0
 
 
+def _explain(error: Exception, *, told: bool) -> int:
+    """Say what happened in a sentence; returns the exit status."""
+    match error:
+        case SpotlightError():
+            print(f"spotlight: {error}", file=sys.stderr)
+            return 1
+        case Stopped():
+            print(f"spotlight: stopped; {error}", file=sys.stderr)
+            return 130
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    print(f"spotlight: an error in Spotlight itself, {type(error).__name__}: {error}{notes}", file=sys.stderr)
+    if not told:
+        print(f"spotlight: where it happened is in {_kept(error)}; --debug shows it at once", file=sys.stderr)
+    return 70
+
+
+def _kept(error: Exception) -> str:
+    """Write an error's traceback to a file that only this user can read; returns its path."""
+    with tempfile.NamedTemporaryFile("w", prefix="spotlight-error-", suffix=".txt", delete=False) as file:
+        traceback.print_exception(error, file=file)
+    return file.name
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="spotlight", description="RL post-training of diffusion transformers.")
+    parser = argparse.ArgumentParser(
+        prog="spotlight",
+        description="RL post-training of diffusion transformers.",
+        epilog=f"{EXIT}\n\nspotlight VERB --help has examples.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
 
-    run = verbs.add_parser("run", help="start a run")
+    run = _add_verb(verbs, "run", _run, "start a run")
     _add_settings(run)
-    run.set_defaults(verb=_run)
+    _add_cluster(run)
+    _add_json(run, "show nothing on the way, and what came of it as JSON at the end")
 
-    resume = verbs.add_parser("resume", help="go on with a run that was stopped or killed")
+    resume = _add_verb(verbs, "resume", _resume, "go on with a run that was stopped or killed")
     resume.add_argument("run_dir", type=Path)
-    resume.set_defaults(verb=_resume)
+    _add_cluster(resume)
+    _add_json(resume, "show nothing on the way, and what came of it as JSON at the end")
 
-    report = verbs.add_parser("report", help="write a run's report.html and pictures")
+    status = _add_verb(verbs, "status", _status, "say how a run stands, whoever runs it")
+    status.add_argument("run_dir", type=Path)
+    _add_json(status)
+
+    report = _add_verb(verbs, "report", _report, "write a run's report.html and pictures")
     report.add_argument("run_dir", type=Path)
-    report.set_defaults(verb=_report)
 
-    cost = verbs.add_parser("cost", help="say where a run's seconds and dollars went")
+    cost = _add_verb(verbs, "cost", _cost, "say where a run's seconds and dollars went")
     cost.add_argument("run_dir", type=Path)
-    cost.add_argument("--json", action="store_true", help="for machines")
-    cost.set_defaults(verb=_cost)
+    _add_json(cost)
 
-    simulate = verbs.add_parser(
+    simulate = _add_verb(
+        verbs,
         "simulate",
-        help="run settings on a virtual clock, and what they are to be compared with: time and dollars, before renting",
-        description="Runs a settings file, the very one that `run` takes, on a virtual clock: the same loop, graphs "
-        "and decisions on machines that are not there. Each strategy leaves a run directory with its report.",
+        _simulate,
+        "run settings on a virtual clock, and what they are to be compared with: time and dollars, before renting",
+        "Runs a settings file, the very one that `run` takes, on a virtual clock: the same loop, graphs and\n"
+        "decisions on machines that are not there. Each strategy leaves a run directory with its report.",
     )
     _add_settings(simulate)
     simulate.add_argument(
@@ -67,34 +129,59 @@ def _parser() -> argparse.ArgumentParser:
     )
     simulate.add_argument("--alone", action="store_true", help="no comparison: only the settings as they are")
     simulate.add_argument("--no-report", action="store_true", help="write no report.html")
-    simulate.set_defaults(verb=_simulate)
+    _add_json(simulate, "a line of JSON per strategy")
 
-    graph = verbs.add_parser("graph", help="draw the Dask graph of one iteration")
+    graph = _add_verb(verbs, "graph", _graph, "draw the Dask graph of one iteration")
     _add_settings(graph)
     graph.add_argument("--to", type=Path, default=Path("iteration.svg"), help="an .svg or .png file (%(default)s)")
-    graph.set_defaults(verb=_graph)
 
-    export = verbs.add_parser("export", help="write trained weights that plain diffusers loads")
+    export = _add_verb(verbs, "export", _export, "write trained weights that plain diffusers loads")
     export.add_argument("run_dir", type=Path)
     export.add_argument("--to", type=Path, required=True, help="directory to write")
     export.add_argument("--version", type=int, help="weights version (the latest)")
+    export.add_argument("--policy", choices=get_args(Policy), help="which of its weights (those that were validated)")
     export.add_argument("--merged", action="store_true", help="the whole transformer, with the LoRA in its weights")
-    export.set_defaults(verb=_export)
 
-    sample = verbs.add_parser("sample", help="draw a prompt with and without what a run trained")
+    sample = _add_verb(verbs, "sample", _sample, "draw a prompt with and without what a run trained")
     sample.add_argument("run_dir", type=Path)
     sample.add_argument("--prompt", required=True)
     sample.add_argument("--to", type=Path, default=Path("sample.png"), help="an image file (%(default)s)")
     sample.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="one column each (0 1 2 3)")
     sample.add_argument("--steps", type=int, default=0, help="denoising steps (as a rollout)")
     sample.add_argument("--version", type=int, default=-1, help="weights version (the latest)")
-    sample.set_defaults(verb=_sample)
     return parser
+
+
+def _add_verb(verbs: Verbs, name: str, verb: Verb, summary: str, description: str = "") -> argparse.ArgumentParser:
+    examples = "\n".join(f"  spotlight {example}" for example in EXAMPLES[name])
+    parser = verbs.add_parser(
+        name,
+        help=summary,
+        description=description or f"{summary[0].upper()}{summary[1:]}.",
+        epilog=f"for example:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--debug", action="store_true", help="show where an error comes from")
+    parser.set_defaults(verb=verb)
+    return parser
+
+
+def _add_json(parser: argparse.ArgumentParser, what: str = "for machines") -> None:
+    parser.add_argument("--json", action="store_true", help=what)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="settings, a TOML file; see examples/")
     _add_overrides(parser, "run.seed=3")
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cluster",
+        metavar="ADDRESS",
+        help="run on the Dask cluster whose scheduler is there, such as tls://head:8786, or whose scheduler file this "
+        "is; without it, on processes of this machine; see docs/clusters.md",
+    )
 
 
 def _add_overrides(parser: argparse.ArgumentParser, example: str) -> None:
@@ -109,17 +196,43 @@ def _add_overrides(parser: argparse.ArgumentParser, example: str) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> None:
-    from spotlight.display import follow
     from spotlight.run import Run
 
-    follow(Run(parsed.config, parsed.overrides))
+    _follow(Run(parsed.config, parsed.overrides, cluster=parsed.cluster), parsed)
 
 
 def _resume(parsed: argparse.Namespace) -> None:
-    from spotlight.display import follow
     from spotlight.run import Run
 
-    follow(Run.resume(parsed.run_dir))
+    _follow(Run.resume(parsed.run_dir, cluster=parsed.cluster), parsed)
+
+
+def _follow(run: Run, parsed: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from spotlight.display import follow
+
+    if not parsed.json:
+        follow(run)
+        return
+    try:
+        follow(run, Console(file=io.StringIO()))
+    finally:
+        if run.state != "new":
+            print(json.dumps(asdict(run.status)))
+
+
+def _status(parsed: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from spotlight.display import status_table
+    from spotlight.run import Run
+
+    status = Run.attach(parsed.run_dir).status
+    if parsed.json:
+        print(json.dumps(asdict(status)))
+    else:
+        Console().print(status_table(status))
 
 
 def _report(parsed: argparse.Namespace) -> None:
@@ -158,16 +271,13 @@ def _simulate(parsed: argparse.Namespace) -> None:
     from spotlight.display import follow_simulation
     from spotlight.simulation import simulate
 
-    follow_simulation(
-        lambda follow: simulate(
-            parsed.config,
-            parsed.overrides,
-            learning=parsed.learning,
-            compare=not parsed.alone,
-            report=not parsed.no_report,
-            follow=follow,
-        )
-    )
+    given = {"learning": parsed.learning, "compare": not parsed.alone, "report": not parsed.no_report}
+    if not parsed.json:
+        follow_simulation(lambda follow: simulate(parsed.config, parsed.overrides, **given, follow=follow))
+        return
+    for outcome in simulate(parsed.config, parsed.overrides, **given):
+        row = {field.name: getattr(outcome, field.name) for field in fields(outcome) if field.name != "ledger"}
+        print(json.dumps({**row, "run_dir": str(outcome.run_dir)}), flush=True)
 
 
 def _graph(parsed: argparse.Namespace) -> None:
@@ -186,7 +296,7 @@ def _export(parsed: argparse.Namespace) -> None:
     from spotlight.rl.export import export_lora
 
     with _writing(parsed.to):
-        print(export_lora(parsed.run_dir, parsed.to, parsed.version, merged=parsed.merged))
+        print(export_lora(parsed.run_dir, parsed.to, parsed.version, parsed.policy, merged=parsed.merged))
 
 
 def _sample(parsed: argparse.Namespace) -> None:

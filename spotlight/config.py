@@ -10,13 +10,24 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
+from spotlight.files import absolute, read_bytes, shown
 from spotlight.market.prices import usd_per_h
-from spotlight.records import Sampler, SpotlightError
+from spotlight.records import Policy, Sampler, SpotlightError
 
 RESOLVED = "config.toml"
 """The resolved settings' name in a run directory."""
@@ -25,8 +36,40 @@ PARTS = 8
 beside training it."""
 
 
+SEED_MAX = 2**63 - 1
+"""The largest integer of TOML."""
+PX_MAX = 16384
+"""Of an image's edge: beyond what any diffusion transformer draws."""
+BATCH_MAX = 4096
+"""Samples in one forward batch: far beyond what pays (`graphs.iteration.SEEDS_MAX`)."""
+STEPS_MAX = 1000
+"""Noise levels that a flow model is trained on."""
+GUIDANCE_MAX = 100.0
+"""Some 4 is usual; at 100 nothing is left of an image."""
+WIDTH_MAX = 1024
+"""Workers that one machine may have, and so a gang."""
+DAY_S = 86400.0
+MONTH_S = 30 * DAY_S
+SPEEDUP_MIN, SPEEDUP_MAX = 1e-6, 1e6
+"""A second becomes eleven days, or the other way round."""
+NAME_MAX = 100
+"""Bytes of a run's name: a directory's name has 255, and the time stands behind it."""
+KEYS_MAX = 8
+"""Names in a dotted key: settings are three deep, what simulated strategies change stands two deeper."""
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false where Python would take them for 1 and 0."""
+        found = value if isinstance(value, list | tuple) else [value]
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if kind is not bool and any(isinstance(each, bool) for each in found):
+            raise PydanticCustomError("truth", "input should not be true or false")
+        return value
 
 
 class RunSection(Section):
@@ -34,16 +77,33 @@ class RunSection(Section):
 
     name: str = "run"
     """Its directory's name begins with it."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=SEED_MAX)
     """Fixes all that is drawn: noise, prompts, made-up traces."""
-    iterations: int = Field(30, ge=1)
+    iterations: int = Field(30, ge=1, le=1_000_000)
     """Rounds of rollout, reward and training."""
     dir: str = "runs"
     """Run directories are made in here; relative to the working directory."""
-    validate_every: int = Field(10, ge=1)
+    shared: bool = False
+    """Whether other users of the machine may look into the run directory, as far as the umask lets them."""
+    validate_every: int = Field(10, ge=1, le=1_000_000)
     """Iterations between validations. Validation also runs before the first and after the last iteration."""
-    validation_seeds: int = Field(4, ge=1)
+    validation_seeds: int = Field(4, ge=1, le=10_000)
     """Images per validation prompt."""
+    validate_policy: Literal["auto", "trained", "old", "average"] = "auto"
+    """Which weights of a version are validated and exported: those in training, the older ones that sample
+    (``train.old_decay``), or their moving average (``train.ema_decay``). "auto" is the average where there is one, else
+    the ones that sample."""
+
+    @model_validator(mode="after")
+    def _name_is_of_a_directory(self) -> Self:
+        if "/" in self.name or not self.name.isprintable() or len(self.name.encode()) > NAME_MAX:
+            raise ValueError(
+                f"run.name = {self.name[:NAME_MAX]!r} begins the name of a directory in run.dir: give it no '/', no "
+                f"control characters, and {NAME_MAX} bytes at most"
+            )
+        if "\0" in self.dir:
+            raise ValueError(f"run.dir = {shown(self.dir)}: a path has no NUL; give that of a directory")
+        return self
 
 
 class ModelSection(Section):
@@ -53,9 +113,9 @@ class ModelSection(Section):
     """The embedded model, or a checkpoint of Qwen-Image, Stable Diffusion 3.5 or FLUX.1."""
     path: str = ""
     """Directory of a diffusers pipeline; or, of the embedded model, a file of other weights, else empty."""
-    height_px: int = Field(16, ge=4)
+    height_px: int = Field(16, ge=4, le=PX_MAX)
     """Of an image. The embedded model draws 16 x 32 only."""
-    width_px: int = Field(32, ge=4)
+    width_px: int = Field(32, ge=4, le=PX_MAX)
     """As ``height_px``."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the model's weights; a LoRA is always float32."""
@@ -89,39 +149,60 @@ class DataSection(Section):
 class RolloutSection(Section):
     """The samples that are trained on."""
 
-    prompts: int = Field(8, ge=1)
+    prompts: int = Field(8, ge=1, le=100_000)
     """Prompts (groups) per iteration."""
-    seeds_kept: int = Field(8, ge=2)
+    seeds_kept: int = Field(8, ge=2, le=10_000)
     """Samples per group that are rolled out and trained on."""
-    request_seeds: int = Field(0, ge=0)
+    request_seeds: int = Field(0, ge=0, le=BATCH_MAX)
     """Most samples in one request: one forward batch. 0 leaves it to `plan.batching.request_seeds`: up to 8, and
     such that the workers of the rollout pools have no short last wave."""
-    steps: int = Field(8, ge=1)
+    steps: int = Field(8, ge=1, le=STEPS_MAX)
     """Denoising steps of a sample."""
     sampler: Sampler = "ode"
     """"ode" is deterministic; the others take stochastic steps, as Flow-GRPO needs."""
-    noise_level: float = Field(0.7, gt=0)
+    noise_level: float = Field(0.7, gt=0, le=10)
     """Of stochastic steps."""
     sde_window: tuple[int, int] = (0, 2)
-    """Stochastic steps ``[start, end)``; not used by the ODE sampler."""
-    guidance: float = Field(1.0, ge=1)
+    """Steps ``[start, end)`` that may be stochastic; not used by the ODE sampler."""
+    sde_window_size: int = Field(0, ge=0, le=STEPS_MAX)
+    """How many of them are, in a row and the same for all samples of an iteration; 0: all."""
+    sde_window_order: Literal["random", "sliding"] = "random"
+    """Where an iteration's are: anywhere in ``sde_window``, drawn by ``run.seed``; or from its start, moving on by
+    ``sde_window_stride`` every ``sde_window_every`` iterations and beginning again at its end."""
+    sde_window_stride: int = Field(1, ge=1, le=STEPS_MAX)
+    """See ``sde_window_order``."""
+    sde_window_every: int = Field(1, ge=1, le=1_000_000)
+    """See ``sde_window_order``."""
+    guidance: float = Field(1.0, ge=1, le=GUIDANCE_MAX)
     """Classifier-free guidance, in denoising and in training; above 1 a step takes two passes, unless the model was
     distilled to take guidance as an input, as FLUX.1-dev was."""
+
+    @model_validator(mode="after")
+    def _window_is_of_steps(self) -> Self:
+        if not all(0 <= step <= STEPS_MAX for step in self.sde_window):
+            raise ValueError(f"rollout.sde_window = {shown(list(self.sde_window))} must lie in [0, {STEPS_MAX}]")
+        return self
+
+    @property
+    def stochastic_steps(self) -> int:
+        """Of a sample, by samplers that have any."""
+        return self.sde_window_size or self.sde_window[1] - self.sde_window[0]
 
 
 class ExplorationSection(Section):
     """The search for seeds that the next iteration is trained on."""
 
-    prompts: int = Field(0, ge=0)
+    prompts: int = Field(0, ge=0, le=100_000)
     """Prompts of which candidates are tried. Those ``rollout.prompts`` of them whose kept rewards vary most are rolled
     out, so that no training goes into what is solved or hopeless. 0 means as many as are rolled out."""
-    seeds_tried: int = Field(32, ge=1)
-    """Most candidate seeds per prompt and iteration, on average over its prompts."""
-    request_seeds: int = Field(16, ge=1)
+    seeds_tried: int = Field(32, ge=1, lt=2**20)
+    """Most candidate seeds per prompt and iteration, on average over its prompts. Replacements of samples without a
+    reward are numbered from 2^20 on."""
+    request_seeds: int = Field(16, ge=1, le=BATCH_MAX)
     """Candidates in one request: one forward batch."""
-    rounds: int = Field(4, ge=1)
+    rounds: int = Field(4, ge=1, le=1000)
     """How many times the planner chooses; each round uses the scores of earlier rounds."""
-    steps: int = Field(0, ge=0)
+    steps: int = Field(0, ge=0, le=STEPS_MAX)
     """Denoising steps of a candidate; 0 means as many as a rollout."""
     planner: Literal["bandit", "equal"] = "bandit"
     """"bandit": candidates go where they raise the variance of the kept seeds most; "equal": to all prompts alike."""
@@ -135,9 +216,10 @@ class RewardSection(Section):
     name: str = "ocr"
     """"ocr" (one line that fills the image), "scene-ocr", "geneval", "clip-score", "pickscore", "aesthetic", "http",
     "chat", "chat-ocr"; or ``module:Class`` of your own."""
-    attempts: int = Field(3, ge=1)
-    """Times that a failing scorer is tried before a sample is dropped and replaced; of several, the first table's."""
-    weight: float = 1.0
+    attempts: int = Field(3, ge=1, le=10)
+    """Times that a failing scorer is tried before a sample is dropped and replaced; of several, the first table's. The
+    pause between two doubles each time: from 0.05 s to 13 s before the tenth."""
+    weight: float = Field(1.0, ge=-1000, le=1000)
     """Of this reward in the sum."""
     range: tuple[float, float] | None = None
     """Least and largest score; one outside is a fault. Left out, it is the scorer's own."""
@@ -145,7 +227,7 @@ class RewardSection(Section):
     """Checkpoint directory of "clip-score", "pickscore" and "aesthetic"; relative to the settings file."""
     url: str = ""
     """Server of "http" (``POST URL/compute``), "chat" and "chat-ocr" (``POST URL/v1/chat/completions``)."""
-    timeout_s: float = Field(60.0, gt=0)
+    timeout_s: float = Field(60.0, gt=0, le=3600)
     """Longest that a server may take for one answer."""
     options: dict[str, Any] = {}
     """Further arguments: ``head`` of "aesthetic"; ``model`` and ``question`` of "chat"; ``detector = "module:Class"``
@@ -154,74 +236,121 @@ class RewardSection(Section):
     """The further ``[[reward]]`` tables."""
 
 
+OLD_DECAYS = ("copy", "linear", "delayed")
+
+
+def _old_decay(value: Any) -> Any:
+    if value in OLD_DECAYS or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1):
+        return value
+    raise ValueError(f"train.old_decay = {value!r} must be {', '.join(map(repr, OLD_DECAYS))} or a number in [0, 1)")
+
+
 class TrainSection(Section):
     """How weights are updated."""
 
-    algorithm: Literal["nft", "grpo"] = "nft"
-    """DiffusionNFT or Flow-GRPO."""
-    learning_rate: float = Field(3e-4, gt=0)
+    algorithm: Literal["nft", "grpo", "grpo-guard", "awm", "dpo"] = "nft"
+    """DiffusionNFT; Flow-GRPO, or GRPO-Guard, which corrects its ratios; advantage-weighted matching; or online
+    Diffusion-DPO. The first and the last two train on clean samples at drawn noise levels, the others on the
+    stochastic steps of the sampler."""
+    learning_rate: float = Field(3e-4, gt=0, le=1)
     """Of AdamW."""
-    weight_decay: float = Field(1e-4, ge=0)
+    warm_up: int = Field(0, ge=0, le=1_000_000)
+    """The first updates, over which the learning rate rises evenly to its value."""
+    weight_decay: float = Field(1e-4, ge=0, le=10)
     """Of AdamW."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0, le=1e6)
     """A longer gradient is shortened to it."""
-    updates: int = Field(1, ge=1)
+    updates: int = Field(1, ge=1, le=10_000)
     """Optimizer steps per iteration; the samples are split evenly among them."""
-    micro_batch: int = Field(64, ge=1)
+    micro_batch: int = Field(64, ge=1, le=100_000)
     """Rows (samples x timesteps) in one forward pass; no effect on the result beyond rounding."""
-    lora_rank: int = Field(0, ge=0)
+    lora_rank: int = Field(0, ge=0, le=4096)
     """0 trains the full weights."""
-    lora_alpha: float = Field(0.0, ge=0)
+    lora_alpha: float = Field(0.0, ge=0, le=1e4)
     """0 means twice the rank."""
     ema_decay: float = Field(0.0, ge=0, lt=1)
     """0 turns the averaged weights off; else they are kept beside each version and validated."""
     advantage_std: Literal["global", "group"] = "global"
     """Spread that advantages are divided by: that of all rewards of the iteration, so that training waits for the last
     of them; or of each prompt's own, so that training may begin with the first prompts that are scored."""
-    advantage_clip: float = Field(5.0, gt=0)
+    advantage_clip: float = Field(5.0, gt=0, le=1000)
     """Advantages are cut off at plus and minus this."""
-    kl: float = Field(0.0, ge=0)
+    kl: float = Field(0.0, ge=0, le=1e4)
     """Weight of the distance to the reference policy (adapter off, or the starting weights)."""
-    clip_range: float = Field(1e-4, gt=0)
-    """Of the ratio of policies; Flow-GRPO only."""
-    nft_beta: float = Field(1.0, gt=0)
-    """How far the implicit policies are from the old one; DiffusionNFT only."""
-    timesteps: int = Field(2, ge=1)
-    """Noise levels drawn per sample and iteration; DiffusionNFT only."""
-    ratio_tolerance: float = Field(1e-2, gt=0)
-    """Largest |ratio - 1| before the first update of an iteration; Flow-GRPO only."""
+    old_decay: Annotated[Literal["copy", "linear", "delayed"] | float, BeforeValidator(_old_decay)] = 0.5
+    """Of the old policy, which samples and is contrasted with: how much of it stays after an iteration, the rest being
+    the policy in training. "copy": nothing, so the two are one; "linear": 0.001 for each update so far, up to 0.5;
+    "delayed": nothing for 75 updates, then 0.0075 for each, up to 0.999; or a share. DiffusionNFT only."""
+    kl_form: Literal["paper", "code"] = "paper"
+    """Of the distance in Flow-GRPO and GRPO-Guard: between steps as they are taken; or as the published code has it,
+    which leaves the step size out of the noise ("sde" only) and is smaller by it."""
+    clip_range: float = Field(1e-4, gt=0, le=1)
+    """Of the ratio of policies; Flow-GRPO, GRPO-Guard and AWM."""
+    awm_weighting: Literal["uniform", "t", "ghuber"] = "uniform"
+    """Of the matching error at level t: as it is; times t; or its generalised Huber form times t. AWM only."""
+    awm_power: float = Field(0.25, gt=0, le=1)
+    """Of the generalised Huber form; AWM only."""
+    dpo_beta: float = Field(100.0, gt=0, le=1e6)
+    """How strongly a preference counts; Diffusion-DPO only."""
+    dpo_pairs: int = Field(1, ge=1, le=5000)
+    """Most pairs of a prompt's samples: the best with the worst, the second best with the second worst, and so on;
+    Diffusion-DPO only."""
+    nft_beta: float = Field(0.1, gt=0, le=1000)
+    """How far the implicit policies are from the old one; DiffusionNFT only. No effect in the first update of an
+    iteration where ``old_decay`` is "copy"."""
+    timesteps: int = Field(2, ge=1, le=STEPS_MAX)
+    """Noise levels drawn per sample (or pair) and iteration; not Flow-GRPO and GRPO-Guard."""
+    levels: Literal["sampler", "uniform"] = "sampler"
+    """Noise levels that are drawn from: those that the sampler visits, each once before any twice, or all in (0, 1];
+    not Flow-GRPO and GRPO-Guard."""
+    ratio_tolerance: float = Field(1e-2, gt=0, le=1)
+    """Largest |ratio - 1| before the first update of an iteration; Flow-GRPO and GRPO-Guard."""
+
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether it trains on the stochastic steps that samples were made with, rather than on clean samples."""
+        return self.algorithm in ("grpo", "grpo-guard")
+
+    @property
+    def keeps_old(self) -> bool:
+        """Whether the policy that samples is another than the one in training."""
+        return self.algorithm == "nft" and self.old_decay not in ("copy", 0)
+
+    @property
+    def sampling_policy(self) -> Policy:
+        return "old" if self.keeps_old else "trained"
 
 
 class PoolSection(Section):
     """Workers of one kind: what they cost, and when they come and go."""
 
-    workers: int = Field(1, ge=0)
+    workers: int = Field(1, ge=0, le=100_000)
     """Worker processes; each owns one device."""
     gpu: str = ""
     """What a worker is, by its name in ``prices.toml``: it sets the price where ``usd_per_h`` does not."""
-    usd_per_h: float = Field(ge=0)
+    usd_per_h: float = Field(ge=0, le=1e5)
     """Price of one worker."""
     prices: str = ""
     """CSV file of a price that changes in time (`market.prices.read_prices`); relative to the settings file. Dollars
     are then reckoned with it, and ``usd_per_h`` is the price to plan with."""
-    replace_after_s: float = Field(10.0, ge=0)
+    replace_after_s: float = Field(10.0, ge=0, le=MONTH_S)
     """How long the pool waits before it replaces a lost worker."""
-    workers_per_node: int = Field(8, ge=1)
+    workers_per_node: int = Field(8, ge=1, le=WIDTH_MAX)
     """Workers that share a machine, its memory and its links; gangs do not span machines."""
     notices: tuple[str, ...] = ("sigterm",)
     """Where a worker learns that its machine will be taken away: "sigterm", "sigusr1", "file:PATH", "aws", "gcp",
     "azure"; the clouds also with the base URL of their metadata service, as in "aws:http://127.0.0.1:1234"."""
-    grace_s: float = Field(30.0, ge=0)
+    grace_s: float = Field(30.0, ge=0, le=DAY_S)
     """How long a machine stays after a notice that does not say so itself."""
     trace: str = ""
     """A file of spot availability that the pool follows; relative to the settings file."""
-    speedup: float = Field(1.0, gt=0)
+    speedup: float = Field(1.0, ge=SPEEDUP_MIN, le=SPEEDUP_MAX)
     """The trace passes so many times as fast."""
     trace_model: Literal["", "bursty", "calm", "collapsing"] = ""
     """Instead of a file: a made-up trace, its chance fixed by ``run.seed``; see `market.trace_models`."""
     trace_share: float = Field(1.0, gt=0, le=1)
     """Of the file's instances, drawn by ``run.seed``."""
-    trace_offset_h: float = Field(0.0, ge=0)
+    trace_offset_h: float = Field(0.0, ge=0, le=1e5)
     """Where in the trace the run begins."""
     trace_takes: Literal["gpu", "node"] = "gpu"
     """What comes and goes at once: each worker by itself, or all of a node (``workers_per_node``)."""
@@ -285,19 +414,19 @@ class PaceSection(Section):
     """What a worker emulates, by its name in `plan.durations.GPUS`; empty: no pacing. Seconds are then emulated."""
     model: str = "qwen-image"
     """What is emulated, by its name in `plan.durations.TRANSFORMERS`."""
-    height_px: int = Field(512, ge=16)
+    height_px: int = Field(512, ge=16, le=PX_MAX)
     """Of an emulated image."""
-    width_px: int = Field(512, ge=16)
+    width_px: int = Field(512, ge=16, le=PX_MAX)
     """As ``height_px``."""
-    guidance: float = Field(4.0, ge=1)
+    guidance: float = Field(4.0, ge=1, le=GUIDANCE_MAX)
     """Of the emulated model, in denoising and in training; above 1 both take two passes instead of one. DiffusionNFT as
     published needs none: 1."""
     lora: bool = True
     """What the emulated model trains, whatever the real one does: a LoRA, or (false) all of its weights."""
-    score_s: float | None = Field(None, ge=0)
+    score_s: float | None = Field(None, ge=0, le=DAY_S)
     """GPU-seconds to score an image, 0 where rewards have machines of their own. Left out, it is what a vision-language
     model takes (`plan.durations.SCORE_S`)."""
-    speedup: float = Field(1.0, gt=0)
+    speedup: float = Field(1.0, ge=SPEEDUP_MIN, le=SPEEDUP_MAX)
     """Emulated seconds in one real second."""
 
 
@@ -305,9 +434,20 @@ class LatentsSection(Section):
     """Where latents are kept, and for how long."""
 
     url: str = ""
-    """Where steps are committed: a path or an fsspec URL; empty means inside the run directory."""
+    """Where steps are committed: a path, relative to the settings file, or an fsspec URL; empty means inside the run
+    directory."""
     keep: Literal["clean", "all", "none"] = "clean"
     """What of a finished iteration stays: clean latents, every committed step, or nothing."""
+
+
+class TrackingSection(Section):
+    """Where metrics go beside the run directory."""
+
+    to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """TensorBoard's events are written into the run directory, where it is installed. W&B and MLflow must be installed,
+    and take keys and addresses from their own environment (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``, ...)."""
+    project: str = Field("spotlight", min_length=1)
+    """What W&B calls a project, and MLflow an experiment."""
 
 
 class ClusterSection(Section):
@@ -315,13 +455,17 @@ class ClusterSection(Section):
 
     dashboard_port: int = Field(8787, ge=0, le=65535)
     """Of Dask's dashboard, on 127.0.0.1; 0 takes any free port."""
-    hang_after_s: float = Field(60.0, gt=0)
+    hang_after_s: float = Field(60.0, ge=0.1, le=DAY_S)
     """A worker whose work reports nothing for so long is replaced."""
-    quarantine_after: int = Field(5, ge=1)
+    quarantine_after: int = Field(5, ge=1, le=1000)
     """A request that loses its workers so many times in a row without a new step is set aside and replaced."""
     tls: bool = True
     """All of Dask's connections are encrypted, and both ends prove that they belong to the run, by a certificate that
-    was made for it. False: any user of this machine can run code in the run's processes."""
+    was made for it. False: any user of this machine can run code in the run's processes. A cluster that is there
+    already (``--cluster``) has its own certificates."""
+    insecure: bool = False
+    """Use a scheduler on another machine even without TLS: for a network on which everybody may run code in the run's
+    processes."""
 
 
 class SimulationSection(Section):
@@ -330,7 +474,7 @@ class SimulationSection(Section):
     The fixed costs are those of the system itself, in seconds of a live run's clock.
     """
 
-    hours: float = Field(0.0, ge=0)
+    hours: float = Field(0.0, ge=0, le=1e5)
     """A simulated run ends after so many hours of its clock, if nothing ended it before; 0 is no limit."""
     target: float = Field(0.0, ge=0, lt=1)
     """A simulated run ends when it reaches this validation score; 0 is no target."""
@@ -338,26 +482,26 @@ class SimulationSection(Section):
     """"modelled": rewards and scores by a model of learning, without torch; "real": those of the model itself, here."""
     start: float = Field(0.512, gt=0, lt=1)
     """Validation score at the start of modelled learning; the default is the embedded job's."""
-    gain: float = Field(0.050, gt=0)
+    gain: float = Field(0.050, gt=0, le=100)
     """Share of the score's distance to 1 that an iteration without exploration closes, where learning is modelled.
     Measured: 0.512 to 0.781 in 16 iterations of the embedded job, ``ln(0.488 / 0.219) / 16`` (docs/results.md).
     An iteration that kept the 8 of some 15 explored seeds closed 0.086, 1.7 times as much, where the model of learning
     says 1.4; in a trial 8 of 32 halved the iterations, and it says 1.8 (current weights: 2.2). So it is on the careful
     side."""
-    launch_s: float = Field(0.025, ge=0)
+    launch_s: float = Field(0.025, ge=0, le=DAY_S)
     """What a request costs beyond its steps. Measured: docs/results.md, overhead."""
-    form_s: float = Field(0.016, ge=0)
+    form_s: float = Field(0.016, ge=0, le=DAY_S)
     """For the workers of a gang of several to meet, at each launch. Measured on one machine with gloo
     (docs/results.md, fixed costs)."""
-    graph_s: float = Field(0.041, ge=0)
+    graph_s: float = Field(0.041, ge=0, le=DAY_S)
     """Between two graphs: to end one, and to build, send and place the next. Measured: as ``form_s``."""
-    prepare_s: float = Field(6.8, ge=0)
+    prepare_s: float = Field(6.8, ge=0, le=DAY_S)
     """From the run's start to its first graph; workers start meanwhile. Measured: as ``form_s``."""
-    publish_s: float | None = Field(None, ge=0)
+    publish_s: float | None = Field(None, ge=0, le=DAY_S)
     """From the last update to new weights on every worker. Left out, it is 0.084 s where the workers are processes of
     one machine (the embedded model, paced or not; measured: as ``form_s``), and else what a LoRA of 0.85 GB or all
     weights take at 10 Gb/s."""
-    start_up_s: float | None = Field(None, ge=0)
+    start_up_s: float | None = Field(None, ge=0, le=DAY_S)
     """From the moment a worker's machine is there until the worker can work. Left out, it is 0.1 s where the workers
     are processes of one machine (measured: as ``form_s``), and else `plan.durations.start_up_s`."""
     strategies: dict[str, dict[str, Any]] = {}
@@ -373,6 +517,9 @@ class SimulationSection(Section):
         return self
 
 
+SectionT = TypeVar("SectionT", bound=Section)
+
+
 class Config(Section):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -385,6 +532,7 @@ class Config(Section):
     strategy: StrategySection = StrategySection()
     pace: PaceSection = PaceSection()
     latents: LatentsSection = LatentsSection()
+    tracking: TrackingSection = TrackingSection()
     cluster: ClusterSection = ClusterSection()
     simulation: SimulationSection = SimulationSection()
 
@@ -418,15 +566,43 @@ class Config(Section):
                 'strategy.exploration = "stale" runs on spot workers and pools.spot.workers is 0: '
                 'add spot workers, or set strategy.exploration to "blocking" or "off"'
             )
-        if self.train.algorithm == "grpo" and rollout.sampler == "ode":
+        if self.model.dtype == "bfloat16" and not self.train.lora_rank:
             raise ValueError(
-                'train.algorithm = "grpo" needs log-probabilities, and rollout.sampler = "ode" has none: '
-                'set rollout.sampler to "sde", "cps" or "dance"'
+                'model.dtype = "bfloat16" and train.lora_rank = 0: most updates of full weights would be lost in their '
+                "rounding (in a trial, 93 % of the weights never changed); set train.lora_rank, whose weights are "
+                'float32, or model.dtype = "float32"'
+            )
+        policy = self.run.validate_policy
+        if (policy == "old" and not self.train.keeps_old) or (policy == "average" and not self.train.ema_decay):
+            setting = "train.old_decay" if policy == "old" else "train.ema_decay"
+            raise ValueError(
+                f'run.validate_policy = "{policy}" and {setting} = {self.train.model_dump()[setting[6:]]!r} keeps no '
+                f'such weights: set {setting}, or run.validate_policy = "auto"'
+            )
+        if self.train.is_stepwise and rollout.sampler == "ode":
+            raise ValueError(
+                f'train.algorithm = "{self.train.algorithm}" needs log-probabilities, and rollout.sampler = "ode" has '
+                'none: set rollout.sampler to "sde", "cps" or "dance"'
+            )
+        if self.train.algorithm == "grpo-guard" and rollout.sampler != "sde":
+            raise ValueError(
+                f'train.algorithm = "grpo-guard" corrects the steps of rollout.sampler = "sde", and that is '
+                f'"{rollout.sampler}"'
+            )
+        if self.train.updates > rollout.prompts * rollout.seeds_kept:
+            raise ValueError(
+                f"train.updates = {self.train.updates} is more than the rollout.prompts * rollout.seeds_kept = "
+                f"{rollout.prompts * rollout.seeds_kept} samples of an iteration, and each needs one: lower it"
             )
         if rollout.sampler != "ode" and not 0 <= rollout.sde_window[0] < rollout.sde_window[1] < rollout.steps:
             raise ValueError(
                 f"rollout.sde_window = {list(rollout.sde_window)} must lie in [0, {rollout.steps - 1}] and not be "
                 f"empty: the last of rollout.steps = {rollout.steps} steps is never stochastic"
+            )
+        if rollout.stochastic_steps > rollout.sde_window[1] - rollout.sde_window[0]:
+            raise ValueError(
+                f"rollout.sde_window_size = {rollout.sde_window_size} does not fit into rollout.sde_window = "
+                f"{list(rollout.sde_window)}: make one larger or the other smaller"
             )
         self._check_widths()
         if not self.strategy.rollout_pools:
@@ -439,9 +615,27 @@ class Config(Section):
         return self
 
     @property
+    def doubts(self) -> tuple[str, ...]:
+        """What can be run, but is probably not meant."""
+        if self.train.algorithm == "nft" and self.rollout.guidance > 1:
+            return (
+                f"rollout.guidance = {self.rollout.guidance:g} with DiffusionNFT: a guided velocity is fitted to "
+                "samples as if it were the flow's own, and published recipes draw and train without guidance; set "
+                "rollout.guidance = 1",
+            )
+        return ()
+
+    @property
     def emulated_per_real_s(self) -> float:
         """Emulated seconds in a real one: 1 where nothing is paced."""
         return self.pace.speedup if self.pace.gpu else 1.0
+
+    @property
+    def validation_policy(self) -> Policy:
+        """Which weights of a version are validated and exported."""
+        if self.run.validate_policy != "auto":
+            return self.run.validate_policy
+        return "average" if self.train.ema_decay else self.train.sampling_policy
 
     @property
     def prompts_drawn(self) -> int:
@@ -453,16 +647,19 @@ class Config(Section):
     def train_parts(self) -> int:
         """Most parts of an iteration that are trained on as they arrive; 1 where that would change what is trained.
 
-        A part needs its advantages, and a second update would need the policy before the first.
+        A part needs its advantages, a second update would need the policy before the first, and a mean over pairs
+        would need their number.
         """
-        whole = self.train.advantage_std == "global" or self.train.updates > 1 or self.strategy.offload == "none"
+        whole = self.train.advantage_std == "global" or self.train.updates > 1 or self.train.algorithm == "dpo"
+        whole = whole or self.strategy.offload == "none"
         return 1 if whole else PARTS
 
     def _check_widths(self) -> None:
         widths, pools = self.strategy.widths, self.pools
-        if not widths or any(width < 1 for width in widths) or sorted(set(widths)) != list(widths):
+        if not widths or not 1 <= min(widths) <= max(widths) <= WIDTH_MAX or sorted(set(widths)) != list(widths):
             raise ValueError(
-                f"strategy.widths = {list(widths)} must be whole numbers from 1 on, ascending, such as [1, 2, 4]"
+                f"strategy.widths = {shown(list(widths))} must be whole numbers from 1 on to {WIDTH_MAX}, ascending, "
+                "such as [1, 2, 4]"
             )
         sizes = {"reserved": _largest_node(pools.reserved), "spot": _largest_node(pools.spot)}
         for work, where in (("rollouts", self.strategy.rollout_pools), ("exploration", ("spot",))):
@@ -491,15 +688,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         SpotlightError: the file, a key or a value is not usable; the text says which and why.
     """
     path = Path(path)
+    if not path.exists():
+        raise SpotlightError(f"{path}: no such settings file; examples/ holds some to start from")
     try:
-        with path.open("rb") as file:
-            tree = tomllib.load(file)
-    except FileNotFoundError:
-        raise SpotlightError(f"{path}: no such settings file; examples/ holds some to start from") from None
-    except OSError as error:
-        raise SpotlightError(f"{path}: cannot be read as a settings file: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        tree = tomllib.loads(read_bytes(path, "a settings file").decode())
+    except SpotlightError:
+        raise
+    except ValueError as error:  # of TOML, of UTF-8, or a number of thousands of digits
         raise SpotlightError(f"{path}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise SpotlightError(f"{path}: not valid TOML: it is nested too deeply; settings are two tables deep") from None
     for override in overrides:
         set_value(tree, override)
     return resolve(tree, path.parent, str(path))
@@ -511,38 +709,39 @@ def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Co
         config = Config.model_validate(tree)
     except ValidationError as error:
         raise SpotlightError("\n".join(_explain(source, detail) for detail in error.errors())) from None
-    data = DataSection(
-        train_prompts=str((base / config.data.train_prompts).resolve()),
-        validation_prompts=str((base / config.data.validation_prompts).resolve()),
-    )
-    model = config.model
-    if model.path:
-        model = model.model_copy(update={"path": str((base / model.path).resolve())})
-    reward = _located(config.reward, base)
-    pools = _with_paths(config.pools, base)
-    return config.model_copy(update={"data": data, "model": model, "reward": reward, "pools": pools})
-
-
-def _located(reward: RewardSection, base: Path) -> RewardSection:
-    """The tables with their checkpoints as absolute paths."""
-    path = str((base / reward.path).resolve()) if reward.path else ""
-    return reward.model_copy(update={"path": path, "also": tuple(_located(table, base) for table in reward.also)})
-
-
-def _with_paths(pools: PoolsSection, base: Path) -> PoolsSection:
-    """The pools with their files as absolute paths."""
-    return pools.model_copy(
+    return config.model_copy(
         update={
-            name: pool.model_copy(
+            "data": _with_paths(config.data, base, source, "data", "train_prompts", "validation_prompts"),
+            "model": _with_paths(config.model, base, source, "model", "path"),
+            "reward": _with_checkpoints(config.reward, base, source),
+            "latents": _with_paths(config.latents, base, source, "latents", "url"),
+            "pools": config.pools.model_copy(
                 update={
-                    field: str((base / path).resolve())
-                    for field, path in (("prices", pool.prices), ("trace", pool.trace))
-                    if path
+                    name: _with_paths(pool, base, source, f"pools.{name}", "prices", "trace")
+                    for name, pool in config.pools
                 }
-            )
-            for name, pool in pools
+            ),
         }
     )
+
+
+def _with_checkpoints(reward: RewardSection, base: Path, source: str) -> RewardSection:
+    """The tables of rewards with their checkpoints as absolute paths."""
+    also = tuple(_with_checkpoints(table, base, source) for table in reward.also)
+    return _with_paths(reward, base, source, "reward", "path").model_copy(update={"also": also})
+
+
+def _with_paths(section: SectionT, base: Path, source: str, name: str, *fields: str) -> SectionT:
+    """The section with its files as absolute paths; URLs are that already."""
+    paths: dict[str, str] = {}
+    for field in fields:
+        path = getattr(section, field)
+        if path and "://" not in path:
+            try:
+                paths[field] = absolute(base, path)
+            except SpotlightError as error:
+                raise SpotlightError(f"{source}: {name}.{field} = {error}") from None
+    return section.model_copy(update=paths)
 
 
 def dump(config: Config) -> str:
@@ -562,17 +761,27 @@ def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example
     """
     name, equals, text = override.partition("=")
     keys = [key.strip() for key in name.split(".")]
-    if not equals or len(keys) <= sections or not all(keys):
-        raise SpotlightError(f"--set {override!r}: expected section.key=value, for example --set {example}")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
+    if not equals or not sections < len(keys) <= KEYS_MAX or not all(keys):
+        raise SpotlightError(f"--set {shown(override)}: expected section.key=value, for example --set {example}")
+    value = _value(override, text)
     for key in keys[:-1]:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
-            raise SpotlightError(f"--set {override!r}: {key!r} is a value, not a section")
+            raise SpotlightError(f"--set {shown(override)}: {shown(key)} is a value, not a section")
     tree[keys[-1]] = value
+
+
+def _value(override: str, text: str) -> Any:
+    """The one value that an override holds."""
+    try:
+        tree = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets as deep
+        raise SpotlightError(f"--set {shown(override)}: not valid TOML: {error}") from None
+    if tree.keys() != {"value"}:
+        raise SpotlightError(f"--set {shown(override)}: expected one value; give each setting a --set of its own")
+    return tree["value"]
 
 
 def _explain(source: str, error: Mapping[str, Any]) -> str:
@@ -591,18 +800,19 @@ def _explain(source: str, error: Mapping[str, Any]) -> str:
         case "missing":
             return f"{source}: {name} is missing, and it has no default"
         case "model_type":
-            return f"{source}: {name} = {error['input']!r}, but it is a section; it has {_known([*sections, field])}"
+            known = _known([*sections, field])
+            return f"{source}: {name} = {shown(error['input'])}, but it is a section; it has {known}"
         case "value_error":  # ours: its text names the fields
             return f"{source}: {message}"
         case _:
-            return f"{source}: {name} = {error['input']!r}: {message[0].lower()}{message[1:]}"
+            return f"{source}: {name} = {shown(error['input'])}: {message[0].lower()}{message[1:]}"
 
 
 def _unknown(sections: Sequence[str], field: str) -> str:
     close = difflib.get_close_matches(field, _section_at(sections).model_fields, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     where = f"[{'.'.join(sections)}] has no field" if sections else "there is no section"
-    return f"{where} {field!r}{hint}; {'it has' if sections else 'there are'} {_known(sections)}"
+    return f"{where} {shown(field)}{hint}; {'it has' if sections else 'there are'} {_known(sections)}"
 
 
 def _known(sections: Sequence[str]) -> str:

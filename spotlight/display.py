@@ -148,7 +148,8 @@ class _Display:
         self._task = self._bar.add_task("iterations", total=None)
         self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
         self._dashboard = ""
-        self._said = (-1, 0)
+        self._said: tuple[int, int, tuple[str, ...]] = (-1, 0, ())
+        self._refused: set[str] = set()
 
     def __enter__(self) -> _Display:
         if self._live:
@@ -165,12 +166,30 @@ class _Display:
         if status.dashboard and not self._dashboard:
             self._dashboard = status.dashboard
             self._console.print(f"Dask dashboard  {status.dashboard}", soft_wrap=True)
+        for name, reason in status.refused.items():
+            if name not in self._refused:
+                self._refused.add(name)
+                self._console.print(f"worker {name} takes no part: {reason}", soft_wrap=True)
         self._bar.update(self._task, completed=status.iteration, total=status.iterations)
         if self._live:
             self._live.update(Group(self._bar, _facts(status)))
-        elif self._said != (status.iteration, len(status.scores)):
-            self._said = (status.iteration, len(status.scores))
+        elif self._said != (said := (status.iteration, len(status.scores), status.waiting_for)):
+            self._said = said
+            if status.waiting_for:
+                self._console.print(_waiting(status), soft_wrap=True)
             self._console.print(_line(status), soft_wrap=True)
+
+
+def status_table(status: Status) -> Table:
+    """How a run stands."""
+    table = Table(title=Path(status.run_dir).name, show_header=False)
+    table.add_row("state", f"{status.state} {status.phase}".strip())
+    table.add_row("iterations", f"{status.iteration} of {status.iterations}")
+    table.add_row("validation", _scores(status))
+    table.add_row("workers", ", ".join(f"{count} {pool}" for pool, count in sorted(status.workers.items())) or "-")
+    table.add_row("preemptions", str(status.preemptions))
+    table.add_row("cost", f"${status.usd:.4f}")
+    return table
 
 
 def _facts(status: Status) -> Table:
@@ -179,13 +198,17 @@ def _facts(status: Status) -> Table:
     workers = ", ".join(f"{count} {pool}" for pool, count in sorted(status.workers.items())) or (
         "starting" if status.state == "starting" else "-"
     )
-    waiting = f" (waiting for {' or '.join(status.waiting_for)} workers)" if status.waiting_for else ""
+    waiting = f" ({_waiting(status)})" if status.waiting_for else ""
     table.add_row("phase", status.phase, "running", running + waiting)
     table.add_row("reward", _number(status.reward), "validation", _scores(status))
     table.add_row("workers", workers, "preemptions", str(status.preemptions))
     table.add_row("rollout window", _window(status), "spot workers worth renting", _worth(status))
     table.add_row("spot utilisation", _percent(status.spot_utilisation), "cost", f"${status.usd:.4f}")
     return table
+
+
+def _waiting(status: Status) -> str:
+    return f"waiting for workers: {' and '.join(status.waiting_for)}"
 
 
 def _line(status: Status) -> str:

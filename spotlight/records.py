@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from hashlib import sha256
 from json import dumps
-from typing import Literal
+from typing import Any, Literal
 
 Purpose = Literal["rollout", "explore", "validate"]
 Sampler = Literal["ode", "sde", "cps", "dance"]
+Policy = Literal["trained", "old", "average"]
+"""Which weights of a version: those in training, the older ones that sample, or a moving average."""
 
 
 class SpotlightError(ValueError):
@@ -75,8 +77,8 @@ class Request:
     height_px: int
     width_px: int
     weights: WeightsRef
-    averaged: bool = False
-    """Use the version's exponential moving average instead of its last weights."""
+    policy: Policy = "trained"
+    """Which of the version's weights."""
 
     @property
     def id(self) -> str:
@@ -253,6 +255,11 @@ class WorkerLife:
     """None while it lives, or where whoever watched it died first."""
     reason: str
     """``lost``, ``left`` (on notice) or ``end`` (of the run)."""
+
+
+def row_of(record: Span | WorkerLife) -> dict[str, Any]:
+    """Its fields by name; `dataclasses.asdict` copies what needs no copy, and takes ten times as long."""
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
 
 
 @cache

@@ -6,40 +6,52 @@ thread of this process, which also holds the scheduler.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
-import shutil
+import logging
 import socket
+import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from spotlight import config as configuration
 from spotlight.clock import wall_clock
-from spotlight.device.signals import Clear, signals
+from spotlight.demands import check_demands
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches
 from spotlight.records import SpotlightError, Stopped
+from spotlight.report import tracking
+from spotlight.report.feed import Feed
+from spotlight.report.tracking import Tracking
 from spotlight.rl import checkpoints, rewards
 from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
+from spotlight.store import resuming
 from spotlight.store.accounts import Accounts, pool_prices
-from spotlight.store.rundir import DECISIONS, HISTORY, SUMMARY, RunDir, Summary
-from spotlight.store.weights import published
+from spotlight.store.disks import full_disk
+from spotlight.store.rundir import DECISIONS, HISTORY, SUMMARY, HistoryRow, RunDir, Summary
 
 if TYPE_CHECKING:
     import pandas as pd
     from distributed import Client, Future
 
     from cluster.pools import Pools
+    from cluster.standing import Standing
     from graphs.iteration import Graph
+    from spotlight.notebook import Images, Plot
     from spotlight.plan.offload import Balance
+
+logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 60.0
 """How long a stop waits for the steps in flight; a step of a large model can last many seconds."""
 POLL_S = 0.25
+SHOW_S = 1.0
+"""Between two messages to the page on the dashboard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +59,8 @@ class Status:
     """Where a run is, now."""
 
     state: str
-    """"starting", "running", "finished", "stopped" or "failed"."""
+    """"new", "starting", "running", "finished", "stopped" or "failed"; of a run that this process did not start, as its
+    directory has it, where a failed one is "stopped"."""
     phase: str
     iteration: int
     """Iterations finished."""
@@ -83,7 +96,9 @@ class Status:
     spot_worth_renting: int | None
     """More spot workers than so many would have had no rollout left; as of the last iteration."""
     waiting_for: tuple[str, ...]
-    """Pools that requests wait for, because none that may run them has a worker now."""
+    """What the run waits for: pools without a worker, or a node with enough of them."""
+    refused: Mapping[str, str]
+    """Why workers take no part in the run, by name."""
     elapsed_s: float
     dashboard: str
     run_dir: str
@@ -95,6 +110,8 @@ class Run:
     Args:
         settings: a TOML file.
         overrides: ``"section.key=value"`` each.
+        cluster: a Dask cluster to run on: an address, a scheduler file, or a Dask client or cluster. None: a cluster of
+            its own on this machine.
 
     Raises:
         SpotlightError: the settings or the prompts cannot be used.
@@ -103,26 +120,36 @@ class Run:
     >>> run.start(); run.wait(); run.history  # doctest: +SKIP
     """
 
-    def __init__(self, settings: str | Path, overrides: Sequence[str] = ()) -> None:
-        self._open(None, configuration.load(settings, overrides))
+    def __init__(self, settings: str | Path, overrides: Sequence[str] = (), *, cluster: Standing | None = None) -> None:
+        self._open(None, configuration.load(settings, overrides), cluster)
 
     @classmethod
     def of(cls, settings: configuration.Config) -> Run:
         """A run of settings that are already read."""
         run = cls.__new__(cls)
-        run._open(None, settings)
+        run._open(None, settings, None)
         return run
 
     @classmethod
-    def resume(cls, run_dir: str | Path) -> Run:
-        """A run that was stopped or killed; `start` goes on where it was."""
+    def resume(cls, run_dir: str | Path, *, cluster: Standing | None = None) -> Run:
+        """A run that was stopped or killed; `start` goes on where it was, on any cluster."""
         directory = RunDir.open(run_dir)
+        resuming.check(directory)
         run = cls.__new__(cls)
-        run._open(directory, directory.config())
+        run._open(directory, directory.config(), cluster)
         return run
 
-    def _open(self, directory: RunDir | None, settings: configuration.Config) -> None:
+    @classmethod
+    def attach(cls, run_dir: str | Path) -> Run:
+        """A run to look at, whoever runs it: as it is now, and as it goes on.
+
+        Of one that nobody runs, `start` goes on where it was.
+        """
+        return cls.resume(run_dir)
+
+    def _open(self, directory: RunDir | None, settings: configuration.Config, cluster: Standing | None) -> None:
         self.config = settings
+        self._cluster = cluster
         self._directory = directory
         self._accounts: Accounts | None = None
         self._thread: threading.Thread | None = None
@@ -132,7 +159,11 @@ class Run:
         self._pools: Pools | None = None
         self._dashboard = ""
         self._waiting_for: tuple[str, ...] = ()
+        self._refused: Mapping[str, str] = {}
         self._began_s = 0.0
+        self._feed: Feed | None = None
+        self._tracking: Tracking | None = None
+        self._shown_s = 0.0
         check_inputs(settings)
 
     @property
@@ -143,9 +174,11 @@ class Run:
 
     def start(self) -> Run:
         """Begin in the background, or go on; returns at once."""
-        if self.alive:
+        if self._is_ours:
             raise SpotlightError(f"{self.directory.path}: this run is already running")
-        _check_port(self.config.cluster.dashboard_port)
+        if self._cluster is None:
+            _check_port(self.config.cluster.dashboard_port)
+        tracking.check(self.config)
         self._began_s = wall_clock()
         if self._directory is None:
             self._directory = RunDir.create(self.config, self._began_s)
@@ -159,15 +192,36 @@ class Run:
 
     @property
     def _kept(self) -> Accounts:
-        """The accounts, opened at the first look."""
+        """The accounts; those of a run that goes on elsewhere are read again at every look."""
+        if self._is_elsewhere:
+            return Accounts(self.directory, self.config, watched=True)
         if self._accounts is None:
             self._accounts = Accounts(self.directory, self.config)
         return self._accounts
 
     @property
-    def alive(self) -> bool:
-        """Whether it is going on now."""
+    def _is_elsewhere(self) -> bool:
+        """Whether somebody else runs it now: another process, or another object of this one."""
+        return not self._is_ours and self._directory is not None and bool(self._directory.holder())
+
+    @property
+    def _is_ours(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is going on now, here or elsewhere."""
+        return self._is_ours or self._is_elsewhere
+
+    @property
+    def state(self) -> str:
+        """As `Status` has it."""
+        if self._thread is not None or self._directory is None:
+            return self._state
+        if self._is_elsewhere:
+            return "running"
+        done = len(self._directory.history()) >= self.config.run.iterations and self._directory.summary() is not None
+        return "finished" if done else "stopped"
 
     def wait(self, timeout_s: float | None = None) -> Status:
         """Wait for the end.
@@ -177,13 +231,31 @@ class Run:
             SpotlightError: it failed for a reason that a person can put right.
             TimeoutError: it still runs.
         """
-        assert self._thread, "start() comes first"
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        else:
+            self._wait_elsewhere(timeout_s)
+        if self.alive:
             raise TimeoutError(f"{self.directory.path}: still running after {timeout_s} s")
         if self._error:
             raise self._error
         return self.status
+
+    def _wait_elsewhere(self, timeout_s: float | None) -> None:
+        began_s = wall_clock()
+        while self.alive and (timeout_s is None or wall_clock() < began_s + timeout_s):
+            time.sleep(POLL_S)
+        if not self.alive and self.state == "stopped":
+            raise Stopped(f"resume with: spotlight resume {self.directory.path}")
+
+    def __await__(self) -> Generator[Any, None, Status]:
+        """``await run``: as `wait`, while the event loop, of a notebook for example, goes on."""
+        return self._ended().__await__()
+
+    async def _ended(self) -> Status:
+        while self.alive:
+            await asyncio.sleep(POLL_S)
+        return self.wait()
 
     def stop(self) -> None:
         """Ask the run to end after the steps in flight; `wait` tells when it has."""
@@ -193,14 +265,14 @@ class Run:
     def status(self) -> Status:
         run, now_s = self.directory, wall_clock()
         accounts = self._kept
-        history = run.history()
+        history = run.last(HISTORY, HistoryRow, 1)
         measured = history[-1].measured if history else {}
         worth_renting = measured.get("spot_worth_renting")
         ledger, usd_by_pool = accounts.ledger(now_s), accounts.usd_by_pool(now_s)
         return Status(
-            state=self._state,
+            state=self.state,
             phase=self._phase,
-            iteration=len(history),
+            iteration=run.count(HISTORY),
             iterations=self.config.run.iterations,
             reward=history[-1].metrics["reward_mean"] if history else None,
             scores={row.version: row.score for row in run.validation()},
@@ -220,6 +292,7 @@ class Run:
             train_wait_s=measured.get("train_wait_s"),
             spot_worth_renting=None if worth_renting is None else int(worth_renting),
             waiting_for=self._waiting_for,
+            refused=self._refused,
             elapsed_s=now_s - self._began_s if self._began_s else 0.0,
             dashboard=self._dashboard,
             run_dir=str(run.path),
@@ -231,6 +304,47 @@ class Run:
         from spotlight.report import history_frame
 
         return history_frame(self.directory.path)
+
+    @property
+    def workers(self) -> pd.DataFrame:
+        """One row per worker that there is or was: its pool, when it came and went, and why."""
+        from spotlight.notebook import workers_frame
+
+        return workers_frame(self._kept.lives())
+
+    def plot(self, what: Literal["reward", "timeline", "before-after"] = "reward") -> Plot:
+        """A picture of the run so far; a notebook shows it, and its ``figure`` is matplotlib's.
+
+        Raises:
+            SpotlightError: the run has nothing to draw there yet.
+        """
+        from spotlight.notebook import plot
+
+        return plot(self.directory.path, what)
+
+    def images(self, iteration: int | None = None) -> Images:
+        """Small pictures of the kept seeds that an iteration was trained on, with their rewards; a notebook shows them.
+
+        Args:
+            iteration: the last one that is finished, if it is left out.
+
+        Raises:
+            SpotlightError: there are none.
+        """
+        from spotlight.notebook import images
+
+        return images(self.directory, iteration)
+
+    def _repr_html_(self) -> str:
+        from spotlight.notebook import describe
+
+        return describe(self)
+
+    def _ipython_display_(self) -> None:
+        """Show it in a notebook, and what becomes of it while it goes on."""
+        from spotlight.notebook import show
+
+        show(self)
 
     @property
     def client(self) -> Client:
@@ -262,14 +376,14 @@ class Run:
         from graphs.loop import Loop
 
         run = self.directory
-        signals.obey(Clear(run=run.path.name))
         self._rewind()
         done = len(run.history())
-        self._pools = Pools(self.config, run.path.name)
+        self._pools = Pools(self.config, run.path, self._cluster)
         try:
+            self._feed, self._tracking = Feed(run, self.config), Tracking(run, self.config)
             self._dashboard = self._pools.dashboard
             self._state = "running"
-            Loop(run, self._compute, self).go()
+            Loop(run, self._compute, self, session=self._pools.session).go()
         finally:
             self._close()
         if len(run.history()) > done or not (run.path / SUMMARY).exists():
@@ -280,10 +394,8 @@ class Run:
     def _rewind(self) -> None:
         """Take back the last iterations if their weights were deleted, being damaged: they are done again."""
         run = self.directory
-        done = history = run.history()
-        while done and not published(run.path, done[-1].weights_version):
-            done = done[:-1]
-        if done != history:
+        done = resuming.rows_that_stay(run)
+        if len(done) != len(run.history()):
             run.rewrite(HISTORY, run.rows(HISTORY)[: len(done)])
 
     def _close(self) -> None:
@@ -291,6 +403,8 @@ class Run:
         try:
             self._follow()
             self._kept.close(wall_clock())
+            if self._tracking:
+                self._tracking.close()
         finally:
             self._pools.close()
             self._pools = None
@@ -302,13 +416,18 @@ class Run:
         futures = _flatten(packed)
         try:
             while any(future.status == "pending" for future in futures):
-                _wait(futures)
+                _wait(self._pools.client, futures)
                 self._follow()
                 failed = next((future for future in futures if future.status == "error"), None)
                 if failed is not None:
                     failed.result()
                 if self._stop.is_set():
                     self._end_steps()
+            if any(future.status in ("cancelled", "lost") for future in futures):
+                raise SpotlightError(
+                    f"the cluster lost the run's tasks: its scheduler ended, or was restarted; what was committed is "
+                    f"kept: `spotlight resume {self.directory.path}` goes on, with --cluster on another one"
+                )
             return dict(zip(graph.outputs, self._pools.client.gather(packed), strict=True))
         finally:
             for future in futures:
@@ -328,8 +447,22 @@ class Run:
         drained, status = self._pools.drain(), self._pools.status()
         if drained["decisions"]:
             self.directory.append(DECISIONS, *drained["decisions"])
-        self._waiting_for = tuple(status["waiting_for"])
+        self._waiting_for, self._refused = tuple(status["waiting_for"]), status["refused"]
+        if status["hopeless"]:
+            raise SpotlightError(status["hopeless"])
         self._kept.take(drained, status["running"])
+        self._show()
+
+    def _show(self) -> None:
+        """Tell the page on the dashboard what is new, now and then."""
+        now_s = wall_clock()
+        if self._feed is None or now_s < self._shown_s + SHOW_S:
+            return
+        assert self._pools
+        self._shown_s = now_s
+        self._pools.show(self._feed.rows(self._kept.money(now_s)))
+        if self._tracking:
+            self._tracking.follow()
 
     # Watch
 
@@ -367,16 +500,25 @@ def _flatten(packed: Any) -> list[Future[Any]]:
     return [future for part in packed for future in _flatten(part)] if isinstance(packed, list) else [packed]
 
 
-def _wait(futures: Sequence[Future[Any]]) -> None:
-    """Until all are done, or for a moment."""
+def _wait(client: Client, futures: Sequence[Future[Any]]) -> None:
+    """Until all are done, or for a moment; the client is no default, which a notebook may have of its own."""
     from distributed import wait
 
-    with contextlib.suppress(TimeoutError):
+    with client.as_current(), contextlib.suppress(TimeoutError):
         wait(futures, timeout=POLL_S)
 
 
-def check_inputs(settings: configuration.Config, *, with_model: bool = True) -> None:
-    """Find at once what would stop the run once its cluster is up; its model's files only if it needs the model."""
+def check_inputs(settings: configuration.Config, *, with_model: bool = True, live: bool = True) -> None:
+    """Find at once what would stop the run once its cluster is up.
+
+    Args:
+        with_model: whether it needs the model's files, and stores latents.
+        live: whether it will have workers.
+
+    What is only doubtful is said in the log.
+    """
+    for doubt in settings.doubts:
+        logger.warning("%s", doubt)
     data, model = settings.data, settings.model
     pool_prices(settings)
     for _, pool in settings.pools:
@@ -386,8 +528,13 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True) -> 
     for path in (data.train_prompts, data.validation_prompts):
         check_prompts(read_prompts(path), path, scorer.check_prompt)
     choose_prompts(len(read_prompts(data.train_prompts)), settings.prompts_drawn, seed=settings.run.seed, iteration=0)
+    check_demands(settings, validation_prompts=len(read_prompts(data.validation_prompts)), live=live)
     if not with_model:
         return
+    if settings.latents.url:
+        from spotlight.store.zarr_store import check_url
+
+        check_url(settings.latents.url)
     if model.path and model.name == "tiny-text" and not Path(model.path).is_file():
         raise SpotlightError(
             f"model.path = {model.path!r}: no such file; give one that examples/pretrain_tiny.py wrote, or leave it out"
@@ -414,10 +561,10 @@ def _check_port(port: int) -> None:
 def _explain(error: BaseException, run_dir: Path) -> BaseException:
     """A full disk is for a person to put right; what nobody foresaw says at least how to go on."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free_mb = shutil.disk_usage(run_dir).free / 1e6
+        places = [run_dir, "/dev/shm", tempfile.gettempdir(), *([error.filename] if error.filename else [])]
+        found = full_disk(places) or "make room"
         return SpotlightError(
-            f"{run_dir}: the disk is full ({free_mb:.1f} MB free): make room, then `spotlight resume {run_dir}`; "
-            "all that was committed is kept"
+            f"{run_dir}: the disk is full: {found}, then `spotlight resume {run_dir}`; all that was committed is kept"
         )
     if not isinstance(error, SpotlightError):
         error.add_note(f"all that was committed is kept; `spotlight resume {run_dir}` goes on from there")

@@ -7,6 +7,7 @@ Neither Dask's distributed scheduler nor, with modelled learning, torch is impor
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from spotlight.plan.durations import TaskDurations
 from spotlight.records import Pool, Rollout, WorkerLife
 from spotlight.run import check_inputs, summarise
 from spotlight.store.accounts import Accounts, pool_prices, read_lives
-from spotlight.store.rundir import DECISIONS, SIMULATED, RunDir
+from spotlight.store.rundir import DECISIONS, HISTORY, SIMULATED, RunDir
 from spotlight.strategies import strategies
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 Learning = Literal["modelled", "real"]
 LOGGED_WORKERS = 100
 """Of more workers the dispatcher's log is not kept: it would be the largest part of the run directory."""
+COLLECT_AFTER = 200_000
+"""New objects between two looks for cyclic garbage: some ten looks an iteration of a thousand workers."""
 LONGEST_H = 24.0 * 30
 """How long a made-up trace is, in its own time, where no hours are set; what it has at its end stays."""
 
@@ -94,7 +97,7 @@ def simulate(
     learning = learning or config.simulation.learning
     others = list(strategies(config)) if compare else []
     for name, each in [("as configured", config), *others]:
-        check_inputs(each, with_model=learning == "real")
+        check_inputs(each, with_model=learning == "real", live=False)
         yield Simulation(name, each, learning, follow).go(report=report)
 
 
@@ -128,7 +131,7 @@ class Simulation:
 
     def go(self, *, report: bool = True) -> Outcome:
         """To the target, the last iteration or the last hour."""
-        with _device(self._learning):
+        with _device(self._learning), _few_collections():
             if self.config.simulation.hours:
                 limit_s = self.config.simulation.hours * SECONDS_PER_H / self.config.emulated_per_real_s
                 self._clock.at(self._began_s + limit_s, self._end)
@@ -164,7 +167,7 @@ class Simulation:
 
     def begin(self, phase: str, iteration: int) -> None:
         """The target ends the run where it was validated."""
-        self._follow(self.name, len(self.directory.history()), self._hours(self._clock.now_s))
+        self._follow(self.name, self.directory.count(HISTORY), self._hours(self._clock.now_s))
         target = self.config.simulation.target
         reached = [row for row in self.directory.validation() if row.score >= target] if target else []
         if reached and phase != "compact":
@@ -292,6 +295,17 @@ def _began_s(config: Config) -> float:
     """Where the clock begins: at 0, or where a series of prices does that has a calendar."""
     calendars = [price.times_s[0] for price in pool_prices(config).values() if len(price.times_s) > 1]
     return min((time_s for time_s in calendars if time_s > 0), default=0.0)
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Look for cyclic garbage rarely: a run of a thousand workers keeps a million records, and leaves few cycles."""
+    before = gc.get_threshold()
+    gc.set_threshold(COLLECT_AFTER, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @contextmanager

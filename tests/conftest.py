@@ -16,6 +16,10 @@ settings.register_profile("gate", deadline=None, derandomize=True)
 settings.load_profile("gate")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--live", action="store_true", help="run the live benchmarks' small forms, too")
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Directory of public data that is tested against but is no part of the project."""

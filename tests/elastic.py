@@ -19,9 +19,9 @@ import numpy as np
 from distributed import Scheduler
 from numpy.typing import NDArray
 
-from cluster.dispatch import Snapshot
 from cluster.plugins import BEAT, DispatchPlugin
 from cluster.pools import Pools
+from cluster.snapshot import Snapshot
 from graphs import tasks
 from graphs.iteration import Graph, Layers, prepare_graph, rollout_requests, unexplored
 from graphs.tasks import RunContext
@@ -43,7 +43,7 @@ class Live:
         steps = (f"rollout.steps={STEPS}", "rollout.sampler=cps", "rollout.sde_window=[0,10]")
         self.config = configuration.load(settings_file(directory), (*steps, *overrides))
         self.run = RunDir.create(self.config, time.time())
-        self.pools = Pools(self.config, self.run.path.name)
+        self.pools = Pools(self.config, self.run.path)
         self._requests = 0
         self.events: list[dict[str, Any]] = []
         self._spans: list[Span] = []
@@ -66,6 +66,7 @@ class Live:
     @property
     def scheduler(self) -> Scheduler:
         """In this process."""
+        assert self.pools.cluster
         assert self.pools.cluster.scheduler
         return self.pools.cluster.scheduler
 
@@ -174,6 +175,7 @@ class Live:
         strike(wait_for(lambda: name in (gangs := self.snapshot().gangs) and list(gangs[name].workers)))
 
     def worker_pid(self, name: str) -> int:
+        assert self.pools.cluster
         return int(self.pools.cluster.workers[name]._process.pid)
 
     def engine_pid(self, name: str) -> int:

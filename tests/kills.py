@@ -25,7 +25,7 @@ class KillDriver(SchedulerPlugin):
         self._layer, self._state = layer, state
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, stimulus_id: str, **facts: Any) -> None:
-        if isinstance(key, tuple) and key[0] == self._layer and finish == self._state:
+        if isinstance(key, tuple) and key[0].startswith(f"{self._layer}-") and finish == self._state:
             kill(os.getpid())
 
 
@@ -57,11 +57,12 @@ class KillHolder(SchedulerPlugin):
 
     name = "kill-holder"
 
-    def __init__(self, key: tuple[str, int]) -> None:
-        self._key, self._struck = key, False
+    def __init__(self, layer: str, index: int) -> None:
+        self._layer, self._index, self._struck = layer, index, False
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, stimulus_id: str, **facts: Any) -> None:
-        if key == self._key and finish == "memory" and not self._struck:
+        ours = isinstance(key, tuple) and key[0].startswith(f"{self._layer}-") and key[1] == self._index
+        if ours and finish == "memory" and not self._struck:
             self._struck = True
             kill(process_of(facts["worker"]))
 

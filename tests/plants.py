@@ -53,10 +53,11 @@ class KeepsOldNotices(Dispatch):
     """A worker that takes the name of one that left gets no work."""
 
     def _joined(self, event: WorkerJoined) -> list[Instruction]:
-        leaving = set(self._leaving)
+        leaving = set(self._roster.leaving)
         instructions = super()._joined(event)
-        self._leaving |= leaving
-        self._idle = {address: idle for address, idle in self._idle.items() if idle.worker not in leaving}
+        self._roster.leaving |= leaving
+        idle = self._roster.idle
+        self._roster.idle = {address: one for address, one in idle.items() if one.worker not in leaving}
         return instructions
 
 
@@ -85,9 +86,9 @@ class GivesTheBusyMore(Dispatch):
 
     def _available(self, event: WorkerAvailable) -> list[Instruction]:
         instructions = super()._available(event)
-        worker = self._workers.get(event.address)
-        if worker and event.available and worker.name not in self._leaving:
-            self._idle[event.address] = worker.idle
+        worker = self._roster.workers.get(event.address)
+        if worker and event.available and worker.name not in self._roster.leaving:
+            self._roster.idle[event.address] = worker.idle
         return instructions
 
 
@@ -102,10 +103,10 @@ class KeepsTheDead(Dispatch):
     """A worker that is gone counts as idle if it was."""
 
     def _left(self, event: WorkerLeft) -> list[Instruction]:
-        idle = self._idle.get(event.address)
+        idle = self._roster.idle.get(event.address)
         instructions = super()._left(event)
         if idle:
-            self._idle[event.address] = idle
+            self._roster.idle[event.address] = idle
         return instructions
 
 
@@ -115,7 +116,7 @@ class ForgetsBroken(Dispatch):
     def _file(self, gang: GangState) -> None:
         super()._file(gang)
         if gang.filed == "broken":
-            self._take_out(gang)
+            self._requests.take_out(gang)
 
 
 class NeverQuarantines(Dispatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +144,37 @@ def test_a_record_without_a_field_is_an_error_that_names_both(tmp_path: Path, jo
 
     with pytest.raises(SpotlightError, match=rf"{journal}:1: no field 'pool'"):
         books(run)
+
+
+def test_a_long_run_is_summed_up_as_it_goes_and_its_account_stays_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(0)
+
+    def account(name: str) -> Accounts:
+        kept, now_s = books(open_run(tmp_path / name)), START_S
+        chance.seed(1)
+        workers = [life("reserved-0", 0, None, ""), *(life(f"spot-{n}", n, None, "") for n in range(3))]
+        for k in range(30):
+            spans = [
+                span(worker["worker"], 100 * k + at, 100 * k + at + chance.uniform(1, 9), phase=phase)
+                for worker in workers
+                for at, phase in ((chance.uniform(2, 9), "rollout"), (50, "explore-r0"), (90, "score"))
+                if worker["worker"] != "spot-2" or k > 20
+            ]
+            kept.take({"spans": spans, "events": [], "workers": workers}, {})
+            now_s = START_S + 100 * (k + 1)
+            kept.measure(now_s - 100, now_s)
+        return kept
+
+    whole = account("whole")
+    monkeypatch.setattr("spotlight.store.accounts.FOLD_SPANS", 20)
+    folded = account("folded")
+
+    assert len(whole._spans) > 290
+    assert len(folded._spans) < 40
+    end_s = START_S + 3000
+    for found, expected in zip(folded.ledger(end_s).entries, whole.ledger(end_s).entries, strict=True):
+        assert asdict(found) == pytest.approx(asdict(expected))
+    assert folded.spot_utilisation(end_s) == pytest.approx(whole.spot_utilisation(end_s))
+    assert folded.first_image_s(START_S) == whole.first_image_s(START_S)

@@ -17,7 +17,7 @@ import pytest
 from runs import PROMPTS, WAIT_S, outcome, settings_file, spotlight, start, wait_for
 from spotlight import config
 from spotlight.run import Run
-from spotlight.store.rundir import HISTORY, SPANS, VALIDATION, RunDir
+from spotlight.store.rundir import HISTORY, VALIDATION, RunDir
 
 MARK = "SPOTLIGHT_TEST"
 """A variable that every process of a command inherits: an orphan has lost its parent, but not this."""
@@ -72,6 +72,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         ("rollouts.prompts=3", ["run.toml", "no section 'rollouts'", "did you mean 'rollout'"]),
         ("rollout.prompts=many", ["run.toml: rollout.prompts = 'many'", "valid integer"]),
         ("train.ema_decay=1", ["run.toml: train.ema_decay = 1", "less than 1"]),
+        ("train.old_decay=1", ["run.toml: train.old_decay = 1", "'copy', 'linear', 'delayed'", "[0, 1)"]),
+        ("run.validate_policy=average", ["run.validate_policy", "train.ema_decay = 0.0 keeps no such weights"]),
         ("exploration.prompts=1", ["exploration.prompts = 1", "fewer than rollout.prompts", "raise it"]),
         ("rollout.prompts", ["'rollout.prompts'", "expected section.key=value"]),
         (f"rollout.prompts={TRAIN_PROMPTS + 1}", [f"{TRAIN_PROMPTS + 1}", f"{TRAIN_PROMPTS} prompts", "lower it"]),
@@ -224,14 +226,13 @@ def test_a_full_disk_loses_nothing(undisturbed: Path, small_disk: Path) -> None:
 
 
 def test_what_nobody_foresaw_says_how_to_go_on(stopped: RunDir) -> None:
-    spans = stopped.path / SPANS
-    spans.unlink()
-    spans.mkdir()
+    shutil.rmtree(stopped.path / "images")
+    (stopped.path / "images").touch()
 
     failed = spotlight("resume", stopped.path)
 
     assert failed.returncode == 1
-    assert "IsADirectoryError" in failed.stderr
+    assert "FileExistsError" in failed.stderr
     assert f"`spotlight resume {stopped.path}` goes on" in failed.stderr
 
 

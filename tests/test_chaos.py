@@ -99,6 +99,7 @@ class Chaos:
 
     def _places(self) -> dict[str, Any]:
         assert self._run._pools
+        assert self._run._pools.cluster
         return self._run._pools.cluster.workers
 
     def _victim(self, fate: str) -> int | None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.config import Config, dump, load, resolve
-from spotlight.market.prices import usd_per_h
+from spotlight.config import Config, Section, dump, load, resolve
+from spotlight.market.prices import read_prices, usd_per_h
+from spotlight.market.trace_files import read_trace
 from spotlight.records import SpotlightError
+from spotlight.rl.prompts import read_prompts
 
 DATA = '[data]\ntrain_prompts = "train.txt"\nvalidation_prompts = "validation.txt"\n'
 
@@ -58,8 +63,8 @@ def test_settings_survive_being_written_and_read(file: Path) -> None:
 
 @given(
     seed=st.integers(0, 2**63 - 1),
-    rate=st.floats(1e-300, 1e300),
-    name=st.text(st.characters(exclude_categories=["Cs"])),
+    rate=st.floats(1e-300, 1),
+    name=st.text(st.characters(exclude_categories=["C", "Z"], exclude_characters="/"), max_size=25),
 )
 def test_any_value_survives_being_written_and_read(seed: int, rate: float, name: str) -> None:
     tree = {
@@ -313,13 +318,44 @@ def test_settings_that_agree_are_taken(file: Path, overrides: list[str]) -> None
 
 
 @pytest.mark.parametrize(
-    "example", sorted(Path(__file__).parents[1].glob("examples/*.toml")), ids=lambda path: path.name
+    "example", sorted(Path(__file__).parents[1].glob("examples/**/*.toml")), ids=lambda path: path.name
 )
 def test_the_examples_are_valid_and_their_prompts_exist(example: Path) -> None:
     config = load(example)
 
     assert Path(config.data.train_prompts).is_file()
     assert Path(config.data.validation_prompts).is_file()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.dtype=bfloat16"], 'model.dtype = "bfloat16" and train.lora_rank = 0'),
+        (["rollout.sde_window=[1, 3]", "rollout.sde_window_size=3"], "sde_window_size = 3 does not fit"),
+        (["train.algorithm=grpo-guard", "rollout.sampler=cps"], 'rollout.sampler = "sde", and that is "cps"'),
+        (["train.algorithm=grpo-guard"], 'rollout.sampler = "ode" has none'),
+    ],
+)
+def test_learning_that_cannot_work_is_refused(file: Path, overrides: list[str], said: str) -> None:
+    assert said in refusal(file, *overrides)
+
+
+def test_guidance_with_nft_is_doubted(file: Path) -> None:
+    (doubt,) = load(file, ["rollout.guidance=4"]).doubts
+
+    assert "rollout.guidance = 4 with DiffusionNFT" in doubt
+    assert load(file).doubts == load(file, ["rollout.guidance=4", "train.algorithm=awm"]).doubts == ()
+
+
+def test_what_samples_is_validated_unless_an_average_is_kept(file: Path) -> None:
+    def policies(*overrides: str) -> tuple[str, str]:
+        config = load(file, list(overrides))
+        return config.train.sampling_policy, config.validation_policy
+
+    assert policies() == ("old", "old")
+    assert policies("train.old_decay=copy") == policies("train.algorithm=awm") == ("trained", "trained")
+    assert policies("train.ema_decay=0.9") == ("old", "average")
+    assert policies("run.validate_policy=trained") == ("old", "trained")
 
 
 def test_a_pool_follows_one_trace(file: Path) -> None:
@@ -337,3 +373,121 @@ def test_settings_without_a_value_are_left_out_when_written(file: Path) -> None:
 
     assert "start_up_s = 3.0" in dump(config)
     assert "publish_s" not in dump(config)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.steps=true",
+        "train.learning_rate=true",
+        "strategy.widths=[true]",
+        "rollout.sde_window=[false, 2]",
+        "run.name=true",
+    ],
+)
+def test_true_is_no_number(file: Path, override: str) -> None:
+    assert "input should not be true or false" in refusal(file, override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.seed=9223372036854775808",
+        "run.iterations=99999999999999999999999999",
+        "exploration.seeds_tried=1048576",
+        "exploration.rounds=100000",
+        "train.lora_rank=100000",
+        "train.learning_rate=1e308",
+        "cluster.hang_after_s=1e-320",
+        "pace.speedup=1e-320",
+        "pools.spot.workers=1000001",
+        "reward.attempts=100",
+        "rollout.sde_window=[0, 99999999999999999999999999]",
+        "strategy.widths=[1, 2048]",
+    ],
+)
+def test_a_number_that_means_nothing_is_refused_by_name(file: Path, override: str) -> None:
+    text = refusal(file, "pools.spot.usd_per_h=1", override)
+
+    assert override.split("=")[0] in text
+
+
+def test_every_number_has_an_upper_bound() -> None:
+    def numbers(section: type[Section], name: str = "") -> Iterator[tuple[str, list[Any]]]:
+        for key, field in section.model_fields.items():
+            kind = field.annotation
+            if isinstance(kind, type) and issubclass(kind, Section):
+                yield from numbers(kind, f"{key}.")
+            elif kind in (int, float, float | None):
+                yield name + key, field.metadata
+
+    unbounded = [
+        name
+        for name, rules in numbers(Config)
+        if not any(getattr(rule, bound, None) is not None for rule in rules for bound in ("le", "lt"))
+    ]
+
+    assert unbounded == []
+
+
+@pytest.mark.parametrize("text", ["3\nrun.name = 'x'", "3\n[model]", "3\r\nx = 1"])
+def test_nothing_after_a_newline_is_dropped(file: Path, text: str) -> None:
+    assert "expected one value; give each setting a --set of its own" in refusal(file, f"run.seed={text}")
+
+
+def test_a_value_of_several_lines_is_one_value(file: Path) -> None:
+    assert load(file, ["rollout.sde_window=[1,\n3]"]).rollout.sde_window == (1, 3)
+
+
+@pytest.mark.parametrize("name", ["../evil/x", "a/b", "a\nb", "a\x00b", "x" * 101])
+def test_a_runs_name_names_a_directory_in_run_dir(file: Path, name: str) -> None:
+    with pytest.raises(SpotlightError, match="begins the name of a directory in run.dir"):
+        resolve({"run": {"name": name}, "data": {"train_prompts": "a", "validation_prompts": "b"}}, file.parent)
+
+
+@pytest.mark.parametrize("field", ["data.train_prompts", "model.path", "latents.url", "pools.spot.trace"])
+def test_paths_that_cannot_be_are_refused_by_name(file: Path, field: str) -> None:
+    section, _, key = field.rpartition(".")
+    loop = file.parent / "loop"
+    loop.symlink_to(loop)
+    for path in ("a\x00b", str(loop / "x")):
+        tree: dict[str, Any] = {"data": {"train_prompts": "a", "validation_prompts": "b"}}
+        place = tree
+        for name in section.split("."):
+            place = place.setdefault(name, {})
+        place[key] = path
+        if section == "pools.spot":
+            place["usd_per_h"] = 1.0
+        with pytest.raises(SpotlightError, match=rf"{field} = .*(null|circle|NUL)"):
+            resolve(tree, file.parent)
+
+
+def test_a_directory_for_runs_that_cannot_be_is_refused_by_name(file: Path) -> None:
+    with pytest.raises(SpotlightError, match="run.dir = .*: a path has no NUL"):
+        resolve({"run": {"dir": "a\0b"}, "data": {"train_prompts": "a", "validation_prompts": "b"}}, file.parent)
+
+
+@pytest.mark.parametrize(
+    "content", ["x = " + "9" * 5000, "x = " + "[" * 5000, "[run]\nseed = " + "9" * 5000, "a = {b = " * 3000]
+)
+def test_settings_that_are_too_much_are_refused(file: Path, content: str) -> None:
+    file.write_text(content)
+
+    assert refusal(file).startswith(f"{file}: not valid TOML: ")
+
+
+@pytest.mark.parametrize("override", ["run.seed=" + "9" * 5000, "run.seed=" + "[" * 5000, ".".join("a" * 5000) + "=1"])
+def test_an_override_that_is_too_much_is_refused_in_a_line(file: Path, override: str) -> None:
+    text = refusal(file, override)
+
+    assert text.startswith("--set 'run.seed=" if override.startswith("run") else "--set 'a.a.a")
+    assert len(text) < 500
+
+
+def test_a_named_pipe_is_not_waited_for(file: Path) -> None:
+    pipe = file.with_name("pipe")
+    os.mkfifo(pipe)
+
+    for read in (load, read_prompts, read_trace, read_prices):
+        with pytest.raises(SpotlightError, match=r"pipe: cannot be read as .*: it is a named pipe"):
+            read(pipe)

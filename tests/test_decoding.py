@@ -40,6 +40,7 @@ from spotlight.store.rundir import (
     RunDir,
     Summary,
     ValidationRow,
+    indented,
 )
 from spotlight.store.weights import FileEntry, Manifest, published
 
@@ -279,3 +280,18 @@ def check_paragraph(said: str, path: Path) -> None:
     assert "\n" not in said
     assert "restore" in said.split("; ")[-1] or "delete" in said.split("; ")[-1], said
     assert len(said) < 500, said
+
+
+@pytest.mark.parametrize("record", [SELECTION, BELIEFS, OFFLOAD])
+def test_a_record_is_written_as_json_would_indent_it(record: Any) -> None:
+    assert indented(record) == json.dumps(asdict(record), indent=1, sort_keys=True)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_any_value_is_written_as_json_would_indent_it(value: Any) -> None:
+    assert indented(value) == json.dumps(value, indent=1, sort_keys=True)

@@ -25,6 +25,7 @@ from cluster.events import (
     StopAsked,
     StopWork,
     TaskChanged,
+    TasksChanged,
     TimePassed,
     Train,
     Wake,
@@ -320,3 +321,33 @@ def test_an_event_survives_its_row() -> None:
     again = event_of(json.loads(json.dumps(row(event, []))))
 
     assert asdict(again) == asdict(event)
+
+
+def test_tasks_told_of_together_are_tasks_told_of_one_after_the_other() -> None:
+    together, apart = Cluster(), Cluster()
+    layer = Layer(
+        name="rollout", indices=tuple(range(12)), pool="any", phase="rollout", iteration=0, shards=4, widths=(1, 2, 4)
+    )
+    answers: list[list[Instruction]] = [[], []]
+    for cluster, heard in zip((together, apart), answers, strict=True):
+        cluster.join("a", "b", "c", "d")
+        cluster.tell(GraphCame(at_s=0.0, layers=(layer,)))
+
+        def change(state: Any, keys: list[Key], cluster: Cluster = cluster, heard: list[Instruction] = heard) -> None:
+            event = TasksChanged(at_s=cluster.now_s, keys=tuple(keys), state=state)
+            for each in [event] if cluster is together else event.one_by_one():
+                heard += cluster.tell(each)
+            heard += cluster.decide()
+
+        keys = [("rollout", index) for index in layer.indices]
+        change("waiting", keys)
+        change("gated", keys)
+        heard += cluster.change(("rollout", 0), "memory") + cluster.decide()
+        change("memory", keys[1:4])
+        change("released", keys[:4])
+        change("forgotten", keys[:4])
+
+    assert answers[0] == answers[1]
+    assert len(launched(answers[0])) == 3
+    assert together.dispatch.snapshot() == apart.dispatch.snapshot()
+    assert together.dispatch.drain() == apart.dispatch.drain()

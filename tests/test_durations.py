@@ -118,7 +118,8 @@ def test_survivors_recover_without_loading_weights() -> None:
 
 
 def test_the_embedded_model_takes_what_was_measured_on_a_core() -> None:
-    embedded = TaskDurations(config.load(EXAMPLES / "ocr-tiny.toml"))
+    measured = ["train.timesteps=8", "train.old_decay=copy"]
+    embedded = TaskDurations(config.load(EXAMPLES / "ocr-tiny.toml", measured))
 
     assert embedded.step_s(8, 1) == pytest.approx(CPU_STEP_S, rel=0.01)
     assert embedded.step_s(1, 1) == pytest.approx(CPU_STEP_LEAST_S, rel=0.01)
@@ -167,8 +168,9 @@ def test_workers_that_are_processes_of_one_machine_start_at_once(example: str) -
 
 
 def test_machines_with_a_large_model_boot_and_load_it() -> None:
+    file = EXAMPLES / "qwen-image-ocr.toml"
     lora, full = (
-        TaskDurations(config.load(EXAMPLES / "qwen-image-ocr.toml", [f"train.lora_rank={rank}"])) for rank in (64, 0)
+        TaskDurations(config.load(file, [f"train.lora_rank={rank}", "model.dtype=float32"])) for rank in (64, 0)
     )
 
     assert lora.start_up_s == full.start_up_s == start_up_s("qwen-image")

@@ -209,7 +209,23 @@ def test_the_end_of_training_ends_the_scoring_of_exploration_that_is_under_way(
     closing.join()
 
     assert isinstance(scored, Dropped)
-    assert engine.store.get_record(f"scores/{explored.id}") is None
+    assert engine.store.scores(explored) is None
+
+
+def test_latents_that_are_not_finite_are_a_missing_reward_and_never_a_score(run: RunDir, request_: Request) -> None:
+    engine = Engine(run.path)
+    engine.rollout(request_)
+    latents = engine.store.clean(request_)
+    epoch = engine.store.resume(request_).epoch
+    latents[0, 0, 0] = np.nan
+    engine.store.commit(request_, epoch, request_.steps, latents)
+
+    scored = Engine(run.path).score(request_)
+
+    assert isinstance(scored, Scored)
+    assert scored.rewards[0] is None
+    assert None not in scored.rewards[1:]
+    assert scored.errors == (f"{request_.prompt.text!r}, seed {request_.seeds[0]}: latents are not finite",)
 
 
 def test_an_engine_on_another_clock_does_not_wait_though_the_settings_pace_it(tmp_path: Path) -> None:

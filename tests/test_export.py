@@ -18,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from pipelines import tiny_flux, tiny_qwen_image, tiny_sd3
+from runs import PROMPTS
 from spotlight import config
 from spotlight.__main__ import main
 from spotlight.records import SpotlightError
@@ -29,6 +30,9 @@ from spotlight.store.rundir import RunDir
 
 RANK, ALPHA = 4, 12.0
 """Neither equal nor one twice the other: a lost alpha, or a default one, shows."""
+
+
+DIGITS = PROMPTS / "digits-train.txt"
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +49,16 @@ def make_run(
     versions: int = 2,
     name: str = "qwen-image",
 ) -> Path:
-    """A run directory with published versions 0, 1, ..., each further from the start."""
+    """A run directory with published versions 0, 1, ..., each further from the start.
+
+    The policy that samples is the one in training, but for version 2, where it is that of version 1.
+    """
     settings = config.resolve(
         {
             "run": {"dir": str(parent)},
             "model": {"name": name, "path": str(pipeline), "dtype": dtype, "device": "cpu"},
-            "data": {"train_prompts": "prompts.txt", "validation_prompts": "prompts.txt"},
-            "train": {"lora_rank": rank, "lora_alpha": ALPHA},
+            "data": {"train_prompts": str(DIGITS), "validation_prompts": str(DIGITS)},
+            "train": {"lora_rank": rank, "lora_alpha": ALPHA, "old_decay": 0.5},
         },
         parent,
     )
@@ -59,8 +66,11 @@ def make_run(
     model = models.load(settings.model)
     model.make_trainable(rank=rank, alpha=ALPHA, seed=settings.run.seed)
     generator = torch.Generator().manual_seed(0)
+    old: dict[str, Tensor] = {}
     for version in range(versions):
-        weights.stage(run_dir, version, model.trainable(), {}, {}, None)
+        if version < 2:
+            old = {name: value.clone() for name, value in model.trainable().items()}
+        weights.stage(run_dir, version, model.trainable(), {}, {}, None, old)
         weights.publish(run_dir, version)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -177,6 +187,18 @@ def test_an_earlier_version_is_exported_when_asked_for(pipeline: Path, tmp_path:
 
     assert torch.equal(outputs(plain.transformer), outputs(transformer_of(run_dir, version=1)))
     assert not torch.equal(outputs(plain.transformer), outputs(transformer_of(run_dir, version=2)))
+
+
+def test_the_policy_that_samples_is_exported_unless_told_otherwise(pipeline: Path, tmp_path: Path) -> None:
+    run_dir = make_run(pipeline, tmp_path, rank=0, versions=3)
+
+    sampling, trained = (
+        outputs(QwenImageTransformer2DModel.from_pretrained(to))
+        for to in (export_lora(run_dir, tmp_path / "a"), export_lora(run_dir, tmp_path / "b", policy="trained"))
+    )
+
+    assert torch.equal(sampling, outputs(transformer_of(run_dir, version=1)))
+    assert torch.equal(trained, outputs(transformer_of(run_dir, version=2)))
 
 
 def test_the_file_holds_alpha_and_tensors_that_diffusers_names(pipeline: Path, tmp_path: Path) -> None:

@@ -491,3 +491,29 @@ def test_dasks_state_stays_valid_though_a_worker_is_killed(
     assert validating
     assert status.preemptions == 1
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_all_samples_of_an_iteration_have_the_same_stochastic_steps_and_those_change() -> None:
+    settings = load("rollout.sampler=sde", "rollout.sde_window=[0, 7]", "rollout.sde_window_size=2")
+
+    def windows(iteration: int) -> set[tuple[int, int]]:
+        selection = unexplored(settings, SETTING, iteration, PROMPTS)
+        return {request.sde_window for request in rollout_requests(settings, SETTING, selection, VERSION)}
+
+    each = [windows(iteration) for iteration in range(8)]
+    assert {len(same) for same in each} == {1}
+    assert len(set.union(*each)) > 1
+
+
+def test_what_samples_is_what_is_explored_with_and_validated() -> None:
+    def policies(*overrides: str) -> set[str]:
+        settings = load(*overrides)
+        selection = unexplored(settings, SETTING, 1, PROMPTS)
+        requests = rollout_requests(settings, SETTING, selection, VERSION)
+        calls = calls_of(validation_graph(settings, SETTING, PROMPTS, VERSION)).values()
+        validated = [call[2] for call in calls if call[0] is tasks.rollout_shard]
+        template = candidates_for(settings, SETTING, 2, PROMPTS, VERSION).template
+        return {request.policy for request in (*requests, *validated, template)}
+
+    assert policies() == {"old"}
+    assert policies("train.old_decay=copy") == {"trained"}

@@ -134,6 +134,25 @@ def test_a_record_comes_back_as_it_was_put(store: LatentStore) -> None:
     assert store.get_record("scores/b") is None
 
 
+@pytest.mark.parametrize("keep", ["clean", "all", "none"])
+def test_the_scores_of_a_finished_iteration_are_one_record(
+    store: LatentStore, keep: Literal["clean", "all", "none"]
+) -> None:
+    done, other, late = (make_request(iteration=0, prompt_id=1), make_request(iteration=1), make_request(iteration=0))
+    for request in (done, other):
+        store.put_scores(request, {"digest": request.digest, "rewards": [0.5, None]})
+
+    for _ in range(2):
+        store.finish_iteration(0, keep)
+        store.put_scores(late, {"digest": late.digest, "rewards": [1.0, 1.0]})
+
+    assert [(store.scores(request) or {})["digest"] for request in (done, other, late)] == [
+        request.digest for request in (done, other, late)
+    ]
+    assert store.get_record(f"scores/{done.id}") is None
+    assert store.get_record(f"scores/{other.id}") is not None
+
+
 def test_finishing_one_iteration_leaves_the_others_and_the_records(store: LatentStore) -> None:
     other = make_request(iteration=1)
     commit_steps(store, make_request(), until=4)

@@ -501,3 +501,20 @@ def test_a_root_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(SpotlightError, match=r"open: other users may write to it.*chmod 700"):
         Node(root).bring("0" * 64, 0, [])
+
+
+def test_a_node_is_who_shares_the_memory(tmp_path: Path) -> None:
+    one, other, elsewhere = Node(tmp_path / "here"), Node(tmp_path / "here"), Node(tmp_path / "there")
+
+    assert one.name == other.name != elsewhere.name
+
+
+def test_memory_that_is_used_no_more_can_be_removed(tmp_path: Path) -> None:
+    node = Node(tmp_path / "here")
+    sweep(node.root)
+    assert node.root.exists()
+
+    node.close()
+    sweep(node.root)
+
+    assert not node.root.exists()

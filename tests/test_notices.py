@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from cluster.notices import LINK_LOCAL, Notice, first_notice, sources
+from cluster.notices import ANSWER_BYTES, LINK_LOCAL, Aws, Notice, first_notice, sources
 from spotlight.records import SpotlightError
 
 T = TypeVar("T")
@@ -451,3 +451,29 @@ def serving(service: Service) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_an_answer_without_end_is_not_read_to_its_end() -> None:
+    sent_bytes = 0
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent_bytes
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(bytes(2**16))
+                sent_bytes += 2**16
+                await writer.drain()
+
+    async def scenario() -> None:
+        server = await asyncio.start_server(flood, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        try:
+            with pytest.raises(ValueError, match=f"sends more than {ANSWER_BYTES} bytes"):
+                await Aws(base_url=f"http://127.0.0.1:{port}").ask()
+        finally:
+            server.close()
+
+    run(scenario)
+
+    assert sent_bytes < 16 * ANSWER_BYTES

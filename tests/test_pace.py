@@ -23,7 +23,7 @@ def settings(*, train: Mapping[str, object] = MappingProxyType({}), **pace: obje
         "data": {"train_prompts": "a", "validation_prompts": "b"},
         "pools": {"reserved": {"workers": RESERVED, "usd_per_h": 10.0}},
         "rollout": {"sampler": "sde"},
-        "train": {"lora_rank": 0, "timesteps": 2} | dict(train),
+        "train": {"lora_rank": 0, "timesteps": 2, "old_decay": "copy"} | dict(train),
         "pace": {"gpu": "h100"} | pace,
     }
     return config.resolve(tree, Path("/"))
@@ -52,7 +52,7 @@ def test_work_lasts_what_the_cost_model_says_over_the_speedup() -> None:
 def test_training_is_that_of_the_played_model_shared_by_all_reserved_workers(lora: bool) -> None:
     pace = Pace(settings(lora=lora))
 
-    alone_s = SAMPLES * train_s(*SIZE, gpu="h100", timesteps=2, guidance=4.0, lora=lora, old_log_probs=False)
+    alone_s = SAMPLES * train_s(*SIZE, gpu="h100", timesteps=2, guidance=4.0, lora=lora, looks=0)
     assert pace.train_s(SAMPLES) == pytest.approx(alone_s / RESERVED)
 
 
@@ -63,7 +63,7 @@ def test_the_played_model_trains_a_lora_unless_it_is_told_otherwise() -> None:
     assert usual / full == pytest.approx((1 + 2) / (1 + 3))
 
 
-@pytest.mark.parametrize("train", [{"updates": 2}, {"kl": 0.1}, {"algorithm": "grpo"}])
+@pytest.mark.parametrize("train", [{"updates": 2}, {"kl": 0.1}, {"algorithm": "grpo"}, {"old_decay": "linear"}])
 def test_comparing_with_another_policy_takes_one_more_forward_pass(train: dict[str, object]) -> None:
     first_update, compared = (Pace(settings(train=more)).train_s(SAMPLES) for more in ({}, train))
 

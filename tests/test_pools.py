@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from cluster.local import Place, PreemptionSchedule
+from cluster.pools import Pools
 from elastic import Live
-from runs import wait_for
+from runs import WAIT_S, settings_file, wait_for
+from spotlight import config
 from spotlight.records import SpotlightError
 
 TRACE = """0,add,a
@@ -40,3 +44,32 @@ def test_a_pool_follows_its_trace(tmp_path: Path) -> None:
 def test_an_unknown_source_of_notices_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match=r"pools\.spot\..*telegram"):
         start(tmp_path, 'pools.spot.notices=["telegram"]')
+
+
+def test_a_place_gives_up_on_workers_that_cannot_start_and_says_why(tmp_path: Path) -> None:
+    settings = {"distributed.comm.timeouts.connect": "a while"}
+    spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": settings, "security": None}
+    schedule = PreemptionSchedule(replace_after_s=0.0)
+
+    async def live() -> str:
+        place = Place("tcp://127.0.0.1:1", name="spot-0", spec=spec, schedule=schedule)
+        await place.start()
+        async with asyncio.timeout(WAIT_S):
+            while not place.failure:
+                await asyncio.sleep(0.01)
+        await place.close()
+        return place.failure
+
+    assert "spot-0: 6 processes in a row could not become a worker: " in (said := asyncio.run(live()))
+    assert "Invalid time unit" in said
+
+
+def test_where_no_reserved_worker_can_take_part_the_run_cannot_go_on(tmp_path: Path) -> None:
+    pools = Pools(config.load(settings_file(tmp_path)), tmp_path / "nowhere")
+    try:
+        said = wait_for(lambda: pools.status()["hopeless"])
+    finally:
+        pools.close()
+
+    assert said.startswith("no reserved worker can take part in the run: reserved-0: on ")
+    assert str(tmp_path / "nowhere") in said

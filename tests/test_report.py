@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -411,10 +413,85 @@ def test_unreadable_images_cost_only_the_grid(tmp_path: Path) -> None:
 
 
 def test_names_from_outside_cannot_become_markup(tmp_path: Path) -> None:
-    page = page_of(write_run(tmp_path / "run", name="<script>alert(1)</script>"))
+    page = page_of(write_run(tmp_path / "run", name="<img src=x onerror=alert(1)>"))
 
-    assert "<script>alert" not in page
-    assert "&lt;script&gt;alert" in page
+    assert "<img src=x" not in page
+    assert "&lt;img src=x" in page
+
+
+MARKUP = (
+    "<script>alert(1)</script>",
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    '" onmouseover="alert(1)',
+    "' autofocus onfocus='alert(1)",
+    "</title></style><svg/onload=alert(1)>",
+    "<!--<script>",
+    "]]><![CDATA[<b>",
+    "&lt;script&gt;&#60;b&#62;",
+    "javascript:alert(1)",
+    "$banner ${title} {{7*7}}",
+)
+"""What becomes markup, or ends it, where it is not escaped."""
+
+
+class Skeleton(HTMLParser):
+    """The elements of a page and their attributes, but for the text of any, and for the scripts that draw the plots."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: set[tuple[str, tuple[str, ...]]] = set()
+        self.scripts = 0
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.add((tag, tuple(sorted(name for name, _ in attrs))))
+        self.scripts += tag == "script"
+
+
+def test_nothing_in_a_run_directory_becomes_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spotlight.report.page.write_pictures", lambda facts: None)  # they hold no markup
+    plain = Skeleton(page_of(with_markup(tmp_path / "plain", "a run", "words")))
+
+    page = page_of(with_markup(tmp_path / "marked", MARKUP[2], " ".join(MARKUP)))
+
+    found = Skeleton(page)
+    assert found.elements <= plain.elements
+    assert found.scripts == plain.scripts
+    assert page.count("</main>") == page.count("</title>") == 1
+    assert [markup for markup in MARKUP if html.escape(markup) not in page] == []
+
+
+def with_markup(run_dir: Path, name: str, text: str) -> Path:
+    """A run that has the text wherever a run directory has text of its own."""
+    write_run(run_dir, iterations=2, name=name)
+
+    def replaced(journal: str, change: Callable[[dict[str, Any]], object]) -> None:
+        rows = [json.loads(line) for line in (run_dir / journal).read_text().splitlines()]
+        for row in rows:
+            change(row)
+        write_jsonl(run_dir / journal, rows)
+
+    replaced("spans.jsonl", lambda row: row.update(worker=f"{row['worker']}{text}", key=text, outcome=text))
+    replaced("spans.jsonl", lambda row: row.update(phase=f"{row['phase']}{text}"))
+    replaced("workers.jsonl", lambda row: row.update(worker=f"{row['worker']}{text}", reason=text))
+    replaced("history.jsonl", lambda row: row["metrics"].update({text: 1.0, f"{text}_s": 2.0}))
+    replaced("history.jsonl", lambda row: row["measured"].update({f"more {text}": 1.0}))
+    replaced("validation.jsonl", lambda row: row.update(images=text))
+    request = asdict(make_request(prompt=Prompt(id=1, text=text), run=text))
+    write_jsonl(run_dir / "quarantined.jsonl", [{"request": request, "preemptions": 5}])
+    return run_dir
+
+
+@pytest.mark.parametrize("field", ["iteration", "seeds", "preemptions"])
+def test_text_in_the_place_of_a_number_is_refused_before_it_is_shown(tmp_path: Path, field: str) -> None:
+    run_dir = write_run(tmp_path / "run")
+    row: dict[str, Any] = {"request": asdict(make_request()), "preemptions": 5}
+    (row if field in row else row["request"])[field] = MARKUP[0]
+    write_jsonl(run_dir / "quarantined.jsonl", [row])
+
+    with pytest.raises(SpotlightError, match=rf"quarantined.jsonl:1: .*{field}"):
+        write_report(run_dir)
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from spotlight.records import SpotlightError
+from spotlight.rl import rewards
 from spotlight.rl.prompts import read_prompts
 from spotlight.rl.rewards import Scorer, load, ocr_score, quoted_target, score
 
@@ -240,6 +241,20 @@ def test_a_reward_outside_its_range_is_missing(wrong: float) -> None:
 
     assert values == [None]
     assert str(wrong) in errors[0]
+
+
+def test_a_scorer_may_declare_another_range() -> None:
+    class Wide(Failing):
+        range = (-10.0, 15.0)
+
+    values, errors = score(Wide(lambda call, pixels: -7.5), IMAGES[:1], PROMPTS[:1], attempts=1)
+
+    assert (values, errors) == ([-7.5], [])
+
+
+def test_the_planner_sees_rewards_between_0_and_1() -> None:
+    assert rewards.normalised((-10.0, 15.0), [-10.0, 15.0, 2.5]) == (0.0, 1.0, 0.5)
+    assert rewards.normalised((0.0, 1.0), [0.25]) == (0.25,)
 
 
 def test_too_few_rewards_are_missing_rewards() -> None:

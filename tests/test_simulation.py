@@ -17,6 +17,7 @@ from spotlight.records import SpotlightError
 from spotlight.run import Run
 from spotlight.simulation import Learning, Simulation, simulate
 from spotlight.store.rundir import DECISIONS, RunDir
+from spotlight.store.weights import published
 
 
 def simulated(directory: Path, *overrides: str, learning: Learning = "modelled") -> Simulation:
@@ -59,6 +60,27 @@ def test_every_strategy_runs_to_its_end_and_its_dispatching_replays(tmp_path: Pa
     rows = run.rows(DECISIONS)
     assert rows
     assert list(differing(rows)) == []
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ("dpo",),
+        ("awm", "train.timesteps=2"),
+        ("grpo-guard", "rollout.sampler=sde", "rollout.sde_window=[0, 5]", "rollout.sde_window_size=2"),
+    ],
+)
+def test_every_algorithm_trains_in_a_run(tmp_path: Path, algorithm: Sequence[str]) -> None:
+    name, *more = algorithm
+    few = ("run.iterations=1", "strategy.exploration=off", "rollout.prompts=2", "rollout.steps=6")
+
+    run = simulated(tmp_path, *few, f"train.algorithm={name}", *more, learning="real").directory
+
+    (row,) = run.history()
+    start = published(run.path, 0)
+    assert start
+    assert row.weights_sha256 != start.weights.sha256
+    assert row.metrics["grad_norm"] > 0
 
 
 def test_the_same_settings_give_the_same_run(tmp_path: Path) -> None:

@@ -15,82 +15,35 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spotlight.config import TrainSection
+from batches import (
+    ADVANTAGES,
+    NOISE_LEVEL,
+    PROMPTS,
+    SIZE,
+    STEPS,
+    UNBOUND,
+    WINDOW,
+    equal,
+    gradient_of,
+    make_batch,
+    make_model,
+    make_trainer,
+    weights_of,
+)
 from spotlight.records import Sampler, SpotlightError
-from spotlight.rl.flow import initial_noise, ode_step, sde_step, step_noise
-from spotlight.rl.models.tiny_text import HEIGHT_PX, WIDTH_PX, TinyText
+from spotlight.rl.algorithms import Rows, TrainingBatch
+from spotlight.rl.algorithms.noising import noised
+from spotlight.rl.flow import initial_noise, sde_step
+from spotlight.rl.models.tiny_text import TinyText
 from spotlight.rl.objectives import nft_loss
-from spotlight.rl.trainer import Trainer, TrainingBatch
+from spotlight.rl.trainer import old_decay
 
-SIZE: dict[str, Any] = {"height_px": HEIGHT_PX, "width_px": WIDTH_PX}
-ADVANTAGES = np.array([1.5, -1.0, 0.5, -2.0, 0.25, 0.75])
-PROMPTS = ("12", "12", "12", "7", "7", "7")
-STEPS, WINDOW, NOISE_LEVEL = 4, (0, 2), 0.7
-UNBOUND = 1e9
-"""A gradient norm that is never reached: gradients stay as they were computed."""
 ALGORITHMS = ("nft", "grpo")
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def make_model(*, rank: int = 0) -> TinyText:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = TinyText()
-    model.make_trainable(rank=rank, alpha=0, seed=1)
-    return model
-
-
-def make_batch(model: TinyText, *, sampler: Sampler = "sde", guidance: float = 1.0) -> TrainingBatch:
-    """Roll the model out as a worker does, one batch for all samples."""
-    with torch.no_grad():
-        conditioning = model.encode([f'a "{prompt}"' for prompt in PROMPTS])
-        seeds, sigmas = range(len(PROMPTS)), model.sigmas(STEPS, **SIZE)
-        x = initial_noise(seeds, *model.latent_shape(**SIZE))
-        window, log_probs = [x], []
-        for step, (sigma, sigma_next) in enumerate(zip(sigmas, sigmas[1:], strict=False)):
-            v = model.velocity(x, torch.full((len(x),), sigma), conditioning, guidance=guidance, **SIZE)
-            if sampler == "ode" or step >= WINDOW[1]:
-                x = ode_step(x, v, sigma, sigma_next)
-                continue
-            noise = step_noise(seeds, step, *x.shape[1:])
-            x, log_prob, _, _ = sde_step(
-                x, v, sigma, sigma_next, noise_level=NOISE_LEVEL, kind=sampler, sigma_cap=sigmas[1], noise_BNC=noise
-            )
-            window.append(x)
-            log_probs.append(log_prob)
-    return TrainingBatch(
-        clean_BNC=x,
-        advantages_B=ADVANTAGES,
-        conditioning=conditioning,
-        guidance=guidance,
-        sigmas=sigmas,
-        sde_window=WINDOW,
-        sampler=sampler,
-        noise_level=NOISE_LEVEL,
-        window_BKNC=torch.stack(window, dim=1) if log_probs else None,
-        log_prob_BS=torch.stack(log_probs, dim=1) if log_probs else None,
-        **SIZE,
-    )
-
-
-def make_trainer(model: TinyText, *, seed: int = 5, **settings: Any) -> Trainer:
-    return Trainer(model, TrainSection(**settings), seed=seed)
-
-
-def weights_of(model: TinyText) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.trainable().items()}
-
-
-def gradient_of(model: TinyText) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 @pytest.mark.parametrize("sampler", ["sde", "cps", "dance"])
@@ -192,6 +145,7 @@ def test_every_nft_update_measures_against_the_policy_that_the_iteration_started
     batch = make_batch(model, sampler="ode")
     start, policy = copy.deepcopy(model), copy.deepcopy(model)
     settings: dict[str, Any] = {"updates": 2, "timesteps": 2, "max_grad_norm": UNBOUND, "nft_beta": 0.5}
+    settings |= {"old_decay": "copy", "levels": "uniform"}
     seed, iteration = 5, 3
 
     make_trainer(model, seed=seed, micro_batch=4, **settings).update(batch, iteration=iteration)
@@ -220,6 +174,106 @@ def test_every_nft_update_measures_against_the_policy_that_the_iteration_started
         optimizer.step()
     expected = gradient_of(policy)
     assert (gradient_of(model) - expected).norm() < 1e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_nft_contrasts_with_the_older_policy_that_sampled(rank: int) -> None:
+    model = make_model(rank=rank)
+    settings: dict[str, Any] = {"old_decay": 0.75, "nft_beta": 0.1, "timesteps": 3, "learning_rate": 1e-2}
+    trainer = make_trainer(model, seed=5, micro_batch=4, max_grad_norm=UNBOUND, **settings)
+    trainer.update(make_batch(model, sampler="ode"), iteration=0)
+    older, policy = copy.deepcopy(model), copy.deepcopy(model)
+    old = trainer.old()
+    assert old is not None
+    older.load_trainable(old)
+    batch = make_batch(older, sampler="ode")
+
+    trainer.update(batch, iteration=1)
+
+    # One row at a time. A sample's levels are the sampler's, in an order drawn with the key (seed, iteration).
+    def stream(*counter: int) -> np.random.Generator:
+        words = np.array([0, *counter, 1], dtype=np.uint64)
+        return np.random.Generator(np.random.Philox(key=5 + (1 << 64), counter=words))
+
+    for p in policy.parameters():
+        p.grad = None
+    for b, advantage in enumerate(ADVANTAGES):
+        order = stream(2**32, b + 1).permutation(STEPS)[:3]
+        for slot, level in enumerate(order):
+            draws = stream(slot, b + 1)
+            draws.random()
+            t, clean = torch.tensor([batch.sigmas[level]]), batch.clean_BNC[b : b + 1]
+            noise = torch.from_numpy(draws.standard_normal(clean.shape, dtype=np.float32))
+            x_t = (1 - t) * clean + t * noise
+            args: dict[str, Any] = {"guidance": 1.0, **SIZE}
+            v = policy.velocity(x_t, t, batch.conditioning.rows([b]), **args)
+            with torch.no_grad():
+                v_old = older.velocity(x_t, t, batch.conditioning.rows([b]), **args)
+            better = 0.1 * v + 0.9 * v_old
+            worse = 1.1 * v_old - 0.1 * v
+            errors = [(x_t - t * each - clean) for each in (better, worse)]
+            pulls = [e.square().mean() / e.detach().abs().mean() for e in errors]
+            share = 0.5 + 0.5 * advantage / 5
+            ((share * pulls[0] + (1 - share) * pulls[1]) * 5 / 0.1 / (3 * len(ADVANTAGES))).backward()
+    expected = gradient_of(policy)
+    assert (v - v_old).abs().max() > 1e-4
+    assert (gradient_of(model) - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_the_old_policy_follows_at_the_end_of_each_iteration() -> None:
+    model, decay = make_model(), 0.75
+    batch = make_batch(model, sampler="ode")
+    trainer = make_trainer(model, old_decay=decay, updates=2)
+
+    expected = weights_of(model)
+    for iteration in range(2):
+        trainer.update(batch, iteration=iteration)
+        expected = {name: decay * old + (1 - decay) * model.trainable()[name] for name, old in expected.items()}
+
+    old = trainer.old()
+    assert old is not None
+    for name, value in expected.items():
+        torch.testing.assert_close(old[name], value, atol=1e-6, rtol=0)
+    assert make_trainer(model, old_decay="copy").old() is None
+    assert make_trainer(model, algorithm="grpo", old_decay=decay).old() is None
+
+
+@pytest.mark.parametrize("updates", [0, 1, 74, 75, 76, 100, 208, 209, 500, 600])
+def test_the_decays_of_the_old_policy_are_those_of_the_published_code(updates: int) -> None:
+    def published(step: int, flat: int, uprate: float, uphold: float) -> float:
+        return 0.0 if step < flat else min((step - flat) * uprate, uphold)
+
+    assert old_decay("linear", updates) == published(updates, 0, 0.001, 0.5)
+    assert old_decay("delayed", updates) == published(updates, 75, 0.0075, 0.999)
+    assert (old_decay("copy", updates), old_decay(0.3, updates)) == (0, 0.3)
+
+
+@pytest.mark.parametrize("slots", [STEPS, 2 * STEPS + 1])
+def test_each_of_the_samplers_levels_is_drawn_before_any_is_again(slots: int) -> None:
+    model = make_model()
+    batch = make_batch(model, sampler="ode")
+    everyone = tuple(range(len(PROMPTS)))
+
+    drawn = torch.stack(
+        [noised(batch, Rows(everyone, slot), "sampler", (5, 0), model).sigma_R for slot in range(slots)], dim=1
+    )
+
+    visited = torch.tensor(batch.sigmas[:-1])
+    for first in range(0, slots - STEPS + 1, STEPS):
+        for levels in drawn[:, first : first + STEPS]:
+            assert torch.equal(levels.sort().values, visited.sort().values)
+    assert len({tuple(levels) for levels in drawn.tolist()}) > 1  # in an order of each sample's own
+
+
+def test_the_learning_rate_rises_over_the_first_updates() -> None:
+    moved = []
+    for warm_up in (0, 4):
+        model = make_model()
+        trainer, before = make_trainer(model, warm_up=warm_up), weights_of(model)
+        trainer.update(make_batch(model, sampler="ode"), iteration=0)
+        moved.append(sum(float((value - before[name]).abs().sum()) for name, value in weights_of(model).items()))
+
+    assert moved[1] == pytest.approx(moved[0] / 4, rel=1e-3)  # AdamW's steps are as long as the learning rate
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -253,13 +307,14 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path, algorithm: str, rank: in
     resumed = make_model(rank=rank)
     resumed.load_trainable(load_file(tmp_path / "weights.safetensors"))
     second_half = make_trainer(resumed, **settings)
-    second_half.load_state(load_file(tmp_path / "optimizer.safetensors"))
+    second_half.load_state(load_file(tmp_path / "optimizer.safetensors"), first_half.old())
     metrics = second_half.update(batch, iteration=1)
 
     trainer.update(batch, iteration=0)
     assert trainer.update(batch, iteration=1) == metrics
     assert equal(weights_of(unbroken), weights_of(resumed))
     assert equal(trainer.state(), second_half.state())
+    assert equal(trainer.old() or {}, second_half.old() or {})
 
 
 def test_the_seed_and_the_iteration_decide_what_is_drawn() -> None:
@@ -419,7 +474,7 @@ def test_parameters_without_a_gradient_have_no_state_and_need_none() -> None:
     assert without  # text branch of the last block
     assert trained == {str(i) for i in range(len(model.parameters()))} - set(without)
     fresh = make_trainer(make_model(rank=4))
-    fresh.load_state(state)
+    fresh.load_state(state, trainer.old())
     assert equal(fresh.state(), state)
 
 
@@ -443,9 +498,9 @@ def test_state_of_another_model_or_without_the_averages_is_refused() -> None:
     state = trainer.state()
 
     with pytest.raises(SpotlightError, match=r"parameter 0 was saved with shape \(4, .*train\.lora_rank"):
-        make_trainer(make_model(rank=2)).load_state(state)
+        make_trainer(make_model(rank=2), old_decay="copy").load_state(state)
     with pytest.raises(SpotlightError, match=r"0 averaged weights were saved and train\.ema_decay = 0\.5"):
-        make_trainer(make_model(rank=4), ema_decay=0.5).load_state(state)
+        make_trainer(make_model(rank=4), ema_decay=0.5, old_decay="copy").load_state(state)
 
 
 def test_fewer_samples_than_updates_are_refused() -> None:

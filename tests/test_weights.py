@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,15 +50,32 @@ def alter(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("part", ["trainable", "optimizer", "ema"])
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_numbers_that_are_not_finite_are_never_staged(tmp_path: Path, value: float, part: str, library: str) -> None:
+    parts: dict[str, Any] = {
+        name: {"a.down": np.ones((4, 3), np.float32)} for name in ("trainable", "optimizer", "ema")
+    }
+    parts[part]["a.down"][1, 1] = value
+    if library == "torch":
+        parts = {name: {"a.down": torch.from_numpy(tensors["a.down"])} for name, tensors in parts.items()}
+
+    with pytest.raises(SpotlightError, match=r"version 3: a\.down has numbers that are not finite"):
+        weights.stage(tmp_path, 3, parts["trainable"], parts["optimizer"], {}, parts["ema"])
+
+    assert not (tmp_path / "weights").exists()
+
+
 def test_a_published_version_loads_as_it_was_staged(tmp_path: Path) -> None:
     ema = {"a.down": torch.zeros(4, 3, dtype=torch.bfloat16)}
-    weights.stage(tmp_path, 3, tensors(3), {}, {"loss": 0.5}, ema)
+    weights.stage(tmp_path, 3, tensors(3), {}, {"loss": 0.5}, ema, old=tensors(2))
 
     done = weights.publish(tmp_path, 3)
 
     assert done == weights.published(tmp_path, 3) == weights.latest(tmp_path)
     assert (done.weights.version, done.metrics) == (3, {"loss": 0.5})
-    parts: dict[Part, dict[str, Tensor]] = {"trainable": tensors(3), "optimizer": {}, "ema": ema}
+    parts: dict[Part, dict[str, Tensor]] = {"trainable": tensors(3), "optimizer": {}, "old": tensors(2), "ema": ema}
     for part, expected in parts.items():
         torch.testing.assert_close(weights.load(tmp_path, done.weights, part), expected, rtol=0, atol=0)
 

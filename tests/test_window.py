@@ -122,7 +122,7 @@ def test_a_trainer_that_is_killed_between_two_parts_changes_nothing(
     in_one_thread: dict[str, Any], tmp_path: Path
 ) -> None:
     run = Run(settings_file(tmp_path), PARTED).start()
-    client_of(run).register_plugin(KillHolder(("train-1", 1)))
+    client_of(run).register_plugin(KillHolder("train-1", 1))
     run.wait()
 
     lost = [row for row in run.directory.rows("workers.jsonl") if row["reason"] == "lost"]

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import cycle
-from math import ceil, floor, inf
+from itertools import groupby
 from typing import Any
 
 from dask.highlevelgraph import HighLevelGraph
@@ -27,7 +25,6 @@ from cluster.events import (
     EngineLost,
     Event,
     Evict,
-    GangBeat,
     GraphCame,
     Instruction,
     Key,
@@ -36,6 +33,8 @@ from cluster.events import (
     StopAsked,
     StopWork,
     TaskChanged,
+    TaskPhase,
+    TasksChanged,
     TimePassed,
     Train,
     Wake,
@@ -47,9 +46,12 @@ from cluster.events import (
     WorkerPool,
     WorkerSilent,
 )
-from cluster.virtual.clock import SAME_MOMENT_S, Alarm, VirtualClock
+from cluster.virtual.clock import VirtualClock
+from cluster.virtual.formings import Forming, Formings
+from cluster.virtual.keepers import Keeper
+from cluster.virtual.messages import Messages
 from cluster.virtual.tasks import Task, Tasks
-from cluster.virtual.timing import Denoising, Fixed, Stay, Timing
+from cluster.virtual.timing import Fixed, Stay, Timing
 from cluster.virtual.workers import VirtualWorker
 from spotlight.device import signals as orders
 from spotlight.device.signals import Leave, PlaceShard, signals
@@ -66,41 +68,6 @@ CLOSE_MARGIN_S = 2.0
 """Left of a notice's time for handing over results; as live."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Forming:
-    """A gang at work: one forming of it, whose members take their steps together."""
-
-    name: str
-    epoch: int
-    work: Denoising
-    members: dict[Key, VirtualWorker]
-    step_s: float
-    first: int
-    """Steps that were committed when it began."""
-    from_s: float
-    """When its first step begins."""
-    explores: bool
-    width: int
-    told: int = 0
-    """The last step that the dispatcher was told of."""
-    broken_s: float | None = None
-    """When it lost a member: from then on it takes no step."""
-    ends: Alarm | None = None
-
-    def steps_by(self, now_s: float) -> int:
-        """Steps committed, those found included."""
-        until_s = now_s if self.broken_s is None else min(now_s, self.broken_s)
-        taken = floor((until_s - self.from_s + SAME_MOMENT_S) / self.step_s) if self.step_s else self.work.steps
-        return min(self.work.steps, self.first + max(0, taken))
-
-    def boundary_s(self, now_s: float) -> float:
-        """When the step in flight ends; now, where none is."""
-        if not self.step_s or now_s <= self.from_s:
-            return now_s
-        in_flight = ceil((now_s - self.from_s - SAME_MOMENT_S) / self.step_s)
-        return max(now_s, self.from_s + in_flight * self.step_s)
-
-
 class VirtualCluster:
     """Workers that come and go, the graphs that they compute, and a dispatcher's view of it all.
 
@@ -112,7 +79,7 @@ class VirtualCluster:
         stays: every worker's place.
         resumes: whether a request that lost its gang goes on after its committed steps; else it begins anew.
         lag: seconds that a message of a kind is on its way ("result", "beat", "order", "notice"); those between
-            one worker and the scheduler arrive in order, but for beats.
+            one worker and the scheduler arrive in order, but for beats. None: all arrive at once.
         copies: how often a beat arrives.
         committed: steps of each request that a store holds from before.
         told: called with every event and the instructions that follow from it, before they are carried out.
@@ -128,7 +95,7 @@ class VirtualCluster:
         stays: Iterable[Stay],
         *,
         resumes: bool = True,
-        lag: Callable[[str], float] = lambda kind: 0.0,
+        lag: Callable[[str], float] | None = None,
         copies: Callable[[], int] = lambda: 1,
         committed: dict[str, int] | None = None,
         told: Callable[[Event, list[Instruction]], None] = lambda event, instructions: None,
@@ -136,27 +103,29 @@ class VirtualCluster:
     ) -> None:
         self._run, self._dispatch, self._clock, self._timing = run, dispatch, clock, timing
         self._resumes = resumes
-        self.tasks = Tasks(self._task_changed, self._choose)
+        self.tasks = Tasks(self._tasks_changed, self._choose)
         self.workers: dict[str, VirtualWorker] = {}
         """Alive, by address."""
-        self.formings: dict[str, Forming] = {}
-        """Of each gang at work."""
-        self.committed: dict[str, int] = {} if committed is None else committed
-        """Steps of each request, by its name."""
-        self._lag, self._copies, self._told, self._check = lag, copies, told, check
-        self._sent_s: dict[tuple[str, str], float] = {}
-        """When the last message to, or from, each worker arrives."""
-        self._began_s: dict[Key, float] = {}
-        """When each task that runs was begun."""
-        self._given: dict[Key, str] = {}
-        """Address of the worker that was given each task."""
+        self._told, self._check = told, check
+        self._messages = Messages(clock, lag, copies)
+        self._gangs = Formings(
+            run,
+            clock,
+            self._messages,
+            {} if committed is None else committed,
+            tell=self._tell,
+            epoch=dispatch.epoch,
+            finish=self._finish_member,
+            hand_back=self._hand_back_member,
+        )
+        self.formings = self._gangs.all
         self._changed = False
         self._stopping = self._closed = False
         self._failure: BaseException | None = None
         self._joins = 0
-        self._keepers: list[_Keeper] = []
+        self._keepers: list[Keeper] = []
         self._join(HEAD, "head", "", threads=4)
-        self._keepers += [_Keeper(self, stay, clock, start_up_s=timing.start_up_s) for stay in stays]
+        self._keepers += [Keeper(self, stay, clock, start_up_s=timing.start_up_s) for stay in stays]
 
     # Graphs
 
@@ -237,13 +206,7 @@ class VirtualCluster:
         """How far gangs are, where idle workers could make them wider."""
         for name in self._dispatch.widenable():
             if name in self.formings:
-                self._tell_step(self.formings[name])
-
-    def _tell_step(self, forming: Forming) -> None:
-        step = forming.steps_by(self._clock.now_s)
-        if step > max(forming.told, forming.first):
-            forming.told = step
-            self._beat(forming, step, resumed=False)
+                self._gangs.tell_step(self.formings[name])
 
     def _why_nothing_happens(self) -> str:
         now = self._dispatch.snapshot()
@@ -257,8 +220,8 @@ class VirtualCluster:
         """The graph is over: whoever runs something of it is free again."""
         tasks = list(tasks)
         for forming in list(self.formings.values()):
-            self._commit(forming)
-            self._dissolve(forming)
+            self._gangs.commit(forming)
+            self._gangs.dissolve(forming)
         for worker in self.workers.values():
             for alarm in worker.running.values():
                 if alarm:
@@ -279,28 +242,57 @@ class VirtualCluster:
         if not isinstance(event, TimePassed):
             self._changed = True
 
-    def _task_changed(self, task: Task) -> None:
-        work = None
-        if task.state in ("memory", "erred"):
-            dropped = type(task.result).__name__ == "Dropped"
-            work = Work(
-                start_s=self._began_s.pop(task.key, self._clock.now_s), stop_s=self._clock.now_s, dropped=dropped
-            )
-        worker = task.worker if task.state == "processing" else ""
-        self._tell(TaskChanged(at_s=self._clock.now_s, key=task.key, state=task.state, worker=worker, work=work))
-        if task.state == "processing":
-            self._enqueue(task)
-        elif task.state == "memory" and task.worker in self.workers:
-            self.workers[task.worker].results[task.key] = None
-        elif task.state in ("released", "forgotten"):
-            self._began_s.pop(task.key, None)
-            self._take_back(task.key)
-            if task.worker in self.workers:
-                self.workers[task.worker].results.pop(task.key, None)
+    def _tasks_changed(self, tasks: Sequence[Task], state: TaskPhase) -> None:
+        if len(tasks) == 1:
+            self._task_changed(tasks[0], state)
+            return
+        now_s = self._clock.now_s
+        keys = tuple([task.key for task in tasks])
+        match state:
+            case "processing":
+                self._tell(TasksChanged(at_s=now_s, keys=keys, state=state, worker=tasks[0].worker))
+            case "memory":
+                for dropped, alike in groupby(tasks, _is_dropped):
+                    work = Work(start_s=now_s, stop_s=now_s, dropped=dropped)
+                    keys = tuple([task.key for task in alike])
+                    self._tell(TasksChanged(at_s=now_s, keys=keys, state=state, work=work))
+                self.workers[tasks[0].worker].results |= dict.fromkeys([task.key for task in tasks])
+            case _:
+                self._tell(TasksChanged(at_s=now_s, keys=keys, state=state))
+                if state in ("released", "forgotten"):
+                    for task in tasks:
+                        self._let_go(task)
 
-    def _take_back(self, key: Key) -> None:
+    def _task_changed(self, task: Task, state: TaskPhase) -> None:
+        now_s, key = self._clock.now_s, task.key
+        match state:
+            case "processing":
+                self._tell(TaskChanged(at_s=now_s, key=key, state=state, worker=task.worker))
+                self._enqueue(task)
+            case "memory" | "erred":
+                start_s, task.began_s = now_s if task.began_s is None else task.began_s, None
+                work = Work(start_s=start_s, stop_s=now_s, dropped=_is_dropped(task))
+                self._tell(TaskChanged(at_s=now_s, key=key, state=state, work=work))
+                if state == "memory" and task.worker in self.workers:
+                    self.workers[task.worker].results[key] = None
+            case _:
+                self._tell(TaskChanged(at_s=now_s, key=key, state=state))
+                if state in ("released", "forgotten"):
+                    self._let_go(task)
+
+    def _let_go(self, task: Task) -> None:
+        """No worker has it or its result any more."""
+        task.began_s = None
+        if task.given:
+            self._take_back(task)
+        worker = self.workers.get(task.worker)
+        if worker:
+            worker.results.pop(task.key, None)
+
+    def _take_back(self, task: Task) -> None:
         """Nobody asks for it any more, or its inputs are lost: its worker ends it."""
-        worker = self.workers.get(self._given.pop(key, ""))
+        worker, key = self.workers.get(task.given), task.key
+        task.given = ""
         if worker and (key in worker.running or key in worker.queue):
             alarm = worker.running.pop(key, None)
             if alarm:
@@ -311,7 +303,14 @@ class VirtualCluster:
 
     def _do(self, instructions: Iterable[Instruction]) -> None:
         now_s = self._clock.now_s
+        dismissed: list[Dismiss] = []
         for instruction in instructions:
+            if isinstance(instruction, Dismiss) and not self._messages.are_late:
+                dismissed.append(instruction)
+                continue
+            if dismissed:
+                self._dismiss_together(dismissed)
+                dismissed = []
             match instruction:
                 case Launch():
                     for member in instruction.members:
@@ -320,18 +319,18 @@ class VirtualCluster:
                         self._open_gate(member.key, member.address)
                     self._form(instruction)
                 case Dismiss():
-                    if instruction.tell is not None:
-                        self._place(instruction.address, instruction.gang, instruction.shard, instruction.tell)
-                    self._open_gate(instruction.key, instruction.address)
+                    self._dismiss(instruction)
                 case Train():
                     self._open_gate(instruction.key, instruction.address)
                 case CallOff():
-                    self._send("order", instruction.address, self._call_off, instruction)
+                    self._messages.send("order", instruction.address, self._call_off, instruction)
                 case Regroup():
-                    self._send("order", instruction.address, self._regroup, instruction)
+                    self._messages.send("order", instruction.address, self._regroup, instruction)
                 case CloseExploration():
                     for worker in self.workers.values():
-                        self._send("order", worker.address, self._close_exploration, worker, instruction.iteration)
+                        self._messages.send(
+                            "order", worker.address, self._close_exploration, worker, instruction.iteration
+                        )
                 case StopWork():
                     self._stop_work()
                 case CloseGate():
@@ -340,6 +339,45 @@ class VirtualCluster:
                     self._clock.at(now_s, self.kill, instruction.address)
                 case Wake():
                     self._clock.at(instruction.at_s, self._wake)
+        if dismissed:
+            self._dismiss_together(dismissed)
+
+    def _dismiss(self, dismiss: Dismiss) -> None:
+        if dismiss.tell is not None:
+            self._place(dismiss.address, dismiss.gang, dismiss.shard, dismiss.tell)
+        self._open_gate(dismiss.key, dismiss.address)
+
+    def _dismiss_together(self, dismissed: Sequence[Dismiss]) -> None:
+        """They have nothing to do, so they take no time, and no thread from each other."""
+        if len(dismissed) == 1:
+            self._dismiss(dismissed[0])
+            return
+        head = self.workers[dismissed[0].address]
+        tasks = [self.tasks.all[dismiss.key] for dismiss in dismissed]
+        for task, dismiss in zip(tasks, dismissed, strict=True):
+            if dismiss.tell is not None:
+                head.places[dismiss.gang, dismiss.shard] = dismiss.tell
+            task.bound = task.given = head.address
+            head.running[task.key] = None
+        self.tasks.start_together(tasks, head.address)
+        self._clock.after(0.0, self._end_together, tasks, head)
+
+    def _end_together(self, tasks: Sequence[Task], head: VirtualWorker) -> None:
+        done: list[Task] = []
+        results: list[Any] = []
+        with signals.standing_in_for(head.signals):
+            for task in tasks:
+                if task.key not in head.running or task.state != "processing":
+                    continue
+                del head.running[task.key]
+                try:
+                    results.append(self._call_here(task, head))
+                    done.append(task)
+                except Exception as error:
+                    self.tasks.fail(task, error)
+                    self._failure = error
+        if done:
+            self.tasks.finish_together(done, results)
 
     def _open_gate(self, key: Key, address: str) -> None:
         task = self.tasks.all[key]
@@ -352,17 +390,6 @@ class VirtualCluster:
     def _wake(self) -> None:
         """Time has passed; to be asked for by name, since the cluster that asks may be closed by then."""
         self._changed = True
-
-    def _send(self, kind: str, address: str, call: Callable[..., None], *arguments: Any) -> None:
-        """Have a message arrive: at once, or after the messages that went the same way before it."""
-        way = (kind if kind == "order" else "report", address)
-        lag_s = self._lag(kind)
-        at_s = max(self._clock.now_s + lag_s, self._sent_s.get(way, 0.0))
-        if at_s <= self._clock.now_s:
-            call(*arguments)
-            return
-        self._sent_s[way] = at_s
-        self._clock.at(at_s, call, *arguments)
 
     # Workers come and go
 
@@ -391,8 +418,8 @@ class VirtualCluster:
         if worker is None or worker.frozen:
             return
         worker.frozen = True
-        for forming in self._formings_of(worker):
-            self._halt(forming)
+        for forming in self._gangs.of(worker):
+            self._gangs.halt(forming)
         for alarm in worker.running.values():
             if alarm:
                 alarm.cancel()
@@ -427,10 +454,10 @@ class VirtualCluster:
             return
         worker.leaving = True
         worker.signals.obey(Leave())
-        self._send("notice", address, self._tell_notice, address, reason)
+        self._messages.send("notice", address, self._tell_notice, address, reason)
         self._clock.after(grace_s, self.kill, address)
-        for forming in self._formings_of(worker):
-            self._end_at_boundary(forming)
+        for forming in self._gangs.of(worker):
+            self._gangs.end_at_boundary(forming)
         self._clock.after(max(0.0, grace_s - CLOSE_MARGIN_S), self._leave, worker)
         self._leave_when_idle(worker)
 
@@ -442,19 +469,19 @@ class VirtualCluster:
         worker = self.workers.get(address)
         if worker is None or worker.frozen or worker.pool == "head":
             return
-        formings = self._formings_of(worker)
+        formings = self._gangs.of(worker)
         name = formings[0].name if formings else ""
         worker.memory.clear()
         self._tell(EngineLost(at_s=self._clock.now_s, worker=worker.name, gang=name, reason=reason))
         for forming in formings:
-            self._halt(forming)
+            self._gangs.halt(forming)
         for key in list(worker.running):
             for forming in formings:
                 forming.members.pop(key, None)
             self._clock.after(BACK_OFF_S, self._hand_back, self.tasks.all[key], worker)
         for forming in formings:
             if not forming.members:
-                self._dissolve(forming)
+                self._gangs.dissolve(forming)
 
     def _leave_when_idle(self, worker: VirtualWorker) -> None:
         if worker.leaving and worker.alive and not worker.running:
@@ -477,8 +504,8 @@ class VirtualCluster:
         worker.alive = False
         del self.workers[worker.address]
         now_s = self._clock.now_s
-        for forming in self._formings_of(worker):
-            self._halt(forming)
+        for forming in self._gangs.of(worker):
+            self._gangs.halt(forming)
         self._tell(WorkerLeft(at_s=now_s, address=worker.address, expected=expected))
         for alarm in worker.running.values():
             if alarm:
@@ -487,7 +514,7 @@ class VirtualCluster:
         worker.running.clear()
         worker.queue.clear()
         for key in had:
-            for forming in self._formings_of(worker):
+            for forming in self._gangs.of(worker):
                 forming.members.pop(key, None)
         for key in worker.results:
             task = self.tasks.all.get(key)
@@ -502,11 +529,6 @@ class VirtualCluster:
         for keeper in self._keepers:
             keeper.gone(worker)
 
-    def _formings_of(self, worker: VirtualWorker) -> list[Forming]:
-        """The one that it is a member of, if any."""
-        forming = self.formings.get(worker.gang)
-        return [forming] if forming and worker in forming.members.values() else []
-
     # Work
 
     def _choose(self, task: Task) -> str:
@@ -515,7 +537,7 @@ class VirtualCluster:
             only = self.workers.get(task.bound)
             return task.bound if only and not only.paused else ""
         (needs,) = task.needs
-        holders = dict.fromkeys(self.tasks.all[key].worker for key in task.inputs)
+        holders = dict.fromkeys([needed.worker for needed in task.inputs])
         near = [self.workers[address] for address in holders if address in self.workers]
         for workers in (near, self.workers.values()):
             able = [worker for worker in workers if worker.can(needs) and not (worker.leaving or worker.paused)]
@@ -526,7 +548,7 @@ class VirtualCluster:
     def _enqueue(self, task: Task) -> None:
         worker = self.workers.get(task.worker)
         if worker:
-            self._given[task.key] = worker.address
+            task.given = worker.address
             worker.queue.append(task.key)
             if not worker.frozen:
                 self._begin_next(worker)
@@ -538,7 +560,7 @@ class VirtualCluster:
             if task is None or task.state != "processing" or task.worker != worker.address:
                 continue
             worker.running[key] = None
-            self._began_s[key] = self._clock.now_s
+            task.began_s = self._clock.now_s
             if not isinstance(worker.places.get(self._shard_of(task)), Placement):
                 seconds = self._seconds(task, worker)
                 worker.running[key] = self._clock.after(seconds, self._finish, task, worker)
@@ -554,13 +576,13 @@ class VirtualCluster:
     @staticmethod
     def _shard_of(task: Task) -> tuple[str, int]:
         """Of a shard, the name of its request within the graph, and its number: the last arguments of its call."""
-        if "gate" in task.needs and len(task.call) > 3 and isinstance(task.call[-2], str):
+        if task.gated and len(task.call) > 3 and isinstance(task.call[-2], str):
             return task.call[-2], task.call[-1]
         return "", 0
 
     def _finish(self, task: Task, worker: VirtualWorker) -> None:
         """Its time is over: have its result arrive."""
-        self._send("result", worker.address, self._arrive, task, worker)
+        self._messages.send("result", worker.address, self._arrive, task, worker)
 
     def _arrive(self, task: Task, worker: VirtualWorker) -> None:
         """Make the call, unless the worker is gone or was told to give the task back."""
@@ -584,14 +606,18 @@ class VirtualCluster:
         self._leave_when_idle(worker)
 
     def _call(self, task: Task, worker: VirtualWorker) -> Any:
+        with signals.standing_in_for(worker.signals):
+            return self._call_here(task, worker)
+
+    def _call_here(self, task: Task, worker: VirtualWorker) -> Any:
+        """In the place of the worker."""
         name, shard = self._shard_of(task)
         told = worker.places.pop((name, shard), None)
         if isinstance(told, Placement):  # a gang's first rank does it all; there is one process
             told = Placement(gang=name, epoch=told.epoch, rank=0, width=1) if told.rank == 0 else Surplus()
-        with signals.standing_in_for(worker.signals):
-            if told is not None:
-                signals.obey(PlaceShard(gang=name, shard=shard, placement=told))
-            return task.call[0](*self.tasks.arguments(task))
+        if told is not None:
+            signals.obey(PlaceShard(gang=name, shard=shard, placement=told))
+        return task.call[0](*self.tasks.arguments(task))
 
     def _hand_back(self, task: Task, worker: VirtualWorker) -> None:
         """A shard ends without a result, a moment after it was told to."""
@@ -617,7 +643,6 @@ class VirtualCluster:
                     worker.running[key] = self._clock.after(work.seconds, self._finish, self.tasks.all[key], worker)
             return
         width = len(members)
-        begun = self.committed.get(work.request, 0) if self._resumes else 0
         overhead_s = self._timing.launch_s + (self._timing.form_s if width > 1 else 0.0)
         forming = Forming(
             name=launch.gang,
@@ -625,111 +650,24 @@ class VirtualCluster:
             work=work,
             members=members,
             step_s=self._timing.step_s(work.samples, width, "spot" if leader.pool == "spot" else "reserved"),
-            first=begun,
+            first=self._gangs.committed.get(work.request, 0) if self._resumes else 0,
             from_s=self._clock.now_s + overhead_s,
             explores=first.phase.startswith("explore"),
             width=width,
         )
-        self.formings[launch.gang] = forming
-        for worker in members.values():
-            worker.gang = launch.gang
-        end_s = forming.from_s + (work.steps - begun) * forming.step_s
-        self._clock.at(forming.from_s, self._resumed, forming)
-        if begun < work.steps:
-            self._clock.at(forming.from_s + forming.step_s, self._stepped, forming)
-        forming.ends = self._clock.at(end_s, self._done, forming)
-        if any(key not in worker.running for key, worker in members.items()):
-            self._halt(forming)  # the others wait for it
-
-    def _is_current(self, forming: Forming) -> bool:
-        return self.formings.get(forming.name) is forming and forming.broken_s is None
-
-    def _resumed(self, forming: Forming) -> None:
-        if self._is_current(forming):
-            self._beat(forming, forming.first, resumed=True)
-
-    def _stepped(self, forming: Forming) -> None:
-        if self._is_current(forming):
-            self._tell_step(forming)
-
-    def _beat(self, forming: Forming, step: int, *, resumed: bool) -> None:
-        for _ in range(self._copies()):
-            lag_s = self._lag("beat")
-            if lag_s:
-                self._clock.after(lag_s, self._tell_beat, forming, step, resumed)
-            else:
-                self._tell_beat(forming, step, resumed)
-
-    def _tell_beat(self, forming: Forming, step: int, resumed: bool) -> None:
-        self._tell(
-            GangBeat(
-                at_s=self._clock.now_s,
-                gang=forming.name,
-                epoch=forming.epoch,
-                step=step,
-                steps=forming.work.steps,
-                resumed=resumed,
-            )
-        )
-
-    def _commit(self, forming: Forming) -> None:
-        latest = self._dispatch.epoch(forming.name)
-        assert forming.epoch == latest, f"{forming.name}: epoch {forming.epoch} commits, and epoch {latest} was formed"
-        steps = forming.steps_by(self._clock.now_s)
-        self.committed[forming.work.request] = max(steps, self.committed.get(forming.work.request, 0))
-
-    def _done(self, forming: Forming) -> None:
-        if self._is_current(forming):
-            self._commit(forming)
-            self._tell_step(forming)
-            self._dissolve(forming)
-            for key, worker in forming.members.items():
-                self._finish(self.tasks.all[key], worker)
-
-    def _dissolve(self, forming: Forming) -> None:
-        if forming.ends:
-            forming.ends.cancel()
-        self.formings.pop(forming.name, None)
-
-    def _halt(self, forming: Forming) -> None:
-        """A member is gone, or frozen: the others wait for it in the step in flight."""
-        if forming.broken_s is None:
-            self._commit(forming)
-            self._tell_step(forming)
-            forming.broken_s = self._clock.now_s
-            if forming.ends:
-                forming.ends.cancel()
+        self._gangs.begin(forming)
 
     def _call_off(self, order: CallOff) -> None:
-        """The member gives its shard back at once."""
-        forming = self.formings.get(order.gang)
-        if forming is None or forming.epoch != order.epoch:
-            return
-        self._halt(forming)
-        for key, worker in list(forming.members.items()):
-            if worker.address == order.address and not worker.frozen:
-                del forming.members[key]
-                self._clock.after(BACK_OFF_S, self._hand_back, self.tasks.all[key], worker)
-        if not forming.members:
-            self._dissolve(forming)
+        self._gangs.call_off(order.gang, order.epoch, order.address)
 
     def _regroup(self, order: Regroup) -> None:
-        forming = self.formings.get(order.gang)
-        if forming and forming.epoch == order.epoch:
-            self._end_at_boundary(forming)
+        self._gangs.regroup(order.gang, order.epoch)
 
-    def _end_at_boundary(self, forming: Forming) -> None:
-        """The step in flight is the last of this forming, if it is not the last of all."""
-        if forming.broken_s is None:
-            self._clock.at(forming.boundary_s(self._clock.now_s), self._end_forming, forming)
+    def _finish_member(self, key: Key, worker: VirtualWorker) -> None:
+        self._finish(self.tasks.all[key], worker)
 
-    def _end_forming(self, forming: Forming) -> None:
-        if self._is_current(forming) and forming.steps_by(self._clock.now_s) < forming.work.steps:
-            self._commit(forming)
-            self._tell_step(forming)
-            self._dissolve(forming)
-            for key, worker in forming.members.items():
-                self._clock.after(BACK_OFF_S, self._hand_back, self.tasks.all[key], worker)
+    def _hand_back_member(self, key: Key, worker: VirtualWorker) -> None:
+        self._clock.after(BACK_OFF_S, self._hand_back, self.tasks.all[key], worker)
 
     # Orders to all
 
@@ -738,73 +676,21 @@ class VirtualCluster:
         worker.signals.obey(orders.CloseExploration(run=self._run, iteration=iteration))
         if worker.frozen or not worker.alive:
             return
-        for forming in self._formings_of(worker):
+        for forming in self._gangs.of(worker):
             if forming.explores:
-                self._clock.at(forming.boundary_s(self._clock.now_s), self._drop, forming)
+                self._gangs.drop_at_boundary(forming)
         for key, alarm in list(worker.running.items()):
             task = self.tasks.all[key]
             if alarm and task.phase.startswith("explore-score"):
                 alarm.cancel()
                 worker.running[key] = self._clock.after(0.0, self._finish, task, worker)
 
-    def _drop(self, forming: Forming) -> None:
-        """All members leave together; whoever was not told yet hears of it from those who were."""
-        if self._is_current(forming) and forming.steps_by(self._clock.now_s) < forming.work.steps:
-            self._commit(forming)
-            self._dissolve(forming)
-            closed = max((worker.signals for worker in forming.members.values()), key=lambda s: s.closed(self._run))
-            for key, worker in forming.members.items():
-                order = orders.CloseExploration(run=self._run, iteration=closed.closed(self._run))
-                worker.signals.obey(order)
-                self._finish(self.tasks.all[key], worker)
-
     def _stop_work(self) -> None:
         for worker in self.workers.values():
             worker.signals.obey(orders.Stop(run=self._run))
         for forming in list(self.formings.values()):
-            self._end_at_boundary(forming)
+            self._gangs.end_at_boundary(forming)
 
 
-class _Keeper:
-    """Keeps a worker at its place, and takes it away, as its stay has it."""
-
-    def __init__(self, cluster: VirtualCluster, stay: Stay, clock: VirtualClock, *, start_up_s: float) -> None:
-        self._cluster, self._stay, self._clock, self._start_up_s = cluster, stay, clock, start_up_s
-        self._address = ""
-        kinds = cycle(stay.preemptions)
-        for from_s, until_s in stay.ups:
-            clock.at(from_s, self._come)
-            if until_s < inf:
-                clock.at(until_s, self._go, next(kinds))
-
-    def gone(self, worker: VirtualWorker) -> None:
-        """Replace it, if a machine is to be there."""
-        if worker.address == self._address:
-            self._address = ""
-            self._clock.after(self._stay.replace_after_s, self._come)
-
-    def _come(self) -> None:
-        if self._is_up() and not self._address:
-            self._address = "booting"
-            self._clock.after(self._start_up_s, self._start)
-
-    def _start(self) -> None:
-        self._address = ""
-        if self._is_up():
-            pool: WorkerPool = "spot" if self._stay.pool == "spot" else "reserved"
-            self._address = self._cluster.join(self._stay.name, pool, self._stay.node).address
-
-    def _is_up(self) -> bool:
-        if self._cluster.is_closed:
-            return False
-        now_s = self._clock.now_s
-        return any(from_s <= now_s < until_s for from_s, until_s in self._stay.ups)
-
-    def _go(self, kind: str) -> None:
-        match kind:
-            case "notice":
-                self._cluster.notice(self._address, self._stay.grace_s)
-            case "hang":
-                self._cluster.freeze(self._address)
-            case _:
-                self._cluster.kill(self._address)
+def _is_dropped(task: Task) -> bool:
+    return type(task.result).__name__ == "Dropped"

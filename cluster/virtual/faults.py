@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, Literal
 
 from cluster.dispatch import Dispatch, Rules
-from cluster.events import Event, Instruction, Key, Launch, TaskChanged, WorkerJoined, WorkerNoticed
+from cluster.events import Event, Instruction, Key, Launch, TaskChanged, TasksChanged, WorkerJoined, WorkerNoticed
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.example import RUN, Example, ExampleTiming
@@ -254,7 +254,7 @@ class _Trial:
             ExampleTiming(step_s=schedule.step_s, train_s=schedule.train_s, start_up_s=schedule.start_up_s),
             stays(schedule, self.clock.now_s),
             resumes=schedule.resumes,
-            lag=self._lag,
+            lag=self._lag if schedule.lag_s else None,
             copies=self._copies,
             committed=self._committed,
             told=self._told,
@@ -263,8 +263,7 @@ class _Trial:
         return dispatch
 
     def _lag(self, kind: str) -> float:
-        longest_s = self._schedule.lag_s
-        return self._chance.uniform(0.0, longest_s * (4 if self._chance.random() < 0.1 else 1)) if longest_s else 0.0
+        return self._chance.uniform(0.0, self._schedule.lag_s * (4 if self._chance.random() < 0.1 else 1))
 
     def _copies(self) -> int:
         return 2 if self._schedule.lag_s and self._chance.random() < 0.2 else 1
@@ -286,7 +285,7 @@ class _Trial:
 
     def _told(self, event: Event, instructions: list[Instruction]) -> None:
         """After every event, before what follows is done."""
-        self.events += 1
+        self.events += len(event.keys) if isinstance(event, TasksChanged) else 1
         if isinstance(event, TaskChanged):
             if event.state == "memory" and event.key[0] == "train":
                 self._happens("trained", "")

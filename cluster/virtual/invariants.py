@@ -20,7 +20,8 @@ from collections.abc import Iterator
 
 from cluster.dispatch import Dispatch
 from cluster.events import Instruction, Launch, Train
-from cluster.virtual.cluster import Forming, VirtualCluster
+from cluster.virtual.cluster import VirtualCluster
+from cluster.virtual.formings import Forming
 from cluster.virtual.workers import VirtualWorker
 
 
@@ -99,7 +100,7 @@ class Invariants:
 
 
 def _gated(cluster: VirtualCluster, worker: VirtualWorker) -> list[str]:
-    return [str(key) for key in (*worker.queue, *worker.running) if "gate" in cluster.tasks.all[key].needs]
+    return [str(key) for key in (*worker.queue, *worker.running) if cluster.tasks.all[key].gated]
 
 
 def _overloaded(cluster: VirtualCluster, worker: VirtualWorker) -> Iterator[str]:

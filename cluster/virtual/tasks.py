@@ -7,8 +7,9 @@ needs it any more, and made again when it is needed and its worker is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from dask.highlevelgraph import HighLevelGraph
@@ -26,35 +27,46 @@ class Task:
     needs: Mapping[str, float]
     """Resources that its worker must have."""
     phase: str
+    gated: bool
+    """It waits behind the gate for the dispatcher."""
     wanted: bool = False
     """By whoever submitted the graph."""
-    inputs: tuple[Key, ...] = ()
-    users: tuple[Key, ...] = ()
-    missing: set[Key] = field(default_factory=set)
-    """Inputs that are not there."""
-    waiters: set[Key] = field(default_factory=set)
+    inputs: tuple[Task, ...] = ()
+    users: Sequence[Task] = ()
+    missing: int = 0
+    """Of a waiting task: inputs that are not there."""
+    waiters: int = 0
     """Tasks that still need its result."""
+    needs_inputs: bool = True
+    """It counts among the waiters of its inputs."""
     state: TaskPhase = "released"
     worker: str = ""
     """That runs it or has its result."""
     result: Any = None
     bound: str = ""
     """Behind the gate: the only worker that may run it, until the gate is closed again."""
+    given: str = ""
+    """Address of the worker that was given it, and has not lost it."""
+    began_s: float | None = None
+    """When it was begun."""
 
 
 class Tasks:
     """All tasks that are not forgotten.
 
     Args:
-        changed: is told of each task that is in another state.
+        changed: is told of tasks that are in another state now, the same for all.
         choose: names a worker for a task that is ready and not behind a gate, or "" if there is none now.
     """
 
-    def __init__(self, changed: Callable[[Task], None], choose: Callable[[Task], str]) -> None:
+    def __init__(self, changed: Callable[[Sequence[Task], TaskPhase], None], choose: Callable[[Task], str]) -> None:
         self._changed, self._choose = changed, choose
         self.all: dict[Key, Task] = {}
         self.unplaced: dict[Key, None] = {}
         """Ready, not behind a gate, and no worker for them."""
+        self._alike: list[Task] = []
+        """In another state since the last `_flush`, which is to tell of it."""
+        self._alike_state: TaskPhase = "released"
 
     def layers(self, graph: HighLevelGraph) -> tuple[Layer, ...]:
         """What the annotations of a graph say."""
@@ -62,24 +74,26 @@ class Tasks:
 
     def add(self, graph: HighLevelGraph, wanted: Iterable[Key]) -> list[Task]:
         """Add the tasks of a graph, none of which begins yet."""
-        added = []
+        added: list[Task] = []
         for layer in graph.layers.values():
             annotations = layer.annotations or {}
+            needs, phase = annotations["resources"], annotations["phase"]
+            gated = "gate" in needs
             calls: Mapping[Any, Any] = layer
-            for key, call in calls.items():
-                task = Task(key=key, call=call, needs=annotations["resources"], phase=annotations["phase"])
-                self.all[key] = task
-                added.append(task)
-        users: dict[Key, list[Key]] = {}
+            layer_tasks = {
+                key: Task(key=key, call=call, needs=needs, phase=phase, gated=gated) for key, call in calls.items()
+            }
+            self.all.update(layer_tasks)
+            added += layer_tasks.values()
+        users: dict[Task, list[Task]] = {}
         for task in added:
-            task.inputs = tuple(dict.fromkeys(self._keys_in(task.call[1:])))
-            for key in task.inputs:
-                users.setdefault(key, []).append(task.key)
+            task.inputs = tuple(dict.fromkeys(self._inputs(task.call)))
+            for needed in task.inputs:
+                users.setdefault(needed, []).append(task)
+        for task, those in users.items():
+            task.users, task.waiters = those, len(those)
         for key in wanted:
             self.all[key].wanted = True
-        for task in added:
-            task.users = tuple(users.get(task.key, ()))
-            task.waiters = set(task.users)
         return added
 
     def begin(self, tasks: Iterable[Task]) -> None:
@@ -87,51 +101,59 @@ class Tasks:
         for task in tasks:
             if task.state == "released":
                 self._want(task)
+        self._flush()
 
     def arguments(self, task: Task) -> list[Any]:
         """Of its call, with results in the place of keys."""
-        return [self._resolve(argument) for argument in task.call[1:]]
+        return [self._resolve(argument) for argument in task.call[1:]] if task.inputs else list(task.call[1:])
 
     def _resolve(self, argument: Any) -> Any:
-        if isinstance(argument, list):
+        kind = type(argument)
+        if kind is list:
             return [self._resolve(part) for part in argument]
-        return self.all[argument].result if self._is_key(argument) else argument
+        if kind is tuple and len(argument) == 2 and type(argument[0]) is str and argument in self.all:
+            return self.all[argument].result
+        return argument
 
-    def _keys_in(self, arguments: Iterable[Any]) -> Iterator[Key]:
+    def _inputs(self, arguments: Iterable[Any]) -> Iterator[Task]:
         for argument in arguments:
-            if isinstance(argument, list):
-                yield from self._keys_in(argument)
-            elif self._is_key(argument):
-                yield argument
-
-    def _is_key(self, argument: Any) -> bool:
-        return type(argument) is tuple and len(argument) == 2 and type(argument[0]) is str and argument in self.all
+            kind = type(argument)
+            if kind is tuple and len(argument) == 2 and type(argument[0]) is str:
+                if task := self.all.get(argument):
+                    yield task
+            elif kind is list:
+                yield from self._inputs(argument)
 
     # From state to state
 
     def _want(self, task: Task) -> None:
         """A released task is to run, as are the inputs that it lacks."""
-        task.missing = {key for key in task.inputs if self.all[key].state != "memory"}
-        for key in task.inputs:
-            self.all[key].waiters.add(task.key)
-        if not task.missing:
+        missing = [needed for needed in task.inputs if needed.state != "memory"]
+        task.missing = len(missing)
+        if not task.needs_inputs:
+            task.needs_inputs = True
+            for needed in task.inputs:
+                needed.waiters += 1
+        if not missing:
             self._ready(task)
             return
-        self._set(task, "waiting")
-        for key in sorted(task.missing):  # those that were released, or lost, are made again
-            if self.all[key].state == "released":
-                self._want(self.all[key])
+        self._set_alike(task, "waiting")
+        released = [needed for needed in missing if needed.state == "released"]
+        for needed in sorted(released, key=_key) if released else ():  # they are made again
+            if needed.state == "released":
+                self._want(needed)
 
     def _ready(self, task: Task) -> None:
-        if "gate" in task.needs and not task.bound:
-            self._set(task, "gated")
+        if task.gated and not task.bound:
+            self._set_alike(task, "gated")
             return
+        self._flush()
         address = self._choose(task)
         if address:
             self.start(task, address)
         else:
             self.unplaced[task.key] = None
-            self._set(task, "gated")
+            self._set_alike(task, "gated")
 
     def place_unplaced(self) -> None:
         """A worker came: tasks that had none may go to it."""
@@ -148,19 +170,40 @@ class Tasks:
         task.worker = address
         self._set(task, "processing")
 
+    def start_together(self, tasks: Sequence[Task], address: str) -> None:
+        """As `start`, of tasks behind the gate; they are told of together."""
+        for task in tasks:
+            task.worker = address
+            self._set_alike(task, "processing")
+        self._flush()
+
     def finish(self, task: Task, result: Any) -> None:
         """It has a result; what waited for it may begin, and inputs that nobody else needs are released."""
         task.result = result
         self._set(task, "memory")
-        for key in task.users:
-            user = self.all[key]
+        self._finished(task)
+        self._flush()
+
+    def finish_together(self, tasks: Sequence[Task], results: Sequence[Any]) -> None:
+        """As `finish`; they are told of together."""
+        for task, result in zip(tasks, results, strict=True):
+            task.result = result
+            self._set_alike(task, "memory")
+        self._flush()
+        for task in tasks:
+            self._finished(task)
+        self._flush()
+
+    def _finished(self, task: Task) -> None:
+        for user in task.users:
             if user.state == "waiting":
-                user.missing.discard(task.key)
+                user.missing -= 1
                 if not user.missing:
                     self._ready(user)
-        for key in task.inputs:
-            self.all[key].waiters.discard(task.key)
-            self._release_if_unneeded(self.all[key])
+        needed_before, task.needs_inputs = task.needs_inputs, False
+        for needed in task.inputs:
+            needed.waiters -= needed_before
+            self._release_if_unneeded(needed)
         self._release_if_unneeded(task)
 
     def fail(self, task: Task, error: BaseException) -> None:
@@ -172,38 +215,62 @@ class Tasks:
         task.worker = ""
         self._set(task, "released")
         self._want(task)
+        self._flush()
 
     def lose(self, task: Task) -> None:
         """The worker that had its result is gone."""
         task.worker, task.result = "", None
         self._set(task, "released")
-        for key in sorted(task.waiters):
-            user = self.all[key]
+        for user in sorted((user for user in task.users if user.needs_inputs), key=_key):
             if user.state in ("gated", "processing"):
                 user.worker = ""
-                self.unplaced.pop(key, None)
+                self.unplaced.pop(user.key, None)
                 self._set(user, "released")
                 self._want(user)
             elif user.state == "waiting":
-                user.missing.add(task.key)
+                user.missing += 1
         if (task.waiters or task.wanted) and task.state == "released":
             self._want(task)
+        self._flush()
 
     def _release_if_unneeded(self, task: Task) -> None:
         if task.state == "memory" and not (task.waiters or task.wanted):
             task.result = None
-            self._set(task, "released")
+            self._set_alike(task, "released")
 
     def forget(self, tasks: Iterable[Task]) -> None:
         """Nobody asks for them any more."""
         for task in tasks:
             self.unplaced.pop(task.key, None)
-            self._set(task, "forgotten")
+            if task.state == "processing":
+                self._set(task, "forgotten")
+            else:
+                self._set_alike(task, "forgotten")
+        self._flush()
+        for task in tasks:
             del self.all[task.key]
+            task.inputs = task.users = ()  # of each other, which would keep them in memory for a while
 
     def _set(self, task: Task, state: TaskPhase) -> None:
+        self._flush()
         task.state = state
-        self._changed(task)
+        self._changed((task,), state)
+
+    def _set_alike(self, task: Task, state: TaskPhase) -> None:
+        """As `_set`; it is told of together with those before it that came into the same state."""
+        if self._alike_state != state:
+            self._flush()
+            self._alike_state = state
+        task.state = state
+        self._alike.append(task)
+
+    def _flush(self) -> None:
+        if self._alike:
+            alike, self._alike = self._alike, []
+            self._changed(alike, self._alike_state)
+
+
+_key = attrgetter("key")
 
 
 def _layer(name: str, layer: Any) -> Layer:

@@ -101,7 +101,7 @@ class Denoiser:
     def _denoise(self, request: Request, place: Placement, *, resume: bool) -> Rollout | Dropped | Surplus:
         if place.width == 1 and resume and self._is_done(request):
             return self._rolled_out(request, resumed=request.steps)
-        self._resident.use(request.weights, averaged=request.averaged)
+        self._resident.use(request.weights, request.policy)
         text = self._resident.model.encode([request.prompt.text]).rows([0] * len(request.seeds))
         with ExitStack() as stack:
             gang = stack.enter_context(self._gang(request, place)) if place.width > 1 else None

@@ -26,6 +26,7 @@ from spotlight.rl.models import Model
 from spotlight.store.latents import LatentStore
 from spotlight.store.node import Node
 from spotlight.store.rundir import RunDir
+from spotlight.store.thumbnails import thumbnails
 
 
 class InProcess:
@@ -116,31 +117,51 @@ class Engine:
     def images(self, request: Request) -> NDArray[np.uint8]:
         """The images of a finished request, shape (B, height, width, 3).
 
-        A request whose latents are lost or damaged is denoised again: it is a pure value.
+        A request whose latents are lost or damaged is denoised again: it is a pure value. Of latents that are not
+        finite there is no image: what stands in its place is that of zeros.
         """
+        return self._images(request)[0]
+
+    def _images(self, request: Request) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+        """The images, and which of them (B) are any: those of finite latents."""
+        clean_BNC = self._denoiser.clean(request)
+        finite_B = np.asarray(np.isfinite(clean_BNC).all(axis=(1, 2)))
+        clean_BNC = np.where(finite_B[:, None, None], clean_BNC, np.float32(0))
         with torch.no_grad():
-            clean_BNC = torch.from_numpy(self._denoiser.clean(request)).to(self.model.device)
-            return self.model.decode(clean_BNC, request.height_px, request.width_px)
+            latents_BNC = torch.from_numpy(clean_BNC).to(self.model.device)
+            return self.model.decode(latents_BNC, request.height_px, request.width_px), finite_B
 
     def score(self, request: Request) -> Scored | Dropped:
         """Rewards of a finished request; what was scored before is read, not scored again.
 
         Exploration that is closed meanwhile is dropped: the next rollout needs the device.
         """
-        name = f"scores/{request.id}"
-        known = self.store.get_record(name)
+        known = self.store.scores(request)
         if known and known["digest"] == request.digest:
             return Scored(request=request, rewards=tuple(known["rewards"]), errors=tuple(known["errors"]))
-        prompts = [request.prompt] * len(request.seeds)
         try:
             _still_wanted(request)
             with self._pace.lasting(self._pace.score_s(len(request.seeds)), partial(_still_wanted, request)):
-                images = self.images(request)
-                values, errors = rewards.score(self._scorer, images, prompts, attempts=self._config.reward.attempts)
+                images, finite_B = self._images(request)
+                values, errors = self._rewards(request, images, finite_B)
         except _NotWanted as error:
             return Dropped(reason=str(error))
-        self.store.put_record(name, {"digest": request.digest, "rewards": values, "errors": errors})
+        small = {} if request.purpose == "explore" else {"thumbnails": thumbnails(images)}
+        self.store.put_scores(request, {"digest": request.digest, "rewards": values, "errors": errors, **small})
         return Scored(request=request, rewards=tuple(values), errors=tuple(errors))
+
+    def _rewards(
+        self, request: Request, images: NDArray[np.uint8], finite_B: NDArray[np.bool_]
+    ) -> tuple[list[float | None], list[str]]:
+        """In order of the seeds, None where there is none, with an error for each of those."""
+        shown = np.flatnonzero(finite_B)
+        prompts = [request.prompt] * len(shown)
+        found, errors = rewards.score(self._scorer, images[shown], prompts, attempts=self._config.reward.attempts)
+        values: list[float | None] = [None] * len(request.seeds)
+        for index, value in zip(shown, found, strict=True):
+            values[index] = value
+        lost = [request.seeds[index] for index in np.flatnonzero(~finite_B)]
+        return values, [f"{request.prompt.text!r}, seed {seed}: latents are not finite" for seed in lost] + errors
 
 
 class _NotWanted(Exception):

@@ -8,8 +8,10 @@ next call finds a new process.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -26,6 +28,8 @@ from spotlight.device.signals import Order, Signals, signals
 from spotlight.store.node import Node
 
 POLL_S = 0.5
+_PR_SET_PDEATHSIG = 1
+"""Of Linux's <sys/prctl.h>."""
 BEAT_S = 0.1
 """Beats are sent no more often than this, except those that report a step."""
 
@@ -58,10 +62,20 @@ class EngineProcess:
         number: of the device among the machine's; becomes LOCAL_RANK.
         node: root of the node's shared memory, for weights; see `spotlight.store.node`.
         hang_after_s: a call that sent a beat, and then none for so long, is ended with its process.
+        on_start: is called with the id of each process that is started.
     """
 
-    def __init__(self, context: BaseContext, number: int, *, node: Path, hang_after_s: float) -> None:
+    def __init__(
+        self,
+        context: BaseContext,
+        number: int,
+        *,
+        node: Path,
+        hang_after_s: float,
+        on_start: Callable[[int], None] = lambda pid: None,
+    ) -> None:
         self._context = context
+        self._on_start = on_start
         self._number = number
         self._node = node
         self._hang_after_s = hang_after_s
@@ -84,6 +98,7 @@ class EngineProcess:
             target=serve, args=arguments, daemon=True
         )
         self._process.start()
+        self._on_start(self.pid)
         calls.close()
         orders.close()
         with self._telling:
@@ -149,6 +164,12 @@ class EngineProcess:
             self._orders.close()
 
 
+def end_with_parent() -> None:
+    """Have the system kill this process, frozen or not, when the process that forked it is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _meaning(code: int | None) -> str:
     if code == -signal.SIGKILL:
         return "SIGKILL (killed from outside, as by the system when its memory is full)"
@@ -159,6 +180,7 @@ def serve(number: int, node: Path, calls: Connection, orders: Connection, asked:
     """The body of an engine process: answer calls until the other end is gone."""
     for ignored in (signal.SIGINT, signal.SIGTERM):  # meant for the driver, and for the worker, who will tell
         signal.signal(ignored, signal.SIG_IGN)
+    end_with_parent()
     os.environ["LOCAL_RANK"] = str(number)  # read by spotlight.rl.models.load
     signals.adopt(asked)
     threading.Thread(target=_obey, args=(orders,), daemon=True).start()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spotlight.config import Config
-from spotlight.records import Prompt, SpotlightError, WeightsRef
+from spotlight.records import Policy, Prompt, SpotlightError, WeightsRef
 from spotlight.rl import models, prompts
 from spotlight.store import weights
 from spotlight.store.node import Node
@@ -32,8 +32,8 @@ class Residency:
 
     def __init__(self, run_dir: Path, config: Config, node: Node | None) -> None:
         self._run_dir, self._config, self._node = run_dir, config, node
-        self._versions: dict[tuple[WeightsRef, bool], dict[str, Tensor]] = {}
-        self._loaded: tuple[WeightsRef, bool] | None = None
+        self._versions: dict[tuple[WeightsRef, Policy], dict[str, Tensor]] = {}
+        self._loaded: tuple[WeightsRef, Policy] | None = None
 
     @cached_property
     def model(self) -> models.Model:
@@ -55,19 +55,19 @@ class Residency:
         """The version that is in the model."""
         return self._loaded[0] if self._loaded else None
 
-    def use(self, ref: WeightsRef, *, averaged: bool = False) -> None:
-        """Make a weights version, or its moving average, the one in the model; hashes are checked on reading.
+    def use(self, ref: WeightsRef, policy: Policy = "trained") -> None:
+        """Make a policy of a weights version the one in the model; hashes are checked on reading.
 
         Raises:
             SpotlightError: the file is missing or damaged.
         """
-        wanted = (ref, averaged)
+        wanted = (ref, policy)
         if self._loaded == wanted:
             return
         if wanted not in self._versions:
             while len(self._versions) >= RESIDENT_VERSIONS:
                 self._versions.pop(min(self._versions, key=lambda old: old[0].version))
-            self._versions[wanted] = weights.load(self._run_dir, ref, "ema" if averaged else "trainable", self._node)
+            self._versions[wanted] = weights.load(self._run_dir, ref, weights.PARTS[policy], self._node)
         self._loaded = None
         self.model.load_trainable(self._versions[wanted])
         self._loaded = wanted

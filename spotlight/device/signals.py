@@ -128,12 +128,11 @@ class Signals:
     @contextmanager
     def standing_in_for(self, other: Signals) -> Iterator[None]:
         """Be another worker's signals for a while, in a process that does the work of several."""
-        before = dict(self.__dict__)
-        self.adopt(other)
+        before, self.__dict__ = self.__dict__, other.__dict__
         try:
             yield
         finally:
-            self.__dict__.update(before)
+            self.__dict__ = before
 
     def obey(self, command: Command) -> None:
         match command:

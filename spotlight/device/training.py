@@ -20,7 +20,8 @@ from spotlight.device.denoise import Denoiser
 from spotlight.device.pace import Pace
 from spotlight.device.residency import Residency
 from spotlight.records import Request, Sample, WeightsRef
-from spotlight.rl.trainer import Trainer, TrainingBatch
+from spotlight.rl.algorithms import TrainingBatch
+from spotlight.rl.trainer import Trainer
 from spotlight.store import weights
 
 
@@ -65,7 +66,8 @@ class Training:
         known = self._trained == ref.version
         self._resident.use(ref)
         if not known:
-            self._trainer.load_state(weights.load(self._run_dir, ref, "optimizer"))
+            old = weights.load(self._run_dir, ref, "old") if self._config.train.keeps_old else None
+            self._trainer.load_state(weights.load(self._run_dir, ref, "optimizer"), old)
             self._trained, self._accumulated = ref.version, []
         whole = sum(map(len, parts)) == of
         if whole and len(parts) == 1:
@@ -108,7 +110,7 @@ class Training:
 
     def _write(self, version: int, metrics: dict[str, float]) -> None:
         trainable, trainer = self._resident.model.trainable(), self._trainer
-        weights.stage(self._run_dir, version, trainable, trainer.state(), metrics, trainer.ema())
+        weights.stage(self._run_dir, version, trainable, trainer.state(), metrics, trainer.ema(), trainer.old())
 
     def _training_batch(self, samples: Sequence[Sample], before: int) -> TrainingBatch:
         """Samples in the order given, whoever was ready first; so many of the iteration's come before them."""
@@ -137,6 +139,7 @@ class Training:
             noise_level=first.noise_level,
             window_BKNC=torch.from_numpy(np.concatenate(windows)).to(model.device) if windows else None,
             log_prob_BS=torch.from_numpy(np.concatenate(log_probs)).to(model.device) if log_probs else None,
+            groups_B=tuple(sample.request.prompt.id for sample in samples),
             first=before,
         )
 

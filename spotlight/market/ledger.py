@@ -142,13 +142,18 @@ def shared(spans: Iterable[Span], workers: Iterable[WorkerLife], phase: str) -> 
 
     For work that one worker does in the name of all, and that lasts as long as if each had done an even part.
     """
-    spans, workers = list(spans), list(workers)
+    spans = list(spans)
+    stays: defaultdict[str, list[Interval]] = defaultdict(list)
+    names: defaultdict[str, set[str]] = defaultdict(set)
+    for life in workers:
+        stays[life.worker].append(stay(life, ALWAYS))
+        names[life.pool].add(life.worker)
     others = [
         replace(span, worker=name)
         for span in spans
         if base_phase(span.phase) == phase
-        for name in sorted({life.worker for life in workers if life.pool == span.pool} - {span.worker})
-        if any(overlap_s(*stay(life, ALWAYS), (span.start_s, span.stop_s)) for life in workers if life.worker == name)
+        for name in sorted(names[span.pool] - {span.worker})
+        if any(overlap_s(*there, (span.start_s, span.stop_s)) for there in stays[name])
     ]
     return spans + others
 
@@ -240,6 +245,25 @@ class Entry:
     usd: float
     usd_reserved: float
     """The same seconds at the reserved pool's price."""
+
+
+def summed(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """One entry for each column, of stretches of time that do not overlap."""
+    columns: dict[tuple[str, str, Kind], Entry] = {}
+    for entry in entries:
+        key = entry.pool, entry.phase, entry.kind
+        before = columns.get(key)
+        columns[key] = entry if before is None else _sum(before, entry)
+    return tuple(columns[key] for key in sorted(columns))
+
+
+def _sum(one: Entry, other: Entry) -> Entry:
+    return replace(
+        one,
+        seconds=one.seconds + other.seconds,
+        usd=one.usd + other.usd,
+        usd_reserved=one.usd_reserved + other.usd_reserved,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

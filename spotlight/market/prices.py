@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from spotlight.files import read_bytes, shown
 from spotlight.market.ledger import Price
 from spotlight.records import SpotlightError
 
@@ -53,16 +54,16 @@ def read_prices(path: str | Path) -> Price:
         SpotlightError: the file or a line of it is not usable; the text says which and why.
     """
     path = Path(path)
+    if not path.exists():
+        raise SpotlightError(f"{path}: no such file of prices; give a CSV file of time,usd_per_h")
     try:
-        lines = [line.strip() for line in path.read_text("utf-8-sig").splitlines()]
-    except FileNotFoundError:
-        raise SpotlightError(f"{path}: no such file of prices; give a CSV file of time,usd_per_h") from None
-    except (OSError, UnicodeDecodeError) as error:
+        lines = [line.strip() for line in read_bytes(path, "a CSV file of prices").decode("utf-8-sig").splitlines()]
+    except UnicodeDecodeError as error:
         raise SpotlightError(f"{path}: cannot be read as a CSV file of time,usd_per_h: {error}") from None
     rows = [(number, line) for number, line in enumerate(lines, 1) if line and not line.startswith("#")]
     header = tuple(name.strip() for name in rows[0][1].split(",")) if rows else ()
     if header not in COLUMNS:
-        first = f":{rows[0][0]}: {rows[0][1]!r}" if rows else ": the file is empty; its first line"
+        first = f":{rows[0][0]}: {shown(rows[0][1])}" if rows else ": the file is empty; its first line"
         raise SpotlightError(f"{path}{first} should be time,usd_per_h or since_start_s,usd_per_h")
     if len(rows) == 1:
         raise SpotlightError(f"{path}: holds no price: add a line such as 2026-01-31T12:00:00Z,2.66")
@@ -73,8 +74,8 @@ def read_prices(path: str | Path) -> Price:
             at_s, price = _row(line, calendar=header[0] == "time")
             if times_s and at_s <= times_s[-1]:
                 raise ValueError("its time is not after the line before; sort the lines, one for each time")
-        except ValueError as error:
-            raise SpotlightError(f"{path}:{number}: {line!r}: {error}") from None
+        except (ValueError, csv.Error) as error:
+            raise SpotlightError(f"{path}:{number}: {shown(line)}: {error}") from None
         times_s.append(at_s)
         prices.append(price)
     return Price(times_s=tuple(times_s), usd_per_h=tuple(prices), since_start=header[0] != "time")
@@ -89,9 +90,11 @@ def _row(line: str, *, calendar: bool) -> tuple[float, float]:
     if at_s is None and calendar:
         at_s = _unix_s(fields[0])
     if at_s is None:
-        raise ValueError(f"{fields[0]!r} is no time; expected {'ISO 8601 or Unix seconds' if calendar else 'seconds'}")
+        raise ValueError(
+            f"{shown(fields[0])} is no time; expected {'ISO 8601 or Unix seconds' if calendar else 'seconds'}"
+        )
     if price is None or price < 0:
-        raise ValueError(f"{fields[1]!r} is no price; expected US dollars per hour, 0 or more")
+        raise ValueError(f"{shown(fields[1])} is no price; expected US dollars per hour, 0 or more")
     return at_s, price
 
 

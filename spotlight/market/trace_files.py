@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from spotlight.files import read_bytes, shown
 from spotlight.market.traces import Event, Trace, checked_events
 from spotlight.records import SpotlightError
 
@@ -29,9 +30,7 @@ def read_trace(path: str | Path) -> Trace:
         SpotlightError: the file is missing, is not UTF-8 text or is malformed; names line and reason.
     """
     try:
-        text = Path(path).read_text("utf-8-sig")
-    except OSError as error:
-        raise SpotlightError(f"{path}: cannot be read as a trace: {error.strerror}") from None
+        text = read_bytes(path, "a trace").decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SpotlightError(f"{path}: not a trace: byte {error.start} is not UTF-8 text") from None
     return parse_trace(text, where=str(path))
@@ -94,7 +93,7 @@ def _event_rows(rows: Sequence[tuple[int, list[str]]], where: str) -> Trace:
                 duration_s = _seconds(ms, where, line)
             case _:
                 form = "milliseconds,add|remove,instance"
-                raise SpotlightError(f"{where}:{line}: expected '{form}', not {','.join(row)!r}")
+                raise SpotlightError(f"{where}:{line}: expected '{form}', not {shown(','.join(row))}")
     return _trace(events, duration_s, where)
 
 
@@ -108,7 +107,7 @@ def _count_rows(rows: Sequence[tuple[int, list[str]]], where: str, *, dated: boo
                 time_s = _moment_s(date, time, where, line)
             case _:
                 form = "date, time, count" if dated else "milliseconds,count' or 'milliseconds,add|remove,instance"
-                raise SpotlightError(f"{where}:{line}: expected '{form}', not {','.join(row)!r}")
+                raise SpotlightError(f"{where}:{line}: expected '{form}', not {shown(','.join(row))}")
         counts.append((time_s, _count(count, f"{where}:{line}")))
     counts.sort(key=lambda pair: pair[0])
     start_s = counts[0][0] if dated else 0.0
@@ -118,7 +117,7 @@ def _count_rows(rows: Sequence[tuple[int, list[str]]], where: str, *, dated: boo
 def _gap_counts(text: str, where: str) -> Trace:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
         raise SpotlightError(f"{where}:{line}: not JSON: {error}") from None
     try:
@@ -146,7 +145,7 @@ def _json_lines(lines: Sequence[tuple[int, str]], where: str) -> Trace:
                     time_s, duration_s = ms / MS_PER_S, (ms + lasts) / MS_PER_S
                 case _:
                     raise ValueError("another shape or operation")
-        except (ValueError, OverflowError) as error:
+        except (ValueError, OverflowError, RecursionError) as error:
             form = '[milliseconds, "add|remove|migration|no-op", {"nodes": [...], "duration": milliseconds}]'
             raise SpotlightError(f"{where}:{line}: expected {form}: {error}") from None
         if operation == "add" or operation == "remove":
@@ -179,7 +178,7 @@ def _trace(numbered: Iterable[tuple[int, Event]], duration_s: float, where: str)
 
 def _seconds(ms: str, where: str, line: int) -> float:
     if not re.fullmatch(r"\d{1,15}(\.\d*)?", ms, re.ASCII):
-        raise SpotlightError(f"{where}:{line}: expected milliseconds from 0 on, not {ms!r}")
+        raise SpotlightError(f"{where}:{line}: expected milliseconds from 0 on, not {shown(ms)}")
     return float(ms) / MS_PER_S
 
 
@@ -189,12 +188,14 @@ def _moment_s(date: str, time: str, where: str, line: int) -> float:
             raise ValueError("no time of day")
         return float(np.datetime64(f"{date}T{time}", "ms").astype(np.int64)) / MS_PER_S
     except ValueError:
-        raise SpotlightError(f"{where}:{line}: expected 'YYYY-MM-DD, HH:MM:SS', not '{date}, {time}'") from None
+        raise SpotlightError(
+            f"{where}:{line}: expected 'YYYY-MM-DD, HH:MM:SS', not {shown(f'{date}, {time}')}"
+        ) from None
 
 
 def _count(value: Any, where: str) -> int:
     """A number of instances, as text or from JSON."""
     text = str(value)
     if not re.fullmatch(r"\d{1,6}", text, re.ASCII):
-        raise SpotlightError(f"{where}: expected a number of instances, not {text!r}")
+        raise SpotlightError(f"{where}: expected a number of instances, not {shown(text)}")
     return int(text)

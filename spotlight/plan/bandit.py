@@ -7,7 +7,7 @@ A prompt is an arm: a pull is its next chunk of candidates, and pays the varianc
 expected to gain. Beliefs about a prompt are counts of its rewards on a grid, fading with every iteration, over
 kinds of prompts whose shares are learnt from all prompts, so that a new prompt starts with what the others taught.
 
-Shapes: P prompts, K kinds, N grid nodes, W imagined worlds, M kept.
+Shapes: P prompts, K kinds, N grid nodes, V values of rewards, W imagined worlds, M kept, S sides (low and high).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -332,37 +333,58 @@ def _imagine(
     kind_PW = (shares_PK.cumsum(axis=1)[:, None, :-1] < kind_W[:, None]).sum(axis=-1)
     below_NPW = np.moveaxis(np.take_along_axis(chance_PKN.cumsum(axis=-1)[..., :-1], kind_PW[..., None], axis=1), -1, 0)
     below_NPW = np.ascontiguousarray(below_NPW, dtype=np.float32)
-    low_MPW, high_MPW = _extremes(arms, keep, worlds)
+    grid_N = np.arange(len(GRID_N), dtype=np.uint8) * np.float32(GRID_N[1])
+    values_V = np.unique(np.concatenate([grid_N, *(np.array(arm.rewards, dtype=np.float32) for arm in arms)]))
+    ranks_MSPW = _extremes(arms, values_V, keep, worlds)
+    none, last = _none(ranks_MSPW.dtype), len(values_V) - 1
+    rank_N = np.searchsorted(values_V, grid_N).astype(ranks_MSPW.dtype)
+    low_V, high_V = (
+        np.append(side_V, np.float32(end)) for side_V, end in ((values_V, np.inf), (values_V[::-1], -np.inf))
+    )
+    new_SPW = np.empty_like(ranks_MSPW[0])
     variance_JPW = np.empty((ahead + 1, *kind_PW.shape), dtype=np.float32)
     for new_P, variance_PW in zip(new_JP, variance_JPW, strict=True):
         for at in range(new_P.max()):
             uniform_W = ((rng.permutation(worlds) + rng.random(worlds)) / worlds).astype(np.float32)
-            reward_PW = (below_NPW < uniform_W).view(np.uint8).sum(axis=0, dtype=np.uint8) * np.float32(GRID_N[1])
-            absent_P1 = (new_P <= at)[:, None]
-            _insert(low_MPW, np.where(absent_P1, np.float32(np.inf), reward_PW))
-            _insert(high_MPW, np.where(absent_P1, np.float32(np.inf), -reward_PW))
-        variance_PW[:] = _best_variance(low_MPW, -high_MPW)
+            node_PW = (below_NPW < uniform_W).view(np.uint8).sum(axis=0, dtype=np.uint8)
+            np.take(rank_N, node_PW, out=new_SPW[0], mode="clip")
+            np.subtract(last, new_SPW[0], out=new_SPW[1])
+            if (absent_P := new_P <= at).any():
+                new_SPW[:, absent_P] = none
+            _insert(ranks_MSPW, new_SPW)
+        low_MPW, high_MPW = (ranks_MSPW[:, side].astype(np.intp) for side in (0, 1))
+        variance_PW[:] = _best_variance(low_V.take(low_MPW, mode="clip"), high_V.take(high_MPW, mode="clip"))
     return np.moveaxis(variance_JPW, 0, -1).astype(np.float64)
 
 
-def _extremes(arms: Sequence[Arm], keep: int, worlds: int) -> tuple[Narrow, Narrow]:
-    """The lowest scored rewards, and the negated highest ones, ascending; infinite where there are too few."""
+def _none(kind: np.dtype[Any]) -> int:
+    """The rank of no reward: behind all others."""
+    return int(np.iinfo(kind).max)
+
+
+def _extremes(arms: Sequence[Arm], values_V: Narrow, keep: int, worlds: int) -> NDArray[Any]:
+    """Ranks among the values of the lowest scored rewards, and, from the other end, of the highest, ascending.
+
+    Shape (M, S, P, W). Ranks, in one byte where that is enough, are compared faster than rewards. The last one
+    stands for no reward, where there are too few.
+    """
+    kind: type[np.unsignedinteger[Any]] = np.uint8 if len(values_V) < 256 else np.uint32
     columns = max(keep, *(len(arm.rewards) for arm in arms))
-    both = np.full((2, len(arms), columns), np.inf, dtype=np.float32)
+    both = np.full((2, len(arms), columns), _none(np.dtype(kind)), dtype=kind)
     for p, arm in enumerate(arms):
-        both[0, p, : len(arm.rewards)] = arm.rewards
-    both[1] = np.where(np.isinf(both[0]), np.inf, -both[0])
+        ranks = np.searchsorted(values_V, np.array(arm.rewards, dtype=np.float32))
+        both[:, p, : len(arm.rewards)] = ranks, len(values_V) - 1 - ranks
     both.sort(axis=-1)
-    low_MPW, high_MPW = (np.repeat(extremes_PM.T[:keep, :, None], worlds, axis=-1) for extremes_PM in both)
-    return low_MPW, high_MPW
+    return np.repeat(np.moveaxis(both, -1, 0)[:keep, :, :, None], worlds, axis=-1)
 
 
-def _insert(lowest_MPW: Narrow, new_PW: Narrow) -> None:
-    """A new value among the lowest, which stay ascending: what it displaces moves up."""
-    for value_PW in lowest_MPW:
-        larger_PW = np.maximum(value_PW, new_PW)
-        np.minimum(value_PW, new_PW, out=value_PW)
-        new_PW = larger_PW
+def _insert(lowest_MSPW: NDArray[Any], new_SPW: NDArray[Any]) -> None:
+    """A new value among the lowest, which stay ascending: what it displaces moves up. It is overwritten."""
+    larger_SPW = np.empty_like(new_SPW)
+    for value_SPW in lowest_MSPW:
+        np.maximum(value_SPW, new_SPW, out=larger_SPW)
+        np.minimum(value_SPW, new_SPW, out=value_SPW)
+        new_SPW, larger_SPW = larger_SPW, new_SPW
 
 
 def _best_variance(low_MPW: Narrow, high_MPW: Narrow) -> Narrow:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from spotlight.config import Config
+from spotlight.config import Config, TrainSection
 from spotlight.records import Pool, SpotlightError
 
 T = TypeVar("T")
@@ -147,18 +147,19 @@ def train_s(
     timesteps: int,
     guidance: float = 1.0,
     lora: bool = True,
-    old_log_probs: bool = True,
+    looks: int = 1,
 ) -> float:
-    """GPU-seconds to train on one sample: ``timesteps passes F (1 + backward + old) / (e P)``, e P as in training.
+    """GPU-seconds to train on one sample: ``timesteps passes F (1 + backward + looks) / (e P)``, e P as in training.
 
-    Symbols as in `seconds_per_step`; ``backward`` is 2 forward passes for a LoRA and 3 for full weights, ``old`` is 1
-    where old log-probabilities are computed again. Divide by the GPUs that share the batch.
+    Symbols as in `seconds_per_step`; ``backward`` is 2 forward passes for a LoRA and 3 for full weights, ``looks``
+    are the passes of policies that are compared with: an older one, the reference. Divide by the GPUs that share the
+    batch.
 
     Raises:
         SpotlightError: no such model or GPU, or a size of no whole tokens.
     """
     device = _known(GPUS, gpu, "GPU")
-    forwards = 1 + (BACKWARD_LORA if lora else BACKWARD_FULL) + old_log_probs
+    forwards = 1 + (BACKWARD_LORA if lora else BACKWARD_FULL) + looks
     flops = timesteps * _passes(guidance) * forwards * forward_flops(model, height_px, width_px)
     return flops / (EFFICIENCY * device.flops_per_s * device.train_speed)
 
@@ -196,8 +197,8 @@ class TaskDurations:
             name: pace.gpu or ("cpu" if embedded else pool.gpu.partition("-")[0] or "h100")
             for name, pool in config.pools
         }
-        self._timesteps = train.timesteps if train.algorithm == "nft" else _window(config)
-        self._looks_back = train.algorithm == "grpo" or train.updates > 1 or train.kl > 0
+        self._timesteps = config.rollout.stochastic_steps if train.is_stepwise else train.timesteps
+        self._looks = _looks(train)
         self._trainers = config.pools.reserved.workers if paced else 1
         self._score_s = (SCORE_S if pace.score_s is None else pace.score_s) if paced else OCR_SCORE_S
         self._speedup = config.emulated_per_real_s
@@ -222,9 +223,9 @@ class TaskDurations:
     def train_s(self, samples: float) -> float:
         """Seconds of training on so many samples.
 
-        A paced device trains as if all reserved workers shared it evenly; any other does it alone. A policy that is
-        compared with an older one, or with the reference, takes one more forward pass. DiffusionNFT does without in
-        its first update: it trains the very policy that sampled.
+        A paced device trains as if all reserved workers shared it evenly; any other does it alone. To compare with an
+        older policy takes one more forward pass, and with the reference another. DiffusionNFT does without the older
+        one in one update of the very policy that sampled.
         """
         per_sample_s = train_s(
             self._model,
@@ -233,7 +234,7 @@ class TaskDurations:
             timesteps=self._timesteps,
             guidance=self._guidance,
             lora=self._lora,
-            old_log_probs=self._looks_back,
+            looks=self._looks,
         )
         return samples * per_sample_s / self._trainers / self._speedup
 
@@ -274,8 +275,11 @@ class TaskDurations:
         return LOCAL_START_UP_S if self._is_local else start_up_s(self._model)
 
 
-def _window(config: Config) -> int:
-    return config.rollout.sde_window[1] - config.rollout.sde_window[0]
+def _looks(train: TrainSection) -> int:
+    """Forward passes of policies that the one in training is compared with, for each that it takes itself."""
+    if train.algorithm == "dpo":
+        return 1
+    return int(train.is_stepwise or train.algorithm == "awm" or train.keeps_old or train.updates > 1) + (train.kl > 0)
 
 
 def _tokens(shape: Transformer, height_px: int, width_px: int) -> int:

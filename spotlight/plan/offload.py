@@ -10,6 +10,7 @@ reserved GPUs do not train while one of them rolls out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
@@ -134,6 +135,8 @@ class Balance:
     spare_s: float
     """Worker seconds that exploration had; see the function `spare_s`."""
     train_s: float
+    reserved: int = 0
+    """Reserved GPUs alive at the end of training."""
 
 
 def spare_s(rollouts: Iterable[Span], workers: Iterable[WorkerLife], *, began_s: float, until_s: float) -> float:
@@ -180,18 +183,21 @@ def balance(
         for span in recent
         if span.pool == "spot" and base_phase(span.phase) in ("rollout", "explore")
     ]
-    spot = [life for life in workers if life.pool == "spot"]
+    lives = list(workers)
+    alive = Counter(life.pool for life in lives if life.joined_s <= trained_s < (life.left_s or inf))
+    spot = [life for life in lives if life.pool == "spot"]
     moments = [moment for life in spot for moment in (life.joined_s, life.left_s) if moment is not None]
     return Balance(
         measured=Measured(
             train_wait_s=max(0.0, trained_s - closed_s - useful_s) if rolled_out_s > closed_s else 0.0,
             remote_wait_s=trained_s - max(remote, default=trained_s),
             rollout_s=rolled_out_s - began_s,
-            spot=sum(life.joined_s <= trained_s and (life.left_s or inf) > trained_s for life in spot),
+            spot=alive["spot"],
             steady=not any(began_s <= moment <= trained_s for moment in moments),
         ),
         spare_s=spare_s(rollouts, spot, began_s=began_s, until_s=trained_s),
         train_s=sum(span.stop_s - span.start_s for span in training),
+        reserved=alive["reserved"],
     )
 
 

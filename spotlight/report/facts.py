@@ -142,10 +142,11 @@ class Facts:
 
         Those of a modelled device show nothing.
         """
-        if self.simulated == "modelled":
+        path = (self.dir / line.images).resolve()
+        if self.simulated == "modelled" or not path.is_file() or not path.is_relative_to(self.dir):
             return None
         try:
-            with np.load(self.dir / line.images) as file:
+            with np.load(path) as file:
                 return file["images"], [str(text) for text in file["texts"]]
         except (OSError, KeyError, ValueError, BadZipFile):
             return None

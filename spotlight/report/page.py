@@ -67,6 +67,8 @@ METRICS = {
 """What is said of a metric. Those without a row here are seconds by phase, whose names end with "_s"."""
 FILES = {
     "config.toml": "the settings, every default written out",
+    "prompts": "the prompts that the run began with",
+    "prompts.json": "their hashes",
     "history.jsonl": "metrics of every iteration",
     "validation.jsonl": "validation scores; their images are in images/",
     "spans.jsonl": "what every worker did, and when",

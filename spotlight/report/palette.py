@@ -10,13 +10,13 @@ PHASE_COLOURS = {
     "rollout": "#3f7fd6",
     "score": "#a9cbf3",
     "advantage": "#8b95a7",
-    "train": "#5546a8",
+    "train": "#43308f",
     "publish": "#b56bcb",
     "explore": "#f0991c",
     "explore-score": "#f8d08a",
     "allocate": "#b9690b",
     "select": "#7d4a0c",
-    "validate": "#5f9e94",
+    "validate": "#8a9a5b",
 }
 """Blue makes samples, violet learns from them, amber explores; in the order of an iteration."""
 POOL_COLOURS = {"reserved": "#475569", "spot": "#1f9e8f"}

@@ -69,6 +69,12 @@ def write_pictures(facts: Facts) -> Path | None:
     return grid if drawn[grid] else None
 
 
+def draw(facts: Facts, what: str) -> Figure | None:
+    """One of the pictures, by its file's name; None where the run has no data for it."""
+    with mpl.rc_context(STYLE):
+        return {"reward": _reward, "timeline": _timeline, "before-after": _grid}[what](facts)
+
+
 def _reward(facts: Facts) -> Figure | None:
     reward, spread, explored = (facts.curve(name) for name in ("reward_mean", "reward_std", "explored_reward_mean"))
     if reward is None and not facts.validation:

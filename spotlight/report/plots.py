@@ -14,9 +14,7 @@ from bokeh.models import (
     HoverTool,
     NumeralTickFormatter,
     RangeTool,
-    WheelZoomTool,
 )
-from bokeh.plotting import figure
 
 from spotlight.market.ledger import Ledger
 from spotlight.records import Span
@@ -24,25 +22,20 @@ from spotlight.report.facts import Facts
 from spotlight.report.money import rows
 from spotlight.report.palette import (
     ALIVE,
-    AXIS,
     CALLED_OFF_ALPHA,
-    FAINT,
     INK,
     LOST,
     PHASE_COLOURS,
     POOL_COLOURS,
-    RULE,
     base_phase,
     phase_colour,
 )
-
-Plot = Any
-"""One Bokeh figure or several; Bokeh's types know neither factors of two levels nor all of an axis's properties."""
+from spotlight.report.style import Plot, empty_plot, legend_above
 
 
 def reward_plot(facts: Facts) -> Plot:
     """Rewards of trained, explored and held-out samples over weights versions."""
-    plot = _plot(340, tools="xpan,box_zoom,reset,save", x_axis_label="weights version", y_axis_label="reward")
+    plot = empty_plot(340, tools="xpan,box_zoom,reset,save", x_axis_label="weights version", y_axis_label="reward")
     reward, spread, explored = (facts.curve(name) for name in ("reward_mean", "reward_std", "explored_reward_mean"))
     if reward is not None:
         colour = PHASE_COLOURS["train"]
@@ -55,14 +48,14 @@ def reward_plot(facts: Facts) -> Plot:
     if facts.validation:
         scores = pd.Series({line.version: line.score for line in facts.validation})
         _hoverable_line(plot, scores, INK, "validation", width=1, marker="diamond", size=13)
-    _legend(plot)
+    legend_above(plot)
     return plot
 
 
 def timeline_plot(facts: Facts) -> Plot:
     """What every worker did, and below it the whole run with a window to drag."""
     lanes = facts.lanes()[::-1]
-    plot = _plot(
+    plot = empty_plot(
         90 + max(14, min(36, 900 // len(lanes))) * len(lanes),
         tools="xpan,xbox_zoom,reset,save",
         y_range=FactorRange(factors=lanes, group_padding=0.6),
@@ -80,10 +73,10 @@ def timeline_plot(facts: Facts) -> Plot:
         ("key", "@key"),
     ]
     plot.add_tools(HoverTool(renderers=_plot_lanes(plot, facts, cross_px=13), tooltips=tooltips, visible=False))
-    _legend(plot)
+    legend_above(plot)
     if facts.zoom() == facts.whole:
         return plot
-    overview = _plot(50 + min(12 * len(lanes), 140), tools="", y_range=plot.y_range, x_range=facts.whole)
+    overview = empty_plot(50 + min(12 * len(lanes), 140), tools="", y_range=plot.y_range, x_range=facts.whole)
     overview.yaxis.visible = overview.ygrid.visible = False
     _plot_lanes(overview, facts, cross_px=7)
     overview.legend.visible = False
@@ -96,7 +89,7 @@ def timeline_plot(facts: Facts) -> Plot:
 
 def money_plot(facts: Facts) -> Plot:
     """Dollars spent by pool over time, beside what reserved workers alone would have cost."""
-    plot = _plot(280, tools="xpan,reset,save", x_axis_label="seconds since the start", y_axis_label="US dollars")
+    plot = empty_plot(280, tools="xpan,reset,save", x_axis_label="seconds since the start", y_axis_label="US dollars")
     plot.yaxis.formatter = NumeralTickFormatter(format="$0.00")
     at_s, pools, reserved_only = facts.money()
     total = np.sum(list(pools.values()), axis=0)
@@ -111,14 +104,16 @@ def money_plot(facts: Facts) -> Plot:
     rows = [("at", "@at{0} s"), *((name, f"@{name}{{$0.000}}") for name in names), ("together", "@total{$0.000}")]
     tooltips = [*rows, ("reserved only", "@reserved_only{$0.000}")]
     plot.add_tools(HoverTool(renderers=[line], tooltips=tooltips, mode="vline", visible=False))
-    _legend(plot)
+    legend_above(plot)
     return plot
 
 
 def spending_plot(ledger: Ledger) -> Plot:
     """Dollars of each pool: useful work by phase, then, hatched, what was wasted."""
     pools = sorted({entry.pool for entry in ledger.entries}, reverse=True)  # the axis begins at the bottom
-    plot = _plot(120 + 52 * len(pools), tools="save", y_range=FactorRange(factors=pools), x_axis_label="US dollars")
+    plot = empty_plot(
+        120 + 52 * len(pools), tools="save", y_range=FactorRange(factors=pools), x_axis_label="US dollars"
+    )
     plot.ygrid.grid_line_color = None
     plot.yaxis.axis_line_color = plot.yaxis.major_tick_line_color = None
     plot.xaxis.formatter = NumeralTickFormatter(format="$0.00[00]")
@@ -145,41 +140,8 @@ def spending_plot(ledger: Ledger) -> Plot:
         bar = plot.hbar("pool", 0.62, "left", "right", source=source, **style, legend_label=row.name)
         tooltips = [("", f"{row.name}, @pool"), ("dollars", "@usd{$0.0000}"), ("time", "@seconds{0,0.0} s")]
         plot.add_tools(HoverTool(renderers=[bar], tooltips=tooltips, visible=False))
-    _legend(plot)
+    legend_above(plot)
     return plot
-
-
-def _plot(height: int, **options: Any) -> Plot:
-    """An empty plot in the page's style."""
-    plot = figure(height=height, sizing_mode="stretch_width", toolbar_location="right", **options)
-    plot.toolbar.logo = None
-    plot.toolbar.autohide = True
-    plot.outline_line_color = None
-    plot.grid.grid_line_color = RULE
-    plot.axis.axis_line_color = plot.axis.major_tick_line_color = AXIS
-    plot.axis.minor_tick_line_color = None
-    plot.axis.major_label_text_font = plot.axis.axis_label_text_font = "system-ui, sans-serif"
-    plot.axis.major_label_text_font_size = plot.axis.axis_label_text_font_size = "12px"
-    plot.axis.major_label_text_color = plot.axis.axis_label_text_color = FAINT
-    plot.axis.axis_label_text_font_style = "normal"
-    wheel = WheelZoomTool(dimensions="width", modifiers="ctrl")  # without ctrl the wheel scrolls the page
-    plot.add_tools(wheel)
-    plot.toolbar.active_scroll = wheel
-    return plot
-
-
-def _legend(plot: Plot) -> None:
-    for legend in plot.legend:
-        legend.click_policy = "hide"
-        legend.label_text_font = "system-ui, sans-serif"
-        legend.label_text_font_size = "12px"
-        legend.label_text_color = INK
-        legend.border_line_color = None
-        legend.orientation = "horizontal"
-        legend.location = "top_left"
-        legend.padding = legend.margin = 0
-        legend.spacing = 14
-        plot.add_layout(legend, "above")
 
 
 def _hoverable_line(

@@ -19,7 +19,7 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from torch import Tensor
 
 from spotlight.config import Config
-from spotlight.records import SpotlightError, WeightsRef
+from spotlight.records import Policy, SpotlightError, WeightsRef
 from spotlight.rl import models
 from spotlight.rl.sample import find_version
 from spotlight.store import weights
@@ -39,7 +39,9 @@ MERGED_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 """The same where a LoRA was added to weights of that type, which rounds them."""
 
 
-def export_lora(run_dir: Path, to: Path, version: int | None = None, *, merged: bool = False) -> Path:
+def export_lora(
+    run_dir: Path, to: Path, version: int | None = None, policy: Policy | None = None, *, merged: bool = False
+) -> Path:
     """Write a version of a run's weights to a new directory.
 
     A LoRA becomes the file that ``pipeline.load_lora_weights(to)`` reads, alpha included. Full
@@ -49,6 +51,7 @@ def export_lora(run_dir: Path, to: Path, version: int | None = None, *, merged: 
         run_dir: of a finished or stopped run.
         to: made here; may exist if it is empty.
         version: the latest if not given.
+        policy: which of its weights; those that were validated if not given.
         merged: write the whole transformer, as full weights are written, with the LoRA added to its weights.
 
     Returns:
@@ -65,7 +68,7 @@ def export_lora(run_dir: Path, to: Path, version: int | None = None, *, merged: 
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as staging:
         unchecked = Path(staging) / "unchecked"
-        expected = _write(run, ref, unchecked, merged=merged)
+        expected = _write(run, ref, policy or run.config().validation_policy, unchecked, merged=merged)
         found = _probe(_load_with_diffusers(run.config(), unchecked))
         error, size = (found - expected).abs().max(), expected.abs().max()
         tolerance = MERGED_TOLERANCE[run.config().model.dtype] if merged else TOLERANCE
@@ -79,12 +82,25 @@ def export_lora(run_dir: Path, to: Path, version: int | None = None, *, merged: 
     return to
 
 
-def _write(run: RunDir, ref: WeightsRef, directory: Path, *, merged: bool) -> Tensor:
+def _version(run_dir: Path, version: int | None) -> WeightsRef:
+    latest = weights.latest(run_dir)
+    if latest is None:
+        raise SpotlightError(f"{run_dir}: no weights were published yet; let the run finish an iteration")
+    if version is None:
+        return latest.weights
+    found = weights.published(run_dir, version)
+    if found is None:
+        there = [str(number) for number in range(latest.weights.version + 1) if weights.published(run_dir, number)]
+        raise SpotlightError(f"{run_dir}: has no weights version {version}; it has {', '.join(there)}")
+    return found.weights
+
+
+def _write(run: RunDir, ref: WeightsRef, policy: Policy, directory: Path, *, merged: bool) -> Tensor:
     """Write the version, and return the outputs that plain diffusers must have with it."""
     settings = run.config()
     model = _load(settings)
     model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
-    model.load_trainable(weights.load(run.path, ref, "trainable"))
+    model.load_trainable(weights.load(run.path, ref, weights.PARTS[policy]))
     if merged and model.has_lora:
         expected = _probe(model)
         model.transformer.fuse_lora()

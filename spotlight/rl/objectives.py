@@ -8,11 +8,16 @@ Shapes: B samples, N latent tokens, C channels of a token.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 NFT_WEIGHT_FLOOR = 1e-5
 """Smallest mean error that DiffusionNFT divides by (NVlabs/DiffusionNFT)."""
+
+GHUBER_FLOOR = 1e-10
+"""Keeps the power of a vanishing error smooth (AWM's published code)."""
 
 
 def clipped_objective(
@@ -24,7 +29,7 @@ def clipped_objective(
         log_prob_B: of the policy in training; gradients flow through it.
         old_log_prob_B: of the policy that the iteration started from.
         advantages_B: already clamped as the recipe wants.
-        clip_range: c, in (0, 1).
+        clip_range: c, in (0, 1].
 
     Returns:
         The loss, a scalar; and what users of this loss know: ``ratio_mean``, ``ratio_std`` (population form),
@@ -32,7 +37,7 @@ def clipped_objective(
         ``pg_clipfrac_lower``, and ``approx_kl = mean((log_prob - old)^2) / 2``.
 
     Raises:
-        ValueError: the shapes differ, or the range is not in (0, 1).
+        ValueError: the shapes differ, or the range is not in (0, 1].
 
     Source: Flow-GRPO (arXiv 2505.05470).
     """
@@ -41,8 +46,8 @@ def clipped_objective(
             "log-probabilities, old ones and advantages must have one shape, and have "
             f"{tuple(log_prob_B.shape)}, {tuple(old_log_prob_B.shape)} and {tuple(advantages_B.shape)}"
         )
-    if not 0 < clip_range < 1:
-        raise ValueError(f"clip_range = {clip_range} must be in (0, 1)")
+    if not 0 < clip_range <= 1:
+        raise ValueError(f"clip_range = {clip_range} must be in (0, 1]")
     moved_B = log_prob_B - old_log_prob_B.detach()
     ratio_B = moved_B.exp()
     clipped_B = ratio_B.clamp(1 - clip_range, 1 + clip_range)
@@ -63,8 +68,8 @@ def clipped_objective(
 def gaussian_kl(mean_BNC: Tensor, mean_ref_BNC: Tensor, std: float) -> Tensor:
     """KL divergence of two steps with equal noise: ``(mean - mean_ref)^2 / (2 std^2)``.
 
-    This is the paper's form, with the step size inside ``std`` (as `flow.sde_step` returns it);
-    the published code leaves the step size out.
+    This is the paper's form, with the step size inside ``std`` (as `flow.sde_step` returns it); the published code
+    leaves the step size out of it.
 
     Args:
         mean_BNC, mean_ref_BNC: means of the step under the policy and the reference.
@@ -144,3 +149,93 @@ def nft_loss(
     bad_B = error_B((1 + beta) * old_BNC - beta * v_BNC)
     r_B = 0.5 + 0.5 * (advantages_B.double() / advantage_clip).clamp(-1, 1)
     return (r_B * good_B + (1 - r_B) * bad_B).mean() * (advantage_clip / beta)
+
+
+def guarded_log_ratio(
+    log_prob_B: Tensor, old_log_prob_B: Tensor, mean_BNC: Tensor, old_mean_BNC: Tensor, std: float
+) -> Tensor:
+    """GRPO-Guard's log-ratio of an ``sde`` step, without the bias that a moved mean has at each noise level::
+
+        (log_prob - old + mean (mean - old_mean)^2 / (2 std^2)) std
+
+    The objective made of it is to be divided by ``-dt``, so that all steps weigh alike.
+
+    Args:
+        log_prob_B, old_log_prob_B: of the step under the policy in training and the one before it.
+        mean_BNC, old_mean_BNC: of the same steps.
+        std: standard deviation of the noise really added, ``g sqrt(-dt)``, positive.
+
+    Raises:
+        ValueError: the shapes of the means differ, or ``std`` is not positive.
+
+    Source: GRPO-Guard (arXiv 2510.22319), in the form of verl-omni's ``GRPOGuardLoss``.
+    """
+    return (log_prob_B - old_log_prob_B.detach() + gaussian_kl(mean_BNC, old_mean_BNC, std)) * std
+
+
+def matching_log_prob(
+    v_BNC: Tensor,
+    target_BNC: Tensor,
+    sigma_B: Tensor,
+    *,
+    weighting: Literal["uniform", "t", "ghuber"] = "uniform",
+    power: float = 0.25,
+) -> Tensor:
+    """Minus the weighted flow-matching error, which stands for a log-probability.
+
+    With ``e = mean (v - target)^2``, t = ``sigma_B`` and p = ``power``::
+
+        uniform  -e
+        t        -t e
+        ghuber   -t ((e + 1e-10)^p - 1e-10^p) / p
+
+    Args:
+        v_BNC: predicted velocity at the noised samples.
+        target_BNC: noise less clean sample.
+        sigma_B: noise levels, in (0, 1].
+
+    Returns:
+        Shape (B,), float64.
+
+    Raises:
+        ValueError: the shapes differ, or there is no such weighting.
+
+    Source: AWM (arXiv 2509.25050), in the form of its published code.
+    """
+    if v_BNC.shape != target_BNC.shape or sigma_B.shape != v_BNC.shape[:1]:
+        raise ValueError(
+            f"v_BNC {tuple(v_BNC.shape)} and target_BNC {tuple(target_BNC.shape)} must have one shape, and sigma_B "
+            f"{tuple(sigma_B.shape)} a value for each sample"
+        )
+    error_B = (v_BNC.double() - target_BNC.double()).square().flatten(1).mean(1)
+    match weighting:
+        case "uniform":
+            return -error_B
+        case "t":
+            return -error_B * sigma_B
+        case "ghuber":
+            return -((error_B + GHUBER_FLOOR) ** power - GHUBER_FLOOR**power) * sigma_B / power
+    raise ValueError(f"weighting = {weighting!r} must be 'uniform', 't' or 'ghuber'")
+
+
+def dpo_loss(
+    better_B: Tensor, worse_B: Tensor, better_ref_B: Tensor, worse_ref_B: Tensor, *, beta: float
+) -> tuple[Tensor, Tensor]:
+    """Diffusion-DPO, of flow-matching errors e of pairs, beside those of the reference policy::
+
+        m = -beta / 2 ((e_better - e_better_ref) - (e_worse - e_worse_ref))
+        loss = mean(-log sigmoid(m))
+
+    Returns:
+        The loss; and the share of pairs with ``m > 0``, which the policy tells apart better than the reference.
+
+    Raises:
+        ValueError: the shapes differ, or ``beta`` is not positive.
+
+    Source: Diffusion-DPO (arXiv 2311.12908), in flow_grpo's form (train_sd3_dpo.py).
+    """
+    shapes = {tuple(error_B.shape) for error_B in (better_B, worse_B, better_ref_B, worse_ref_B)}
+    if len(shapes) > 1 or not beta > 0:
+        raise ValueError(f"errors of shapes {sorted(shapes)} and beta = {beta}: one shape, and a positive beta")
+    margin_B = -beta / 2 * ((better_B - better_ref_B.detach()) - (worse_B - worse_ref_B.detach()))
+    return -torch.nn.functional.logsigmoid(margin_B).mean(), (margin_B > 0).float().mean().detach()

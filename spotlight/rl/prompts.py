@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from spotlight.files import read_bytes
 from spotlight.records import Prompt, SpotlightError
 
 COLUMNS = ("prompt", "text", "caption", "input")
@@ -71,9 +72,9 @@ def line_of(path: Path, index: int) -> int:
 
 def _text(path: Path) -> str:
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise SpotlightError(f"{path}: cannot be read as a prompt file: {error.strerror}; see [data]") from None
+        content = read_bytes(path, "a prompt file")
+    except SpotlightError as error:
+        raise SpotlightError(f"{error}; see [data]") from None
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -106,7 +107,7 @@ def _rows_of_parquet(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             f"{path}: reading .parquet needs pyarrow: install it, or save the prompts as .jsonl"
         ) from None
     try:
-        yield from enumerate(parquet.read_table(path).to_pylist())
+        yield from enumerate(parquet.read_table(io.BytesIO(read_bytes(path, "a prompt file"))).to_pylist())
     except (OSError, ValueError) as error:
         raise SpotlightError(f"{path}: cannot be read as a parquet file: {error}") from None
 

@@ -1,53 +1,92 @@
-"""What all workers of a run did and what that cost, over all of its sessions; kept on disk as it goes."""
+"""What all workers of a run did and what that cost, over all of its sessions; kept on disk as it goes.
+
+In memory are the spans of the last iterations; what came before is summed up, so that a long run takes no more of it.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from json import dumps
+from math import inf, isfinite
+from operator import itemgetter
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 from spotlight.config import Config
+from spotlight.files import shown
 from spotlight.market.ledger import (
+    Entry,
     Ledger,
     Price,
     busy_intervals,
     ledger,
     overlap_s,
+    pool_seconds,
     pool_usd,
     shared,
     spot_utilisation,
+    summed,
 )
 from spotlight.market.prices import read_prices
 from spotlight.plan.offload import Balance, balance
-from spotlight.records import Interval, Span, WorkerLife
+from spotlight.records import Interval, Pool, Span, SpotlightError, WorkerLife, row_of
 from spotlight.store.rundir import EVENTS, SPANS, WORKERS, HistoryRow, RunDir, ValidationRow, atomic_write
+
+LATEST_S = 1e12
+"""The year 33658: times are Unix seconds, or a virtual clock's."""
+
+
+FOLD_SPANS = 5_000
+"""Spans that are kept before old ones are summed up: a megabyte or two."""
 
 
 class Accounts:
-    """Spans and worker lives of one run; times are Unix seconds."""
+    """Spans and worker lives of one run; times are Unix seconds.
 
-    def __init__(self, run: RunDir, config: Config) -> None:
+    Args:
+        watched: the run goes on elsewhere, so workers that nobody saw leave are alive.
+    """
+
+    def __init__(self, run: RunDir, config: Config, *, watched: bool = False) -> None:
         self._run, self._config = run, config
         self._prices = pool_prices(config)
-        self._spans = read_spans(run)
-        last_s = max((span.stop_s for span in self._spans), default=0.0)
-        self._earlier = [_ended(life, last_s) for life in read_lives(run)]
-        self._lives: list[WorkerLife] = []
-        self._events: list[Mapping[str, Any]] = []
+        self._spans: list[Span] = []
+        self._latest_s: list[float] = []
+        """Of each span, when the last of it and those before it ended."""
+        self._first_spot: dict[str, tuple[float, int]] = {}
+        """Of each spot worker, when its earliest span began, and which it is."""
+        self._worked: set[str] = set()
+        """Workers with spans, as `emulated` has them, of the first `_counted` spans."""
+        self._counted = 0
+        self._broken: dict[str, float] = {}
+        self._recoveries: list[tuple[float, float]] = []
+        self._add_spans(read_spans(run))
+        last_s = self._latest_s[-1] if self._spans else 0.0
+        lives = read_lives(run)
+        self._lives = [life for life in lives if watched and life.left_s is None]
+        self._earlier = [_ended(life, last_s) for life in lives if life not in self._lives]
         self._ledger: Ledger | None = None
+        self._folded_s = 0.0
+        self._folded: tuple[Entry, ...] = ()
+        self._folded_busy_s = 0.0  # of spot workers
+        self._measured_s = 0.0
+        self._first_done_s: float | None = None
         self.running: Mapping[str, int] = {}
         """Tasks in progress, by phase."""
 
     def take(self, drained: Mapping[str, Any], running: Mapping[str, int]) -> None:
         """Add what the cluster reports: new spans, and the lives of all its workers."""
         self.running = running
-        self._events += drained["events"]
+        self._recoveries += recoveries(drained["events"], self._broken)
         if drained["events"]:
             self._run.append(EVENTS, *drained["events"])
-        self._spans += [Span(**row) for row in drained["spans"]]
+        spans = [Span(**row) for row in drained["spans"]]
+        self._add_spans(spans)
+        if self._first_done_s is None:
+            self._first_done_s = min((span.stop_s for span in spans if _makes_images(span)), default=None)
         if drained["spans"]:
             self._run.append(SPANS, *drained["spans"])
         lives = [WorkerLife(**row) for row in drained["workers"]]
@@ -64,23 +103,26 @@ class Accounts:
 
     def measure(self, start_s: float, stop_s: float) -> dict[str, float]:
         """Seconds and dollars of a stretch of time: by phase, by worker, by pool."""
-        window = (start_s, stop_s)
+        window, spans, workers = (start_s, stop_s), self._since(start_s), self._all()
         by_phase: defaultdict[str, float] = defaultdict(float)
-        for span in self._spans:
+        for span in spans:
             by_phase[_phase(span)] += overlap_s(span.start_s, span.stop_s, window)
-        busy = {
-            worker: sum(overlap_s(*interval, window) for interval in intervals)
-            for worker, intervals in busy_intervals(emulated(self._config, self._spans, self._all())).items()
-        }
-        taken = [life for life in self._all() if _was_taken(life) and start_s <= (life.left_s or 0) <= stop_s]
-        recoveries_s = [r for at_s, r in recoveries(self._events) if start_s <= at_s <= stop_s]
+        self._worked.update(span.worker for span in emulated(self._config, self._spans[self._counted :], workers))
+        self._counted = len(self._spans)
+        busy = dict.fromkeys(self._worked, 0.0)
+        for worker, intervals in busy_intervals(emulated(self._config, spans, workers)).items():
+            busy[worker] = sum(overlap_s(*interval, window) for interval in intervals)
+        taken = [life for life in workers if _was_taken(life) and start_s <= (life.left_s or 0) <= stop_s]
+        recoveries_s = [r for at_s, r in self._recoveries if start_s <= at_s <= stop_s]
+        firsts = [self._spans[index] for _, index in sorted(self._first_spot.values(), key=itemgetter(1))]
         self._ledger = None
+        self._fold(start_s)
         return {
             "wall_s": stop_s - start_s,
             **{f"{phase}_s": seconds for phase, seconds in by_phase.items() if seconds},
             **{f"busy_s.{worker}": seconds for worker, seconds in busy.items()},
             "usd": sum(self.usd_by_pool(stop_s, start_s).values()),
-            "spot_utilisation": spot_utilisation(self._spans, self._all(), window),
+            "spot_utilisation": spot_utilisation([*firsts, *spans], workers, window),  # adds up in the same order
             "preemptions": float(len(taken)),
             "gangs_broken": float(len(recoveries_s)),
             **({"recovery_s": median(recoveries_s)} if recoveries_s else {}),
@@ -88,11 +130,16 @@ class Accounts:
 
     def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
         """How reserved and spot workers shared an iteration."""
-        return balance(self._spans, self._all(), iteration, began_s=began_s, window_s=window_s)
+        return balance(self._since(began_s), self._all(), iteration, began_s=began_s, window_s=window_s)
 
     def usd_by_pool(self, now_s: float, since_s: float = 0.0) -> dict[str, float]:
         """Price of each pool's seconds, idle or not, up to ``now_s``."""
         return pool_usd(self._all(), self._prices, (since_s, now_s))
+
+    def money(self, now_s: float) -> dict[str, Any]:
+        """What was spent, for the page on the dashboard."""
+        reserved_only = self.ledger(now_s).usd_reserved_only
+        return {"at_s": now_s, "usd": self.usd_by_pool(now_s), "usd_reserved_only": reserved_only}
 
     def ledger(self, now_s: float) -> Ledger:
         """Where seconds and dollars went, as it was worked out last: after each iteration, and at the run's end.
@@ -100,17 +147,53 @@ class Accounts:
         Working it out takes some microseconds for each span, too long for every look at a long run.
         """
         if self._ledger is None:
-            run, window = self._run, (0.0, now_s)
-            self._ledger = run_ledger(
+            run, window = self._run, (self._folded_s, max(self._folded_s, now_s))
+            recent = run_ledger(
                 self._config, self._spans, self._all(), self._prices, window, run.history(), run.validation()
             )
+            self._ledger = replace(recent, entries=summed((*self._folded, *recent.entries)))
         return self._ledger
 
     def spot_utilisation(self, now_s: float) -> float:
-        return spot_utilisation(self._spans, self._all(), (0.0, now_s))
+        alive_s = pool_seconds(self._all(), (0.0, now_s)).get("spot", 0.0)
+        return min(1.0, (self._folded_busy_s + self._busy_s((self._folded_s, now_s))) / alive_s) if alive_s else 0.0
+
+    def _busy_s(self, window: Interval) -> float:
+        """Seconds that spot workers were busy."""
+        share = spot_utilisation(self._spans, self._all(), window)
+        return share * pool_seconds(self._all(), window).get("spot", 0.0)
+
+    def _fold(self, start_s: float) -> None:
+        """Sum up what came before the iteration before this one, and forget it.
+
+        What is reported only an iteration after its end counts from there on. Of each worker its first span stays, by
+        which its idle time is told from its start-up.
+        """
+        until_s, self._measured_s = self._measured_s, start_s
+        if len(self._spans) <= FOLD_SPANS or until_s <= self._folded_s:
+            return
+        window = (self._folded_s, until_s)
+        old = run_ledger(self._config, self._spans, self._all(), self._prices, window, (), ())
+        self._folded = summed((*self._folded, *old.entries))
+        self._folded_busy_s += self._busy_s(window)
+        self._folded_s = until_s
+        there = {life.worker for life in self._all() if life.left_s is None or life.left_s > until_s}
+        first: dict[str, Span] = {}
+        for span in self._spans:
+            if span.worker in there and (span.worker not in first or span.start_s < first[span.worker].start_s):
+                first[span.worker] = span
+        kept = {id(span) for span in first.values()}
+        spans = [span for span in self._spans if span.stop_s > until_s or id(span) in kept]
+        self._spans, self._latest_s, self._first_spot, self._counted = [], [], {}, 0
+        self._add_spans(spans)
+        self._recoveries = [(at_s, lasted_s) for at_s, lasted_s in self._recoveries if at_s > until_s]
 
     def preemptions(self) -> int:
         return sum(life.pool == "spot" and _was_taken(life) for life in self._all())
+
+    def lives(self) -> list[WorkerLife]:
+        """Of all workers, over all sessions."""
+        return self._all()
 
     def alive(self) -> dict[str, int]:
         """Workers alive now, by pool."""
@@ -118,15 +201,32 @@ class Accounts:
 
     def first_image_s(self, began_s: float) -> float | None:
         """Seconds from ``began_s`` to the first finished request."""
-        ends = [span.stop_s for span in self._spans if span.phase.startswith(("rollout", "explore", "validate"))]
+        ends = [span.stop_s for span in self._spans if _makes_images(span)]
+        if self._first_done_s is not None:
+            ends.append(self._first_done_s)
         return min((end - began_s for end in ends if end >= began_s), default=None)
+
+    def _add_spans(self, spans: Sequence[Span]) -> None:
+        latest_s = self._latest_s[-1] if self._latest_s else -inf
+        for index, span in enumerate(spans, len(self._spans)):
+            latest_s = max(latest_s, span.stop_s)
+            self._latest_s.append(latest_s)
+            if span.pool == "spot":
+                known = self._first_spot.get(span.worker)
+                if known is None or span.start_s < known[0]:
+                    self._first_spot[span.worker] = (span.start_s, index)
+        self._spans += spans
+
+    def _since(self, at_s: float) -> list[Span]:
+        """All spans but the first ones that had ended before."""
+        return self._spans[bisect_left(self._latest_s, at_s) :]
 
     def _all(self) -> list[WorkerLife]:
         return self._earlier + self._lives
 
     def _write_lives(self) -> None:
         with atomic_write(self._run.path / WORKERS) as file:
-            file.write("".join(f"{dumps(asdict(life), sort_keys=True)}\n" for life in self._all()).encode())
+            file.write("".join(f"{dumps(row_of(life), sort_keys=True)}\n" for life in self._all()).encode())
 
 
 def read_spans(run: RunDir) -> list[Span]:
@@ -135,7 +235,9 @@ def read_spans(run: RunDir) -> list[Span]:
     Raises:
         SpotlightError: a line is damaged.
     """
-    return run.records(SPANS, Span)
+    spans = run.records(SPANS, Span)
+    _check_rows(run, SPANS, spans, "start_s", "stop_s", "uncommitted_s", "redone_s")
+    return spans
 
 
 def read_lives(run: RunDir) -> list[WorkerLife]:
@@ -144,7 +246,22 @@ def read_lives(run: RunDir) -> list[WorkerLife]:
     Raises:
         SpotlightError: a line is damaged.
     """
-    return run.records(WORKERS, WorkerLife)
+    lives = run.records(WORKERS, WorkerLife)
+    _check_rows(run, WORKERS, lives, "joined_s", "left_s")
+    return lives
+
+
+def _check_rows(run: RunDir, journal: str, rows: Sequence[Span | WorkerLife], *moments: str) -> None:
+    """Refuse moments that no clock shows, and pools that have no price."""
+    for number, row in enumerate(rows, 1):
+        wrong = [name for name in moments if not 0 <= (getattr(row, name) or 0.0) <= LATEST_S]
+        found = [f"{name}: expected seconds from 0 to {LATEST_S:.0e}, found {getattr(row, name)}" for name in wrong]
+        if row.pool not in get_args(Pool):
+            found.append(f"pool: expected one of {get_args(Pool)}, found {shown(row.pool)}")
+        if found:
+            raise SpotlightError(
+                f"{run.path / journal}:{number}: {'; '.join(found)}; restore the file or delete the line"
+            )
 
 
 def pool_prices(config: Config) -> dict[str, Price]:
@@ -175,7 +292,7 @@ def run_ledger(
         prices,
         window,
         iterations=len(done),
-        samples=int(sum(metrics.get("samples", 0) for metrics in done.values())),
+        samples=int(sum(count for metrics in done.values() if isfinite(count := metrics.get("samples", 0)))),
         scores=[row.score for row in validation],
     )
 
@@ -188,15 +305,25 @@ def emulated(config: Config, spans: Sequence[Span], workers: Sequence[WorkerLife
     return shared(spans, workers, "train") if config.pace.gpu else spans
 
 
-def recoveries(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float]]:
-    """``(when it broke, seconds until its next committed step)`` of each gang that lost a member and went on."""
-    broken: dict[str, float] = {}
+def recoveries(
+    events: Iterable[Mapping[str, Any]], broken: dict[str, float] | None = None
+) -> Iterator[tuple[float, float]]:
+    """``(when it broke, seconds until its next committed step)`` of each gang that lost a member and went on.
+
+    Args:
+        broken: when gangs broke that did not go on before these events; it is brought up to date.
+    """
+    broken = {} if broken is None else broken
     for event in events:
         if event["event"] == "broken":
             broken.setdefault(event["gang"], event["at_s"])
         elif event["event"] == "stepped" and event["gang"] in broken:
             at_s = broken.pop(event["gang"])
             yield at_s, event["at_s"] - at_s
+
+
+def _makes_images(span: Span) -> bool:
+    return span.phase.startswith(("rollout", "explore", "validate"))
 
 
 def _was_taken(life: WorkerLife) -> bool:

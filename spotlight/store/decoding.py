@@ -6,29 +6,31 @@ newer version can be read; those that have a default may be absent, so that file
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import cache
+from math import isfinite
 from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
+from spotlight.files import shown
 from spotlight.records import SpotlightError
 
 Record = TypeVar("Record")
 
 TOLD_MAX = 3
 """Of what is wrong with one record: the first few say what happened to it."""
-CHARACTERS_MAX = 80
-"""Of a value that is wrong."""
 
 
-def from_json(kind: type[Record], content: bytes, where: object, way_out: str) -> Record:
+def from_json(kind: type[Record], content: bytes, where: object, way_out: str, *, finite: bool = False) -> Record:
     """The record that a JSON text holds.
 
     Args:
         kind: a dataclass, or any other type that pydantic knows.
         where: the file, with its line where it has several records.
         way_out: what a person can do about a damaged one.
+        finite: whether NaN and infinity are damage.
 
     Raises:
         SpotlightError: it is damaged.
@@ -40,7 +42,26 @@ def from_json(kind: type[Record], content: bytes, where: object, way_out: str) -
         told = [_sentence(dict(detail)) for detail in wrong[:TOLD_MAX]]
         more = [f"and {len(wrong) - TOLD_MAX} more"] if len(wrong) > TOLD_MAX else []
         raise SpotlightError(f"{where}: {'; '.join([*told, *more])}; {way_out}") from None
+    wrong_field = next(_infinite(record), None) if finite else None
+    if wrong_field is not None:
+        raise SpotlightError(f"{where}: {_field(wrong_field)}: expected a finite number; {way_out}")
     return record
+
+
+def _infinite(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Where in a record a number is not finite."""
+    if isinstance(value, float):
+        if not isfinite(value):
+            yield path
+    elif is_dataclass(value):
+        for each in fields(value):
+            yield from _infinite(getattr(value, each.name), (*path, each.name))
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _infinite(each, (*path, str(key)))
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from _infinite(each, (*path, index))
 
 
 @cache
@@ -55,19 +76,14 @@ def _sentence(error: dict[str, Any]) -> str:
         said = rule.removeprefix("Invalid JSON: ").replace(" at line 1 column ", " at column ")
         return f"not JSON ({said})"
     if error["type"] == "missing":
-        return f"no field {field!r}; it has {_shown(sorted(error['input']))}"
+        return f"no field {field!r}; it has {shown(sorted(error['input']))}"
     if error["type"] == "value_error":
         said = rule.removeprefix("Value error, ")
     else:
-        said = f"{rule.replace('Input should be', 'expected')}, found {_shown(error['input'])}"
+        said = f"{rule.replace('Input should be', 'expected')}, found {shown(error['input'])}"
     return f"{field}: {said}" if field else said
 
 
 def _field(path: Sequence[str | int]) -> str:
     """A field's name as people write it: ``kept[0].prompt.id``."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path if part != "[key]")[1:]
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= CHARACTERS_MAX else f"{text[:CHARACTERS_MAX]}..."

@@ -9,6 +9,8 @@ It knows nothing of models or devices. Under the store's URL lie ::
       claim.2                         epoch 2 is taken; holds its owner's token
       commit.2.5                      step 5 of epoch 2 is complete: digest, hash of the bytes, log-probs
     records/<name>                    small JSON values
+      scores/<request>                what a request was scored
+      scores-00003                    the same of all requests of a compacted iteration
 
 Invariants:
 
@@ -211,13 +213,27 @@ class LatentStore:
         """The value put under a name; None if there is none or it does not verify. Tuples come back as lists."""
         return unseal(run(self._store.get(_record_key(name))))
 
+    def put_scores(self, request: Request, value: Mapping[str, Any]) -> None:
+        """Store what a request was scored, as a small JSON value."""
+        self.put_record(f"scores/{request.id}", value)
+
+    def scores(self, request: Request) -> dict[str, Any] | None:
+        """What `put_scores` was given, also after the iteration was compacted; None as of `get_record`."""
+        return self.scores_of(request.iteration, request.id)
+
+    def scores_of(self, iteration: int, request: str) -> dict[str, Any] | None:
+        """As `scores`, of a request that is known by its id alone."""
+        found = self.get_record(f"scores/{request}")
+        return found or (self.get_record(_scores_of(iteration)) or {}).get(request)
+
     def finish_iteration(self, iteration: int, keep: Literal["clean", "all", "none"]) -> None:
         """Compact an iteration that nobody works on any more, and remove what is not kept.
 
         ``clean`` moves the clean latents of its complete requests into one sharded array (one per latent
         shape, should they differ) and removes everything else; ``all`` keeps every step; ``none`` removes
         the iteration. Call it again after a kill: old data goes only after its copy verifies.
-        Orphan ``.partial`` files of killed writers go in any case. Records stay.
+        Orphan ``.partial`` files of killed writers go in any case. Scores, a record for each request, become one of
+        the iteration; other records stay.
 
         Raises:
             SpotlightError: the compacted copy does not read back as written; nothing was removed.
@@ -225,6 +241,7 @@ class LatentStore:
         root, commits = iteration_path(iteration), f"commits/{iteration:05d}"
         for prefix in (root, commits):
             run(self._store.delete_partials(prefix))
+        self._compact_scores(iteration)
         if keep == "all":
             return
         doomed = [commits, root]
@@ -237,6 +254,16 @@ class LatentStore:
         for prefix in doomed:
             run(self._store.delete_all(prefix))
         self._forget(iteration)
+
+    def _compact_scores(self, iteration: int) -> None:
+        """One record instead of many, which go once it is there."""
+        names = [name for name in run(self._store.names("records/scores")) if name.startswith(f"{iteration:05d}-")]
+        if names:
+            each = {name: self.get_record(f"scores/{name}") for name in sorted(names)}
+            known = {name: value for name, value in each.items() if value is not None}
+            self.put_record(_scores_of(iteration), (self.get_record(_scores_of(iteration)) or {}) | known)
+        for name in names:
+            run(self._store.delete(_record_key(f"scores/{name}")))
 
     def _forget(self, iteration: int) -> None:
         """The arrays and groups of an iteration are gone: make them again if they are needed again."""
@@ -389,6 +416,11 @@ def _chunk_key(commit: _Commit) -> str:
 
 def _commits_path(iteration: int, request_id: str) -> str:
     return f"commits/{iteration:05d}/{request_id}"
+
+
+def _scores_of(iteration: int) -> str:
+    """The record of all scores of a compacted iteration."""
+    return f"scores-{iteration:05d}"
 
 
 def _record_key(name: str) -> str:

@@ -8,6 +8,8 @@ a directory in memory, lie ::
     gang-<name>              where the ranks of a gang find each other
     .<name>.partial          one of these on its way
     .lock-*, .alive          held while one is on its way; held as long as a process uses the node
+    .node                    the node's name
+    slot-<n>                 who has the n-th device: see `spotlight.store.slots`
 
 Invariants:
 
@@ -21,11 +23,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
 import re
 import shutil
 import stat
 import tempfile
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +39,7 @@ from hashlib import sha256 as new_sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
+from uuid import uuid4
 
 from safetensors import SafetensorError
 
@@ -78,7 +83,20 @@ class Node:
     def __init__(self, root: Path, *, keep: int = KEEP_FILES) -> None:
         self.root = root
         self._keep = keep
-        weakref.finalize(self, os.close, _hold(root))
+        self.close = weakref.finalize(self, os.close, _hold(root))
+        """Use it no more: once no process does, it can be removed."""
+
+    @property
+    def name(self) -> str:
+        """The same for all who share this memory, and for nobody else: a node is who shares it."""
+        token = self.root / ".node"
+        mine = self.root / f".node-{os.getpid()}-{threading.get_ident()}"
+        if not token.exists():
+            mine.write_text(uuid4().hex)
+            with suppress(FileExistsError):
+                os.link(mine, token)  # whole from the first moment on, and the first one's for ever
+            mine.unlink()
+        return token.read_text()
 
     def holds(self, sha256: str) -> bool:
         """Whether the file with this content is here now."""
@@ -208,11 +226,23 @@ def shared_root(name: str, *, size_bytes: int = 0) -> Path:
     """
     in_memory = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).total >= size_bytes
     parent = _SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
-    prefix = f"spotlight-{os.getuid()}-"
-    for root in parent.glob(f"{prefix}*"):
+    for root in _roots(parent):
         with suppress(SpotlightError):  # another user's: of no concern here
             sweep(root)
-    return parent / f"{prefix}{name}"
+    return parent / f"{_prefix()}{name}"
+
+
+def shared_roots(name: str) -> list[Path]:
+    """All that `shared_root` has made on this machine for names that begin so."""
+    return [root for parent in (_SHARED_MEMORY, Path(tempfile.gettempdir())) for root in _roots(parent, name)]
+
+
+def _roots(parent: Path, name: str = "") -> Iterable[Path]:
+    return parent.glob(f"{glob.escape(_prefix() + name)}*")
+
+
+def _prefix() -> str:
+    return f"spotlight-{os.getuid()}-"
 
 
 def sweep(root: Path) -> None:

@@ -4,6 +4,7 @@ Nothing is ever unpickled, and a published version never changes. Under the run 
 
     weights/v00003/weights.safetensors      what training changes
                    optimizer.safetensors
+                   old.safetensors          the policy that samples, where it is an older one
                    ema.safetensors          only if training keeps an average
                    manifest.json            hash and size of each file, and what the training measured
     weights/.staged-v00003/                 written by the training task, not yet published
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.records import Published, SpotlightError, WeightsRef
+from spotlight.records import Policy, Published, SpotlightError, WeightsRef
 from spotlight.store.decoding import from_json
 from spotlight.store.node import Node, NotOnNode, Source, from_file, map_tensors
 
@@ -43,13 +44,16 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor | NDArray[Any]]
     """By name: all of torch, or all of numpy."""
 
-Part = Literal["trainable", "optimizer", "ema"]
+Part = Literal["trainable", "optimizer", "old", "ema"]
 
 _FILES: dict[Part, str] = {
     "trainable": "weights.safetensors",
     "optimizer": "optimizer.safetensors",
+    "old": "old.safetensors",
     "ema": "ema.safetensors",
 }
+PARTS: dict[Policy, Part] = {"trained": "trainable", "old": "old", "average": "ema"}
+"""Where the weights of each policy are."""
 _MANIFEST = "manifest.json"
 _VERSION = re.compile(r"v(\d{5,})")
 
@@ -84,6 +88,7 @@ def stage(
     optimizer: Tensors,
     metrics: Mapping[str, float],
     ema: Tensors | None = None,
+    old: Tensors | None = None,
 ) -> None:
     """Write a version completely, flushed to disk, where only `publish` looks.
 
@@ -95,12 +100,17 @@ def stage(
         metrics: what the training of this version measured.
 
     Raises:
+        SpotlightError: a number is not finite; nothing was staged.
         OSError: for example because the disk is full; published versions stay.
     """
+    for tensors in (trainable, optimizer, ema or {}):
+        _check_finite(f"{run_dir}: version {version}", tensors)
     staged = _staged(run_dir, version)
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     parts: dict[Part, Tensors] = {"trainable": trainable, "optimizer": optimizer}
+    if old is not None:
+        parts["old"] = old
     if ema is not None:
         parts["ema"] = ema
     files = {_FILES[part]: _write_tensors(staged / _FILES[part], tensors) for part, tensors in parts.items()}
@@ -109,6 +119,16 @@ def stage(
     (staged / _MANIFEST).write_text(json.dumps(asdict(manifest), indent=2) + "\n")
     _flush(staged / _MANIFEST)
     _flush(staged)
+
+
+def _check_finite(where: str, tensors: Tensors) -> None:
+    for name, tensor in tensors.items():
+        finite = np.isfinite(tensor) if isinstance(tensor, np.ndarray) else tensor.isfinite()
+        if not finite.all():
+            raise SpotlightError(
+                f"{where}: {name} has numbers that are not finite (NaN or infinite), so nothing was published: lower "
+                'train.learning_rate, set model.dtype = "float32", or mend the weights of model.path'
+            )
 
 
 def publish(run_dir: Path, version: int) -> Published:

@@ -11,6 +11,7 @@ stores of obstore; on other fsspec file systems the underlying check-then-set le
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import zarr
@@ -37,6 +39,9 @@ run = sync
 
 _OBSTORE_SCHEMES = ("file", "s3", "s3a", "gs", "az", "abfs", "abfss")
 """Preferred over fsspec where obstore is installed: it creates a key exclusively."""
+
+PROBE_S = 20.0
+"""A store answers within a second; clients try again for minutes before they give up."""
 
 _SEALED = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "value": (.*)\}')
 
@@ -98,6 +103,37 @@ class ZarrStore:
             # What zarr makes of a missing array, damaged metadata or a shard whose index fails its CRC.
             # A store that cannot be reached raises something else: that is no proof of damage.
             return None
+
+
+def check_url(url: str) -> None:
+    """Write, read and delete a key, so that a place that cannot be used is found before work goes there.
+
+    Raises:
+        SpotlightError: it cannot be used.
+    """
+    try:
+        sync(_probe(ZarrStore(url)))
+    except SpotlightError:
+        raise
+    except TimeoutError:
+        raise SpotlightError(
+            f"latents.url = {url!r} cannot be used: no answer within {PROBE_S:g} s; check the address and the network"
+        ) from None
+    except Exception as error:  # each kind of store has errors of its own
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise SpotlightError(
+            f"latents.url = {url!r} cannot be used: {said[0]}; give a place that this user may write to"
+        ) from error
+
+
+async def _probe(store: ZarrStore) -> None:
+    key, value = f"probe-{uuid4().hex}", b"spotlight"
+    async with asyncio.timeout(PROBE_S):
+        await store.set(key, value)
+        found = await store.get(key)
+        await store.delete(key)
+    if found != value:
+        raise OSError("what was written does not read back")
 
 
 def _open(url: str) -> Store:

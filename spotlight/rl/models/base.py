@@ -228,6 +228,22 @@ class Model(ABC):
             self._exchange_reference(enter=False)
             self._in_reference = False
 
+    @contextmanager
+    def standing_in(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, these tensors are the model's `parameters`, in that order; what is loaded goes into them.
+
+        Nothing may be trained inside, and passes made outside that await their backward need none of it.
+        """
+        self._exchange(values)
+        try:
+            yield
+        finally:
+            self._exchange(values)
+
+    def _exchange(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self.parameters(), values, strict=True):
+            parameter.data, value.data = value.data, parameter.data
+
     def _exchange_reference(self, *, enter: bool) -> None:
         if self.has_lora:
             (self.transformer.disable_adapters if enter else self.transformer.enable_adapters)()

@@ -127,6 +127,12 @@ def _one(settings: RewardSection) -> Scorer:
     return scorer
 
 
+def normalised(within: tuple[float, float], rewards: Sequence[float]) -> tuple[float, ...]:
+    """Rewards with their range mapped to [0, 1]: what the planner sees."""
+    low, high = within
+    return tuple((reward - low) / (high - low) for reward in rewards)
+
+
 def imported(name: str, where: str) -> Any:
     """What ``module:Class`` names.
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spotlight.files import shown
 from spotlight.records import SpotlightError
 from spotlight.rl.rewards.base import Scorer
 
@@ -49,7 +50,7 @@ def quoted_target(text: str) -> str:
     parts = text.split('"', 2)
     if len(parts) < 3 or not parts[1].strip():
         raise SpotlightError(
-            f"the prompt {text!r} has no text in double quotes: put what is to be drawn there, "
+            f"the prompt {shown(text)} has no text in double quotes: put what is to be drawn there, "
             'for example A sign that reads "47"'
         )
     return parts[1]

@@ -1,0 +1,221 @@
+"""What the page shows, worked out from the dispatcher and from the driver's rows; knows neither Dask nor Bokeh.
+
+What the scheduler sees (workers, gangs, spans, losses) comes from the dispatcher, here and now. What only the driver
+knows comes as rows (`spotlight.report.feed`), of which the last with a kind and an id counts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from statistics import median
+from typing import Any
+
+from cluster.dispatch import Dispatch, Rules
+from cluster.journal import Shown
+from cluster.snapshot import Doing
+from spotlight.clock import Clock, wall_clock
+from spotlight.records import WorkerLife
+
+Row = Mapping[str, Any]
+Lane = tuple[str, str]
+"""``(pool, worker)``"""
+
+ROWS_MAX = {"run": 1, "images": 1, "seeds": 1, "prompts": 2, "iteration": 5_000, "validation": 5_000}
+"""Rows kept of each kind, those with the highest ids; other kinds are refused."""
+POINTS = 240
+"""Of the curve of dollars; with more, every other is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Money:
+    """What was spent by a moment."""
+
+    at_s: float
+    usd: Mapping[str, float]
+    """By pool."""
+    usd_reserved_only: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """A worker that was lost, or whose engine died, and how the work went on."""
+
+    at_s: float
+    worker: str
+    what: str
+    requests: int = 0
+    """That it was at work on."""
+    work_s: float | None = None
+    """Until the last of these took its next step elsewhere; None while it has not, or where there was none."""
+    back_s: float | None = None
+    """Until a worker of the same name had joined."""
+
+
+class Facts:
+    """All that the page may show.
+
+    Args:
+        dispatch: finds the dispatcher of the run that goes on; None where there is none.
+        clock: that of the dispatcher's events.
+    """
+
+    def __init__(self, dispatch: Callable[[], Dispatch | None], clock: Clock = wall_clock) -> None:
+        self._find, self.clock = dispatch, clock
+        self._rows: dict[str, dict[int, Row]] = {}
+        self._run = ""
+        self.money: deque[Money] = deque()
+        self.changes = 0
+        """Counts what was taken, but for money: what is drawn from rows is drawn anew when it has changed."""
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """The dispatcher, or one that knows nothing."""
+        return self._find() or NOTHING
+
+    def take(self, rows: Iterable[Row]) -> None:
+        """Add the driver's rows; of the same kind and id, the last counts. A run of another name begins anew."""
+        for row in rows:
+            if row["kind"] == "money":
+                self._take_money(row)
+                continue
+            if row["kind"] == "run" and row["name"] != self._run:
+                self._run = row["name"]
+                self._rows.clear()
+                self.money.clear()
+            of_kind = self._rows.setdefault(row["kind"], {})
+            if of_kind.get(row["id"]) != row:
+                self.changes += 1
+            of_kind[row["id"]] = row
+            for surplus in sorted(of_kind)[: max(0, len(of_kind) - ROWS_MAX[row["kind"]])]:
+                del of_kind[surplus]
+
+    def _take_money(self, row: Row) -> None:
+        now = Money(at_s=row["at_s"], usd=row["usd"], usd_reserved_only=row["usd_reserved_only"])
+        if self.money and now.at_s <= self.money[-1].at_s:
+            return
+        self.money.append(now)
+        if len(self.money) > POINTS:
+            self.money = deque(islice(self.money, 0, None, 2))
+
+    # Of the driver
+
+    def rows(self, kind: str) -> list[Row]:
+        """By id."""
+        found = self._rows.get(kind, {})
+        return [found[number] for number in sorted(found)]
+
+    def latest(self, kind: str) -> Row:
+        """The row with the highest id; empty where there is none."""
+        found = self._rows.get(kind)
+        return found[max(found)] if found else {}
+
+    def prices(self) -> dict[str, float]:
+        """Dollars an hour of one worker, by pool."""
+        return dict(self.latest("run").get("usd_per_h", {}))
+
+    def usd_per_h(self) -> float:
+        """Of all workers that are alive now."""
+        prices = self.prices()
+        return sum(prices.get(doing.pool, 0.0) for doing in self.doing())
+
+    # Of the scheduler
+
+    def doing(self) -> list[Doing]:
+        return self.dispatch.doing()
+
+    def lives(self) -> list[WorkerLife]:
+        """Of all workers of this session."""
+        return list(self.dispatch.journal.lives.values())
+
+    def zero_s(self) -> float:
+        """When the first worker of this session joined; now, before that."""
+        return min((life.joined_s for life in self.lives()), default=self.clock())
+
+    def shown_after(self, number: int) -> list[Shown]:
+        """The spans that came after one, oldest first, as far as they are still remembered."""
+        shown = self.dispatch.journal.shown
+        new = min(len(shown), shown[-1].number - number) if shown else 0
+        return list(islice(reversed(shown), max(0, new)))[::-1]
+
+    def recoveries(self) -> list[Recovery]:
+        """Of the latest events, oldest first."""
+        return recoveries(self.dispatch.journal.recent)
+
+
+NOTHING = Dispatch(Rules(), logged=False)
+"""Where no run goes on."""
+
+
+def lanes(lives: Iterable[WorkerLife], since_s: float) -> list[Lane]:
+    """Workers that are alive, or were after a moment: reserved ones first, numbers in order."""
+    found = {(life.pool, life.worker) for life in lives if life.left_s is None or life.left_s >= since_s}
+    return sorted(found, key=lambda lane: (lane[0] != "reserved", lane[0], _numbered(lane[1])))
+
+
+def _numbered(name: str) -> tuple[str, int, str]:
+    """So that spot-2 comes before spot-10."""
+    head = name.rstrip("0123456789")
+    return head, int(name[len(head) :] or 0), name
+
+
+def head_count(lives: Iterable[WorkerLife], pools: Sequence[str]) -> list[tuple[float, dict[str, int]]]:
+    """``(from when, workers alive by pool)``, a step for each that came or went."""
+    steps = [(life.joined_s, life.pool, 1) for life in lives]
+    steps += [(life.left_s, life.pool, -1) for life in lives if life.left_s is not None]
+    counts, found = dict.fromkeys(pools, 0), []
+    for at_s, pool, by in sorted(steps):
+        counts[pool] = counts.get(pool, 0) + by
+        found.append((at_s, dict(counts)))
+    return found
+
+
+WHAT = {
+    "lost": "lost without a notice",
+    "left": "left on notice",
+    "hung": "hung, and was ended",
+    "engine lost": "engine died",
+}
+
+
+def recoveries(events: Iterable[Row]) -> list[Recovery]:
+    """How each loss among the events was got over.
+
+    A worker's loss is told before the requests that it broke; the next step of each of them, and the next worker of
+    its name, come later.
+    """
+    found: list[Recovery] = []
+    last: dict[str, int] = {}
+    """Of each worker, its latest loss."""
+    broken: dict[str, int] = {}
+    """Requests that have not gone on yet, with the loss that broke them."""
+    for event in events:
+        kind, worker = event["event"], event.get("worker", "")
+        if kind in WHAT and not (kind == "lost" and _is_told(found, last.get(worker), "hung")):
+            last[worker] = len(found)
+            found.append(Recovery(at_s=event["at_s"], worker=worker, what=WHAT[kind]))
+            if kind == "engine lost" and event.get("gang"):
+                broken[event["gang"]] = last[worker]
+                found[-1] = replace(found[-1], requests=1)
+        elif kind in ("broken", "leaves") and event.get("lost") in last:
+            at = broken[event["gang"]] = last[event["lost"]]
+            found[at] = replace(found[at], requests=found[at].requests + 1)
+        elif kind == "stepped" and event["gang"] in broken:
+            at = broken.pop(event["gang"])
+            found[at] = replace(found[at], work_s=event["at_s"] - found[at].at_s)
+        elif kind == "joined" and worker in last:
+            at = last.pop(worker)
+            found[at] = replace(found[at], back_s=event["at_s"] - found[at].at_s)
+    return found
+
+
+def _is_told(found: Sequence[Recovery], at: int | None, kind: str) -> bool:
+    """Whether a worker's end was told already, as what it was ended for."""
+    return at is not None and found[at].what == WHAT[kind]
+
+
+def median_work_s(found: Iterable[Recovery]) -> float | None:
+    known = [one.work_s for one in found if one.work_s is not None]
+    return median(known) if known else None

@@ -1,0 +1,290 @@
+"""Draws the page's panels with Bokeh; each looks at the facts when it is told to, and sends only what is new.
+
+A panel has a ``root``, and an ``update`` that is called about once a second while somebody looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bokeh.layouts import column
+from bokeh.models import ColumnDataSource, FactorRange, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.models.widgets.markups import Div
+
+from cluster.dashboard import text
+from cluster.dashboard.facts import Facts, head_count
+from cluster.dashboard.lanes import Lanes
+from spotlight.report.palette import FAINT, INK, LOST, PHASE_COLOURS, POOL_COLOURS
+from spotlight.report.style import CLOCK, Plot, empty_plot, legend_above
+
+POOLS = ("reserved", "spot")
+
+
+class _Redrawn:
+    """A panel of figures that are drawn anew when the driver has told something new."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._seen = -1
+
+    def update(self) -> None:
+        if self._facts.changes != self._seen:
+            self._seen = self._facts.changes
+            self._redraw()
+
+    def _redraw(self) -> None:
+        raise NotImplementedError
+
+
+class Pools:
+    """GPUs by pool over time, and the dollars spent, beside what reserved GPUs alone would have cost."""
+
+    HEIGHT = 210
+
+    def __init__(self, facts: Facts, *, title: str = "") -> None:
+        self._facts = facts
+        self._money_s = -1.0
+        self._steps = ColumnDataSource({"at": [], **{pool: [] for pool in POOLS}})
+        self._spent = ColumnDataSource({"at": [], "reserved_only": [], "total": [], **{pool: [] for pool in POOLS}})
+        self.root = column(self._counts(title), self._dollars(), sizing_mode="stretch_width")
+
+    def _counts(self, title: str) -> Plot:
+        plot = empty_plot(150, tools="xpan,reset,save", title=title, y_axis_label="GPUs alive")
+        plot.xaxis.formatter = NumeralTickFormatter(format=CLOCK)
+        plot.y_range.start = 0
+        for pool, dash in zip(POOLS, ("dashed", "solid"), strict=True):
+            style: Any = {"color": POOL_COLOURS[pool], "line_width": 2.5, "line_dash": dash}
+            plot.step("at", pool, source=self._steps, mode="after", legend_label=pool, **style)
+        plot.yaxis.ticker.min_interval = 1
+        legend_above(plot)
+        self._count_range = plot.x_range
+        return plot
+
+    def _dollars(self) -> Plot:
+        plot = empty_plot(
+            self.HEIGHT,
+            tools="xpan,reset,save",
+            x_axis_label="since the first worker joined",
+            y_axis_label="US dollars spent",
+        )
+        plot.x_range = self._count_range
+        plot.xaxis.formatter = NumeralTickFormatter(format=CLOCK)
+        plot.yaxis.formatter = NumeralTickFormatter(format="$0,0.00")
+        colours = [POOL_COLOURS[pool] for pool in POOLS]
+        plot.varea_stack(list(POOLS), x="at", color=colours, alpha=0.8, legend_label=list(POOLS), source=self._spent)
+        dashed: Any = {"color": LOST, "line_width": 2, "line_dash": "dashed"}
+        label = "the same work on reserved GPUs alone, at least"
+        plot.step("at", "reserved_only", source=self._spent, mode="after", **dashed, legend_label=label)
+        line = plot.line("at", "total", source=self._spent, line_alpha=0)
+        rows = [*((pool, f"@{pool}{{$0,0.0000}}") for pool in POOLS), ("reserved only", "@reserved_only{$0,0.0000}")]
+        plot.add_tools(HoverTool(renderers=[line], tooltips=rows, mode="vline", visible=False))
+        legend_above(plot)
+        return plot
+
+    def update(self) -> None:
+        zero_s, now_s = self._facts.zero_s(), self._facts.clock()
+        steps = head_count(self._facts.lives(), POOLS)
+        if steps:
+            steps = [*steps, (now_s, steps[-1][1])]
+        self._steps.data = {
+            "at": [at_s - zero_s for at_s, _ in steps],
+            **{pool: [counts[pool] for _, counts in steps] for pool in POOLS},
+        }
+        money = [one for one in self._facts.money if one.at_s >= zero_s]
+        if money and money[-1].at_s != self._money_s:
+            self._money_s = money[-1].at_s
+            self._spent.data = {
+                "at": [one.at_s - zero_s for one in money],
+                "total": [sum(one.usd.values()) for one in money],
+                "reserved_only": [one.usd_reserved_only for one in money],
+                **{pool: [one.usd.get(pool, 0.0) for one in money] for pool in POOLS},
+            }
+
+
+class Learning(_Redrawn):
+    """Rewards and validation scores; reward variance kept against equal shares; whether stale rewards rank well."""
+
+    CURVES = (
+        *("reward_mean", "explored_reward_mean", "rank_correlation"),
+        *("fidelity", "variance_kept", "variance_equal"),
+    )
+
+    def __init__(self, facts: Facts, *, title: str = "") -> None:
+        super().__init__(facts)
+        self._rows = ColumnDataSource({name: [] for name in ("k", "low", "high", *self.CURVES)})
+        self._scores = ColumnDataSource({"k": [], "score": []})
+        self.root = column(self._rewards(title), self._variances(), self._ranks(), sizing_mode="stretch_width")
+
+    def _rewards(self, title: str) -> Plot:
+        plot = empty_plot(200, tools="xpan,reset,save", title=title, y_axis_label="reward")
+        train = PHASE_COLOURS["train"]
+        plot.varea("k", "low", "high", source=self._rows, color=train, alpha=0.12, legend_label="± std")
+        self._line(plot, "reward_mean", train, "trained samples")
+        self._line(plot, "explored_reward_mean", PHASE_COLOURS["explore"], "explored seeds (stale weights)", "dashed")
+        plot.line("k", "score", source=self._scores, color=INK, line_width=1, legend_label="validation")
+        marks = plot.scatter(
+            "k", "score", source=self._scores, marker="diamond", size=12, color=INK, legend_label="validation"
+        )
+        plot.add_tools(
+            HoverTool(renderers=[marks], tooltips=[("validation", "@score{0.000}"), ("version", "@k")], visible=False)
+        )
+        legend_above(plot)
+        self._x_range = plot.x_range
+        plot.xaxis.ticker.min_interval = 1
+        return plot
+
+    def _variances(self) -> Plot:
+        plot = self._small("variance")
+        self._line(plot, "variance_kept", PHASE_COLOURS["explore"], "kept by the planner")
+        self._line(plot, "variance_equal", FAINT, "by equal shares (imagined)", "dashed")
+        plot.y_range.start = 0
+        legend_above(plot)
+        return plot
+
+    def _ranks(self) -> Plot:
+        plot = self._small("ranking")
+        plot.y_range = Range1d(start=-0.05, end=1.05)
+        self._line(plot, "rank_correlation", PHASE_COLOURS["rollout"], "rank correlation")
+        self._line(plot, "fidelity", PHASE_COLOURS["train"], "fidelity that the planner believes in", "dashed")
+        plot.xaxis.axis_label = "iteration; for validation, weights version"
+        legend_above(plot)
+        return plot
+
+    def _small(self, label: str) -> Plot:
+        plot = empty_plot(135, tools="xpan,reset,save", x_range=self._x_range, y_axis_label=label)
+        plot.xaxis.ticker.min_interval = 1
+        return plot
+
+    def _line(self, plot: Plot, name: str, colour: str, label: str, dash: str = "solid") -> None:
+        plot.line("k", name, source=self._rows, color=colour, line_width=2.5, line_dash=dash, legend_label=label)
+        dots = plot.scatter("k", name, source=self._rows, color=colour, size=5, legend_label=label)
+        plot.add_tools(
+            HoverTool(renderers=[dots], tooltips=[(label, f"@{name}{{0.0000}}"), ("iteration", "@k")], visible=False)
+        )
+
+    def _redraw(self) -> None:
+        rows, nothing = self._facts.rows("iteration"), float("nan")
+        data: dict[str, Any] = {name: [row.get(name, nothing) for row in rows] for name in self.CURVES}
+        data["k"] = [row["id"] for row in rows]
+        data["low"] = [row["reward_mean"] - row["reward_std"] for row in rows]
+        data["high"] = [row["reward_mean"] + row["reward_std"] for row in rows]
+        self._rows.data = data
+        scores = self._facts.rows("validation")
+        self._scores.data = {"k": [row["id"] for row in scores], "score": [row["score"] for row in scores]}
+
+
+class Planner(_Redrawn):
+    """What exploration spent on each prompt of the latest iteration that it chose seeds for."""
+
+    def __init__(self, facts: Facts, *, title: str = "") -> None:
+        super().__init__(facts)
+        names = ("y", "tried", "spread", "reward", "colour", "prompt", "what")
+        self._source = ColumnDataSource({name: [] for name in names})
+        self._range = FactorRange(factors=[])
+        self._said = Div(text="", stylesheets=[text.TABLE], sizing_mode="stretch_width")
+        self.plot = plot = empty_plot(
+            260, tools="save", y_range=self._range, x_axis_label="candidate seeds scored", title=title
+        )
+        plot.ygrid.grid_line_color = None
+        plot.x_range.start = 0
+        plot.yaxis.major_tick_line_color = plot.yaxis.axis_line_color = None
+        bars = plot.hbar("y", 0.7, 0, "tried", source=self._source, color="colour", line_color=None)
+        rows = [
+            ("", "@prompt"),
+            ("scored", "@tried"),
+            ("mean reward", "@reward{0.000}"),
+            ("spread", "@spread{0.000}"),
+            ("", "@what"),
+        ]
+        plot.add_tools(HoverTool(renderers=[bars], tooltips=rows, visible=False))
+        self.root = column(self._said, plot, sizing_mode="stretch_width")
+
+    def _redraw(self) -> None:
+        latest = self._facts.latest("prompts")
+        rows = list(reversed(latest.get("prompts", [])))
+        names = [_label(row, number) for number, row in enumerate(rows)]
+        self._range.factors = names
+        self.plot.height = 60 + 15 * max(4, len(rows))
+        self._source.data = {
+            "y": names,
+            "tried": [row["tried"] for row in rows],
+            "spread": [row["spread"] for row in rows],
+            "reward": [row["reward"] for row in rows],
+            "colour": [PHASE_COLOURS["explore"] if row["kept"] else PHASE_COLOURS["explore-score"] for row in rows],
+            "prompt": [row["prompt"] or f"prompt {row['id']}" for row in rows],
+            "what": ["rolled out" if row["kept"] else "not rolled out" for row in rows],
+        }
+        self._said.text = _spent(latest) if latest else "<p>Nothing was explored yet.</p>"
+
+
+def _spent(latest: Mapping[str, Any]) -> str:
+    k, scored, dropped, prompts = (int(latest[name]) for name in ("id", "scored", "dropped", "of"))
+    return (
+        f"<p>Iteration <b>{k}</b>: <b>{scored}</b> seeds scored, {dropped} called off, {prompts} prompts. "
+        "Darker: rolled out.</p>"
+    )
+
+
+def _label(row: Mapping[str, Any], number: int) -> str:
+    """Of a prompt, unlike all others of its plot."""
+    wanted = text.target(row["prompt"]) if row["prompt"] else ""
+    return f"{wanted[:18]}{'…' if len(wanted) > 18 else ''} #{row['id']}" if wanted else f"#{row['id']}"
+
+
+class Said:
+    """A panel of HTML, sent when it has changed."""
+
+    STYLE = ""
+
+    def __init__(self, facts: Facts, *, title: str = "") -> None:
+        self._facts = facts
+        self._div = Div(text="", stylesheets=[self.STYLE], sizing_mode="stretch_width")
+        self.root = self._div
+
+    def update(self) -> None:
+        said = self._say()
+        if said != self._div.text:
+            self._div.text = said
+
+    def _say(self) -> str:
+        raise NotImplementedError
+
+
+class Cards(Said):
+    """The run in a few numbers."""
+
+    STYLE = text.CARDS
+
+    def _say(self) -> str:
+        return text.cards(self._facts)
+
+
+class Recoveries(Said):
+    """Losses, and how long until the work went on."""
+
+    STYLE = text.TABLE
+
+    def _say(self) -> str:
+        return text.recovery_table(self._facts.recoveries(), self._facts.zero_s())
+
+
+class Images(Said):
+    """The newest images, and the best and the worst kept seeds."""
+
+    STYLE = text.IMAGES
+
+    def _say(self) -> str:
+        return text.gallery(self._facts)
+
+
+PANELS: Mapping[str, tuple[Any, str]] = {
+    "cards": (Cards, ""),
+    "lanes": (Lanes, "What every GPU does"),
+    "pools": (Pools, "Pools and prices"),
+    "learning": (Learning, "Reward, variance kept, and ranking fidelity"),
+    "planner": (Planner, "What the planner spends per prompt"),
+    "recoveries": (Recoveries, "Recoveries"),
+    "images": (Images, "Newest images"),
+}
+"""Each panel by its name, and its title."""

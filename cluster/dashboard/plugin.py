@@ -1,0 +1,154 @@
+"""Mounts the page on a scheduler: one that is about to start, or one that already runs.
+
+`PagePlugin` is a plain value, which a client may send: ``client.register_plugin(PagePlugin())``. Of Dask's dashboard it
+uses ``applications``, ``template_variables``, `BokehApplication`, and the templates and the theme of its pages; of the
+scheduler, ``http_application``, ``handlers`` and ``plugins``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from distributed import Scheduler, SchedulerPlugin
+
+from cluster.dashboard.facts import Facts, Row
+from cluster.dispatch import Dispatch
+from cluster.plugins import DispatchPlugin
+
+PAGE = "spotlight"
+ROWS = "spotlight_page"
+"""The scheduler's handler of the driver's rows."""
+UPDATE_MS = 1000
+"""Between two looks at the facts, while somebody has the page open (`benchmarks.dashboard` says what a look costs)."""
+TEMPLATE = Path(__file__).with_name("page.html")
+
+
+def prepare() -> None:
+    """Have schedulers that this process starts from now on serve the page beside their own.
+
+    Only then do they list its plots in ``/individual-plots.json``, where dask-labextension finds them.
+    """
+    from distributed.dashboard.scheduler import applications
+
+    applications.update(pages())
+
+
+class PagePlugin(SchedulerPlugin):
+    """Keeps what the page shows, and mounts the page."""
+
+    name = "spotlight-page"
+
+    async def start(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.facts = Facts(self._dispatch)
+        scheduler.handlers[ROWS] = self.take
+        if hasattr(scheduler, "http_application"):
+            _mount(scheduler)
+
+    def take(self, rows: list[Row]) -> None:
+        """Rows of the driver; see `Facts.take`."""
+        self.facts.take(rows)
+
+    def _dispatch(self) -> Dispatch | None:
+        found = [plugin for plugin in self._scheduler.plugins.values() if isinstance(plugin, DispatchPlugin)]
+        return found[-1].shown if found else None
+
+
+def pages() -> dict[str, Callable[..., None]]:
+    """What Dask calls applications: the page, and each of its panels as a plot of its own."""
+    from cluster.dashboard.panels import PANELS
+
+    plots = {f"/individual-{PAGE}-{name}": partial(_plot_document, name) for name in PANELS}
+    return {f"/{PAGE}": _page_document, **plots}
+
+
+def _mount(scheduler: Scheduler) -> None:
+    """Add the page to the scheduler's web server and to the navigation of Dask's pages, unless it is there.
+
+    Pages need Bokeh; without it the metrics are there all the same.
+    """
+    _mount_metrics(scheduler)
+    try:
+        from distributed.dashboard.core import BokehApplication
+        from distributed.dashboard.scheduler import template_variables
+    except ImportError:
+        return
+    from tornado.ioloop import IOLoop
+
+    variables = template_variables(scheduler)
+    if PAGE not in variables["pages"]:
+        variables["pages"].insert(0, PAGE)
+    mounted = [path for app in scheduler.http_application.applications for path in getattr(app, "app_paths", ())]
+    if f"/{PAGE}" in mounted:
+        return
+    known = {plot["url"] for plot in variables["plots"]}
+    added = [path.strip("/") for path in pages() if "individual" in path and path.strip("/") not in known]
+    variables["plots"] += [
+        {"url": url, "name": url.removeprefix("individual-").replace("-", " ").title()} for url in added
+    ]
+    application = BokehApplication(pages(), scheduler, template_variables=variables)
+    scheduler.http_application.add_application(application)
+    application.initialize(IOLoop.current())
+    application.start()
+
+
+def _facts(scheduler: Scheduler) -> Facts:
+    """Of this scheduler's plugin; of no run, where it has none."""
+    plugin = scheduler.plugins.get(PagePlugin.name)
+    return plugin.facts if isinstance(plugin, PagePlugin) else Facts(lambda: None)
+
+
+def _page_document(scheduler: Scheduler, extra: Mapping[str, Any], document: Any) -> None:
+    from distributed.dashboard.components.scheduler import BOKEH_THEME, env
+    from markupsafe import Markup
+
+    from cluster.dashboard.panels import PANELS
+    from cluster.dashboard.text import chips
+
+    for name in PANELS:
+        _add(document, name, scheduler).root.name = name
+    document.title = "Dask: Spotlight"
+    document.template = env.from_string(TEMPLATE.read_text("utf-8"))
+    titles = {name: title for name, (_, title) in PANELS.items()}
+    document.template_variables.update(extra, titles=titles, chips=Markup(chips()))
+    document.theme = BOKEH_THEME
+
+
+def _plot_document(name: str, scheduler: Scheduler, extra: Mapping[str, Any], document: Any) -> None:
+    from distributed.dashboard.components.scheduler import BOKEH_THEME
+
+    _add(document, name, scheduler, titled=True)
+    document.title = f"Dask: Spotlight {name}"
+    document.theme = BOKEH_THEME
+
+
+def _add(document: Any, name: str, scheduler: Scheduler, *, titled: bool = False) -> Any:
+    from distributed.dashboard.components import add_periodic_callback
+
+    from cluster.dashboard.panels import PANELS
+
+    kind, title = PANELS[name]
+    panel = kind(_facts(scheduler), title=title if titled else "")
+    panel.update()
+    document.add_root(panel.root)
+    add_periodic_callback(document, panel, UPDATE_MS)
+    return panel
+
+
+def _mount_metrics(scheduler: Scheduler) -> None:
+    """Add our figures to what Dask says at ``/metrics``, which is nothing where prometheus_client is not installed."""
+    from distributed.http.scheduler import prometheus
+
+    from cluster.dashboard.metrics import exposition
+
+    ((path, theirs, _),) = prometheus.routes
+
+    class Metrics(theirs):  # type: ignore[misc,valid-type]
+        def get(self) -> None:
+            super().get()
+            self.write("\n" + exposition(_facts(scheduler)))
+
+    scheduler.http_application.add_handlers(".*$", [(path, Metrics, {"dask_server": scheduler})])

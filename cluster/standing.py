@@ -1,0 +1,102 @@
+"""A Dask cluster that is there already: how to reach it, and whether it is safe to.
+
+Whoever can talk to a Dask process can have it run anything. So a scheduler on another machine is only spoken to
+through TLS, unless the settings say that the network between is trusted.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import socket
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from distributed import Client, Security
+from distributed.deploy.cluster import Cluster
+
+from spotlight.records import SpotlightError
+
+Standing = str | Path | Client | Cluster
+CONNECT_S = 10.0
+SAFE = ("tls", "wss", "inproc")
+"""Ways to talk that others cannot listen to, or talk into."""
+
+
+def connect(standing: Standing, *, insecure: bool) -> Client:
+    """A client of our own: it leaves that of a notebook alone, and who runs here is told apart by it.
+
+    Certificates are those of the given client or cluster; for an address, those of Dask's configuration.
+
+    Raises:
+        SpotlightError: it cannot be reached, or it is not safe to.
+    """
+    address, security = where(standing)
+    refuse_unsafe(address, insecure=insecure)
+    try:
+        return Client(address, security=security, timeout=CONNECT_S, set_as_default=False)
+    except (OSError, TimeoutError, ValueError, TypeError) as error:
+        raise SpotlightError(_unreachable(address, error)) from None
+
+
+def where(standing: Standing) -> tuple[str, Security | None]:
+    """Address of the scheduler; and certificates, if those of Dask's configuration will not do.
+
+    Raises:
+        SpotlightError: there is no such file, or it is no scheduler file.
+    """
+    if isinstance(standing, Cluster):
+        return str(standing.scheduler_address), getattr(standing, "security", None)
+    if isinstance(standing, Client):
+        if standing.scheduler is None:
+            raise SpotlightError(f"{standing}: this client is not connected: await it, or give its address")
+        return str(standing.scheduler.address), standing.security
+    text = str(standing)
+    if "://" in text:
+        return text, None
+    file = Path(text).expanduser()
+    if not file.is_file():
+        raise SpotlightError(
+            f"{text!r} is neither an address, such as tls://head:8786, nor a scheduler file, which `dask scheduler "
+            "--scheduler-file FILE` writes"
+        )
+    try:
+        return str(json.loads(file.read_text())["address"]), None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpotlightError(
+            f"{file}: is no scheduler file ({error!r}); `dask scheduler --scheduler-file {file}` writes one"
+        ) from None
+
+
+def refuse_unsafe(address: str, *, insecure: bool) -> None:
+    """
+    Raises:
+        SpotlightError: others could talk to this scheduler too, and have it run what they like.
+    """
+    scheme = urlsplit(address).scheme
+    if insecure or scheme in SAFE or _is_loopback(urlsplit(address).hostname or ""):
+        return
+    raise SpotlightError(
+        f"{address}: anybody who reaches this scheduler, or listens to it, can run code in all its processes: start it "
+        "and the workers with TLS and give tls://...; on a network that is yours alone, set cluster.insecure = true"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found: list[Any] = socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(entry[4][0].partition("%")[0]).is_loopback for entry in found)
+
+
+def _unreachable(address: str, error: Exception) -> str:
+    cause = f"{error.__cause__ or error}"
+    if address.startswith("tls://"):
+        return (
+            f"{address}: no scheduler answers there, or it does not accept our certificate, or we not its ({cause}): "
+            "check the address, and tls.ca-file, tls.client.cert and tls.client.key in Dask's configuration "
+            "(DASK_DISTRIBUTED__COMM__TLS__CA_FILE and so on)"
+        )
+    return f"{address}: no scheduler answers there ({cause}): check the address, and that `dask scheduler` runs"

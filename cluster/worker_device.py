@@ -1,0 +1,125 @@
+"""The `Device` of a Dask worker: the work is done in its engine process, and the scheduler is told how it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from distributed import Reschedule, Worker
+from numpy.typing import NDArray
+
+from cluster import peers
+from cluster.plugins import BEAT, HOLDS, LOST_ENGINE
+from spotlight.device.calls import Call, ImagesCall, PrepareCall, RolloutCall, ScoreCall, T, TrainCall
+from spotlight.device.process import Beat, EngineLost, EngineProcess
+from spotlight.device.protocol import ALONE, Prepared
+from spotlight.records import (
+    Dropped,
+    Interrupted,
+    Placement,
+    Request,
+    Rollout,
+    Sample,
+    Scored,
+    SpotlightError,
+    Surplus,
+    WeightsRef,
+)
+from spotlight.store import weights
+from spotlight.store.node import Node, NotOnNode
+
+BACK_OFF_S = 0.01
+"""Before a task is sent back: it comes again at once, and the scheduler needs a moment to see why."""
+
+
+class WorkerDevice:
+    """Does a worker's tasks.
+
+    Its verbs are called by task threads. Each may raise `Reschedule`: it is to be done anew, here or elsewhere.
+    The weights that a request asks for are on the node before the engine is: they come from another node that has
+    them, or else from the run directory.
+    """
+
+    def __init__(self, worker: Worker, engine: EngineProcess, node: Node, *, quarantine_after: int) -> None:
+        self._worker, self._engine, self._node = worker, engine, node
+        self._quarantine_after, self._lost_in_row = quarantine_after, 0
+
+    def prepare(self, run_dir: str) -> Prepared:
+        return self._call(run_dir, PrepareCall())
+
+    def rollout(self, run_dir: str, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
+        self._bring(Path(run_dir), request)
+        return self._call(run_dir, RolloutCall(request=request, place=place), place if place.gang else None)
+
+    def score(self, run_dir: str, request: Request) -> Scored | Dropped:
+        self._bring(Path(run_dir), request)
+        return self._call(run_dir, ScoreCall(request=request))
+
+    def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
+        self._bring(Path(run_dir), request)
+        return self._call(run_dir, ImagesCall(request=request))
+
+    def train(
+        self, run_dir: str, weights: WeightsRef, parts: tuple[tuple[Sample, ...], ...], of: int, iteration: int
+    ) -> None:
+        self._call(run_dir, TrainCall(weights=weights, parts=parts, of=of, iteration=iteration))
+
+    def _call(self, run_dir: str, call: Call[T], gang: Placement | None = None) -> T:
+        """Run a call on the engine.
+
+        Raises:
+            Reschedule: it is to be done anew, here or elsewhere.
+            SpotlightError: it lost its engine process too many times in a row.
+        """
+        try:
+            value = self._engine.call(run_dir, call, partial(self._beat, gang))
+        except Interrupted:
+            time.sleep(BACK_OFF_S)
+            raise Reschedule from None
+        except EngineLost as lost:
+            self._count(call.verb, gang, str(lost))
+            raise Reschedule from None
+        self._lost_in_row = 0
+        return value
+
+    def _bring(self, run_dir: Path, request: Request) -> None:
+        part = weights.PARTS[request.policy]
+        sha256 = weights.digest(run_dir, request.weights, part)
+        if self._node.holds(sha256):
+            return
+        asked = self._worker.scheduler.spotlight_holders(sha256=sha256)
+        holders = asyncio.run_coroutine_threadsafe(_answer(asked), self._worker.loop.asyncio_loop).result()  # type: ignore[attr-defined]
+        with contextlib.suppress(NotOnNode):  # the engine will read the store itself
+            weights.bring(run_dir, request.weights, self._node, part, peers.sources(self._worker, holders))
+            self._tell(HOLDS, sha256=sha256)
+
+    def _count(self, verb: str, gang: Placement | None, reason: str) -> None:
+        """Requests are counted by the scheduler, wherever they run; the rest here."""
+        self._tell(LOST_ENGINE, worker=self._worker.name, gang=gang.gang if gang else "", reason=reason)
+        if gang is None:
+            self._lost_in_row += 1
+            if self._lost_in_row >= self._quarantine_after:
+                raise SpotlightError(
+                    f"{verb!r} lost its engine process {self._lost_in_row} times in a row on worker "
+                    f"{self._worker.name}: {reason}; if memory is short, make train.micro_batch or the requests "
+                    "smaller, then `spotlight resume` the run"
+                )
+        time.sleep(BACK_OFF_S)
+
+    def _beat(self, gang: Placement | None, beat: Beat) -> None:
+        if gang and gang.rank == 0 and beat.steps:
+            where = {"gang": gang.gang, "epoch": gang.epoch}
+            self._tell(BEAT, **where, step=beat.step, steps=beat.steps, resumed=beat.resumed)
+
+    def _tell(self, op: str, **facts: Any) -> None:
+        self._worker.loop.add_callback(self._worker.batched_send, {"op": op, **facts})
+
+
+async def _answer(asked: Awaitable[Any]) -> Any:
+    return await asked

@@ -1,0 +1,181 @@
+"""Counts what a run will ask for before it starts: what no machine can give is refused, what is unusual is said."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil, inf
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from graphs.iteration import request_size
+from spotlight.config import Config
+from spotlight.records import SpotlightError
+
+TASKS_USUAL, TASKS_MAX = 20_000, 200_000
+"""In one graph. A task takes some 10 kB of the driver, which holds the scheduler, and a millisecond of its time."""
+IMAGES_USUAL, IMAGES_MAX = 100_000, 1_000_000
+"""In one iteration: the planner keeps a number, and the store a file, of each."""
+WORKER_PROCESSES = 2
+"""The worker, and the engine that owns its device."""
+DRIVER_PROCESSES = 3
+"""With its fork server and resource tracker."""
+DRIVER_FILES, WORKER_FILES = 80, 8
+"""Open files of the driver: its own, and for each worker its connections and pipes."""
+WORKER_BYTES = 400e6
+"""Of a worker and its engine with the embedded model; a larger one is shared by those of a machine."""
+PIDS_MAX = Path("/sys/fs/cgroup/pids.max")
+
+logger = logging.getLogger("spotlight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What there is to be had here."""
+
+    open_files: float
+    """Of one process."""
+    processes: float
+    memory_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Something that a run asks for, how much of it is usual, and how much there can be."""
+
+    what: str
+    asked: float
+    usual: float
+    most: float
+    why: str
+    """Where the last comes from."""
+    settings: str
+    """That make it smaller."""
+
+    def __str__(self) -> str:
+        return f"{self.asked:,.0f} {self.what}, and {self.why}: lower {self.settings}"
+
+
+def check_demands(config: Config, *, validation_prompts: int, live: bool) -> None:
+    """Refuse what cannot be, and log what is unusual.
+
+    Args:
+        live: whether there will be workers.
+
+    Raises:
+        SpotlightError: the first demand that cannot be met, with its number and the settings to change.
+    """
+    for demand in demands(config, this_machine(), validation_prompts=validation_prompts, live=live):
+        if demand.asked > demand.most:
+            raise SpotlightError(f"these settings ask for {demand}")
+        if demand.asked > demand.usual:
+            logger.warning("these settings ask for %s, if that was not meant", demand)
+
+
+def this_machine() -> Machine:
+    files, processes = (
+        inf if soft == resource.RLIM_INFINITY else soft
+        for soft, _ in map(resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    )
+    group = PIDS_MAX.read_text().strip() if PIDS_MAX.is_file() else ""
+    return Machine(
+        open_files=files,
+        processes=min(processes, int(group) if group.isdigit() else inf),
+        memory_bytes=psutil.virtual_memory().total,
+    )
+
+
+def demands(config: Config, machine: Machine, *, validation_prompts: int, live: bool) -> Iterator[Demand]:
+    """All that is counted, of settings that were checked each for itself."""
+    yield from _tasks(config, validation_prompts)
+    yield from _images(config, validation_prompts, machine)
+    if live:
+        yield from _processes(config, machine)
+
+
+def _tasks(config: Config, validation_prompts: int) -> Iterator[Demand]:
+    """A request is a task for each rank that its gang may have, and one to score it."""
+    rollout, exploration = config.rollout, config.exploration
+    each = max(config.strategy.widths) + 1
+    rolled_out = rollout.prompts * ceil(rollout.seeds_kept / request_size(config))
+    explored = config.prompts_drawn * ceil(exploration.seeds_tried / exploration.request_seeds)
+    explores = config.strategy.exploration != "off"
+    common: dict[str, Any] = {"usual": TASKS_USUAL, "most": TASKS_MAX, "why": f"a graph may have {TASKS_MAX:,}"}
+    yield Demand(
+        what="tasks in the graph of an iteration",
+        asked=each * (rolled_out + explored * explores),
+        settings="rollout.prompts, rollout.seeds_kept, exploration.seeds_tried or strategy.widths, or raise "
+        "rollout.request_seeds or exploration.request_seeds",
+        **common,
+    )
+    yield Demand(
+        what="tasks in the graph of a validation",
+        asked=each * validation_prompts,
+        settings="the number of data.validation_prompts",
+        **common,
+    )
+
+
+def _images(config: Config, validation_prompts: int, machine: Machine) -> Iterator[Demand]:
+    rollout, exploration, model = config.rollout, config.exploration, config.model
+    explores = config.strategy.exploration != "off"
+    per_prompt = exploration.seeds_tried * explores
+    yield Demand(
+        what="images in an iteration",
+        asked=rollout.prompts * rollout.seeds_kept + config.prompts_drawn * per_prompt,
+        usual=IMAGES_USUAL,
+        most=IMAGES_MAX,
+        why=f"there may be {IMAGES_MAX:,}",
+        settings="rollout.prompts, rollout.seeds_kept or exploration.seeds_tried",
+    )
+    image_bytes = 3 * model.height_px * model.width_px
+    batch = max(request_size(config), exploration.request_seeds * explores, config.run.validation_seeds)
+    memory = machine.memory_bytes
+    common: dict[str, Any] = {"usual": memory / 4, "most": memory, "why": f"this machine has {memory:,.0f} of memory"}
+    yield Demand(
+        what="bytes for the images of one request, its largest tensor",
+        asked=4 * batch * image_bytes,
+        settings="rollout.request_seeds, exploration.request_seeds, run.validation_seeds or the size of images",
+        **common,
+    )
+    yield Demand(
+        what="bytes for the images of one validation",
+        asked=validation_prompts * config.run.validation_seeds * image_bytes,
+        settings="run.validation_seeds, or the number of data.validation_prompts",
+        **common,
+    )
+
+
+def _processes(config: Config, machine: Machine) -> Iterator[Demand]:
+    pools = (config.pools.reserved, config.pools.spot)
+    workers = sum(pool.workers for pool in pools)
+    nodes = sum(ceil(pool.workers / pool.workers_per_node) for pool in pools)
+    settings = "pools.reserved.workers or pools.spot.workers"
+    yield Demand(
+        what="processes",
+        asked=DRIVER_PROCESSES + nodes + WORKER_PROCESSES * workers,
+        usual=machine.processes / 2,
+        most=machine.processes,
+        why=f"this user may have {machine.processes:,.0f} here (ulimit -u, or the control group's pids.max)",
+        settings=settings,
+    )
+    yield Demand(
+        what="open files of the driver",
+        asked=DRIVER_FILES + WORKER_FILES * workers,
+        usual=machine.open_files,
+        most=machine.open_files,
+        why=f"a process may have {machine.open_files:,.0f} (ulimit -n, which you may raise)",
+        settings=settings,
+    )
+    yield Demand(
+        what="bytes of memory for the workers",
+        asked=WORKER_BYTES * workers,
+        usual=machine.memory_bytes,
+        most=4 * machine.memory_bytes,
+        why=f"this machine has {machine.memory_bytes:,.0f}",
+        settings=settings,
+    )

@@ -1,0 +1,71 @@
+"""Reads a file that a person named: a regular one, of a bounded size, so that nothing is waited for."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from spotlight.records import SpotlightError
+
+LARGEST_BYTES = 256 * 2**20
+"""Of a file that is read whole: ten million prompts of 25 characters, or five years of a trace with an event a second.
+"""
+
+
+PATH_MAX = 1024
+"""Characters of a path in the settings; systems take four times as many, and other names still follow it."""
+SHOWN_MAX = 80
+"""Characters of a value that is wrong."""
+
+
+def shown(value: object) -> str:
+    """A value that is wrong, as a refusal shows it: its beginning, if it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # it has too many digits, or is too deep
+        return f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}..."
+
+
+def absolute(base: Path, path: str) -> str:
+    """A path of a setting, which is relative to ``base``, without links on its way.
+
+    Raises:
+        SpotlightError: no file can be there.
+    """
+    if len(path) > PATH_MAX:
+        raise SpotlightError(f"{shown(path)}: has {len(path)} characters, and a path has {PATH_MAX} at most")
+    try:
+        return str((base / path).resolve())
+    except RuntimeError:  # what pathlib makes of it
+        raise SpotlightError(f"{path!r}: links lead in a circle there; give the path of a file") from None
+    except (OSError, ValueError) as error:
+        raise SpotlightError(f"{path!r}: is no path ({error}); give the path of a file") from None
+
+
+def read_bytes(path: str | Path, what: str) -> bytes:
+    """All of a file.
+
+    Args:
+        what: it should be, for the error: "a prompt file".
+
+    Raises:
+        SpotlightError: there is no such file, or it cannot be read, or not safely.
+    """
+    path = Path(path)
+    where = f"{path}: cannot be read as {what}"
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            with path.open("rb") as file:
+                content = file.read(LARGEST_BYTES + 1)
+    except OSError as error:
+        raise SpotlightError(f"{where}: {error.strerror}") from None
+    except ValueError as error:
+        raise SpotlightError(f"{where!r}: {error}; give the path of a file") from None
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "a named pipe, a socket or a device"
+        raise SpotlightError(f"{where}: it is {kind}; give a regular file")
+    if len(content) > LARGEST_BYTES:
+        raise SpotlightError(f"{where}: it has more than {LARGEST_BYTES} bytes; give a smaller one")
+    return content

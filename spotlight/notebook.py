@@ -1,0 +1,191 @@
+"""What a person sees of a run in a notebook: a live view, pictures, tables.
+
+The view is updated by a task on the kernel's own event loop, never by a thread, whose output kernels lose. It only
+looks: a kernel that ends in the middle leaves the run directory as any other end of a driver does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from spotlight.records import SpotlightError, WorkerLife
+from spotlight.report.palette import FAINT, INK, LOST, RULE
+from spotlight.store.rundir import RunDir
+from spotlight.store.thumbnails import Picture, pictures
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from spotlight.run import Run, Status
+
+REFRESH_S = 1.0
+DPI = 110
+STATE_COLOURS = {"running": "#1c8a5a", "finished": "#3f7fd6", "failed": LOST}
+STYLE = f"""<style>
+.spotlight-run {{ font-family: system-ui, sans-serif; color: {INK}; border: 1px solid {RULE}; border-radius: 6px;
+  padding: 10px 14px; max-width: 900px; background: #fff; }}
+.spotlight-run b {{ font-weight: 600; font-variant-numeric: tabular-nums; }}
+.spotlight-run .facts {{ display: flex; flex-wrap: wrap; gap: 4px 26px; font-size: 13px; margin-top: 6px; }}
+.spotlight-run .facts span {{ color: {FAINT}; }}
+.spotlight-run .bar {{ height: 6px; border-radius: 3px; background: {RULE}; margin: 8px 0 2px; }}
+.spotlight-run .bar div {{ height: 6px; border-radius: 3px; background: #43308f; }}
+.spotlight-images {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(96px, 1fr)); gap: 8px;
+  max-width: 900px; font: 12px system-ui, sans-serif; color: {INK}; }}
+.spotlight-images img {{ width: 100%; image-rendering: pixelated; display: block; }}
+</style>"""
+
+_views: set[asyncio.Task[None]] = set()
+"""Kept here, because an event loop does not keep its tasks."""
+
+
+def show(run: Run) -> None:
+    """Display a run, and update what is displayed while the run goes on."""
+    from IPython.display import HTML, display
+
+    handle = display(HTML(describe(run)), display_id=True)
+    if not run.alive or handle is None:
+        return
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:  # not in a notebook, but in a terminal
+        return
+    task = loop.create_task(_follow(run, handle))
+    _views.add(task)
+    task.add_done_callback(_views.discard)
+
+
+async def _follow(run: Run, handle: Any) -> None:
+    from IPython.display import HTML
+
+    alive = True
+    while alive:
+        await asyncio.sleep(REFRESH_S)
+        alive = run.alive
+        handle.update(HTML(describe(run)))
+
+
+def describe(run: Run) -> str:
+    """A run in a few lines of HTML."""
+    if run.state == "new":
+        return f'{STYLE}<div class="spotlight-run"><b>{escape(run.config.run.name)}</b>: not started yet</div>'
+    status = run.status
+    share = status.iteration / status.iterations
+    facts = "".join(f"<div><span>{escape(name)}</span> <b>{escape(value)}</b></div>" for name, value in _facts(status))
+    link = f' · <a href="{escape(_page(status))}" target="_blank">live page</a>' if status.dashboard else ""
+    colour = STATE_COLOURS.get(status.state, FAINT)
+    return (
+        f'{STYLE}<div class="spotlight-run"><b>{escape(Path(status.run_dir).name)}</b> '
+        f'<b style="color: {colour}">{escape(status.state)}</b> {escape(status.phase)}{link}'
+        f'<div class="bar"><div style="width: {share:.1%}"></div></div><div class="facts">{facts}</div></div>'
+    )
+
+
+def _page(status: Status) -> str:
+    return status.dashboard.removesuffix("status") + "spotlight"
+
+
+def _facts(status: Status) -> list[tuple[str, str]]:
+    scores = [status.scores[version] for version in sorted(status.scores)]
+    workers = ", ".join(f"{count} {pool}" for pool, count in sorted(status.workers.items()))
+    return [
+        ("iterations", f"{status.iteration} of {status.iterations}"),
+        ("validation", " → ".join(f"{score:.3f}" for score in (scores[:1] + scores[1:][-1:])) or "–"),
+        ("reward", "–" if status.reward is None else f"{status.reward:.3f}"),
+        ("workers", workers or "–"),
+        ("preempted", str(status.preemptions)),
+        ("spent", f"${status.usd:.4f}"),
+        ("the same work on reserved GPUs alone, at least", f"${status.usd_reserved_only:.4f}"),
+    ]
+
+
+def workers_frame(lives: Iterable[WorkerLife]) -> pd.DataFrame:
+    """Workers in the order in which they came."""
+    rows = [
+        {
+            "worker": life.worker,
+            "pool": life.pool,
+            "alive": life.left_s is None,
+            "joined": pd.Timestamp(life.joined_s, unit="s", tz="UTC").floor("ms"),
+            "seconds": None if life.left_s is None else life.left_s - life.joined_s,
+            "left": life.reason,
+        }
+        for life in sorted(lives, key=lambda life: life.joined_s)
+    ]
+    return pd.DataFrame(rows, columns=["worker", "pool", "alive", "joined", "seconds", "left"])
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A picture that a notebook shows."""
+
+    figure: Figure
+
+    def _repr_png_(self) -> bytes:
+        file = BytesIO()
+        self.figure.savefig(file, format="png", dpi=DPI, facecolor="white", bbox_inches="tight")
+        return file.getvalue()
+
+
+def plot(run_dir: Path, what: str) -> Plot:
+    """One of the report's pictures, of the run so far.
+
+    Raises:
+        SpotlightError: there is no such picture, or no data for it yet.
+    """
+    from spotlight.report.facts import read
+    from spotlight.report.pictures import draw
+
+    known = ("reward", "timeline", "before-after")
+    if what not in known:
+        raise SpotlightError(f"there is no plot {what!r}; there are {', '.join(map(repr, known))}")
+    figure = draw(read(run_dir), what)
+    if figure is None:
+        raise SpotlightError(f"{run_dir}: has nothing to draw for {what!r} yet: try again when the run is further")
+    return Plot(figure)
+
+
+class Images(Sequence[Picture]):
+    """Pictures that a notebook shows; a sequence of `Picture`."""
+
+    def __init__(self, found: Iterable[Picture]) -> None:
+        self._found = tuple(found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._found[index]
+
+    def _repr_html_(self) -> str:
+        return f'{STYLE}<div class="spotlight-images">{"".join(map(_figure, self._found))}</div>'
+
+
+def _figure(picture: Picture) -> str:
+    reward = "no reward" if picture.reward is None else f"{picture.reward:.2f}"
+    said = f"{escape(picture.prompt)}, seed {picture.seed}"
+    return f'<div title="{said}"><img src="{escape(picture.url)}" alt="{said}"><b>{reward}</b></div>'
+
+
+def images(run: RunDir, iteration: int | None) -> Images:
+    """The pictures of an iteration.
+
+    Raises:
+        SpotlightError: there are none.
+    """
+    done = len(run.history())
+    k = done - 1 if iteration is None else iteration
+    selection = run.selection(k) if k >= 0 else None
+    if selection is None:
+        raise SpotlightError(
+            f"{run.path}: no seeds are recorded for iteration {k}; {done} are finished, and only runs "
+            "that explore record them: look at validation instead, run.plot('before-after')"
+        )
+    return Images(pictures(run, selection))

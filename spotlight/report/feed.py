@@ -1,0 +1,181 @@
+"""Tells a page on the scheduler what only the driver knows of a run, as small rows that may come twice.
+
+A row has a ``kind`` and an ``id``: a later row with the same two replaces the earlier one, so a driver that begins anew
+sends all of them again and changes nothing. Rows are plain values, a few kilobytes each; no file is shared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from statistics import fmean, pvariance
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+
+from spotlight.config import Config
+from spotlight.plan.subset import max_variance_subset, most_varied
+from spotlight.records import Selection
+from spotlight.report.money import simulation
+from spotlight.store.rundir import HISTORY, VALIDATION, HistoryRow, RunDir, ValidationRow
+from spotlight.store.thumbnails import Picture, pictures, thumbnail
+
+Row = dict[str, Any]
+
+PROMPTS_SHOWN, IMAGES_SHOWN, PICTURES_SHOWN = 16, 12, 6
+"""Of an iteration's prompts, a validation's images, and the best and the worst of the kept seeds: what fits a panel."""
+TEXT_SHOWN = 240
+"""Characters of a prompt."""
+DRAWS = 8
+"""Times that equal shares are imagined, for their mean."""
+METRICS = ("reward_mean", "reward_std", "explored_reward_mean", "rank_correlation", "fidelity", "seeds_scored")
+MEASURED = ("wall_s", "spot_utilisation", "preemptions", "gangs_broken", "recovery_s", "spot_worth_renting")
+
+
+class Feed:
+    """The rows of one run, as far as they are new."""
+
+    def __init__(self, run: RunDir, config: Config) -> None:
+        self._run, self._config = run, config
+        self._sizes: dict[str, int] = {}
+        self._told: set[tuple[str, int]] = set()
+
+    def rows(self, money: Mapping[str, Any]) -> list[Row]:
+        """What is new since the last call, the money always."""
+        rows: list[Row] = [] if self._told else [self._about()]
+        if self._has_grown(HISTORY) or not self._told:
+            rows += self._iterations(self._run.history())
+        if self._has_grown(VALIDATION):
+            rows += self._validations(self._run.validation())
+        self._told.update((row["kind"], row["id"]) for row in rows)
+        return [*rows, {"kind": "money", "id": -1, **money}]
+
+    def _has_grown(self, name: str) -> bool:
+        path = self._run.path / name
+        size = path.stat().st_size if path.exists() else 0
+        grown = size != self._sizes.get(name, 0)
+        self._sizes[name] = size
+        return grown
+
+    def _about(self) -> Row:
+        config = self._config
+        paced = f"PACED: {config.pace.model} on {config.pace.gpu} is emulated" if config.pace.gpu else ""
+        return {
+            "kind": "run",
+            "id": 0,
+            "name": self._run.path.name,
+            "iterations": config.run.iterations,
+            "label": simulation(self._run.simulated) or paced,
+            "usd_per_h": {name: pool.usd_per_h for name, pool in config.pools},
+        }
+
+    def _iterations(self, history: Sequence[HistoryRow]) -> Iterator[Row]:
+        """A row for each iteration, and for the seeds of the next one, which are chosen beside it."""
+        for row in history:
+            if ("iteration", row.iteration) not in self._told:
+                yield self._iteration(row)
+        latest = history[-1].iteration if history else -1
+        for k in (latest, latest + 1):
+            if k >= 0 and ("prompts", k) not in self._told and (selection := self._run.selection(k)):
+                yield self._prompts(selection)
+        if history and ("seeds", latest) not in self._told and (selection := self._run.selection(latest)):
+            yield {"kind": "seeds", "id": latest, "pictures": best_and_worst(pictures(self._run, selection))}
+
+    def _iteration(self, row: HistoryRow) -> Row:
+        selection = self._run.selection(row.iteration)
+        numbers = {name: row.metrics[name] for name in METRICS if name in row.metrics}
+        numbers |= {name: row.measured[name] for name in MEASURED if name in row.measured}
+        stopped_s = row.measured.get("stopped_s", 0.0)
+        return {
+            "kind": "iteration",
+            "id": row.iteration,
+            "at_s": stopped_s,
+            "usd": row.measured.get("usd", 0.0),
+            **numbers,
+            **(variances(selection, seed=self._config.run.seed) if selection else {}),
+        }
+
+    def _prompts(self, selection: Selection) -> Row:
+        """What exploration spent on each prompt, the most first, and what came of it."""
+        kept = {group.prompt.id: group for group in selection.kept}
+        rows = [
+            {
+                "prompt": kept[explored.prompt].prompt.text[:TEXT_SHOWN] if explored.prompt in kept else "",
+                "id": explored.prompt,
+                "tried": len(explored.rewards),
+                "reward": fmean(explored.rewards) if explored.rewards else None,
+                "spread": pvariance(explored.rewards) ** 0.5 if explored.rewards else 0.0,
+                "kept": explored.prompt in kept,
+            }
+            for explored in sorted(selection.explored, key=lambda explored: (-len(explored.rewards), explored.prompt))
+        ]
+        return {
+            "kind": "prompts",
+            "id": selection.iteration,
+            "scored": selection.seeds_scored,
+            "dropped": selection.seeds_dropped,
+            "of": len(rows),
+            "prompts": rows[:PROMPTS_SHOWN],
+        }
+
+    def _validations(self, validation: Sequence[ValidationRow]) -> Iterator[Row]:
+        for row in validation:
+            if ("validation", row.version) not in self._told:
+                yield {"kind": "validation", "id": row.version, "score": row.score, "at_s": row.at_s}
+        if validation and ("images", validation[-1].version) not in self._told:
+            latest = validation[-1]
+            images = [] if self._run.simulated == "modelled" else _images(self._run.path, latest)
+            yield {"kind": "images", "id": latest.version, "images": images}
+
+
+def variances(selection: Selection, *, seed: int) -> Row:
+    """Mean reward variance of the kept groups, and what equal shares of the same candidates would have kept.
+
+    Equal shares are imagined: as many candidates of each prompt as there were on average, drawn from its own rewards
+    (again and again from the same few, where the planner tried fewer). Nothing where too few were scored.
+    """
+    scored = {explored.prompt: explored.rewards for explored in selection.explored if explored.rewards}
+    groups = [[reward for reward in kept.explored_rewards if reward is not None] for kept in selection.kept]
+    groups = [rewards for rewards in groups if len(rewards) > 1]
+    if not groups or not scored:
+        return {}
+    keep, share = max(map(len, groups)), max(1, round(selection.seeds_scored / len(selection.explored)))
+    chance = Random(seed * 1_000_003 + selection.iteration)
+    equal = fmean(_equal_shares(list(scored.values()), share, keep, len(groups), chance) for _ in range(DRAWS))
+    return {"variance_kept": fmean(map(pvariance, groups)), "variance_equal": equal}
+
+
+def _equal_shares(scored: Iterable[Sequence[float]], share: int, keep: int, groups: int, chance: Random) -> float:
+    drawn = [
+        chance.sample(rewards, share) if len(rewards) >= share else chance.choices(rewards, k=share)
+        for rewards in scored
+    ]
+    kept = [[rewards[at] for at in max_variance_subset(rewards, min(keep, share))] for rewards in drawn]
+    return fmean(pvariance(kept[at]) for at in most_varied(kept, min(groups, len(kept))))
+
+
+def best_and_worst(found: Sequence[Picture]) -> list[Row]:
+    """The best kept seeds by their reward, then the worst."""
+    known = sorted((one for one in found if one.reward is not None), key=lambda one: (-(one.reward or 0.0), one.seed))
+    count = min(PICTURES_SHOWN, len(known) // 2)
+    shown = [*known[:count], *(known[-count:] if count else [])]
+    return [asdict(one) | {"prompt": one.prompt[:TEXT_SHOWN], "seed": str(one.seed)} for one in shown]
+
+
+def _images(run_dir: Path, row: ValidationRow) -> list[Row]:
+    """The first image of each prompt of a validation; none where the file cannot be read."""
+    if not re.fullmatch(r"images/[\w.-]+", row.images):
+        return []
+    try:
+        with np.load(run_dir / row.images) as file:
+            images, texts = file["images"], [str(text) for text in file["texts"]]
+    except (OSError, KeyError, ValueError, BadZipFile):
+        return []
+    firsts = [texts.index(text) for text in dict.fromkeys(texts)][:IMAGES_SHOWN]
+    return [
+        {"prompt": texts[at][:TEXT_SHOWN], "reward": row.rewards[at], "url": thumbnail(images[at])} for at in firsts
+    ]

@@ -1,0 +1,49 @@
+"""How a Bokeh plot looks, in the report and on the live page alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bokeh.models import WheelZoomTool
+from bokeh.plotting import figure
+
+from spotlight.report.palette import AXIS, FAINT, INK, RULE
+
+Plot = Any
+"""One Bokeh figure or several; Bokeh's types know neither factors of two levels nor all of an axis's properties."""
+CLOCK = "00:00:00"
+"""How seconds are written on an axis: h:mm:ss."""
+
+
+def empty_plot(height: int, **options: Any) -> Plot:
+    """An empty plot in the style of the report and the live page."""
+    plot = figure(height=height, sizing_mode="stretch_width", toolbar_location="right", **options)
+    plot.toolbar.logo = None
+    plot.toolbar.autohide = True
+    plot.outline_line_color = None
+    plot.grid.grid_line_color = RULE
+    plot.axis.axis_line_color = plot.axis.major_tick_line_color = AXIS
+    plot.axis.minor_tick_line_color = None
+    plot.axis.major_label_text_font = plot.axis.axis_label_text_font = "system-ui, sans-serif"
+    plot.axis.major_label_text_font_size = plot.axis.axis_label_text_font_size = "12px"
+    plot.axis.major_label_text_color = plot.axis.axis_label_text_color = FAINT
+    plot.axis.axis_label_text_font_style = "normal"
+    wheel = WheelZoomTool(dimensions="width", modifiers="ctrl")  # without ctrl the wheel scrolls the page
+    plot.add_tools(wheel)
+    plot.toolbar.active_scroll = wheel
+    return plot
+
+
+def legend_above(plot: Plot) -> None:
+    """Put the legend above the plot; a click hides what it names."""
+    for legend in plot.legend:
+        legend.click_policy = "hide"
+        legend.label_text_font = "system-ui, sans-serif"
+        legend.label_text_font_size = "12px"
+        legend.label_text_color = INK
+        legend.border_line_color = None
+        legend.orientation = "horizontal"
+        legend.location = "top_left"
+        legend.padding = legend.margin = 0
+        legend.spacing = 14
+        plot.add_layout(legend, "above")

@@ -1,0 +1,150 @@
+"""What an algorithm is given and must offer, and what several of them share; no formula of any is here.
+
+All that is drawn depends on (seed, iteration, sample) alone.
+
+Shapes: B samples, N latent tokens, C channels of a token, S stochastic steps, K = S + 1 latents around them, R rows of
+a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spotlight.records import Sampler
+from spotlight.rl.models.base import Conditioning, Model
+from spotlight.rl.objectives import clipped_objective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingBatch:
+    """One iteration's samples, in request order, and how they were sampled."""
+
+    clean_BNC: Tensor
+    """Final latents, float32."""
+    advantages_B: NDArray[np.float64]
+    conditioning: Conditioning
+    height_px: int
+    width_px: int
+    guidance: float
+    sigmas: tuple[float, ...]
+    sde_window: tuple[int, int]
+    """Steps ``[start, end)`` that were stochastic; S of them."""
+    sampler: Sampler
+    noise_level: float
+    window_BKNC: Tensor | None
+    """Latents before each step of the window and after the last, float32; Flow-GRPO only."""
+    log_prob_BS: Tensor | None
+    """The workers' values; only compared with the trainer's own."""
+    groups_B: tuple[int, ...] | None = None
+    """The prompt of each sample."""
+    first: int = 0
+    """Number of its first sample within the iteration: 0 unless it is a later part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A micro-batch: samples that share a slot, which is a noise level drawn (NFT) or a window step (GRPO)."""
+
+    samples: tuple[int, ...]
+    """Of an objective over pairs: pairs."""
+    slot: int
+
+
+class Objective(Protocol):
+    """What an algorithm computes from rows; made anew for each iteration."""
+
+    slots: int
+    """Rows per sample."""
+    units: int
+    """Samples, or pairs of them."""
+
+    def remember(self, updates: Sequence[Sequence[Rows]]) -> None:
+        """Look at the policy before its first update, without gradients."""
+
+    def loss(self, rows: Rows) -> Tensor:
+        """Mean over the rows; gradients flow to the model."""
+
+    def metrics(self) -> dict[str, float]:
+        """Over all rows whose loss was asked for."""
+
+
+class Mean:
+    """A mean over rows that arrive in micro-batches."""
+
+    def __init__(self) -> None:
+        self._sum, self._rows = 0.0, 0
+
+    def add(self, mean: Tensor, rows: int) -> Tensor:
+        """Count a micro-batch's mean, and hand it on."""
+        self._sum += mean.item() * rows
+        self._rows += rows
+        return mean
+
+    def value(self) -> float:
+        return self._sum / self._rows
+
+
+class Ratios:
+    """The clipped objective of rows that arrive in micro-batches, and its metrics over all of them."""
+
+    def __init__(self, clip_range: float) -> None:
+        self._clip_range = clip_range
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def loss(self, log_prob_R: Tensor, old_R: Tensor, advantages_R: Tensor) -> Tensor:
+        loss, _ = clipped_objective(log_prob_R, old_R, advantages_R, clip_range=self._clip_range)
+        self._seen.append((log_prob_R.detach(), old_R, advantages_R))
+        return loss
+
+    def metrics(self) -> dict[str, float]:
+        log_prob, old, advantages = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
+        return clipped_objective(log_prob, old, advantages, clip_range=self._clip_range)[1]
+
+
+Velocity = Callable[[Model, TrainingBatch, Tensor, Tensor, Rows], Tensor]
+
+
+def velocity(model: Model, batch: TrainingBatch, x_RNC: Tensor, sigma_R: Tensor, rows: Rows) -> Tensor:
+    """The model's velocity for the rows' prompts: the one train path, for old and new policy alike."""
+    return model.velocity(
+        x_RNC,
+        sigma_R,
+        batch.conditioning.rows(rows.samples),
+        height_px=batch.height_px,
+        width_px=batch.width_px,
+        guidance=batch.guidance,
+    )
+
+
+def reference_velocity(model: Model, batch: TrainingBatch, x_RNC: Tensor, sigma_R: Tensor, rows: Rows) -> Tensor:
+    """The same of the policy that training started from.
+
+    Ask before the pass that trains: without a LoRA the weights are swapped in place, which a pending backward forbids.
+    """
+    with torch.no_grad(), model.reference():
+        return velocity(model, batch, x_RNC, sigma_R, rows)
+
+
+def take(x_BNC: Tensor, rows: Rows, model: Model) -> Tensor:
+    return x_BNC[list(rows.samples)].to(model.device)
+
+
+def advantages(batch: TrainingBatch, rows: Rows, model: Model) -> Tensor:
+    return torch.from_numpy(batch.advantages_B[list(rows.samples)]).float().to(model.device)
+
+
+def stream(seed: int, iteration: int, *, sample: int | None = None, slot: int = 0) -> np.random.Generator:
+    """What an iteration draws for its order (no sample named), or for one row.
+
+    The counter's last word sets training apart from `flow`'s noise, which may have the same key.
+    """
+    counter = [0, slot, 0 if sample is None else sample + 1, 1]
+    key = np.array([seed, iteration], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=np.array(counter, dtype=np.uint64)))

@@ -1,0 +1,58 @@
+"""Noises clean samples to the levels that forward-process methods train on, as (seed, iteration, sample) has it.
+
+Shapes: B samples, N latent tokens, C channels of a token, R rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spotlight.rl.algorithms.base import Rows, TrainingBatch, stream, take
+from spotlight.rl.models.base import Model
+
+Levels = Literal["sampler", "uniform"]
+PERMUTATION = 1 << 32
+"""Slots from here on draw the order of a sample's levels: no sample has so many levels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noised:
+    """Samples between clean and noise: ``x = (1 - sigma) clean + sigma noise``."""
+
+    x_RNC: Tensor
+    sigma_R: Tensor
+    clean_RNC: Tensor
+    noise_RNC: Tensor
+
+
+def noised(batch: TrainingBatch, rows: Rows, levels: Levels, key: tuple[int, int], model: Model) -> Noised:
+    """The rows' clean samples at their noise levels, drawn anew for every sample, slot and iteration.
+
+    Args:
+        levels: "sampler": those that the sampler visits, each once before any twice, in an order of each sample's own;
+            "uniform": anywhere in (0, 1].
+        key: ``(seed, iteration)``.
+    """
+    clean_RNC = take(batch.clean_BNC, rows, model)
+    noise = np.empty(tuple(clean_RNC.shape), dtype=np.float32)
+    sigma = np.empty(len(rows.samples), dtype=np.float32)
+    for row, sample in enumerate(rows.samples):
+        draws = stream(*key, sample=batch.first + sample, slot=rows.slot)
+        uniform = 1 - draws.random()
+        sigma[row] = uniform if levels == "uniform" else _visited(batch, sample, rows.slot, key)
+        draws.standard_normal(out=noise[row], dtype=np.float32)
+    noise_RNC = torch.from_numpy(noise).to(clean_RNC.device)
+    sigma_R = torch.from_numpy(sigma).to(clean_RNC.device)
+    return Noised(clean_RNC.lerp(noise_RNC, sigma_R.view(-1, 1, 1)), sigma_R, clean_RNC, noise_RNC)
+
+
+def _visited(batch: TrainingBatch, sample: int, slot: int, key: tuple[int, int]) -> float:
+    """The slot-th of the sampler's levels in the sample's order; 0 is the end of sampling and no level."""
+    turn, place = divmod(slot, len(batch.sigmas) - 1)
+    order = stream(*key, sample=batch.first + sample, slot=PERMUTATION + turn).permutation(len(batch.sigmas) - 1)
+    return batch.sigmas[order[place]]

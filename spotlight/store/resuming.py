@@ -1,0 +1,112 @@
+"""Says what a run directory lacks to be gone on with, by name; it changes nothing.
+
+What can be made again is no lack: weights are trained again from the version before, and whoever runs the run
+validates a version again whose weights are there.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+from spotlight.config import RESOLVED, Config
+from spotlight.files import read_bytes
+from spotlight.records import SpotlightError
+from spotlight.store.rundir import HISTORY, PROMPTS, VALIDATION, HistoryRow, RunDir, made_again
+from spotlight.store.weights import published
+
+
+def check(run: RunDir) -> None:
+    """Find at once what going on would need and cannot make again.
+
+    Raises:
+        SpotlightError: a file is missing, damaged, or not the one that the run began with; the text names it.
+    """
+    config, done = run.config(), len(rows_that_stay(run))
+    if run.simulated:
+        raise SpotlightError(f"{run.path}: a simulated run has nothing to go on with: simulate its settings again")
+    _check_settings(run)
+    _check_prompts(run, config)
+    if 0 < done < config.run.iterations:
+        needed = [run.beliefs_path(done)]
+        if config.strategy.exploration == "stale":
+            needed.append(run.selection_path(done))
+        for path in needed:
+            if not path.is_file():
+                raise SpotlightError(
+                    f"{path}: is missing, and iteration {done} needs it: restore it, or {made_again(done)}"
+                )
+    run.beliefs(done)
+    run.selection(done)
+    for version in unvalidated(run, config, done):
+        if version and published(run.path, version) is None:
+            raise SpotlightError(
+                f"{run.path / VALIDATION}: has no row of version {version}, whose weights are no longer kept: "
+                "restore the file"
+            )
+
+
+def rows_that_stay(run: RunDir) -> list[HistoryRow]:
+    """The finished iterations but the last ones whose weights were deleted, being damaged: these are done again.
+
+    Raises:
+        SpotlightError: iterations are missing between others, or the last one's weights are others.
+    """
+    rows = run.history()
+    for expected, row in enumerate(rows):
+        if row.iteration != expected:
+            raise SpotlightError(
+                f"{run.path / HISTORY}:{expected + 1}: iteration: expected {expected}, found {row.iteration}; restore "
+                "the line, or delete all lines from this one on: `spotlight resume` then does these iterations again"
+            )
+    while rows and not (found := published(run.path, rows[-1].weights_version)):
+        rows.pop()
+    if rows and found and found.weights.sha256 != rows[-1].weights_sha256:
+        directory = run.path / "weights" / f"v{rows[-1].weights_version:05d}"
+        raise SpotlightError(
+            f"{directory}: expected weights with sha256 {rows[-1].weights_sha256}, as {HISTORY}:{len(rows)} says, "
+            f"found {found.weights.sha256}; restore them, or delete {directory} and `spotlight resume` makes them again"
+        )
+    return rows
+
+
+def unvalidated(run: RunDir, config: Config, done: int) -> Iterator[int]:
+    """Versions that should have been validated before the iteration that comes now, and of which there is no row."""
+    validated = {row.version for row in run.validation()}
+    due = range(0, done, config.run.validate_every)
+    return (version for version in due if version not in validated)
+
+
+def _check_settings(run: RunDir) -> None:
+    """Every section was written out: one that is not there was cut off, and its defaults would be others."""
+    path = run.path / RESOLVED
+    missing = sorted(Config.model_fields.keys() - tomllib.loads(path.read_text("utf-8")).keys())
+    if missing:
+        raise SpotlightError(
+            f"{path}: has no section {', '.join(f'[{name}]' for name in missing)}, though a run writes them all: "
+            "restore the file"
+        )
+
+
+def _check_prompts(run: RunDir, config: Config) -> None:
+    hashes = run.prompt_hashes()
+    if hashes is None:
+        raise SpotlightError(
+            f"{run.path / PROMPTS}: is missing, so nobody knows whether the prompts are those that the run began with: "
+            "restore it, or begin a new run"
+        )
+    for path, expected in (
+        (config.data.train_prompts, hashes.train_sha256),
+        (config.data.validation_prompts, hashes.validation_sha256),
+    ):
+        try:
+            found = sha256(read_bytes(path, "a prompt file")).hexdigest()
+        except SpotlightError as error:
+            raise SpotlightError(f"{error}; restore it, or begin a new run") from None
+        if found != expected:
+            raise SpotlightError(
+                f"{Path(path)}: expected the prompts that the run began with (sha256 {expected}), found others "
+                f"(sha256 {found}): restore the file, or begin a new run with the new prompts"
+            )

@@ -1,0 +1,91 @@
+"""Which of a machine's devices a process has: a numbered lock in node memory, let go of however the process ends.
+
+With the lock lies who works on the device, so that whoever takes it next ends what was left there: a process that is
+frozen when its worker goes would keep the device, and its memory, for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_ENDS_S = 2.0
+"""For a killed process to be gone; the system needs moments."""
+
+
+class Slot:
+    """The lowest number that no other process of the machine has.
+
+    Args:
+        root: a directory in the machine's memory, the same for all its processes.
+    """
+
+    def __init__(self, root: Path) -> None:
+        for number in count():
+            descriptor = os.open(root / f"slot-{number}", _OPEN, 0o600)
+            if _locks(descriptor):
+                break
+            os.close(descriptor)
+        _end_recorded(descriptor)
+        self.number, self._descriptor = number, descriptor
+
+    def record(self, pid: int) -> None:
+        """This process works on the device now."""
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{pid} {_began(pid)}".encode(), 0)
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._descriptor)
+
+
+def end_leftovers(root: Path) -> None:
+    """End what still works on devices that no process has any more."""
+    for path in root.glob("slot-*"):
+        with _opened(path) as descriptor:
+            if _locks(descriptor):
+                _end_recorded(descriptor)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, _OPEN, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _locks(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _end_recorded(descriptor: int) -> None:
+    pid, _, began = os.pread(descriptor, 100, 0).decode().partition(" ")
+    if not began or _began(int(pid)) != began:
+        return  # gone; the number may belong to another process by now
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(pid), signal.SIGKILL)
+    until_s = time.monotonic() + _ENDS_S
+    while _began(int(pid)) == began and time.monotonic() < until_s:
+        time.sleep(0.005)
+
+
+def _began(pid: int) -> str:
+    """When a process began, in the system's ticks; empty if there is none, or if the system does not tell."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else fields[18]

@@ -1,0 +1,78 @@
+"""Small pictures of what was rolled out, kept with its rewards: what a page or a notebook shows of an iteration.
+
+They are data URLs, so that whoever shows one needs no file. The same images give the same text.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spotlight.records import Kept, Selection
+from spotlight.store.latents import LatentStore
+from spotlight.store.rundir import RunDir
+
+SIDE_PX = 128
+"""The longest side; smaller images stay as they are."""
+JPEG_FROM_PX = 64
+"""Larger pictures are JPEG, some 4 kB each; PNG keeps the edges of small ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """One sample that an iteration was trained on."""
+
+    prompt: str
+    seed: int
+    explored_reward: float | None
+    """What exploration scored it with stale weights; None where nothing was explored."""
+    reward: float | None
+    url: str
+    """A data URL; empty where there is no picture."""
+
+
+def thumbnails(images_BHWC: NDArray[np.uint8]) -> list[str]:
+    """A data URL of each image."""
+    return [thumbnail(image_HWC) for image_HWC in images_BHWC]
+
+
+def thumbnail(image_HWC: NDArray[np.uint8]) -> str:
+    """A data URL of an image, with its longest side at most `SIDE_PX`."""
+    from PIL import Image
+
+    picture = Image.fromarray(np.ascontiguousarray(image_HWC))
+    picture.thumbnail((SIDE_PX, SIDE_PX))
+    kind: dict[str, Any] = {"format": "PNG", "optimize": True}
+    if max(picture.size) > JPEG_FROM_PX:
+        kind = {"format": "JPEG", "quality": 80}
+    file = BytesIO()
+    picture.save(file, **kind)
+    return f"data:image/{kind['format'].lower()};base64,{b64encode(file.getvalue()).decode()}"
+
+
+def pictures(run: RunDir, selection: Selection) -> list[Picture]:
+    """The samples of an iteration's kept seeds, group by group; those that are not scored yet are left out."""
+    if not run.has_latents():
+        return []
+    store = LatentStore(run.latents_url)
+    return [picture for kept in selection.kept for picture in _of_group(store, selection.iteration, kept)]
+
+
+def _of_group(store: LatentStore, iteration: int, kept: Kept) -> Iterator[Picture]:
+    """A group's seeds are split into requests in order, each named after its first one."""
+    at = 0
+    while at < len(kept.seeds):
+        found = store.scores_of(iteration, f"{iteration:05d}-rollout-{kept.prompt.id:05d}-{kept.seeds[at]}")
+        count = len(found["rewards"]) if found else 1
+        if found:
+            urls = found.get("thumbnails") or [""] * count
+            rows = zip(kept.seeds[at:], kept.explored_rewards[at:], found["rewards"], urls, strict=False)
+            for seed, explored, reward, url in rows:
+                yield Picture(prompt=kept.prompt.text, seed=seed, explored_reward=explored, reward=reward, url=str(url))
+        at += count

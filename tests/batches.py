@@ -1,0 +1,80 @@
+"""The embedded model with random weights, batches that it rolled out, and what an update did to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spotlight.config import TrainSection
+from spotlight.records import Sampler
+from spotlight.rl.algorithms import TrainingBatch
+from spotlight.rl.flow import initial_noise, ode_step, sde_step, step_noise
+from spotlight.rl.models.tiny_text import HEIGHT_PX, WIDTH_PX, TinyText
+from spotlight.rl.trainer import Trainer
+
+SIZE: dict[str, Any] = {"height_px": HEIGHT_PX, "width_px": WIDTH_PX}
+ADVANTAGES = np.array([1.5, -1.0, 0.5, -2.0, 0.25, 0.75])
+PROMPTS = ("12", "12", "12", "7", "7", "7")
+STEPS, WINDOW, NOISE_LEVEL = 4, (0, 2), 0.7
+UNBOUND = 1e9
+"""A gradient norm that is never reached: gradients stay as they were computed."""
+
+
+def make_model(*, rank: int = 0) -> TinyText:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = TinyText()
+    model.make_trainable(rank=rank, alpha=0, seed=1)
+    return model
+
+
+def make_batch(model: TinyText, *, sampler: Sampler = "sde", guidance: float = 1.0) -> TrainingBatch:
+    """Roll the model out as a worker does, one batch for all samples."""
+    with torch.no_grad():
+        conditioning = model.encode([f'a "{prompt}"' for prompt in PROMPTS])
+        seeds, sigmas = range(len(PROMPTS)), model.sigmas(STEPS, **SIZE)
+        x = initial_noise(seeds, *model.latent_shape(**SIZE))
+        window, log_probs = [x], []
+        for step, (sigma, sigma_next) in enumerate(zip(sigmas, sigmas[1:], strict=False)):
+            v = model.velocity(x, torch.full((len(x),), sigma), conditioning, guidance=guidance, **SIZE)
+            if sampler == "ode" or step >= WINDOW[1]:
+                x = ode_step(x, v, sigma, sigma_next)
+                continue
+            noise = step_noise(seeds, step, *x.shape[1:])
+            x, log_prob, _, _ = sde_step(
+                x, v, sigma, sigma_next, noise_level=NOISE_LEVEL, kind=sampler, sigma_cap=sigmas[1], noise_BNC=noise
+            )
+            window.append(x)
+            log_probs.append(log_prob)
+    return TrainingBatch(
+        clean_BNC=x,
+        advantages_B=ADVANTAGES,
+        conditioning=conditioning,
+        guidance=guidance,
+        sigmas=sigmas,
+        sde_window=WINDOW,
+        sampler=sampler,
+        noise_level=NOISE_LEVEL,
+        window_BKNC=torch.stack(window, dim=1) if log_probs else None,
+        log_prob_BS=torch.stack(log_probs, dim=1) if log_probs else None,
+        **SIZE,
+    )
+
+
+def make_trainer(model: TinyText, *, seed: int = 5, **settings: Any) -> Trainer:
+    return Trainer(model, TrainSection(**settings), seed=seed)
+
+
+def weights_of(model: TinyText) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.trainable().items()}
+
+
+def gradient_of(model: TinyText) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

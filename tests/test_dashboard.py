@@ -1,0 +1,319 @@
+"""The live page: what it works out, what it says, and, in a real browser during a real run, what a person sees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+from distributed import Client, Scheduler
+
+from browser import CHROMIUM, Page, browser
+from cluster.dashboard import text
+from cluster.dashboard.facts import ROWS_MAX, Facts, Recovery, head_count, lanes, recoveries
+from cluster.dashboard.metrics import exposition
+from cluster.dashboard.plugin import PAGE, PagePlugin, pages
+from kills import client_of, process_of
+from runs import settings_file, wait_for
+from spotlight.records import Explored, Kept, Prompt, Selection, Stopped, WorkerLife
+from spotlight.report.feed import Feed, variances
+from spotlight.report.palette import ALIVE, PHASE_COLOURS
+from spotlight.run import Run
+from spotlight.store.thumbnails import pictures, thumbnail
+
+PRICES = {"reserved": 10.0, "spot": 2.5}
+ABOUT = {"kind": "run", "id": 0, "name": "a", "iterations": 9, "label": "", "usd_per_h": PRICES}
+
+
+def facts_of(*rows: dict[str, Any]) -> Facts:
+    facts = Facts(lambda: None, clock=lambda: 100.0)
+    facts.take(rows)
+    return facts
+
+
+def test_rows_that_come_again_change_nothing() -> None:
+    rows = [ABOUT, *({"kind": "iteration", "id": k, "reward_mean": 0.1 * k, "reward_std": 0.2} for k in range(3))]
+    facts = facts_of(*rows)
+    before = facts.changes
+
+    facts.take(rows)
+
+    assert facts.changes == before
+    assert [row["id"] for row in facts.rows("iteration")] == [0, 1, 2]
+
+
+def test_another_run_begins_with_an_empty_page() -> None:
+    facts = facts_of(ABOUT, {"kind": "validation", "id": 0, "score": 0.5})
+
+    facts.take([ABOUT | {"name": "b"}])
+
+    assert facts.rows("validation") == []
+    assert facts.latest("run")["name"] == "b"
+
+
+def test_the_page_keeps_no_more_than_it_shows() -> None:
+    facts = facts_of(ABOUT, *({"kind": "images", "id": version, "images": []} for version in range(5)))
+    money = {"kind": "money", "id": -1, "usd": {"spot": 1.0}, "usd_reserved_only": 2.0}
+
+    facts.take([money | {"at_s": float(at_s)} for at_s in range(10_000)])
+
+    assert [row["id"] for row in facts.rows("images")] == [4]
+    assert len(facts.money) <= 240
+    assert facts.money[-1].at_s == 9_999
+
+
+def test_a_loss_is_over_when_its_work_has_taken_a_step_and_its_place_a_worker() -> None:
+    events = [
+        {"at_s": 5.0, "event": "lost", "worker": "spot-1"},
+        {"at_s": 5.0, "event": "broken", "gang": "g", "lost": "spot-1"},
+        {"at_s": 5.1, "event": "formed", "gang": "g"},
+        {"at_s": 5.4, "event": "stepped", "gang": "g"},
+        {"at_s": 9.0, "event": "joined", "worker": "spot-1"},
+        {"at_s": 11.0, "event": "left", "worker": "spot-2"},
+    ]
+
+    first, second = recoveries(events)
+
+    assert (first.worker, first.requests) == ("spot-1", 1)
+    assert first.work_s == pytest.approx(0.4)
+    assert first.back_s == pytest.approx(4.0)
+    assert (second.what, second.work_s, second.back_s) == ("left on notice", None, None)
+
+
+def test_a_worker_that_hung_is_told_of_once() -> None:
+    events = [{"at_s": 1.0, "event": "hung", "worker": "s"}, {"at_s": 1.1, "event": "lost", "worker": "s"}]
+
+    assert [one.what for one in recoveries(events)] == ["hung, and was ended"]
+
+
+def test_lanes_are_sorted_as_people_count() -> None:
+    lives = [
+        WorkerLife(worker=name, pool=pool, joined_s=0.0, left_s=left_s, reason="")
+        for name, pool, left_s in (
+            ("spot-10", "spot", None),
+            ("spot-2", "spot", 50.0),
+            ("spot-3", "spot", 5.0),
+            ("reserved-0", "reserved", None),
+        )
+    ]
+
+    assert lanes(lives, since_s=20.0) == [("reserved", "reserved-0"), ("spot", "spot-2"), ("spot", "spot-10")]
+    assert head_count(lives, ("reserved", "spot"))[-1] == (50.0, {"reserved": 1, "spot": 1})
+
+
+def test_what_strangers_wrote_is_shown_and_not_run() -> None:
+    evil = '<script>alert("1")</script>'
+    picture = {"prompt": evil, "seed": "1", "reward": 0.5, "url": 'x" onerror="alert(1)'}
+    facts = facts_of(ABOUT | {"name": evil, "label": evil}, {"kind": "seeds", "id": 0, "pictures": [picture, picture]})
+
+    said = text.cards(facts) + text.gallery(facts) + text.recovery_table([lost(worker=evil)], 0.0)
+
+    assert "<script" not in said
+    assert "onerror" not in said
+    assert "&lt;script&gt;" in said
+
+
+def lost(**given: Any) -> Recovery:
+    return Recovery(**{"at_s": 1.0, "worker": "w", "what": "lost", **given})
+
+
+def test_figures_for_prometheus_are_in_its_format() -> None:
+    row = {"kind": "iteration", "id": 3, "reward_mean": 0.75, "variance_kept": 0.1}
+    money = {"kind": "money", "id": -1, "at_s": 1.0, "usd": {"spot": 0.5}, "usd_reserved_only": 1.5}
+
+    said = exposition(facts_of(ABOUT | {"name": 'a"\\'}, row, money))
+
+    line = re.compile(r'# (HELP|TYPE) spotlight_\w+ .+|spotlight_\w+\{\w+="([^"\\]|\\.)*"(,\w+="\w*")*\} [-+.\deinf]+')
+    assert [one for one in said.splitlines() if not line.fullmatch(one)] == []
+    assert 'spotlight_usd_total{run="a\\"\\\\",pool="spot"} 0.5' in said
+    assert 'spotlight_iterations_done{run="a\\"\\\\"} 4.0' in said
+    assert exposition(Facts(lambda: None)) == ""
+
+
+def test_kept_seeds_are_compared_with_equal_shares_of_the_same_rewards() -> None:
+    """Of two prompts one never pays: the planner gave it few candidates, and the other one more."""
+    flat, varied = (0.5, 0.5), (0.0, 1.0, 0.0, 1.0, 0.5, 0.5)
+    kept = Kept(prompt=Prompt(id=1, text=""), seeds=(1, 2, 3, 4), explored_rewards=(0.0, 1.0, 0.0, 1.0))
+    selection = Selection(
+        iteration=0,
+        kept=(kept,),
+        seeds_scored=8,
+        seeds_dropped=0,
+        explored=(Explored(prompt=0, rewards=flat), Explored(prompt=1, rewards=varied)),
+    )
+
+    found = variances(selection, seed=0)
+
+    assert found["variance_kept"] == 0.25
+    assert 0 < found["variance_equal"] < 0.25
+    assert variances(selection, seed=0) == found
+
+
+LIMITATIONS = {
+    "none": np.eye(3),
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+"""In linear RGB; Machado, Oliveira and Fernandes 2009, severity 1."""
+APART = 20.0
+"""CIELAB distance of two colours that nobody takes for each other: ten times what is just noticeable."""
+
+
+@pytest.mark.parametrize("sight", LIMITATIONS)
+def test_the_colours_of_lanes_can_be_told_apart_by_everybody(sight: str) -> None:
+    shown = ("rollout", "score", "train", "explore", "explore-score", "validate")
+    colours = {phase: lab(PHASE_COLOURS[phase], sight) for phase in shown} | {"idle": lab(ALIVE, sight)}
+
+    alike = [pair for pair in combinations(colours, 2) if np.linalg.norm(colours[pair[0]] - colours[pair[1]]) < APART]
+
+    assert alike == []
+
+
+def lab(colour: str, sight: str) -> Any:
+    """CIELAB of a colour as somebody sees it."""
+    rgb = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(np.array(LIMITATIONS[sight]) @ linear, 0, 1)
+    to_xyz = np.array([[0.4125, 0.3576, 0.1804], [0.2127, 0.7152, 0.0722], [0.0193, 0.1192, 0.9503]])
+    f = np.cbrt(to_xyz @ seen / np.array([0.9505, 1.0, 1.0888]))
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def test_a_thumbnail_is_small_and_the_same_every_time() -> None:
+    image = np.random.default_rng(0).integers(0, 255, (1280, 640, 3), dtype=np.uint8)
+
+    assert thumbnail(image) == thumbnail(image)
+    assert thumbnail(image).startswith("data:image/jpeg;base64,")
+    assert len(thumbnail(image)) < 20_000
+    assert thumbnail(image[:16, :32]).startswith("data:image/png;base64,")
+
+
+def test_the_page_is_mounted_on_a_scheduler_that_already_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from distributed.dashboard.scheduler import applications
+
+    for path in pages():  # another test's run may have prepared this process
+        monkeypatch.delitem(applications, path, raising=False)
+
+    async def mount() -> tuple[int, str, str]:
+        async with Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0") as scheduler:
+            server: Any = scheduler.http_server
+            address = f"http://127.0.0.1:{server.port}"
+            async with Client(scheduler.address, asynchronous=True) as client:
+                await client.register_plugin(PagePlugin())
+                found = [await asyncio.to_thread(_get, f"{address}/{path}") for path in (PAGE, "status")]
+            return found[0][0], found[0][1], found[1][1]
+
+    status, page, theirs = asyncio.run(mount())
+
+    assert status == 200
+    assert "panel-lanes" in page
+    assert f'<a href="{PAGE}">' in theirs
+
+
+def _get(url: str) -> tuple[int, str]:
+    with urlopen(url, timeout=60) as answer:
+        return answer.status, answer.read().decode()
+
+
+# During a live run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A run of pairs of spot workers, one of which was killed; it goes on until the tests are done with it."""
+    overrides = ["run.iterations=500", "strategy.widths=[2]", "pools.spot.workers=4", "run.validate_every=2"]
+    run = Run(settings_file(tmp_path_factory.mktemp("shown")), overrides).start()
+    try:
+        client = client_of(run)
+        wait_for(lambda: len(run.directory.history()) > 1)
+        workers = client.scheduler_info(n_workers=-1)["workers"].items()
+        os.kill(process_of(next(address for address, facts in workers if facts["name"] == "spot-1")), signal.SIGKILL)
+        wait_for(lambda: run.status.preemptions)
+        yield run
+    finally:
+        run.stop()
+        with suppress(Stopped):
+            run.wait()
+
+
+def test_figures_of_a_run_are_at_metrics_and_its_plots_in_the_list_for_jupyterlab(run: Run) -> None:
+    base = run.status.dashboard.removesuffix("/status")
+
+    metrics, plots = _get(f"{base}/metrics")[1], json.loads(_get(f"{base}/individual-plots.json")[1])
+
+    assert f'spotlight_workers{{run="{run.directory.path.name}",pool="reserved"}} 1.0' in metrics
+    assert f'spotlight_preemptions_total{{run="{run.directory.path.name}"}} 1.0' in metrics
+    assert "spotlight_variance_kept" in metrics
+    assert {f"/individual-{PAGE}-{name}" for name in ("lanes", "pools", "learning", "planner", "images")} <= set(
+        plots.values()
+    )
+
+
+def test_the_best_and_the_worst_kept_seeds_have_pictures(run: Run) -> None:
+    rows = {row["kind"]: row for row in Feed(run.directory, run.config).rows({"at_s": time.time()})}
+    selection = run.directory.selection(0)
+
+    assert selection
+    assert len(pictures(run.directory, selection)) == 12
+    rewards = [picture["reward"] for picture in rows["seeds"]["pictures"]]
+    assert rewards == sorted(rewards, reverse=True)
+    assert all(picture["url"].startswith("data:image/png") for picture in rows["seeds"]["pictures"])
+    assert set(rows) == {*ROWS_MAX, "money"}
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium")
+def test_in_a_browser_lanes_appear_a_killed_worker_shows_and_nothing_complains(run: Run, tmp_path: Path) -> None:
+    seen = asyncio.run(_look(run.status.dashboard.replace("/status", f"/{PAGE}"), tmp_path))
+
+    assert seen["errors"] == []
+    assert {"reserved-0", "spot-0", "spot-1", "spot-2", "spot-3"} <= set(seen["workers"])
+    assert seen["joints"] > 0
+    assert seen["losses"] == ["spot-1: lost without a notice"]
+    assert seen["too wide"] == []
+    assert seen["pictures"] > 0
+
+
+async def _look(url: str, directory: Path) -> dict[str, Any]:
+    async with browser() as page:
+        too_wide = [width_px for width_px in (1280, 1920) if not await _fits(page, url, width_px, directory)]
+        await page.until(f"{column('lanes-done', 'worker')}.length > 20")
+        return {
+            "workers": await page.js(column("lanes-done", "worker")),
+            "losses": await page.js(column("lanes-losses", "what")),
+            "joints": await page.js(f"{column('lanes-joints', 'start')}.length"),
+            "pictures": await page.js(f"({IMAGES})(document)"),
+            "too wide": too_wide,
+            "errors": page.errors,
+        }
+
+
+async def _fits(page: Page, url: str, width_px: int, directory: Path) -> bool:
+    """Whether the page is no wider than its window."""
+    await page.open(url, width_px=width_px)
+    await page.until("document.querySelectorAll('section').length == 7")
+    await page.picture(directory / f"{width_px}.png")
+    return bool(await page.js("document.documentElement.scrollWidth <= window.innerWidth"))
+
+
+def column(source: str, name: str) -> str:
+    """In the page, a column of what a plot shows."""
+    return f"[...Bokeh.documents[0].get_model_by_name('{source}').get_array('{name}')]"
+
+
+IMAGES = (
+    "function count(root) { let n = root.querySelectorAll('img[src^=data]').length; "
+    "for (const one of root.querySelectorAll('*')) if (one.shadowRoot) n += count(one.shadowRoot); return n; }"
+)
+"""Bokeh puts what it shows into shadow trees, one within the other."""

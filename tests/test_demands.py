@@ -1,0 +1,151 @@
+"""What settings ask for is counted before a run starts: the impossible is refused, the unusual is said."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runs import settings_file
+from spotlight import config
+from spotlight.demands import Machine, demands, this_machine
+from spotlight.records import SpotlightError
+from spotlight.run import Run, check_inputs
+from spotlight.store.disks import full_disk
+
+LARGE = Machine(open_files=1e6, processes=1e5, memory_bytes=1e12)
+
+
+def refused(directory: Path, machine: Machine, *overrides: str) -> list[str]:
+    settings = config.load(settings_file(directory), overrides)
+    found = demands(settings, machine, validation_prompts=20, live=True)
+    return [str(demand) for demand in found if demand.asked > demand.most]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (
+            "exploration.seeds_tried=1000000",
+            ["1,500,0", "exploration.seeds_tried"],
+        ),
+        ("strategy.widths=[1, 2, 1024]", []),
+        ("run.validation_seeds=10000", []),
+        ("pools.spot.workers=100000", ["212,5", "processes, and this user may have 100,000", "pools.spot.workers"]),
+    ],
+)
+def test_what_a_large_machine_cannot_do_is_refused_with_the_number_and_the_setting(
+    tmp_path: Path, override: str, says: list[str]
+) -> None:
+    found = " ".join(refused(tmp_path, LARGE, "strategy.exploration=stale", override))
+
+    assert bool(found) == bool(says)
+    assert [part for part in says if part not in found] == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "says"),
+    [
+        (Machine(open_files=40, processes=1e5, memory_bytes=1e12), "104 open files of the driver, and a process may"),
+        (Machine(open_files=1e6, processes=5, memory_bytes=1e12), "11 processes, and this user may have 5 here"),
+        (Machine(open_files=1e6, processes=1e5, memory_bytes=1e8), "bytes of memory for the workers, and this machine"),
+        (Machine(open_files=1e6, processes=1e5, memory_bytes=1e3), "bytes for the images of one request, its largest"),
+    ],
+)
+def test_what_this_machine_cannot_give_is_refused_with_the_number(tmp_path: Path, machine: Machine, says: str) -> None:
+    assert says in " ".join(refused(tmp_path, machine))
+
+
+def test_the_example_asks_for_nothing_unusual(tmp_path: Path) -> None:
+    settings = config.load(Path(__file__).parents[1] / "examples" / "ocr-tiny.toml")
+
+    found = list(demands(settings, LARGE, validation_prompts=20, live=True))
+
+    assert [str(demand) for demand in found if demand.asked > demand.usual] == []
+
+
+def test_this_machine_is_measured() -> None:
+    found = this_machine()
+
+    assert found.open_files > 3
+    assert found.processes > 1
+    assert found.memory_bytes > 1e8
+
+
+def test_the_unusual_is_logged_and_the_impossible_refused_before_a_run_starts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    many, too_many = (
+        config.load(settings_file(tmp_path), [f"exploration.seeds_tried={tried}"]) for tried in (50_000, 500_000)
+    )
+
+    with caplog.at_level(logging.WARNING):
+        check_inputs(many, with_model=False)
+    with pytest.raises(SpotlightError, match=r"ask for 7.*tasks in the graph of an iteration.*exploration.seeds_tried"):
+        check_inputs(too_many, with_model=False)
+
+    assert "tasks in the graph of an iteration" in caplog.text
+
+
+@pytest.mark.parametrize("url", ["/dev/null/x", "/proc/x", "memoryy://x", "file:///proc/x"])
+def test_a_place_for_latents_that_cannot_be_used_is_found_before_the_cluster_starts(tmp_path: Path, url: str) -> None:
+    with pytest.raises(SpotlightError, match=rf"latents.url = .*{url}.* cannot be (used|opened)"):
+        Run(settings_file(tmp_path), [f"latents.url={url}"])
+
+    assert list(tmp_path.glob("run-*")) == []
+
+
+def test_an_unreachable_bucket_is_found_before_the_cluster_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spotlight.store.zarr_store.PROBE_S", 1.0)
+    pytest.importorskip("obstore")
+    for name, value in {
+        "AWS_ENDPOINT": "http://127.0.0.1:9",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_REGION": "x",
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(SpotlightError, match=r"latents.url = 's3://bucket/x' cannot be used"):
+        Run(settings_file(tmp_path), ["latents.url=s3://bucket/x"])
+
+
+def test_latents_have_a_place_relative_to_the_settings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_file(tmp_path)
+    monkeypatch.chdir("/")
+
+    Run(settings, ["latents.url=store"])
+
+    assert (tmp_path / "store").is_dir()
+
+
+@pytest.fixture(params=["size=1m", "size=64m,nr_inodes=20"])
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", request.param, "tmpfs", str(disk)]
+    mounted = subprocess.run(mount, check=False, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"only who may mount a file system can fill one: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_full_disk_is_named_and_what_of_it_is_full(tmp_path: Path, small_disk: Path) -> None:
+    if os.statvfs(small_disk).f_files < 100:
+        for number in range(18):
+            (small_disk / str(number)).touch()
+        expected = f"{small_disk} has 1 inodes left of 20, and "
+    else:
+        (small_disk / "ballast").write_bytes(bytes(900_000))
+        expected = f"{small_disk} has 0.1 MB left: make room"
+
+    assert full_disk([tmp_path, small_disk / "somewhere" / "below"]).startswith(expected)
+    assert full_disk([tmp_path]) == ""

@@ -1,0 +1,166 @@
+"""Runs in notebooks: the examples work from top to bottom, and what a notebook shows of a run is true."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from runs import ROOT, kill, settings_file, start, wait_for
+from spotlight import attach, notebook
+from spotlight.config import load
+from spotlight.records import SpotlightError, Stopped
+from spotlight.run import Run
+from spotlight.store.rundir import RunDir
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+QUICK = {
+    "quickstart": ("SETTINGS = [", ["run.iterations=3", "exploration.budget=fixed", "cluster.dashboard_port=0"]),
+    "plan-a-cluster": ("SETTINGS = [", ["run.iterations=3"]),
+}
+"""Of each example, the line that a test replaces so that it takes seconds, and what it says instead."""
+SMALL = ["rollout.prompts=3", "rollout.seeds_kept=4", "exploration.seeds_tried=8", "train.timesteps=2"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_hold_no_outputs(path: Path) -> None:
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+    assert cells
+    assert [cell.source for cell in cells if cell.outputs or cell.execution_count] == []
+
+
+@pytest.mark.filterwarnings("ignore")  # of Jupyter's own, which is not ours to mend
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run_from_top_to_bottom(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    cells = quick(path, [f"run.dir={tmp_path}", *SMALL])
+
+    client = NotebookClient(
+        cells, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+    )
+    client.execute()
+
+    shown = [output for cell in cells.cells for output in cell.get("outputs", ())]
+    assert any("image/png" in output.get("data", {}) for output in shown)
+    assert not [output for output in shown if output.output_type == "error"]
+
+
+def test_the_view_of_a_run_follows_it_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a kernel: of a task on the event loop, and of what a shell is asked to show."""
+    from IPython.core.displaypub import CapturingDisplayPublisher
+    from IPython.core.interactiveshell import InteractiveShell
+
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setattr(notebook, "REFRESH_S", 0.05)
+    directory = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
+    shell = InteractiveShell.instance()
+    shell.display_pub = publisher = CapturingDisplayPublisher()
+
+    async def look() -> None:
+        with directory.lock():
+            attach(directory.path)._ipython_display_()
+            await asyncio.sleep(0.2)
+        await asyncio.gather(*notebook._views)
+
+    try:
+        asyncio.run(look())
+    finally:
+        InteractiveShell.clear_instance()
+
+    first, *updates = publisher.outputs
+    assert "running" in first["data"]["text/html"]
+    assert len(updates) > 1
+    assert all(update["update"] for update in updates)
+    assert {update["transient"]["display_id"] for update in updates} == {first["transient"]["display_id"]}
+    assert "stopped" in updates[-1]["data"]["text/html"]
+    assert not notebook._views
+
+
+def quick(path: Path, more: list[str]) -> Any:
+    """The notebook with settings that take seconds."""
+    read = nbformat.read(path, as_version=4)
+    beginning, settings = QUICK[path.stem]
+    replaced = 0
+    for cell in read.cells:
+        lines = cell.source.splitlines()
+        for number, line in enumerate(lines):
+            if line.startswith(beginning):
+                lines[number] = f"SETTINGS = {[*settings, *more]!r}"
+                replaced += 1
+        cell.source = "\n".join(lines)
+    assert replaced == 1
+    return read
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[tuple[Run, int]]:
+    """A run that another process is at, attached to, and that process."""
+    process = start("run", settings_file(tmp_path), "--set", "run.iterations=300")
+    try:
+        wait_for(lambda: list(tmp_path.glob("run-*/history.jsonl")), process)
+        yield attach(next(tmp_path.glob("run-*"))), process.pid
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_run_that_goes_on_elsewhere_is_seen_as_it_is_and_is_stopped_once_its_driver_is_killed(
+    elsewhere: tuple[Run, int],
+) -> None:
+    run, pid = elsewhere
+
+    during = run.status
+    done = wait_for(lambda: len(run.history))
+    with pytest.raises(TimeoutError, match="still running"):
+        run.wait(0.3)
+    kill(pid)
+    wait_for(lambda: not run.alive)
+
+    assert (during.state, during.workers) == ("running", {"reserved": 1, "spot": 2})
+    assert during.usd > 0
+    assert done > 0
+    assert run.state == "stopped"
+    assert "stopped" in run._repr_html_()
+    with pytest.raises(Stopped, match="spotlight resume"):
+        asyncio.run(awaited(run))
+
+
+async def awaited(run: Run) -> Any:
+    return await run
+
+
+def test_a_run_that_nobody_started_is_new_and_says_so(tmp_path: Path) -> None:
+    run = Run(settings_file(tmp_path))
+
+    assert run.state == "new"
+    assert "not started yet" in run._repr_html_()
+
+
+def test_to_look_at_a_run_takes_its_lock_from_nobody(tmp_path: Path) -> None:
+    directory = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
+
+    with directory.lock():
+        assert attach(directory.path).alive
+    assert not attach(directory.path).alive
+    with directory.lock():
+        pass
+
+
+def test_there_is_no_picture_of_what_did_not_happen(tmp_path: Path) -> None:
+    run = attach(RunDir.create(load(settings_file(tmp_path)), now_s=0.0).path)
+
+    with pytest.raises(SpotlightError, match="nothing to draw"):
+        run.plot()
+    with pytest.raises(SpotlightError, match="'reward', 'timeline', 'before-after'"):
+        run.plot("costs")  # type: ignore[arg-type]
+    with pytest.raises(SpotlightError, match="no seeds are recorded"):
+        run.images(0)
+    assert run.workers.empty

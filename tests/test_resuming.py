@@ -1,0 +1,256 @@
+"""A run goes on with what it began with; what it lacks and cannot make again is missed by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from graphs.loop import Loop, synchronous
+from runs import NoWatch, outcome, settings_file
+from spotlight import config
+from spotlight.device import protocol
+from spotlight.device.modelled import ModelledDevice
+from spotlight.records import SpotlightError
+from spotlight.store import resuming
+from spotlight.store.rundir import HISTORY, PROMPTS, SPANS, VALIDATION, RunDir
+
+LAST = 3
+"""Iterations of `runs.SETTINGS`, of which every one is validated here."""
+
+
+class Killed(BaseException):
+    """The driver ends here."""
+
+
+class KilledAt(NoWatch):
+    """Ends the driver when an iteration begins."""
+
+    def __init__(self, iteration: int) -> None:
+        self._iteration = iteration
+
+    def begin(self, phase: str, iteration: int) -> None:
+        if (phase, iteration) == ("iterate", self._iteration):
+            raise Killed
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_device", ModelledDevice())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run whose driver died before its last iteration, and one that nothing happened to."""
+    directory = tmp_path_factory.mktemp("runs")
+    prompts = directory / "prompts.txt"
+    settings = config.load(settings_file(directory), ["run.validate_every=1"])
+    shutil.copy(settings.data.train_prompts, prompts)
+    settings = config.load(settings_file(directory), ["run.validate_every=1", f"data.train_prompts={prompts}"])
+    with protocol.using(ModelledDevice()):
+        whole = RunDir.create(settings, 0.0)
+        Loop(whole, synchronous, NoWatch()).go()
+        killed = RunDir.create(settings, 1.0)
+        with pytest.raises(Killed):
+            Loop(killed, synchronous, KilledAt(LAST - 1)).go()
+    prompts.write_text('a sign that reads "47"\n' * 80)  # nobody looks at it any more
+    return killed.path, whole.path
+
+
+@pytest.fixture
+def killed(runs: tuple[Path, Path], tmp_path: Path) -> RunDir:
+    """A copy of the first, under its name, which its requests carry."""
+    return RunDir(shutil.copytree(runs[0], tmp_path / runs[0].name))
+
+
+def go_on(run: RunDir) -> None:
+    """As `spotlight resume` does it."""
+    resuming.check(run)
+    rows = len(resuming.rows_that_stay(run))
+    run.rewrite(HISTORY, run.rows(HISTORY)[:rows])
+    Loop(run, synchronous, NoWatch()).go()
+
+
+def refusal(run: RunDir) -> str:
+    with pytest.raises(SpotlightError) as refused:
+        go_on(RunDir.open(run.path))
+    said = str(refused.value)
+    assert "\n" not in said
+    return said
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_a_run_goes_on_with_the_prompts_that_it_began_with(runs: tuple[Path, Path], killed: RunDir) -> None:
+    go_on(killed)
+
+    assert outcome(killed.path) == outcome(runs[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("selections", f"selections/0000{LAST - 1}.json: is missing"),
+        ("beliefs", f"beliefs/0000{LAST - 1}.json: is missing"),
+        (PROMPTS, f"{PROMPTS}: is missing"),
+        ("prompts/train.txt", "prompts/train.txt: cannot be read as a prompt file: No such file"),
+    ],
+)
+def test_what_cannot_be_made_again_is_missed_by_name(killed: RunDir, name: str, says: str) -> None:
+    remove(killed.path / name)
+
+    said = refusal(killed)
+
+    assert f"{killed.path / says}" in said
+    assert "restore it" in said
+
+
+@pytest.mark.parametrize("name", ["selections", "beliefs"])
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_text('{"iter')])
+def test_what_exploration_left_is_made_again_as_the_refusal_says(
+    runs: tuple[Path, Path], killed: RunDir, name: str, damage: Callable[[Path], object]
+) -> None:
+    path = killed.path / name / f"0000{LAST - 1}.json"
+    damage(path)
+
+    assert f"delete weights/v0000{LAST - 1}" in refusal(killed)
+    path.unlink(missing_ok=True)
+    shutil.rmtree(killed.path / "weights" / f"v0000{LAST - 1}")
+    go_on(killed)
+
+    assert outcome(killed.path) == outcome(runs[1])
+
+
+@pytest.mark.parametrize("lost", [(0,), (1,), (0, 1)])
+def test_versions_are_validated_again_where_their_row_is_lost(
+    runs: tuple[Path, Path], killed: RunDir, lost: tuple[int, ...]
+) -> None:
+    killed.rewrite(VALIDATION, [row for row in killed.rows(VALIDATION) if row["version"] not in lost])
+
+    go_on(killed)
+
+    scores = [(row.version, row.score) for row in killed.validation()]
+    assert scores == [(row.version, row.score) for row in RunDir(runs[1]).validation()]
+
+
+def test_a_lost_validation_whose_weights_are_gone_is_missed_by_name(killed: RunDir) -> None:
+    killed.rewrite(VALIDATION, [row for row in killed.rows(VALIDATION) if row["version"] != 1])
+    shutil.rmtree(killed.path / "weights" / "v00001")
+
+    assert f"{killed.path / VALIDATION}: has no row of version 1" in refusal(killed)
+
+
+def test_other_prompts_are_refused(killed: RunDir) -> None:
+    with (killed.path / "prompts" / "validation.txt").open("a") as file:
+        file.write('a sign that reads "00"\n')
+
+    said = refusal(killed)
+
+    assert f"{killed.path}/prompts/validation.txt: expected the prompts that the run began with" in said
+
+
+def test_a_line_lost_from_the_middle_of_the_history_is_named(runs: tuple[Path, Path], killed: RunDir) -> None:
+    lines = (killed.path / HISTORY).read_text().splitlines(keepends=True)
+    (killed.path / HISTORY).write_text("".join(lines[1:]))
+
+    assert f"{killed.path / HISTORY}:1: iteration: expected 0, found 1" in refusal(killed)
+    (killed.path / HISTORY).write_text("")
+    go_on(killed)
+
+    assert outcome(killed.path) == outcome(runs[1])
+
+
+def test_weights_that_are_others_than_the_history_says_are_named(killed: RunDir) -> None:
+    rows = killed.rows(HISTORY)
+    killed.rewrite(HISTORY, [*rows[:-1], rows[-1] | {"weights_sha256": "ab"}])
+
+    assert f"weights/v0000{LAST - 1}: expected weights with sha256 ab, as {HISTORY}:{LAST - 1} says" in refusal(killed)
+
+
+def test_a_simulated_run_is_not_gone_on_with(killed: RunDir) -> None:
+    killed.write_json("simulated.json", {"learning": "modelled"})
+
+    assert "simulate its settings again" in refusal(killed)
+
+
+def test_settings_that_were_cut_short_are_not_filled_up_with_defaults(killed: RunDir) -> None:
+    path = killed.path / config.RESOLVED
+    path.write_text(path.read_text().split("[train]")[0])
+
+    assert f"{path}: has no section [cluster], [latents], [pace], [pools]," in refusal(killed)
+
+
+# Nothing leads out
+
+
+@pytest.mark.parametrize("name", ["lock", "decisions.jsonl", "images", "weights", "beliefs", "report.html"])
+def test_no_link_leads_out_of_a_run_directory(killed: RunDir, tmp_path: Path, name: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    path = killed.path / name
+    if path.exists():
+        remove(path)
+    path.symlink_to(outside)
+
+    assert f"{path}: is a link to {outside}, and nothing in a run directory is followed out of it" in refusal(killed)
+    assert list(outside.iterdir()) == []
+
+
+def test_a_link_that_appears_later_is_not_followed_either(killed: RunDir, tmp_path: Path) -> None:
+    outside = tmp_path / "outside.txt"
+    for name in ("lock", SPANS):
+        (killed.path / name).unlink(missing_ok=True)
+        (killed.path / name).symlink_to(outside)
+
+    with pytest.raises(OSError, match="symbolic links"), killed.lock():
+        pass
+    with pytest.raises(OSError, match="symbolic links"):
+        killed.append(SPANS, {})
+    assert not outside.exists()
+
+
+def test_a_link_within_a_run_directory_is_fine(runs: tuple[Path, Path], killed: RunDir) -> None:
+    (killed.path / "images" / "latest.npz").symlink_to("validation-00000.npz")
+
+    go_on(RunDir.open(killed.path))
+
+    assert outcome(killed.path) == outcome(runs[1])
+
+
+def test_a_named_pipe_in_a_run_directory_is_not_waited_for(killed: RunDir) -> None:
+    (killed.path / HISTORY).unlink()
+    os.mkfifo(killed.path / HISTORY)
+
+    assert f"{killed.path / HISTORY}: is a named pipe" in refusal(killed)
+
+
+def test_a_directory_in_place_of_a_file_is_no_empty_file(killed: RunDir) -> None:
+    (killed.path / HISTORY).unlink()
+    (killed.path / HISTORY).mkdir()
+
+    assert f"{killed.path / HISTORY}: cannot be read: Is a directory" in refusal(killed)
+
+
+@pytest.mark.parametrize(("shared", "mode"), [("false", 0o700), ("true", 0o755)])
+def test_only_who_started_a_run_may_look_into_it_unless_it_is_shared(tmp_path: Path, shared: str, mode: int) -> None:
+    before = os.umask(0o022)
+    try:
+        run = RunDir.create(config.load(settings_file(tmp_path), [f"run.shared={shared}"]), 0.0)
+    finally:
+        os.umask(before)
+
+    assert stat.S_IMODE(run.path.stat().st_mode) == mode
+
+
+def test_the_hashes_of_prompts_are_of_the_copies(killed: RunDir) -> None:
+    hashes = json.loads((killed.path / PROMPTS).read_text())
+
+    assert set(hashes) == {"train_sha256", "validation_sha256"}
+    assert killed.config().data.train_prompts == str(killed.path / "prompts" / "train.txt")

@@ -1,0 +1,97 @@
+"""The shell's manners: help with examples, exit statuses, tracebacks only when asked for, JSON for scripts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from runs import ROOT, settings_file
+from spotlight import __main__ as shell
+from spotlight import run as running
+from spotlight.__main__ import EXAMPLES, main
+from spotlight.config import load
+from spotlight.store.rundir import RunDir
+
+
+@pytest.mark.parametrize("verb", EXAMPLES)
+def test_the_help_of_every_verb_has_examples_that_can_be_parsed(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([verb, "--help"])
+
+    said = capsys.readouterr().out
+    assert left.value.code == 0
+    for example in EXAMPLES[verb]:
+        assert f"spotlight {example}" in said
+        shell._parser().parse_args(re.split(r" [|>] ", example)[0].split())
+
+
+def test_files_that_examples_name_are_there() -> None:
+    named = {word for lines in EXAMPLES.values() for line in lines for word in line.split() if "examples/" in word}
+
+    assert named
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_what_a_person_can_put_right_is_one_sentence_and_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["status", str(tmp_path)])
+
+    said = capsys.readouterr()
+    assert status == 1
+    assert said.out == ""
+    assert said.err.startswith(f"spotlight: {tmp_path}: not a run directory")
+    assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_error_of_ours_is_status_70_and_shows_its_traceback_only_with_debug(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, debug: bool
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(running.Run, "attach", fail)
+    status = main(["status", str(tmp_path), *(["--debug"] if debug else [])])
+
+    said = capsys.readouterr().err
+    assert status == 70
+    assert "RuntimeError: a bug" in said
+    assert ("Traceback" in said) == debug
+    kept = list(tmp_path.glob("spotlight-error-*.txt"))
+    assert [("Traceback" in file.read_text(), file.stat().st_mode & 0o077) for file in kept] == [(True, 0)] * (
+        not debug
+    )
+
+
+def test_a_command_that_does_not_exist_is_status_2() -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["fly"])
+
+    assert left.value.code == 2
+
+
+def test_the_status_of_a_run_is_json_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
+
+    assert main(["status", str(run.path), "--json"]) == 0
+
+    status = json.loads(capsys.readouterr().out)
+    assert (status["state"], status["iteration"], status["iterations"]) == ("stopped", 0, 3)
+
+
+def test_a_simulation_is_a_line_of_json_per_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["--set", "run.iterations=1", "--alone", "--no-report", "--json"]
+
+    assert main(["simulate", str(settings_file(tmp_path)), *overrides]) == 0
+
+    (line,) = capsys.readouterr().out.splitlines()
+    outcome = json.loads(line)
+    assert outcome["iterations"] == 1
+    assert Path(outcome["run_dir"]).is_dir()

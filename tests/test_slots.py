@@ -1,0 +1,65 @@
+"""Which of a machine's devices a process has, and that nothing is left on them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spotlight.store.slots import Slot, end_leftovers
+
+
+@pytest.fixture
+def frozen() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does nothing any more, not even end when it is told to."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    process.send_signal(signal.SIGSTOP)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_each_takes_the_first_device_that_no_other_has(tmp_path: Path) -> None:
+    first, second = Slot(tmp_path), Slot(tmp_path)
+    first.close()
+
+    assert (first.number, second.number, Slot(tmp_path).number) == (0, 1, 0)
+
+
+def test_who_takes_a_device_ends_what_was_left_on_it(tmp_path: Path, frozen: subprocess.Popen[bytes]) -> None:
+    slot = Slot(tmp_path)
+    slot.record(frozen.pid)
+    slot.close()
+
+    assert Slot(tmp_path).number == slot.number
+    assert frozen.wait(timeout=10) == -signal.SIGKILL
+
+
+def test_what_is_left_at_the_end_is_ended_unless_its_device_is_in_use(
+    tmp_path: Path, frozen: subprocess.Popen[bytes]
+) -> None:
+    slot = Slot(tmp_path)
+    slot.record(frozen.pid)
+    end_leftovers(tmp_path)
+    assert frozen.poll() is None
+
+    slot.close()
+    end_leftovers(tmp_path)
+
+    assert frozen.wait(timeout=10) == -signal.SIGKILL
+
+
+def test_another_process_that_got_the_number_is_left_alone(tmp_path: Path, frozen: subprocess.Popen[bytes]) -> None:
+    slot = Slot(tmp_path)
+    slot.record(frozen.pid)
+    slot.close()
+    (record,) = tmp_path.glob("slot-*")
+    record.write_text(f"{frozen.pid} 1")
+
+    end_leftovers(tmp_path)
+
+    assert frozen.poll() is None

@@ -1,0 +1,36 @@
+"""A long run takes no more memory as it goes on: nothing is kept for each iteration."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fuzz import SETTINGS
+from spotlight import config
+from spotlight.records import Span
+from spotlight.simulation import Simulation
+
+FIRST, LAST = 40, 90
+"""Iterations between which the objects are counted; the first fills what is bounded."""
+
+
+def test_nothing_is_kept_for_each_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spotlight.store.accounts.FOLD_SPANS", 500)
+    counts: dict[int, Counter[type]] = {}
+
+    def follow(name: str, iteration: int, hours: float) -> None:
+        if iteration in (FIRST, LAST) and iteration not in counts:
+            gc.collect()
+            counts[iteration] = Counter(type(each) for each in gc.get_objects())
+
+    settings = tmp_path / "run.toml"
+    settings.write_text(SETTINGS)
+    overrides = [f"run.dir={tmp_path}", f"run.iterations={LAST + 2}", "run.validate_every=1000"]
+    Simulation("soak", config.load(settings, overrides), "modelled", follow).go(report=False)
+
+    grown = {kind: count - counts[FIRST][kind] for kind, count in counts[LAST].items()}
+    assert counts[LAST][Span] < 700
+    assert {kind: count for kind, count in grown.items() if count > 2 * (LAST - FIRST) and kind is not Span} == {}

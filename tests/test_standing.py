@@ -1,0 +1,198 @@
+"""A run on a Dask cluster that is there already: plain workers join it, and all who are attacked give the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import dask
+import psutil
+import pytest
+from distributed import Client
+
+from cluster.pools import Pools
+from cluster.standing import refuse_unsafe
+from graphs.loop import Loop, synchronous
+from kills import KillWorkers, client_of
+from runs import ROOT, WAIT_S, NoWatch, outcome, settings_file, wait_for
+from spotlight import config
+from spotlight.records import SpotlightError, Stopped
+from spotlight.run import Run
+from spotlight.store.rundir import EVENTS, HISTORY, SPANS, RunDir
+from standing import StandingCluster, certificates, dask_settings
+
+SETTINGS = ("run.iterations=2", "strategy.widths=[1]")
+
+
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingCluster]:
+    """A reserved worker, and a spot worker that a nanny starts again."""
+    cluster = StandingCluster(tmp_path_factory.mktemp("standing"))
+    cluster.worker("trainer", "reserved")
+    cluster.worker("nursed", "spot", nanny=True)
+    with dask.config.set(dask_settings(cluster.tls)):
+        yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the same run without any cluster."""
+    run = RunDir.create(config.load(settings_file(tmp_path_factory.mktemp("alone")), SETTINGS), now_s=0.0)
+    Loop(run, synchronous, NoWatch()).go()
+    return run.path
+
+
+Begin = Callable[..., Run]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Starts a run that ends with the test, however that ends."""
+    runs: list[Run] = []
+
+    def begun(cluster: object, *overrides: str) -> Run:
+        runs.append(Run(settings_file(tmp_path), [*SETTINGS, *overrides], cluster=cluster))  # type: ignore[arg-type]
+        return runs[-1].start()
+
+    yield begun
+    for run in runs:
+        run.stop()
+        with suppress(Stopped, SpotlightError):
+            run.wait()
+
+
+def memory(run_dir: Path) -> list[Path]:
+    """What a run has in this machine's shared memory."""
+    return list(Path("/dev/shm").glob(f"spotlight-*{run_dir.name}-*"))
+
+
+def test_a_run_on_plain_workers_gets_the_same_bits_whatever_happens_to_them(
+    standing: StandingCluster, undisturbed: Path, begin: Begin, tmp_path: Path
+) -> None:
+    """The only spot worker is killed, others come late, and one that cannot take part says why."""
+    run = begin(standing.address, 'strategy.rollout_pools=["spot"]')
+    client_of(run).register_plugin(KillWorkers("rollout", pool="spot", count=1))
+    with pytest.raises(
+        SpotlightError, match=rf"runs {run.directory.path.name} already \(driver: process {os.getpid()} "
+    ):
+        Pools(run.config, run.directory.path, standing.file)
+    (tmp_path / "other.py").write_text("import spotlight\nspotlight.__version__ = '0.0.1'\n")
+    other = standing.worker("other", "spot", "--preload", str(tmp_path / "other.py"))
+    standing.worker("late", "spot")
+    refused = wait_for(lambda: dict(run.status.refused))
+    other.kill()
+
+    run.wait()
+
+    joined = [row["worker"] for row in run.directory.rows(EVENTS) if row["event"] == "joined"]
+    assert outcome(run.directory.path) == outcome(undisturbed)
+    assert "Spotlight 0.0.1" in refused["other"]
+    assert len(joined) > 2
+    assert [row["outcome"] for row in run.directory.rows(SPANS)].count("lost") == 1
+
+
+def test_a_driver_killed_on_a_standing_cluster_is_resumed_there(
+    standing: StandingCluster, undisturbed: Path, tmp_path: Path
+) -> None:
+    settings = [value for setting in SETTINGS for value in ("--set", setting)]
+    driver = spotlight_on(standing, "run", settings_file(tmp_path), *settings)
+    wait_for(lambda: list(tmp_path.glob("run-*/history.jsonl")), driver)
+    driver.kill()
+    driver.communicate()
+    (run_dir,) = tmp_path.glob("run-*")
+    wait_for(lambda: not memory(run_dir))  # what belonged to the run has ended with it
+
+    again = spotlight_on(standing, "resume", run_dir)
+    _, err = again.communicate(timeout=WAIT_S)
+
+    assert again.returncode == 0, err
+    assert outcome(run_dir) == outcome(undisturbed)
+
+
+def spotlight_on(standing: StandingCluster, *arguments: str | Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "spotlight", *map(str, arguments), "--cluster", str(standing.file)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, text=True, env=standing.environment, stdout=pipe, stderr=pipe)
+
+
+def test_a_run_that_was_stopped_goes_on_on_the_same_workers_which_are_then_as_before(
+    standing: StandingCluster, undisturbed: Path, begin: Begin
+) -> None:
+    with Client(standing.address, set_as_default=False) as client:
+        run = begin(client)
+        wait_for(lambda: run.directory.rows(HISTORY))
+        run.stop()
+        with pytest.raises(Stopped):
+            run.wait()
+
+        run.start().wait()
+
+        assert outcome(run.directory.path) == outcome(undisturbed)
+        assert client.submit(abs, -1, resources={"spot": 1}).result(timeout=WAIT_S) == 1
+        assert memory(run.directory.path) == []
+        wait_for(lambda: not engines(standing))
+
+
+def engines(standing: StandingCluster) -> list[psutil.Process]:
+    """Processes that warm parents of workers have forked."""
+    found = []
+    for worker in standing.processes:
+        with suppress(psutil.NoSuchProcess):
+            below = psutil.Process(worker.pid).children(recursive=True)
+            found += [
+                child
+                for process in below
+                if "forkserver" in " ".join(process.cmdline())
+                for child in process.children()
+            ]
+    return found
+
+
+def test_a_worker_that_is_warned_leaves_in_order(standing: StandingCluster, begin: Begin) -> None:
+    run = begin(standing.address, "run.iterations=100")
+    warned = standing.worker("warned", "spot")
+    wait_for(lambda: "warned" in {row.get("worker") for row in run.directory.rows(EVENTS)})
+    warned.send_signal(signal.SIGTERM)
+    warned.wait(timeout=WAIT_S)
+    wait_for(lambda: "left" in {row["event"] for row in run.directory.rows(EVENTS)})
+
+    events = [row["event"] for row in run.directory.rows(EVENTS) if row.get("worker") == "warned"]
+    assert events == ["joined", "notice", "left"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("nowhere.json", "is neither an address"),
+        ("tcp://192.0.2.1:8786", r"cluster\.insecure = true"),
+        ("tls://127.0.0.1:1", "no scheduler answers there"),
+    ],
+)
+def test_a_cluster_that_cannot_be_used_is_named_with_the_way_out(begin: Begin, given: str, said: str) -> None:
+    with pytest.raises(SpotlightError, match=said):
+        begin(given).wait()
+
+
+def test_a_scheduler_of_other_certificates_is_not_spoken_to(
+    standing: StandingCluster, begin: Begin, tmp_path: Path
+) -> None:
+    other = dask_settings(certificates(tmp_path / "other"))
+    with dask.config.set(other), pytest.raises(SpotlightError, match="certificate"):
+        begin(standing.address).wait()
+
+
+@pytest.mark.parametrize(
+    "address", ["tls://head:8786", "tcp://127.0.0.1:8786", "tcp://[::1]:8786", "tcp://localhost:1"]
+)
+def test_what_others_cannot_reach_or_read_is_safe(address: str) -> None:
+    refuse_unsafe(address, insecure=False)
+
+
+def test_a_network_may_be_trusted_by_a_setting() -> None:
+    refuse_unsafe("tcp://192.0.2.1:8786", insecure=True)

@@ -1,0 +1,206 @@
+"""Trackers: what they are told of a run, that a resumed run tells nothing twice, and that none of them can end a run.
+
+None of them is a dependency. Where one is not installed, a module that records its calls stands in for it.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from runs import settings_file
+from spotlight.config import Config, load
+from spotlight.records import SpotlightError
+from spotlight.report.tracking import Tracking, check
+from spotlight.store.rundir import HISTORY, VALIDATION, HistoryRow, RunDir, ValidationRow
+
+Call = tuple[Any, ...]
+
+
+def history_row(k: int) -> dict[str, Any]:
+    measured = {"stopped_s": 100.0 + k, "busy_s.spot-0": 1.0, "usd": 0.5}
+    return asdict(
+        HistoryRow(
+            iteration=k, weights_version=k + 1, weights_sha256="", metrics={"reward_mean": 0.1 * k}, measured=measured
+        )
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """One validation and two iterations."""
+    run = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
+    row = ValidationRow(version=0, score=0.25, rewards=(0.25,), images="", at_s=99.0)
+    run.append(VALIDATION, asdict(row))
+    run.append(HISTORY, history_row(0), history_row(1))
+    return run
+
+
+def with_trackers(run: RunDir, *names: str) -> Config:
+    config = run.config()
+    return config.model_copy(update={"tracking": config.tracking.model_copy(update={"to": names, "project": "p"})})
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
+    """Have a module be there that is not installed; its parents too."""
+    parts = name.split(".")
+    for number in range(1, len(parts) + 1):
+        module = ModuleType(".".join(parts[:number]))
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, loader=None)
+        module.__path__ = []
+        if number == len(parts):
+            vars(module).update(content)
+        if module.__name__ not in sys.modules or number == len(parts):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def recorded_wandb(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    calls: list[Call] = []
+    session = SimpleNamespace(
+        log=lambda values, step: calls.append(("log", step, values)), finish=lambda: calls.append(("finish",))
+    )
+
+    def init(**given: Any) -> Any:
+        calls.append(("init", given["project"], given["id"], given["resume"]))
+        return session
+
+    stand_in(monkeypatch, "wandb", init=init)
+    return calls
+
+
+def test_every_tracker_is_told_metrics_by_step_and_no_worker_by_name(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = recorded_wandb(monkeypatch)
+
+    tracking = Tracking(run, with_trackers(run, "wandb"))
+    tracking.follow()
+    tracking.follow()
+    run.append(HISTORY, history_row(2))
+    tracking.close()
+
+    assert calls == [
+        ("init", "p", run.path.name, "allow"),
+        ("log", 0, {"validation_score": 0.25}),
+        ("log", 0, {"reward_mean": 0.0, "usd": 0.5}),
+        ("log", 1, {"reward_mean": 0.1, "usd": 0.5}),
+        ("log", 2, {"reward_mean": 0.2, "usd": 0.5}),
+        ("finish",),
+    ]
+
+
+def test_mlflow_finds_a_resumed_run_again_and_gets_the_same_points(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: dict[str, str] = {}
+    points: set[Call] = set()
+
+    class Client:
+        def get_experiment_by_name(self, name: str) -> Any:
+            return None
+
+        def create_experiment(self, name: str) -> str:
+            return f"experiment {name}"
+
+        def search_runs(self, numbers: list[str], filter_string: str) -> list[Any]:
+            return [SimpleNamespace(info=SimpleNamespace(run_id=kept[name])) for name in kept if name in filter_string]
+
+        def create_run(self, number: str, run_name: str, tags: dict[str, str]) -> Any:
+            kept[tags["spotlight.run"]] = f"{number}/{len(kept)}"
+            return SimpleNamespace(info=SimpleNamespace(run_id=kept[tags["spotlight.run"]]))
+
+        def log_batch(self, run_id: str, metrics: list[Call]) -> None:
+            points.update((run_id, *metric) for metric in metrics)
+
+        def set_terminated(self, run_id: str) -> None: ...
+
+    stand_in(monkeypatch, "mlflow.entities", Metric=lambda *given: given)
+    stand_in(monkeypatch, "mlflow", MlflowClient=Client)
+
+    for _ in range(2):  # begun, and resumed
+        Tracking(run, with_trackers(run, "mlflow")).close()
+
+    assert len(kept) == 1
+    assert ("experiment p/0", "reward_mean", 0.1, 101_000, 1) in points
+    assert len(points) == 5
+
+
+def test_tensorboard_has_every_point_once_however_often_a_run_was_resumed(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard") if _installed("tensorboard") else record_events(monkeypatch)
+    config = with_trackers(run, "tensorboard")
+
+    for _ in range(2):
+        Tracking(run, config).close()
+
+    files = list((run.path / "tensorboard").iterdir())
+    assert len(files) == 1
+    if not _installed("tensorboard"):
+        steps = [line.split()[0] for line in files[0].read_text().splitlines()]
+        assert steps == ["0", "0", "1"]
+
+
+def record_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard's writer, as a text file with a line per event."""
+
+    class Writer:
+        made = 0
+
+        def __init__(self, folder: str) -> None:
+            Path(folder).mkdir(exist_ok=True)
+            type(self).made += 1
+            self._file = (Path(folder) / f"events.out.tfevents.{self.made}").open("w")
+
+        def add_event(self, event: Any) -> None:
+            self._file.write(f"{event.step} {event.summary}\n")
+
+        def flush(self) -> None:
+            self._file.flush()
+
+        def close(self) -> None:
+            self._file.close()
+
+    summary: Callable[..., Any] = SimpleNamespace
+    Summary = type("Summary", (SimpleNamespace,), {"Value": SimpleNamespace})
+    stand_in(monkeypatch, "tensorboard.summary.writer.event_file_writer", EventFileWriter=Writer)
+    stand_in(monkeypatch, "tensorboard.compat.proto.event_pb2", Event=summary)
+    stand_in(monkeypatch, "tensorboard.compat.proto.summary_pb2", Summary=Summary)
+
+
+def _installed(name: str) -> bool:
+    return name not in sys.modules and importlib.util.find_spec(name) is not None
+
+
+def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = recorded_wandb(monkeypatch)
+
+    def fail(**given: Any) -> None:
+        raise ConnectionError("no network")
+
+    stand_in(monkeypatch, "mlflow", MlflowClient=fail)
+
+    Tracking(run, with_trackers(run, "mlflow", "wandb")).close()
+
+    assert calls[-1] == ("finish",)
+    assert [record.message for record in caplog.records if "mlflow failed" in record.message] != []
+
+
+def test_a_tracker_that_is_not_installed_is_an_error_unless_it_is_the_default(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spotlight.report.tracking.find_spec", lambda name: None)
+
+    assert check(run.config()) == []
+    with pytest.raises(SpotlightError, match="'wandb', which is not installed"):
+        check(with_trackers(run, "wandb"))
