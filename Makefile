@@ -9,10 +9,11 @@ INSTALLED = .venv/installed
 demo: $(INSTALLED)
 	.venv/bin/spotlight run examples/ocr-tiny.toml
 
-# One BLAS thread per process: the tests start several, and results must not depend on how many cores there are.
+# One BLAS thread per process: the tests start several, and results must not depend on how many cores there are. Two
+# files of tests go on at a time, since most wait for processes; a file's tests share what they began.
 test: export OMP_NUM_THREADS = 1
 test: lint
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2 --dist loadfile
 
 test-gpu: $(INSTALLED)
 	.venv/bin/python -m pytest -m gpu -ra

@@ -258,7 +258,7 @@ class TrainSection(Section):
     """The first updates, over which the learning rate rises evenly to its value."""
     weight_decay: float = Field(1e-4, ge=0, le=10)
     """Of AdamW."""
-    max_grad_norm: float = Field(1.0, gt=0, le=1e6)
+    max_grad_norm: float = Field(1.0, gt=0, le=1e9)
     """A longer gradient is shortened to it."""
     updates: int = Field(1, ge=1, le=10_000)
     """Optimizer steps per iteration; the samples are split evenly among them."""

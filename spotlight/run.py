@@ -210,8 +210,8 @@ class Run:
 
     @property
     def alive(self) -> bool:
-        """Whether it is going on now, here or elsewhere."""
-        return self._is_ours or self._is_elsewhere
+        """Whether it is going on now; one that was not started here, elsewhere."""
+        return self._is_elsewhere if self._thread is None else self._is_ours
 
     @property
     def state(self) -> str:

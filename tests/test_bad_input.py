@@ -231,7 +231,7 @@ def test_what_nobody_foresaw_says_how_to_go_on(stopped: RunDir) -> None:
 
     failed = spotlight("resume", stopped.path)
 
-    assert failed.returncode == 1
+    assert failed.returncode == 70
     assert "FileExistsError" in failed.stderr
     assert f"`spotlight resume {stopped.path}` goes on" in failed.stderr
 

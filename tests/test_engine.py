@@ -136,10 +136,10 @@ def test_a_stopped_run_starts_no_request(run: RunDir, request_: Request) -> None
 
 
 def test_truncated_weights_are_refused_with_the_file_named(run: RunDir, request_: Request) -> None:
-    path = run.path / "weights" / "v00000" / "weights.safetensors"
+    path = run.path / "weights" / "v00000" / "old.safetensors"  # which samples
     path.write_bytes(path.read_bytes()[:-100])
 
-    with pytest.raises(SpotlightError, match=r"weights\.safetensors"):
+    with pytest.raises(SpotlightError, match=r"old\.safetensors"):
         Engine(run.path).rollout(request_)
 
 

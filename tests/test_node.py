@@ -112,7 +112,11 @@ def test_one_node_is_a_source_for_another(tmp_path: Path) -> None:
     assert path.read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", NAME.upper(), NAME + "\n", ""])
+@pytest.mark.parametrize(
+    "name",
+    ["../secret", "/etc/passwd", NAME.upper(), NAME + "\n", ""],
+    ids=["above", "absolute", "capitals", "more", "empty"],  # the hash is another in each process
+)
 def test_only_the_hash_of_a_content_names_a_file(tmp_path: Path, name: str) -> None:
     node = Node(tmp_path)
 

@@ -212,7 +212,7 @@ def test_plain_diffusers_draws_the_validation_images_with_the_exported_lora(trai
 
 def test_the_exported_lora_gives_the_velocities_of_the_engine(trained: Trained, tmp_path: Path) -> None:
     engine, plain = Engine(trained.run.path), plain_pipeline(trained.pipeline)
-    engine.resident.use(published(trained.run, ITERATIONS))
+    engine.resident.use(published(trained.run, ITERATIONS), trained.run.config().validation_policy)
     plain.load_lora_weights(export_lora(trained.run.path, tmp_path / "lora"))
 
     ours_BNC = velocity(engine.model)

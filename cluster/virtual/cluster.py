@@ -536,11 +536,10 @@ class VirtualCluster:
         if task.bound:
             only = self.workers.get(task.bound)
             return task.bound if only and not only.paused else ""
-        (needs,) = task.needs
         holders = dict.fromkeys([needed.worker for needed in task.inputs])
         near = [self.workers[address] for address in holders if address in self.workers]
         for workers in (near, self.workers.values()):
-            able = [worker for worker in workers if worker.can(needs) and not (worker.leaving or worker.paused)]
+            able = [worker for worker in workers if worker.can(task.needs) and not (worker.leaving or worker.paused)]
             if able:
                 return min(able, key=lambda worker: worker.load).address
         return ""

@@ -4,6 +4,7 @@ nothing, and knows no time but what it is told."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,13 +52,6 @@ class VirtualWorker:
     def can_begin(self) -> bool:
         return self.alive and not (self.frozen or self.paused or self.leaving)
 
-    def can(self, needs: str) -> bool:
-        """Whether it has the one resource that a task asks for."""
-        match needs:
-            case "head":
-                return self.pool == "head"
-            case "reserved":
-                return self.pool == "reserved"
-            case "engine":
-                return self.pool != "head"
-        return False
+    def can(self, needs: Iterable[str]) -> bool:
+        """Whether it has the resources that a task asks for."""
+        return all(need == self.pool or (need == "engine" and self.pool != "head") for need in needs)

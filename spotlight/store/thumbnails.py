@@ -9,14 +9,16 @@ from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spotlight.records import Kept, Selection
-from spotlight.store.latents import LatentStore
 from spotlight.store.rundir import RunDir
+
+if TYPE_CHECKING:
+    from spotlight.store.latents import LatentStore
 
 SIDE_PX = 128
 """The longest side; smaller images stay as they are."""
@@ -60,6 +62,8 @@ def pictures(run: RunDir, selection: Selection) -> list[Picture]:
     """The samples of an iteration's kept seeds, group by group; those that are not scored yet are left out."""
     if not run.has_latents():
         return []
+    from spotlight.store.latents import LatentStore  # where nothing was ever stored, nobody imports Zarr
+
     store = LatentStore(run.latents_url)
     return [picture for kept in selection.kept for picture in _of_group(store, selection.iteration, kept)]
 
