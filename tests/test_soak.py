@@ -19,6 +19,8 @@ FIRST, LAST = 40, 90
 
 def test_nothing_is_kept_for_each_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spotlight.store.accounts.FOLD_SPANS", 500)
+    for bound in ("SHOWN", "RECENT"):  # what the page of the dashboard may ask for is bounded, too
+        monkeypatch.setattr(f"cluster.journal.{bound}", 50)
     counts: dict[int, Counter[type]] = {}
 
     def follow(name: str, iteration: int, hours: float) -> None:
