@@ -153,11 +153,13 @@ class Run:
     def _open(self, directory: RunDir | None, settings: configuration.Config, cluster: Standing | None) -> None:
         check_inputs(settings)
         self._hold(directory, settings, cluster)
+        self._checked = True
 
     def _hold(self, directory: RunDir | None, settings: configuration.Config, cluster: Standing | None) -> None:
         self.config = settings
         self._cluster = cluster
         self._directory = directory
+        self._checked = False
         self._accounts: Accounts | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -182,8 +184,10 @@ class Run:
         """Begin in the background, or go on; returns at once."""
         if self._is_ours:
             raise SpotlightError(f"{self.directory.path}: this run is already running")
-        if self._directory is not None:
-            resuming.check(self._directory)
+        if not self._checked:  # it was only looked at so far
+            resuming.check(self.directory)
+            check_inputs(self.config)
+            self._checked = True
         if self._cluster is None:
             _check_port(self.config.cluster.dashboard_port)
         tracking.check(self.config)
