@@ -34,7 +34,8 @@ EXAMPLES = {
     "cost": ("cost runs/a", "cost runs/a --json | jq .usd"),
     "simulate": ("simulate examples/paced.toml", "simulate a.toml --alone --json --set pools.spot.workers=16"),
     "graph": ("graph examples/ocr-tiny.toml --to iteration.svg",),
-    "export": ("export runs/a --to weights --version 30",),
+    "export": ("export runs/a --to weights --version 30", "export runs/a --to transformer --merged"),
+    "sample": ("sample runs/a --prompt cat --seeds 0 1 2 3 --to cat.png",),
 }
 """Shown by each verb's ``--help``."""
 EXIT = """exit status:
