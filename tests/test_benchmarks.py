@@ -23,6 +23,7 @@ SMALL = {
 LIVE = {
     "algorithms": ("--seconds", "1", "--seeds", "1", "--only", "nft"),
     "dashboard": ("--workers", "8", "--seconds", "2"),
+    "engine": ("--turns", "1", "--samples", "8", "--cpu"),
     "learning": ("--smoke",),
     "overhead": ("--turns", "1", "--iterations", "1"),
     "recovery": ("--parts", "recoveries", "--kills", "1"),
