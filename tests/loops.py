@@ -10,6 +10,7 @@ from typing import Any
 
 import graphs.tasks
 from cluster.dispatch import Dispatch
+from cluster.events import Event, Instruction
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.faults import DriverKilled, Schedule, stays, strike
@@ -32,13 +33,13 @@ class LoopTiming:
         self._schedule = schedule
         self.start_up_s = schedule.start_up_s
 
-    def work(self, function: Callable[..., Any], arguments: Sequence[Any], memory: dict[str, Any]) -> Denoising | Fixed:
+    def work(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Denoising | Fixed:
         if function is graphs.tasks.rollout_shard:
             return self._denoising(arguments[1])
         if function is graphs.tasks.explore_slot:
             _, allocation, slot, *_ = arguments
             return self._denoising(allocation[slot]) if slot < len(allocation) else Fixed(seconds=0.0)
-        if function is graphs.tasks.train:
+        if function in (graphs.tasks.gradient, graphs.tasks.update):
             return Fixed(seconds=self._schedule.train_s)
         return Fixed(seconds=0.05)
 
@@ -50,13 +51,28 @@ class LoopTiming:
         return self._schedule.step_s * samples / width
 
 
-def go_struck(run: RunDir, schedule: Schedule) -> list[str]:
-    """A run to its end, resumed after each death of its driver; returns how each driver ended."""
-    with protocol.using(ModelledDevice()):  # of a module's fixture too, nothing stays installed
-        return _go_struck(run, schedule)
+def go_struck(
+    run: RunDir,
+    schedule: Schedule,
+    device: Callable[[], protocol.Device] = ModelledDevice,
+    told: Callable[[Event, list[Instruction]], None] = lambda event, instructions: None,
+) -> list[str]:
+    """A run to its end, resumed after each death of its driver; returns how each driver ended.
+
+    Args:
+        device: makes one for each driver.
+        told: called with every event and the instructions that follow from it.
+    """
+    with protocol.using(device()):  # of a module's fixture too, nothing stays installed
+        return _go_struck(run, schedule, device, told)
 
 
-def _go_struck(run: RunDir, schedule: Schedule) -> list[str]:
+def _go_struck(
+    run: RunDir,
+    schedule: Schedule,
+    device: Callable[[], protocol.Device],
+    told: Callable[[Event, list[Instruction]], None],
+) -> list[str]:
     clock, chance, committed = VirtualClock(), Random(schedule.seed), dict[str, int]()
     clusters: list[VirtualCluster] = []
 
@@ -68,7 +84,7 @@ def _go_struck(run: RunDir, schedule: Schedule) -> list[str]:
         clock.at(at_s, strike_somebody, blow, whom)
     ends: list[str] = []
     while not ends or ends[-1] != "done":
-        protocol.install(ModelledDevice())  # a new process remembers nothing
+        protocol.install(device())  # a new process remembers nothing
         clusters.append(
             VirtualCluster(
                 run.path.name,
@@ -78,6 +94,7 @@ def _go_struck(run: RunDir, schedule: Schedule) -> list[str]:
                 stays(schedule, clock.now_s),
                 lag=lambda kind: chance.uniform(0.0, schedule.lag_s) if schedule.lag_s else 0.0,
                 committed=committed,
+                told=told,
             )
         )
         try:
