@@ -29,6 +29,7 @@ from spotlight.plan import batching
 from spotlight.plan.bandit import Beliefs, equal_shares
 from spotlight.plan.stochastic_steps import stochastic_steps
 from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef
+from spotlight.rl import rewards
 from spotlight.rl.parts import Cut
 
 Key = tuple[str, int]
@@ -262,7 +263,7 @@ def candidates_for(
         candidates_max=limit if candidates_max is None else min(limit, candidates_max),
         planner=config.exploration.planner,
         beliefs=beliefs.about([prompt.id for prompt in prompts]),
-        reward=config.reward.name,
+        reward_range=rewards.build(config.reward).range,
     )
 
 
