@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from random import Random
@@ -10,7 +10,7 @@ from typing import Any
 
 import graphs.tasks
 from cluster.dispatch import Dispatch
-from cluster.events import Event, Instruction
+from cluster.events import Event, Instruction, Train
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.faults import DriverKilled, Schedule, stays, strike
@@ -55,23 +55,26 @@ def go_struck(
     run: RunDir,
     schedule: Schedule,
     device: Callable[[], protocol.Device] = ModelledDevice,
-    told: Callable[[Event, list[Instruction]], None] = lambda event, instructions: None,
+    trained: list[str] | None = None,
+    kills: Container[int] = (),
 ) -> list[str]:
     """A run to its end, resumed after each death of its driver; returns how each driver ended.
 
     Args:
         device: makes one for each driver.
-        told: called with every event and the instructions that follow from it.
+        trained: gets the address of each worker that begins to train.
+        kills: which of them are killed half a second later, counted from 0.
     """
     with protocol.using(device()):  # of a module's fixture too, nothing stays installed
-        return _go_struck(run, schedule, device, told)
+        return _go_struck(run, schedule, device, [] if trained is None else trained, kills)
 
 
 def _go_struck(
     run: RunDir,
     schedule: Schedule,
     device: Callable[[], protocol.Device],
-    told: Callable[[Event, list[Instruction]], None],
+    trained: list[str],
+    kills: Container[int],
 ) -> list[str]:
     clock, chance, committed = VirtualClock(), Random(schedule.seed), dict[str, int]()
     clusters: list[VirtualCluster] = []
@@ -79,6 +82,13 @@ def _go_struck(
     def strike_somebody(blow: Any, whom: int) -> None:
         workers = [worker for worker in clusters[-1].workers.values() if worker.pool != "head"]
         strike(clusters[-1], blow, workers[whom % len(workers)].address if workers else "", chance)
+
+    def told(event: Event, instructions: list[Instruction]) -> None:
+        for each in instructions:
+            if isinstance(each, Train):
+                if len(trained) in kills:
+                    clock.after(0.5, lambda address: clusters[-1].kill(address), each.address)
+                trained.append(each.address)
 
     for at_s, blow, whom in schedule.blows:
         clock.at(at_s, strike_somebody, blow, whom)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Container
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
 
-from cluster.events import Event, Instruction, Train, WorkerLeft
-from cluster.virtual.faults import Blow, Schedule, draw
+from cluster.virtual.faults import Schedule, draw
 from loops import go_struck
 from runs import outcome, settings_file
 from spotlight import config
@@ -28,31 +29,14 @@ SMALL = (
 )
 
 
-class Shared:
-    """Which workers trained, and how many were lost while they did."""
-
-    def __init__(self) -> None:
-        self.workers: set[str] = set()
-        self.lost = 0
-        self._training: dict[str, str] = {}
-
-    def told(self, event: Event, instructions: list[Instruction]) -> None:
-        if isinstance(event, WorkerLeft) and event.address in self._training:
-            self.lost += 1
-        for each in instructions:
-            if isinstance(each, Train):
-                self.workers.add(each.address)
-                self._training[each.address] = each.key[0]
-
-
-def schedule(*, reserved: int, spot: int = 0, blows: tuple[tuple[float, Blow, int], ...] = ()) -> Schedule:
-    """Nothing happens but what is named."""
+def schedule(*, reserved: int, spot: int = 0) -> Schedule:
+    """Nothing happens by itself."""
     drawn = draw(0)
     return replace(
         drawn,
         reserved=reserved,
         spot=spot,
-        ups=(((0.0, float("inf")),),) * spot,
+        ups=(((0.0, inf),),) * spot,
         rules=replace(drawn.rules, close_with_training=False, quarantine_after=1000),
         lag_s=0.0,
         step_s=0.1,
@@ -60,50 +44,49 @@ def schedule(*, reserved: int, spot: int = 0, blows: tuple[tuple[float, Blow, in
         start_up_s=0.0,
         replace_after_s=0.3,
         cursed=None,
-        blows=blows,
+        blows=(),
         aimed=(),
     )
 
 
-def went(directory: Path, how: Schedule, *overrides: str) -> tuple[dict[str, object], Shared]:
-    """What came of a run, with real learning on a virtual cluster, and who trained."""
-    run, shared = RunDir.create(config.load(settings_file(directory), [*SMALL, *overrides]), 0.0), Shared()
-    go_struck(run, how, lambda: InProcess(paced=False), shared.told)
+def went(
+    directory: Path, how: Schedule, *overrides: str, kills: Container[int] = ()
+) -> tuple[dict[str, object], list[str]]:
+    """What came of a run, with real learning on a virtual cluster, and who trained, task by task."""
+    directory.mkdir()
+    held_out = directory / "held-out.txt"
+    held_out.write_text('a sign that says "12"\n')
+    settings = config.load(settings_file(directory), [*SMALL, f"data.validation_prompts={held_out}", *overrides])
+    run, trained = RunDir.create(settings, 0.0), list[str]()
+    go_struck(run, how, lambda: InProcess(paced=False), trained, kills)
     found = outcome(run.path)
     shutil.rmtree(directory)
-    return found, shared
-
-
-KILLS: tuple[tuple[float, Blow, int], ...] = tuple((0.8 + 0.55 * at, "kill", at) for at in range(12))
+    return found, trained
 
 
 @pytest.mark.parametrize("overrides", [(), ("train.updates=2", "train.old_decay=copy", "train.kl=0.1")])
 def test_any_number_of_reserved_workers_trains_the_same_bits_whoever_is_killed(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
-    alone, _ = went(tmp_path / "alone", schedule(reserved=1), *overrides)
+    alone, tasks = went(tmp_path / "alone", schedule(reserved=1), *overrides)
+    updates = len(tasks) // 6 // 2
 
-    for reserved, blows in ((2, ()), (4, ()), (1, KILLS[::3]), (4, KILLS)):
-        found, shared = went(tmp_path / "more", schedule(reserved=reserved, blows=blows), *overrides)
+    for reserved, kills in ((2, ()), (4, ()), (1, (2, 5, 9)), (4, (0, 3, 4, 5, 7, 8, 13))):
+        found, trained = went(tmp_path / "more", schedule(reserved=reserved), *overrides, kills=kills)
 
         assert found == alone
-        assert len(shared.workers) >= reserved
-        assert bool(shared.lost) == bool(blows)
+        assert len({address.split("#")[0] for address in trained}) == reserved
+        assert len(trained) >= 2 * 6 * updates + len(kills)  # what was lost is done again, and no more than found
 
 
-@pytest.mark.parametrize("blows", [(), KILLS])
-def test_gradients_on_spot_workers_change_no_bit(tmp_path: Path, blows: tuple[tuple[float, Blow, int], ...]) -> None:
-    pools = ("pools.spot.workers=3", "train.algorithm=grpo", "rollout.sampler=sde", "rollout.sde_window=[0, 1]")
-    reserved, alone = went(tmp_path / "reserved", schedule(reserved=1, spot=3), *pools)
+def test_gradients_on_spot_workers_change_no_bit(tmp_path: Path) -> None:
+    settings = ("pools.spot.workers=3", "train.algorithm=grpo", "rollout.sampler=sde", "rollout.sde_window=[0, 1]")
+    both = 'strategy.train_pools=["reserved", "spot"]'
+    cluster = schedule(reserved=1, spot=3)
 
-    both, shared = went(
-        tmp_path / "both",
-        schedule(reserved=1, spot=3, blows=blows),
-        *pools,
-        'strategy.train_pools=["reserved", "spot"]',
-    )
+    expected, reserved = went(tmp_path / "reserved", cluster, *settings)
+    found, trained = went(tmp_path / "both", cluster, *settings, both, kills=(1, 2, 6, 9))
 
-    assert both == reserved
-    assert {address.split("-")[0] for address in alone.workers} == {"virtual://reserved"}
-    assert {address.split("-")[0] for address in shared.workers} == {"virtual://reserved", "virtual://spot"}
-    assert bool(shared.lost) == bool(blows)
+    assert found == expected
+    assert {address.split("-")[0] for address in reserved} == {"virtual://reserved"}
+    assert {address.split("-")[0] for address in trained} == {"virtual://reserved", "virtual://spot"}
