@@ -478,8 +478,11 @@ class SimulationSection(Section):
     (docs/results.md, fixed costs)."""
     graph_s: float = Field(0.041, ge=0, le=DAY_S)
     """Between two graphs: to end one, and to build, send and place the next. Measured: as ``form_s``."""
-    prepare_s: float = Field(6.8, ge=0, le=DAY_S)
-    """From the run's start to its first graph; workers start meanwhile. Measured: as ``form_s``."""
+    warm_up_s: float = Field(6.3, ge=0, le=DAY_S)
+    """From the run's start until its first workers can be started: what they are forked from does its imports.
+    Measured: as ``form_s``."""
+    prepare_s: float = Field(0.4, ge=0, le=DAY_S)
+    """From then, and the workers' own ``start_up_s``, to the run's first graph. Measured: as ``form_s``."""
     publish_s: float | None = Field(None, ge=0, le=DAY_S)
     """From the last update to new weights on every worker. Left out, it is 0.084 s where the workers are processes of
     one machine (the embedded model, paced or not; measured: as ``form_s``), and else what a LoRA of 0.85 GB or all
