@@ -254,8 +254,13 @@ class TaskDurations:
         return self._fixed.form_s
 
     @property
+    def warm_up_s(self) -> float:
+        """From the run's start until its first workers can be started."""
+        return self._fixed.warm_up_s
+
+    @property
     def prepare_s(self) -> float:
-        """From the run's start to its first graph."""
+        """From the first workers' being there to the run's first graph."""
         return self._fixed.prepare_s
 
     @property
