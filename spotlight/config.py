@@ -110,7 +110,8 @@ class ModelSection(Section):
     """What is trained, and the size of its images."""
 
     name: Literal["tiny-text", "tiny-mixed", "qwen-image", "sd3", "flux"] = "tiny-text"
-    """An embedded model (two digits; or one to four digits and capitals), or a checkpoint of Qwen-Image, Stable Diffusion 3.5 or FLUX.1."""
+    """An embedded model (of two digits; of one to four digits and capitals), or a checkpoint of Qwen-Image, Stable
+    Diffusion 3.5 or FLUX.1."""
     path: str = ""
     """Directory of a diffusers pipeline; or, of an embedded model, a file of other weights, else empty."""
     height_px: int = Field(16, ge=4, le=PX_MAX)
