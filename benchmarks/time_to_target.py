@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 
 from spotlight import config
-from spotlight.records import ValidationRow
 from spotlight.report.palette import AXIS, FAINT, LOST, OTHER, PHASE_COLOURS
 from spotlight.simulation import Learning, Simulation
+from spotlight.store.rundir import ValidationRow
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "examples" / "paced.toml"
@@ -44,7 +44,7 @@ PROMPTS = ROOT / "examples" / "prompts"
 DATA = ROOT / "benchmarks" / "data" / "time_to_target.jsonl"
 FIGURE = ROOT / "docs" / "time_to_target.png"
 
-COMMON = ["pace.speedup=1", "latents.keep=none", "rollout.request_seeds=8", "rollout.steps=16", "exploration.steps=6"]
+COMMON = ["pace.speedup=1", "latents.keep=none", "rollout.request_seeds=4", "rollout.steps=16", "exploration.steps=6"]
 COMMON += ["train.old_decay=0.5", "train.nft_beta=0.1", "train.levels=sampler", "pace.guidance=1.0"]
 COMMON += ["pools.spot.trace_model=bursty", "pools.spot.trace_takes=node", "pools.spot.speedup=5.33"]
 COMMON += ["simulation.start_up_s=28.6", "simulation.publish_s=0.19"]
