@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spotlight.rl.models.tiny_text import MIXED, TWO_DIGITS, Shape, TinyText, patches
-from spotlight.rl.rewards import OcrScorer
+from spotlight.rl.rewards.ocr import OcrScorer
 
 FONTS = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 FACES = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSansMono-Bold", "DejaVuSerif", "DejaVuSerif-Bold")

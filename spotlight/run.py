@@ -553,7 +553,7 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True, liv
         )
     if model.path and not model.embedded and not Path(model.path).is_dir():
         raise SpotlightError(f"model.path = {model.path!r}: no such directory; give that of a diffusers pipeline")
-    if model.name != "tiny-text":
+    if not model.embedded:
         checkpoints.survey(model.name, model.path)
 
 
