@@ -384,7 +384,7 @@ def make(arguments: argparse.Namespace) -> None:
 def smoke() -> None:
     """A strategy that learns, one that is only timed, and ours; the timed one must take as long as if it learnt."""
     names = ("reserved only (4)", "reserved + spot, no exploration", OURS)
-    cases = [Case(job="mixed", regime="2 levels", size="512", strategy=name, trial=0, seed=0) for name in names]
+    cases = [Case(job="digits", regime="2 levels", size="512", strategy=name, trial=0, seed=0) for name in names]
     first = measure(cases[0], 2, 1, (), SMOKE)
     timed = measure(cases[1], 2, 1, [first], SMOKE)
     learnt = measure(cases[1], 2, 1, (), SMOKE)
