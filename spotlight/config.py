@@ -109,13 +109,12 @@ class RunSection(Section):
 class ModelSection(Section):
     """What is trained, and the size of its images."""
 
-    name: Literal["tiny-text", "tiny-mixed", "qwen-image", "sd3", "flux"] = "tiny-text"
-    """An embedded model (of two digits; of one to four digits and capitals), or a checkpoint of Qwen-Image, Stable
-    Diffusion 3.5 or FLUX.1."""
+    name: Literal["tiny-text", "qwen-image", "sd3", "flux"] = "tiny-text"
+    """The embedded model, or a checkpoint of Qwen-Image, Stable Diffusion 3.5 or FLUX.1."""
     path: str = ""
-    """Directory of a diffusers pipeline; or, of an embedded model, a file of other weights, else empty."""
+    """Directory of a diffusers pipeline; or, of the embedded model, a file of other weights, else empty."""
     height_px: int = Field(16, ge=4, le=PX_MAX)
-    """Of an image. "tiny-text" draws 16 x 32 only, "tiny-mixed" 16 x 48."""
+    """Of an image. The embedded model draws 16 x 32 only."""
     width_px: int = Field(32, ge=4, le=PX_MAX)
     """As ``height_px``."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -139,7 +138,7 @@ class ModelSection(Section):
     @property
     def embedded(self) -> bool:
         """Whether the package itself holds its weights."""
-        return self.name in ("tiny-text", "tiny-mixed")
+        return self.name == "tiny-text"
 
 
 class DataSection(Section):

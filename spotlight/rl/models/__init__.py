@@ -42,10 +42,10 @@ def load(settings: ModelSection, node: Node | None = None) -> Model:
         gradient_checkpointing=settings.gradient_checkpointing,
     )
     match settings.name:
-        case "tiny-text" | "tiny-mixed":
-            from spotlight.rl.models.tiny_text import SHAPES, TinyText
+        case "tiny-text":
+            from spotlight.rl.models.tiny_text import TinyText
 
-            return TinyText.load(settings.path, loading.device, loading.dtype, node, SHAPES[settings.name])
+            return TinyText.load(settings.path, loading.device, loading.dtype, node)
         case "qwen-image":
             from spotlight.rl.models.qwen_image import QwenImage
 
