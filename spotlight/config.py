@@ -134,9 +134,14 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _path_where_needed(self) -> Self:
-        if self.name != "tiny-text" and not self.path:
+        if not self.embedded and not self.path:
             raise ValueError(f'model.name = "{self.name}" needs model.path = "DIR", a diffusers pipeline directory')
         return self
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the package itself holds its weights."""
+        return self.name == "tiny-text"
 
 
 class DataSection(Section):

@@ -19,7 +19,7 @@ SMALL = {
     "recovery": ("--parts", "weights", "--weights-gb", "0.01"),
     "scale": ("--turns", "1", "--hours", "0"),
     "soak": ("--iterations", "30"),
-    "time_to_target": ("--seeds", "--figure", "{tmp}/figure.png"),
+    "time_to_target": ("--table", "--figure", "{tmp}/figure.png"),
 }
 """Takes seconds: what is recorded is shown, what is pure is computed."""
 LIVE = {
@@ -29,6 +29,7 @@ LIVE = {
     "learning": ("--smoke",),
     "overhead": ("--turns", "1", "--iterations", "1"),
     "recovery": ("--parts", "recoveries", "--kills", "1"),
+    "time_to_target": ("--smoke",),
     "tls": ("--iterations", "1"),
 }
 """Starts clusters, or trains: a minute and more. Ask for them by ``pytest -m slow --live``."""

@@ -193,7 +193,7 @@ class TaskDurations:
 
     def __init__(self, config: Config) -> None:
         pace, model, train = config.pace, config.model, config.train
-        paced, embedded = bool(pace.gpu), model.name == "tiny-text"
+        paced, embedded = bool(pace.gpu), model.embedded
         self._model = pace.model if paced else model.name
         self._size = (pace.height_px, pace.width_px) if paced else (model.height_px, model.width_px)
         self._guidance = pace.guidance if paced else config.rollout.guidance
