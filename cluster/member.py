@@ -29,7 +29,7 @@ from distributed import Status, Worker, WorkerPlugin
 
 from cluster import peers
 from cluster.notices import SIGNALS, Notice, first_notice, sources
-from cluster.plugins import NOTICE, ORDER, PLACE, READY, REFUSED
+from cluster.plugins import NOTICE, ORDER, PLACE, READY, REFUSED, steady
 from cluster.worker_device import WorkerDevice
 from cluster.workers import warm_parent
 from spotlight import __version__
@@ -108,6 +108,7 @@ class MemberPlugin(WorkerPlugin):
         for name, other in list(worker.plugins.items()):
             if isinstance(other, MemberPlugin) and other is not self:  # of a run whose driver is gone
                 await worker.plugin_remove(name)
+        steady(worker.loop)
         self._member = Member(worker, self._terms)
         self._member.begin()
 

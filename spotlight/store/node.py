@@ -58,6 +58,8 @@ STREAMS = 4
 KEEP_FILES = 3
 """Rollouts use version k, exploration k or k - 1, validation the average of k."""
 
+PREFIX = f"spotlight-{os.getuid()}-"
+"""Of the names of all our directories on a machine."""
 _SHARED_MEMORY = Path("/dev/shm")
 _NO_TRAPS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """For what another user might have put there: no link is followed, and nobody waits for the other end of a pipe."""
@@ -83,7 +85,7 @@ class Node:
     def __init__(self, root: Path, *, keep: int = KEEP_FILES) -> None:
         self.root = root
         self._keep = keep
-        self.close = weakref.finalize(self, os.close, _hold(root))
+        self.close = weakref.finalize(self, os.close, hold(root))
         """Use it no more: once no process does, it can be removed."""
 
     @property
@@ -229,43 +231,44 @@ def shared_root(name: str, *, size_bytes: int = 0) -> Path:
     for root in _roots(parent):
         with suppress(SpotlightError):  # another user's: of no concern here
             sweep(root)
-    return parent / f"{_prefix()}{name}"
+    return parent / f"{PREFIX}{name}"
 
 
-def shared_roots(name: str) -> list[Path]:
+def memory_roots(name: str = "") -> list[Path]:
     """All that `shared_root` has made on this machine for names that begin so."""
     return [root for parent in (_SHARED_MEMORY, Path(tempfile.gettempdir())) for root in _roots(parent, name)]
 
 
 def _roots(parent: Path, name: str = "") -> Iterable[Path]:
-    return parent.glob(f"{glob.escape(_prefix() + name)}*")
+    return parent.glob(f"{glob.escape(PREFIX + name)}*")
 
 
-def _prefix() -> str:
-    return f"spotlight-{os.getuid()}-"
-
-
-def sweep(root: Path) -> None:
+def sweep(root: Path) -> bool:
     """Remove a node's memory, unless a process still uses it, or it is not a directory of this user's own.
 
     Any user may put something of this name where all users have their shared memory: a link is not followed, and what
     is no file is not waited for.
+
+    Returns:
+        Whether it was removed.
     """
-    with suppress(OSError), _own_directory(root) as directory:
+    with suppress(OSError), own_directory(root) as directory:
         alive = os.open(".alive", os.O_RDWR | _NO_TRAPS, dir_fd=directory)
         try:
             if not stat.S_ISREG(os.fstat(alive).st_mode):
-                return
+                return False
             fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
             swept = root.with_name(f"{root.name}.swept")
             root.rename(swept)  # at once, so that whoever comes now makes it anew
             shutil.rmtree(swept)
+            return True
         finally:
             os.close(alive)
+    return False
 
 
 @contextmanager
-def _own_directory(path: Path) -> Iterator[int]:
+def own_directory(path: Path) -> Iterator[int]:
     """A descriptor of a directory that belongs to this user alone.
 
     Raises:
@@ -307,11 +310,11 @@ def fingerprint(files: Iterable[Path], *circumstances: str) -> str:
     return new_sha256(repr((found, circumstances)).encode()).hexdigest()
 
 
-def _hold(root: Path) -> int:
-    """A descriptor that keeps `sweep` away from the root until it is closed."""
+def hold(root: Path) -> int:
+    """Make a directory, if it is absent; returns a descriptor that keeps `sweep` away from it until it is closed."""
     while True:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileNotFoundError), _own_directory(root) as directory:  # swept meanwhile: make it anew
+        with suppress(FileNotFoundError), own_directory(root) as directory:  # swept meanwhile: make it anew
             descriptor = os.open(".alive", os.O_RDWR | os.O_CREAT | _NO_TRAPS, 0o600, dir_fd=directory)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
