@@ -1,4 +1,4 @@
-"""A run that was paused, and one whose clock was set back, goes on and says what it lost; what is stopped is noticed."""
+"""A run that was paused, or whose clock was set back, goes on and says what it lost; what is stopped is noticed."""
 
 from __future__ import annotations
 
@@ -176,11 +176,10 @@ def test_a_run_that_waits_says_for_what(live: Live) -> None:
     os.kill(live.engine_pid("spot-0"), signal.SIGSTOP)
     live.start(request)
 
-    said = wait_for(lambda: [row["what"] for row in live.history() if row["event"] == "waits"])
+    waits = wait_for(lambda: [row["what"] for row in live.history() if "rollout" in row.get("what", "")])
     live.finish()
 
-    assert "nothing has happened for" in said[0]
-    assert "rollout" in said[0]
+    assert waits[0].startswith("nothing has happened for ")
 
 
 def test_a_pause_of_an_hour_in_the_middle_of_a_request_loses_no_worker(live: Live) -> None:

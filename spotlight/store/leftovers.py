@@ -25,7 +25,7 @@ class Scratch:
     """A directory on this machine's disk for this process alone."""
 
     def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}scratch-"))
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}scratch-{os.getpid()}-"))
         self._descriptor = hold(self.path)
 
     def close(self) -> None:
