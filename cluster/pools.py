@@ -115,7 +115,7 @@ class Pools:
 
     def _keep_scratch(self, stack: contextlib.ExitStack, terms: Terms, run_dir: Path) -> str:
         """A directory for Dask; it and all else that the run has outside its own goes at the end, whatever that is."""
-        scratch = Scratch()
+        self._scratch = scratch = Scratch()
         stack.callback(scratch.close)
         stack.callback(sweep_leftovers, terms.memory)
         left = (("folder", str(scratch.path)), ("memory", terms.memory), ("half written", str(run_dir)))
@@ -158,6 +158,7 @@ class Pools:
             if place.failure:
                 raise SpotlightError(place.failure)
         self._look_at_warm_parent()
+        self._scratch.keep()
         return self._ask("spotlight_status")
 
     def _look_at_warm_parent(self) -> None:

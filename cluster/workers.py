@@ -56,9 +56,25 @@ def warm_parent() -> ForkServerContext:
     util.abstract_sockets_supported = False  # type: ignore[misc]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cluster.warm"])
+    _make_reachable()
     if "cluster.warm" not in sys.modules:  # else this process came from it, and ends with it
         _have_it_end_with_this_process()
     return context
+
+
+def _make_reachable() -> None:
+    """If somebody removed the folder of the warm parent's socket, the next start makes another one.
+
+    The first stays, with all that was forked from it.
+    """
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    with _starting:
+        for scratch in _scratch:
+            scratch.keep()
+        address = server._forkserver_address
+        if isinstance(address, str) and not Path(address).exists():
+            Path(address).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
 
 
 _scratch: list[Scratch] = []

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from cluster import workers as warm_workers
 from cluster.workers import warm_parent_pid
 from elastic import Live
 from runs import ROOT, WAIT_S, settings_file, wait_for
+from spotlight.store.node import memory_roots
 from spotlight.store.rundir import EVENTS, HISTORY, SPANS, WORKERS, RunDir
 
 HANG_AFTER_S = 3.0
@@ -196,3 +198,33 @@ def test_a_pause_of_an_hour_in_the_middle_of_a_request_loses_no_worker(live: Liv
 
     assert paused["lost_s"] == pytest.approx(HOUR_S, abs=60)
     assert live.snapshot().workers == before
+
+
+def test_memory_and_temporary_folders_that_are_removed_under_a_run_are_made_again(live: Live) -> None:
+    """As a logout does that removes shared memory, and what tidies up old temporary files."""
+    live.start(live.request())
+    live.finish()
+    survivor, removed = live.engine_pid("reserved-0"), memory_roots(live.run.path.name)
+    for folder in (*removed, live.pools._scratch.path, warm_workers._scratch[-1].path):
+        shutil.rmtree(folder)
+    gone = live.snapshot().workers["spot-0"]
+    live.kill("spot-0")
+
+    def replaced() -> bool:
+        live.pools.status()  # as the run asks all the time
+        return live.snapshot().workers.get("spot-0") not in (None, gone)
+
+    wait_for(replaced)
+    live.start(live.request())
+    assert live.finish().steps_run > 0
+    numbers = live.pools.client.run(device_number, workers=list(live.snapshot().workers.values()))
+    assert live.engine_pid("reserved-0") == survivor
+    assert len(set(numbers.values())) == len(numbers)  # nobody took the device of another
+    assert set(memory_roots(live.run.path.name)) == set(removed)
+
+
+def device_number() -> int:
+    """Of the worker that this is run on, by ``client.run``."""
+    from spotlight.device.protocol import current
+
+    return current()._engine._number  # type: ignore[attr-defined]

@@ -65,6 +65,7 @@ class EngineProcess:
         hang_after_s: a call that sent a beat, and then none for so long, is ended with its process; so is one whose
             process is stopped. Time in which the caller was paused does not count.
         on_start: is called with the id of each process that is started.
+        renew: makes sure, before each start, that the parent can be reached.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class EngineProcess:
         node: Path,
         hang_after_s: float,
         on_start: Callable[[int], None] = lambda pid: None,
+        renew: Callable[[], object] = lambda: None,
     ) -> None:
         self._context = context
+        self._renew = renew
         self._on_start = on_start
         self._number = number
         self._node = node
@@ -96,6 +99,7 @@ class EngineProcess:
         calls, self._calls = self._context.Pipe()
         orders, told = self._context.Pipe(duplex=False)
         arguments = (self._number, self._node, calls, orders, signals)
+        self._renew()
         self._process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
             target=serve, args=arguments, daemon=True
         )

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from spotlight.records import SpotlightError
-from spotlight.store.node import PREFIX, hold, memory_roots, own_directory, sweep
+from spotlight.store.node import PREFIX, hold, is_held, memory_roots, own_directory, sweep
 from spotlight.store.slots import end_leftovers
 
 HALF_WRITTEN = (".*.part", "*.partial")
@@ -27,6 +27,12 @@ class Scratch:
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}scratch-{os.getpid()}-"))
         self._descriptor = hold(self.path)
+
+    def keep(self) -> None:
+        """Make it again if somebody removed it, as what tidies up temporary files may."""
+        if not is_held(self.path, self._descriptor):
+            os.close(self._descriptor)
+            self._descriptor = hold(self.path)
 
     def close(self) -> None:
         """Remove it."""

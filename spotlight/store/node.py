@@ -85,20 +85,39 @@ class Node:
     def __init__(self, root: Path, *, keep: int = KEEP_FILES) -> None:
         self.root = root
         self._keep = keep
-        self.close = weakref.finalize(self, os.close, hold(root))
+        self._name = uuid4().hex
+        self._making = threading.Lock()
+        self._hold()
+
+    def _hold(self) -> None:
+        self._descriptor = hold(self.root)
+        self.close = weakref.finalize(self, os.close, self._descriptor)
         """Use it no more: once no process does, it can be removed."""
+
+    def keep(self) -> None:
+        """Make it again if somebody removed it, as a logout may: who maps a file keeps that, the rest comes anew."""
+        with self._making:
+            if self.close.alive and not is_held(self.root, self._descriptor):
+                self.close()
+                self._hold()
+                self._write_name()
 
     @property
     def name(self) -> str:
         """The same for all who share this memory, and for nobody else: a node is who shares it."""
+        self.keep()
+        return self._write_name()
+
+    def _write_name(self) -> str:
         token = self.root / ".node"
         mine = self.root / f".node-{os.getpid()}-{threading.get_ident()}"
         if not token.exists():
-            mine.write_text(uuid4().hex)
+            mine.write_text(self._name)
             with suppress(FileExistsError):
                 os.link(mine, token)  # whole from the first moment on, and the first one's for ever
             mine.unlink()
-        return token.read_text()
+        self._name = token.read_text()
+        return self._name
 
     def holds(self, sha256: str) -> bool:
         """Whether the file with this content is here now."""
@@ -157,6 +176,7 @@ class Node:
 
     def meeting(self, name: str) -> Path:
         """Where the ranks of a gang of this name find each other; who forms it makes the file and removes it."""
+        self.keep()
         return self.root / f"gang-{quote(name, safe='')}"
 
     def read(self, sha256: str, offset: int, length: int) -> bytes:
@@ -180,6 +200,7 @@ class Node:
         Raises:
             BlockingIOError: another holds it, and this one does not wait.
         """
+        self.keep()
         shared = new_sha256(path.name.encode()).hexdigest()[:2]  # so that there are 256 of them, never removed
         with (self.root / f".lock-{shared}").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -322,6 +343,14 @@ def hold(root: Path) -> int:
                     return os.dup(descriptor)
             finally:
                 os.close(descriptor)
+
+
+def is_held(root: Path, descriptor: int) -> bool:
+    """Whether the directory is still the one that this descriptor holds."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), (root / ".alive").stat())
+    except FileNotFoundError:
+        return False
 
 
 def _receive(partial: Path, sha256: str, size_bytes: int, source: Source) -> None:

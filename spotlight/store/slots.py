@@ -34,12 +34,23 @@ class Slot:
                 break
             os.close(descriptor)
         _end_recorded(descriptor)
+        self._path = root / f"slot-{number}"
         self.number, self._descriptor = number, descriptor
 
     def record(self, pid: int) -> None:
         """This process works on the device now."""
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{pid} {began(pid)}".encode(), 0)
+
+    def keep(self) -> None:
+        """Lock it again if somebody removed it, so that nobody else takes this device."""
+        with contextlib.suppress(OSError):  # whoever removed it does so again
+            if not self._path.exists():
+                again = os.open(self._path, _OPEN, 0o600)
+                os.pwrite(again, os.pread(self._descriptor, 100, 0), 0)
+                _locks(again)
+                os.close(self._descriptor)
+                self._descriptor = again
 
     def close(self) -> None:
         """Let go of it."""
