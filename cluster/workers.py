@@ -67,7 +67,7 @@ def _make_reachable() -> None:
 
     The first stays, with all that was forked from it.
     """
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     with _starting:
         for scratch in _scratch:
             scratch.keep()
@@ -106,7 +106,7 @@ def _have_it_end_with_this_process() -> None:
 
 def warm_parent_pid() -> int:
     """Of this process's own; 0 before it was started."""
-    return getattr(forkserver._forkserver, "_forkserver_pid", None) or 0  # type: ignore[attr-defined]
+    return getattr(forkserver._forkserver, "_forkserver_pid", None) or 0
 
 
 def continue_warm_parent() -> bool:
