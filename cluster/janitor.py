@@ -115,13 +115,13 @@ def _left(owner: int) -> set[Left]:
 
 def _lines(owner: int) -> Iterator[bytes]:
     """What the owner says; others may have inherited its end of the pipe, so its own end counts as well."""
-    ends = [0]
-    if hasattr(os, "pidfd_open") and os.getppid() == owner:
+    ends, rest = [0], b""
+    if hasattr(os, "pidfd_open"):
         with contextlib.suppress(OSError):
             ends.append(os.pidfd_open(owner))
-    rest = b""
     while True:
-        ready, _, _ = select.select(ends, [], [])
+        is_gone = os.getppid() != owner  # whoever has its number now is another
+        ready, _, _ = select.select(ends, [], [], 0.0 if is_gone else None)
         if 0 not in ready:
             return
         said = os.read(0, 1 << 16)

@@ -38,7 +38,8 @@ class Watched:
         """All that is there now of these processes, whose run directories are in a folder."""
         names = [path.name for path in runs.glob("run-*")]
         files = [path for pattern in HALF_WRITTEN for path in runs.rglob(pattern)]
-        found: list[Path] = [*self._tmp.iterdir(), *files, *memory_of(names)]
+        ours = [path for pattern in ("spotlight-*", "pymp-*") for path in self._tmp.glob(pattern)]
+        found: list[Path] = [*ours, *files, *memory_of(names)]
         return [*map(described, self.processes()), *map(str, found)]
 
     def assert_nothing_is_left(self, runs: Path) -> None:

@@ -81,12 +81,9 @@ def test_after_the_end_nothing_is_left(end: str, watched: Watched, tmp_path: Pat
     script.write_text(DRIVER + ENDS[end])
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     environment = {**watched.environment, "PYTHONPATH": path}
-    driver = subprocess.Popen(
-        [sys.executable, str(script), str(settings_file(tmp_path / "runs"))],
-        stdout=subprocess.DEVNULL,
-        stderr=(tmp_path / "said").open("w"),
-        env=environment,
-    )
+    with (tmp_path / "said").open("w") as said:
+        command = [sys.executable, str(script), str(settings_file(tmp_path / "runs"))]
+        driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=environment)
     try:
         driver.wait(WAIT_S)
     finally:
