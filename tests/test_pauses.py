@@ -17,7 +17,7 @@ import pytest
 
 from cluster import workers as warm_workers
 from cluster.workers import warm_parent_pid
-from elastic import Live
+from elastic import Live, device_number
 from runs import ROOT, WAIT_S, settings_file, wait_for
 from spotlight.store.node import memory_roots
 from spotlight.store.rundir import EVENTS, HISTORY, SPANS, WORKERS, RunDir
@@ -221,10 +221,3 @@ def test_memory_and_temporary_folders_that_are_removed_under_a_run_are_made_agai
     assert live.engine_pid("reserved-0") == survivor
     assert len(set(numbers.values())) == len(numbers)  # nobody took the device of another
     assert set(memory_roots(live.run.path.name)) == set(removed)
-
-
-def device_number() -> int:
-    """Of the worker that this is run on, by ``client.run``."""
-    from spotlight.device.protocol import current
-
-    return current()._engine._number  # type: ignore[attr-defined]
