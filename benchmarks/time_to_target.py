@@ -35,6 +35,7 @@ import numpy as np
 
 from spotlight import config
 from spotlight.report.palette import AXIS, FAINT, LOST, OTHER, PHASE_COLOURS
+from spotlight.rl.parts import Cut
 from spotlight.simulation import Learning, Simulation
 from spotlight.store.rundir import ValidationRow
 
@@ -117,7 +118,7 @@ class Case:
         other = Case(**{field.name: row[field.name] for field in fields(Case)})
         first, second = (config.load(SETTINGS, case.overrides()) for case in (self, other))
         unexplored = first.strategy.exploration == second.strategy.exploration == "off"
-        return unexplored and first.train_parts == second.train_parts
+        return unexplored and Cut.of(first) == Cut.of(second)
 
 
 def recipes(count: int) -> list[dict[str, str]]:
