@@ -98,16 +98,16 @@ def settings(shape: Shape, directory: Path, trace: Path) -> Config:
     )
 
 
-def trace_of(shape: Shape, climate: str, directory: Path) -> Path:
+def trace_of(shape: Shape, model: str, directory: Path) -> Path:
     """A made-up trace with enough preemptions, compressed to the length of a run."""
     for seed in range(1000):
-        drawn = synthesise(seed=seed, capacity=shape.spot, duration_s=24 * 3600.0, climate=MODELS[climate])
+        drawn = synthesise(seed=seed, capacity=shape.spot, duration_s=24 * 3600.0, model=MODELS[model])
         trace = drawn.stretch(TRACE_S / drawn.duration_s)
         if trace.summary().losses >= PREEMPTIONS:
             path = directory / "trace.csv"
             write_trace(trace, path)
             return path
-    raise AssertionError(f"no trace of the model {climate!r} has {PREEMPTIONS} preemptions")
+    raise AssertionError(f"no trace of the model {model!r} has {PREEMPTIONS} preemptions")
 
 
 def spent(run: RunDir, settings: Config) -> tuple[float, float]:
@@ -118,14 +118,14 @@ def spent(run: RunDir, settings: Config) -> tuple[float, float]:
     return settings.pace.speedup * (ended_s - began_s), settings.pace.speedup * usd
 
 
-def case(shape: Shape, climate: str, directory: Path, costs: Mapping[str, float]) -> Row:
+def case(shape: Shape, model: str, directory: Path, costs: Mapping[str, float]) -> Row:
     """Run it live, unless that was done in this directory, and on the virtual clock, with real learning in both."""
     done = [RunDir.open(path) for path in sorted(directory.glob("*/")) if not (path / SIMULATED).exists()]
     if done:
         live, load = done[0], None
         configured = live.config()
     else:
-        configured = settings(shape, directory, trace_of(shape, climate, directory))
+        configured = settings(shape, directory, trace_of(shape, model, directory))
         run = Run.of(configured).start()
         run.wait()
         live, load = run.directory, os.getloadavg()[0]
@@ -136,7 +136,7 @@ def case(shape: Shape, climate: str, directory: Path, costs: Mapping[str, float]
     lost = sum(life.reason in ("lost", "left") for life in read_lives(live))
     return {
         "shape": shape.name,
-        "climate": climate,
+        "model": model,
         "live_s": live_s,
         "virtual_s": virtual_s,
         "live_usd": live_usd,
@@ -154,7 +154,7 @@ def table(rows: list[Row]) -> Iterator[str]:
         seconds, usd = row["virtual_s"] / row["live_s"], row["virtual_usd"] / row["live_usd"]
         lost = ", ".join(map(str, row["preemptions"]))
         yield (
-            f"| {row['shape']} | {row['climate']} | {row['live_s']:.0f} | {seconds:.3f} "
+            f"| {row['shape']} | {row['model']} | {row['live_s']:.0f} | {seconds:.3f} "
             f"| {row['live_usd']:.3f} | {usd:.3f} | {lost} |"
         )
     within = sum(
@@ -167,7 +167,7 @@ def table(rows: list[Row]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="which of the clusters")
-    parser.add_argument("--climates", nargs="*", default=sorted(MODELS), choices=sorted(MODELS))
+    parser.add_argument("--models", nargs="*", default=sorted(MODELS), choices=sorted(MODELS))
     parser.add_argument(
         "--keep", type=Path, metavar="DIRECTORY", help="where run directories stay; a live one that is there is kept"
     )
@@ -182,11 +182,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.table:
         for number in arguments.shapes:
-            for climate in arguments.climates:
+            for model in arguments.models:
                 with tempfile.TemporaryDirectory(prefix="fidelity-") as name:
-                    directory = arguments.keep / f"{number}-{climate}" if arguments.keep else Path(name)
+                    directory = arguments.keep / f"{number}-{model}" if arguments.keep else Path(name)
                     directory.mkdir(parents=True, exist_ok=True)
-                    row = case(SHAPES[number], climate, directory, arguments.costs)
+                    row = case(SHAPES[number], model, directory, arguments.costs)
                 with DATA.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print("\n".join(table([row])), file=sys.stderr, flush=True)

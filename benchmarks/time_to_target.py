@@ -81,8 +81,8 @@ LEAST_SHOWN = 0.001
 
 
 def write_spot_trace(path: Path, pool: config.PoolSection) -> None:
-    """Nodes that come and go with all their workers, in the climate of a published trace."""
-    nodes = synthesise(seed=TRACE_SEED, capacity=TRACE_NODES, duration_s=TRACE_H * 3600, climate=BURSTY)
+    """Nodes that come and go with all their workers, as in a published trace."""
+    nodes = synthesise(seed=TRACE_SEED, capacity=TRACE_NODES, duration_s=TRACE_H * 3600, model=BURSTY)
     events = [
         Event(time_s=event.time_s, instance=f"{event.instance}-{worker}", kind=event.kind)
         for event in nodes.events

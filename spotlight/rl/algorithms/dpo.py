@@ -21,18 +21,18 @@ from spotlight.rl.objectives import dpo_loss
 
 
 def preference_pairs(
-    advantages_B: NDArray[np.float64], groups_B: Sequence[int], *, most: int
+    advantages_B: NDArray[np.float64], groups_B: Sequence[int], *, pairs_max: int
 ) -> tuple[tuple[int, int], ...]:
     """``(better, worse)`` samples of each group: its best with its worst, then the next ones, as long as they differ.
 
     Args:
-        most: pairs of a group.
+        pairs_max: of a group.
     """
     pairs: list[tuple[int, int]] = []
     for group in dict.fromkeys(groups_B):
         members = [row for row, other in enumerate(groups_B) if other == group]
         ranked = sorted(members, key=lambda row: -advantages_B[row])
-        facing = list(zip(ranked, reversed(ranked), strict=True))[: min(most, len(ranked) // 2)]
+        facing = list(zip(ranked, reversed(ranked), strict=True))[: min(pairs_max, len(ranked) // 2)]
         pairs += [(better, worse) for better, worse in facing if advantages_B[better] > advantages_B[worse]]
     return tuple(pairs)
 
@@ -44,7 +44,7 @@ class Dpo:
         self, model: Model, settings: TrainSection, batch: TrainingBatch, *, seed: int, iteration: int
     ) -> None:
         assert batch.groups_B is not None, "pairs are of a group"
-        self._pairs = preference_pairs(batch.advantages_B, batch.groups_B, most=settings.dpo_pairs)
+        self._pairs = preference_pairs(batch.advantages_B, batch.groups_B, pairs_max=settings.dpo_pairs)
         self.slots, self.units = settings.timesteps, len(self._pairs)
         self._model, self._settings, self._batch = model, settings, batch
         self._key = (seed, iteration)
