@@ -28,6 +28,7 @@ from spotlight.plan.bandit import Beliefs, equal_shares
 from spotlight.plan.batching import parts
 from spotlight.plan.stochastic_steps import stochastic_steps
 from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef
+from spotlight.rl import rewards
 
 Key = tuple[str, int]
 Calls = Sequence[tuple[Any, ...]]
@@ -262,7 +263,7 @@ def candidates_for(
         candidates_max=limit if candidates_max is None else min(limit, candidates_max),
         planner=config.exploration.planner,
         beliefs=beliefs.about([prompt.id for prompt in prompts]),
-        reward=config.reward.name,
+        reward_range=rewards.build(config.reward).range,
     )
 
 

@@ -81,8 +81,8 @@ class Candidates:
     """Candidates that there is time for, of all prompts together."""
     planner: Literal["bandit", "equal"] = "equal"
     beliefs: Beliefs = Beliefs()
-    reward: str = "ocr"
-    """Its name; the planner sees rewards mapped to [0, 1]."""
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    """Least and largest reward; the planner sees rewards mapped to [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,7 +363,7 @@ def _arms(
     return [
         bandit.Arm(
             prompt=prompt.id,
-            rewards=normalised(candidates.reward, rewards[prompt.id]),
+            rewards=normalised(candidates.reward_range, rewards[prompt.id]),
             tried=tried[prompt.id],
             pending=pending[prompt.id],
         )

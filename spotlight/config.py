@@ -140,7 +140,8 @@ class DataSection(Section):
     """The prompts."""
 
     train_prompts: str
-    """Text file, one prompt a line; relative to the settings file."""
+    """Text file, one prompt a line; or .jsonl, .csv, .parquet, or a directory that `datasets` saved, with a column
+    "prompt" (or "text", "caption", "input") and metadata for rewards. Relative to the settings file."""
     validation_prompts: str
     """The same, held out from training."""
 
@@ -210,13 +211,29 @@ class ExplorationSection(Section):
 
 
 class RewardSection(Section):
-    """What scores images."""
+    """What scores images. Several ``[[reward]]`` tables are added up, each times its weight."""
 
     name: str = "ocr"
-    """What scores images, by its name in `rl.rewards.SCORERS`."""
+    """"ocr" (one line that fills the image), "scene-ocr", "geneval", "clip-score", "pickscore", "aesthetic", "http",
+    "chat", "chat-ocr"; or ``module:Class`` of your own."""
     attempts: int = Field(3, ge=1, le=10)
-    """Times that a failing scorer is tried before a sample is dropped and replaced. The pause between two doubles each
-    time: from 0.05 s to 13 s before the tenth."""
+    """Times that a failing scorer is tried before a sample is dropped and replaced; of several, the first table's. The
+    pause between two doubles each time: from 0.05 s to 13 s before the tenth."""
+    weight: float = Field(1.0, ge=-1000, le=1000)
+    """Of this reward in the sum."""
+    range: tuple[float, float] | None = None
+    """Least and largest score; one outside is a fault. Left out, it is the scorer's own."""
+    path: str = ""
+    """Checkpoint directory of "clip-score", "pickscore" and "aesthetic"; relative to the settings file."""
+    url: str = ""
+    """Server of "http" (``POST URL/compute``), "chat" and "chat-ocr" (``POST URL/v1/chat/completions``)."""
+    timeout_s: float = Field(60.0, gt=0, le=3600)
+    """Longest that a server may take for one answer."""
+    options: dict[str, Any] = {}
+    """Further arguments: ``head`` of "aesthetic"; ``model`` and ``question`` of "chat"; ``detector = "module:Class"``
+    and ``graded`` of "geneval", the rest being the detector's; those of your own class."""
+    also: tuple[RewardSection, ...] = ()
+    """The further ``[[reward]]`` tables."""
 
 
 OLD_DECAYS = ("copy", "linear", "delayed")
@@ -522,6 +539,15 @@ class Config(Section):
     cluster: ClusterSection = ClusterSection()
     simulation: SimulationSection = SimulationSection()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _several_rewards(cls, tree: Any) -> Any:
+        """Several ``[[reward]]`` tables: the first, and those beside it."""
+        tables = tree.get("reward") if isinstance(tree, dict) else None
+        if not isinstance(tables, list) or not tables or not isinstance(tables[0], dict):
+            return tree
+        return tree | {"reward": {**tables[0], "also": tables[1:]} if tables[1:] else tables[0]}
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         rollout, pools = self.rollout, self.pools
@@ -690,6 +716,7 @@ def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Co
         update={
             "data": _with_paths(config.data, base, source, "data", "train_prompts", "validation_prompts"),
             "model": _with_paths(config.model, base, source, "model", "path"),
+            "reward": _with_checkpoints(config.reward, base, source),
             "latents": _with_paths(config.latents, base, source, "latents", "url"),
             "pools": config.pools.model_copy(
                 update={
@@ -699,6 +726,12 @@ def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Co
             ),
         }
     )
+
+
+def _with_checkpoints(reward: RewardSection, base: Path, source: str) -> RewardSection:
+    """The tables of rewards with their checkpoints as absolute paths."""
+    also = tuple(_with_checkpoints(table, base, source) for table in reward.also)
+    return _with_paths(reward, base, source, "reward", "path").model_copy(update={"also": also})
 
 
 def _with_paths(section: SectionT, base: Path, source: str, name: str, *fields: str) -> SectionT:
@@ -756,7 +789,10 @@ def _value(override: str, text: str) -> Any:
 
 def _explain(source: str, error: Mapping[str, Any]) -> str:
     """One pydantic error as one sentence: where, the rule, what came, the way out."""
-    *sections, field = (str(part) for part in error["loc"] or [""])
+    parts = [str(part) for part in error["loc"]]
+    if parts[:2] == ["reward", "also"]:  # further [[reward]] tables are reported as what they are
+        parts = ["reward", *parts[3:]]
+    *sections, field = parts or [""]
     name = ".".join((*sections, field))
     message = str(error["msg"]).removeprefix("Value error, ")
     match error["type"]:

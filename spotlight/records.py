@@ -39,6 +39,8 @@ class Prompt:
     id: int
     """Index in its file, stable for the whole run."""
     text: str
+    metadata: str = ""
+    """What else its line says, for rewards that ask for it: a JSON object, or nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

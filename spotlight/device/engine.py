@@ -94,7 +94,7 @@ class Engine:
 
     @cached_property
     def _scorer(self) -> rewards.Scorer:
-        return rewards.load(self._config.reward.name)
+        return rewards.build(self._config.reward)
 
     def prepare(self) -> Prepared:
         """Noise levels of rollouts and of exploration; version 0 is published.
@@ -155,7 +155,7 @@ class Engine:
     ) -> tuple[list[float | None], list[str]]:
         """In order of the seeds, None where there is none, with an error for each of those."""
         shown = np.flatnonzero(finite_B)
-        prompts = [request.prompt.text] * len(shown)
+        prompts = [request.prompt] * len(shown)
         found, errors = rewards.score(self._scorer, images[shown], prompts, attempts=self._config.reward.attempts)
         values: list[float | None] = [None] * len(request.seeds)
         for index, value in zip(shown, found, strict=True):

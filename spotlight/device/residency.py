@@ -38,6 +38,7 @@ class Residency:
     @cached_property
     def model(self) -> models.Model:
         settings = self._config
+        models.require_memory(settings)
         model = models.load(settings.model, self._node)
         texts = [prompt.text for prompt in self.prompts()]
         model.preload(texts, cache=self._run_dir / "prompts.safetensors")
