@@ -20,9 +20,10 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from distributed import Scheduler, Security, SpecCluster
+from distributed import Scheduler, SpecCluster
 from distributed.deploy.spec import ProcessInterface
 
+from cluster.certificate import certificate
 from cluster.workers import WorkerSpec, serve, warm_parent
 from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace
@@ -198,7 +199,7 @@ class Place(ProcessInterface):
 
 
 def _start(process: ForkServerProcess) -> None:
-    """Start with SIGINT blocked in this thread, which a new warm parent inherits: Ctrl-C is for the driver alone."""
+    """Start with SIGINT blocked in this thread, which the successor of a warm parent that died this moment inherits."""
     resource_tracker.ensure_running()  # first, because it unblocks SIGINT
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     process.start()
@@ -223,7 +224,7 @@ def local_cluster(config: Config, directory: str, settings: Mapping[str, Any]) -
         directory: private to this user, for Dask's scratch files.
         settings: Dask's configuration for the workers.
     """
-    security = Security.temporary() if config.cluster.tls else None
+    security = certificate() if config.cluster.tls else None
     common = {"local_directory": directory, "security": security, "settings": settings}
     options: dict[str, dict[str, Any]] = {}
     for pool, section in config.pools:

@@ -31,10 +31,6 @@ from spotlight.records import Policy, Sampler, SpotlightError
 
 RESOLVED = "config.toml"
 """The resolved settings' name in a run directory."""
-PARTS = 8
-"""Parts of an iteration's training: the first is small enough to begin early, and to launch one still takes little
-beside training it."""
-
 
 SEED_MAX = 2**63 - 1
 """The largest integer of TOML."""
@@ -125,15 +121,27 @@ class ModelSection(Section):
     """Pixels are made tile by tile, which takes less memory and changes the seams slightly."""
     gradient_checkpointing: bool = False
     """Training keeps each block's input only, and computes the rest again: the same bits, about 4/3 of the time, a
-    fraction of the memory."""
+    fraction of the memory. Left out, it is on for all models but the embedded one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": a GPU where torch finds one. CUDA is not verified."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _large_models_save_memory(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        return {"gradient_checkpointing": tree.get("name", "tiny-text") != "tiny-text", **tree}
+
     @model_validator(mode="after")
     def _path_where_needed(self) -> Self:
-        if self.name != "tiny-text" and not self.path:
+        if not self.embedded and not self.path:
             raise ValueError(f'model.name = "{self.name}" needs model.path = "DIR", a diffusers pipeline directory')
         return self
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the package itself holds its weights."""
+        return self.name == "tiny-text"
 
 
 class DataSection(Section):
@@ -262,6 +270,10 @@ class TrainSection(Section):
     """A longer gradient is shortened to it."""
     updates: int = Field(1, ge=1, le=10_000)
     """Optimizer steps per iteration; the samples are split evenly among them."""
+    parts: int = Field(8, ge=1, le=1024)
+    """Parts that each update's samples are cut into, never the number of workers: each part's gradient is a task of its
+    own, on whichever worker is free, and the same bits wherever it is computed. More parts than workers that train, so
+    that none waits long for the last; fewer where a part takes no longer than what it costs to launch it."""
     micro_batch: int = Field(64, ge=1, le=100_000)
     """Rows (samples x timesteps) in one forward pass; no effect on the result beyond rounding."""
     lora_rank: int = Field(0, ge=0, le=4096)
@@ -392,7 +404,11 @@ class StrategySection(Section):
     """"stale": spot workers explore for the next iteration while this one trains. "blocking": exploration comes before
     each rollout, with current weights. "off": none."""
     rollout_pools: tuple[Literal["reserved", "spot"], ...] = ("reserved", "spot")
-    """Which workers roll out. Training always runs on a reserved worker, stale exploration on spot workers."""
+    """Which workers roll out. Stale exploration runs on spot workers."""
+    train_pools: tuple[Literal["reserved", "spot"], ...] = ("reserved",)
+    """Which workers compute the gradients of an update's parts (``train.parts``); the update itself is taken on a
+    reserved one, which keeps all state. With "spot" too, a spot worker that no rollout needs prefers a part to
+    exploration; no bit changes, and a part whose worker is lost is computed again elsewhere."""
     on_preemption: Literal["resume", "restart"] = "resume"
     """"resume": a request whose worker is lost goes on after its last committed step. "restart": it begins anew."""
     elastic: bool = True
@@ -403,8 +419,8 @@ class StrategySection(Section):
     """What reserved workers leave to spot ones, while there are any, where both may roll out. "adaptive": the rollouts
     that are left when a window is over, which adapts itself so that neither side waits; training begins with the first
     samples. "all": every rollout; training begins as well. "none": nothing; both roll out, then training begins.
-    Where training needs all samples at once (`Config.train_parts`), there is nothing to begin early, and "adaptive" is
-    "none"."""
+    Where training needs all samples at once (`Config.trains_as_scored`), there is nothing to begin early, and
+    "adaptive" is "none"."""
 
 
 class PaceSection(Section):
@@ -500,6 +516,9 @@ class SimulationSection(Section):
     Measured: as ``form_s``."""
     prepare_s: float = Field(0.4, ge=0, le=DAY_S)
     """From then, and the workers' own ``start_up_s``, to the run's first graph. Measured: as ``form_s``."""
+    gradient_s: float | None = Field(None, ge=0, le=DAY_S)
+    """To keep the gradient of a part where others find it, and again to fetch it for the update. Left out, it is
+    0.015 s where the workers are processes of one machine (measured), and else what it takes at 10 Gb/s."""
     publish_s: float | None = Field(None, ge=0, le=DAY_S)
     """From the last update to new weights on every worker. Left out, it is 0.084 s where the workers are processes of
     one machine (the embedded model, paced or not; measured: as ``form_s``), and else what a LoRA of 0.85 GB or all
@@ -610,6 +629,11 @@ class Config(Section):
         self._check_widths()
         if not self.strategy.rollout_pools:
             raise ValueError('strategy.rollout_pools is empty: name "reserved", "spot" or both')
+        if "reserved" not in self.strategy.train_pools:
+            raise ValueError(
+                f"strategy.train_pools = {list(self.strategy.train_pools)}: the update is taken on a reserved worker, "
+                'so give "reserved", or "reserved" and "spot"'
+            )
         if self.strategy.rollout_pools == ("spot",) and pools.spot.workers == 0:
             raise ValueError(
                 'strategy.rollout_pools = ["spot"] and pools.spot.workers is 0: nobody would roll out; '
@@ -647,15 +671,13 @@ class Config(Section):
         return explored or self.rollout.prompts
 
     @property
-    def train_parts(self) -> int:
-        """Most parts of an iteration that are trained on as they arrive; 1 where that would change what is trained.
+    def trains_as_scored(self) -> bool:
+        """Whether parts of an update are computed as soon as their samples are scored; the bits are the same.
 
-        A part needs its advantages, a second update would need the policy before the first, and a mean over pairs
-        would need their number.
+        A part needs its advantages, and several updates share out all samples in an order that is drawn.
         """
-        whole = self.train.advantage_std == "global" or self.train.updates > 1 or self.train.algorithm == "dpo"
-        whole = whole or self.strategy.offload == "none"
-        return 1 if whole else PARTS
+        whole = self.train.advantage_std == "global" or self.train.updates > 1 or self.strategy.offload == "none"
+        return self.train.parts > 1 and not whole
 
     def _check_widths(self) -> None:
         widths, pools = self.strategy.widths, self.pools

@@ -13,23 +13,25 @@ from runs import ROOT
 from spotlight.simulation import Simulation
 
 SMALL = {
+    "dashboard": ("--workers", "8", "--seconds", "0.5"),
     "faults": ("--schedules", "20"),
     "fidelity": ("--table",),
+    "learning": ("--smoke",),
     "planner": ("--explore-steps",),
-    "recovery": ("--parts", "weights", "--weights-gb", "0.01"),
+    "recovery": ("--parts", "cold", "weights", "--cold", "1", "--weights-gb", "0.01"),
     "scale": ("--turns", "1", "--hours", "0"),
     "soak": ("--iterations", "30"),
-    "time_to_target": ("--seeds", "--figure", "{tmp}/figure.png"),
+    "time_to_target": ("--table", "--figure", "{tmp}/figure.png"),
 }
-"""Takes seconds: what is recorded is shown, what is pure is computed."""
+"""Takes seconds: what is recorded is shown, what is pure is computed, and what is live is tried once."""
 LIVE = {
     "algorithms": ("--seconds", "1", "--seeds", "1", "--only", "nft"),
-    "dashboard": ("--workers", "8", "--seconds", "2"),
     "fixed_costs": (),
-    "learning": ("--smoke",),
     "overhead": ("--turns", "1", "--iterations", "1"),
-    "recovery": ("--parts", "recoveries", "--kills", "1"),
-    "tls": ("--iterations", "1"),
+    "recovery": ("--parts", "recoveries", "trace", "--kills", "1", "--requests", "2"),
+    "soak": ("--live", "--iterations", "4", "--every", "1"),
+    "time_to_target": ("--smoke",),
+    "tls": ("--iterations", "3"),
 }
 """Starts clusters, or trains: a minute and more. Ask for them by ``pytest -m slow --live``."""
 ELSEWHERE = {"fuzz"}

@@ -209,7 +209,11 @@ def _cards(facts: Facts) -> str:
             f"{_number(before, '.2f')} → {_number(after, '.2f')}",
             "not measured yet" if unknown else f"{after - before:+.2f} on held-out prompts",
         ),
-        ("Wall time", _duration(known["wall_s"]), f"first image after {_duration(known['first_image_s'])}"),
+        (
+            "Wall time",
+            _duration(known["wall_s"]),
+            f"first image after {_duration(known['first_image_s'])}{_paused(facts)}",
+        ),
         ("Iterations", str(known["iterations"]), f"of {facts.settings.run.iterations} asked for"),
         ("Cost", _number(usd, ".2f", "$"), f"reserved workers alone: {_number(alone, '.2f', '$')}{times}"),
         ("Spot workers busy", busy, "of the seconds that were paid for"),
@@ -219,6 +223,12 @@ def _cards(facts: Facts) -> str:
         f"<div><h3>{name}</h3><b>{html.escape(value)}</b><span>{html.escape(note)}</span></div>"
         for name, value, note in cards
     )
+
+
+def _paused(facts: Facts) -> str:
+    """Time in which nothing could happen, if there was any."""
+    lost = facts.curve("paused_s")
+    return "" if lost is None else f"; {_duration(float(lost.sum()))} of it lost: the run was paused"
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
