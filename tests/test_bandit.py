@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.plan.bandit import PROBE_SHARE, Arm, Beliefs, affordable, allocate, equal_shares, learn, rank_correlation
+from spotlight.plan.bandit import PROBE_SHARE, affordable, allocate, equal_shares, rank_correlation
+from spotlight.plan.beliefs import Arm, Beliefs, learn
 from spotlight.plan.subset import max_variance_subset, most_varied
 
 rewards_of_any_kind = st.one_of(
@@ -368,6 +369,15 @@ def test_each_prompts_next_chunk_is_run_before_any_prompts_next_but_one() -> Non
     chunks = bandit([Arm(prompt=p) for p in range(3)], slots=3, later=3)
 
     assert sorted(chunks) == [(p, 0, CHUNK) for p in range(3)]
+
+
+def test_while_there_is_time_a_prompt_whose_pending_scores_may_settle_it_waits() -> None:
+    lacking = Arm(prompt=0, rewards=RARE + (0.0,) * 8, tried=16)
+    waiting = Arm(prompt=1, rewards=RARE, tried=12, pending=4)
+
+    first = bandit([lacking, waiting], slots=1, later=4)
+
+    assert first == [(0, 16, CHUNK)]
 
 
 @pytest.mark.parametrize(
