@@ -39,6 +39,7 @@ from spotlight.market.trace_models import BURSTY, synthesise
 from spotlight.market.traces import Event, Trace
 from spotlight.records import Scored, Span, Stopped
 from spotlight.report.palette import AXIS, FAINT, LOST, OTHER, PHASE_COLOURS
+from spotlight.rl.parts import Cut
 from spotlight.rl.prompts import read_prompts
 from spotlight.run import Run
 from spotlight.store.accounts import pool_prices, read_lives, read_spans, run_ledger
@@ -215,7 +216,7 @@ def points(strategy: str, target: float, run: RunDir, scores: Sequence[float]) -
 def late(settings: config.Config, spans: Sequence[Span]) -> dict[str, float]:
     """How long work of a known size lasted, over how long it was to last: the median, by phase."""
     pace, rollout = Pace(settings), settings.rollout
-    part = rollout.prompts * rollout.seeds_kept / min(settings.train_parts, rollout.prompts)
+    part = len(Cut.of(settings).span(0))
     wanted_s = {
         "rollout": rollout.steps * pace.step_s(request_size(settings), 1),
         "score": pace.score_s(request_size(settings)),
@@ -278,7 +279,7 @@ def modelled_s(strategy: str, iterations: float) -> float:
     )
     explore_s = waves_s(tried, exploration.request_seeds, exploration.steps or rollout.steps, sum(workers.values()))
     times = {"off": 0.0, "stale": 1.0, "blocking": iterations}[settings.strategy.exploration]
-    return iterations * (roll_s + pace.train_s(samples)) + times * explore_s
+    return iterations * (roll_s + pace.train_s(samples) / workers["reserved"]) + times * explore_s
 
 
 def table(runs: Runs, target: float) -> str:

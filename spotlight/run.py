@@ -28,7 +28,7 @@ from spotlight.records import SpotlightError, Stopped
 from spotlight.report import tracking
 from spotlight.report.feed import Feed
 from spotlight.report.tracking import Tracking
-from spotlight.rl import rewards
+from spotlight.rl import checkpoints, rewards
 from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts, pool_prices
@@ -536,9 +536,9 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True, liv
     for _, pool in settings.pools:
         recorded = read_trace(pool.trace) if pool.trace else None
         pool_switches(pool, recorded, seed=settings.run.seed, duration_s=1.0)
-    scorer = rewards.load(settings.reward.name)
+    scorer = rewards.build(settings.reward)
     for path in (data.train_prompts, data.validation_prompts):
-        check_prompts(read_prompts(path), path, scorer.check)
+        check_prompts(read_prompts(path), path, scorer.check_prompt)
     choose_prompts(len(read_prompts(data.train_prompts)), settings.prompts_drawn, seed=settings.run.seed, iteration=0)
     check_demands(settings, validation_prompts=len(read_prompts(data.validation_prompts)), live=live)
     if not with_model:
@@ -553,6 +553,8 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True, liv
         )
     if model.path and model.name != "tiny-text" and not Path(model.path).is_dir():
         raise SpotlightError(f"model.path = {model.path!r}: no such directory; give that of a diffusers pipeline")
+    if model.name != "tiny-text":
+        checkpoints.survey(model.name, model.path)
 
 
 def _check_port(port: int) -> None:

@@ -137,27 +137,6 @@ def spot_utilisation(spans: Iterable[Span], workers: Iterable[WorkerLife], windo
     return min(1.0, busy_s / alive_s) if alive_s else 0.0
 
 
-def shared(spans: Iterable[Span], workers: Iterable[WorkerLife], phase: str) -> list[Span]:
-    """The spans, and those of a phase on every other worker of their pool, too, that was alive meanwhile.
-
-    For work that one worker does in the name of all, and that lasts as long as if each had done an even part.
-    """
-    spans = list(spans)
-    stays: defaultdict[str, list[Interval]] = defaultdict(list)
-    names: defaultdict[str, set[str]] = defaultdict(set)
-    for life in workers:
-        stays[life.worker].append(stay(life, ALWAYS))
-        names[life.pool].add(life.worker)
-    others = [
-        replace(span, worker=name)
-        for span in spans
-        if base_phase(span.phase) == phase
-        for name in sorted(names[span.pool] - {span.worker})
-        if any(overlap_s(*there, (span.start_s, span.stop_s)) for there in stays[name])
-    ]
-    return spans + others
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """A stretch of one worker's time, in the one column of the ledger that it belongs to."""

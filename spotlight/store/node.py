@@ -55,8 +55,8 @@ BLOCK_BYTES = 8 << 20
 """One read: large beside a round trip's cost, small beside a worker's memory."""
 STREAMS = 4
 """Reads in flight, so that no stream's round trip leaves the link idle."""
-KEEP_FILES = 3
-"""Rollouts use version k, exploration k or k - 1, validation the average of k."""
+KEEP_FILES = 4
+"""Rollouts use version k, exploration k or k - 1, training both policies of k, validation the average of k."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 _NO_TRAPS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
