@@ -371,15 +371,6 @@ def test_each_prompts_next_chunk_is_run_before_any_prompts_next_but_one() -> Non
     assert sorted(chunks) == [(p, 0, CHUNK) for p in range(3)]
 
 
-def test_while_there_is_time_a_prompt_whose_pending_scores_may_settle_it_waits() -> None:
-    lacking = Arm(prompt=0, rewards=RARE + (0.0,) * 8, tried=16)
-    waiting = Arm(prompt=1, rewards=RARE, tried=12, pending=4)
-
-    first = bandit([lacking, waiting], slots=1, later=4)
-
-    assert first == [(0, 16, CHUNK)]
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"), [({"slots": -1}, "slots = -1"), ({"rho": 1.5}, "rho = 1.5"), ({"optimism": -0.5}, "= -0.5")]
 )

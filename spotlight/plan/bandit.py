@@ -4,8 +4,7 @@ Values in, values out: no clock, no torch, and no randomness but what a seed arg
 the earlier candidate, so the same rewards always give the same seeds.
 
 A prompt is an arm: a pull is its next chunk of candidates, and pays the variance that the kept subset is
-expected to gain. Where prompts are mostly new, a prompt is worth what it gains if it is left as soon as its scores
-say so; else, what it gains on average.
+expected to gain.
 
 Shapes: P prompts, J chunks, W imagined worlds.
 """
@@ -89,12 +88,6 @@ def _centred_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 LEAST_GAIN = 0.01
 """A chunk is tried if the variance it gains is at least this share of an average prompt's unexplored variance: so
 little that coins of 0.5 stop at half of the shares, and lose no variance by it."""
-BISECTIONS = 10
-"""Halvings, on a logarithmic scale, of the range in which a chunk's price is looked for."""
-RIDGE = 2.0
-"""Worlds' worth of doubt that what was seen says anything of what is to come: few worlds are fitted by chance."""
-LIKELY = 0.5
-"""A chunk that is more likely to be tried than not is planned, also where it alone gains little."""
 PROBE_SHARE = 4
 """One prompt in so many is explored however low the fidelity is: it could not be measured again otherwise."""
 SLACK, RECENT = 1.5, 4
@@ -156,10 +149,8 @@ def allocate(
         arms: the iteration's prompts; what is pending counts as planned.
         beliefs: of the iterations before; ``arms`` are learnt from here.
         slots: most chunks in this round.
-        later: most chunks in the rounds behind it. All are planned. Of mostly new prompts, those are run first that
-            are surest to be needed whatever the others find, as long as this round's scores can still change the plan
-            (they come two rounds late). Else, and of equally sure ones, each prompt's next chunk before any next but
-            one.
+        later: most chunks in the rounds behind it. All are planned, then those that teach most are run first:
+            each prompt's next chunk before any prompt's next but one.
         candidates: most candidates in all these chunks.
         chunk: candidates in a chunk; the last may have fewer.
         keep: seeds of a prompt that are kept, from 2. With fewer scored, untried seeds fill the group, so the
@@ -187,94 +178,13 @@ def allocate(
     chance_PKN, shares_PK = posterior(arms, beliefs, iteration)
     ahead = min(plan, -(-keep // chunk) + 8)
     worlds_PWJ = imagine(arms, chance_PKN, shares_PK, ahead, chunk, keep, seed)
-    worlds_PWJ += optimism * (worlds_PWJ - worlds_PWJ[..., :1]).std(axis=1, keepdims=True)
+    gained_PJ = worlds_PWJ.mean(axis=1) + optimism * (worlds_PWJ - worlds_PWJ[..., :1]).std(axis=1)
+    slopes_PJ = rho**2 * _slopes(gained_PJ)
     least = LEAST_GAIN * unexplored_variance(chance_PKN, shares_PK, keep).mean()
-    worlds_PWJ *= rho**2
-    slopes_PJ = _slopes(worlds_PWJ.mean(axis=1))
-    adaptive = later > slots and _mostly_new(arms, beliefs)
-    if adaptive:
-        needed_PJ = _needed(worlds_PWJ, _known(arms, ahead, chunk, keep), plan, least)
-        order = _surest(arms, needed_PJ, slopes_PJ, plan, least)
-    else:
-        order = _greedy(arms, slopes_PJ, plan, least)
+    order = _greedy(arms, slopes_PJ, plan, least)
     if not any(arm.tried for arm in arms):
         order += _probes(order, slopes_PJ, plan)
-    chunks = _chunks(arms, order, chunk, candidates)
-    return (chunks if adaptive else sorted(chunks, key=lambda allotted: allotted[1]))[:slots]
-
-
-def _mostly_new(arms: Sequence[Arm], beliefs: Beliefs) -> bool:
-    """Whether most prompts were never met: only there, planning to leave a prompt early paid (docs/results.md)."""
-    met = {seen.prompt for seen in beliefs.prompts}
-    return 2 * sum(arm.prompt not in met for arm in arms) > len(arms)
-
-
-def _known(arms: Sequence[Arm], ahead: int, chunk: int, keep: int) -> NDArray[np.bool_]:
-    """Whether the kept subset is all of scored candidates after 0, 1, ... further chunks: (P, ahead + 1)."""
-    tried_P1 = np.array([[len(arm.rewards) + arm.pending] for arm in arms])
-    return np.asarray(tried_P1 + chunk * np.arange(ahead + 1) >= keep)
-
-
-def _needed(worlds_PWJ: Array, known_PJ: NDArray[np.bool_], plan: int, least: float) -> Array:
-    """How likely each prompt's next chunk, next but one, ... is to be tried: (P, J - 1), descending in J.
-
-    Each prompt stops as soon as going on is not worth the price of a chunk, by what is seen until then. The price, at
-    least ``least``, is that at which ``plan`` chunks are expected to be tried in all.
-    """
-    low, high = least, float(np.diff(worlds_PWJ, axis=-1).max(initial=least))
-    needed_PJ = _continued(worlds_PWJ, known_PJ, low)
-    if needed_PJ.sum() <= plan:
-        return needed_PJ
-    for _ in range(BISECTIONS):
-        price = math.sqrt(low * high) if low else high / 2
-        needed_PJ = _continued(worlds_PWJ, known_PJ, price)
-        if needed_PJ.sum() > plan:
-            low = price
-        else:
-            high = price
-    return _continued(worlds_PWJ, known_PJ, low)
-
-
-def _continued(worlds_PWJ: Array, known_PJ: NDArray[np.bool_], price: float) -> Array:
-    """The share of worlds in which each prompt goes on for so many chunks at a price, if it stops when that is best.
-
-    From the last chunk back, what going on is worth is told from the variance so far by a parabola through the worlds
-    (Longstaff and Schwartz, 2001): a decision may look at what is seen, not at the world's future.
-    """
-    value_PW = worlds_PWJ[..., -1]
-    on_JPW = np.zeros((worlds_PWJ.shape[2] - 1, *value_PW.shape), dtype=bool)
-    for j in range(len(on_JPW) - 1, -1, -1):
-        now_PW = worlds_PWJ[..., j]
-        on_JPW[j] = _parabola(now_PW * known_PJ[:, j, None], value_PW - price - now_PW) > 0
-        value_PW = np.where(on_JPW[j], value_PW - price, now_PW)
-    return np.asarray(np.logical_and.accumulate(on_JPW).mean(axis=2).T)
-
-
-def _parabola(x_PW: Array, y_PW: Array) -> Array:
-    """Each row's fit of y on x and its square."""
-    x_PW = x_PW - x_PW.mean(axis=1, keepdims=True)
-    x_PW /= x_PW.std(axis=1, keepdims=True) + 1e-9
-    square_PW = x_PW**2
-    square_PW -= square_PW.mean(axis=1, keepdims=True)
-    mean_P1 = y_PW.mean(axis=1, keepdims=True)
-    xx, xs, ss, xy, sy = (
-        np.einsum("pw,pw->p", a, b)[:, None]
-        for a, b in ((x_PW, x_PW), (x_PW, square_PW), (square_PW, square_PW), (x_PW, y_PW), (square_PW, y_PW))
-    )
-    xx, ss = xx + RIDGE, ss + RIDGE
-    scale = xx * ss - xs**2
-    return np.asarray(mean_P1 + (ss * xy - xs * sy) / scale * x_PW + (xx * sy - xs * xy) / scale * square_PW)
-
-
-def _surest(arms: Sequence[Arm], needed_PJ: Array, slopes_PJ: Array, plan: int, least: float) -> list[int]:
-    """Arms in the order of their chunks: those that are surest to be tried whatever is learnt until then come first."""
-    chunks = [
-        (-needed, arm.tried + j, -slopes_PJ[p, 0], p)
-        for p, arm in enumerate(arms)
-        for j, needed in enumerate(needed_PJ[p].round(6).tolist())
-        if needed > 0 and (needed > LIKELY or slopes_PJ[p, j] >= least)
-    ]
-    return [p for *_, p in sorted(chunks)[:plan]]
+    return sorted(_chunks(arms, order, chunk, candidates), key=lambda allotted: allotted[1])[:slots]
 
 
 def _slopes(gained_PJ: Array) -> Array:
