@@ -126,8 +126,8 @@ class Member:
         self._worker, self._terms = worker, terms
         resources = worker.state.total_resources
         self._pool = next((pool for pool in POOLS if resources.get(pool)), None)
-        played = (name for name in resources if name.startswith("node:"))
-        self._played = next(played, "").removeprefix("node:")
+        named = (name for name in resources if name.startswith("node:"))
+        self._named_node = next(named, "").removeprefix("node:")
         self._engine: EngineProcess | None = None
         self._opening: asyncio.Future[str] | None = None
         self._opened = ExitStack()
@@ -166,7 +166,7 @@ class Member:
         terms, opened = self._terms, self._opened
         _check(terms)
         machine = shared_root(terms.memory)
-        root = machine.with_name(f"{machine.name}-{self._played}") if self._played else machine
+        root = machine.with_name(f"{machine.name}-{self._named_node}") if self._named_node else machine
         for directory in (machine, root):
             opened.callback(sweep, directory)
         on_machine, node = Node(machine), Node(root)

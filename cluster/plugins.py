@@ -78,6 +78,8 @@ READY, REFUSED = "spotlight-ready", "spotlight-refused"
 """From workers: one can do the run's work; one cannot, and why."""
 EVICTED = "spotlight-evicted"
 """Topic of the scheduler's events, for whoever started the workers: the process of one that hangs is to be ended."""
+HEARD_OF = "spotlight-heard-of"
+"""Topic of the scheduler's events, for the same: a worker is there, whether it can do the run's work or not."""
 WATCH_S = 0.5
 FAILURES = 1_000_000
 """Losses of its worker that a task survives."""
@@ -224,6 +226,7 @@ class DispatchPlugin(SchedulerPlugin):
         else:
             self._nodes[worker] = node
         self._tell(WorkerJoined(at_s=at_s, address=worker, name=name, pool=pool, node=node, host=host, job=job))
+        self._scheduler.log_event(HEARD_OF, name)
         # Dask looks for tasks that a worker may run when it comes, and not when it gets its resources.
         waiting = self._scheduler.bulk_schedule_unrunnable_after_adding_worker(state)
         self._scheduler.transitions(waiting, stimulus_id=f"spotlight-ready-{at_s}")
@@ -232,6 +235,7 @@ class DispatchPlugin(SchedulerPlugin):
         state = self._scheduler.workers.get(worker)
         if state is not None and session == self._session:
             self._refused[worker] = (str(state.name), reason)
+            self._scheduler.log_event(HEARD_OF, str(state.name))
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Before a lost worker's tasks are moved: tell that it is gone; its loss is no fault of theirs."""

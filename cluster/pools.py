@@ -26,7 +26,7 @@ from cluster.dispatch import rules_of
 from cluster.local import Place, local_cluster
 from cluster.member import MemberPlugin, member_name, terms_of
 from cluster.notices import sources
-from cluster.plugins import EVICTED, DispatchPlugin, snapshot_of
+from cluster.plugins import EVICTED, HEARD_OF, DispatchPlugin, snapshot_of
 from cluster.snapshot import Snapshot
 from cluster.standing import Standing, connect
 from spotlight.config import Config
@@ -80,6 +80,7 @@ class Pools:
                 self.cluster = stack.enter_context(local_cluster(config, directory, DASK_SETTINGS))
                 self.client = stack.enter_context(Client(self.cluster, set_as_default=False))
                 self.client.subscribe_topic(EVICTED, self._evicted)
+                self.client.subscribe_topic(HEARD_OF, self._heard_of)
             else:
                 self.client = stack.enter_context(connect(standing, insecure=config.cluster.insecure))
             dispatch = DispatchPlugin(
@@ -114,10 +115,16 @@ class Pools:
                     raise
 
     def _evicted(self, event: tuple[float, str]) -> None:
-        _, name = event
-        place = self.cluster.workers.get(name) if self.cluster else None
-        if isinstance(place, Place):
+        if place := self._place(event[1]):
             place.evict()
+
+    def _heard_of(self, event: tuple[float, str]) -> None:
+        if place := self._place(event[1]):
+            place.clock.heard_of(event[1])
+
+    def _place(self, name: str) -> Place | None:
+        place = self.cluster.workers.get(name) if self.cluster else None
+        return place if isinstance(place, Place) else None
 
     @property
     def dashboard(self) -> str:

@@ -134,9 +134,14 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _path_where_needed(self) -> Self:
-        if self.name != "tiny-text" and not self.path:
+        if not self.embedded and not self.path:
             raise ValueError(f'model.name = "{self.name}" needs model.path = "DIR", a diffusers pipeline directory')
         return self
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the package itself holds its weights."""
+        return self.name == "tiny-text"
 
 
 class DataSection(Section):
@@ -506,8 +511,11 @@ class SimulationSection(Section):
     (docs/results.md, fixed costs)."""
     graph_s: float = Field(0.041, ge=0, le=DAY_S)
     """Between two graphs: to end one, and to build, send and place the next. Measured: as ``form_s``."""
-    prepare_s: float = Field(6.8, ge=0, le=DAY_S)
-    """From the run's start to its first graph; workers start meanwhile. Measured: as ``form_s``."""
+    warm_up_s: float = Field(6.3, ge=0, le=DAY_S)
+    """From the run's start until its first workers can be started: what they are forked from does its imports.
+    Measured: as ``form_s``."""
+    prepare_s: float = Field(0.4, ge=0, le=DAY_S)
+    """From then, and the workers' own ``start_up_s``, to the run's first graph. Measured: as ``form_s``."""
     gradient_s: float | None = Field(None, ge=0, le=DAY_S)
     """To keep the gradient of a part where others find it, and again to fetch it for the update. Left out, it is
     0.015 s where the workers are processes of one machine (measured), and else what it takes at 10 Gb/s."""

@@ -547,13 +547,13 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True, liv
         from spotlight.store.zarr_store import check_url
 
         check_url(settings.latents.url)
-    if model.path and model.name == "tiny-text" and not Path(model.path).is_file():
+    if model.path and model.embedded and not Path(model.path).is_file():
         raise SpotlightError(
             f"model.path = {model.path!r}: no such file; give one that examples/pretrain_tiny.py wrote, or leave it out"
         )
-    if model.path and model.name != "tiny-text" and not Path(model.path).is_dir():
+    if model.path and not model.embedded and not Path(model.path).is_dir():
         raise SpotlightError(f"model.path = {model.path!r}: no such directory; give that of a diffusers pipeline")
-    if model.name != "tiny-text":
+    if not model.embedded:
         checkpoints.survey(model.name, model.path)
 
 

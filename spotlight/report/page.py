@@ -122,7 +122,7 @@ def _page(facts: Facts, grid: Path | None) -> str:
         _section("Before and after", GRID_NOTE, _embedded(grid) if grid else ""),
         _section("Dollars", MONEY_NOTE, divs.get("money", "")),
         _section("Where the dollars went", SPENDING_NOTE, _spending(facts.ledger, divs.get("spending", ""))),
-        _section("Set aside", SET_ASIDE_NOTE, _set_aside(facts)),
+        _section("Set aside", SET_ASIDE_NOTE, _quarantined(facts)),
         _section("Diagnostics", DIAGNOSTICS_NOTE, _diagnostics(facts)),
         _section("Files", html.escape(str(facts.dir)), _files(facts)),
     ]
@@ -248,14 +248,14 @@ def _diagnostics(facts: Facts) -> str:
     return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>" if rows else ""
 
 
-def _set_aside(facts: Facts) -> str:
+def _quarantined(facts: Facts) -> str:
     """A row per request that nobody ran any more."""
     rows = "".join(
-        f"<tr><th>{html.escape(one.request.prompt.text)}</th>"
-        f"<td>{html.escape(str(one.request.iteration))}</td>"
-        f"<td>{html.escape(', '.join(map(str, one.request.seeds)))}</td>"
-        f"<td>{html.escape(str(one.preemptions))}</td></tr>"
-        for one in facts.set_aside
+        f"<tr><th>{html.escape(refused.request.prompt.text)}</th>"
+        f"<td>{html.escape(str(refused.request.iteration))}</td>"
+        f"<td>{html.escape(', '.join(map(str, refused.request.seeds)))}</td>"
+        f"<td>{html.escape(str(refused.preemptions))}</td></tr>"
+        for refused in facts.quarantined
     )
     head = "<tr><td>prompt</td><td>iteration</td><td>seeds</td><td>preemptions</td></tr>"
     return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>" if rows else ""
