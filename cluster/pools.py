@@ -27,6 +27,7 @@ from cluster.local import Place, local_cluster
 from cluster.member import MemberPlugin, member_name, terms_of
 from cluster.notices import sources
 from cluster.plugins import EVICTED, DispatchPlugin, snapshot_of
+from cluster.slurm import SlurmJobs, slurm_cluster
 from cluster.snapshot import Snapshot
 from cluster.standing import Standing, connect
 from spotlight.config import Config
@@ -77,7 +78,11 @@ class Pools:
             stack.callback(_free, terms.memory)
             if standing is None:
                 prepare()
-                self.cluster = stack.enter_context(local_cluster(config, directory, DASK_SETTINGS))
+                self.cluster = stack.enter_context(
+                    slurm_cluster(config, run_dir, self.session)
+                    if config.cluster.manager == "slurm"
+                    else local_cluster(config, directory, DASK_SETTINGS)
+                )
                 self.client = stack.enter_context(Client(self.cluster, set_as_default=False))
                 self.client.subscribe_topic(EVICTED, self._evicted)
             else:
@@ -115,9 +120,9 @@ class Pools:
 
     def _evicted(self, event: tuple[float, str]) -> None:
         _, name = event
-        place = self.cluster.workers.get(name) if self.cluster else None
-        if isinstance(place, Place):
-            place.evict()
+        for place in self.cluster.workers.values() if self.cluster else ():
+            if isinstance(place, Place | SlurmJobs) and place.has(name):
+                place.evict()
 
     @property
     def dashboard(self) -> str:

@@ -1,4 +1,4 @@
-"""The shell's verbs: run, resume, status, report, cost, simulate, graph, export."""
+"""The shell's verbs: run, resume, submit, status, report, cost, simulate, graph, export."""
 
 from __future__ import annotations
 
@@ -101,6 +101,18 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("run_dir", type=Path)
     _add_cluster(resume)
     _add_json(resume, "show nothing on the way, and what came of it as JSON at the end")
+
+    submit = _add_verb(
+        verbs,
+        "submit",
+        _submit,
+        "start a run as a Slurm job, which starts its workers as jobs",
+        "Makes a run directory and queues the run's driver as a batch job, which queues the workers of both pools.\n"
+        "The driver stops before its time limit, is queued again, and goes on.",
+    )
+    _add_settings(submit)
+    submit.add_argument("--dry-run", action="store_true", help="print the batch scripts, and do nothing")
+    submit.add_argument("--begin", default="", metavar="TIME", help="not before; as sbatch has it, such as 22:00")
 
     status = _add_verb(verbs, "status", _status, "say how a run stands, whoever runs it")
     status.add_argument("run_dir", type=Path)
@@ -224,6 +236,23 @@ def _status(parsed: argparse.Namespace) -> None:
         print(json.dumps(asdict(status)))
     else:
         Console().print(status_table(status))
+
+
+def _submit(parsed: argparse.Namespace) -> None:
+    from cluster.slurm import scripts, submit
+    from spotlight import config
+    from spotlight.run import check_inputs
+
+    settings = config.load(parsed.config, [*parsed.overrides, 'cluster.manager="slurm"'])
+    check_inputs(settings)
+    if parsed.dry_run:
+        for what, script in scripts(settings, f"{settings.run.dir}/{settings.run.name}", begin=parsed.begin).items():
+            print(f"# --- {what} ---\n{script}")
+        return
+    run = RunDir.create(settings, wall_clock())
+    (run.path / "slurm").mkdir()
+    job = submit(scripts(settings, run.path, begin=parsed.begin)["the driver"])
+    print(f"job {job}\nrun directory   {run.path}\noutput          {run.path}/slurm/driver-{job}.out")
 
 
 def _report(parsed: argparse.Namespace) -> None:

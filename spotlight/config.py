@@ -304,6 +304,27 @@ class TrainSection(Section):
         return "old" if self.keeps_old else "trained"
 
 
+class SlurmSection(Section):
+    """What a job asks Slurm for; see `man sbatch`. Only where ``cluster.manager = "slurm"``."""
+
+    partition: str = ""
+    """Empty: Slurm's default."""
+    account: str = ""
+    """Empty: the user's default."""
+    gres: str = ""
+    """Of a job, which is a node's worth of workers: such as "gpu:8"."""
+    time: str = ""
+    """Most time that a job may take, such as "24:00:00"; empty: the partition's default."""
+    cpus: int = Field(1, ge=1)
+    """Of each worker, or of the driver."""
+    memory: str = "4G"
+    """Of a job."""
+    setup: tuple[str, ...] = ()
+    """Shell lines to run first, such as "module load cuda"."""
+    extra: tuple[str, ...] = ()
+    """More options of sbatch, such as "--qos=low"."""
+
+
 class PoolSection(Section):
     """Workers of one kind: what they cost, and when they come and go."""
 
@@ -339,6 +360,8 @@ class PoolSection(Section):
     """What comes and goes at once: each worker by itself, or all of a node (``workers_per_node``)."""
     preemption: Literal["kill", "notice", "hang", "mixed"] = "kill"
     """How the trace takes workers away: without a word, with a notice, by freezing them, or each in turn."""
+    slurm: SlurmSection = SlurmSection()
+    """Of the pool's jobs."""
 
     @model_validator(mode="after")
     def _trace_is_from_one_source(self) -> Self:
@@ -435,6 +458,13 @@ class TrackingSection(Section):
 
 class ClusterSection(Section):
     """The cluster around the pools."""
+
+    manager: Literal["local", "slurm"] = "local"
+    """What starts workers, where no ``--cluster`` is given: this process, on this machine; or Slurm, as jobs."""
+    host: str = ""
+    """Where the scheduler listens for Slurm's jobs: a name or address of this machine; empty: its host name."""
+    slurm: SlurmSection = SlurmSection()
+    """Of the driver's own job (`spotlight submit`)."""
 
     dashboard_port: int = Field(8787, ge=0, le=65535)
     """Of Dask's dashboard, on 127.0.0.1; 0 takes any free port."""
