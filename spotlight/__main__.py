@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = {
+    "submit": ("submit a.toml --dry-run", "submit a.toml --begin 22:00 --set pools.spot.slurm.partition=spot"),
     "run": ("run examples/ocr-tiny.toml --set run.iterations=5", "run a.toml --json > outcome.json"),
     "resume": ("resume runs/ocr-tiny-20261121-101500",),
     "status": ("status runs/a", "status runs/a --json | jq .state"),
