@@ -145,12 +145,21 @@ class Run:
 
         Of one that nobody runs, `start` goes on where it was.
         """
-        return cls.resume(run_dir)
+        directory = RunDir.open(run_dir)
+        run = cls.__new__(cls)
+        run._hold(directory, directory.config(), None)
+        return run
 
     def _open(self, directory: RunDir | None, settings: configuration.Config, cluster: Standing | None) -> None:
+        check_inputs(settings)
+        self._hold(directory, settings, cluster)
+        self._checked = True
+
+    def _hold(self, directory: RunDir | None, settings: configuration.Config, cluster: Standing | None) -> None:
         self.config = settings
         self._cluster = cluster
         self._directory = directory
+        self._checked = False
         self._accounts: Accounts | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -164,7 +173,6 @@ class Run:
         self._feed: Feed | None = None
         self._tracking: Tracking | None = None
         self._shown_s = 0.0
-        check_inputs(settings)
 
     @property
     def directory(self) -> RunDir:
@@ -176,6 +184,10 @@ class Run:
         """Begin in the background, or go on; returns at once."""
         if self._is_ours:
             raise SpotlightError(f"{self.directory.path}: this run is already running")
+        if not self._checked:  # it was only looked at so far
+            resuming.check(self.directory)
+            check_inputs(self.config)
+            self._checked = True
         if self._cluster is None:
             _check_port(self.config.cluster.dashboard_port)
         tracking.check(self.config)

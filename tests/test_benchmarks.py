@@ -13,7 +13,6 @@ from runs import ROOT
 SMALL = {
     "faults": ("--schedules", "20"),
     "fidelity": ("--table",),
-    "learning": (),
     "planner": ("--explore-steps",),
     "recovery": ("--parts", "weights", "--weights-gb", "0.01"),
     "scale": ("--turns", "1", "--hours", "0"),
@@ -23,12 +22,13 @@ SMALL = {
 """Takes seconds: what is recorded is shown, what is pure is computed."""
 LIVE = {
     "algorithms": ("--seconds", "1", "--seeds", "1", "--only", "nft"),
+    "dashboard": ("--workers", "8", "--seconds", "2"),
+    "learning": ("--smoke",),
     "overhead": ("--turns", "1", "--iterations", "1"),
     "recovery": ("--parts", "recoveries", "--kills", "1"),
     "tls": ("--iterations", "1"),
 }
-"""Starts clusters. The gate runs one of them, the one that waits for what a machine may never do; ask for the others by
-``pytest -m slow --live``."""
+"""Starts clusters, or trains: a minute and more. Ask for them by ``pytest -m slow --live``."""
 ELSEWHERE = {"fuzz"}
 """`test_fuzz` runs it, case by case."""
 
@@ -45,15 +45,7 @@ def test_a_benchmark_runs_to_its_end(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_recoveries_are_measured_whether_or_not_it_pays_to_widen(tmp_path: Path) -> None:
-    said = run("recovery", LIVE["recovery"], tmp_path)
-
-    assert "| 4 to 2 | 1 |" in said
-    assert "| 2 to 1 | 1 |" in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(LIVE.keys() - {"recovery"}))
+@pytest.mark.parametrize("name", sorted(LIVE))
 def test_a_live_benchmark_runs_to_its_end(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if not request.config.getoption("--live"):
         pytest.skip("takes minutes: ask for it by --live")

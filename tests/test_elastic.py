@@ -169,7 +169,8 @@ def test_a_worker_under_notice_leaves_at_a_step_boundary_and_nothing_is_lost(
         live.finish()
 
     assert formings(live, request_of_four, "broken") == []
-    assert len(formings(live, request_of_four, "leaves")) == 1
+    left, regrouped = (len(formings(live, request_of_four, event)) for event in ("leaves", "regroup"))
+    assert 1 <= left <= 1 + regrouped  # with the worker, and to be wider again once it is replaced
     assert live.pools.status()["preemptions"] == losses + 1
     assert_whole(live, request_of_four)
 

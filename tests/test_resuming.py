@@ -17,6 +17,7 @@ from spotlight import config
 from spotlight.device import protocol
 from spotlight.device.modelled import ModelledDevice
 from spotlight.records import SpotlightError
+from spotlight.run import Run
 from spotlight.store import resuming
 from spotlight.store.rundir import HISTORY, PROMPTS, SPANS, VALIDATION, RunDir
 
@@ -178,6 +179,9 @@ def test_a_simulated_run_is_not_gone_on_with(killed: RunDir) -> None:
     killed.write_json("simulated.json", {"learning": "modelled"})
 
     assert "simulate its settings again" in refusal(killed)
+    seen = Run.attach(killed.path)  # though it may be looked at
+    with pytest.raises(SpotlightError, match="simulate its settings again"):
+        seen.start()
 
 
 def test_settings_that_were_cut_short_are_not_filled_up_with_defaults(killed: RunDir) -> None:

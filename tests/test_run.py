@@ -163,6 +163,8 @@ def test_ctrl_c_and_its_like_stop_cleanly_and_say_how_to_resume(
 
     assert process.returncode == 130
     assert asked == signal.SIGHUP or f"spotlight resume {run_dir}" in err  # a closed terminal shows nothing
+    if asked != signal.SIGINT:
+        return
     done = spotlight("resume", run_dir)
     assert done.returncode == 0, done.stderr
     assert "report.html" in done.stdout

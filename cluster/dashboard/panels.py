@@ -5,6 +5,7 @@ A panel has a ``root``, and an ``update`` that is called about once a second whi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from spotlight.report.style import CLOCK, Plot, empty_plot, legend_above
 POOLS = ("reserved", "spot")
 
 
-class _Redrawn:
+class _Redrawn(ABC):
     """A panel of figures that are drawn anew when the driver has told something new."""
 
     def __init__(self, facts: Facts) -> None:
@@ -33,8 +34,8 @@ class _Redrawn:
             self._seen = self._facts.changes
             self._redraw()
 
-    def _redraw(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _redraw(self) -> None: ...
 
 
 class Pools:
@@ -232,7 +233,7 @@ def _label(row: Mapping[str, Any], number: int) -> str:
     return f"{wanted[:18]}{'…' if len(wanted) > 18 else ''} #{row['id']}" if wanted else f"#{row['id']}"
 
 
-class Said:
+class Said(ABC):
     """A panel of HTML, sent when it has changed."""
 
     STYLE = ""
@@ -247,8 +248,8 @@ class Said:
         if said != self._div.text:
             self._div.text = said
 
-    def _say(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _say(self) -> str: ...
 
 
 class Cards(Said):
