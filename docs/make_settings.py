@@ -68,6 +68,8 @@ def _type(annotation: Any) -> str:
             return f"{len(arguments)} × {_type(arguments[0])}"
         case origin if origin is dict:
             return "table"
+        case _ if isinstance(annotation, type) and issubclass(annotation, Section):
+            return "table"
         case _:
             return {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}[annotation.__name__]
 

@@ -1,4 +1,4 @@
-"""The shell's verbs: run, resume, submit, status, report, cost, simulate, graph, export."""
+"""The shell's verbs: run, resume, submit, status, report, cost, simulate, graph, export, sample."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ EXAMPLES = {
     "cost": ("cost runs/a", "cost runs/a --json | jq .usd"),
     "simulate": ("simulate examples/paced.toml", "simulate a.toml --alone --json --set pools.spot.workers=16"),
     "graph": ("graph examples/ocr-tiny.toml --to iteration.svg",),
-    "export": ("export runs/a --to weights --version 30",),
+    "export": ("export runs/a --to weights --version 30", "export runs/a --to transformer --merged"),
+    "sample": ("sample runs/a --prompt cat --seeds 0 1 2 3 --to cat.png",),
 }
 """Shown by each verb's ``--help``."""
 EXIT = """exit status:
@@ -153,6 +154,15 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--to", type=Path, required=True, help="directory to write")
     export.add_argument("--version", type=int, help="weights version (the latest)")
     export.add_argument("--policy", choices=get_args(Policy), help="which of its weights (those that were validated)")
+    export.add_argument("--merged", action="store_true", help="the whole transformer, with the LoRA in its weights")
+
+    sample = _add_verb(verbs, "sample", _sample, "draw a prompt with and without what a run trained")
+    sample.add_argument("run_dir", type=Path)
+    sample.add_argument("--prompt", required=True)
+    sample.add_argument("--to", type=Path, default=Path("sample.png"), help="an image file (%(default)s)")
+    sample.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="one column each (0 1 2 3)")
+    sample.add_argument("--steps", type=int, default=0, help="denoising steps (as a rollout)")
+    sample.add_argument("--version", type=int, default=-1, help="weights version (the latest)")
     return parser
 
 
@@ -317,7 +327,16 @@ def _export(parsed: argparse.Namespace) -> None:
     from spotlight.rl.export import export_lora
 
     with _writing(parsed.to):
-        print(export_lora(parsed.run_dir, parsed.to, parsed.version, parsed.policy))
+        print(export_lora(parsed.run_dir, parsed.to, parsed.version, parsed.policy, merged=parsed.merged))
+
+
+def _sample(parsed: argparse.Namespace) -> None:
+    RunDir.open(parsed.run_dir)
+    from spotlight.rl.sample import sample
+
+    options = {"seeds": parsed.seeds, "steps": parsed.steps, "version": parsed.version}
+    with _writing(parsed.to):
+        print(sample(parsed.run_dir, parsed.prompt, parsed.to, **options))
 
 
 @contextlib.contextmanager

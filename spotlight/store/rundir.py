@@ -16,13 +16,12 @@ import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from hashlib import sha256
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from spotlight import config
-from spotlight.files import read_bytes
+from spotlight.files import digest, read_files
 from spotlight.plan.bandit import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
@@ -135,14 +134,14 @@ class RunDir:
 
     @classmethod
     def _create(cls, path: Path, settings: config.Config) -> RunDir:
-        train = read_bytes(settings.data.train_prompts, "a prompt file")
-        validation = read_bytes(settings.data.validation_prompts, "a prompt file")
+        train = read_files(settings.data.train_prompts, "a prompt file")
+        validation = read_files(settings.data.validation_prompts, "a prompt file")
         try:
             if not path.parent.exists():
                 path.parent.mkdir(parents=True)
             path.mkdir(mode=0o777 if settings.run.shared else 0o700)
             run = cls(path)
-            data = run._keep_prompts(train, validation)
+            data = run._keep_prompts(settings.data, train, validation)
             with atomic_write(path / config.RESOLVED) as file:
                 file.write(config.dump(settings.model_copy(update={"data": data})).encode())
         except FileExistsError:
@@ -153,15 +152,26 @@ class RunDir:
             ) from None
         return run
 
-    def _keep_prompts(self, train: bytes, validation: bytes) -> config.DataSection:
-        """Write the prompts into the directory, since the run goes on with those it began with; where they are."""
+    def _keep_prompts(
+        self, data: config.DataSection, train: Mapping[str, bytes], validation: Mapping[str, bytes]
+    ) -> config.DataSection:
+        """Write the prompts into the directory, since the run goes on with those it began with; where they are.
+
+        They keep their suffix, which says how they are read.
+        """
         (self.path / "prompts").mkdir()
-        for name, content in (("train", train), ("validation", validation)):
-            with atomic_write(self.path / "prompts" / f"{name}.txt") as file:
-                file.write(content)
-        hashes = PromptHashes(train_sha256=sha256(train).hexdigest(), validation_sha256=sha256(validation).hexdigest())
-        self.write_json(PROMPTS, asdict(hashes))
-        return config.DataSection(train_prompts="prompts/train.txt", validation_prompts="prompts/validation.txt")
+        kept = {
+            "train": f"prompts/train{Path(data.train_prompts).suffix}",
+            "validation": f"prompts/validation{Path(data.validation_prompts).suffix}",
+        }
+        for name, files in (("train", train), ("validation", validation)):
+            if files.keys() != {""}:
+                (self.path / kept[name]).mkdir()
+            for file, content in files.items():
+                with atomic_write(self.path / kept[name] / file) as written:
+                    written.write(content)
+        self.write_json(PROMPTS, PromptHashes(train_sha256=digest(train), validation_sha256=digest(validation)))
+        return config.DataSection(train_prompts=kept["train"], validation_prompts=kept["validation"])
 
     def prompt_hashes(self) -> PromptHashes | None:
         """Of the prompts that the run began with; None where nobody wrote them down."""
