@@ -93,7 +93,7 @@ class Pools:
             if standing is None:
                 prepare()
                 self.cluster = stack.enter_context(
-                    slurm_cluster(config, run_dir, self.session)
+                    slurm_cluster(config, run_dir)
                     if config.cluster.manager == "slurm"
                     else local_cluster(config, directory, DASK_SETTINGS)
                 )

@@ -5,12 +5,15 @@ that Slurm preempts are queued again by Slurm; one that ended for any other reas
 time. What makes the workers ours is what makes any worker ours (`cluster.member`).
 
 Slurm tells the steps of a job that it will end (SIGTERM); so the workers are a step (``srun``), and hear it themselves.
+A worker that is killed alone is started again where it was; one that fails takes its job along, and counts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import getpass
+import glob
 import logging
 import os
 import re
@@ -21,13 +24,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from distributed import Scheduler, Security, SpecCluster
 from distributed.deploy.spec import ProcessInterface
 
+from cluster.certificate import certificate
 from spotlight.config import Config, PoolSection
 from spotlight.records import SpotlightError
 
@@ -57,6 +62,7 @@ class SlurmJobs(ProcessInterface):
         super().__init__()
         self._scheduler, self._name, self._job = scheduler, name, job
         self._running: Any = None
+        self._submitting: asyncio.Future[None] | None = None
         self.failure = ""
         """Why it has given up; empty while it has not."""
 
@@ -78,9 +84,10 @@ class SlurmJobs(ProcessInterface):
     async def close(self) -> None:
         self._keeping.cancel()
         await asyncio.gather(self._keeping, return_exceptions=True)
+        if self._submitting is not None:  # Slurm may have taken the job, though nobody has heard its number yet
+            await asyncio.gather(self._submitting, return_exceptions=True)
         if self._running is not None:
-            with contextlib.suppress(RuntimeError):  # it ended by itself
-                await self._running.close()
+            await self._running.close()
         await super().close()
 
     async def _keep(self) -> None:
@@ -98,14 +105,15 @@ class SlurmJobs(ProcessInterface):
     async def _submit_and_wait(self) -> str:
         """Returns why it is over."""
         self._running = worker_job(self._scheduler, **self._job)
+        self._submitting = asyncio.ensure_future(self._running.start())
         try:
-            await self._running.start()
+            await asyncio.shield(self._submitting)
         except RuntimeError as error:
             self._running = None
             return slurms_words(str(error))
         await _end_of(str(self._running.job_id))
         job, self._running = self._running, None
-        return f"job {job.job_id}; its output is in {self._job['log']}"
+        return f"job {job.job_id}; its output is in {self._job['run_dir']}/slurm"
 
 
 async def _end_of(job: str) -> None:
@@ -148,11 +156,10 @@ _queue = _Queue()
 
 
 @contextlib.contextmanager
-def slurm_cluster(config: Config, run_dir: Path, session: str) -> Iterator[SpecCluster]:
+def slurm_cluster(config: Config, run_dir: Path) -> Iterator[SpecCluster]:
     """A scheduler here, and the pools' jobs in the queue; all are cancelled at the end.
 
-    Args:
-        session: which start of the run this is; names its certificates.
+    So are, at the beginning, those that a driver left behind which was killed.
 
     Raises:
         SpotlightError: dask-jobqueue or Slurm's commands are not there, or Slurm refuses a pool's job.
@@ -160,29 +167,29 @@ def slurm_cluster(config: Config, run_dir: Path, session: str) -> Iterator[SpecC
     _check_commands()
     log = run_dir / "slurm"
     log.mkdir(exist_ok=True)
-    with _certificates(session) as (security, theirs):
+    with _certificates(run_dir) as (security, theirs):
         host = config.cluster.host or socket.gethostname()
         dashboard = f"127.0.0.1:{config.cluster.dashboard_port}"
         address = {"host": host, "security": security, "dashboard_address": dashboard}
         jobs: dict[str, Any] = {}
         for pool, section in config.pools:
             for first in range(0, section.workers, section.workers_per_node):
-                job = {"pool": pool, "first": first, "section": section, "log": log, "security": theirs}
+                job = {"pool": pool, "first": first, "section": section, "run_dir": run_dir, "security": theirs}
                 jobs[f"{pool}-{first}"] = {"cls": SlurmJobs, "options": {"job": job}}
             if section.workers:
-                _check_job(pool, section, log, theirs)
+                _check_job(pool, section, run_dir, theirs)
+        _cancel(job_name(run_dir, name) for name in jobs)
         with SpecCluster(scheduler={"cls": Scheduler, "options": address}, workers=jobs, security=security) as cluster:
             yield cluster
 
 
 def worker_job(
-    scheduler: str, *, pool: str, first: int, section: PoolSection, log: Path, security: Security | None
+    scheduler: str, *, pool: str, first: int, section: PoolSection, run_dir: Path, security: Security | None
 ) -> Any:
     """A job of a pool, as dask-jobqueue has it.
 
     Args:
         first: number of its first worker within the pool.
-        log: directory for its output.
         security: whose files are there on the job's node too.
     """
     SLURMJob = _slurm_job()
@@ -198,18 +205,22 @@ def worker_job(
         memory=slurm.memory,
         processes=1,
         nanny=False,
-        python=_python(pool, first, workers, slurm.cpus),
+        python=worker_line(pool, first=first, workers=workers, cpus=slurm.cpus),
         death_timeout=WORKER_START_S,
         local_directory='"$scratch"',
-        log_directory=str(log),
-        job_name=f"{pool}-{first}",
+        job_name=job_name(run_dir, f"{pool}-{first}"),
         security=security,
         worker_extra_args=["--resources", f"{pool}=1", "--memory-limit", "0"],  # Slurm has its own
         job_directives_skip=["-n 1", "--mem=", *([] if slurm.time else ["-t "])],
-        job_extra_directives=list(_directives(section, workers)),
+        job_extra_directives=[f"--output={run_dir}/slurm/{pool}-{first}-%j.out", *_directives(section, workers)],
         job_script_prologue=[*slurm.setup, *_SCRATCH],
         shebang="#!/usr/bin/env bash",
     )
+
+
+def job_name(run_dir: Path, name: str) -> str:
+    """In the queue: whose it is, since a user may have several runs there."""
+    return f"{run_dir.name}-{sha256(bytes(run_dir)).hexdigest()[:6]}-{name}"
 
 
 _SCRATCH = (
@@ -231,11 +242,16 @@ def _directives(section: PoolSection, workers: int) -> Iterator[str]:
     yield from slurm.extra
 
 
-def _python(pool: str, first: int, workers: int, cpus: int) -> str:
+def worker_line(pool: str, *, first: int, workers: int, cpus: int, python: str = sys.executable) -> str:
     """What stands before the worker's arguments: each task of the step is a worker, and has a name of its own."""
-    step = f"srun --ntasks={workers} --cpus-per-task={cpus} --kill-on-bad-exit=0 --mpi=none"
-    worker = f'exec {shlex.quote(sys.executable)} "$@" --name {pool}-$(({first} + SLURM_PROCID))'
-    return f"{step} sh -c '{worker}' sh"
+    step = f"srun --ntasks={workers} --cpus-per-task={cpus} --kill-on-bad-exit=1 --mpi=none"
+    worker = f'{shlex.quote(python)} "$@" --name {pool}-$(({first} + SLURM_PROCID))'
+    until_told = f'trap "told=1" TERM USR1; while {worker}; status=$?; {_WAS_KILLED}; do :; done; exit $status'
+    return f"{step} sh -c {shlex.quote(until_told)} sh"
+
+
+_WAS_KILLED = '[ $status -gt 128 ] && [ -z "$told" ]'
+"""By a signal, and not because the job is to end: for want of memory, or by hand."""
 
 
 def driver_script(config: Config, run_dir: Path | str, *, begin: str = "") -> str:
@@ -294,13 +310,20 @@ def _sbatch(script: str, *options: str, where: str) -> str:
     return done.stdout.strip()
 
 
-def _check_job(pool: str, section: PoolSection, log: Path, security: Security | None) -> None:
+def _check_job(pool: str, section: PoolSection, run_dir: Path, security: Security | None) -> None:
     """
     Raises:
         SpotlightError: Slurm would not take a job of this pool.
     """
-    script = worker_job("tcp://scheduler", pool=pool, first=0, section=section, log=log, security=security).job_script()
-    _sbatch(script, "--test-only", where=f"pools.{pool}.slurm")
+    job = worker_job("tcp://scheduler", pool=pool, first=0, section=section, run_dir=run_dir, security=security)
+    _sbatch(job.job_script(), "--test-only", where=f"pools.{pool}.slurm")
+
+
+def _cancel(names: Iterable[str]) -> None:
+    """Cancel this user's jobs of these names; if Slurm does not answer, they end when they find no scheduler."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        command = ["scancel", f"--user={getpass.getuser()}", f"--name={','.join(names)}"]
+        subprocess.run(command, capture_output=True, timeout=ANSWER_S, check=False)
 
 
 def slurms_words(text: str) -> str:
@@ -339,15 +362,18 @@ def _slurm_job() -> Any:
 
 
 @contextlib.contextmanager
-def _certificates(session: str) -> Iterator[tuple[Security, Security]]:
+def _certificates(run_dir: Path) -> Iterator[tuple[Security, Security]]:
     """The run's own certificate: for the scheduler here, and as files for the jobs, which share this home directory.
 
-    The files can be read by this user alone, and go with the cluster.
+    The files can be read by this user alone, and go with the cluster; those of a driver that was killed, now.
     """
-    security = Security.temporary()
+    security = certificate()
     home = Path.home() / ".spotlight"
     home.mkdir(mode=0o700, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"tls-{session}-", dir=home) as directory:
+    prefix = job_name(run_dir, "tls-")
+    for left in home.glob(f"{glob.escape(prefix)}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=home) as directory:
         files = {}
         for name in ("tls_ca_file", "tls_worker_cert", "tls_worker_key"):
             file = Path(directory) / f"{name.removeprefix('tls_')}.pem"
@@ -364,7 +390,7 @@ def scripts(config: Config, run_dir: Path | str, *, begin: str = "") -> Mapping[
         jobs = len(range(0, section.workers, section.workers_per_node))
         if jobs:
             job = worker_job(
-                "tls://DRIVER:PORT", pool=pool, first=0, section=section, log=Path(run_dir) / "slurm", security=None
+                "tls://DRIVER:PORT", pool=pool, first=0, section=section, run_dir=Path(run_dir), security=None
             )
             found[f"{jobs} x {pool}, by the driver"] = job.job_script()
     return found

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 EXAMPLES = {
     "submit": ("submit a.toml --dry-run", "submit a.toml --begin 22:00 --set pools.spot.slurm.partition=spot"),
-    "run": ("run examples/ocr-tiny.toml --set run.iterations=5", "run a.toml --json > outcome.json"),
+    "run": (
+        "run examples/ocr-tiny.toml --set run.iterations=5",
+        "run a.toml --json > outcome.json",
+        "run a.toml --into runs/a",
+    ),
     "resume": ("resume runs/ocr-tiny-20261121-101500",),
     "status": ("status runs/a", "status runs/a --json | jq .state"),
     "report": ("report runs/a",),
@@ -96,6 +100,13 @@ def _parser() -> argparse.ArgumentParser:
 
     run = _add_verb(verbs, "run", _run, "start a run")
     _add_settings(run)
+    run.add_argument(
+        "--into",
+        type=Path,
+        metavar="RUN",
+        help="the run directory; go on with the run that is there, if there is one, so that the same command may be "
+        "given again and again, as a queue of jobs does",
+    )
     _add_cluster(run)
     _add_json(run, "show nothing on the way, and what came of it as JSON at the end")
 
@@ -212,7 +223,10 @@ def _add_overrides(parser: argparse.ArgumentParser, example: str) -> None:
 def _run(parsed: argparse.Namespace) -> None:
     from spotlight.run import Run
 
-    _follow(Run(parsed.config, parsed.overrides, cluster=parsed.cluster), parsed)
+    if parsed.into:
+        _follow(Run.into(parsed.into, parsed.config, parsed.overrides, cluster=parsed.cluster), parsed)
+    else:
+        _follow(Run(parsed.config, parsed.overrides, cluster=parsed.cluster), parsed)
 
 
 def _resume(parsed: argparse.Namespace) -> None:

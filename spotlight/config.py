@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -802,6 +802,22 @@ def _with_paths(section: SectionT, base: Path, source: str, name: str, *fields: 
 def dump(config: Config) -> str:
     """The settings as TOML, every default written out that has a value."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def differences(one: Config, other: Config) -> Iterator[str]:
+    """Where two differ, as ``section.key = VALUE there and VALUE here``."""
+    there, here = (dict(_leaves(settings.model_dump(mode="json"))) for settings in (one, other))
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            yield f"{name} = {there.get(name)!r} there and {here.get(name)!r} here"
+
+
+def _leaves(tree: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{within}{name}.")
+        else:
+            yield f"{within}{name}", value
 
 
 def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example: str = "run.seed=3") -> None:

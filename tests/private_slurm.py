@@ -56,6 +56,8 @@ NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr={address} Port=[{first}-{last
 PartitionName=reserved Nodes=n[1-{nodes}] PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE DefaultTime=60 Default=YES
 PartitionName=spot Nodes=n[1-{nodes}] PriorityTier=1 PreemptMode=REQUEUE GraceTime=0 MaxTime=INFINITE DefaultTime=60
 """
+WITH_US = ("setpriv", "--pdeathsig", "TERM", "--")
+"""Daemons end when this process does, however it does."""
 PRIVATE_NAME = ("unshare", "--mount", "--uts", "--propagation", "private", "--", "sh", "-c")
 RENAME = 'hostname slurmlocal && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 
@@ -152,7 +154,9 @@ def _munged(root: Path) -> subprocess.Popen[bytes]:
 
 def _start(root: Path, command: list[str]) -> subprocess.Popen[bytes]:
     with (root / "log" / "start.log").open("ab") as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(
+            [*WITH_US, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
 
 
 def _until_ready(root: Path) -> None:
