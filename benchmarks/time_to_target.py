@@ -95,6 +95,17 @@ Row = Mapping[str, Any]
 """A line of the raw data: a `Case`, and what came of it."""
 
 
+<<<<<<< HEAD
+def write_spot_trace(path: Path, pool: config.PoolSection) -> None:
+    """Nodes that come and go with all their workers, as in a published trace."""
+    nodes = synthesise(seed=TRACE_SEED, capacity=TRACE_NODES, duration_s=TRACE_H * 3600, model=BURSTY)
+    events = [
+        Event(time_s=event.time_s, instance=f"{event.instance}-{worker}", kind=event.kind)
+        for event in nodes.events
+        for worker in range(pool.workers_per_node)
+    ]
+    write_trace(Trace(events=tuple(events), duration_s=nodes.duration_s), path)
+=======
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One run."""
@@ -119,6 +130,7 @@ class Case:
         first, second = (config.load(SETTINGS, case.overrides()) for case in (self, other))
         unexplored = first.strategy.exploration == second.strategy.exploration == "off"
         return unexplored and Cut.of(first) == Cut.of(second)
+>>>>>>> main
 
 
 def recipes(count: int) -> list[dict[str, str]]:

@@ -446,6 +446,14 @@ class StrategySection(Section):
     "adaptive" is "none"."""
 
 
+class SpSection(Section):
+    """How the members of a gang share a forward pass (sequence parallelism)."""
+
+    backend: Literal["native", "xfuser"] = "native"
+    """"native": diffusers' own split, whose exchanges end with the gang. "xfuser": of Qwen-Image on GPUs only, and not
+    verified there; the extra "xfuser" installs it. A lost peer is then noticed after ``cluster.hang_after_s``."""
+
+
 class PaceSection(Section):
     """Devices that take their time: the model computes as ever, then waits as a larger one on a GPU would have it."""
 
@@ -582,6 +590,7 @@ class Config(Section):
     train: TrainSection = TrainSection()
     pools: PoolsSection = PoolsSection()
     strategy: StrategySection = StrategySection()
+    sp: SpSection = SpSection()
     pace: PaceSection = PaceSection()
     latents: LatentsSection = LatentsSection()
     tracking: TrackingSection = TrackingSection()

@@ -26,6 +26,7 @@ SMALL = {
 """Takes seconds: what is recorded is shown, what is pure is computed, and what is live is tried once."""
 LIVE = {
     "algorithms": ("--seconds", "1", "--seeds", "1", "--only", "nft"),
+    "engine": ("--turns", "1", "--samples", "8", "--cpu"),
     "fixed_costs": (),
     "overhead": ("--turns", "1", "--iterations", "1"),
     "recovery": ("--parts", "recoveries", "trace", "--kills", "1", "--requests", "2"),

@@ -64,6 +64,7 @@ DOORS = {
     "tensorboard": ("spotlight/report/tracking.py",),
     "transformers": ("spotlight/rl/models/", "spotlight/rl/rewards/"),
     "wandb": ("spotlight/report/tracking.py",),
+    "xfuser": ("spotlight/device/xfuser_backend.py",),
     "zarr": ("spotlight/store/zarr_store.py",),
 }
 """{dependency: the files, or directories, that alone may import it}"""

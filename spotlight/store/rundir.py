@@ -24,7 +24,7 @@ from typing import IO, Any, Literal
 
 from spotlight import config
 from spotlight.files import digest, read_files
-from spotlight.plan.bandit import Beliefs
+from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
 from spotlight.records import Selection, SpotlightError
