@@ -95,17 +95,6 @@ Row = Mapping[str, Any]
 """A line of the raw data: a `Case`, and what came of it."""
 
 
-<<<<<<< HEAD
-def write_spot_trace(path: Path, pool: config.PoolSection) -> None:
-    """Nodes that come and go with all their workers, as in a published trace."""
-    nodes = synthesise(seed=TRACE_SEED, capacity=TRACE_NODES, duration_s=TRACE_H * 3600, model=BURSTY)
-    events = [
-        Event(time_s=event.time_s, instance=f"{event.instance}-{worker}", kind=event.kind)
-        for event in nodes.events
-        for worker in range(pool.workers_per_node)
-    ]
-    write_trace(Trace(events=tuple(events), duration_s=nodes.duration_s), path)
-=======
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One run."""
@@ -130,7 +119,6 @@ class Case:
         first, second = (config.load(SETTINGS, case.overrides()) for case in (self, other))
         unexplored = first.strategy.exploration == second.strategy.exploration == "off"
         return unexplored and Cut.of(first) == Cut.of(second)
->>>>>>> main
 
 
 def recipes(count: int) -> list[dict[str, str]]:
@@ -258,8 +246,10 @@ def interval(theirs: Mapping[int, float], ours: Mapping[int, float]) -> tuple[fl
         return float(whole[0] / whole[1]), float(low), float(high)
 
 
-COLUMNS = ("strategy", "recipe", "score", "runs there", "min, median (range)", "x ours [95 %]", "USD, median (range)")
-COLUMNS += ("x ours [95 %]", "iterations", "min per iteration", "seeds per prompt", "losses", "spot busy")
+COLUMNS = (
+    *("strategy", "recipe", "score", "runs there", "min, median (range)", "x ours [95 %]", "USD, median (range)"),
+    *("x ours [95 %]", "iterations", "min per iteration", "seeds per prompt", "losses", "spot busy"),
+)
 
 
 def table(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:

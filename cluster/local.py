@@ -107,6 +107,10 @@ class Place(ProcessInterface):
         self.failure = ""
         """Why it has given up; empty while it has not."""
 
+    def has(self, worker: str) -> bool:
+        """Whether the worker of this name is the one here."""
+        return worker == self._spec.name
+
     def evict(self) -> None:
         """End the worker that is there now; the place replaces it as after any other loss."""
         self._signal(signal.SIGKILL)

@@ -28,6 +28,7 @@ from cluster.local import Place, local_cluster
 from cluster.member import MemberPlugin, Terms, member_name, terms_of
 from cluster.notices import sources
 from cluster.plugins import EVICTED, HEARD_OF, DispatchPlugin, snapshot_of, steady
+from cluster.slurm import SlurmJobs, slurm_cluster
 from cluster.snapshot import Snapshot
 from cluster.standing import Standing, connect
 from cluster.workers import continue_warm_parent, warm_parent_pid
@@ -91,7 +92,11 @@ class Pools:
             terms = terms_of(config, run_dir, self.session)
             if standing is None:
                 prepare()
-                self.cluster = stack.enter_context(local_cluster(config, directory, DASK_SETTINGS))
+                self.cluster = stack.enter_context(
+                    slurm_cluster(config, run_dir)
+                    if config.cluster.manager == "slurm"
+                    else local_cluster(config, directory, DASK_SETTINGS)
+                )
                 self.client = stack.enter_context(Client(self.cluster, set_as_default=False))
                 self.client.subscribe_topic(EVICTED, self._evicted)
                 self.client.subscribe_topic(HEARD_OF, self._heard_of)
@@ -142,6 +147,9 @@ class Pools:
     def _evicted(self, event: tuple[float, str]) -> None:
         if place := self._place(event[1]):
             place.evict()
+        for jobs in self.cluster.workers.values() if self.cluster else ():
+            if isinstance(jobs, SlurmJobs) and jobs.has(event[1]):
+                jobs.evict()
 
     def _heard_of(self, event: tuple[float, str]) -> None:
         if place := self._place(event[1]):

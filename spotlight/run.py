@@ -132,6 +132,25 @@ class Run:
         return run
 
     @classmethod
+    def into(
+        cls,
+        run_dir: str | Path,
+        settings: str | Path,
+        overrides: Sequence[str] = (),
+        *,
+        cluster: Standing | None = None,
+    ) -> Run:
+        """The run of this directory: a new one if nothing is there, else the one that is, and `start` goes on with it.
+
+        Raises:
+            SpotlightError: what is there is no run, or one of other settings.
+        """
+        wanted = configuration.load(settings, overrides)
+        check_inputs(wanted)
+        directory = RunDir.into(run_dir, wanted)
+        return cls.resume(directory.path, cluster=cluster)
+
+    @classmethod
     def resume(cls, run_dir: str | Path, *, cluster: Standing | None = None) -> Run:
         """A run that was stopped or killed; `start` goes on where it was, on any cluster."""
         directory = RunDir.open(run_dir)

@@ -176,14 +176,14 @@ def test_with_more_parts_than_prompts_a_part_is_of_a_prompt_or_two() -> None:
 
 @pytest.mark.parametrize("override", ["train.advantage_std=global", "train.updates=2", "strategy.offload=none"])
 def test_all_parts_wait_for_all_samples_where_they_must_or_should(override: str) -> None:
-    calls = calls_of(example_graph(load("train.advantage_std=group", "rollout.prompts=10", override)))
+    calls = calls_of(example_graph(load("train.advantage_std=group", "rollout.prompts=10", "train.parts=8", override)))
 
     assert [key for key in calls if key[0] == "advantage-1"] == [("advantage-1", 0)]
     assert all(("advantage-1", 0) in keys_in(calls["train-1", at]) for at in range(8))
 
 
 def test_a_second_updates_gradients_wait_for_the_first_update() -> None:
-    calls = calls_of(example_graph(load("train.updates=2")))
+    calls = calls_of(example_graph(load("train.updates=2", "train.parts=8")))
 
     assert all(("update-1", 0) in keys_in(calls["train-1+", at]) for at in range(8))
     assert {("train-1", at) for at in range(8)} | {("train-1+", at) for at in range(8)} <= set(

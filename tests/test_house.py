@@ -54,6 +54,7 @@ IMPURE_STDLIB = ("asyncio", "datetime", "logging", "os", "random", "socket", "su
 DOORS = {
     "bokeh": ("spotlight/report/", "cluster/dashboard/"),
     "dask": ("graphs/", "cluster/", *ROOF),
+    "dask_jobqueue": ("cluster/slurm.py",),
     "diffusers": ("spotlight/rl/models/", "spotlight/rl/export.py", "spotlight/device/sequence_parallel.py"),
     "distributed": ("cluster/", *ROOF),
     "mlflow": ("spotlight/report/tracking.py",),

@@ -17,7 +17,12 @@ CELL = {"job": "digits", "regime": "2 levels", "size": "512"}
 
 
 def asked(**other: Any) -> argparse.Namespace:
-    values = {"jobs": ["digits"], "regimes": ["2 levels"], "sizes": ["512"], "strategies": list(STRATEGIES)}
+    values: dict[str, Any] = {
+        "jobs": ["digits"],
+        "regimes": ["2 levels"],
+        "sizes": ["512"],
+        "strategies": list(STRATEGIES),
+    }
     values |= {"trials": TRIALS, "tuning_seeds": list(TUNING_SEEDS), "seeds": list(SEEDS), "iterations": 60}
     return argparse.Namespace(**values | other)
 
