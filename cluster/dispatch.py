@@ -646,9 +646,9 @@ class Dispatch:
                     yield f"request {gang.name} waits for a worker of {pools} and {', '.join(idle)} are idle"
         may = self._may_train(self._phase(self._decided_s)) if self._ready and not self._stopping else set()
         for task in self._unbegun():
-            able = may.intersection(TRAINING[task.label.pool])
-            if idle := sorted(worker.worker for worker in self._roster.idle.values() if worker.pool in able):
-                yield f"{task.key} waits for a worker of {sorted(able)} and {', '.join(idle)} are idle"
+            admitted = sorted(may.intersection(TRAINING[task.label.pool]))
+            if idle := sorted(worker.worker for worker in self._roster.idle.values() if worker.pool in admitted):
+                yield f"{task.key} waits for a worker of {admitted} and {', '.join(idle)} are idle"
 
     def knows(self, key: object) -> bool:
         """Whether a task is one of ours."""

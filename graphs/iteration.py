@@ -26,7 +26,8 @@ from graphs import tasks
 from graphs.tasks import Candidates, RunContext
 from spotlight.config import Config
 from spotlight.plan import batching
-from spotlight.plan.bandit import Beliefs, equal_shares
+from spotlight.plan.bandit import equal_shares
+from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.stochastic_steps import stochastic_steps
 from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef
 from spotlight.rl import rewards

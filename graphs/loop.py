@@ -27,7 +27,8 @@ from graphs.iteration import (
 from graphs.tasks import RunContext, TrainingSet, whole
 from spotlight.clock import Clock, wall_clock
 from spotlight.config import Config
-from spotlight.plan.bandit import RECENT, Beliefs, affordable, learn, rank_correlation
+from spotlight.plan.bandit import RECENT, affordable, rank_correlation
+from spotlight.plan.beliefs import Beliefs, learn
 from spotlight.plan.offload import (
     FIRST_WINDOW_S,
     FLOOR_S,

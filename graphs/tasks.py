@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from spotlight.device import protocol as device
 from spotlight.device.signals import signals
 from spotlight.plan import bandit
-from spotlight.plan.bandit import Beliefs
+from spotlight.plan.beliefs import Arm, Beliefs
 from spotlight.plan.replay import allocation_row
 from spotlight.plan.subset import max_variance_subset, most_varied
 from spotlight.records import (
@@ -399,7 +399,7 @@ def _arms(
     candidates: Candidates,
     scored: Sequence[Scored | Dropped | Quarantined],
     earlier: Sequence[Sequence[Request]],
-) -> list[bandit.Arm]:
+) -> list[Arm]:
     """What is known of each prompt; the scores of the last round are still to come."""
     rewards: defaultdict[int, list[float]] = defaultdict(list)
     for result in scored:
@@ -412,7 +412,7 @@ def _arms(
             pending[request.prompt.id] += len(request.seeds)
         tried.update(pending)
     return [
-        bandit.Arm(
+        Arm(
             prompt=prompt.id,
             rewards=normalised(candidates.reward_range, rewards[prompt.id]),
             tried=tried[prompt.id],

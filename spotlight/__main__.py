@@ -1,4 +1,4 @@
-"""The shell's verbs: run, resume, status, report, cost, simulate, graph, export, sample."""
+"""The shell's verbs: run, resume, submit, status, report, cost, simulate, graph, export, sample."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = {
-    "run": ("run examples/ocr-tiny.toml --set run.iterations=5", "run a.toml --json > outcome.json"),
+    "submit": ("submit a.toml --dry-run", "submit a.toml --begin 22:00 --set pools.spot.slurm.partition=spot"),
+    "run": (
+        "run examples/ocr-tiny.toml --set run.iterations=5",
+        "run a.toml --json > outcome.json",
+        "run a.toml --into runs/a",
+    ),
     "resume": ("resume runs/ocr-tiny-20261121-101500",),
     "status": ("status runs/a", "status runs/a --json | jq .state"),
     "report": ("report runs/a",),
@@ -95,6 +100,13 @@ def _parser() -> argparse.ArgumentParser:
 
     run = _add_verb(verbs, "run", _run, "start a run")
     _add_settings(run)
+    run.add_argument(
+        "--into",
+        type=Path,
+        metavar="RUN",
+        help="the run directory; go on with the run that is there, if there is one, so that the same command may be "
+        "given again and again, as a queue of jobs does",
+    )
     _add_cluster(run)
     _add_json(run, "show nothing on the way, and what came of it as JSON at the end")
 
@@ -102,6 +114,18 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("run_dir", type=Path)
     _add_cluster(resume)
     _add_json(resume, "show nothing on the way, and what came of it as JSON at the end")
+
+    submit = _add_verb(
+        verbs,
+        "submit",
+        _submit,
+        "start a run as a Slurm job, which starts its workers as jobs",
+        "Makes a run directory and queues the run's driver as a batch job, which queues the workers of both pools.\n"
+        "The driver stops before its time limit, is queued again, and goes on.",
+    )
+    _add_settings(submit)
+    submit.add_argument("--dry-run", action="store_true", help="print the batch scripts, and do nothing")
+    submit.add_argument("--begin", default="", metavar="TIME", help="not before; as sbatch has it, such as 22:00")
 
     status = _add_verb(verbs, "status", _status, "say how a run stands, whoever runs it")
     status.add_argument("run_dir", type=Path)
@@ -199,7 +223,10 @@ def _add_overrides(parser: argparse.ArgumentParser, example: str) -> None:
 def _run(parsed: argparse.Namespace) -> None:
     from spotlight.run import Run
 
-    _follow(Run(parsed.config, parsed.overrides, cluster=parsed.cluster), parsed)
+    if parsed.into:
+        _follow(Run.into(parsed.into, parsed.config, parsed.overrides, cluster=parsed.cluster), parsed)
+    else:
+        _follow(Run(parsed.config, parsed.overrides, cluster=parsed.cluster), parsed)
 
 
 def _resume(parsed: argparse.Namespace) -> None:
@@ -234,6 +261,23 @@ def _status(parsed: argparse.Namespace) -> None:
         print(json.dumps(asdict(status)))
     else:
         Console().print(status_table(status))
+
+
+def _submit(parsed: argparse.Namespace) -> None:
+    from cluster.slurm import scripts, submit
+    from spotlight import config
+    from spotlight.run import check_inputs
+
+    settings = config.load(parsed.config, [*parsed.overrides, 'cluster.manager="slurm"'])
+    check_inputs(settings)
+    if parsed.dry_run:
+        for what, script in scripts(settings, f"{settings.run.dir}/{settings.run.name}", begin=parsed.begin).items():
+            print(f"# --- {what} ---\n{script}")
+        return
+    run = RunDir.create(settings, wall_clock())
+    (run.path / "slurm").mkdir()
+    job = submit(scripts(settings, run.path, begin=parsed.begin)["the driver"])
+    print(f"job {job}\nrun directory   {run.path}\noutput          {run.path}/slurm/driver-{job}.out")
 
 
 def _report(parsed: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -134,9 +134,14 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _path_where_needed(self) -> Self:
-        if self.name != "tiny-text" and not self.path:
+        if not self.embedded and not self.path:
             raise ValueError(f'model.name = "{self.name}" needs model.path = "DIR", a diffusers pipeline directory')
         return self
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the package itself holds its weights."""
+        return self.name == "tiny-text"
 
 
 class DataSection(Section):
@@ -328,6 +333,27 @@ class TrainSection(Section):
         return "old" if self.keeps_old else "trained"
 
 
+class SlurmSection(Section):
+    """What a job asks Slurm for; see `man sbatch`. Only where ``cluster.manager = "slurm"``."""
+
+    partition: str = ""
+    """Empty: Slurm's default."""
+    account: str = ""
+    """Empty: the user's default."""
+    gres: str = ""
+    """Of a job, which is a node's worth of workers: such as "gpu:8"."""
+    time: str = ""
+    """Most time that a job may take, such as "24:00:00"; empty: the partition's default."""
+    cpus: int = Field(1, ge=1)
+    """Of each worker, or of the driver."""
+    memory: str = "4G"
+    """Of a job."""
+    setup: tuple[str, ...] = ()
+    """Shell lines to run first, such as "module load cuda"."""
+    extra: tuple[str, ...] = ()
+    """More options of sbatch, such as "--qos=low"."""
+
+
 class PoolSection(Section):
     """Workers of one kind: what they cost, and when they come and go."""
 
@@ -363,6 +389,8 @@ class PoolSection(Section):
     """What comes and goes at once: each worker by itself, or all of a node (``workers_per_node``)."""
     preemption: Literal["kill", "notice", "hang", "mixed"] = "kill"
     """How the trace takes workers away: without a word, with a notice, by freezing them, or each in turn."""
+    slurm: SlurmSection = SlurmSection()
+    """Of the pool's jobs."""
 
     @model_validator(mode="after")
     def _trace_is_from_one_source(self) -> Self:
@@ -418,6 +446,14 @@ class StrategySection(Section):
     "adaptive" is "none"."""
 
 
+class SpSection(Section):
+    """How the members of a gang share a forward pass (sequence parallelism)."""
+
+    backend: Literal["native", "xfuser"] = "native"
+    """"native": diffusers' own split, whose exchanges end with the gang. "xfuser": of Qwen-Image on GPUs only, and not
+    verified there; the extra "xfuser" installs it. A lost peer is then noticed after ``cluster.hang_after_s``."""
+
+
 class PaceSection(Section):
     """Devices that take their time: the model computes as ever, then waits as a larger one on a GPU would have it."""
 
@@ -464,6 +500,13 @@ class TrackingSection(Section):
 class ClusterSection(Section):
     """The cluster around the pools."""
 
+    manager: Literal["local", "slurm"] = "local"
+    """What starts workers, where no ``--cluster`` is given: this process, on this machine; or Slurm, as jobs."""
+    host: str = ""
+    """Where the scheduler listens for Slurm's jobs: a name or address of this machine; empty: its host name."""
+    slurm: SlurmSection = SlurmSection()
+    """Of the driver's own job (`spotlight submit`)."""
+
     dashboard_port: int = Field(8787, ge=0, le=65535)
     """Of Dask's dashboard, on 127.0.0.1; 0 takes any free port."""
     hang_after_s: float = Field(60.0, ge=0.1, le=DAY_S)
@@ -506,8 +549,11 @@ class SimulationSection(Section):
     (docs/results.md, fixed costs)."""
     graph_s: float = Field(0.041, ge=0, le=DAY_S)
     """Between two graphs: to end one, and to build, send and place the next. Measured: as ``form_s``."""
-    prepare_s: float = Field(6.8, ge=0, le=DAY_S)
-    """From the run's start to its first graph; workers start meanwhile. Measured: as ``form_s``."""
+    warm_up_s: float = Field(6.3, ge=0, le=DAY_S)
+    """From the run's start until its first workers can be started: what they are forked from does its imports.
+    Measured: as ``form_s``."""
+    prepare_s: float = Field(0.4, ge=0, le=DAY_S)
+    """From then, and the workers' own ``start_up_s``, to the run's first graph. Measured: as ``form_s``."""
     gradient_s: float | None = Field(None, ge=0, le=DAY_S)
     """To keep the gradient of a part where others find it, and again to fetch it for the update. Left out, it is
     0.015 s where the workers are processes of one machine (measured), and else what it takes at 10 Gb/s."""
@@ -544,6 +590,7 @@ class Config(Section):
     train: TrainSection = TrainSection()
     pools: PoolsSection = PoolsSection()
     strategy: StrategySection = StrategySection()
+    sp: SpSection = SpSection()
     pace: PaceSection = PaceSection()
     latents: LatentsSection = LatentsSection()
     tracking: TrackingSection = TrackingSection()
@@ -764,6 +811,22 @@ def _with_paths(section: SectionT, base: Path, source: str, name: str, *fields: 
 def dump(config: Config) -> str:
     """The settings as TOML, every default written out that has a value."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def differences(one: Config, other: Config) -> Iterator[str]:
+    """Where two differ, as ``section.key = VALUE there and VALUE here``."""
+    there, here = (dict(_leaves(settings.model_dump(mode="json"))) for settings in (one, other))
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            yield f"{name} = {there.get(name)!r} there and {here.get(name)!r} here"
+
+
+def _leaves(tree: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{within}{name}.")
+        else:
+            yield f"{within}{name}", value
 
 
 def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example: str = "run.seed=3") -> None:

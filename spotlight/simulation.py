@@ -263,7 +263,10 @@ def _denoising(request: Any) -> Denoising:
 
 
 def stays(config: Config, began_s: float) -> Iterator[Stay]:
-    """When the machine of every worker is there, and how it is taken away."""
+    """When the machine of every worker is there, and how it is taken away; traces begin with the first workers."""
+    durations = TaskDurations(config)
+    first_s = began_s + durations.warm_up_s
+    trace_s = first_s + durations.start_up_s
     for name, pool in config.pools:
         hours = config.simulation.hours
         scale = config.emulated_per_real_s if hours else pool.speedup
@@ -275,7 +278,9 @@ def stays(config: Config, began_s: float) -> Iterator[Stay]:
                 pool=name,
                 name=f"{name}-{index}",
                 node=f"node:{name}-{index // pool.workers_per_node}",
-                ups=tuple((began_s + start_s, began_s + stop_s) for start_s, stop_s in ups(moments)),
+                ups=tuple(
+                    (trace_s + from_s if from_s else first_s, trace_s + until_s) for from_s, until_s in ups(moments)
+                ),
                 preemptions=preemption_kinds(pool),
                 grace_s=pool.grace_s,
                 replace_after_s=_replace_after_s(pool),

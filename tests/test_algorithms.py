@@ -112,16 +112,16 @@ def test_objectives_refuse_what_they_cannot_use(refused: Callable[[], object]) -
 
 
 @pytest.mark.parametrize(
-    ("most", "expected"),
+    ("pairs_max", "expected"),
     [(1, ((2, 1), (5, 3))), (2, ((2, 1), (0, 6), (5, 3)))],
 )
 def test_the_best_of_a_prompt_are_paired_with_its_worst_where_they_differ(
-    most: int, expected: tuple[tuple[int, int], ...]
+    pairs_max: int, expected: tuple[tuple[int, int], ...]
 ) -> None:
     advantages: NDArray[np.float64] = np.array([0.5, -2.0, 1.5, -0.25, 0.0, 0.25, 0.0, 0.3, 0.3])
     groups = (7, 7, 7, 8, 8, 8, 7, 9, 9)
 
-    assert preference_pairs(advantages, groups, most=most) == expected
+    assert preference_pairs(advantages, groups, pairs_max=pairs_max) == expected
 
 
 def test_stochastic_steps_slide_and_begin_again() -> None:

@@ -54,6 +54,7 @@ IMPURE_STDLIB = ("asyncio", "datetime", "logging", "os", "random", "socket", "su
 DOORS = {
     "bokeh": ("spotlight/report/", "cluster/dashboard/"),
     "dask": ("graphs/", "cluster/", *ROOF),
+    "dask_jobqueue": ("cluster/slurm.py",),
     "diffusers": ("spotlight/rl/models/", "spotlight/rl/export.py", "spotlight/device/sequence_parallel.py"),
     "distributed": ("cluster/", *ROOF),
     "mlflow": ("spotlight/report/tracking.py",),
@@ -63,6 +64,7 @@ DOORS = {
     "tensorboard": ("spotlight/report/tracking.py",),
     "transformers": ("spotlight/rl/models/", "spotlight/rl/rewards/"),
     "wandb": ("spotlight/report/tracking.py",),
+    "xfuser": ("spotlight/device/xfuser_backend.py",),
     "zarr": ("spotlight/store/zarr_store.py",),
 }
 """{dependency: the files, or directories, that alone may import it}"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -193,3 +194,16 @@ def test_the_examples_are_what_their_script_makes(files: str) -> None:
 
     assert train == [prompt.text for prompt in read_prompts(EXAMPLES / f"{files}-train.txt")]
     assert validation == [prompt.text for prompt in read_prompts(EXAMPLES / f"{files}-validation.txt")]
+
+
+def test_the_mixed_examples_hold_out_four_texts_of_every_kind() -> None:
+    script = runpy.run_path(str(EXAMPLES / "make_prompts.py"))
+
+    train, validation = script["make_mixed"]()
+
+    for name, prompts in (("train", train), ("validation", validation)):
+        assert prompts == [prompt.text for prompt in read_prompts(EXAMPLES / f"mixed-{name}.txt")]
+    kinds = Counter((len(text), script["_kind"](text)) for text in map(quoted_target, validation))
+    assert set(kinds.values()) == {4}
+    assert len(kinds) == 11  # a single character is not mixed
+    assert not {*map(quoted_target, train)} & {*map(quoted_target, validation)}

@@ -185,7 +185,7 @@ def test_every_sample_is_in_one_part_of_one_update(
     found = [cut.positions(4, u, part, advantages, groups) for u in range(updates) for part in range(cut.count)]
 
     if pairs and updates > 1:
-        units = preference_pairs(advantages, groups, most=pairs)
+        units = preference_pairs(advantages, groups, pairs_max=pairs)
         assert sorted(sample for part in found for sample in part) == sorted(chain(*units))
         assert [pair for part in found for pair in units if pair[0] in part and pair[1] not in part] == []
     else:

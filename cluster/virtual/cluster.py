@@ -144,6 +144,7 @@ class VirtualCluster:
         wanted = [self.tasks.all[key] for key in outputs]
         try:
             self._advance(lambda: all(task.state == "memory" for task in wanted))
+            self._gangs.forget_earlier()
             return [task.result for task in wanted]
         finally:
             self._abandon(added)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spotlight.device import sequence_parallel
+from spotlight.device import sequence_parallel, xfuser_backend
 from spotlight.device.denoise import Denoiser, OnBeat, ignore_beat
 from spotlight.device.pace import Pace
 from spotlight.device.protocol import ALONE, Prepared
@@ -33,7 +33,7 @@ from spotlight.records import (
     WeightsRef,
 )
 from spotlight.rl import rewards
-from spotlight.rl.models import Model
+from spotlight.rl.models import Model, device_of
 from spotlight.store.latents import LatentStore
 from spotlight.store.node import Node
 from spotlight.store.rundir import RunDir
@@ -120,9 +120,11 @@ class Engine:
         """Noise levels of rollouts and of exploration; version 0 is published.
 
         Raises:
-            SpotlightError: the model cannot draw this size, or cannot be split as the settings want.
+            SpotlightError: the model cannot draw this size, or cannot be split as the settings want, or by what.
         """
         settings = self._config
+        if settings.sp.backend == "xfuser":
+            xfuser_backend.require(settings.model.name, device_of(settings.model))
         size = settings.model.height_px, settings.model.width_px
         rows, columns = self.model.grid(*size)
         text_tokens = self.model.encode([next(iter(self.resident.prompts())).text]).mask_BT.shape[1]

@@ -43,6 +43,10 @@ EDGE_PX = 4
 """Of its images, which show nothing."""
 
 
+REMEMBERED = 8
+"""Versions whose scores are kept: what is at work at the same time asks for three."""
+
+
 class ModelledDevice:
     """A `spotlight.device.protocol.Device` for any number of runs."""
 
@@ -141,6 +145,8 @@ class _Run:
             SpotlightError: it is not published, is another, or is damaged.
         """
         if ref not in self.scores:
+            while len(self.scores) >= REMEMBERED:
+                del self.scores[next(iter(self.scores))]
             self.scores[ref] = float(store.load_arrays(self.path, ref)[SCORE])
         return self.scores[ref]
 

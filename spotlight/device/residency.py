@@ -52,6 +52,11 @@ class Residency:
             yield from prompts.read_prompts(path)
 
     @property
+    def sp_backend(self) -> str:
+        """What shares a forward pass among the members of a gang."""
+        return self._config.sp.backend
+
+    @property
     def loaded(self) -> WeightsRef | None:
         """The version that is in the model."""
         return self._loaded[0] if self._loaded else None

@@ -236,12 +236,12 @@ def summed(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     return tuple(columns[key] for key in sorted(columns))
 
 
-def _sum(one: Entry, other: Entry) -> Entry:
+def _sum(entry: Entry, other: Entry) -> Entry:
     return replace(
-        one,
-        seconds=one.seconds + other.seconds,
-        usd=one.usd + other.usd,
-        usd_reserved=one.usd_reserved + other.usd_reserved,
+        entry,
+        seconds=entry.seconds + other.seconds,
+        usd=entry.usd + other.usd,
+        usd_reserved=entry.usd_reserved + other.usd_reserved,
     )
 
 

@@ -193,7 +193,7 @@ class TaskDurations:
 
     def __init__(self, config: Config) -> None:
         pace, model, train = config.pace, config.model, config.train
-        paced, embedded = bool(pace.gpu), model.name == "tiny-text"
+        paced, embedded = bool(pace.gpu), model.embedded
         self._model = pace.model if paced else model.name
         self._size = (pace.height_px, pace.width_px) if paced else (model.height_px, model.width_px)
         self._guidance = pace.guidance if paced else config.rollout.guidance
@@ -254,8 +254,13 @@ class TaskDurations:
         return self._fixed.form_s
 
     @property
+    def warm_up_s(self) -> float:
+        """From the run's start until its first workers can be started."""
+        return self._fixed.warm_up_s
+
+    @property
     def prepare_s(self) -> float:
-        """From the run's start to its first graph."""
+        """From the first workers' being there to the run's first graph."""
         return self._fixed.prepare_s
 
     @property

@@ -66,7 +66,7 @@ class Facts:
     whole: Interval
     """From 0 to the last moment that anything is known of."""
     missing: list[str]
-    set_aside: list[Quarantined]
+    quarantined: list[Quarantined]
     """Requests that nobody ran any more, with how many workers each had lost."""
     simulated: str
     """How a simulated run learns, "modelled" or "real"; empty for a live one."""
@@ -204,6 +204,6 @@ def read(run_dir: Path) -> Facts:
         ledger=run_ledger(settings, spans, workers, prices, whole, run.history(), validation),
         whole=whole,
         missing=[text for text, is_absent in absent.items() if is_absent],
-        set_aside=run.records(QUARANTINED, Quarantined),
+        quarantined=run.records(QUARANTINED, Quarantined),
         simulated=run.simulated,
     )

@@ -169,8 +169,8 @@ def tensors(file: Path) -> dict[str, tuple[int, ...]]:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        found = {name: tuple(map(int, one["shape"])) for name, one in header.items()}
-        expected = 8 + length + max((one["data_offsets"][1] for one in header.values()), default=0)
+        found = {name: tuple(map(int, tensor["shape"])) for name, tensor in header.items()}
+        expected = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         size = file.stat().st_size
         if size != expected:
             raise ValueError(f"{size} bytes instead of {expected}")

@@ -27,20 +27,20 @@ def stream(seed: int, iteration: int, *, sample: int | None = None, slot: int = 
 
 
 def preference_pairs(
-    advantages_B: Sequence[float] | NDArray[np.float64], groups_B: Sequence[int], *, most: int
+    advantages_B: Sequence[float] | NDArray[np.float64], groups_B: Sequence[int], *, pairs_max: int
 ) -> tuple[tuple[int, int], ...]:
     """``(better, worse)`` samples of each group: its best with its worst, then the next ones, as long as they differ.
 
     Of some of these pairs' samples alone, the pairs are the same.
 
     Args:
-        most: pairs of a group.
+        pairs_max: of a group.
     """
     pairs: list[tuple[int, int]] = []
     for group in dict.fromkeys(groups_B):
         members = [row for row, other in enumerate(groups_B) if other == group]
         ranked = sorted(members, key=lambda row: -advantages_B[row])
-        facing = list(zip(ranked, reversed(ranked), strict=True))[: min(most, len(ranked) // 2)]
+        facing = list(zip(ranked, reversed(ranked), strict=True))[: min(pairs_max, len(ranked) // 2)]
         pairs += [(better, worse) for better, worse in facing if advantages_B[better] > advantages_B[worse]]
     return tuple(pairs)
 
@@ -124,7 +124,7 @@ class Cut:
             return tuple(self.span(part))
         units = [(sample,) for sample in range(len(groups_B))]
         if self.pairs:
-            units = list(preference_pairs(advantages_B, groups_B, most=self.pairs))  # type: ignore[arg-type]
+            units = list(preference_pairs(advantages_B, groups_B, pairs_max=self.pairs))  # type: ignore[arg-type]
         order = stream(self.seed, iteration).permutation(len(units)).tolist()
         start, stop = (len(units) * at // self.updates for at in (update, update + 1))
         first, end = (start + (stop - start) * at // self.count for at in (part, part + 1))

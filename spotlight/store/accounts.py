@@ -62,6 +62,8 @@ class Accounts:
         self._counted = 0
         self._broken: dict[str, float] = {}
         self._recoveries: list[tuple[float, float]] = []
+        self._pauses: list[tuple[float, float]] = []
+        """When the run went on after a pause, and how long that was."""
         self._add_spans(read_spans(run))
         last_s = self._latest_s[-1] if self._spans else 0.0
         lives = read_lives(run)
@@ -80,6 +82,7 @@ class Accounts:
         """Add what the cluster reports: new spans, and the lives of all its workers."""
         self.running = running
         self._recoveries += recoveries(drained["events"], self._broken)
+        self._pauses += [(event["at_s"], event["lost_s"]) for event in drained["events"] if event["event"] == "paused"]
         if drained["events"]:
             self._run.append(EVENTS, *drained["events"])
         spans = [Span(**row) for row in drained["spans"]]
@@ -113,6 +116,7 @@ class Accounts:
             busy[worker] = sum(overlap_s(*interval, window) for interval in intervals)
         taken = [life for life in workers if _was_taken(life) and start_s <= (life.left_s or 0) <= stop_s]
         recoveries_s = [r for at_s, r in self._recoveries if start_s <= at_s <= stop_s]
+        lost_s = sum(lost_s for at_s, lost_s in self._pauses if start_s <= at_s <= stop_s)
         firsts = [self._spans[index] for _, index in sorted(self._first_spot.values(), key=itemgetter(1))]
         self._ledger = None
         self._fold(start_s)
@@ -125,6 +129,7 @@ class Accounts:
             "preemptions": float(len(taken)),
             "gangs_broken": float(len(recoveries_s)),
             **({"recovery_s": median(recoveries_s)} if recoveries_s else {}),
+            **({"paused_s": lost_s} if lost_s else {}),
         }
 
     def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:

@@ -9,10 +9,12 @@ out before anything is read or written.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +24,7 @@ from typing import IO, Any, Literal
 
 from spotlight import config
 from spotlight.files import digest, read_files
-from spotlight.plan.bandit import Beliefs
+from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
 from spotlight.records import Selection, SpotlightError
@@ -131,6 +133,39 @@ class RunDir:
             with contextlib.suppress(FileExistsError):
                 return cls._create(path, settings)
         raise SpotlightError(f"{parent}: a hundred runs named {settings.run.name!r} were started this second")
+
+    @classmethod
+    def into(cls, path: str | Path, settings: config.Config) -> RunDir:
+        """The run in this very directory; it is made, all at once, if nothing is there.
+
+        Raises:
+            SpotlightError: what is there is no run, or one of other settings.
+        """
+        path = Path(path).resolve()
+        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+            cls._create_at_once(path, settings)
+        run = cls.open(path)
+        there = run.config()
+        ours = {"data": there.data, "run": settings.run.model_copy(update={"dir": there.run.dir})}
+        if changed := list(config.differences(there, settings.model_copy(update=ours))):
+            raise SpotlightError(
+                f"{path}: this run was begun with other settings: {'; '.join(changed)}; give those, or another "
+                "directory for a new run"
+            )
+        return run
+
+    @classmethod
+    def _create_at_once(cls, path: Path, settings: config.Config) -> None:
+        """Make it elsewhere and rename it, so that what a kill leaves is no half of a run."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as making:
+                cls._create(Path(making) / path.name, settings).path.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody else was faster
+                raise SpotlightError(
+                    f"{path}: cannot make the run directory: {error.strerror}; choose another one, or make room there"
+                ) from None
 
     @classmethod
     def _create(cls, path: Path, settings: config.Config) -> RunDir:

@@ -26,7 +26,7 @@ class Dpo:
         self, model: Model, settings: TrainSection, batch: TrainingBatch, *, seed: int, iteration: int
     ) -> None:
         assert batch.groups_B is not None, "pairs are of a group"
-        self._pairs = preference_pairs(batch.advantages_B, batch.groups_B, most=settings.dpo_pairs)
+        self._pairs = preference_pairs(batch.advantages_B, batch.groups_B, pairs_max=settings.dpo_pairs)
         self.slots, self.units = settings.timesteps, len(self._pairs)
         self._model, self._settings, self._batch = model, settings, batch
         self._key = (seed, iteration)
