@@ -214,8 +214,10 @@ class ExplorationSection(Section):
     """Denoising steps of a candidate; 0 means as many as a rollout."""
     planner: Literal["bandit", "equal"] = "bandit"
     """"bandit": candidates go where they raise the variance of the kept seeds most; "equal": to all prompts alike."""
-    budget: Literal["time", "fixed"] = "time"
-    """"time": the end of training closes exploration; "fixed": every candidate is tried."""
+    budget: Literal["time", "fixed", "worth"] = "time"
+    """"time": the end of training closes exploration; "fixed": every candidate is tried; "worth": as many are tried as
+    raise the expected variance of the kept seeds by a larger share than they lengthen the iteration, where every GPU
+    could also roll out or train (``strategy.train_pools``)."""
 
 
 class RewardSection(Section):
