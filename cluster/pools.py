@@ -52,7 +52,7 @@ class Pools:
     """The cluster of one run, from its start to its end.
 
     Args:
-        run_dir: of the run; all workers see it under this path.
+        run_dir: or URL of the run; all workers see it under this path or URL.
         standing: the cluster to run on: an address, a scheduler file, or a Dask client or cluster. None: one of its
             own.
 
@@ -60,8 +60,8 @@ class Pools:
         SpotlightError: that cluster cannot be reached or used, or runs something else.
     """
 
-    def __init__(self, config: Config, run_dir: Path, standing: Standing | None = None) -> None:
-        self._run = run_dir.name
+    def __init__(self, config: Config, run_dir: str | Path, standing: Standing | None = None) -> None:
+        self._run = str(run_dir).rpartition("/")[2]
         self.session = token_hex(4)
         """Which start of the run this is."""
         self.cluster: SpecCluster | None = None
@@ -73,7 +73,7 @@ class Pools:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="spotlight-"))
             private = {"temporary-directory": directory}  # Dask imports from there; its default is open to other users
             stack.enter_context(dask.config.set(DASK_SETTINGS | private))
-            terms = terms_of(config, run_dir, self.session)
+            terms = terms_of(config, str(run_dir), self.session)
             stack.callback(_free, terms.memory)
             if standing is None:
                 prepare()

@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Awaitable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,15 +53,15 @@ class WorkerDevice:
         return self._call(run_dir, PrepareCall())
 
     def rollout(self, run_dir: str, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
-        self._bring(Path(run_dir), request)
+        self._bring(run_dir, request)
         return self._call(run_dir, RolloutCall(request=request, place=place), place if place.gang else None)
 
     def score(self, run_dir: str, request: Request) -> Scored | Dropped:
-        self._bring(Path(run_dir), request)
+        self._bring(run_dir, request)
         return self._call(run_dir, ScoreCall(request=request))
 
     def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
-        self._bring(Path(run_dir), request)
+        self._bring(run_dir, request)
         return self._call(run_dir, ImagesCall(request=request))
 
     def train(
@@ -88,9 +87,9 @@ class WorkerDevice:
         self._lost_in_row = 0
         return value
 
-    def _bring(self, run_dir: Path, request: Request) -> None:
+    def _bring(self, run_dir: str, request: Request) -> None:
         part = weights.PARTS[request.policy]
-        sha256 = weights.digest(run_dir, request.weights, part)
+        sha256 = weights.part_ref(run_dir, request.weights, part).sha256
         if self._node.holds(sha256):
             return
         asked = self._worker.scheduler.spotlight_holders(sha256=sha256)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
-from pathlib import Path
+from io import BytesIO
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Literal
 
@@ -38,7 +38,7 @@ from spotlight.records import (
 )
 from spotlight.rl.advantages import group_advantages, zero_std_ratio
 from spotlight.rl.rewards import normalised
-from spotlight.store.rundir import DECISIONS, QUARANTINED, RunDir, atomic_write
+from spotlight.store.rundir import DECISIONS, RunDir
 
 if TYPE_CHECKING:
     from spotlight.store.latents import LatentStore
@@ -105,7 +105,7 @@ def prepare(run_dir: str, session: str = "") -> RunContext:
     prepared = device.current().prepare(run_dir)
     return RunContext(
         run_dir=run_dir,
-        run=run.path.name,
+        run=run.name,
         seed=run.config().run.seed,
         sigmas=prepared.sigmas,
         explore_sigmas=prepared.explore_sigmas,
@@ -123,7 +123,7 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
     """
     place = signals.placed(gang, shard, request)
     if isinstance(place, Quarantined):
-        RunDir(run_dir).append(QUARANTINED, asdict(place))
+        RunDir(run_dir).set_aside(place)
     if isinstance(place, Surplus | Quarantined):
         return place
     reason = signals.check(request)
@@ -275,7 +275,7 @@ def publish(run_dir: str, version: int) -> Published:
     """Make a staged version one that anybody may use."""
     from spotlight.store.weights import publish as publish_staged
 
-    return publish_staged(Path(run_dir), version)
+    return publish_staged(run_dir, version)
 
 
 def candidate_seed(seed: int, iteration: int, prompt: Prompt, index: int) -> int:
@@ -385,13 +385,12 @@ def save_images(
     import numpy as np
 
     name = f"images/validation-{version:05d}.npz"
-    path = Path(run_dir) / name
-    path.parent.mkdir(exist_ok=True)
     requests = [result.request for result in scored if isinstance(result, Scored)]
     texts = [request.prompt.text for request in requests for _ in request.seeds]
     images = [device.current().images(run_dir, request) for request in requests]
-    with atomic_write(path) as file:
-        np.savez_compressed(file, images=np.concatenate(images), texts=texts)
+    content = BytesIO()
+    np.savez_compressed(content, images=np.concatenate(images), texts=texts)
+    RunDir(run_dir).objects.put(name, content.getvalue())
     return name
 
 

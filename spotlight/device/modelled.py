@@ -11,7 +11,6 @@ they are stale (`spotlight.device.learning_model`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,10 +38,10 @@ class ModelledDevice:
     def prepare(self, run_dir: str) -> Prepared:
         run = self._run(run_dir)
         settings = run.settings
-        found = store.published(run.path, 0)
+        found = store.published(run.url, 0)
         if found is None:
-            _stage(run.path, 0, settings.simulation.start, {})
-            found = store.publish(run.path, 0)
+            _stage(run.url, 0, settings.simulation.start, {})
+            found = store.publish(run.url, 0)
         steps, explore_steps = settings.rollout.steps, settings.exploration.steps or settings.rollout.steps
         return Prepared(sigmas=_even(steps), explore_sigmas=_even(explore_steps), start=found.weights)
 
@@ -81,16 +80,16 @@ class ModelledDevice:
         """Learn from the variance of the rewards, once all samples of the iteration are there."""
         run, version = self._run(run_dir), weights.version + 1
         samples = [sample for part in parts for sample in part]
-        if len(samples) < of or store.published(run.path, version):
+        if len(samples) < of or store.published(run.url, version):
             return
         before = run.score(weights)
         captured = learning_model.captured(before, _groups(samples))
         after = learning_model.after(before, captured, gain=run.settings.simulation.gain)
-        _stage(run.path, version, after, {"captured": captured, "modelled_score": after})
+        _stage(run.url, version, after, {"captured": captured, "modelled_score": after})
 
     def _run(self, run_dir: str) -> _Run:
         if run_dir not in self._runs:
-            self._runs[run_dir] = _Run(path=Path(run_dir), settings=RunDir(run_dir).config())
+            self._runs[run_dir] = _Run(url=run_dir, settings=RunDir(run_dir).config())
         return self._runs[run_dir]
 
 
@@ -98,7 +97,7 @@ class ModelledDevice:
 class _Run:
     """What is known of one run: its settings, and the scores of versions that were asked for."""
 
-    path: Path
+    url: str
     settings: Config
     scores: dict[WeightsRef, float] = field(default_factory=dict)
 
@@ -109,11 +108,11 @@ class _Run:
             SpotlightError: it is not published, is another, or is damaged.
         """
         if ref not in self.scores:
-            self.scores[ref] = float(store.load_arrays(self.path, ref)[SCORE])
+            self.scores[ref] = float(store.load_arrays(self.url, ref)[SCORE])
         return self.scores[ref]
 
 
-def _stage(run_dir: Path, version: int, score: float, metrics: dict[str, float]) -> None:
+def _stage(run_dir: str, version: int, score: float, metrics: dict[str, float]) -> None:
     store.stage(run_dir, version, {SCORE: np.array(score, dtype=np.float64)}, {}, metrics)
 
 

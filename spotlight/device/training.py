@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ class Training:
         drawn: gives the latents of finished requests.
     """
 
-    def __init__(self, run_dir: Path, config: Config, resident: Residency, drawn: Denoiser, pace: Pace) -> None:
+    def __init__(self, run_dir: str, config: Config, resident: Residency, drawn: Denoiser, pace: Pace) -> None:
         self._run_dir, self._config, self._resident, self._drawn, self._pace = run_dir, config, resident, drawn, pace
         self._trained: int | None = None  # the version that the optimizer's state in this process belongs to
         self._accumulated: list[tuple[Sample, ...]] = []  # parts of an iteration whose gradient is in the parameters

@@ -35,7 +35,7 @@ TOLERANCE = 1e-5
 """Of the largest output. Equal files give 0.0 on the same machine; a lost alpha gave 0.3 and more."""
 
 
-def export_lora(run_dir: Path, to: Path, version: int | None = None, policy: Policy | None = None) -> Path:
+def export_lora(run_dir: str | Path, to: Path, version: int | None = None, policy: Policy | None = None) -> Path:
     """Write a version of a run's weights to a new directory.
 
     A LoRA becomes the file that ``pipeline.load_lora_weights(to)`` reads, alpha included. Full
@@ -55,7 +55,7 @@ def export_lora(run_dir: Path, to: Path, version: int | None = None, policy: Pol
             back with equal outputs.
     """
     run = RunDir.open(run_dir)
-    ref = _version(run.path, version)
+    ref = _version(run.url, version)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise SpotlightError(f"{to}: exists already; export to a new directory, or delete it first")
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def export_lora(run_dir: Path, to: Path, version: int | None = None, policy: Pol
     return to
 
 
-def _version(run_dir: Path, version: int | None) -> WeightsRef:
+def _version(run_dir: str, version: int | None) -> WeightsRef:
     latest = weights.latest(run_dir)
     if latest is None:
         raise SpotlightError(f"{run_dir}: no weights were published yet; let the run finish an iteration")
@@ -92,7 +92,7 @@ def _write(run: RunDir, ref: WeightsRef, policy: Policy, directory: Path) -> Ten
     settings = run.config()
     model = _load(settings)
     model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
-    model.load_trainable(weights.load(run.path, ref, weights.PARTS[policy]))
+    model.load_trainable(weights.load(run.url, ref, weights.PARTS[policy]))
     if model.has_lora:
         _loader(model).save_lora_weights(
             directory,
