@@ -1,10 +1,10 @@
-# `make demo` runs the main job, `make test` the gate; both make .venv first, once.
+# `make demo` runs the main job, `make test` the gate, `make test-gpu` what needs a GPU; all make .venv first, once.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 INSTALLED = .venv/installed
 
-.PHONY: demo test lint venv clean
+.PHONY: demo test test-gpu lint venv clean
 
 demo: $(INSTALLED)
 	.venv/bin/spotlight run examples/ocr-tiny.toml
@@ -14,6 +14,9 @@ demo: $(INSTALLED)
 test: export OMP_NUM_THREADS = 1
 test: lint
 	.venv/bin/python -m pytest -n 2 --dist loadfile
+
+test-gpu: $(INSTALLED)
+	.venv/bin/python -m pytest -m gpu -ra
 
 lint: $(INSTALLED)
 	.venv/bin/ruff check

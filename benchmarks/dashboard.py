@@ -229,7 +229,7 @@ async def measure(workers: int, seconds: float, readers: int) -> tuple[float, fl
     scheduler, feeder = await serve(workers, 0)
     stop = asyncio.Event()
     feeding = asyncio.create_task(feed(feeder, stop))
-    await asyncio.sleep(3 * TASK_S)  # until the lanes are full
+    await asyncio.sleep(min(3 * TASK_S, 3 * seconds))  # until the lanes are full
     before = await _cpu_share(seconds)
     address = f"http://127.0.0.1:{_port(scheduler)}/{PAGE}"
     sessions = [await asyncio.to_thread(_look, address) for _ in range(readers)]

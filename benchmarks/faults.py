@@ -35,9 +35,9 @@ class Count:
 def count(seeds: range) -> Count:
     verdicts = {seed: verdict(draw(seed)) for seed in seeds}
     return Count(
-        events=sum(one.events for one in verdicts.values()),
-        virtual_s=sum(one.virtual_s for one in verdicts.values()),
-        broken={seed: one.violations for seed, one in verdicts.items() if one.violations},
+        events=sum(found.events for found in verdicts.values()),
+        virtual_s=sum(found.virtual_s for found in verdicts.values()),
+        broken={seed: found.violations for seed, found in verdicts.items() if found.violations},
     )
 
 
@@ -78,9 +78,9 @@ def main(given: Sequence[str] | None = None) -> None:
 
     started_s = time.perf_counter()
     events, virtual_s, broken = 0, 0.0, 0
-    for one in counts(range(arguments.first, arguments.first + arguments.schedules), arguments.processes):
-        events, virtual_s, broken = events + one.events, virtual_s + one.virtual_s, broken + len(one.broken)
-        for seed, violations in one.broken.items():
+    for counted in counts(range(arguments.first, arguments.first + arguments.schedules), arguments.processes):
+        events, virtual_s, broken = events + counted.events, virtual_s + counted.virtual_s, broken + len(counted.broken)
+        for seed, violations in counted.broken.items():
             print(f"python -m benchmarks.faults --seed {seed}  # {violations[0]}", flush=True)
     seconds = time.perf_counter() - started_s
     print("| schedules | events | virtual hours | seconds | with violations |\n|---|---|---|---|---|")

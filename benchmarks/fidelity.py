@@ -1,9 +1,9 @@
 """Does the virtual cluster tell the truth? Paced live runs under real kills beside the same settings on its clock.
 
 Nothing is fitted: durations come from the cost model, what happens when from the settings and the trace, and what the
-system itself costs from the defaults of ``[simulation]``. Seconds and dollars count from the start of the first
-iteration to the end of the last. ``python -m benchmarks.fidelity`` prints a table in Markdown; the rows go to
-``benchmarks/data/fidelity.jsonl``.
+system itself costs from the defaults of ``[simulation]``, or as ``benchmarks.fixed_costs`` measured it on another
+cluster. Seconds and dollars count from the start of the first iteration to the end of the last. ``python -m
+benchmarks.fidelity`` prints a table in Markdown; the rows go to ``benchmarks/data/fidelity.jsonl``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from spotlight.rl.prompts import read_prompts
 from spotlight.run import Run
 from spotlight.simulation import Simulation
 from spotlight.store.accounts import pool_prices, read_lives
-from spotlight.store.rundir import RunDir
+from spotlight.store.rundir import SIMULATED, RunDir
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "examples" / "ocr-tiny.toml"
@@ -98,16 +98,16 @@ def settings(shape: Shape, directory: Path, trace: Path) -> Config:
     )
 
 
-def trace_of(shape: Shape, climate: str, directory: Path) -> Path:
+def trace_of(shape: Shape, model: str, directory: Path) -> Path:
     """A made-up trace with enough preemptions, compressed to the length of a run."""
     for seed in range(1000):
-        drawn = synthesise(seed=seed, capacity=shape.spot, duration_s=24 * 3600.0, climate=MODELS[climate])
+        drawn = synthesise(seed=seed, capacity=shape.spot, duration_s=24 * 3600.0, model=MODELS[model])
         trace = drawn.stretch(TRACE_S / drawn.duration_s)
         if trace.summary().losses >= PREEMPTIONS:
             path = directory / "trace.csv"
             write_trace(trace, path)
             return path
-    raise AssertionError(f"no trace of the model {climate!r} has {PREEMPTIONS} preemptions")
+    raise AssertionError(f"no trace of the model {model!r} has {PREEMPTIONS} preemptions")
 
 
 def spent(run: RunDir, settings: Config) -> tuple[float, float]:
@@ -118,25 +118,32 @@ def spent(run: RunDir, settings: Config) -> tuple[float, float]:
     return settings.pace.speedup * (ended_s - began_s), settings.pace.speedup * usd
 
 
-def case(shape: Shape, climate: str) -> Row:
-    """Run it live, then on the virtual clock, with the model really learning in both."""
-    with tempfile.TemporaryDirectory(prefix="fidelity-") as name:
-        directory = Path(name)
-        configured = settings(shape, directory, trace_of(shape, climate, directory))
-        live = Run.of(configured).start()
-        status = live.wait()
-        simulated = Simulation("as configured", configured, "real")
-        outcome = simulated.go(report=False)
-        (live_s, live_usd), (virtual_s, virtual_usd) = (spent(each.directory, configured) for each in (live, simulated))
+def case(shape: Shape, model: str, directory: Path, costs: Mapping[str, float]) -> Row:
+    """Run it live, unless that was done in this directory, and on the virtual clock, with real learning in both."""
+    done = [RunDir.open(path) for path in sorted(directory.glob("*/")) if not (path / SIMULATED).exists()]
+    if done:
+        live, load = done[0], None
+        configured = live.config()
+    else:
+        configured = settings(shape, directory, trace_of(shape, model, directory))
+        run = Run.of(configured).start()
+        run.wait()
+        live, load = run.directory, os.getloadavg()[0]
+    known = configured.simulation.model_copy(update=dict(costs))
+    simulated = Simulation("as configured", configured.model_copy(update={"simulation": known}), "real")
+    outcome = simulated.go(report=False)
+    (live_s, live_usd), (virtual_s, virtual_usd) = (spent(each, configured) for each in (live, simulated.directory))
+    lost = sum(life.reason in ("lost", "left") for life in read_lives(live))
     return {
         "shape": shape.name,
-        "climate": climate,
+        "model": model,
         "live_s": live_s,
         "virtual_s": virtual_s,
         "live_usd": live_usd,
         "virtual_usd": virtual_usd,
-        "preemptions": [status.preemptions, outcome.preemptions],
-        "load": os.getloadavg()[0],
+        "preemptions": [lost, outcome.preemptions],
+        "load": load,
+        "costs": dict(costs),
     }
 
 
@@ -147,7 +154,7 @@ def table(rows: list[Row]) -> Iterator[str]:
         seconds, usd = row["virtual_s"] / row["live_s"], row["virtual_usd"] / row["live_usd"]
         lost = ", ".join(map(str, row["preemptions"]))
         yield (
-            f"| {row['shape']} | {row['climate']} | {row['live_s']:.0f} | {seconds:.3f} "
+            f"| {row['shape']} | {row['model']} | {row['live_s']:.0f} | {seconds:.3f} "
             f"| {row['live_usd']:.3f} | {usd:.3f} | {lost} |"
         )
     within = sum(
@@ -160,13 +167,26 @@ def table(rows: list[Row]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="which of the clusters")
-    parser.add_argument("--climates", nargs="*", default=sorted(MODELS), choices=sorted(MODELS))
+    parser.add_argument("--models", nargs="*", default=sorted(MODELS), choices=sorted(MODELS))
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIRECTORY", help="where run directories stay; a live one that is there is kept"
+    )
+    parser.add_argument(
+        "--costs",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="fixed costs, as benchmarks.fixed_costs prints them",
+    )
     parser.add_argument("--table", action="store_true", help="print the recorded rows; run nothing")
     arguments = parser.parse_args()
     if not arguments.table:
         for number in arguments.shapes:
-            for climate in arguments.climates:
-                row = case(SHAPES[number], climate)
+            for model in arguments.models:
+                with tempfile.TemporaryDirectory(prefix="fidelity-") as name:
+                    directory = arguments.keep / f"{number}-{model}" if arguments.keep else Path(name)
+                    directory.mkdir(parents=True, exist_ok=True)
+                    row = case(SHAPES[number], model, directory, arguments.costs)
                 with DATA.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print("\n".join(table([row])), file=sys.stderr, flush=True)

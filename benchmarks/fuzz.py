@@ -249,7 +249,7 @@ def check_override(directory: Path, override: str) -> None:
 def check_prompt_file(directory: Path, content: bytes) -> None:
     path = directory / "prompts.txt"
     path.write_bytes(content)
-    refusal(lambda: check_prompts(read_prompts(path), path, rewards.load("ocr").check), path)
+    refusal(lambda: check_prompts(read_prompts(path), path, rewards.load("ocr").check_prompt), path)
 
 
 def check_trace_file(directory: Path, content: bytes) -> None:

@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from spotlight.plan.bandit import Arm, Beliefs, allocate, equal_shares, learn, rank_correlation
+from spotlight.plan.bandit import allocate, equal_shares, rank_correlation
+from spotlight.plan.beliefs import Arm, Beliefs, learn
 from spotlight.plan.subset import max_variance_subset
 
 Array = NDArray[np.float64]

@@ -460,7 +460,7 @@ def passages(requests: int, seed: int) -> dict[str, Passage]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.csv"
         lasts_s = 20 * quiet.wall_s * speedup  # longer than the slowest
-        write_trace(synthesise(seed=seed, capacity=2, duration_s=lasts_s, climate=BURSTY), path)
+        write_trace(synthesise(seed=seed, capacity=2, duration_s=lasts_s, model=BURSTY), path)
         trace = (f'pools.spot.trace="{path}"', f"pools.spot.speedup={speedup}")
         ways = {way: passage(requests, *trace, f"strategy.on_preemption={way}") for way in ("resume", "restart")}
     return {"undisturbed": quiet, **ways}

@@ -1,51 +1,150 @@
-"""How much memory a long run takes as it goes on: the loop, dispatcher and accounts of a live one on the virtual clock.
+"""How much memory a long run takes as it goes on: of the driver and its scheduler, of the workers, of their engines.
 
-``python -m benchmarks.soak --iterations 10000`` prints what the process holds after every tenth of the way. Level means
-that from the hundredth iteration on nothing is kept for each of them.
+``python -m benchmarks.soak --iterations 10000`` follows the loop, dispatcher and accounts of a live run on the virtual
+clock; ``python -m benchmarks.soak --live --iterations 1000`` follows a live run of tiny iterations with all its
+processes. Level means that from the hundredth iteration on nothing is kept for each of them. Of each process counts
+what it shares with no other, so that what engines map from their node's memory counts once at most.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from benchmarks.fuzz import SETTINGS
+from cluster.local import Place
 from spotlight import config
+from spotlight.run import Run
 from spotlight.simulation import Simulation
+from spotlight.store.rundir import HISTORY
+
+Memory = Mapping[str, float]
+"""MB by who has them; of several alike, their mean."""
+Tell = Callable[[int, Memory], None]
+"""Is told the iterations that are finished, and the memory now, time and again."""
+WARM = 100
+"""Iterations after which caches are full."""
+TINY = [
+    "run.validate_every=100000",
+    "rollout.prompts=1",
+    "rollout.seeds_kept=2",
+    "rollout.request_seeds=2",
+    "rollout.steps=2",
+    "exploration.steps=2",
+    "exploration.seeds_tried=2",
+    "exploration.request_seeds=2",
+    "exploration.rounds=1",
+    "pools.spot.workers=1",
+    "cluster.dashboard_port=0",
+]
+"""So that a live iteration takes a moment: what is kept for each is of the same number, if not of the same size."""
+LOOK_S = 0.2
 
 
-def memory_mb(iterations: int, every: int, *overrides: str) -> Iterator[tuple[int, float]]:
-    """``(iterations finished, MB that the process holds)``, time and again."""
-    found: list[tuple[int, float]] = []
+def simulated(iterations: int, every: int, tell: Tell) -> None:
+    """On the virtual clock: all is one process."""
+    told = 0
 
     def follow(name: str, iteration: int, hours: float) -> None:
-        if iteration % every == 0 and iteration and (not found or found[-1][0] != iteration):
+        nonlocal told
+        if iteration >= told + every:
+            told = iteration
             gc.collect()
-            found.append((iteration, psutil.Process().memory_info().rss / 1e6))
+            tell(iteration, {"all": _mb(psutil.Process())})
 
+    with _settings(iterations) as (settings, common):
+        Simulation("soak", config.load(settings, common), "modelled", follow).go(report=False)
+
+
+def live(iterations: int, every: int, tell: Tell) -> None:
+    """A run on this machine."""
+    with _settings(iterations) as (settings, common):
+        run = Run(settings, [*common, *TINY]).start()
+        told = 0
+        try:
+            while run.alive:
+                done = run.directory.count(HISTORY) if run.state == "running" else 0
+                if done >= told + every and (found := _of(run)):
+                    told = done
+                    tell(done, found)
+                time.sleep(LOOK_S)
+            run.wait()
+        finally:
+            run.stop()
+            with suppress(Exception):  # which is told above
+                run.wait()
+
+
+@contextmanager
+def _settings(iterations: int) -> Iterator[tuple[Path, list[str]]]:
+    """A settings file in a directory of its own, and what both kinds of run have in common."""
     with tempfile.TemporaryDirectory() as directory:
         settings = Path(directory) / "run.toml"
         settings.write_text(SETTINGS)
-        common = [f"run.dir={directory}", f"run.iterations={iterations}", "run.validate_every=1000"]
-        Simulation("soak", config.load(settings, [*common, *overrides]), "modelled", follow).go(report=False)
-    yield from found
+        yield settings, [f"run.dir={directory}", f"run.iterations={iterations}", "run.validate_every=1000"]
+
+
+def _of(run: Run) -> Memory:
+    """Of all processes of a run; empty while it is on its way up or down."""
+    if run._pools is None or run._pools.cluster is None:
+        return {}
+    places = [place for place in run._pools.cluster.workers.values() if isinstance(place, Place)]
+    workers = {place._process.pid for place in places if place._process}
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    me = psutil.Process()
+    found["driver and scheduler"].append(_mb(me))
+    for process in me.children(recursive=True):
+        with suppress(psutil.Error):
+            if process.pid in workers:
+                found["a worker"].append(_mb(process))
+            elif process.parent() != me:
+                found["an engine"].append(_mb(process))
+    return {who: sum(each) / len(each) for who, each in found.items()}
+
+
+def _mb(process: psutil.Process) -> float:
+    return float(process.memory_full_info().uss) / 1e6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=10_000)
+    parser.add_argument("--live", action="store_true", help="a live run, of tiny iterations")
+    parser.add_argument("--every", type=int, help="iterations between two looks; a twentieth of all, if left out")
+    parser.add_argument("--save", type=Path, help="also write the numbers to this JSON file")
     arguments = parser.parse_args()
     began_s = time.monotonic()
-    print("| iterations | MB |\n|---|---|")
-    for iteration, mb in memory_mb(arguments.iterations, max(1, arguments.iterations // 10)):
-        print(f"| {iteration} | {mb:.1f} |")
+    every = arguments.every or max(1, min(WARM, arguments.iterations // 20))
+    rows: list[tuple[int, Memory]] = []
+
+    def tell(iteration: int, memory: Memory) -> None:
+        if not rows:
+            print(f"| iterations | {' | '.join(f'{who}, MB' for who in memory)} |\n|---|{'---|' * len(memory)}")
+        rows.append((iteration, memory))
+        print(f"| {iteration} | {' | '.join(f'{mb:.1f}' for mb in memory.values())} |", flush=True)
+        if arguments.save:
+            took_s = round(time.monotonic() - began_s, 1)
+            arguments.save.write_text(json.dumps({"live": arguments.live, "s": took_s, "mb": rows}) + "\n")
+
+    (live if arguments.live else simulated)(arguments.iterations, every, tell)
     print(f"\n{time.monotonic() - began_s:.0f} s")
+    for who, growth in growths(rows).items():
+        print(f"{who}: {growth:+.1%} since iteration {WARM}")
+
+
+def growths(rows: list[tuple[int, Memory]]) -> Memory:
+    """By who has it, how much the last look found more than the first one after the hundredth iteration."""
+    warm = [memory for iteration, memory in rows if iteration >= WARM]
+    return {who: warm[-1][who] / warm[0][who] - 1 for who in warm[0]} if warm else {}
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ from cluster.events import (
     event_of,
     row,
 )
-from cluster.gangs import GATED, GangState, gang_of
+from cluster.gangs import GATED, TRAINING, GangState, gang_of
 from cluster.journal import Journal, Label
 from cluster.requests import Requests
 from cluster.roster import Roster, WorkerState
@@ -132,8 +132,10 @@ class Dispatch:
         self._gangs: dict[str, GangState] = {}
         self._order = 0
         self._window = RolloutWindow()
-        self._parts: dict[Key, _Task] = {}
-        """Training, part by part."""
+        self._training: dict[Key, _Task] = {}
+        """Gradients of parts, and updates."""
+        self._ready: dict[Key, _Task] = {}
+        """Those that wait behind the gate."""
         self._trainer = ""
         self._trained = -1
         self._stopping = False
@@ -209,8 +211,8 @@ class Dispatch:
                     insort(gang.keys, key)
                     gang.change(key, "released")
                 self._tasks[key] = task = _Task(key=key, label=label, gang=gang)
-                if layer.pool == "training":
-                    self._parts[key] = task
+                if layer.pool in TRAINING:
+                    self._training[key] = task
             self._file_if_known(gang)
 
     def _gang(self, name: str, layer: Layer) -> GangState:
@@ -256,6 +258,8 @@ class Dispatch:
             else:
                 task.state = state
                 changes = gang is not None and gang.change(key, state)
+                if gang is None:
+                    self._note_ready(task)
             if changes:
                 unfiled = gang
             if something_follows:
@@ -272,6 +276,7 @@ class Dispatch:
         elif before == "processing":
             self._ends(task, event)
         if gang is None:
+            self._note_ready(task)
             return False
         changes = gang.change(task.key, state)
         if before == "processing" and task.key in gang.members:
@@ -279,17 +284,23 @@ class Dispatch:
             return True
         return changes
 
+    def _note_ready(self, task: _Task) -> None:
+        if task.state == "gated" and task.key in self._training:
+            self._ready[task.key] = task
+        else:
+            self._ready.pop(task.key, None)
+
     def _follows(self, task: _Task, state: TaskPhase) -> Iterable[Instruction]:
         if state == "released":
             return self._close_gate(task)
-        if state == "memory" and task.key in self._parts and self._is_last_part(task.key):
+        if state == "memory" and task.label.pool == "training" and self._is_last_update(task):
             return self._training_ended(task.label.iteration)
         if state == "forgotten":
             self._forget(task)
         return ()
 
     def _close_gate(self, task: _Task) -> Iterable[Instruction]:
-        again = task.gang or task.key in self._parts
+        again = task.gang or task.key in self._training
         return (CloseGate(key=task.key, cause="it is to run again"),) if again else ()
 
     def _file_if_known(self, gang: GangState | None) -> None:
@@ -316,13 +327,16 @@ class Dispatch:
 
     def _forget(self, task: _Task) -> None:
         del self._tasks[task.key]
-        self._parts.pop(task.key, None)
+        self._training.pop(task.key, None)
+        self._ready.pop(task.key, None)
         gang = task.gang
         if gang and self._gangs.pop(gang.name, None):
             self._requests.unfile(gang)
 
-    def _is_last_part(self, key: Key) -> bool:
-        return key == max(part for part in self._parts if part[0] == key[0])
+    def _is_last_update(self, task: _Task) -> bool:
+        """Layers of one iteration's updates have ever longer names."""
+        updates = [key for key, other in self._training.items() if other.label == task.label]
+        return task.key == max(updates, key=lambda key: (len(key[0]), key))
 
     def _training_ended(self, iteration: int) -> Iterator[Instruction]:
         self._trained = max(self._trained, iteration)
@@ -440,12 +454,19 @@ class Dispatch:
         phase = self._phase(at_s)
         if "reserved" not in phase.pools and self._requests.rollouts_reserved and self.rules.moves:
             yield from self._move_rollouts(at_s)
-        if phase.train and self._roster.idle:
-            yield from self._train()
-        if self._roster.idle and self._requests.any_waits:
-            for launch in plan(self._view(phase)):
-                yield self._launch(self._gangs[launch.request], launch.workers, at_s)
+        yield from self._train(phase)
+        if self._ready and self._requests.rollouts_waiting:  # rollouts, then gradients, then exploration
+            yield from self._place(phase, at_s, explores=False)
+            yield from self._train(self._phase(at_s))
+        yield from self._place(phase, at_s)
+        yield from self._train(self._phase(at_s))  # perhaps no rollout waits any more
         yield from self._widen(at_s)
+
+    def _place(self, phase: PhaseDecision, at_s: float, *, explores: bool = True) -> Iterator[Instruction]:
+        """Admit gangs for what waits; but for exploration, where that is to wait longer."""
+        if self._roster.idle and self._requests.any_waits:
+            for launch in plan(self._view(phase, explores=explores)):
+                yield self._launch(self._gangs[launch.request], launch.workers, at_s)
 
     def _dismiss(self, gang: GangState, at_s: float) -> Iterator[Instruction]:
         head = self._roster.head
@@ -473,7 +494,6 @@ class Dispatch:
             window_s=window_s,
             spot=self._spot_for_rollouts() if elapsed_s >= window_s else 0,  # of no interest while the window is open
             waiting=self._requests.rollouts_waiting,
-            rolling=self._requests.rollouts_reserved,
         )
         return decide_phase(view)
 
@@ -487,25 +507,46 @@ class Dispatch:
             if gang.windowed and gang.pool == "reserved" and not (gang.breaking or gang.planned):
                 yield from self._regroup(gang, at_s, "moves", "the rollout window of reserved workers is over")
 
-    def _train(self) -> Iterator[Instruction]:
-        """Let the next part go, if it is ready, to the worker that had the one before, if it is free."""
-        ready = [key for key, task in self._parts.items() if task.state == "gated"]
-        if not ready:
+    def _train(self, phase: PhaseDecision) -> Iterator[Instruction]:
+        """Let updates that are ready go, then gradients, as many as there are free workers.
+
+        An update goes to the worker that took the one before, if it is free, and gradients to that one last.
+        """
+        if not (self._ready and self._roster.idle):
             return
-        free = {idle.worker: address for address, idle in self._roster.idle.items() if idle.pool == "reserved"}
-        if free:
-            same = self._trainer in free
-            self._trainer = self._trainer if same else min(free)
-            key, address = min(ready), free[self._trainer]
-            self._burden(key, address)
-            yield Train(key=key, address=address, cause="it has the gradient so far" if same else "it is free")
+        may = self._may_train(phase)
+        free = sorted(
+            self._roster.idle.values(), key=lambda idle: (idle.pool, idle.worker == self._trainer, idle.worker)
+        )
+        for task in sorted(self._unbegun(), key=_training_order):
+            pools, is_update = may.intersection(TRAINING[task.label.pool]), task.label.pool == "training"
+            able = (each for each in free if each.pool in pools and (not is_update or each.worker == self._trainer))
+            found, cause = next(able, None), "it has the optimizer's state" if is_update else "it is free"
+            if found is None and is_update:
+                found, cause = next((each for each in free if each.pool in pools), None), "it is free"
+            if found is None:
+                continue
+            free.remove(found)
+            self._trainer = found.worker if is_update else self._trainer
+            address = self._roster.by_name[found.worker].address
+            self._burden(task.key, address)
+            yield Train(key=task.key, address=address, cause=cause)
+
+    def _unbegun(self) -> list[_Task]:
+        """Training that waits behind the gate, and for which no worker was named just now."""
+        return [task for task in self._ready.values() if not self._roster.has(task.key, task.worker)]
+
+    def _may_train(self, phase: PhaseDecision) -> set[str]:
+        """Pools whose free workers no rollout needs."""
+        waits = self._requests.rollouts_waiting > 0
+        return {pool for pool, may in (("reserved", phase.train), ("spot", not waits)) if may}
 
     def _burden(self, key: Key, address: str) -> None:
         """Count on the worker for a task before it begins, so that it gets no other."""
         self._roster.burden(key, address)
         self._tasks[key].worker = address
 
-    def _view(self, phase: PhaseDecision) -> View:
+    def _view(self, phase: PhaseDecision, *, explores: bool) -> View:
         """What the plan looks at, less what could not change it: those who cannot use each other, and the far queue.
 
         Fresh requests of a kind are alike. With more than twice as many of them as there are idle workers each gets
@@ -513,9 +554,10 @@ class Dispatch:
         """
         enough = 2 * len(self._roster.idle) + 1
         pools = {worker.pool for worker in self._roster.idle.values()}
-        names = list(self._requests.broken)
+        names = [name for name, gang in self._requests.broken.items() if explores or not gang.exploring]
         for queue in self._requests.queues.values():
-            if not pools.isdisjoint(self._pools_of(self._gangs[queue[0][1]], phase)):
+            first = self._gangs[queue[0][1]]
+            if (explores or not first.exploring) and not pools.isdisjoint(self._pools_of(first, phase)):
                 names += (name for _, name in islice(queue, enough))
         waiting = tuple(self._waiting(self._gangs[name], phase) for name in names)
         wanted = {pool for request in waiting for pool in request.pools}
@@ -593,7 +635,7 @@ class Dispatch:
         return self._gangs[gang].step if gang in self._gangs else 0
 
     def idle_beside_waiting(self) -> Iterator[str]:
-        """Requests that wait although idle workers could run them, as sentences; after a decision there are none.
+        """Requests and training that wait although idle workers could do them, as sentences; after a decision none are.
 
         Looked at are requests that a single worker may run: of wider ones, workers may be kept for the first.
         """
@@ -602,6 +644,11 @@ class Dispatch:
                 pools = self._pools_of(gang, self._phase(self._decided_s))
                 if idle := sorted(worker.worker for worker in self._roster.idle.values() if worker.pool in pools):
                     yield f"request {gang.name} waits for a worker of {pools} and {', '.join(idle)} are idle"
+        may = self._may_train(self._phase(self._decided_s)) if self._ready and not self._stopping else set()
+        for task in self._unbegun():
+            admitted = sorted(may.intersection(TRAINING[task.label.pool]))
+            if idle := sorted(worker.worker for worker in self._roster.idle.values() if worker.pool in admitted):
+                yield f"{task.key} waits for a worker of {admitted} and {', '.join(idle)} are idle"
 
     def knows(self, key: object) -> bool:
         """Whether a task is one of ours."""
@@ -658,6 +705,10 @@ class Dispatch:
             preemptions=sum(life.reason in ("lost", "left") and life.pool == "spot" for life in lives),
             stopping=self._stopping,
         )
+
+
+def _training_order(task: _Task) -> tuple[bool, int, Key]:
+    return task.label.pool != "training", len(task.key[0]), task.key
 
 
 def differing(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:

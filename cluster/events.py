@@ -253,7 +253,7 @@ class Dismiss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train:
-    """Begin a part of training."""
+    """Begin to compute the gradient of a part, or an update."""
 
     key: Key
     address: str

@@ -16,6 +16,12 @@ from spotlight.records import Pool
 
 GATED: dict[str, tuple[Pool, ...]] = {"any": ("reserved", "spot"), "spot": ("spot",), "reserved": ("reserved",)}
 """Pool annotation of a gated task to the pools it may run in, the preferred one first."""
+TRAINING: dict[str, tuple[Pool, ...]] = {
+    "gradient": ("reserved",),
+    "gradient-any": ("reserved", "spot"),
+    "training": ("reserved",),
+}
+"""The same of tasks that train: each runs on one worker, by itself."""
 Filed = Literal["", "fresh", "broken", "over"]
 """The dispatcher's list that a request is in: "fresh" ones wait for their first gang, "broken" ones for another gang,
 "over" ones have shards behind the gate that have nothing to do; "" is in no list."""

@@ -1,8 +1,9 @@
 """A cluster on this machine: a Dask scheduler, and reserved and spot pools that keep worker processes alive.
 
 A pool has places; each place keeps one worker process alive, and replaces it some time after it was
-lost, as a cloud would. Along a trace, a place also takes its worker away. What runs where is not decided here, and what
-makes these workers ours is what makes any worker ours (`cluster.member`).
+lost, as a cloud would. Along a trace, a place also takes its worker away; traces begin when the first workers are
+there. What runs where is not decided here, and what makes these workers ours is what makes any worker ours
+(`cluster.member`).
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from distributed import Scheduler, Security, SpecCluster
+from distributed import Scheduler, SpecCluster
 from distributed.deploy.spec import ProcessInterface
 
+from cluster.certificate import certificate
 from cluster.workers import WorkerSpec, serve, warm_parent
 from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace
@@ -44,7 +46,7 @@ class PreemptionSchedule:
     replace_after_s: float
     """From a loss to the next worker; along a trace, the trace says when."""
     ups: tuple[tuple[float, float], ...] | None = None
-    """``(start_s, stop_s)`` from the place's start: when a worker is there. None: always."""
+    """``(start_s, stop_s)`` from the trace's beginning: when a worker is there. None: always."""
     kinds: tuple[str, ...] = ("kill",)
     """How workers are taken away at each stop, in turn: "kill", "notice" or "hang"."""
     grace_s: float = 30.0
@@ -52,19 +54,62 @@ class PreemptionSchedule:
     frozen_s: float = 60.0
     """A worker that was frozen is ended after so long, should nobody else have done it: it may not have joined yet."""
 
+    @property
+    def is_up_first(self) -> bool:
+        """Whether a worker is there when the trace begins."""
+        return self.ups is None or any(start_s == 0 for start_s, _ in self.ups)
+
+
+class TraceClock:
+    """Seconds since the traces of a cluster began: when the workers that are there first were all heard of.
+
+    Args:
+        first: names of their places.
+    """
+
+    def __init__(self, first: Iterable[str]) -> None:
+        self._awaited = set(first)
+        self._begun = asyncio.Event()
+        self._began_s = 0.0
+        self._begin_if_all_are_there()
+
+    def heard_of(self, place: str) -> None:
+        """A worker is there; to be told on the event loop of the places."""
+        self._awaited.discard(place)
+        self._begin_if_all_are_there()
+
+    def _begin_if_all_are_there(self) -> None:
+        if not (self._awaited or self._begun.is_set()):
+            self._began_s = time.monotonic()
+            self._begun.set()
+
+    async def begun(self) -> None:
+        await self._begun.wait()
+
+    @property
+    def now_s(self) -> float:
+        """0 until they begin."""
+        return time.monotonic() - self._began_s if self._begun.is_set() else 0.0
+
 
 class Place(ProcessInterface):
     """One place in a pool: keeps a worker process alive there."""
 
-    def __init__(self, scheduler: str, *, name: str, spec: Mapping[str, Any], schedule: PreemptionSchedule) -> None:
+    def __init__(
+        self, scheduler: str, *, name: str, spec: Mapping[str, Any], schedule: PreemptionSchedule, clock: TraceClock
+    ) -> None:
         super().__init__()
         self._spec = WorkerSpec(scheduler=scheduler, name=name, **spec)
         self._schedule = schedule
+        self.clock = clock
         self._tasks: list[asyncio.Task[None]] = []
         self._process: ForkServerProcess | None = None
-        self._began_s = 0.0
         self.failure = ""
         """Why it has given up; empty while it has not."""
+
+    def has(self, worker: str) -> bool:
+        """Whether the worker of this name is the one here."""
+        return worker == self._spec.name
 
     def evict(self) -> None:
         """End the worker that is there now; the place replaces it as after any other loss."""
@@ -72,7 +117,6 @@ class Place(ProcessInterface):
 
     async def start(self) -> None:
         await super().start()
-        self._began_s = time.monotonic()
         self._tasks = [asyncio.create_task(self._keep())]
         if self._schedule.ups is not None:
             self._tasks.append(asyncio.create_task(self._follow(self._schedule.ups)))
@@ -86,7 +130,9 @@ class Place(ProcessInterface):
     async def _keep(self) -> None:
         failures = 0
         while failures < START_ATTEMPTS:
-            await asyncio.sleep(self._until_up_s())
+            if self._until_up_s():
+                await self.clock.begun()
+                await asyncio.sleep(self._until_up_s())
             try:
                 cause = self._why() if await self._live_once() else ""
             except Exception as error:  # EOFError: the warm parent died; the next start makes another
@@ -105,12 +151,13 @@ class Place(ProcessInterface):
         """Seconds until the trace has a worker here; for ever after its end, if it ends without one."""
         if self._schedule.ups is None:
             return 0.0
-        now_s = time.monotonic() - self._began_s
+        now_s = self.clock.now_s
         return next((max(0.0, start_s - now_s) for start_s, stop_s in self._schedule.ups if stop_s > now_s), NEVER_S)
 
     async def _follow(self, ups: Sequence[tuple[float, float]]) -> None:
+        await self.clock.begun()
         for (_, stop_s), kind in zip(ups, cycle(self._schedule.kinds), strict=False):
-            await asyncio.sleep(min(stop_s, NEVER_S) - (time.monotonic() - self._began_s))
+            await asyncio.sleep(min(stop_s, NEVER_S) - self.clock.now_s)
             if kind == "notice":
                 self._signal(signal.SIGTERM)
                 self._tasks.append(asyncio.create_task(self._kill_after(self._schedule.grace_s)))
@@ -156,7 +203,7 @@ class Place(ProcessInterface):
 
 
 def _start(process: ForkServerProcess) -> None:
-    """Start with SIGINT blocked in this thread, which a new warm parent inherits: Ctrl-C is for the driver alone."""
+    """Start with SIGINT blocked in this thread, which the successor of a warm parent that died this moment inherits."""
     resource_tracker.ensure_running()  # first, because it unblocks SIGINT
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     process.start()
@@ -181,15 +228,16 @@ def local_cluster(config: Config, directory: str, settings: Mapping[str, Any]) -
         directory: private to this user, for Dask's scratch files.
         settings: Dask's configuration for the workers.
     """
-    security = Security.temporary() if config.cluster.tls else None
+    security = certificate() if config.cluster.tls else None
     common = {"local_directory": directory, "security": security, "settings": settings}
-    places: dict[str, Any] = {}
+    options: dict[str, dict[str, Any]] = {}
     for pool, section in config.pools:
-        schedules = _schedules(section, config)
-        for index in range(section.workers):
+        for index, schedule in enumerate(_schedules(section, config)):
             node = f"node:{pool}-{index // section.workers_per_node}"
             spec = {"resources": {pool: 1, node: 1}, **common}
-            places[f"{pool}-{index}"] = {"cls": Place, "options": {"spec": spec, "schedule": schedules[index]}}
+            options[f"{pool}-{index}"] = {"spec": spec, "schedule": schedule}
+    clock = TraceClock(name for name, option in options.items() if option["schedule"].is_up_first)
+    places = {name: {"cls": Place, "options": {**option, "clock": clock}} for name, option in options.items()}
     dashboard = f"127.0.0.1:{config.cluster.dashboard_port}"
     address = {"host": "127.0.0.1", "security": security, "dashboard_address": dashboard}
     return SpecCluster(scheduler={"cls": Scheduler, "options": address}, workers=places, security=security)

@@ -28,7 +28,7 @@ from distributed import Status, Worker, WorkerPlugin
 
 from cluster import peers
 from cluster.notices import SIGNALS, Notice, first_notice, sources
-from cluster.plugins import NOTICE, ORDER, PLACE, READY, REFUSED
+from cluster.plugins import NOTICE, ORDER, PLACE, READY, REFUSED, steady
 from cluster.worker_device import WorkerDevice
 from cluster.workers import warm_parent
 from spotlight import __version__
@@ -46,6 +46,8 @@ POOLS = ("reserved", "spot", "head")
 LEAVE_POLL_S = 0.01
 CLOSE_MARGIN_S = 2.0
 """Left of a notice's time for handing over what the worker's memory holds."""
+KEEP_S = 0.5
+"""Between two looks at the node's memory; a worker takes longer to start."""
 TELL_S = 2.0
 """For the scheduler to hear that a worker works for us no more; it may be gone itself."""
 
@@ -108,6 +110,7 @@ class MemberPlugin(WorkerPlugin):
         for name, other in list(worker.plugins.items()):
             if isinstance(other, MemberPlugin) and other is not self:  # of a run whose driver is gone
                 await worker.plugin_remove(name)
+        steady(worker.loop)
         self._member = Member(worker, self._terms)
         self._member.begin()
 
@@ -126,13 +129,14 @@ class Member:
         self._worker, self._terms = worker, terms
         resources = worker.state.total_resources
         self._pool = next((pool for pool in POOLS if resources.get(pool)), None)
-        played = (name for name in resources if name.startswith("node:"))
-        self._played = next(played, "").removeprefix("node:")
+        named = (name for name in resources if name.startswith("node:"))
+        self._named_node = next(named, "").removeprefix("node:")
         self._engine: EngineProcess | None = None
         self._opening: asyncio.Future[str] | None = None
         self._opened = ExitStack()
         self._turn = _turns.setdefault(worker, asyncio.Lock())
         self._has_turn = self._noticed = False
+        self._keeping: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         """Take part as soon as possible; returns at once."""
@@ -155,6 +159,7 @@ class Member:
                 logger.warning("this worker takes no part in %s: %s", self._terms.run, error)
                 self._tell(REFUSED, reason=str(error) or repr(error))
                 return
+            self._keeping = asyncio.create_task(self._keep())
             await self._worker.set_resources(engine=1)
         host, job = socket.gethostname(), os.environ.get("SLURM_JOB_ID", "")
         self._tell(READY, pool=self._pool, node=node, host=host, job=job)
@@ -166,7 +171,7 @@ class Member:
         terms, opened = self._terms, self._opened
         _check(terms)
         machine = shared_root(terms.memory)
-        root = machine.with_name(f"{machine.name}-{self._played}") if self._played else machine
+        root = machine.with_name(f"{machine.name}-{self._named_node}") if self._named_node else machine
         for directory in (machine, root):
             opened.callback(sweep, directory)
         on_machine, node = Node(machine), Node(root)
@@ -174,17 +179,34 @@ class Member:
         opened.callback(node.close)
         slot = Slot(machine)
         opened.callback(slot.close)
+        self._kept = (on_machine, node, slot)
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a nanny's worker is one
         self._engine = EngineProcess(
-            warm_parent(), slot.number, node=root, hang_after_s=terms.hang_after_s, on_start=slot.record
+            warm_parent(),
+            slot.number,
+            node=root,
+            hang_after_s=terms.hang_after_s,
+            on_start=slot.record,
+            renew=warm_parent,
         )
         opened.callback(self._engine.close)
         peers.serve(self._worker, node)
         install(WorkerDevice(self._worker, self._engine, node, quarantine_after=terms.quarantine_after))
         return node.name
 
+    async def _keep(self) -> None:
+        """If somebody removes the memory under a run (a logout may), make it again before the next worker comes."""
+        while True:
+            await asyncio.sleep(KEEP_S)
+            for each in self._kept:
+                with contextlib.suppress(OSError, SpotlightError):  # the next time
+                    each.keep()
+
     async def leave(self) -> None:
         """Take part no more: end the engine, and let go of the node's memory."""
+        if self._keeping:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
         if not self._noticed:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
@@ -26,7 +28,7 @@ from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
 from distributed.scheduler import WorkerState
-from tornado.ioloop import PeriodicCallback
+from tornado.ioloop import IOLoop
 
 from cluster.dispatch import Dispatch, Rules
 from cluster.events import (
@@ -61,6 +63,7 @@ from cluster.events import (
     WorkerPool,
     WorkerSilent,
 )
+from cluster.quiet import Quiet, sentence
 from cluster.snapshot import Snapshot
 from spotlight import __version__
 from spotlight.clock import Clock, wall_clock
@@ -78,13 +81,23 @@ READY, REFUSED = "spotlight-ready", "spotlight-refused"
 """From workers: one can do the run's work; one cannot, and why."""
 EVICTED = "spotlight-evicted"
 """Topic of the scheduler's events, for whoever started the workers: the process of one that hangs is to be ended."""
+HEARD_OF = "spotlight-heard-of"
+"""Topic of the scheduler's events, for the same: a worker is there, whether it can do the run's work or not."""
 WATCH_S = 0.5
+logger = logging.getLogger(__name__)
+
 FAILURES = 1_000_000
 """Losses of its worker that a task survives."""
 LEAVE_S = 5.0
 """For workers to end what belongs to a run; only one that is frozen takes longer."""
 PAUSE_S = 2.0
 """If a look at the workers comes so much too late, this process was paused, and the workers may have been too."""
+SAID_PAUSE_S = 10.0
+"""A pause that is told of; a busy machine may bring a shorter one."""
+READY_S = 10
+"""Times the limit after which a silent worker has hung: one that has joined and is not ready by then has hung, too."""
+STEP_S = 1.0
+"""By which the system's clock differs from ours once it was set."""
 GATE = {"gate": 1}
 STATES: dict[str, TaskPhase] = {
     "waiting": "waiting",
@@ -143,16 +156,21 @@ class DispatchPlugin(SchedulerPlugin):
         """By address, the name of a worker that takes no part, and why."""
         self._evicting: list[Evict] = []
         self._watched_s = self._clock()
+        self._quiet = Quiet(self._rules.hang_after_s, self._watched_s)
+        self._came: dict[str, float] = {}
+        """When workers joined that are not ready yet."""
+        self._drained: tuple[int, dict[str, Any]] = (0, {})
+        """What the driver fetched last, and how many times it had fetched something by then."""
         self._heard: dict[str, tuple[float, float]] = {}
         """Of each worker: its last heartbeat by Dask's clock, and when we saw that by ours."""
         scheduler.handlers.update(spotlight_status=self.status, spotlight_stop=self.stop, spotlight_close=self.leave)
-        scheduler.handlers["spotlight_drain"] = self._dispatch.drain
+        scheduler.handlers["spotlight_drain"] = self.drain
         scheduler.handlers["spotlight_holders"] = self._dispatch.holders
         heard = ((BEAT, self._beat), (LOST_ENGINE, self._lost_engine), (NOTICE, self._notice), (HOLDS, self._holds))
         scheduler.stream_handlers.update((*heard, (READY, self._ready), (REFUSED, self._refuse)))
         self._restore = _relaxed(scheduler)
-        self._watching = PeriodicCallback(self._watch, WATCH_S * 1000)
-        self._watching.start()
+        steady(scheduler.loop)
+        self._watching = asyncio.create_task(self._keep_watching())
 
     def _refuse_another(self, scheduler: Scheduler) -> None:
         other = scheduler.plugins.get(self.name)
@@ -168,7 +186,7 @@ class DispatchPlugin(SchedulerPlugin):
             )
 
     async def close(self) -> None:
-        self._watching.stop()
+        self._watching.cancel()
 
     async def leave(self) -> None:
         """End here, and have all workers end what belongs to the run: the scheduler is as before."""
@@ -209,8 +227,12 @@ class DispatchPlugin(SchedulerPlugin):
         task, worker = self._scheduler.tasks.get(key), ""
         if finish == "processing" and task is not None and task.processing_on is not None:
             worker = task.processing_on.address
-        work = _work(facts) if start == "processing" and finish in ("memory", "erred") else None
+        work = self._work(facts) if start == "processing" and finish in ("memory", "erred") else None
         self._tell(TaskChanged(at_s=self._clock(), key=key, state=STATES[finish], worker=worker, work=work))
+
+    def _work(self, facts: Mapping[str, Any]) -> Work | None:
+        set_s = self._clock() - time.time()
+        return _work(facts, set_s if abs(set_s) > STEP_S else 0.0)
 
     def _ready(
         self, worker: str, session: str, pool: WorkerPool, node: str, host: str = "", job: str = "", **_: Any
@@ -223,7 +245,9 @@ class DispatchPlugin(SchedulerPlugin):
             self._heads.add(worker)
         else:
             self._nodes[worker] = node
+        self._came.pop(worker, None)
         self._tell(WorkerJoined(at_s=at_s, address=worker, name=name, pool=pool, node=node, host=host, job=job))
+        self._scheduler.log_event(HEARD_OF, name)
         # Dask looks for tasks that a worker may run when it comes, and not when it gets its resources.
         waiting = self._scheduler.bulk_schedule_unrunnable_after_adding_worker(state)
         self._scheduler.transitions(waiting, stimulus_id=f"spotlight-ready-{at_s}")
@@ -232,12 +256,15 @@ class DispatchPlugin(SchedulerPlugin):
         state = self._scheduler.workers.get(worker)
         if state is not None and session == self._session:
             self._refused[worker] = (str(state.name), reason)
+            self._scheduler.log_event(HEARD_OF, str(state.name))
+            self._came.pop(worker, None)
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Before a lost worker's tasks are moved: tell that it is gone; its loss is no fault of theirs."""
         if topic == "all" and isinstance(msg, dict) and msg.get("action") == "remove-worker":
             self._unavailable.discard(msg["worker"])
             self._heard.pop(msg["worker"], None)
+            self._came.pop(msg["worker"], None)
             self._nodes.pop(msg["worker"], None)
             self._refused.pop(msg["worker"], None)
             self._heads.discard(msg["worker"])
@@ -261,6 +288,8 @@ class DispatchPlugin(SchedulerPlugin):
     def _tell(self, event: Event) -> None:
         if self._closed:
             return
+        if not isinstance(event, TimePassed | WorkerSilent):
+            self._quiet.happened(event.at_s)
         self._do(self._dispatch.handle(event))
         if not isinstance(event, TimePassed):
             self.schedule_decision()
@@ -288,11 +317,23 @@ class DispatchPlugin(SchedulerPlugin):
     def _has_foreign_tasks(self, state: WorkerState) -> bool:
         return any(not self._dispatch.knows(task.key) for task in state.processing)
 
+    async def _keep_watching(self) -> None:
+        """Time and again, whatever becomes of the system's clock."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            try:
+                await self._watch()
+            except Exception:  # the next look comes all the same
+                logger.exception("a look at the workers failed")
+
     async def _watch(self) -> None:
-        """Report workers whose heartbeats stopped; each worker watches its own engine."""
+        """Report workers whose heartbeats stopped, and pauses; each worker watches its own engine."""
         now_s = self._clock()
         paused_s = max(0.0, now_s - self._watched_s - WATCH_S)
         self._watched_s = now_s
+        if paused_s > PAUSE_S:
+            self._paused(now_s, paused_s)
+        self._look_at_quiet(now_s)
         for address, state in list(self._scheduler.workers.items()):
             heard = self._heard.get(address)
             if heard is None or heard[0] != state.last_seen:
@@ -301,11 +342,50 @@ class DispatchPlugin(SchedulerPlugin):
                 self._heard[address] = heard = (heard[0], heard[1] + paused_s)
             if now_s - heard[1] > self._rules.hang_after_s:
                 self._tell(WorkerSilent(at_s=now_s, address=address, silent_s=now_s - heard[1]))
+        self._look_at_unready(now_s)
         evicting, self._evicting = self._evicting, []
         for hung in evicting:
             stimulus = "spotlight-watch"
             await self._scheduler.remove_worker(hung.address, stimulus_id=stimulus, expected=True, close=True)
             self._scheduler.log_event(EVICTED, hung.name)
+
+    def _paused(self, now_s: float, paused_s: float) -> None:
+        """This process, and perhaps the whole machine, stood still."""
+        self._quiet.paused(paused_s)
+        self._came = {address: at_s + paused_s for address, at_s in self._came.items()}
+        if paused_s > min(SAID_PAUSE_S, max(PAUSE_S, self._rules.hang_after_s)):
+            self._dispatch.journal.event(now_s, "paused", lost_s=paused_s)
+
+    def _look_at_quiet(self, now_s: float) -> None:
+        """Say what is waited for; and decide again, should an event have been lost."""
+        if self._quiet.is_due(now_s) and not self._dispatch.snapshot().stopping:
+            self._dispatch.journal.event(now_s, "waits", what=self._waits(now_s))
+            self.schedule_decision()
+
+    def _waits(self, now_s: float) -> str:
+        now, lasts_s = self._dispatch.snapshot(), self._quiet.lasts_s(now_s)
+        return sentence(lasts_s, self._running(now_s), missing=self._waiting_for(now), requests=now.waiting)
+
+    def _running(self, now_s: float) -> list[tuple[str, str, float]]:
+        """``(task, worker, seconds)`` of what is at work, what only decides, too."""
+        heads = [
+            (str(task.key), str(self._scheduler.workers[address].name), self._quiet.lasts_s(now_s))
+            for address in self._heads & self._scheduler.workers.keys()
+            for task in self._scheduler.workers[address].processing
+        ]
+        doing = [each for each in self._dispatch.doing() if each.phase]
+        return [*((f"{each.phase} {each.iteration}", each.worker, now_s - each.since_s) for each in doing), *heads]
+
+    def _look_at_unready(self, now_s: float) -> None:
+        """A worker that has come and will not be ready is ended, so that another may come in its place."""
+        for address, state in self._scheduler.workers.items():
+            ours = any(state.resources.get(pool) for pool in ("reserved", "spot"))
+            if ours and address not in self._nodes and address not in self._refused:
+                came_s = self._came.setdefault(address, now_s)
+                if now_s - came_s > READY_S * self._rules.hang_after_s:
+                    cause = f"not ready {now_s - came_s:.0f} s after it came"
+                    self._dispatch.journal.event(now_s, "hung", worker=str(state.name))
+                    self._evicting.append(Evict(address=address, name=str(state.name), cause=cause))
 
     # The dispatcher's instructions
 
@@ -379,6 +459,18 @@ class DispatchPlugin(SchedulerPlugin):
         """Launch nothing more; what runs ends at its next step boundary."""
         self._tell(StopAsked(at_s=self._clock()))
 
+    def drain(self, fetched: int = 0) -> dict[str, Any]:
+        """What is new since the driver fetched it last.
+
+        Args:
+            fetched: how many times it had got an answer; one that was lost on its way is given again.
+        """
+        number, told = self._drained
+        if number != fetched + 1:
+            told = self._dispatch.drain()
+            self._drained = (fetched + 1, told)
+        return told
+
     def change_window(self, window_s: float) -> None:
         """Let reserved workers roll out for so long in this iteration."""
         self._tell(WindowChanged(at_s=self._clock(), window_s=window_s))
@@ -414,7 +506,11 @@ class DispatchPlugin(SchedulerPlugin):
         return [*sorted(missing), *narrow]
 
     def _hopeless(self, now: Snapshot) -> str:
-        """Why the run cannot go on: of the reserved workers that are there, none can take part; else empty."""
+        """Why the run cannot go on: nothing begins though all is there, or none of the reserved workers that are there
+        can take part; else empty."""
+        now_s = self._clock()
+        if self._quiet.is_over(now_s) and now.waiting and not self._running(now_s) and not self._waiting_for(now):
+            return f"{self._waits(now_s)}, and all workers are there; what was committed is kept"
         reserved = {address for address, state in self._scheduler.workers.items() if "reserved" in state.resources}
         if not reserved or "reserved" in now.pools or not reserved <= self._refused.keys():
             return ""
@@ -476,10 +572,22 @@ def _layer(keys: list[Key], annotations: Mapping[str, Mapping[Key, Any]]) -> Lay
     )
 
 
-def _work(facts: Mapping[str, Any]) -> Work | None:
-    """What a worker did for a task that has a result or an error, of which Dask tells these facts."""
+def steady(loop: IOLoop) -> None:
+    """Have what a loop does time and again go on when the system's clock is set back: it would wait until that has
+    caught up."""
+    ahead_s = loop.time() - wall_clock()
+    loop.time = lambda: ahead_s + wall_clock()  # type: ignore[method-assign]
+
+
+def _work(facts: Mapping[str, Any], set_s: float = 0.0) -> Work | None:
+    """What a worker did for a task that has a result or an error, of which Dask tells these facts.
+
+    Args:
+        set_s: by which the system's clock, which Dask tells, is behind ours.
+    """
     compute = [entry for entry in facts.get("startstops") or () if entry["action"] == "compute"]
     if not compute:
         return None
     dropped = str(facts.get("typename")).endswith(".Dropped")
-    return Work(start_s=compute[0]["start"], stop_s=compute[-1]["stop"], dropped=dropped)
+    start_s, stop_s = compute[0]["start"] + set_s, compute[-1]["stop"] + set_s
+    return Work(start_s=min(start_s, stop_s), stop_s=stop_s, dropped=dropped)

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,19 +19,25 @@ from typing import Any
 
 import dask
 from distributed import Client, Security, SpecCluster, Worker
+from tornado.ioloop import IOLoop
 
+from cluster import janitor
 from cluster.dashboard.plugin import ROWS, PagePlugin, prepare
 from cluster.dispatch import rules_of
 from cluster.local import Place, local_cluster
-from cluster.member import MemberPlugin, member_name, terms_of
+from cluster.member import MemberPlugin, Terms, member_name, terms_of
 from cluster.notices import sources
-from cluster.plugins import EVICTED, DispatchPlugin, snapshot_of
+from cluster.plugins import EVICTED, HEARD_OF, DispatchPlugin, snapshot_of, steady
+from cluster.slurm import SlurmJobs, slurm_cluster
 from cluster.snapshot import Snapshot
 from cluster.standing import Standing, connect
+from cluster.workers import continue_warm_parent, warm_parent_pid
+from spotlight.clock import wall_clock
 from spotlight.config import Config
 from spotlight.records import SpotlightError
-from spotlight.store.node import shared_roots, sweep
-from spotlight.store.slots import end_leftovers
+from spotlight.store.leftovers import Scratch, sweep_leftovers
+from spotlight.store.rundir import files_of
+from spotlight.store.slots import is_stopped
 
 DASK_SETTINGS = {
     "distributed.deploy.lost-worker-timeout": "10000h",  # places replace their own workers
@@ -46,6 +51,9 @@ HAND_OUT_ATTEMPTS = 5
 """A worker may die while the plugin is handed to it; the next time it is not asked."""
 ANSWER_S = 30.0
 """For a scheduler's answer, however busy it is."""
+ASK_ATTEMPTS = 2
+
+logger = logging.getLogger(__name__)
 
 
 class Pools:
@@ -66,20 +74,33 @@ class Pools:
         """Which start of the run this is."""
         self.cluster: SpecCluster | None = None
         """Its own, if it has one."""
+        self._hang_after_s = config.cluster.hang_after_s
+        self._stopped_s: float | None = None
+        """Since when the warm parent is stopped."""
+        self._fetched = 0
+        self._noted: list[dict[str, Any]] = []
+        """Events that the scheduler does not see."""
         for pool, section in config.pools:
             _check_notices(pool, section.notices)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_quiet())
-            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="spotlight-"))
+            if swept := sweep_leftovers():
+                names = ", ".join(sorted(path.name for path in swept))
+                logger.warning("removed what processes that were killed had left on this machine: %s", names)
+            terms, files = terms_of(config, str(run_dir), self.session), files_of(run_dir)
+            directory = self._keep_scratch(stack, terms, files)
             private = {"temporary-directory": directory}  # Dask imports from there; its default is open to other users
             stack.enter_context(dask.config.set(DASK_SETTINGS | private))
-            terms = terms_of(config, str(run_dir), self.session)
-            stack.callback(_free, terms.memory)
             if standing is None:
                 prepare()
-                self.cluster = stack.enter_context(local_cluster(config, directory, DASK_SETTINGS))
+                self.cluster = stack.enter_context(
+                    slurm_cluster(config, files)
+                    if config.cluster.manager == "slurm"
+                    else local_cluster(config, directory, DASK_SETTINGS)
+                )
                 self.client = stack.enter_context(Client(self.cluster, set_as_default=False))
                 self.client.subscribe_topic(EVICTED, self._evicted)
+                self.client.subscribe_topic(HEARD_OF, self._heard_of)
             else:
                 self.client = stack.enter_context(connect(standing, insecure=config.cluster.insecure))
             dispatch = DispatchPlugin(
@@ -99,6 +120,17 @@ class Pools:
             stack.callback(self.client.sync, head.close)
             self._stack = stack.pop_all()
 
+    def _keep_scratch(self, stack: contextlib.ExitStack, terms: Terms, files: Path) -> str:
+        """A directory for Dask; it and all else that the run has outside its own goes at the end, whatever that is."""
+        self._scratch = scratch = Scratch()
+        stack.callback(scratch.close)
+        stack.callback(sweep_leftovers, terms.memory)
+        left = (("folder", str(scratch.path)), ("memory", terms.memory), ("half written", str(files)))
+        for kind, what in left:
+            janitor.leave(kind, what)
+            stack.callback(janitor.take_back, kind, what)
+        return str(scratch.path)
+
     def _register(self, plugin: DispatchPlugin | PagePlugin | MemberPlugin) -> None:
         for attempts_left in reversed(range(HAND_OUT_ATTEMPTS)):
             try:
@@ -114,10 +146,19 @@ class Pools:
                     raise
 
     def _evicted(self, event: tuple[float, str]) -> None:
-        _, name = event
-        place = self.cluster.workers.get(name) if self.cluster else None
-        if isinstance(place, Place):
+        if place := self._place(event[1]):
             place.evict()
+        for jobs in self.cluster.workers.values() if self.cluster else ():
+            if isinstance(jobs, SlurmJobs) and jobs.has(event[1]):
+                jobs.evict()
+
+    def _heard_of(self, event: tuple[float, str]) -> None:
+        if place := self._place(event[1]):
+            place.clock.heard_of(event[1])
+
+    def _place(self, name: str) -> Place | None:
+        place = self.cluster.workers.get(name) if self.cluster else None
+        return place if isinstance(place, Place) else None
 
     @property
     def dashboard(self) -> str:
@@ -132,7 +173,23 @@ class Pools:
         for place in self.cluster.workers.values() if self.cluster else ():
             if place.failure:
                 raise SpotlightError(place.failure)
+        self._look_at_warm_parent()
+        self._scratch.keep()
         return self._ask("spotlight_status")
+
+    def _look_at_warm_parent(self) -> None:
+        """Have it go on if it has been stopped for long: no worker could start, and nobody else would say so."""
+        now_s = wall_clock()
+        if self.cluster is None or not is_stopped(warm_parent_pid()):
+            self._stopped_s = None
+        elif self._stopped_s is None:
+            self._stopped_s = now_s
+        elif now_s - self._stopped_s > self._hang_after_s:
+            continue_warm_parent()
+            what = (
+                f"the process that workers are forked from was stopped for {now_s - self._stopped_s:.0f} s: it goes on"
+            )
+            self._noted.append({"at_s": now_s, "event": "continued", "what": what})
 
     def snapshot(self) -> Snapshot:
         """What the dispatcher knows now."""
@@ -140,7 +197,11 @@ class Pools:
         return found
 
     def drain(self) -> dict[str, Any]:
-        return self._ask("spotlight_drain")
+        """Spans, events and decisions since the last call, and the lives of all workers so far."""
+        drained = self._ask("spotlight_drain", fetched=self._fetched)
+        self._fetched += 1
+        noted, self._noted = self._noted, []
+        return {**drained, "events": [*drained["events"], *noted]}
 
     def show(self, rows: list[dict[str, Any]]) -> None:
         """Hand the page on the dashboard what only the driver knows; see `spotlight.report.feed`."""
@@ -165,11 +226,15 @@ class Pools:
         Raises:
             SpotlightError: the scheduler does not answer.
         """
-        try:
-            return self.client.sync(getattr(self.client.scheduler, name), callback_timeout=ANSWER_S, **facts)
-        except (OSError, TimeoutError) as error:
-            address = self.client.scheduler.address
-            raise SpotlightError(f"the scheduler {address} is gone ({error}); what was committed is kept") from None
+        for attempts_left in reversed(range(ASK_ATTEMPTS)):
+            try:
+                return self.client.sync(getattr(self.client.scheduler, name), callback_timeout=ANSWER_S, **facts)
+            except (OSError, TimeoutError) as error:
+                if isinstance(error, TimeoutError) and attempts_left:
+                    continue  # a pause of this process uses that time up, too
+                address = self.client.scheduler.address
+                raise SpotlightError(f"the scheduler {address} is gone ({error}); what was committed is kept") from None
+        raise AssertionError
 
 
 class Head:
@@ -182,6 +247,7 @@ class Head:
         self._client, self._name, self._directory = client, name, directory
 
     async def start(self) -> None:
+        steady(IOLoop.current())
         self._keeping = asyncio.create_task(self._keep())
 
     async def close(self) -> None:
@@ -233,14 +299,6 @@ def _check_notices(pool: str, names: tuple[str, ...]) -> None:
         sources(names)
     except SpotlightError as error:
         raise SpotlightError(f"pools.{pool}.{error}") from None
-
-
-def _free(memory: str) -> None:
-    """End what is left on this machine's devices, and free the run's memory here."""
-    for root in shared_roots(memory):
-        end_leftovers(root)
-    for root in shared_roots(memory):
-        sweep(root)
 
 
 @contextlib.contextmanager

@@ -119,6 +119,10 @@ class Roster:
             worker.tasks[key] = at_s
             self.idle.pop(address, None)
 
+    def has(self, key: Key, address: str) -> bool:
+        """Whether a worker is counted on for a task."""
+        return address in self.workers and key in self.workers[address].tasks
+
     def unburden(self, key: Key, address: str) -> float:
         """A worker has one task less; returns when that began."""
         worker = self.workers.get(address)

@@ -15,22 +15,25 @@ from numpy.typing import NDArray
 
 from cluster import peers
 from cluster.plugins import BEAT, HOLDS, LOST_ENGINE
-from spotlight.device.calls import Call, ImagesCall, PrepareCall, RolloutCall, ScoreCall, T, TrainCall
+from spotlight.device.calls import Call, GradientCall, ImagesCall, PrepareCall, RolloutCall, ScoreCall, T, UpdateCall
 from spotlight.device.process import Beat, EngineLost, EngineProcess
 from spotlight.device.protocol import ALONE, Prepared
 from spotlight.records import (
     Dropped,
+    Gradient,
+    GradientPart,
     Interrupted,
     Placement,
+    Policy,
     Request,
     Rollout,
-    Sample,
     Scored,
     SpotlightError,
     Surplus,
+    Updated,
     WeightsRef,
 )
-from spotlight.store import weights
+from spotlight.store import updates, weights
 from spotlight.store.node import Node, NotOnNode
 
 BACK_OFF_S = 0.01
@@ -53,21 +56,36 @@ class WorkerDevice:
         return self._call(run_dir, PrepareCall())
 
     def rollout(self, run_dir: str, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
-        self._bring(run_dir, request)
+        self._bring(run_dir, request.weights, request.policy)
         return self._call(run_dir, RolloutCall(request=request, place=place), place if place.gang else None)
 
     def score(self, run_dir: str, request: Request) -> Scored | Dropped:
-        self._bring(run_dir, request)
+        self._bring(run_dir, request.weights, request.policy)
         return self._call(run_dir, ScoreCall(request=request))
 
     def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
-        self._bring(run_dir, request)
+        self._bring(run_dir, request.weights, request.policy)
         return self._call(run_dir, ImagesCall(request=request))
 
-    def train(
-        self, run_dir: str, weights: WeightsRef, parts: tuple[tuple[Sample, ...], ...], of: int, iteration: int
-    ) -> None:
-        self._call(run_dir, TrainCall(weights=weights, parts=parts, of=of, iteration=iteration))
+    def gradient(self, run_dir: str, part: GradientPart) -> Gradient:
+        found = updates.find(run_dir, part)
+        if found is None:
+            policies: set[Policy] = {"trained", *(sample.request.policy for sample in part.samples)}
+            for policy in sorted(policies):
+                self._bring(run_dir, part.weights, policy)
+            found = self._call(run_dir, GradientCall(part=part))
+        return found
+
+    def update(
+        self,
+        run_dir: str,
+        weights: WeightsRef,
+        gradients: tuple[tuple[Gradient, ...], ...],
+        iteration: int,
+        after: str = "",
+    ) -> Updated:
+        call = UpdateCall(weights=weights, gradients=gradients, iteration=iteration, after=after)
+        return self._call(run_dir, call)
 
     def _call(self, run_dir: str, call: Call[T], gang: Placement | None = None) -> T:
         """Run a call on the engine.
@@ -87,15 +105,15 @@ class WorkerDevice:
         self._lost_in_row = 0
         return value
 
-    def _bring(self, run_dir: str, request: Request) -> None:
-        part = weights.PARTS[request.policy]
-        sha256 = weights.part_ref(run_dir, request.weights, part).sha256
+    def _bring(self, run_dir: str, ref: WeightsRef, policy: Policy) -> None:
+        part = weights.PARTS[policy]
+        sha256 = weights.part_ref(run_dir, ref, part).sha256
         if self._node.holds(sha256):
             return
         asked = self._worker.scheduler.spotlight_holders(sha256=sha256)
         holders = asyncio.run_coroutine_threadsafe(_answer(asked), self._worker.loop.asyncio_loop).result()  # type: ignore[attr-defined]
         with contextlib.suppress(NotOnNode):  # the engine will read the store itself
-            weights.bring(run_dir, request.weights, self._node, part, peers.sources(self._worker, holders))
+            weights.bring(run_dir, ref, self._node, part, peers.sources(self._worker, holders))
             self._tell(HOLDS, sha256=sha256)
 
     def _count(self, verb: str, gang: Placement | None, reason: str) -> None:

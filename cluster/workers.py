@@ -12,10 +12,11 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing import util
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -24,7 +25,10 @@ from typing import Any
 import dask
 from distributed import Security, Worker
 
+from cluster import janitor
 from spotlight.device.process import end_with_parent
+from spotlight.store.leftovers import Scratch
+from spotlight.store.slots import began, is_stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,66 @@ def warm_parent() -> ForkServerContext:
     util.abstract_sockets_supported = False  # type: ignore[misc]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cluster.warm"])
+    _make_reachable()
+    if "cluster.warm" not in sys.modules:  # else this process came from it, and ends with it
+        _have_it_end_with_this_process()
     return context
+
+
+def _make_reachable() -> None:
+    """If somebody removed the folder of the warm parent's socket, the next start makes another one.
+
+    The first stays, with all that was forked from it.
+    """
+    server: Any = forkserver._forkserver
+    with _starting:
+        for scratch in _scratch:
+            scratch.keep()
+        address = server._forkserver_address
+        if isinstance(address, str) and not Path(address).exists():
+            Path(address).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+
+
+_scratch: list[Scratch] = []
+"""Where this process's warm parent is asked for workers."""
+_starting = threading.Lock()
+
+
+def _have_it_end_with_this_process() -> None:
+    """Start the warm parent, and have the janitor know it.
+
+    By itself it would stay as long as any process that was forked from it, and one that is frozen would never end. It
+    starts with SIGINT blocked, since Ctrl-C is for the driver alone.
+    """
+    with _starting:
+        config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+        if config.get("tempdir") is None:
+            _scratch.append(Scratch())
+            config["tempdir"] = str(_scratch[-1].path)
+            janitor.leave("folder", config["tempdir"])
+        resource_tracker.ensure_running()  # first, because it unblocks SIGINT
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        pid = warm_parent_pid()
+        janitor.leave("process", f"{pid} {began(pid)}")
+
+
+def warm_parent_pid() -> int:
+    """Of this process's own; 0 before it was started."""
+    return getattr(forkserver._forkserver, "_forkserver_pid", None) or 0
+
+
+def continue_warm_parent() -> bool:
+    """Have it go on if it was stopped; whether it had been."""
+    pid = warm_parent_pid()
+    if not pid or not is_stopped(pid):
+        return False
+    os.kill(pid, signal.SIGCONT)
+    return True
 
 
 def serve(spec: WorkerSpec, lifeline: Connection) -> None:

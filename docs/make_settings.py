@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from spotlight.config import Config, PoolSection, PoolsSection, Section
+from spotlight.config import Config, PoolSection, PoolsSection, Section, SlurmSection
 
 PAGE = Path(__file__).parent / "settings.md"
 HEAD = """# Settings
@@ -26,7 +26,8 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 def page() -> str:
     """All sections, in the order of `Config`."""
-    return "\n".join([HEAD, *(line for name, field in Config.model_fields.items() for line in _section(name, field))])
+    sections = (line for name, field in Config.model_fields.items() for line in _section(name, field))
+    return "\n".join([HEAD, *sections, *_slurm()])
 
 
 def _section(name: str, field: FieldInfo) -> Iterator[str]:
@@ -38,6 +39,16 @@ def _section(name: str, field: FieldInfo) -> Iterator[str]:
         kind = PoolSection
     else:
         yield from (f"## `[{name}]`", "", _text(kind.__doc__ or ""))
+    yield from _table(kind)
+
+
+def _slurm() -> Iterator[str]:
+    yield from ("## `[pools.reserved.slurm]`, `[pools.spot.slurm]` and `[cluster.slurm]`", "")
+    yield _text(SlurmSection.__doc__ or "")
+    yield from _table(SlurmSection)
+
+
+def _table(kind: type[Section]) -> Iterator[str]:
     yield from ("", "| key | type | default | |", "|---|---|---|---|")
     notes = _notes(kind)
     yield from (_row(key, each, notes.get(key, "")) for key, each in kind.model_fields.items())
@@ -68,6 +79,8 @@ def _type(annotation: Any) -> str:
             return f"{len(arguments)} × {_type(arguments[0])}"
         case origin if origin is dict:
             return "table"
+        case _ if isinstance(annotation, type) and issubclass(annotation, Section):
+            return "table"
         case _:
             return {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}[annotation.__name__]
 
@@ -76,6 +89,8 @@ def _value(default: Any) -> str:
     match default:
         case None:
             return "left out"
+        case Section():
+            return "see below"
         case bool():
             return f"`{str(default).lower()}`"
         case str():

@@ -5,8 +5,10 @@ turns that into places. Dask's synchronous scheduler ignores them and gets the s
 
 Pools: ``any``, ``spot`` and ``reserved`` tasks are shards of denoising requests, as many each as the widest gang has
 ranks, parked behind the gate until workers of the pool are free; ``engine`` tasks need a model, and go where their
-input is; ``trainer`` tasks prepare training and publish, on reserved workers; ``training`` tasks train, one after the
-other on a reserved worker, parked behind the gate until reserved workers no longer roll out; ``head`` tasks only
+input is; ``trainer`` tasks prepare training and publish, on reserved workers; ``gradient`` tasks compute the gradients
+of an update's parts, parked behind the gate until a reserved worker is free that no rollout needs, or
+(``gradient-any``) a spot one; ``training`` tasks take the
+optimizer's steps, behind the gate too, on the worker that took the one before, if it can be had; ``head`` tasks only
 decide, beside the scheduler.
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -24,10 +26,12 @@ from graphs import tasks
 from graphs.tasks import Candidates, RunContext
 from spotlight.config import Config
 from spotlight.plan import batching
-from spotlight.plan.bandit import Beliefs, equal_shares
-from spotlight.plan.batching import parts
+from spotlight.plan.bandit import equal_shares
+from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.stochastic_steps import stochastic_steps
 from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef
+from spotlight.rl import rewards
+from spotlight.rl.parts import Cut
 
 Key = tuple[str, int]
 Calls = Sequence[tuple[Any, ...]]
@@ -39,6 +43,8 @@ RESOURCES = {
     "reserved": {"gate": 1},
     "engine": {"engine": 1},
     "trainer": {"reserved": 1, "engine": 1},
+    "gradient": {"gate": 1},
+    "gradient-any": {"gate": 1},
     "training": {"gate": 1},
     "head": {"head": 1},
 }
@@ -66,18 +72,13 @@ class Layers:
         *,
         pool: str,
         after: Sequence[Key] = (),
-        chained: bool = False,
     ) -> list[Key]:
         """Add one task per call.
 
         Args:
             after: keys whose layers the calls depend on.
-            chained: each call but the first gets the key of the one before it as one more argument.
         """
-        name = self._free_name(phase, iteration)
-        if chained:
-            calls = [(*call, (name, index - 1)) if index else call for index, call in enumerate(calls)]
-        return self._add(name, phase, iteration, calls, pool, after)
+        return self._add(self._free_name(phase, iteration), phase, iteration, calls, pool, after)
 
     def _free_name(self, phase: str, iteration: int) -> str:
         name = f"{phase}-{iteration}" + (f"-{self.session}" if self.session else "")
@@ -152,7 +153,8 @@ def iteration_graph(
 ) -> Graph:
     """Iteration k: roll out and train on the kept seeds; meanwhile explore for k + 1.
 
-    Where samples may be trained on as they arrive, training has a task for each of several parts.
+    Training is a task for each part of each update, and one for each update; where samples may be trained on as they
+    arrive, a part waits for its own only.
 
     Args:
         selection: the kept seeds of iteration k.
@@ -166,8 +168,8 @@ def iteration_graph(
     pool, widths = _rollout_pool(config), _widths(config)
     rollouts = layers.add_requests("rollout", k, calls, pool=pool, widths=widths, window_s=window_s)
     scores = _add_scores(layers, "score", k, run_dir, rollouts)
-    training, train = _add_training(layers, config, context, selection, weights, rollouts, scores)
-    publish = layers.add("publish", k, [(tasks.publish, run_dir, train[-1])], pool="trainer", after=train)
+    training, updated = _add_training(layers, config, context, selection, weights, rollouts, scores)
+    publish = layers.add("publish", k, [(tasks.publish, run_dir, updated)], pool="trainer", after=[updated])
     outputs: dict[str, Key | list[Key]] = {"training": training, "published": publish[0]}
     if k > 0:
         (outputs["compacted"],) = layers.add(
@@ -262,7 +264,7 @@ def candidates_for(
         candidates_max=limit if candidates_max is None else min(limit, candidates_max),
         planner=config.exploration.planner,
         beliefs=beliefs.about([prompt.id for prompt in prompts]),
-        reward=config.reward.name,
+        reward_range=rewards.build(config.reward).range,
     )
 
 
@@ -318,23 +320,43 @@ def _add_training(
     weights: WeightsRef,
     rollouts: list[list[Key]],
     scores: list[Key],
-) -> tuple[list[Key], list[Key]]:
-    """Of each part: refill, advantages, training. Returns the keys of the training sets and of the training.
+) -> tuple[list[Key], Key]:
+    """Refill and advantages, then of each update the gradients of its parts, and the step.
 
-    A part is given the samples of all parts up to its own, so that a worker that lacks their gradient can compute it.
+    Where samples are trained on as they are scored, the prompts of a part get their advantages by themselves. Returns
+    the keys of the training sets, and of the last update.
     """
     k, run_dir, std = selection.iteration, context.run_dir, config.train.advantage_std
-    prompts = [len(range(0, len(kept.seeds), request_size(config))) for kept in selection.kept]
-    edges = [sum(prompts[: part.start]) for part in parts(len(prompts), parts_max=config.train_parts)]
+    cut = replace(Cut.of(config), prompts=len(selection.kept))
+    assert all(len(kept.seeds) == cut.seeds for kept in selection.kept), "prompts have as many samples each"
+    requests = len(range(0, cut.seeds, request_size(config)))
+    chunks = cut.chunks if config.trains_as_scored else [range(cut.prompts)]
     calls: Calls = [
         (tasks.refill, run_dir, context.seed, scores[first:stop], _surplus(rollouts[first:stop]))
-        for first, stop in pairwise([*edges, len(rollouts)])
+        for first, stop in ((requests * chunk.start, requests * chunk.stop) for chunk in chunks)
     ]
     refill = layers.add("refill", k, calls, pool="trainer", after=[*scores, *_surplus(rollouts)])
     training = layers.add("advantage", k, [(tasks.advantage, std, key) for key in refill], pool="trainer", after=refill)
-    of = sum(len(kept.seeds) for kept in selection.kept)
-    calls = [(tasks.train, run_dir, weights, training[:count], of, k) for count in range(1, len(training) + 1)]
-    return training, layers.add("train", k, calls, pool="training", after=training, chained=True)
+    gradients: list[list[Key]] = []
+    before: list[Key] = []
+    for update in range(cut.updates):
+        calls = [
+            (tasks.gradient, run_dir, weights, k, cut, update, part, _sets(training, cut, part), *before)
+            for part in range(cut.count)
+        ]
+        gradients.append(layers.add("train", k, calls, pool=_gradient_pool(config), after=[*training, *before]))
+        call = (tasks.update, run_dir, weights, k, list(gradients), *before)
+        before = layers.add("update", k, [call], pool="training", after=[*chain(*gradients), *before])
+    return training, before[0]
+
+
+def _sets(training: list[Key], cut: Cut, part: int) -> list[Key]:
+    """The training sets that a part has samples of."""
+    return training if len(training) == 1 else [training[chunk] for chunk in cut.needs(part)]
+
+
+def _gradient_pool(config: Config) -> str:
+    return "gradient-any" if "spot" in config.strategy.train_pools else "gradient"
 
 
 def _widths(config: Config) -> tuple[int, ...]:

@@ -27,7 +27,8 @@ from graphs.iteration import (
 from graphs.tasks import RunContext, TrainingSet, whole
 from spotlight.clock import Clock, wall_clock
 from spotlight.config import Config
-from spotlight.plan.bandit import RECENT, Beliefs, affordable, learn, rank_correlation
+from spotlight.plan.bandit import RECENT, affordable, rank_correlation
+from spotlight.plan.beliefs import Beliefs, learn
 from spotlight.plan.offload import (
     FIRST_WINDOW_S,
     FLOOR_S,
@@ -38,6 +39,7 @@ from spotlight.plan.offload import (
     spot_worth_renting,
 )
 from spotlight.records import Prompt, Published, Quarantined, Scored, Selection, SpotlightError, WeightsRef
+from spotlight.rl import rewards
 from spotlight.rl.prompts import choose_prompts, read_prompts
 from spotlight.rl.rewards import normalised
 from spotlight.store import resuming
@@ -129,7 +131,7 @@ class Loop:
         training = whole(results["training"])
         if candidates:
             run.record_selection(results["selection"])
-        beliefs = _learn(run.beliefs(k), selection, training, config.reward.name)
+        beliefs = _learn(run.beliefs(k), selection, training, rewards.build(config.reward).range)
         run.record_beliefs(k + 1, beliefs)
         stopped_s = self._clock()
         measured = {
@@ -160,7 +162,7 @@ class Loop:
         config = self._config
         if set(config.strategy.rollout_pools) != {"reserved", "spot"} or not config.pools.spot.workers:
             return inf
-        return rollout_window_s(config.strategy.offload, self._offload(k), parts=config.train_parts)
+        return rollout_window_s(config.strategy.offload, self._offload(k), streams=config.trains_as_scored)
 
     def _offload(self, k: int) -> Offload:
         return self._run.offload(k) or Offload(window_s=FIRST_WINDOW_S / self._config.emulated_per_real_s)
@@ -250,14 +252,14 @@ def _first_error(results: Sequence[Scored | Quarantined]) -> str:
     return next((error for error, *_ in errors), "all requests were set aside")
 
 
-def _learn(beliefs: Beliefs, selection: Selection, training: TrainingSet, reward: str) -> Beliefs:
+def _learn(beliefs: Beliefs, selection: Selection, training: TrainingSet, within: tuple[float, float]) -> Beliefs:
     """What the planner learns from an iteration: all that was explored, and what of it came back in the rollouts."""
-    rewards = {explored.prompt: normalised(reward, explored.rewards) for explored in selection.explored}
+    explored_rewards = {explored.prompt: normalised(within, explored.rewards) for explored in selection.explored}
     by_prompt: dict[int, list[tuple[float, float]]] = {}
     for prompt, explored, regenerated in _pairs(selection, training):
-        before, after = normalised(reward, (explored, regenerated))
+        before, after = normalised(within, (explored, regenerated))
         by_prompt.setdefault(prompt, []).append((before, after))
-    return learn(beliefs, selection.iteration, rewards, by_prompt)
+    return learn(beliefs, selection.iteration, explored_rewards, by_prompt)
 
 
 def _pairs(selection: Selection, training: TrainingSet) -> list[tuple[int, float, float]]:

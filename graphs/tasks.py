@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Literal
 from spotlight.device import protocol as device
 from spotlight.device.signals import signals
 from spotlight.plan import bandit
-from spotlight.plan.bandit import Beliefs
+from spotlight.plan.beliefs import Arm, Beliefs
 from spotlight.plan.replay import allocation_row
 from spotlight.plan.subset import max_variance_subset, most_varied
 from spotlight.records import (
     Dropped,
     Explored,
+    Gradient,
+    GradientPart,
     Kept,
     Prompt,
     Published,
@@ -34,9 +36,11 @@ from spotlight.records import (
     Selection,
     SpotlightError,
     Surplus,
+    Updated,
     WeightsRef,
 )
 from spotlight.rl.advantages import group_advantages, zero_std_ratio
+from spotlight.rl.parts import Cut
 from spotlight.rl.rewards import normalised
 from spotlight.store.rundir import DECISIONS, RunDir
 
@@ -81,8 +85,8 @@ class Candidates:
     """Candidates that there is time for, of all prompts together."""
     planner: Literal["bandit", "equal"] = "equal"
     beliefs: Beliefs = Beliefs()
-    reward: str = "ocr"
-    """Its name; the planner sees rewards mapped to [0, 1]."""
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    """Least and largest reward; the planner sees rewards mapped to [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +127,7 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
     """
     place = signals.placed(gang, shard, request)
     if isinstance(place, Quarantined):
-        RunDir(run_dir).set_aside(place)
+        RunDir(run_dir).quarantine(place)
     if isinstance(place, Surplus | Quarantined):
         return place
     reason = signals.check(request)
@@ -251,31 +255,78 @@ def whole(parts: Sequence[TrainingSet]) -> TrainingSet:
     )
 
 
-def train(
-    run_dir: str, weights: WeightsRef, parts: Sequence[TrainingSet], of: int, iteration: int, before: int | None = None
-) -> int:
-    """Train on one part of an iteration's samples, and on the parts before it where that is still to be done.
-
-    With the last part, the next version is left staged.
+def gradient(
+    run_dir: str,
+    weights: WeightsRef,
+    iteration: int,
+    cut: Cut,
+    update: int,
+    part: int,
+    sets: Sequence[TrainingSet],
+    before: Updated | None = None,
+) -> Gradient:
+    """The gradient of one of the fixed parts of an update, which stays in the store.
 
     Args:
-        parts: all parts up to this one, in order.
-        of: samples of the whole iteration.
-        before: what the part before this one returned. Not used, but it keeps the parts in order, and Dask forgets a
-            task that nobody depends on.
-
-    Returns:
-        The number of the next version.
+        weights: the version that the iteration starts from.
+        sets: of the chunks that the part has samples of, in order.
+        before: the update before this one.
     """
-    device.current().train(run_dir, weights, tuple(part.samples for part in parts), of, iteration)
-    return weights.version + 1
+    return device.current().gradient(run_dir, gradient_part(weights, iteration, cut, update, part, sets, before))
 
 
-def publish(run_dir: str, version: int) -> Published:
+def gradient_part(
+    weights: WeightsRef,
+    iteration: int,
+    cut: Cut,
+    update: int,
+    part: int,
+    sets: Sequence[TrainingSet],
+    before: Updated | None = None,
+) -> GradientPart:
+    """What a call of `gradient` is to compute."""
+    samples = [sample for each in sets for sample in each.samples]
+    first = 0 if len(samples) == cut.prompts * cut.seeds else cut.chunks[cut.needs(part)[0]].start * cut.seeds
+    advantages = [sample.advantage for sample in samples]
+    groups = [sample.request.prompt.id for sample in samples]
+    positions = cut.positions(iteration, update, part, advantages, groups)
+    return GradientPart(
+        weights=weights,
+        iteration=iteration,
+        update=update,
+        number=part,
+        samples=tuple(samples[position - first] for position in positions),
+        positions=positions,
+        after=before.weights_sha256 if before else "",
+    )
+
+
+def update(
+    run_dir: str,
+    weights: WeightsRef,
+    iteration: int,
+    gradients: Sequence[Sequence[Gradient]],
+    before: Updated | None = None,
+) -> Updated:
+    """Take an optimizer step with the sum of its parts' gradients; the last one leaves the next version staged.
+
+    Args:
+        gradients: of this update and of those before it, which another worker may have taken.
+        before: the update before this one.
+    """
+    known = tuple(tuple(parts) for parts in gradients)
+    after = before.weights_sha256 if before else ""
+    return device.current().update(run_dir, weights, known, iteration, after)
+
+
+def publish(run_dir: str, updated: Updated) -> Published:
     """Make a staged version one that anybody may use."""
+    from spotlight.store.updates import clear
     from spotlight.store.weights import publish as publish_staged
 
-    return publish_staged(run_dir, version)
+    published = publish_staged(run_dir, updated.version)
+    clear(run_dir, updated.version - 1)
+    return published
 
 
 def candidate_seed(seed: int, iteration: int, prompt: Prompt, index: int) -> int:
@@ -348,7 +399,7 @@ def _arms(
     candidates: Candidates,
     scored: Sequence[Scored | Dropped | Quarantined],
     earlier: Sequence[Sequence[Request]],
-) -> list[bandit.Arm]:
+) -> list[Arm]:
     """What is known of each prompt; the scores of the last round are still to come."""
     rewards: defaultdict[int, list[float]] = defaultdict(list)
     for result in scored:
@@ -361,9 +412,9 @@ def _arms(
             pending[request.prompt.id] += len(request.seeds)
         tried.update(pending)
     return [
-        bandit.Arm(
+        Arm(
             prompt=prompt.id,
-            rewards=normalised(candidates.reward, rewards[prompt.id]),
+            rewards=normalised(candidates.reward_range, rewards[prompt.id]),
             tried=tried[prompt.id],
             pending=pending[prompt.id],
         )

@@ -1,4 +1,4 @@
-"""The shell's verbs: run, resume, status, report, cost, simulate, graph, export."""
+"""The shell's verbs: run, resume, submit, status, report, cost, simulate, graph, export, sample."""
 
 from __future__ import annotations
 
@@ -27,14 +27,20 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = {
-    "run": ("run examples/ocr-tiny.toml --set run.iterations=5", "run a.toml --json > outcome.json"),
+    "submit": ("submit a.toml --dry-run", "submit a.toml --begin 22:00 --set pools.spot.slurm.partition=spot"),
+    "run": (
+        "run examples/ocr-tiny.toml --set run.iterations=5",
+        "run a.toml --json > outcome.json",
+        "run a.toml --into runs/a",
+    ),
     "resume": ("resume runs/ocr-tiny-20261121-101500",),
     "status": ("status runs/a", "status runs/a --json | jq .state"),
     "report": ("report runs/a",),
     "cost": ("cost runs/a", "cost runs/a --json | jq .usd"),
     "simulate": ("simulate examples/paced.toml", "simulate a.toml --alone --json --set pools.spot.workers=16"),
     "graph": ("graph examples/ocr-tiny.toml --to iteration.svg",),
-    "export": ("export runs/a --to weights --version 30",),
+    "export": ("export runs/a --to weights --version 30", "export runs/a --to transformer --merged"),
+    "sample": ("sample runs/a --prompt cat --seeds 0 1 2 3 --to cat.png",),
 }
 """Shown by each verb's ``--help``."""
 RUN = "a run's directory, or its URL in an object store"
@@ -95,6 +101,12 @@ def _parser() -> argparse.ArgumentParser:
 
     run = _add_verb(verbs, "run", _run, "start a run")
     _add_settings(run)
+    run.add_argument(
+        "--into",
+        metavar="RUN",
+        help="the run directory, or its URL; go on with the run that is there, if there is one, so that the same "
+        "command may be given again and again, as a queue of jobs does",
+    )
     _add_cluster(run)
     _add_json(run, "show nothing on the way, and what came of it as JSON at the end")
 
@@ -102,6 +114,18 @@ def _parser() -> argparse.ArgumentParser:
     resume.add_argument("run_dir", metavar="RUN", help=RUN)
     _add_cluster(resume)
     _add_json(resume, "show nothing on the way, and what came of it as JSON at the end")
+
+    submit = _add_verb(
+        verbs,
+        "submit",
+        _submit,
+        "start a run as a Slurm job, which starts its workers as jobs",
+        "Makes a run directory and queues the run's driver as a batch job, which queues the workers of both pools.\n"
+        "The driver stops before its time limit, is queued again, and goes on.",
+    )
+    _add_settings(submit)
+    submit.add_argument("--dry-run", action="store_true", help="print the batch scripts, and do nothing")
+    submit.add_argument("--begin", default="", metavar="TIME", help="not before; as sbatch has it, such as 22:00")
 
     status = _add_verb(verbs, "status", _status, "say how a run stands, whoever runs it")
     status.add_argument("run_dir", metavar="RUN", help=RUN)
@@ -141,6 +165,15 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--to", type=Path, required=True, help="directory to write")
     export.add_argument("--version", type=int, help="weights version (the latest)")
     export.add_argument("--policy", choices=get_args(Policy), help="which of its weights (those that were validated)")
+    export.add_argument("--merged", action="store_true", help="the whole transformer, with the LoRA in its weights")
+
+    sample = _add_verb(verbs, "sample", _sample, "draw a prompt with and without what a run trained")
+    sample.add_argument("run_dir", metavar="RUN", help=RUN)
+    sample.add_argument("--prompt", required=True)
+    sample.add_argument("--to", type=Path, default=Path("sample.png"), help="an image file (%(default)s)")
+    sample.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="one column each (0 1 2 3)")
+    sample.add_argument("--steps", type=int, default=0, help="denoising steps (as a rollout)")
+    sample.add_argument("--version", type=int, default=-1, help="weights version (the latest)")
     return parser
 
 
@@ -190,7 +223,10 @@ def _add_overrides(parser: argparse.ArgumentParser, example: str) -> None:
 def _run(parsed: argparse.Namespace) -> None:
     from spotlight.run import Run
 
-    _follow(Run(parsed.config, parsed.overrides, cluster=parsed.cluster), parsed)
+    if parsed.into:
+        _follow(Run.into(parsed.into, parsed.config, parsed.overrides, cluster=parsed.cluster), parsed)
+    else:
+        _follow(Run(parsed.config, parsed.overrides, cluster=parsed.cluster), parsed)
 
 
 def _resume(parsed: argparse.Namespace) -> None:
@@ -225,6 +261,23 @@ def _status(parsed: argparse.Namespace) -> None:
         print(json.dumps(asdict(status)))
     else:
         Console().print(status_table(status))
+
+
+def _submit(parsed: argparse.Namespace) -> None:
+    from cluster.slurm import scripts, submit
+    from spotlight import config
+    from spotlight.run import check_inputs
+
+    settings = config.load(parsed.config, [*parsed.overrides, 'cluster.manager="slurm"'])
+    check_inputs(settings)
+    if parsed.dry_run:
+        for what, script in scripts(settings, f"{settings.run.dir}/{settings.run.name}", begin=parsed.begin).items():
+            print(f"# --- {what} ---\n{script}")
+        return
+    run = RunDir.create(settings, wall_clock())
+    (run.path / "slurm").mkdir()
+    job = submit(scripts(settings, run.url, begin=parsed.begin)["the driver"])
+    print(f"job {job}\nrun directory   {run.url}\noutput          {run.path}/slurm/driver-{job}.out")
 
 
 def _report(parsed: argparse.Namespace) -> None:
@@ -288,7 +341,16 @@ def _export(parsed: argparse.Namespace) -> None:
     from spotlight.rl.export import export_lora
 
     with _writing(parsed.to):
-        print(export_lora(parsed.run_dir, parsed.to, parsed.version, parsed.policy))
+        print(export_lora(parsed.run_dir, parsed.to, parsed.version, parsed.policy, merged=parsed.merged))
+
+
+def _sample(parsed: argparse.Namespace) -> None:
+    RunDir.open(parsed.run_dir)
+    from spotlight.rl.sample import sample
+
+    options = {"seeds": parsed.seeds, "steps": parsed.steps, "version": parsed.version}
+    with _writing(parsed.to):
+        print(sample(parsed.run_dir, parsed.prompt, parsed.to, **options))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -31,10 +31,6 @@ from spotlight.records import Policy, Sampler, SpotlightError
 
 RESOLVED = "config.toml"
 """The resolved settings' name in a run directory."""
-PARTS = 8
-"""Parts of an iteration's training: the first is small enough to begin early, and to launch one still takes little
-beside training it."""
-
 
 SEED_MAX = 2**63 - 1
 """The largest integer of TOML."""
@@ -128,22 +124,35 @@ class ModelSection(Section):
     """Pixels are made tile by tile, which takes less memory and changes the seams slightly."""
     gradient_checkpointing: bool = False
     """Training keeps each block's input only, and computes the rest again: the same bits, about 4/3 of the time, a
-    fraction of the memory."""
+    fraction of the memory. Left out, it is on for all models but the embedded one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": a GPU where torch finds one. CUDA is not verified."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _large_models_save_memory(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        return {"gradient_checkpointing": tree.get("name", "tiny-text") != "tiny-text", **tree}
+
     @model_validator(mode="after")
     def _path_where_needed(self) -> Self:
-        if self.name != "tiny-text" and not self.path:
+        if not self.embedded and not self.path:
             raise ValueError(f'model.name = "{self.name}" needs model.path = "DIR", a diffusers pipeline directory')
         return self
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the package itself holds its weights."""
+        return self.name == "tiny-text"
 
 
 class DataSection(Section):
     """The prompts."""
 
     train_prompts: str
-    """Text file, one prompt a line; relative to the settings file."""
+    """Text file, one prompt a line; or .jsonl, .csv, .parquet, or a directory that `datasets` saved, with a column
+    "prompt" (or "text", "caption", "input") and metadata for rewards. Relative to the settings file."""
     validation_prompts: str
     """The same, held out from training."""
 
@@ -213,13 +222,29 @@ class ExplorationSection(Section):
 
 
 class RewardSection(Section):
-    """What scores images."""
+    """What scores images. Several ``[[reward]]`` tables are added up, each times its weight."""
 
     name: str = "ocr"
-    """What scores images, by its name in `rl.rewards.SCORERS`."""
+    """"ocr" (one line that fills the image), "scene-ocr", "geneval", "clip-score", "pickscore", "aesthetic", "http",
+    "chat", "chat-ocr"; or ``module:Class`` of your own."""
     attempts: int = Field(3, ge=1, le=10)
-    """Times that a failing scorer is tried before a sample is dropped and replaced. The pause between two doubles each
-    time: from 0.05 s to 13 s before the tenth."""
+    """Times that a failing scorer is tried before a sample is dropped and replaced; of several, the first table's. The
+    pause between two doubles each time: from 0.05 s to 13 s before the tenth."""
+    weight: float = Field(1.0, ge=-1000, le=1000)
+    """Of this reward in the sum."""
+    range: tuple[float, float] | None = None
+    """Least and largest score; one outside is a fault. Left out, it is the scorer's own."""
+    path: str = ""
+    """Checkpoint directory of "clip-score", "pickscore" and "aesthetic"; relative to the settings file."""
+    url: str = ""
+    """Server of "http" (``POST URL/compute``), "chat" and "chat-ocr" (``POST URL/v1/chat/completions``)."""
+    timeout_s: float = Field(60.0, gt=0, le=3600)
+    """Longest that a server may take for one answer."""
+    options: dict[str, Any] = {}
+    """Further arguments: ``head`` of "aesthetic"; ``model`` and ``question`` of "chat"; ``detector = "module:Class"``
+    and ``graded`` of "geneval", the rest being the detector's; those of your own class."""
+    also: tuple[RewardSection, ...] = ()
+    """The further ``[[reward]]`` tables."""
 
 
 OLD_DECAYS = ("copy", "linear", "delayed")
@@ -248,6 +273,10 @@ class TrainSection(Section):
     """A longer gradient is shortened to it."""
     updates: int = Field(1, ge=1, le=10_000)
     """Optimizer steps per iteration; the samples are split evenly among them."""
+    parts: int = Field(8, ge=1, le=1024)
+    """Parts that each update's samples are cut into, never the number of workers: each part's gradient is a task of its
+    own, on whichever worker is free, and the same bits wherever it is computed. More parts than workers that train, so
+    that none waits long for the last; fewer where a part takes no longer than what it costs to launch it."""
     micro_batch: int = Field(64, ge=1, le=100_000)
     """Rows (samples x timesteps) in one forward pass; no effect on the result beyond rounding."""
     lora_rank: int = Field(0, ge=0, le=4096)
@@ -307,6 +336,27 @@ class TrainSection(Section):
         return "old" if self.keeps_old else "trained"
 
 
+class SlurmSection(Section):
+    """What a job asks Slurm for; see `man sbatch`. Only where ``cluster.manager = "slurm"``."""
+
+    partition: str = ""
+    """Empty: Slurm's default."""
+    account: str = ""
+    """Empty: the user's default."""
+    gres: str = ""
+    """Of a job, which is a node's worth of workers: such as "gpu:8"."""
+    time: str = ""
+    """Most time that a job may take, such as "24:00:00"; empty: the partition's default."""
+    cpus: int = Field(1, ge=1)
+    """Of each worker, or of the driver."""
+    memory: str = "4G"
+    """Of a job."""
+    setup: tuple[str, ...] = ()
+    """Shell lines to run first, such as "module load cuda"."""
+    extra: tuple[str, ...] = ()
+    """More options of sbatch, such as "--qos=low"."""
+
+
 class PoolSection(Section):
     """Workers of one kind: what they cost, and when they come and go."""
 
@@ -342,6 +392,8 @@ class PoolSection(Section):
     """What comes and goes at once: each worker by itself, or all of a node (``workers_per_node``)."""
     preemption: Literal["kill", "notice", "hang", "mixed"] = "kill"
     """How the trace takes workers away: without a word, with a notice, by freezing them, or each in turn."""
+    slurm: SlurmSection = SlurmSection()
+    """Of the pool's jobs."""
 
     @model_validator(mode="after")
     def _trace_is_from_one_source(self) -> Self:
@@ -378,7 +430,11 @@ class StrategySection(Section):
     """"stale": spot workers explore for the next iteration while this one trains. "blocking": exploration comes before
     each rollout, with current weights. "off": none."""
     rollout_pools: tuple[Literal["reserved", "spot"], ...] = ("reserved", "spot")
-    """Which workers roll out. Training always runs on a reserved worker, stale exploration on spot workers."""
+    """Which workers roll out. Stale exploration runs on spot workers."""
+    train_pools: tuple[Literal["reserved", "spot"], ...] = ("reserved",)
+    """Which workers compute the gradients of an update's parts (``train.parts``); the update itself is taken on a
+    reserved one, which keeps all state. With "spot" too, a spot worker that no rollout needs prefers a part to
+    exploration; no bit changes, and a part whose worker is lost is computed again elsewhere."""
     on_preemption: Literal["resume", "restart"] = "resume"
     """"resume": a request whose worker is lost goes on after its last committed step. "restart": it begins anew."""
     elastic: bool = True
@@ -389,8 +445,16 @@ class StrategySection(Section):
     """What reserved workers leave to spot ones, while there are any, where both may roll out. "adaptive": the rollouts
     that are left when a window is over, which adapts itself so that neither side waits; training begins with the first
     samples. "all": every rollout; training begins as well. "none": nothing; both roll out, then training begins.
-    Where training needs all samples at once (`Config.train_parts`), there is nothing to begin early, and "adaptive" is
-    "none"."""
+    Where training needs all samples at once (`Config.trains_as_scored`), there is nothing to begin early, and
+    "adaptive" is "none"."""
+
+
+class SpSection(Section):
+    """How the members of a gang share a forward pass (sequence parallelism)."""
+
+    backend: Literal["native", "xfuser"] = "native"
+    """"native": diffusers' own split, whose exchanges end with the gang. "xfuser": of Qwen-Image on GPUs only, and not
+    verified there; the extra "xfuser" installs it. A lost peer is then noticed after ``cluster.hang_after_s``."""
 
 
 class PaceSection(Section):
@@ -445,6 +509,13 @@ class TrackingSection(Section):
 class ClusterSection(Section):
     """The cluster around the pools."""
 
+    manager: Literal["local", "slurm"] = "local"
+    """What starts workers, where no ``--cluster`` is given: this process, on this machine; or Slurm, as jobs."""
+    host: str = ""
+    """Where the scheduler listens for Slurm's jobs: a name or address of this machine; empty: its host name."""
+    slurm: SlurmSection = SlurmSection()
+    """Of the driver's own job (`spotlight submit`)."""
+
     dashboard_port: int = Field(8787, ge=0, le=65535)
     """Of Dask's dashboard, on 127.0.0.1; 0 takes any free port."""
     hang_after_s: float = Field(60.0, ge=0.1, le=DAY_S)
@@ -487,8 +558,14 @@ class SimulationSection(Section):
     (docs/results.md, fixed costs)."""
     graph_s: float = Field(0.041, ge=0, le=DAY_S)
     """Between two graphs: to end one, and to build, send and place the next. Measured: as ``form_s``."""
-    prepare_s: float = Field(6.8, ge=0, le=DAY_S)
-    """From the run's start to its first graph; workers start meanwhile. Measured: as ``form_s``."""
+    warm_up_s: float = Field(6.3, ge=0, le=DAY_S)
+    """From the run's start until its first workers can be started: what they are forked from does its imports.
+    Measured: as ``form_s``."""
+    prepare_s: float = Field(0.4, ge=0, le=DAY_S)
+    """From then, and the workers' own ``start_up_s``, to the run's first graph. Measured: as ``form_s``."""
+    gradient_s: float | None = Field(None, ge=0, le=DAY_S)
+    """To keep the gradient of a part where others find it, and again to fetch it for the update. Left out, it is
+    0.015 s where the workers are processes of one machine (measured), and else what it takes at 10 Gb/s."""
     publish_s: float | None = Field(None, ge=0, le=DAY_S)
     """From the last update to new weights on every worker. Left out, it is 0.084 s where the workers are processes of
     one machine (the embedded model, paced or not; measured: as ``form_s``), and else what a LoRA of 0.85 GB or all
@@ -522,11 +599,21 @@ class Config(Section):
     train: TrainSection = TrainSection()
     pools: PoolsSection = PoolsSection()
     strategy: StrategySection = StrategySection()
+    sp: SpSection = SpSection()
     pace: PaceSection = PaceSection()
     latents: LatentsSection = LatentsSection()
     tracking: TrackingSection = TrackingSection()
     cluster: ClusterSection = ClusterSection()
     simulation: SimulationSection = SimulationSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _several_rewards(cls, tree: Any) -> Any:
+        """Several ``[[reward]]`` tables: the first, and those beside it."""
+        tables = tree.get("reward") if isinstance(tree, dict) else None
+        if not isinstance(tables, list) or not tables or not isinstance(tables[0], dict):
+            return tree
+        return tree | {"reward": {**tables[0], "also": tables[1:]} if tables[1:] else tables[0]}
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
@@ -590,6 +677,11 @@ class Config(Section):
         self._check_widths()
         if not self.strategy.rollout_pools:
             raise ValueError('strategy.rollout_pools is empty: name "reserved", "spot" or both')
+        if "reserved" not in self.strategy.train_pools:
+            raise ValueError(
+                f"strategy.train_pools = {list(self.strategy.train_pools)}: the update is taken on a reserved worker, "
+                'so give "reserved", or "reserved" and "spot"'
+            )
         if self.strategy.rollout_pools == ("spot",) and pools.spot.workers == 0:
             raise ValueError(
                 'strategy.rollout_pools = ["spot"] and pools.spot.workers is 0: nobody would roll out; '
@@ -627,15 +719,13 @@ class Config(Section):
         return explored or self.rollout.prompts
 
     @property
-    def train_parts(self) -> int:
-        """Most parts of an iteration that are trained on as they arrive; 1 where that would change what is trained.
+    def trains_as_scored(self) -> bool:
+        """Whether parts of an update are computed as soon as their samples are scored; the bits are the same.
 
-        A part needs its advantages, a second update would need the policy before the first, and a mean over pairs
-        would need their number.
+        A part needs its advantages, and several updates share out all samples in an order that is drawn.
         """
-        whole = self.train.advantage_std == "global" or self.train.updates > 1 or self.train.algorithm == "dpo"
-        whole = whole or self.strategy.offload == "none"
-        return 1 if whole else PARTS
+        whole = self.train.advantage_std == "global" or self.train.updates > 1 or self.strategy.offload == "none"
+        return self.train.parts > 1 and not whole
 
     def _check_widths(self) -> None:
         widths, pools = self.strategy.widths, self.pools
@@ -720,6 +810,7 @@ def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Co
         update={
             "data": _with_paths(config.data, base, source, "data", "train_prompts", "validation_prompts"),
             "model": _with_paths(config.model, base, source, "model", "path"),
+            "reward": _with_checkpoints(config.reward, base, source),
             "latents": _with_paths(config.latents, base, source, "latents", "url"),
             "pools": config.pools.model_copy(
                 update={
@@ -729,6 +820,12 @@ def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Co
             ),
         }
     )
+
+
+def _with_checkpoints(reward: RewardSection, base: Path, source: str) -> RewardSection:
+    """The tables of rewards with their checkpoints as absolute paths."""
+    also = tuple(_with_checkpoints(table, base, source) for table in reward.also)
+    return _with_paths(reward, base, source, "reward", "path").model_copy(update={"also": also})
 
 
 def _with_paths(section: SectionT, base: Path, source: str, name: str, *fields: str) -> SectionT:
@@ -747,6 +844,22 @@ def _with_paths(section: SectionT, base: Path, source: str, name: str, *fields: 
 def dump(config: Config) -> str:
     """The settings as TOML, every default written out that has a value."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def differences(one: Config, other: Config) -> Iterator[str]:
+    """Where two differ, as ``section.key = VALUE there and VALUE here``."""
+    there, here = (dict(_leaves(settings.model_dump(mode="json"))) for settings in (one, other))
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            yield f"{name} = {there.get(name)!r} there and {here.get(name)!r} here"
+
+
+def _leaves(tree: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{within}{name}.")
+        else:
+            yield f"{within}{name}", value
 
 
 def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example: str = "run.seed=3") -> None:
@@ -786,7 +899,10 @@ def _value(override: str, text: str) -> Any:
 
 def _explain(source: str, error: Mapping[str, Any]) -> str:
     """One pydantic error as one sentence: where, the rule, what came, the way out."""
-    *sections, field = (str(part) for part in error["loc"] or [""])
+    parts = [str(part) for part in error["loc"]]
+    if parts[:2] == ["reward", "also"]:  # further [[reward]] tables are reported as what they are
+        parts = ["reward", *parts[3:]]
+    *sections, field = parts or [""]
     name = ".".join((*sections, field))
     message = str(error["msg"]).removeprefix("Value error, ")
     match error["type"]:

@@ -50,7 +50,7 @@ class Demand:
     what: str
     asked: float
     usual: float
-    most: float
+    limit: float
     why: str
     """Where the last comes from."""
     settings: str
@@ -70,7 +70,7 @@ def check_demands(config: Config, *, validation_prompts: int, live: bool) -> Non
         SpotlightError: the first demand that cannot be met, with its number and the settings to change.
     """
     for demand in demands(config, this_machine(), validation_prompts=validation_prompts, live=live):
-        if demand.asked > demand.most:
+        if demand.asked > demand.limit:
             raise SpotlightError(f"these settings ask for {demand}")
         if demand.asked > demand.usual:
             logger.warning("these settings ask for %s, if that was not meant", demand)
@@ -104,7 +104,7 @@ def _tasks(config: Config, validation_prompts: int) -> Iterator[Demand]:
     rolled_out = rollout.prompts * ceil(rollout.seeds_kept / request_size(config))
     explored = config.prompts_drawn * ceil(exploration.seeds_tried / exploration.request_seeds)
     explores = config.strategy.exploration != "off"
-    common: dict[str, Any] = {"usual": TASKS_USUAL, "most": TASKS_MAX, "why": f"a graph may have {TASKS_MAX:,}"}
+    common: dict[str, Any] = {"usual": TASKS_USUAL, "limit": TASKS_MAX, "why": f"a graph may have {TASKS_MAX:,}"}
     yield Demand(
         what="tasks in the graph of an iteration",
         asked=each * (rolled_out + explored * explores),
@@ -128,14 +128,14 @@ def _images(config: Config, validation_prompts: int, machine: Machine) -> Iterat
         what="images in an iteration",
         asked=rollout.prompts * rollout.seeds_kept + config.prompts_drawn * per_prompt,
         usual=IMAGES_USUAL,
-        most=IMAGES_MAX,
+        limit=IMAGES_MAX,
         why=f"there may be {IMAGES_MAX:,}",
         settings="rollout.prompts, rollout.seeds_kept or exploration.seeds_tried",
     )
     image_bytes = 3 * model.height_px * model.width_px
     batch = max(request_size(config), exploration.request_seeds * explores, config.run.validation_seeds)
     memory = machine.memory_bytes
-    common: dict[str, Any] = {"usual": memory / 4, "most": memory, "why": f"this machine has {memory:,.0f} of memory"}
+    common: dict[str, Any] = {"usual": memory / 4, "limit": memory, "why": f"this machine has {memory:,.0f} of memory"}
     yield Demand(
         what="bytes for the images of one request, its largest tensor",
         asked=4 * batch * image_bytes,
@@ -159,7 +159,7 @@ def _processes(config: Config, machine: Machine) -> Iterator[Demand]:
         what="processes",
         asked=DRIVER_PROCESSES + nodes + WORKER_PROCESSES * workers,
         usual=machine.processes / 2,
-        most=machine.processes,
+        limit=machine.processes,
         why=f"this user may have {machine.processes:,.0f} here (ulimit -u, or the control group's pids.max)",
         settings=settings,
     )
@@ -167,7 +167,7 @@ def _processes(config: Config, machine: Machine) -> Iterator[Demand]:
         what="open files of the driver",
         asked=DRIVER_FILES + WORKER_FILES * workers,
         usual=machine.open_files,
-        most=machine.open_files,
+        limit=machine.open_files,
         why=f"a process may have {machine.open_files:,.0f} (ulimit -n, which you may raise)",
         settings=settings,
     )
@@ -175,7 +175,7 @@ def _processes(config: Config, machine: Machine) -> Iterator[Demand]:
         what="bytes of memory for the workers",
         asked=WORKER_BYTES * workers,
         usual=machine.memory_bytes,
-        most=4 * machine.memory_bytes,
+        limit=4 * machine.memory_bytes,
         why=f"this machine has {machine.memory_bytes:,.0f}",
         settings=settings,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import stat
+from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 
 from spotlight.records import SpotlightError
@@ -92,3 +94,32 @@ def read_bytes(path: str | Path, what: str) -> bytes:
     if len(content) > LARGEST_BYTES:
         raise SpotlightError(f"{where}: it has more than {LARGEST_BYTES} bytes; give a smaller one")
     return content
+
+
+def read_files(path: str | Path, what: str) -> dict[str, bytes]:
+    """All of a file, under no name; or of each file in a directory, under its own.
+
+    Raises:
+        SpotlightError: as `read_bytes`; all of them together may have as many bytes as one file.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return {"": read_bytes(path, what)}
+    found: dict[str, bytes] = {}
+    try:
+        names = sorted(path.iterdir())
+    except OSError as error:
+        raise SpotlightError(f"{path}: cannot be read as {what}: {error.strerror}") from None
+    for file in names:
+        found[file.name] = read_bytes(file, what)
+        if sum(map(len, found.values())) > LARGEST_BYTES:
+            raise SpotlightError(f"{path}: its files have more than {LARGEST_BYTES} bytes; give a smaller directory")
+    return found
+
+
+def digest(files: Mapping[str, bytes]) -> str:
+    """The sha256 of what `read_files` read: a file's own, or that of a directory's names and hashes."""
+    hashes = {name: sha256(content).hexdigest() for name, content in files.items()}
+    if hashes.keys() == {""}:
+        return hashes[""]
+    return sha256("".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes)).encode()).hexdigest()

@@ -39,6 +39,8 @@ class Prompt:
     id: int
     """Index in its file, stable for the whole run."""
     text: str
+    metadata: str = ""
+    """What else its line says, for rewards that ask for it: a JSON object, or nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +221,61 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GradientPart:
+    """One of the fixed parts of an update. A pure value: its gradient is the same bits wherever it is computed."""
+
+    weights: WeightsRef
+    """The version that the iteration starts from."""
+    iteration: int
+    update: int
+    number: int
+    """Among the parts of the update."""
+    samples: tuple[Sample, ...]
+    """In request order."""
+    positions: tuple[int, ...]
+    """Of each sample among the iteration's, by which what is drawn for it is keyed."""
+    after: str = ""
+    """SHA-256 of the weights after the update before; empty in the first."""
+
+    @property
+    def name(self) -> str:
+        """Of what is stored for it: another part, or other samples of this one, have another name."""
+        requests = {id(sample.request): sample.request for sample in self.samples}
+        digests = {key: request.digest for key, request in requests.items()}
+        rows = [
+            (digests[id(sample.request)], sample.index, sample.advantage, position)
+            for sample, position in zip(self.samples, self.positions, strict=True)
+        ]
+        content = dumps([self.weights.sha256, self.iteration, self.update, self.number, self.after, rows])
+        return f"u{self.update}-p{self.number}-{sha256(content.encode()).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """The gradient of a part, which is in the store, and what its computation measured."""
+
+    name: str
+    """Empty where nobody needs it any more: the next version is published."""
+    rows: int = 0
+    """That the loss is a mean over; 0 where there is nothing to learn."""
+    loss: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    sha256: str = ""
+    """Of its file; empty where it has no tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    """An optimizer step that was taken."""
+
+    version: int
+    """That the iteration makes; staged after its last update."""
+    update: int
+    weights_sha256: str = ""
+    """Of the weights after it; empty after the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
     """A new weights version that any worker may now use, and what its training measured."""
 
@@ -230,7 +287,7 @@ Interval = tuple[float, float]
 """``(start_s, stop_s)``, Unix time."""
 
 
-ALIASES = {"refill": "rollout", "validate-score": "validate", "validate-images": "validate"}
+ALIASES = {"refill": "rollout", "update": "train", "validate-score": "validate", "validate-images": "validate"}
 """Phases that are a part of another one, or its work done again."""
 
 

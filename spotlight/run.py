@@ -28,11 +28,12 @@ from spotlight.records import SpotlightError, Stopped
 from spotlight.report import tracking
 from spotlight.report.feed import Feed
 from spotlight.report.tracking import Tracking
-from spotlight.rl import rewards
+from spotlight.rl import checkpoints, rewards
 from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts, pool_prices
 from spotlight.store.disks import full_disk
+from spotlight.store.leftovers import remove_half_written
 from spotlight.store.rundir import DECISIONS, HISTORY, SUMMARY, HistoryRow, RunDir, Summary
 
 if TYPE_CHECKING:
@@ -130,6 +131,25 @@ class Run:
         run = cls.__new__(cls)
         run._open(None, settings, None)
         return run
+
+    @classmethod
+    def into(
+        cls,
+        run_dir: str | Path,
+        settings: str | Path,
+        overrides: Sequence[str] = (),
+        *,
+        cluster: Standing | None = None,
+    ) -> Run:
+        """The run of this directory: a new one if nothing is there, else the one that is, and `start` goes on with it.
+
+        Raises:
+            SpotlightError: what is there is no run, or one of other settings.
+        """
+        wanted = configuration.load(settings, overrides)
+        check_inputs(wanted)
+        directory = RunDir.into(run_dir, wanted)
+        return cls.resume(directory.url, cluster=cluster)
 
     @classmethod
     def resume(cls, run_dir: str | Path, *, cluster: Standing | None = None) -> Run:
@@ -396,6 +416,8 @@ class Run:
         from graphs.loop import Loop
 
         run = self.directory
+        if removed := remove_half_written(run.path):
+            logger.warning("removed what a killed process had begun to write: %s", ", ".join(map(str, removed)))
         self._rewind()
         done = len(run.history())
         self._pools, self._lease = Pools(self.config, run.url, self._cluster), lease
@@ -429,6 +451,7 @@ class Run:
         finally:
             self._pools.close()
             self._pools = None
+            remove_half_written(self.directory.path)  # by workers that were killed at it
 
     def _compute(self, graph: Graph) -> Mapping[str, Any]:
         """Run a graph on the cluster, unless the run is stopped first."""
@@ -470,6 +493,9 @@ class Run:
         drained, status = self._pools.drain(), self._pools.status()
         if drained["decisions"]:
             self.directory.append(DECISIONS, *drained["decisions"])
+        for event in drained["events"]:
+            if said := _worth_saying(event):
+                logger.warning("%s", said)
         self._waiting_for, self._refused = tuple(status["waiting_for"]), status["refused"]
         if status["hopeless"]:
             raise SpotlightError(status["hopeless"])
@@ -520,6 +546,17 @@ def summarise(run: RunDir, accounts: Accounts, *, now_s: float, began_s: float) 
     )
 
 
+def _worth_saying(event: Mapping[str, Any]) -> str:
+    """What a person should know of at once; empty for what is as it should be."""
+    match event["event"]:
+        case "paused":
+            return f"{event['lost_s']:.0f} s were lost: the run was paused, or its machine slept; it goes on"
+        case "waits" | "continued":
+            return str(event["what"])
+        case _:
+            return ""
+
+
 def _flatten(packed: Any) -> list[Future[Any]]:
     return [future for part in packed for future in _flatten(part)] if isinstance(packed, list) else [packed]
 
@@ -548,9 +585,9 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True, liv
     for _, pool in settings.pools:
         recorded = read_trace(pool.trace) if pool.trace else None
         pool_switches(pool, recorded, seed=settings.run.seed, duration_s=1.0)
-    scorer = rewards.load(settings.reward.name)
+    scorer = rewards.build(settings.reward)
     for path in (data.train_prompts, data.validation_prompts):
-        check_prompts(read_prompts(path), path, scorer.check)
+        check_prompts(read_prompts(path), path, scorer.check_prompt)
     choose_prompts(len(read_prompts(data.train_prompts)), settings.prompts_drawn, seed=settings.run.seed, iteration=0)
     check_demands(settings, validation_prompts=len(read_prompts(data.validation_prompts)), live=live)
     if not with_model:
@@ -559,12 +596,14 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True, liv
         from spotlight.store.zarr_store import check_url
 
         check_url(settings.latents.url)
-    if model.path and model.name == "tiny-text" and not Path(model.path).is_file():
+    if model.path and model.embedded and not Path(model.path).is_file():
         raise SpotlightError(
             f"model.path = {model.path!r}: no such file; give one that examples/pretrain_tiny.py wrote, or leave it out"
         )
-    if model.path and model.name != "tiny-text" and not Path(model.path).is_dir():
+    if model.path and not model.embedded and not Path(model.path).is_dir():
         raise SpotlightError(f"model.path = {model.path!r}: no such directory; give that of a diffusers pipeline")
+    if not model.embedded:
+        checkpoints.survey(model.name, model.path)
 
 
 def _check_port(port: int) -> None:

@@ -30,6 +30,7 @@ from spotlight.plan.availability import pool_switches, preemption_kinds, ups
 from spotlight.plan.durations import TaskDurations
 from spotlight.records import Pool, Rollout, WorkerLife
 from spotlight.run import check_inputs, summarise
+from spotlight.store import updates
 from spotlight.store.accounts import Accounts, pool_prices, read_lives
 from spotlight.store.rundir import DECISIONS, HISTORY, SIMULATED, RunDir
 from spotlight.strategies import strategies
@@ -120,7 +121,7 @@ class Simulation:
         workers = config.pools.reserved.workers + config.pools.spot.workers
         self._dispatch = Dispatch(rules_of(config), logged=workers <= LOGGED_WORKERS)
         self._cluster = VirtualCluster(
-            self.directory.path.name,
+            self.directory.name,
             self._dispatch,
             self._clock,
             TaskTiming(config),
@@ -143,7 +144,7 @@ class Simulation:
         if report:
             from spotlight.report import write_report
 
-            write_report(self.directory.path)
+            write_report(self.directory.url)
         return self._outcome()
 
     def _compute(self, graph: Graph) -> Mapping[str, Any]:
@@ -231,21 +232,27 @@ class TaskTiming:
     def step_s(self, samples: int, width: int, pool: Pool) -> float:
         return self._durations.step_s(samples, width, pool)
 
-    def work(self, function: Callable[..., Any], arguments: Sequence[Any], memory: dict[str, Any]) -> Denoising | Fixed:
+    def work(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Denoising | Fixed:
         if function is tasks.rollout_shard:
             return _denoising(arguments[1])
         if function is tasks.explore_slot:
             allocation, slot = arguments[1], arguments[2]
             return _denoising(allocation[slot]) if slot < len(allocation) else Fixed(seconds=0.0)
-        return Fixed(seconds=self._seconds(function, arguments, memory))
+        return Fixed(seconds=self._seconds(function, arguments))
 
-    def _seconds(self, function: Callable[..., Any], arguments: Sequence[Any], memory: dict[str, Any]) -> float:
+    def _seconds(self, function: Callable[..., Any], arguments: Sequence[Any]) -> float:
         durations = self._durations
         if function is tasks.score:
             done = arguments[1]
             return durations.score_s(len(done.request.seeds)) if isinstance(done, Rollout) else 0.0
-        if function is tasks.train:
-            return durations.train_s(_to_train(arguments, memory))
+        if function is tasks.gradient:
+            run_dir, *which = arguments
+            part = tasks.gradient_part(*which)
+            if updates.find(run_dir, part):
+                return 0.0
+            return durations.train_s(len(part.samples)) + durations.gradient_s
+        if function is tasks.update:
+            return len(arguments[3][-1]) * durations.gradient_s
         if function is tasks.publish:
             return durations.publish_s
         return durations.prepare_s if function is tasks.prepare else 0.0
@@ -255,19 +262,11 @@ def _denoising(request: Any) -> Denoising:
     return Denoising(request=request.id, samples=len(request.seeds), steps=request.steps)
 
 
-def _to_train(arguments: Sequence[Any], memory: dict[str, Any]) -> int:
-    """Samples whose gradient a trainer does not hold yet, as `spotlight.device.training` keeps it from part to part."""
-    _, weights, parts, of, *_ = arguments
-    version, held = memory.get("gradient", (None, 0))
-    held = held if version == weights.version else 0
-    samples = [len(part.samples) for part in parts]
-    done = 0 if sum(samples) == of else len(parts)
-    memory["gradient"] = (weights.version, done)
-    return sum(samples[held:])
-
-
 def stays(config: Config, began_s: float) -> Iterator[Stay]:
-    """When the machine of every worker is there, and how it is taken away."""
+    """When the machine of every worker is there, and how it is taken away; traces begin with the first workers."""
+    durations = TaskDurations(config)
+    first_s = began_s + durations.warm_up_s
+    trace_s = first_s + durations.start_up_s
     for name, pool in config.pools:
         hours = config.simulation.hours
         scale = config.emulated_per_real_s if hours else pool.speedup
@@ -279,7 +278,9 @@ def stays(config: Config, began_s: float) -> Iterator[Stay]:
                 pool=name,
                 name=f"{name}-{index}",
                 node=f"node:{name}-{index // pool.workers_per_node}",
-                ups=tuple((began_s + start_s, began_s + stop_s) for start_s, stop_s in ups(moments)),
+                ups=tuple(
+                    (trace_s + from_s if from_s else first_s, trace_s + until_s) for from_s, until_s in ups(moments)
+                ),
                 preemptions=preemption_kinds(pool),
                 grace_s=pool.grace_s,
                 replace_after_s=_replace_after_s(pool),

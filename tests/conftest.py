@@ -6,14 +6,45 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; child processes inherit it
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
+import psutil
 import pytest
 from hypothesis import settings
+
+from spotlight.config import RESOLVED
 
 # No deadline: a busy machine is no failure. Derandomised: the gate's verdict is the same on every run.
 settings.register_profile("gate", deadline=None, derandomize=True)
 settings.load_profile("gate")
+
+
+MARK = uuid4().hex
+os.environ["SPOTLIGHT_TESTS"] = MARK  # of this process, so that what it starts is told from what others start
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """After all tests of this process, nothing is there any more of what they started, but what ends with it."""
+    yield
+    from leftovers import described, marked, memory_of, soon_empty
+    from spotlight.store.node import memory_roots
+
+    me = os.getpid()
+    names = {path.parent.name for path in tmp_path_factory.getbasetemp().rglob(RESOLVED)}
+    workers = sys.modules.get("cluster.workers")
+    kept = {scratch.path for scratch in workers._scratch} if workers else set()
+
+    def left() -> list[str]:
+        processes = [each for each in marked("SPOTLIGHT_TESTS", MARK) if each.pid != me]
+        folders = [path for path in memory_roots(f"scratch-{me}-") if path not in kept]
+        unknown = [described(each) for each in processes if psutil.pid_exists(each.pid) and each.ppid() != me]
+        return [*unknown, *map(str, (*folders, *memory_of(names)))]
+
+    assert soon_empty(left) == []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

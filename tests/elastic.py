@@ -202,6 +202,13 @@ def engine_pid() -> int:
     return current()._engine.pid  # type: ignore[attr-defined]
 
 
+def device_number() -> int:
+    """Which of the machine's devices the worker has that this is run on."""
+    from spotlight.device.protocol import current
+
+    return current()._engine._number  # type: ignore[attr-defined]
+
+
 def latents(store: LatentStore, request: Request) -> NDArray[np.float32]:
     return store.clean(request)
 

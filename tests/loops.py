@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from random import Random
@@ -10,6 +10,7 @@ from typing import Any
 
 import graphs.tasks
 from cluster.dispatch import Dispatch
+from cluster.events import Event, Instruction, Train
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.faults import DriverKilled, Schedule, stays, strike
@@ -32,13 +33,13 @@ class LoopTiming:
         self._schedule = schedule
         self.start_up_s = schedule.start_up_s
 
-    def work(self, function: Callable[..., Any], arguments: Sequence[Any], memory: dict[str, Any]) -> Denoising | Fixed:
+    def work(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Denoising | Fixed:
         if function is graphs.tasks.rollout_shard:
             return self._denoising(arguments[1])
         if function is graphs.tasks.explore_slot:
             _, allocation, slot, *_ = arguments
             return self._denoising(allocation[slot]) if slot < len(allocation) else Fixed(seconds=0.0)
-        if function is graphs.tasks.train:
+        if function in (graphs.tasks.gradient, graphs.tasks.update):
             return Fixed(seconds=self._schedule.train_s)
         return Fixed(seconds=0.05)
 
@@ -50,13 +51,31 @@ class LoopTiming:
         return self._schedule.step_s * samples / width
 
 
-def go_struck(run: RunDir, schedule: Schedule) -> list[str]:
-    """A run to its end, resumed after each death of its driver; returns how each driver ended."""
-    with protocol.using(ModelledDevice()):  # of a module's fixture too, nothing stays installed
-        return _go_struck(run, schedule)
+def go_struck(
+    run: RunDir,
+    schedule: Schedule,
+    device: Callable[[], protocol.Device] = ModelledDevice,
+    trained: list[str] | None = None,
+    kills: Container[int] = (),
+) -> list[str]:
+    """A run to its end, resumed after each death of its driver; returns how each driver ended.
+
+    Args:
+        device: makes one for each driver.
+        trained: gets the address of each worker that begins to train.
+        kills: which of them are killed half a second later, counted from 0.
+    """
+    with protocol.using(device()):  # of a module's fixture too, nothing stays installed
+        return _go_struck(run, schedule, device, [] if trained is None else trained, kills)
 
 
-def _go_struck(run: RunDir, schedule: Schedule) -> list[str]:
+def _go_struck(
+    run: RunDir,
+    schedule: Schedule,
+    device: Callable[[], protocol.Device],
+    trained: list[str],
+    kills: Container[int],
+) -> list[str]:
     clock, chance, committed = VirtualClock(), Random(schedule.seed), dict[str, int]()
     clusters: list[VirtualCluster] = []
 
@@ -64,11 +83,18 @@ def _go_struck(run: RunDir, schedule: Schedule) -> list[str]:
         workers = [worker for worker in clusters[-1].workers.values() if worker.pool != "head"]
         strike(clusters[-1], blow, workers[whom % len(workers)].address if workers else "", chance)
 
+    def told(event: Event, instructions: list[Instruction]) -> None:
+        for each in instructions:
+            if isinstance(each, Train):
+                if len(trained) in kills:
+                    clock.after(0.5, lambda address: clusters[-1].kill(address), each.address)
+                trained.append(each.address)
+
     for at_s, blow, whom in schedule.blows:
         clock.at(at_s, strike_somebody, blow, whom)
     ends: list[str] = []
     while not ends or ends[-1] != "done":
-        protocol.install(ModelledDevice())  # a new process remembers nothing
+        protocol.install(device())  # a new process remembers nothing
         clusters.append(
             VirtualCluster(
                 run.path.name,
@@ -78,6 +104,7 @@ def _go_struck(run: RunDir, schedule: Schedule) -> list[str]:
                 stays(schedule, clock.now_s),
                 lag=lambda kind: chance.uniform(0.0, schedule.lag_s) if schedule.lag_s else 0.0,
                 committed=committed,
+                told=told,
             )
         )
         try:

@@ -63,9 +63,9 @@ def tiny_sd3(directory: Path, *, without_t5: bool = False) -> Path:
             "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0),  # as published: a shift that is always the same
             "vae": _image_vae(),
             "text_encoder": _clip(CLIPTextModelWithProjection),
-            "tokenizer": _clip_tokenizer(),
+            "tokenizer": clip_tokenizer(),
             "text_encoder_2": _clip(CLIPTextModelWithProjection),
-            "tokenizer_2": _clip_tokenizer(),
+            "tokenizer_2": clip_tokenizer(),
             "text_encoder_3": None if without_t5 else _t5(2 * TEXT_DIM),
             "tokenizer_3": None if without_t5 else _t5_tokenizer(),
             "transformer": SD3Transformer2DModel(
@@ -103,7 +103,7 @@ def tiny_flux(directory: Path, *, guidance_embeds: bool = True) -> Path:
             ),
             "vae": _image_vae(),
             "text_encoder": _clip(CLIPTextModel),
-            "tokenizer": _clip_tokenizer(),
+            "tokenizer": clip_tokenizer(),
             "text_encoder_2": _t5(TEXT_DIM),
             "tokenizer_2": _t5_tokenizer(),
             "transformer": FluxTransformer2DModel(
@@ -219,7 +219,7 @@ def _clip(kind: Any) -> Any:
     return kind(config)
 
 
-def _clip_tokenizer() -> CLIPTokenizer:
+def clip_tokenizer() -> CLIPTokenizer:
     """One token a byte, and one a byte that ends a word."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = [chr(code) for code in (*printable, *range(0x100, 0x100 + 256 - len(printable)))]

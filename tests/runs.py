@@ -83,10 +83,11 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
+def start(*arguments: str | Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """The shell command in a process of its own."""
     command = [sys.executable, "-m", "spotlight", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=pipe, stderr=pipe, env=environment)
 
 
 def spotlight(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

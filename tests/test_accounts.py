@@ -99,24 +99,6 @@ def test_history_says_what_the_dollars_bought(tmp_path: Path) -> None:
     assert ledger.usd_per_point == pytest.approx(20.0 / 25)
 
 
-@pytest.mark.parametrize(("paced", "trainers"), [(False, 1), (True, 3)])
-def test_paced_training_is_the_work_of_all_reserved_workers(tmp_path: Path, paced: bool, trainers: int) -> None:
-    run = open_run(tmp_path, paced=paced)
-    run.append(SPANS, *(span(f"reserved-{n}", 0, 100) for n in range(3)), span("reserved-0", 100, 400, phase="train"))
-    run.append(WORKERS, *(life(f"reserved-{n}", 0, 400, "end") for n in range(3)))
-
-    kept = books(run)
-    found, iteration = kept.ledger(START_S + 400), kept.measure(START_S + 100, START_S + 400)
-
-    assert found.seconds(phase="train") == 300 * trainers
-    assert found.seconds(kind="idle") == 300 * (3 - trainers)
-    assert found.seconds() == 400 * 3
-    assert found.usd_reserved_only == pytest.approx((100 * 3 + 300 * trainers) * 10.0 / H)
-    assert found.usd_wasted == pytest.approx(300 * (3 - trainers) * 10.0 / H)
-    assert iteration["train_s"] == 300  # what training lasts, whoever shares it
-    assert sum(iteration[f"busy_s.reserved-{n}"] for n in range(3)) == 300 * trainers
-
-
 def test_dollars_follow_a_file_of_prices(tmp_path: Path) -> None:
     prices = tmp_path / "spot.csv"
     prices.write_text(f"since_start_s,usd_per_h\n0,1\n{H},4\n")

@@ -30,11 +30,11 @@ from batches import (
 )
 from spotlight.plan.stochastic_steps import stochastic_steps
 from spotlight.rl.algorithms import Rows, TrainingBatch
-from spotlight.rl.algorithms.dpo import preference_pairs
 from spotlight.rl.algorithms.noising import noised
 from spotlight.rl.flow import sde_step
 from spotlight.rl.models.tiny_text import TinyText
 from spotlight.rl.objectives import clipped_objective, dpo_loss, guarded_log_ratio, matching_log_prob
+from spotlight.rl.parts import preference_pairs
 
 GROUPS = (0, 0, 0, 1, 1, 1)
 BATCH, TOKENS, CHANNELS = 4, 6, 5
@@ -112,16 +112,16 @@ def test_objectives_refuse_what_they_cannot_use(refused: Callable[[], object]) -
 
 
 @pytest.mark.parametrize(
-    ("most", "expected"),
+    ("pairs_max", "expected"),
     [(1, ((2, 1), (5, 3))), (2, ((2, 1), (0, 6), (5, 3)))],
 )
 def test_the_best_of_a_prompt_are_paired_with_its_worst_where_they_differ(
-    most: int, expected: tuple[tuple[int, int], ...]
+    pairs_max: int, expected: tuple[tuple[int, int], ...]
 ) -> None:
     advantages: NDArray[np.float64] = np.array([0.5, -2.0, 1.5, -0.25, 0.0, 0.25, 0.0, 0.3, 0.3])
     groups = (7, 7, 7, 8, 8, 8, 7, 9, 9)
 
-    assert preference_pairs(advantages, groups, most=most) == expected
+    assert preference_pairs(advantages, groups, pairs_max=pairs_max) == expected
 
 
 def test_stochastic_steps_slide_and_begin_again() -> None:
@@ -237,7 +237,7 @@ def test_the_awm_gradient_is_that_of_advantage_weighted_matching() -> None:
 
     for b, advantage in enumerate(ADVANTAGES.clip(-1, 1)):
         for slot in range(2):
-            at = noised(batch, Rows((b,), slot), "sampler", (5, 3), policy)
+            at = noised(batch, Rows((b,), (slot,)), "sampler", (5, 3), policy)
             v = policy.velocity(at.x_RNC, at.sigma_R, batch.conditioning.rows([b]), guidance=1.0, **SIZE)
             error = (v - (at.noise_RNC - at.clean_RNC)).square().mean() * at.sigma_R
             (advantage * error / (2 * len(ADVANTAGES))).sum().backward()
@@ -260,7 +260,7 @@ def test_the_dpo_gradient_prefers_each_prompts_best_to_its_worst() -> None:
         p.grad = None
     for better, worse in ((0, 1), (5, 3)):  # by ADVANTAGES
         for slot in range(2):
-            at = noised(batch, Rows((better,), slot), "sampler", (5, 1), policy)
+            at = noised(batch, Rows((better,), (slot,)), "sampler", (5, 1), policy)
             errors = {}
             for b in (better, worse):
                 x0 = batch.clean_BNC[b : b + 1]
@@ -306,7 +306,7 @@ def matching(model: TinyText, batch: TrainingBatch) -> Tensor:
     """Flow-matching errors of the samples, over fresh noises at the sampler's levels."""
     errors = []
     for slot in range(len(batch.sigmas) - 1):
-        at = noised(batch, Rows(tuple(range(len(PROMPTS))), slot), "sampler", (99, 0), model)
+        at = noised(batch, Rows(tuple(range(len(PROMPTS))), (slot,) * len(PROMPTS)), "sampler", (99, 0), model)
         v = model.velocity(at.x_RNC, at.sigma_R, batch.conditioning, guidance=1.0, **SIZE)
         errors.append((v - (at.noise_RNC - at.clean_RNC)).square().mean(dim=(1, 2)))
     return torch.stack(errors).mean(0)

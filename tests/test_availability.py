@@ -73,7 +73,7 @@ def test_a_made_up_trace_is_that_of_its_model_and_seed() -> None:
 
     switches = pool_switches(made_up, None, seed=3, duration_s=DAY_S)
 
-    assert switches[::2] == synthesise(seed=3, capacity=4, duration_s=DAY_S, climate=CALM).places(4)
+    assert switches[::2] == synthesise(seed=3, capacity=4, duration_s=DAY_S, model=CALM).places(4)
     assert switches != pool_switches(made_up, None, seed=4, duration_s=DAY_S)
 
 

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.plan.bandit import PROBE_SHARE, Arm, Beliefs, affordable, allocate, equal_shares, learn, rank_correlation
+from spotlight.plan.bandit import PROBE_SHARE, affordable, allocate, equal_shares, rank_correlation
+from spotlight.plan.beliefs import Arm, Beliefs, learn
 from spotlight.plan.subset import max_variance_subset, most_varied
 
 rewards_of_any_kind = st.one_of(

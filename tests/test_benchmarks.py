@@ -8,25 +8,31 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import fixed_costs
 from runs import ROOT
+from spotlight.simulation import Simulation
 
 SMALL = {
+    "dashboard": ("--workers", "8", "--seconds", "0.5"),
     "faults": ("--schedules", "20"),
     "fidelity": ("--table",),
+    "learning": ("--smoke",),
     "planner": ("--explore-steps",),
-    "recovery": ("--parts", "weights", "--weights-gb", "0.01"),
+    "recovery": ("--parts", "cold", "weights", "--cold", "1", "--weights-gb", "0.01"),
     "scale": ("--turns", "1", "--hours", "0"),
     "soak": ("--iterations", "30"),
-    "time_to_target": ("--seeds", "--figure", "{tmp}/figure.png"),
+    "time_to_target": ("--table", "--figure", "{tmp}/figure.png"),
 }
-"""Takes seconds: what is recorded is shown, what is pure is computed."""
+"""Takes seconds: what is recorded is shown, what is pure is computed, and what is live is tried once."""
 LIVE = {
     "algorithms": ("--seconds", "1", "--seeds", "1", "--only", "nft"),
-    "dashboard": ("--workers", "8", "--seconds", "2"),
-    "learning": ("--smoke",),
+    "engine": ("--turns", "1", "--samples", "8", "--cpu"),
+    "fixed_costs": (),
     "overhead": ("--turns", "1", "--iterations", "1"),
-    "recovery": ("--parts", "recoveries", "--kills", "1"),
-    "tls": ("--iterations", "1"),
+    "recovery": ("--parts", "recoveries", "trace", "--kills", "1", "--requests", "2"),
+    "soak": ("--live", "--iterations", "4", "--every", "1"),
+    "time_to_target": ("--smoke",),
+    "tls": ("--iterations", "3"),
 }
 """Starts clusters, or trains: a minute and more. Ask for them by ``pytest -m slow --live``."""
 ELSEWHERE = {"fuzz"}
@@ -42,6 +48,16 @@ def test_every_benchmark_has_a_small_form() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_a_benchmark_runs_to_its_end(name: str, tmp_path: Path) -> None:
     run(name, SMALL[name], tmp_path)
+
+
+def test_what_a_simulated_run_was_told_to_spend_beside_its_work_is_found_in_it(tmp_path: Path) -> None:
+    told = {"launch_s": 0.07, "graph_s": 0.3, "publish_s": 0.25, "prepare_s": 0.9}
+    asked = fixed_costs.settings(tmp_path)
+    asked = asked.model_copy(update={"simulation": asked.simulation.model_copy(update=told)})
+    simulation = Simulation("test", asked, "modelled")
+    simulation.go(report=False)
+
+    assert fixed_costs.fixed_costs(simulation.directory, asked) == pytest.approx(told, rel=0.02)
 
 
 @pytest.mark.slow

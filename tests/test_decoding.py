@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factories import make_request
-from spotlight.plan.bandit import Arm, Beliefs, allocate, learn
+from spotlight.plan.bandit import allocate
+from spotlight.plan.beliefs import Arm, Beliefs, learn
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation, allocation_row
 from spotlight.records import (

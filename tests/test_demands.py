@@ -23,7 +23,7 @@ LARGE = Machine(open_files=1e6, processes=1e5, memory_bytes=1e12)
 def refused(directory: Path, machine: Machine, *overrides: str) -> list[str]:
     settings = config.load(settings_file(directory), overrides)
     found = demands(settings, machine, validation_prompts=20, live=True)
-    return [str(demand) for demand in found if demand.asked > demand.most]
+    return [str(demand) for demand in found if demand.asked > demand.limit]
 
 
 @pytest.mark.parametrize(

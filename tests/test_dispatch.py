@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -221,20 +222,74 @@ def test_the_end_of_training_closes_exploration_and_dismisses_what_waits_of_it()
     assert dismissed.tell is None
 
 
-def test_parts_of_training_stay_with_the_worker_that_has_the_gradient() -> None:
+def trained(instructions: Sequence[Instruction]) -> dict[str, str]:
+    """Worker of each task that trains."""
+    found = [instruction for instruction in instructions if isinstance(instruction, Train)]
+    return {f"{train.key[0]}/{train.key[1]}": train.address for train in found}
+
+
+def test_gradients_go_to_every_free_reserved_worker_and_to_no_spot_one() -> None:
     cluster = Cluster()
     cluster.join("a", "b", pool="reserved")
-    cluster.submit("train", 1, pool="training")
-    (first,) = cluster.decide()
-    assert isinstance(first, Train)
-    cluster.change(("train", 0), "memory")
-    cluster.lose("a") if first.address == "tcp://b" else None
+    cluster.join("s")
+    cluster.submit("train", 3, pool="gradient")
 
-    cluster.submit("train-b", 1, pool="training", phase="train")
-    (second,) = cluster.decide()
+    begun = trained(cluster.decide())
+    cluster.lose("a", ("train", 0))
+    cluster.change(("train", 1), "memory")
 
-    assert isinstance(second, Train)
-    assert second.address == first.address
+    assert begun == {"train/0": "tcp://a", "train/1": "tcp://b"}
+    assert trained(cluster.decide()) == {"train/0": "tcp://b"}
+
+
+def test_gradients_that_spot_workers_may_compute_come_after_rollouts_and_before_exploration() -> None:
+    cluster = Cluster()
+    cluster.submit("rollout", 1)
+    cluster.submit("train", 3, pool="gradient-any")
+    cluster.submit("explore-r0", 4, iteration=1, phase="explore-r0")
+    cluster.join("a", pool="reserved")
+    cluster.join("s", "t", "u")
+
+    found = cluster.decide()
+
+    assert trained(found) == {"train/0": "tcp://a", "train/1": "tcp://t", "train/2": "tcp://u"}
+    assert launched(found) == {"rollout/0": ["tcp://s"]}
+    cluster.join("v")
+    assert launched(cluster.decide()) == {"explore-r0/0": ["tcp://v"]}
+
+
+def test_updates_stay_with_the_worker_that_has_the_optimizers_state() -> None:
+    cluster = Cluster()
+    cluster.join("b", pool="reserved")
+    cluster.submit("update", 1, pool="training")
+    first = trained(cluster.decide())
+    cluster.change(("update", 0), "memory")
+    cluster.join("a", pool="reserved")
+
+    cluster.submit("train", 1, pool="gradient")
+    gradient = trained(cluster.decide())
+    cluster.submit("update+", 1, pool="training", phase="update")
+    second = trained(cluster.decide())
+
+    assert first == {"update/0": "tcp://b"}
+    assert gradient == {"train/0": "tcp://a"}  # whom no update needs
+    assert second == {"update+/0": "tcp://b"}
+
+
+def test_a_reserved_worker_that_no_rollout_needs_trains_beside_one_that_rolls_out() -> None:
+    cluster = Cluster()
+    cluster.join("a", pool="reserved")
+    cluster.submit("rollout", 2, pool="reserved")
+    cluster.decide()
+    cluster.submit("train", 1, pool="gradient")
+    waiting = cluster.decide()
+    cluster.join("b", "c", pool="reserved")
+
+    found = cluster.decide()
+
+    assert waiting == []
+    assert launched(found) == {"rollout/1": ["tcp://b"]}
+    assert trained(found) == {"train/0": "tcp://c"}
 
 
 def test_at_the_end_of_the_window_rollouts_leave_reserved_workers_for_spot_ones() -> None:

@@ -177,7 +177,7 @@ def test_machines_with_a_large_model_boot_and_load_it() -> None:
     assert (lora.publish_s, full.publish_s) == (PUBLISH_LORA_S, load_s("qwen-image"))
 
 
-@pytest.mark.parametrize("name", ["launch_s", "form_s", "graph_s", "prepare_s", "publish_s", "start_up_s"])
+@pytest.mark.parametrize("name", ["launch_s", "form_s", "graph_s", "warm_up_s", "prepare_s", "publish_s", "start_up_s"])
 def test_what_the_system_costs_is_a_setting_in_real_seconds(name: str) -> None:
     paced = config.load(EXAMPLES / "paced.toml", [f"simulation.{name}=12.5"])
 

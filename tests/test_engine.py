@@ -15,15 +15,28 @@ import torch
 
 from graphs import tasks
 from graphs.iteration import rollout_requests, unexplored
-from graphs.tasks import RunContext
+from graphs.tasks import RunContext, TrainingSet
 from runs import settings_file
 from spotlight import config
 from spotlight.device.engine import Engine, InProcess
 from spotlight.device.pace import Pace
 from spotlight.device.signals import Clear, CloseExploration, Stop, signals
 from spotlight.plan.durations import SCORE_S
-from spotlight.records import Dropped, Quarantined, Request, Rollout, Sample, Scored, SpotlightError, Stopped
+from spotlight.records import (
+    Dropped,
+    Gradient,
+    Quarantined,
+    Request,
+    Rollout,
+    Sample,
+    Scored,
+    SpotlightError,
+    Stopped,
+    Updated,
+)
+from spotlight.rl.parts import Cut
 from spotlight.rl.prompts import read_prompts
+from spotlight.store import updates as kept_updates
 from spotlight.store.latents import MissingLatents
 from spotlight.store.rundir import RunDir
 from spotlight.store.weights import publish
@@ -259,27 +272,61 @@ def test_a_request_too_large_for_the_device_is_named_with_what_would_make_it_fit
         raise torch.OutOfMemoryError("tried to allocate 20 GiB")
 
 
-def test_training_in_parts_gives_the_same_bytes_whoever_does_them_and_however_often(
-    run: RunDir, context: RunContext
-) -> None:
-    settings, engine, other = run.config(), Engine(run.path), Engine(run.path)
-    prompts = read_prompts(settings.data.train_prompts)[:3]
-    requests = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)
+def rolled_out(run: RunDir, context: RunContext, engine: Engine, prompts: int) -> tuple[Sample, ...]:
+    settings = run.config()
+    chosen = read_prompts(settings.data.train_prompts)[:prompts]
+    requests = rollout_requests(settings, context, unexplored(settings, context, 0, chosen), context.start)
     for request in requests:
         engine.rollout(request)
-    parts = [
-        tuple(Sample(request=request, index=at, reward=0.0, advantage=at - 0.5) for at in range(len(request.seeds)))
+    return tuple(
+        Sample(request=request, index=at, reward=0.0, advantage=at - 0.5)
         for request in requests
-    ]
-    of = sum(map(len, parts))
+        for at in range(len(request.seeds))
+    )
 
-    for count in (1, 2, 1, len(parts)):  # the first part is asked for again, as if its result had been lost
-        engine.train(context.start, parts[:count], of, 0)
-    by_one = publish(run.path, 1).weights
-    shutil.rmtree(run.path / "weights" / "v00001")
-    engine.train(context.start, parts[1:], of, 0)  # leaves a gradient that is of no use to what comes now
-    for one in (engine, other):
-        one.train(context.start, parts, of, 0)
-        again = publish(run.path, 1).weights
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_training_in_parts_gives_the_same_bytes_whoever_does_them_and_however_often(
+    run: RunDir, context: RunContext, updates: int
+) -> None:
+    train = run.config().train.model_copy(update={"updates": updates})
+    (run.path / config.RESOLVED).write_text(config.dump(run.config().model_copy(update={"train": train})))
+    engines = [Engine(run.path) for _ in range(3)]
+    samples = rolled_out(run, context, engines[0], 3)
+    cut = replace(Cut.of(run.config()), prompts=3, parts=3)
+    published = []
+    # Of each part and of each update, who does it: one; two in turn, so that the second takes the first's step too;
+    # or another than for the parts, twice, as if the first result had been lost.
+    for of_parts, of_updates in (((0, 0, 0), ((0,), (0,))), ((1, 2, 1), ((1,), (2,))), ((2, 1, 2), ((0, 0), (0, 0)))):
+        gradients: list[tuple[Gradient, ...]] = []
+        updated: Updated | None = None
+        for u in range(updates):
+            sets = [TrainingSet(samples=samples, metrics={})]
+            parts = [tasks.gradient_part(context.start, 0, cut, u, part, sets, updated) for part in range(3)]
+            gradients.append(tuple(engines[who].gradient(part) for who, part in zip(of_parts, parts, strict=True)))
+            after = updated.weights_sha256 if updated else ""
+            for who in of_updates[u]:
+                updated = engines[who].update(context.start, gradients, 0, after)
+        published.append(publish(run.path, 1).weights)
         shutil.rmtree(run.path / "weights" / "v00001")
-        assert again == by_one
+        shutil.rmtree(run.path / "updates")
+
+    assert len(set(published)) == 1
+
+
+def test_a_gradient_that_was_computed_is_found_and_a_damaged_one_is_named(run: RunDir, context: RunContext) -> None:
+    engine = Engine(run.path)
+    samples = rolled_out(run, context, engine, 2)
+    cut = replace(Cut.of(run.config()), prompts=2, parts=1)
+    part = tasks.gradient_part(context.start, 0, cut, 0, 0, [TrainingSet(samples=samples, metrics={})])
+
+    found = engine.gradient(part)
+    shutil.rmtree(run.path / "latents")
+    again = Engine(run.path).gradient(part)  # without a latent it cannot be computed
+    (file,) = (run.path / "updates" / "00000").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+    assert again == found
+    with pytest.raises(SpotlightError, match=r"expected sha256 .*it was removed: `spotlight resume` computes it again"):
+        engine.update(context.start, [[found]], 0)
+    assert kept_updates.find(run.path, part) is None

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers.loaders.lora_pipeline import QwenImageLoraLoaderMixin
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
+from PIL import Image
 from torch import Tensor
 
-from pipelines import tiny_qwen_image
+from pipelines import tiny_flux, tiny_qwen_image, tiny_sd3
 from runs import PROMPTS
 from spotlight import config
+from spotlight.__main__ import main
 from spotlight.records import SpotlightError
 from spotlight.rl import models
 from spotlight.rl.export import LORA_FILE, export_lora
+from spotlight.rl.sample import GAP_PX, sample
 from spotlight.store import weights
 from spotlight.store.rundir import RunDir
 
@@ -33,7 +40,15 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen_image(tmp_path_factory.mktemp("pipeline"))
 
 
-def make_run(pipeline: Path, parent: Path, *, rank: int = RANK, dtype: str = "float32", versions: int = 2) -> Path:
+def make_run(
+    pipeline: Path,
+    parent: Path,
+    *,
+    rank: int = RANK,
+    dtype: str = "float32",
+    versions: int = 2,
+    name: str = "qwen-image",
+) -> Path:
     """A run directory with published versions 0, 1, ..., each further from the start.
 
     The policy that samples is the one in training, but for version 2, where it is that of version 1.
@@ -41,7 +56,7 @@ def make_run(pipeline: Path, parent: Path, *, rank: int = RANK, dtype: str = "fl
     settings = config.resolve(
         {
             "run": {"dir": str(parent)},
-            "model": {"name": "qwen-image", "path": str(pipeline), "dtype": dtype, "device": "cpu"},
+            "model": {"name": name, "path": str(pipeline), "dtype": dtype, "device": "cpu"},
             "data": {"train_prompts": str(DIGITS), "validation_prompts": str(DIGITS)},
             "train": {"lora_rank": rank, "lora_alpha": ALPHA, "old_decay": 0.5},
         },
@@ -131,6 +146,39 @@ def test_full_weights_are_exported_as_a_transformer(pipeline: Path, tmp_path: Pa
     assert torch.equal(outputs(QwenImageTransformer2DModel.from_pretrained(to)), trained)
 
 
+def test_a_merged_lora_is_exported_as_a_transformer_that_needs_none(pipeline: Path, tmp_path: Path) -> None:
+    run_dir = make_run(pipeline, tmp_path)
+    base = outputs(QwenImageTransformer2DModel.from_pretrained(pipeline, subfolder="transformer"))
+
+    to = export_lora(run_dir, tmp_path / "merged", merged=True)
+
+    trained = outputs(transformer_of(run_dir, version=1))
+    assert (trained - base).abs().max() > 0.1 * base.abs().max()
+    torch.testing.assert_close(outputs(QwenImageTransformer2DModel.from_pretrained(to)), trained, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "build", "kind"), [("sd3", tiny_sd3, StableDiffusion3Pipeline), ("flux", tiny_flux, FluxPipeline)]
+)
+@pytest.mark.parametrize("merged", [False, True])
+def test_other_families_are_exported_as_their_own_plain_pipelines_load_them(
+    tmp_path: Path, name: str, build: Callable[[Path], Path], kind: Any, merged: bool
+) -> None:
+    checkpoint = build(tmp_path / "checkpoint")
+    run_dir = make_run(checkpoint, tmp_path, name=name)
+
+    to = export_lora(run_dir, tmp_path / "out", merged=merged)
+    plain = kind.from_pretrained(checkpoint)
+    before = [value.clone() for value in plain.transformer.state_dict().values()]
+    if merged:
+        plain.transformer = type(plain.transformer).from_pretrained(to)
+        after = plain.transformer.state_dict().values()
+        assert not all(map(torch.equal, before, after))
+    else:
+        plain.load_lora_weights(to)
+        assert plain.transformer.peft_config["default_0"].lora_alpha == ALPHA
+
+
 def test_an_earlier_version_is_exported_when_asked_for(pipeline: Path, tmp_path: Path) -> None:
     run_dir = make_run(pipeline, tmp_path, versions=3)
     plain = QwenImagePipeline.from_pretrained(pipeline)
@@ -212,3 +260,22 @@ def test_a_run_that_published_nothing_says_so(pipeline: Path, tmp_path: Path) ->
 
     with pytest.raises(SpotlightError, match="no weights were published yet"):
         export_lora(run_dir, tmp_path / "lora")
+
+
+def test_a_sample_sheet_shows_the_run_before_and_after(pipeline: Path, tmp_path: Path) -> None:
+    run_dir = make_run(pipeline, tmp_path)
+    to = tmp_path / "sheet.png"
+
+    status = main(["sample", str(run_dir), "--prompt", 'a "4"', "--to", str(to), "--seeds", "3", "4", "--steps", "2"])
+
+    drawn = np.asarray(Image.open(to))
+    before, after = drawn[:16], drawn[16 + GAP_PX :]
+    assert status == 0
+    assert drawn.shape == (2 * 16 + GAP_PX, 2 * 32 + GAP_PX, 3)
+    assert not np.array_equal(before, after)
+    assert not np.array_equal(before[:, :32], before[:, 32 + GAP_PX :])
+
+
+def test_a_sample_of_weights_that_are_not_there_says_which_are(pipeline: Path, tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match="no weights version 7; it has 0, 1"):
+        sample(make_run(pipeline, tmp_path), 'a "4"', tmp_path / "sheet.png", seeds=[0], version=7)

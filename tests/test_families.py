@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipelines import tiny_flux, tiny_qwen_image, tiny_sd3
+from spotlight import config
 from spotlight.records import SpotlightError
 from spotlight.rl import checkpoints
-from spotlight.rl.models import Loading, Model
+from spotlight.rl.models import Loading, Model, require_memory
 from spotlight.rl.models.flux import Flux
 from spotlight.rl.models.pipeline import PipelineModel
 from spotlight.rl.models.qwen_image import QwenImage
@@ -110,7 +111,8 @@ def noise(model: Model, rows: int = 1) -> Tensor:
 @torch.no_grad()
 def velocity(model: Model, text: str = LONG, guidance: float = 1.0, sigma: float = 0.6) -> Tensor:
     size = {"height_px": HEIGHT_PX, "width_px": WIDTH_PX}
-    return model.velocity(noise(model), torch.tensor([sigma]), model.encode([text]), guidance=guidance, **size)
+    x_BNC, sigma_B = noise(model).to(model.device), torch.tensor([sigma], device=model.device)
+    return model.velocity(x_BNC, sigma_B, model.encode([text]), guidance=guidance, **size)
 
 
 @torch.no_grad()
@@ -236,6 +238,35 @@ def test_a_lora_reaches_every_block_and_starts_without_effect(made: Checkpoints,
     ]
     assert torch.equal(velocity(model), before)
     assert all(any(layer.startswith(f"{block}.") for layer in model.trainable()) for block in blocks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_gpu_draws_what_the_cpu_draws(made: Checkpoints, name: str) -> None:
+    """NOT VERIFIED ON A GPU."""
+    here, there = made.model(name), made.model(name, Loading(device=torch.device("cuda"), dtype=torch.float32))
+
+    expected, found = velocity(here, guidance=2.0), velocity(there, guidance=2.0)
+
+    assert (found.cpu() - expected).abs().max() < 1e-3 * expected.abs().max()
+    pixels = [model.decode(expected.to(model.device), HEIGHT_PX, WIDTH_PX) for model in (here, there)]
+    assert np.abs(pixels[0].astype(int) - pixels[1].astype(int)).max() <= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_estimate_of_a_gpus_memory_refuses_what_it_cannot_hold(made: Checkpoints, name: str) -> None:
+    """NOT VERIFIED ON A GPU."""
+    settings = config.resolve(
+        {
+            "data": {"train_prompts": "a", "validation_prompts": "b"},
+            "model": {"name": name, "path": str(made[name]), "device": "cuda", "height_px": 2**17, "width_px": 2**17},
+        },
+        Path(),
+    )
+
+    with pytest.raises(SpotlightError, match=r"needs about .* GB"):
+        require_memory(settings)
 
 
 def test_a_size_beyond_the_positions_of_sd3_is_refused(made: Checkpoints) -> None:

@@ -18,7 +18,7 @@ from distributed import Client, LocalCluster, Scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.gangs import GATED
+from cluster.gangs import GATED, TRAINING
 from graphs import tasks
 from graphs.iteration import (
     RESOURCES,
@@ -39,7 +39,6 @@ from kills import KillWorkers, client_of
 from runs import ROOT, settings_file, wait_for
 from spotlight import config
 from spotlight.config import Config
-from spotlight.plan.batching import parts
 from spotlight.records import Dropped, Prompt, Request, Scored, WeightsRef
 from spotlight.run import Run
 
@@ -48,7 +47,7 @@ SETTING = RunContext(
     run_dir="", run="run", seed=5, sigmas=(1.0, 0.5, 0.0), explore_sigmas=(1.0, 0.0), start=replace(VERSION, version=0)
 )
 PROMPTS = tuple(Prompt(id=index, text=f'a sign that says "{index}"') for index in (4, 7, 1))
-TRAINING = ["rollout-1", "score-1", "refill-1", "advantage-1", "train-1", "publish-1"]
+CHAIN = ["rollout-1", "score-1", "refill-1", "advantage-1", "train-1", "update-1", "publish-1"]
 
 
 def load(*overrides: str) -> Config:
@@ -142,7 +141,7 @@ def test_an_iteration_has_the_edges_of_the_design() -> None:
     edges = {(before, name) for name, above in graph.dependencies.items() for before in above}
 
     assert edges == {
-        *pairwise(TRAINING),
+        *pairwise(CHAIN),
         *((f"allocate-r{r}-2", f"explore-r{r}-2") for r in rounds),
         *((f"explore-r{r}-2", f"explore-score-r{r}-2") for r in rounds),
         *((f"explore-score-r{seen}-2", f"allocate-r{r}-2") for r in rounds for seen in range(r - 1)),
@@ -152,28 +151,45 @@ def test_an_iteration_has_the_edges_of_the_design() -> None:
     assert graph.layers.keys() - {name for edge in edges for name in edge} == {"compact-0"}
 
 
-def test_a_part_of_training_waits_for_the_scores_of_its_prompts_and_for_the_parts_before_it() -> None:
-    settings = load("train.advantage_std=group", "rollout.prompts=10", "rollout.request_seeds=3")
+def test_a_part_of_training_waits_for_the_scores_of_its_prompts_only() -> None:
+    settings = load("train.advantage_std=group", "rollout.prompts=10", "rollout.request_seeds=3", "train.parts=8")
     graph = example_graph(settings)
     calls, requests = calls_of(graph), -(-settings.rollout.seeds_kept // 3)
 
-    prompts = [part.stop for part in parts(10, parts_max=settings.train_parts)]
     scores = [[index for name, index in keys_in(calls["refill-1", at]) if name == "score-1"] for at in range(8)]
-    seen = [[key for key in keys_in(calls["train-1", at]) if key[0] == "advantage-1"] for at in range(8)]
 
     assert [len(found) for found in scores] == [requests * count for count in [1, 1, 1, 2, 1, 1, 1, 2]]
     assert [index for found in scores for index in found] == list(range(10 * requests))
-    assert [found[-1] + 1 for found in scores] == [stop * requests for stop in prompts]
-    assert seen == [[("advantage-1", index) for index in range(at + 1)] for at in range(8)]
-    assert all(("train-1", at - 1) in keys_in(calls["train-1", at]) for at in range(1, 8))
-    assert list(keys_in(calls["publish-1", 0])) == [("train-1", 7)]
+    assert [list(keys_in(calls["train-1", at])) for at in range(8)] == [[("advantage-1", at)] for at in range(8)]
+    assert sorted(keys_in(calls["update-1", 0])) == [("train-1", at) for at in range(8)]
+    assert list(keys_in(calls["publish-1", 0])) == [("update-1", 0)]
+
+
+def test_with_more_parts_than_prompts_a_part_is_of_a_prompt_or_two() -> None:
+    settings = load("train.advantage_std=group", "rollout.prompts=2", "rollout.seeds_kept=6", "train.parts=3")
+    calls = calls_of(example_graph(settings))
+
+    needed = [[index for name, index in keys_in(calls["train-1", at]) if name == "advantage-1"] for at in range(3)]
+
+    assert needed == [[0], [0, 1], [1]]
 
 
 @pytest.mark.parametrize("override", ["train.advantage_std=global", "train.updates=2", "strategy.offload=none"])
-def test_training_has_one_part_where_several_would_change_it_or_are_not_wanted(override: str) -> None:
-    graph = example_graph(load("train.advantage_std=group", override))
+def test_all_parts_wait_for_all_samples_where_they_must_or_should(override: str) -> None:
+    calls = calls_of(example_graph(load("train.advantage_std=group", "rollout.prompts=10", "train.parts=8", override)))
 
-    assert [key for key in calls_of(graph) if key[0] == "train-1"] == [("train-1", 0)]
+    assert [key for key in calls if key[0] == "advantage-1"] == [("advantage-1", 0)]
+    assert all(("advantage-1", 0) in keys_in(calls["train-1", at]) for at in range(8))
+
+
+def test_a_second_updates_gradients_wait_for_the_first_update() -> None:
+    calls = calls_of(example_graph(load("train.updates=2", "train.parts=8")))
+
+    assert all(("update-1", 0) in keys_in(calls["train-1+", at]) for at in range(8))
+    assert {("train-1", at) for at in range(8)} | {("train-1+", at) for at in range(8)} <= set(
+        keys_in(calls["update-1+", 0])
+    )
+    assert list(keys_in(calls["publish-1", 0])) == [("update-1+", 0)]
 
 
 def test_exploration_waits_for_nothing_of_the_training_beside_it() -> None:
@@ -201,7 +217,8 @@ def test_each_task_runs_in_the_pool_of_its_phase() -> None:
         "rollout": "any",
         "score": "engine",
         **dict.fromkeys(("refill", "advantage", "publish"), "trainer"),
-        "train": "training",
+        "train": "gradient",
+        "update": "training",
         **dict.fromkeys(("compact", "select", *(f"allocate-r{r}" for r in rounds)), "head"),
         **{f"explore-r{r}": "spot" for r in rounds},
         **{f"explore-score-r{r}": "engine" for r in rounds},
@@ -244,7 +261,7 @@ def known_tasks(dask_scheduler: Scheduler) -> dict[Any, Any]:
 
 
 def test_the_gate_is_asked_for_by_the_pools_that_placement_serves() -> None:
-    assert {pool for pool, resources in RESOURCES.items() if "gate" in resources} == {*GATED, "training"}
+    assert {pool for pool, resources in RESOURCES.items() if "gate" in resources} == {*GATED, *TRAINING}
 
 
 # The decisions

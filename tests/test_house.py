@@ -54,15 +54,17 @@ IMPURE_STDLIB = ("asyncio", "datetime", "logging", "os", "random", "socket", "su
 DOORS = {
     "bokeh": ("spotlight/report/", "cluster/dashboard/"),
     "dask": ("graphs/", "cluster/", *ROOF),
+    "dask_jobqueue": ("cluster/slurm.py",),
     "diffusers": ("spotlight/rl/models/", "spotlight/rl/export.py", "spotlight/device/sequence_parallel.py"),
     "distributed": ("cluster/", *ROOF),
     "mlflow": ("spotlight/report/tracking.py",),
-    "onnxruntime": ("spotlight/rl/rewards.py",),
+    "onnxruntime": ("spotlight/rl/rewards/",),
     "peft": ("spotlight/rl/models/",),
-    "rapidfuzz": ("spotlight/rl/rewards.py",),
+    "rapidfuzz": ("spotlight/rl/rewards/",),
     "tensorboard": ("spotlight/report/tracking.py",),
-    "transformers": ("spotlight/rl/models/",),
+    "transformers": ("spotlight/rl/models/", "spotlight/rl/rewards/"),
     "wandb": ("spotlight/report/tracking.py",),
+    "xfuser": ("spotlight/device/xfuser_backend.py",),
     "zarr": ("spotlight/store/zarr_store.py",),
 }
 """{dependency: the files, or directories, that alone may import it}"""

@@ -15,7 +15,6 @@ from spotlight.market.ledger import (
     pool_seconds,
     pool_usd,
     segments,
-    shared,
     spot_utilisation,
 )
 from spotlight.records import Span, WorkerLife
@@ -197,18 +196,6 @@ def test_where_spans_overlap_useful_work_counts_first_and_then_the_later() -> No
     assert {entry.phase: entry.seconds for entry in found.entries} == {"explore": 6, "rollout": 3, "score": 1}
 
 
-def test_what_one_does_for_all_is_the_work_of_every_worker_of_its_pool_that_is_there() -> None:
-    spans = [span("reserved-0", 10, 40, phase="train"), span("reserved-1", 0, 10), span("spot-0", 5, 60)]
-    lives = [life("reserved-0", 0, 60), life("reserved-1", 0, 30), life("reserved-2", 50, 60), life("spot-0", 0, 60)]
-
-    found = ledger(shared(spans, lives, "train"), lives, PRICES)
-
-    assert found.seconds(phase="train", kind="useful") == 30 + 20
-    assert found.seconds(pool="reserved", kind="idle") == 20  # of the first, after training
-    assert found.seconds(pool="spot", kind="useful") == 55
-    assert found.seconds() == 60 + 30 + 10 + 60
-
-
 def test_a_name_that_a_later_worker_takes_over_is_two_workers() -> None:
     spans = [span("spot-0", 5, 10), span("spot-0", 32, 40)]
 
@@ -250,7 +237,7 @@ def test_the_ledger_adds_up_whatever_happened(
     window = (start_s, start_s + lasts_s)
     prices = {"reserved": Price(times_s=(0, 40), usd_per_h=(9.0, 11.0)), "spot": Price.constant(2.5)}
 
-    found = ledger(shared(spans, lives, "train"), lives, prices, window)
+    found = ledger(spans, lives, prices, window)
 
     assert found.seconds() == pytest.approx(sum(pool_seconds(lives, window).values()), abs=1e-9)
     assert found.usd() == pytest.approx(sum(pool_usd(lives, prices, window).values()), abs=1e-9)

@@ -18,7 +18,7 @@ from spotlight import config
 from spotlight.device import protocol
 from spotlight.device.modelled import ModelledDevice
 from spotlight.device.signals import Clear, CloseExploration, signals
-from spotlight.records import Dropped, Placement, Sample, Scored, SpotlightError, Surplus, WeightsRef
+from spotlight.records import Dropped, GradientPart, Placement, Sample, Scored, SpotlightError, Surplus, WeightsRef
 from spotlight.store import weights
 from spotlight.store.rundir import HISTORY, SIMULATED, VALIDATION, RunDir
 
@@ -164,22 +164,27 @@ def test_training_in_parts_is_training_at_once(tmp_path: Path) -> None:
         for std in ("global", "group")
     )
 
-    assert config.load(parts.path / config.RESOLVED).train_parts > 1
+    assert config.load(parts.path / config.RESOLVED).trains_as_scored
     assert scores(whole) == scores(parts)
 
 
-def test_training_waits_for_all_samples_and_is_done_once(tmp_path: Path, device: ModelledDevice) -> None:
+def test_an_update_stages_a_version_once(tmp_path: Path, device: ModelledDevice) -> None:
     run = make_run(tmp_path)
     run_dir, start = str(run.path), device.prepare(str(run.path)).start
     request = make_request(weights=start, purpose="rollout")
     samples = tuple(Sample(request=request, index=index, reward=float(index), advantage=0.0) for index in (0, 1))
 
-    device.train(run_dir, start, (samples,), 4, 0)
+    parts = [
+        GradientPart(weights=start, iteration=0, update=0, number=at, samples=(sample,), positions=(at,))
+        for at, sample in enumerate(samples)
+    ]
+
+    gradients = tuple(device.gradient(run_dir, part) for part in parts)
     with pytest.raises(SpotlightError, match="never staged"):
         weights.publish(run.path, 1)
-    device.train(run_dir, start, (samples, samples), 4, 0)
+    device.update(run_dir, start, (gradients,), 0)
     first = weights.publish(run.path, 1)
-    device.train(run_dir, start, (samples, samples), 4, 0)
+    device.update(run_dir, start, (gradients,), 0)
 
     assert weights.publish(run.path, 1) == first == weights.latest(run.path)
 

@@ -22,7 +22,7 @@ from spotlight.records import SpotlightError
 from spotlight.rl.models.base import Conditioning
 from spotlight.rl.models.pipeline import TEXT_MULTIPLE, Loading
 from spotlight.rl.models.qwen_image import QwenImage
-from spotlight.rl.models.tiny_text import TinyText
+from spotlight.rl.models.tiny_text import MIXED, TWO_DIGITS, Shape, TinyText, patches
 from spotlight.store.node import Node
 
 HEIGHT_PX, WIDTH_PX = 16, 32
@@ -188,6 +188,20 @@ def test_the_embedded_model_is_a_view_of_the_nodes_memory(tmp_path: Path, dtype:
         assert copied(model.state().values(), node.root) == 0
         assert model.transformer.dtype == dtype
         assert not model.parameters()
+
+
+@pytest.mark.parametrize("shape", [TWO_DIGITS, MIXED])
+def test_an_embedded_model_is_small_and_its_latents_are_pixels(shape: Shape) -> None:
+    model, size = TinyText(shape), (shape.height_px, shape.width_px)
+    images = np.random.default_rng(0).integers(0, 256, (3, *size), dtype=np.uint8)
+
+    latents_BNC = patches(images)
+
+    assert latents_BNC.shape == (3, *model.latent_shape(*size))
+    assert np.array_equal(model.decode(latents_BNC, *size), np.repeat(images[..., None], 3, axis=-1))
+    assert sum(value.numel() for value in model.state().values()) < 2e6
+    with pytest.raises(SpotlightError, match=f"draws {size[0]} x {size[1]} px only"):
+        model.grid(64, 64)
 
 
 def networks_of(model: QwenImage) -> tuple[torch.nn.Module, torch.nn.Module]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.plan.batching import parts, request_seeds
+from spotlight.plan.batching import request_seeds
 from spotlight.plan.offload import (
     FIRST_WINDOW_S,
     FLOOR_S,
@@ -29,14 +29,13 @@ BOTH: tuple[Pool, ...] = ("reserved", "spot")
 
 
 def make_sides(**settings: Any) -> PhaseView:
-    """Two rollouts wait, and no reserved GPU is at work, before a window of 60 s is over."""
+    """Two rollouts wait, before a window of 60 s is over."""
     defaults: dict[str, Any] = {
         "pools": BOTH,
         "elapsed_s": 59.0,
         "window_s": 60.0,
         "spot": 2,
         "waiting": 2,
-        "rolling": 0,
     }
     return PhaseView(**defaults | settings)
 
@@ -46,9 +45,7 @@ def make_sides(**settings: Any) -> PhaseView:
     [
         ({}, BOTH, False),  # the window is open, and reserved GPUs have rollouts to take
         ({"waiting": 0}, BOTH, True),  # nothing is left to take
-        ({"waiting": 0, "rolling": 1}, BOTH, False),  # one still rolls out
         ({"elapsed_s": 60.0}, ("spot",), True),  # the window is over
-        ({"elapsed_s": 60.0, "rolling": 1}, ("spot",), False),  # one is still to hand its rollout back
         ({"elapsed_s": 60.0, "spot": 0}, BOTH, False),  # nobody else rolls out
         ({"elapsed_s": 60.0, "pools": ("reserved",)}, ("reserved",), False),
         ({"elapsed_s": 0.0, "pools": ("spot",)}, ("spot",), True),
@@ -58,22 +55,13 @@ def test_whose_turn_it_is(change: dict[str, Any], pools: tuple[Pool, ...], train
     assert decide_phase(make_sides(**change)) == PhaseDecision(pools=pools, train=train)
 
 
-@given(prompts=st.integers(1, 40), most=st.integers(1, 10))
-def test_parts_are_all_prompts_in_order_as_even_as_can_be(prompts: int, most: int) -> None:
-    found = parts(prompts, parts_max=most)
-
-    assert [prompt for part in found for prompt in part] == list(range(prompts))
-    assert len(found) == min(prompts, most)
-    assert max(map(len, found)) - min(map(len, found)) <= 1
-
-
 def test_the_window_is_as_the_strategy_says() -> None:
     state = Offload(window_s=60.0)
 
-    assert rollout_window_s("adaptive", state, parts=4) == 60.0
-    assert rollout_window_s("adaptive", state, parts=1) == inf  # nothing could begin early
-    assert rollout_window_s("none", state, parts=4) == inf
-    assert rollout_window_s("all", state, parts=4) == 0.0
+    assert rollout_window_s("adaptive", state, streams=True) == 60.0
+    assert rollout_window_s("adaptive", state, streams=False) == inf  # nothing could begin early
+    assert rollout_window_s("none", state, streams=True) == inf
+    assert rollout_window_s("all", state, streams=True) == 0.0
 
 
 def make_span(worker: str, phase: str, start_s: float, stop_s: float, iteration: int = 3) -> Span:

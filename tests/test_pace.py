@@ -53,7 +53,7 @@ def test_training_is_that_of_the_played_model_shared_by_all_reserved_workers(lor
     pace = Pace(settings(lora=lora))
 
     alone_s = SAMPLES * train_s(*SIZE, gpu="h100", timesteps=2, guidance=4.0, lora=lora, looks=0)
-    assert pace.train_s(SAMPLES) == pytest.approx(alone_s / RESERVED)
+    assert pace.train_s(SAMPLES) == pytest.approx(alone_s)
 
 
 def test_the_played_model_trains_a_lora_unless_it_is_told_otherwise() -> None:

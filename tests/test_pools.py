@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.local import Place, PreemptionSchedule
+from cluster.local import Place, PreemptionSchedule, TraceClock
 from cluster.pools import Pools
 from elastic import Live
 from runs import WAIT_S, settings_file, wait_for
@@ -16,12 +16,12 @@ from spotlight.records import SpotlightError
 
 TRACE = """0,add,a
 0,add,b
-20000,remove,b
-21000,add,c
-33000,remove,c
-34000,add,d
+2000,remove,b
+3000,add,c
+13000,remove,c
+14000,add,d
 """
-"""Two workers, one of which is lost and replaced twice. In milliseconds, with ample time to boot between."""
+"""Two workers, one of which is lost and replaced twice. In milliseconds, with ample time for a new one to boot."""
 
 
 def start(directory: Path, *settings: str) -> Live:
@@ -29,16 +29,17 @@ def start(directory: Path, *settings: str) -> Live:
     return Live(directory, ("pools.spot.trace=trace.csv", *settings))
 
 
-def test_a_pool_follows_its_trace(tmp_path: Path) -> None:
+def test_a_pool_follows_its_trace_from_when_its_first_workers_are_there(tmp_path: Path) -> None:
     live = start(tmp_path, "pools.spot.preemption=mixed")
     try:
-        fourth = wait_for(lambda: [life for life in live.lives() if life.pool == "spot"][3:])
-        reasons = [life.reason for life in live.lives() if life.left_s]
+        wait_for(lambda: [life for life in live.lives() if life.pool == "spot"][3:])
+        lives = live.lives()
     finally:
         live.close()
 
-    assert fourth[0].worker == "spot-1"
-    assert reasons == ["lost", "left"]  # killed, then warned
+    lost = [(life.left_s, life.worker, life.reason) for life in lives if life.left_s]
+    assert [what for _, *what in lost] == [["spot-1", "lost"], ["spot-1", "left"]]  # killed, then warned
+    assert lost[0][0] - max(life.joined_s for life in lives[:3]) == pytest.approx(2.0, abs=1.0)
 
 
 def test_an_unknown_source_of_notices_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -52,7 +53,7 @@ def test_a_place_gives_up_on_workers_that_cannot_start_and_says_why(tmp_path: Pa
     schedule = PreemptionSchedule(replace_after_s=0.0)
 
     async def live() -> str:
-        place = Place("tcp://127.0.0.1:1", name="spot-0", spec=spec, schedule=schedule)
+        place = Place("tcp://127.0.0.1:1", name="spot-0", spec=spec, schedule=schedule, clock=TraceClock(["spot-0"]))
         await place.start()
         async with asyncio.timeout(WAIT_S):
             while not place.failure:

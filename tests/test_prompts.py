@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import runpy
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,8 +41,72 @@ def test_the_published_prompt_file_is_read_whole(shared_data: Path) -> None:
 
     prompts = read_prompts(path)
 
-    check_prompts(prompts, path, load("ocr").check)
+    check_prompts(prompts, path, load("ocr").check_prompt)
     assert len(prompts) == 1018  # as its source counts them; it has no final newline
+
+
+def test_the_published_geneval_file_is_read_whole_with_its_metadata(shared_data: Path) -> None:
+    prompts = read_prompts(shared_data / "geneval_evaluation_metadata.jsonl")
+
+    assert len(prompts) == 553
+    assert prompts[0].text == "a photo of a bench"
+    assert json.loads(prompts[0].metadata) == {"tag": "single_object", "include": [{"class": "bench", "count": 1}]}
+
+
+def test_rows_of_json_and_of_tables_are_prompts_with_metadata(tmp_path: Path) -> None:
+    rows = tmp_path / "p.jsonl"
+    rows.write_text('{"prompt": "a dog", "n": 1}\n\n"a cat"\n')
+    table = tmp_path / "p.csv"
+    table.write_text('caption,tag\n"a ""dog"", running",x\na cat,\n')
+
+    assert read_prompts(rows) == (Prompt(id=0, text="a dog", metadata='{"n": 1}'), Prompt(id=2, text="a cat"))
+    assert [(each.text, json.loads(each.metadata)) for each in read_prompts(table)] == [
+        ('a "dog", running', {"tag": "x"}),
+        ("a cat", {"tag": ""}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.jsonl", '{"prompt": "a"}\n{', r"p\.jsonl:2: not JSON"),
+        ("p.jsonl", "[1]", r"p\.jsonl:1: a JSON object is expected"),
+        ("p.jsonl", '{"prompt": ""}', r"p\.jsonl:1: no prompt: .* there is prompt"),
+        ("p.csv", "a,b\n1,2\n", r"p\.csv:2: no prompt: .* there is a, b"),
+        ("p.csv", "", "the file is empty"),
+    ],
+)
+def test_a_row_without_a_prompt_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+
+    with pytest.raises(SpotlightError, match=message):
+        read_prompts(tmp_path / name)
+
+
+def test_parquet_is_read_where_pyarrow_is_and_else_named(tmp_path: Path) -> None:
+    file = tmp_path / "p.parquet"
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        with pytest.raises(SpotlightError, match="needs pyarrow"):
+            read_prompts(file)
+        return
+    parquet.write_table(pyarrow.table({"prompt": ["a dog", "a cat"], "n": [1, 2]}), file)
+
+    assert read_prompts(file)[1] == Prompt(id=1, text="a cat", metadata='{"n": 2}')
+
+
+def test_a_saved_data_set_is_read_where_datasets_is_and_else_named(tmp_path: Path) -> None:
+    try:
+        import datasets
+    except ImportError:
+        with pytest.raises(SpotlightError, match="needs the package datasets"):
+            read_prompts(tmp_path)
+        return
+    datasets.Dataset.from_dict({"prompt": ["a dog", "a cat"], "n": [1, 2]}).save_to_disk(str(tmp_path / "set"))
+
+    assert read_prompts(tmp_path / "set")[1] == Prompt(id=1, text="a cat", metadata='{"n": 2}')
 
 
 @pytest.mark.parametrize(
@@ -72,7 +138,7 @@ def test_a_prompt_without_a_target_is_named_with_its_line(tmp_path: Path) -> Non
     prompts = read_prompts(file)
 
     with pytest.raises(SpotlightError, match=r"prompts\.txt:3: .*'a sign without digits'"):
-        check_prompts(prompts, file, load("ocr").check)
+        check_prompts(prompts, file, load("ocr").check_prompt)
 
 
 @given(
@@ -128,3 +194,16 @@ def test_the_examples_are_what_their_script_makes(files: str) -> None:
 
     assert train == [prompt.text for prompt in read_prompts(EXAMPLES / f"{files}-train.txt")]
     assert validation == [prompt.text for prompt in read_prompts(EXAMPLES / f"{files}-validation.txt")]
+
+
+def test_the_mixed_examples_hold_out_four_texts_of_every_kind() -> None:
+    script = runpy.run_path(str(EXAMPLES / "make_prompts.py"))
+
+    train, validation = script["make_mixed"]()
+
+    for name, prompts in (("train", train), ("validation", validation)):
+        assert prompts == [prompt.text for prompt in read_prompts(EXAMPLES / f"mixed-{name}.txt")]
+    kinds = Counter((len(text), script["_kind"](text)) for text in map(quoted_target, validation))
+    assert set(kinds.values()) == {4}
+    assert len(kinds) == 11  # a single character is not mixed
+    assert not {*map(quoted_target, train)} & {*map(quoted_target, validation)}

@@ -16,7 +16,9 @@ from runs import NoWatch, outcome, settings_file
 from spotlight import config
 from spotlight.device import protocol
 from spotlight.device.modelled import ModelledDevice
+from spotlight.files import read_files
 from spotlight.records import SpotlightError
+from spotlight.rl.prompts import read_prompts
 from spotlight.run import Run
 from spotlight.store import resuming
 from spotlight.store.rundir import HISTORY, PROMPTS, SPANS, VALIDATION, RunDir
@@ -155,6 +157,24 @@ def test_other_prompts_are_refused(killed: RunDir) -> None:
     said = refusal(killed)
 
     assert f"{killed.path}/prompts/validation.txt: expected the prompts that the run began with" in said
+
+
+def test_prompts_keep_the_form_that_they_came_in(tmp_path: Path) -> None:
+    (tmp_path / "few.jsonl").write_text('{"prompt": "a sign that reads \\"47\\"", "n": 1}\n')
+    (tmp_path / "saved").mkdir()
+    for name in ("data-00000-of-00001.arrow", "state.json"):
+        (tmp_path / "saved" / name).write_text(name)
+    data = [f"data.train_prompts={tmp_path / 'few.jsonl'}", f"data.validation_prompts={tmp_path / 'saved'}"]
+
+    run = RunDir.create(config.load(settings_file(tmp_path), data), 0.0)
+
+    kept = run.config().data
+    assert read_prompts(kept.train_prompts) == read_prompts(tmp_path / "few.jsonl")
+    assert kept.validation_prompts == str(run.path / "prompts" / "validation")
+    assert read_files(kept.validation_prompts, "prompts") == read_files(tmp_path / "saved", "prompts")
+    resuming.check(run)
+    (Path(kept.validation_prompts) / "state.json").write_text("another")
+    assert f"{kept.validation_prompts}: expected the prompts that the run began with" in refusal(run)
 
 
 def test_a_line_lost_from_the_middle_of_the_history_is_named(runs: tuple[Path, Path], killed: RunDir) -> None:

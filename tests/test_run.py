@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from cluster.dispatch import differing as dispatched_otherwise
 from graphs.loop import Loop, synchronous
 from kills import KillWorkers, client_of
+from leftovers import Watched
 from runs import ROOT, NoWatch, outcome, settings_file, spotlight, start, wait_for
 from spotlight import config
 from spotlight.plan.replay import Allocation, differing
@@ -110,6 +112,13 @@ def _scores(run_dir: Path) -> list[float]:
     return rewards + [row["score"] for row in run.rows(VALIDATION)]
 
 
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    watched = Watched()
+    yield watched
+    watched.close()
+
+
 @pytest.mark.parametrize(
     ("phase", "pool", "count"), [("rollout", "spot", 3), ("explore-r", "spot", 2), ("train", "reserved", 1)]
 )
@@ -137,13 +146,17 @@ def test_workers_killed_in_the_middle_of_a_task_change_nothing(
         ("publish", 1, "processing"),
     ],
 )
-def test_a_killed_driver_is_resumed_as_if_nothing_had_been(
-    undisturbed: Path, tmp_path: Path, phase: str, iteration: int, state: str
+def test_a_killed_driver_leaves_nothing_and_is_resumed_as_if_nothing_had_been(
+    undisturbed: Path, watched: Watched, tmp_path: Path, phase: str, iteration: int, state: str
 ) -> None:
     settings = settings_file(tmp_path)
     command = [sys.executable, str(ROOT / "tests" / "killing_driver.py"), str(settings), phase, str(iteration), state]
-    killed = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=120)
+    environment = watched.environment
+    killed = subprocess.run(
+        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=120, env=environment
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
+    watched.assert_nothing_is_left(tmp_path)
     (run_dir,) = tmp_path.glob("run-*")
 
     Run.resume(run_dir).start().wait()
@@ -152,13 +165,14 @@ def test_a_killed_driver_is_resumed_as_if_nothing_had_been(
 
 
 @pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_ctrl_c_and_its_like_stop_cleanly_and_say_how_to_resume(
-    undisturbed: Path, tmp_path: Path, asked: signal.Signals
+def test_ctrl_c_and_its_like_stop_cleanly_leave_nothing_and_say_how_to_resume(
+    undisturbed: Path, watched: Watched, tmp_path: Path, asked: signal.Signals
 ) -> None:
-    process = start("run", settings_file(tmp_path))
+    process = start("run", settings_file(tmp_path), environment=watched.environment)
     wait_for(lambda: list(tmp_path.glob("run-*/history.jsonl")), process)
     process.send_signal(asked)
     _, err = process.communicate(timeout=100)
+    watched.assert_nothing_is_left(tmp_path)
     (run_dir,) = tmp_path.glob("run-*")
 
     assert process.returncode == 130

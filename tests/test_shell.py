@@ -13,6 +13,8 @@ from spotlight import __main__ as shell
 from spotlight import run as running
 from spotlight.__main__ import EXAMPLES, main
 from spotlight.config import load
+from spotlight.records import SpotlightError
+from spotlight.run import Run
 from spotlight.store.rundir import RunDir
 
 
@@ -95,3 +97,16 @@ def test_a_simulation_is_a_line_of_json_per_strategy(tmp_path: Path, capsys: pyt
     outcome = json.loads(line)
     assert outcome["iterations"] == 1
     assert Path(outcome["run_dir"]).is_dir()
+
+
+def test_a_run_into_a_directory_is_made_once_and_found_again(tmp_path: Path) -> None:
+    settings, there = settings_file(tmp_path), tmp_path / "runs" / "a"
+
+    made, found = (Run.into(there, settings, ["run.seed=3"]).directory.path for _ in range(2))
+
+    assert made == found == there
+    assert [path.name for path in there.parent.iterdir()] == ["a"]
+    with pytest.raises(SpotlightError, match=r"other settings: run\.seed = 3 there and 4 here"):
+        Run.into(there, settings, ["run.seed=4"])
+    with pytest.raises(SpotlightError, match="not a run directory"):
+        Run.into(tmp_path, settings)

@@ -141,6 +141,22 @@ def test_the_last_hour_ends_a_run(tmp_path: Path) -> None:
     assert 0 < found.iterations < 2000
 
 
+def test_a_trace_begins_when_its_first_workers_are_there(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("0,add,a\n0,add,b\n300,remove,b\n500,add,b\n")
+    simulation = simulated(tmp_path / "run", f"pools.spot.trace={trace}", "simulation.start_up_s=4.0")
+
+    joined = [(life.worker, life.joined_s) for life in simulation.lives]
+    (lost_s,) = (life.left_s for life in simulation.lives if life.reason == "lost")
+
+    there_s = joined[0][1]
+    assert joined[:3] == [(name, there_s) for name in ("reserved-0", "spot-0", "spot-1")]
+    ((again, again_s),) = joined[3:]
+    assert again == "spot-1"
+    assert again_s == pytest.approx(there_s + 0.5 + 4.0)
+    assert lost_s == pytest.approx(there_s + 0.3)
+
+
 def test_spot_workers_that_are_gone_for_good_end_a_run_that_needs_them(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("0,add,a\n0,add,b\n5000,remove,a\n5000,remove,b\n")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.market.trace_files import parse_trace, read_trace, write_trace
-from spotlight.market.trace_models import BURSTY, CALM, COLLAPSING, Climate, synthesise
+from spotlight.market.trace_models import BURSTY, CALM, COLLAPSING, TraceModel, synthesise
 from spotlight.market.traces import SECONDS_PER_H, Event, Kind, Loss, Trace
 from spotlight.records import SpotlightError
 
@@ -302,7 +302,7 @@ def test_a_limited_trace_never_has_more(trace: Trace, most: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("climate", "capacity", "losses_per_event", "collapse_share", "hours"),
+    ("model", "capacity", "losses_per_event", "collapse_share", "hours"),
     [
         (BURSTY, 32, 167 / 79, 0, 1000),
         (CALM, 64, 154 / 36, 0, 4000),
@@ -311,21 +311,21 @@ def test_a_limited_trace_never_has_more(trace: Trace, most: int) -> None:
     ids=["bamboo-p3", "bamboo-a100", "skypilot-us-west-2a"],
 )
 def test_a_synthetic_trace_has_the_published_statistics(
-    climate: Climate, capacity: int, losses_per_event: float, collapse_share: float, hours: int
+    model: TraceModel, capacity: int, losses_per_event: float, collapse_share: float, hours: int
 ) -> None:
     """Within 5 %: over so many hours there are some 5,000 loss events or more, whose mean is known to 2 %."""
-    trace = synthesise(seed=1, capacity=capacity, duration_s=hours * SECONDS_PER_H, climate=climate)
+    trace = synthesise(seed=1, capacity=capacity, duration_s=hours * SECONDS_PER_H, model=model)
 
     summary = trace.summary()
     assert summary.max_available <= capacity
-    assert summary.mean_available / capacity == pytest.approx(climate.mean_share, rel=0.05)
-    assert summary.losses_per_instance_h == pytest.approx(climate.losses_per_instance_h, rel=0.05)
+    assert summary.mean_available / capacity == pytest.approx(model.mean_share, rel=0.05)
+    assert summary.losses_per_instance_h == pytest.approx(model.losses_per_instance_h, rel=0.05)
     assert summary.losses / summary.loss_events == pytest.approx(losses_per_event, rel=0.05)
     assert summary.collapse_share == pytest.approx(collapse_share, abs=0.05)
 
 
 def test_a_synthetic_trace_loses_as_much_in_bulk_as_the_published_one_which_was_not_fitted(p3: Trace) -> None:
-    synthetic = synthesise(seed=1, capacity=32, duration_s=1000 * SECONDS_PER_H, climate=BURSTY)
+    synthetic = synthesise(seed=1, capacity=32, duration_s=1000 * SECONDS_PER_H, model=BURSTY)
 
     assert synthetic.summary().bulk_loss_share == pytest.approx(p3.summary().bulk_loss_share, rel=0.05)
 
@@ -343,10 +343,10 @@ def test_a_synthetic_trace_depends_on_its_seed_alone() -> None:
     "wrong", [{"mean_share": 1.0}, {"losses_per_instance_h": 0.0}, {"spread": 0.0}, {"collapse": 1.5}]
 )
 def test_an_impossible_climate_is_refused(wrong: dict[str, float]) -> None:
-    climate = replace(BURSTY, **wrong)
+    model = replace(BURSTY, **wrong)
 
     with pytest.raises(SpotlightError, match="mean_share and spread must be above 0"):
-        synthesise(seed=0, capacity=8, duration_s=60, climate=climate)
+        synthesise(seed=0, capacity=8, duration_s=60, model=model)
 
 
 def test_what_cannot_be_done_to_a_trace_is_refused() -> None:

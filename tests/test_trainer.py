@@ -6,12 +6,15 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,13 +33,16 @@ from batches import (
     make_trainer,
     weights_of,
 )
+from spotlight.config import TrainSection
 from spotlight.records import Sampler, SpotlightError
 from spotlight.rl.algorithms import Rows, TrainingBatch
 from spotlight.rl.algorithms.noising import noised
 from spotlight.rl.flow import initial_noise, sde_step
+from spotlight.rl.gradients import part_gradient
 from spotlight.rl.models.tiny_text import TinyText
 from spotlight.rl.objectives import nft_loss
-from spotlight.rl.trainer import old_decay
+from spotlight.rl.parts import Cut, preference_pairs
+from spotlight.rl.trainer import Trainer, old_decay
 
 ALGORITHMS = ("nft", "grpo")
 
@@ -83,49 +89,113 @@ def test_the_grpo_gradient_is_the_policy_gradient_of_every_sample_and_step() -> 
     assert (gradient_of(model) - expected).norm() < 1e-4 * expected.norm()
 
 
-def part_of(batch: TrainingBatch, model: TinyText, first: int, stop: int) -> TrainingBatch:
-    """Some of its samples, as a batch of their own."""
-    rows = slice(first, stop)
-    return replace(
-        batch,
-        clean_BNC=batch.clean_BNC[rows],
-        advantages_B=batch.advantages_B[rows],
-        conditioning=batch.conditioning.rows(range(first, stop)),
-        window_BKNC=batch.window_BKNC[rows] if batch.window_BKNC is not None else None,
-        log_prob_BS=batch.log_prob_BS[rows] if batch.log_prob_BS is not None else None,
-        first=first,
-    )
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("kl", [0.0, 0.1])
-def test_parts_of_any_size_accumulate_the_gradient_of_the_whole_batch(algorithm: str, kl: float) -> None:
-    whole, parted = make_model(), make_model()
+def test_any_number_of_parts_gives_the_gradient_of_the_whole_batch(algorithm: str, kl: float) -> None:
     settings: dict[str, Any] = {"algorithm": algorithm, "kl": kl, "micro_batch": 2, "max_grad_norm": UNBOUND}
-    batch = make_batch(whole)
+    gradients, metrics = [], []
+    for parts in (1, 2, 4, 6):
+        model = make_model()
+        batch = make_batch(model)
+        metrics.append(make_trainer(model, parts=parts, **settings).update(batch, iteration=3))
+        gradients.append(gradient_of(model))
 
-    expected = make_trainer(whole, **settings).update(batch, iteration=3)
-    trainer = make_trainer(parted, **settings)
-    for first, stop in ((0, 3), (3, 4), (4, 6)):
-        trainer.accumulate(part_of(batch, parted, first, stop), iteration=3, of=len(ADVANTAGES))
-    metrics = trainer.finish(iteration=3)
-
-    gradient = gradient_of(whole)
-    assert (gradient_of(parted) - gradient).norm() < 1e-4 * gradient.norm()
-    assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    for gradient, measured in zip(gradients[1:], metrics[1:], strict=True):
+        assert (gradient - gradients[0]).norm() < 1e-4 * gradients[0].norm()
+        assert measured == pytest.approx(metrics[0], rel=1e-3, abs=1e-6)
 
 
-def test_a_first_part_forgets_what_was_accumulated_before() -> None:
-    model, fresh = make_model(), make_model()
-    batch, trainer = make_batch(model), make_trainer(model)
+EACH: dict[str, dict[str, Any]] = {
+    "nft": {},
+    "nft-copy": {"algorithm": "nft", "old_decay": "copy"},
+    "grpo": {},
+    "grpo-guard": {},
+    "awm": {},
+    "dpo": {"dpo_pairs": 2},
+}
 
-    trainer.accumulate(part_of(batch, model, 0, 3), iteration=0, of=6)
-    for one, each in ((model, trainer), (fresh, make_trainer(fresh))):
-        for first, stop in ((0, 2), (2, 6)):
-            each.accumulate(part_of(batch, one, first, stop), iteration=1, of=6)
-        each.finish(iteration=1)
 
-    assert equal(weights_of(model), weights_of(fresh))
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("name", EACH)
+def test_parts_computed_anywhere_in_any_order_give_the_bits_of_one_process(name: str, updates: int) -> None:
+    settings: dict[str, Any] = {
+        "algorithm": name,
+        "kl": 0.1,
+        "updates": updates,
+        "micro_batch": 5,
+        "timesteps": 2,
+    } | EACH[name]
+    here, there = make_model(), [make_model(), make_model()]
+    batch = replace(make_batch(here), groups_B=(0, 0, 0, 1, 1, 1), log_prob_BS=None)
+    start = weights_of(here)
+    for parts in range(1, len(PROMPTS) + 1):
+        for model in (here, there[0]):
+            model.load_trainable(start)
+        trainer, elsewhere = (make_trainer(model, parts=parts, **settings) for model in (here, there[0]))
+        for iteration in range(2 if parts == 3 else 1):
+            expected = trainer.update(batch, iteration=iteration)
+            found = share_out(elsewhere, there, batch, iteration, TrainSection(parts=parts, **settings))
+
+            assert found == expected
+            assert equal(weights_of(there[0]), weights_of(here))
+            assert equal(elsewhere.state(), trainer.state())
+
+
+def share_out(
+    trainer: Trainer, models: list[TinyText], batch: TrainingBatch, iteration: int, settings: TrainSection
+) -> dict[str, float]:
+    """An iteration, as several machines do it: parts from the last to the first, each on another model."""
+    pairs = settings.dpo_pairs if settings.algorithm == "dpo" else 0
+    cut = Cut(parts=settings.parts, updates=settings.updates, prompts=2, seeds=3, pairs=pairs, seed=5)
+    start, old = weights_of(models[0]), trainer.old()
+    updates, norms = [], []
+    for u in range(settings.updates):
+        current, made = weights_of(models[0]), {}
+        for part in reversed(range(cut.count)):
+            model = models[part % len(models)]
+            model.load_trainable(start)
+            values = None if old is None else [parameter.detach().clone() for parameter in model.parameters()]
+            if old is not None and values is not None:
+                with model.standing_in(values):
+                    model.load_trainable(old)
+            chosen = batch.take(cut.positions(iteration, u, part, ADVANTAGES.tolist(), (0, 0, 0, 1, 1, 1)))
+            made[part] = part_gradient(
+                model, settings, chosen, seed=5, iteration=iteration, old=values, current=current if u else None
+            )
+        parts = [made[part] for part in range(cut.count)]
+        models[0].load_trainable(current)
+        tensors = [part.tensors for part in parts]
+        norms.append(trainer.step([part.rows for part in parts], tensors, iteration=iteration, update=u))
+        updates.append([(part.rows, part.loss, part.metrics) for part in parts])
+    return trainer.finish(updates, norms, iteration=iteration)
+
+
+@given(
+    prompts=st.integers(1, 12), seeds=st.integers(2, 6), parts=st.integers(1, 12), updates=st.integers(1, 3),
+    pairs=st.integers(0, 2),
+)  # fmt: skip
+def test_every_sample_is_in_one_part_of_one_update(
+    prompts: int, seeds: int, parts: int, updates: int, pairs: int
+) -> None:
+    cut = Cut(parts=parts, updates=updates, prompts=prompts, seeds=seeds, pairs=pairs, seed=3)
+    groups = [prompt for prompt in range(prompts) for _ in range(seeds)]
+    advantages = [float((7 * at) % 11) for at in range(len(groups))]
+
+    found = [cut.positions(4, u, part, advantages, groups) for u in range(updates) for part in range(cut.count)]
+
+    if pairs and updates > 1:
+        units = preference_pairs(advantages, groups, pairs_max=pairs)
+        assert sorted(sample for part in found for sample in part) == sorted(chain(*units))
+        assert [pair for part in found for pair in units if pair[0] in part and pair[1] not in part] == []
+    else:
+        assert sorted(sample for part in found for sample in part) == list(range(len(groups)))
+        assert max(map(len, found)) - min(map(len, found)) <= (seeds if cut.count <= prompts else 1)
+    if updates == 1:
+        chunks = [prompt for chunk in cut.chunks for prompt in chunk]
+        assert chunks == list(range(prompts))
+        for part, samples in enumerate(found):
+            ready = {prompt for chunk in cut.needs(part) for prompt in cut.chunks[chunk]}
+            assert {groups[sample] for sample in samples} <= ready
 
 
 def test_grpo_clamps_advantages_to_their_limit() -> None:
@@ -254,9 +324,8 @@ def test_each_of_the_samplers_levels_is_drawn_before_any_is_again(slots: int) ->
     batch = make_batch(model, sampler="ode")
     everyone = tuple(range(len(PROMPTS)))
 
-    drawn = torch.stack(
-        [noised(batch, Rows(everyone, slot), "sampler", (5, 0), model).sigma_R for slot in range(slots)], dim=1
-    )
+    rows = [Rows(everyone, (slot,) * len(everyone)) for slot in range(slots)]
+    drawn = torch.stack([noised(batch, each, "sampler", (5, 0), model).sigma_R for each in rows], dim=1)
 
     visited = torch.tensor(batch.sigmas[:-1])
     for first in range(0, slots - STEPS + 1, STEPS):
@@ -501,13 +570,6 @@ def test_state_of_another_model_or_without_the_averages_is_refused() -> None:
         make_trainer(make_model(rank=2), old_decay="copy").load_state(state)
     with pytest.raises(SpotlightError, match=r"0 averaged weights were saved and train\.ema_decay = 0\.5"):
         make_trainer(make_model(rank=4), ema_decay=0.5, old_decay="copy").load_state(state)
-
-
-def test_fewer_samples_than_updates_are_refused() -> None:
-    model = make_model()
-
-    with pytest.raises(SpotlightError, match=r"train\.updates = 7 and there are 6 samples"):
-        make_trainer(model, updates=7).update(make_batch(model), iteration=0)
 
 
 def test_grpo_without_stochastic_steps_is_refused() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spotlight import config
-from spotlight.plan.bandit import Beliefs
+from spotlight.plan.beliefs import Beliefs
 from spotlight.records import Quarantined, SpotlightError
 from spotlight.store import journals, weights
 from spotlight.store.journals import Journals
@@ -150,8 +150,8 @@ def test_what_a_run_goes_on_from_is_at_its_url(run: RunDir, tmp_path: Path, monk
         run.append(HISTORY, {"iteration": 0})
         run.append(SPANS, {"at_s": 1.0})
         run.record_beliefs(1, Beliefs(fidelity=0.25))
-        run.set_aside(aside)
-        run.set_aside(aside)
+        run.quarantine(aside)
+        run.quarantine(aside)
         elsewhere = on_another_machine(tmp_path, monkeypatch, run)
         assert elsewhere.holder().startswith("process ")
         assert elsewhere.rows(HISTORY) == [{"iteration": 0}]
@@ -162,7 +162,7 @@ def test_what_a_run_goes_on_from_is_at_its_url(run: RunDir, tmp_path: Path, monk
     assert elsewhere.holder() == ""
     assert elsewhere.rows(SPANS) == [{"at_s": 1.0}]
     assert elsewhere.beliefs(1) == Beliefs(fidelity=0.25)
-    assert elsewhere.all_set_aside() == [aside]
+    assert elsewhere.all_quarantined() == [aside]
     found = Path(elsewhere.config().data.train_prompts)
     assert found.read_bytes() == (run.path / "prompts" / "train.txt").read_bytes()
     assert found.is_relative_to(elsewhere.path)

@@ -144,6 +144,7 @@ class VirtualCluster:
         wanted = [self.tasks.all[key] for key in outputs]
         try:
             self._advance(lambda: all(task.state == "memory" for task in wanted))
+            self._gangs.forget_earlier()
             return [task.result for task in wanted]
         finally:
             self._abandon(added)
@@ -471,7 +472,6 @@ class VirtualCluster:
             return
         formings = self._gangs.of(worker)
         name = formings[0].name if formings else ""
-        worker.memory.clear()
         self._tell(EngineLost(at_s=self._clock.now_s, worker=worker.name, gang=name, reason=reason))
         for forming in formings:
             self._gangs.halt(forming)
@@ -568,7 +568,7 @@ class VirtualCluster:
         """Of a task that no gang runs: a shard without a place has nothing to do."""
         if self._shard_of(task)[0]:
             return 0.0
-        work = self._timing.work(task.call[0], self.tasks.arguments(task), worker.memory)
+        work = self._timing.work(task.call[0], self.tasks.arguments(task))
         assert isinstance(work, Fixed), f"{task.key} denoises and is no shard"
         return work.seconds
 
@@ -635,7 +635,7 @@ class VirtualCluster:
         first = self.tasks.all[launch.members[0].key]
         members = {member.key: self.workers[member.address] for member in launch.members}
         leader = members[first.key]
-        work = self._timing.work(first.call[0], self.tasks.arguments(first), leader.memory)
+        work = self._timing.work(first.call[0], self.tasks.arguments(first))
         if isinstance(work, Fixed):
             for key, worker in members.items():
                 if key in worker.running:  # else it is about to leave

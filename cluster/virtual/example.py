@@ -35,14 +35,17 @@ class Example:
     slots: int
     """Requests of each round."""
     parts: int
-    """Of training, no more than rollouts."""
+    """Of each update, no more than rollouts."""
+    updates: int = 1
+    train_pool: str = "gradient"
+    """Of gradients, as a task's annotation has it."""
     window_s: float = inf
 
     def graph(self, store: Callable[[], None]) -> tuple[HighLevelGraph, list[Key]]:
         """The graph, and the keys whose results are wanted.
 
         Args:
-            store: is called before each part of training; what it raises, the task raises.
+            store: is called before the samples of each part are collected; what it raises, the task raises.
         """
         layers = _Layers(self)
         requests = [(_denoise, request("rollout", at)) for at in range(self.rollouts)]
@@ -50,8 +53,14 @@ class Example:
         scores = layers.add("score", "engine", [(_score, keys[0]) for keys in rollouts])
         calls = [(_collect, store, scores[p :: self.parts], _others(rollouts[p :: self.parts])) for p in self._parts]
         samples = layers.add("advantage", "trainer", calls)
-        train = layers.add("train", "training", [(_train, samples[p], *_key("train", p - 1)) for p in self._parts])
-        outputs = layers.add("publish", "trainer", [(_publish, train[-1])])
+        gradients: list[list[Key]] = []
+        before: list[Key] = []
+        for u in range(self.updates):
+            name, shares = "+" * u, [(_gradient, u, p, samples[p], *before) for p in self._parts]
+            gradients.append(layers.add(f"train{name}", self.train_pool, shares, phase="train"))
+            call = (_update, u, list(gradients), *before)
+            before = layers.add(f"update{name}", "training", [call], phase="update")
+        outputs = layers.add("publish", "trainer", [(_publish, before[0])])
         if self.rounds:
             outputs += self._add_exploration(layers)
         return HighLevelGraph(layers.layers, {name: set() for name in layers.layers}), [*outputs, *samples]
@@ -89,8 +98,12 @@ class Example:
             result = self.rollout_of(got, at)
             found += _wrong(f"rollout/{at}", request("rollout", at), result, may_quarantine, may_drop=False)
         samples = [got["advantage", part] for part in self._parts]
-        if got["publish", 0] != ("published", samples):
-            found.append(f"published is {got['publish', 0]!r} instead of {samples!r}")
+        expected: Any = ()
+        for u in range(self.updates):  # every part of every update once, in order
+            gradients = tuple(("gradient", u, p, samples[p], expected) for p in self._parts)
+            expected = ("updated", u, gradients, expected)
+        if got["publish", 0] != ("published", expected):
+            found.append(f"published is {got['publish', 0]!r} instead of {expected!r}")
         for at, result in enumerate(got.get(("select", 0), ())):
             r, slot = divmod(at, self.slots)
             asked = request("explore", 100 * r + slot)
@@ -110,8 +123,9 @@ class _Layers:
         self._widths = example.widths
 
     def add(self, name: str, pool: str, calls: Sequence[tuple[Any, ...]], iteration: int = 0, **more: Any) -> list[Key]:
+        more = {"phase": name, **more}
         needs = {"head": "head", "trainer": "reserved", "engine": "engine"}.get(pool, "gate")
-        annotations = {"pool": pool, "phase": name, "iteration": iteration, "resources": {needs: 1}, **more}
+        annotations = {"pool": pool, "iteration": iteration, "resources": {needs: 1}, **more}
         tasks = {(name, at): call for at, call in enumerate(calls)}
         self.layers[name] = MaterializedLayer(tasks, annotations=annotations)
         return list(tasks)
@@ -127,10 +141,6 @@ class _Layers:
 def _others(requests: Sequence[Sequence[Key]]) -> list[Key]:
     """Shards but the first: Dask forgets a task that nobody depends on, so whoever collects the scores takes these."""
     return [key for keys in requests for key in keys[1:]]
-
-
-def _key(name: str, number: int) -> list[Key]:
-    return [(name, number)] if number >= 0 else []
 
 
 @cache
@@ -191,12 +201,16 @@ def _collect(store: Callable[[], None], scores: Sequence[Any], others: Sequence[
     return tuple(scores)
 
 
-def _train(samples: Any, before: Sequence[Any] = ()) -> list[Any]:
-    return [*before, samples]
+def _gradient(update: int, part: int, samples: Any, before: Any = ()) -> Any:
+    return ("gradient", update, part, samples, before)
 
 
-def _publish(trained: Any) -> Any:
-    return ("published", trained)
+def _update(update: int, gradients: Sequence[Sequence[Any]], before: Any = ()) -> Any:
+    return ("updated", update, tuple(gradients[update]), before)
+
+
+def _publish(updated: Any) -> Any:
+    return ("published", updated)
 
 
 def _wrong(
@@ -216,7 +230,7 @@ class ExampleTiming:
 
     Args:
         step_s: of a denoising step of one sample on one worker.
-        train_s: of a part of training.
+        train_s: of a gradient, or an update.
         start_up_s: from a machine's coming until its worker works.
     """
 
@@ -225,13 +239,13 @@ class ExampleTiming:
     def __init__(self, *, step_s: float, train_s: float, start_up_s: float) -> None:
         self._step_s, self._train_s, self.start_up_s = step_s, train_s, start_up_s
 
-    def work(self, function: Any, arguments: Sequence[Any], memory: dict[str, Any]) -> Denoising | Fixed:
+    def work(self, function: Any, arguments: Sequence[Any]) -> Denoising | Fixed:
         if function is _explore and arguments[1] >= len(arguments[0]):
             return Fixed(seconds=0.0)
         if function is _denoise or function is _explore:
             asked = arguments[0] if function is _denoise else arguments[0][arguments[1]]
             return Denoising(request=asked.id, samples=len(asked.seeds), steps=asked.steps)
-        if function is _train:
+        if function is _gradient or function is _update:
             return Fixed(seconds=self._train_s)
         return Fixed(seconds=0.05 if function is _score else 0.0)
 

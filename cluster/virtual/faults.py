@@ -31,7 +31,7 @@ BLOWS: tuple[Blow, ...] = ("kill", "notice", "hang", "engine", "pause", "suspect
 LIKELY = (5, 4, 2, 3, 2, 1, 1, 1, 1, 1)
 """How often each, beside the others."""
 Moment = Literal["launched", "boundary", "trained", "came"]
-"""A gang is launched; it is about to end a step, does, or just did; a part of training ends; a worker joins."""
+"""A gang is launched; it is about to end a step, does, or just did; a gradient or an update ends; a worker joins."""
 MOMENTS: tuple[Moment, ...] = ("launched", "boundary", "trained", "came")
 MOST_MOMENTS = 20_000
 """After so many a run is taken to go on for ever; the longest that ends has some thousand."""
@@ -107,6 +107,8 @@ def draw(seed: int) -> Schedule:
         rounds=chance.randint(0, 3 if large else 2),
         slots=chance.randint(1, 4 if large else 2),
         parts=min(rollouts, chance.randint(1, 3)),
+        updates=chance.choice([1, 1, 2]),
+        train_pool=chance.choice(["gradient", "gradient-any"]),
         window_s=chance.choice([inf, inf, 0.0, 1.0, 3.0]),
     )
     cursed = chance.randrange(example.rollouts) if chance.random() < 0.15 else None
@@ -287,7 +289,7 @@ class _Trial:
         """After every event, before what follows is done."""
         self.events += len(event.keys) if isinstance(event, TasksChanged) else 1
         if isinstance(event, TaskChanged):
-            if event.state == "memory" and event.key[0] == "train":
+            if event.state == "memory" and event.key[0].startswith(("train", "update")):
                 self._happens("trained", "")
         elif isinstance(event, WorkerNoticed):
             self._invariants.noticed.add(event.address)

@@ -81,6 +81,13 @@ class Formings:
         self._tell, self._epoch, self._finish, self._hand_back = tell, epoch, finish, hand_back
         self.all: dict[str, Forming] = {}
         """Of each gang at work."""
+        self._earlier: tuple[str, ...] = ()
+
+    def forget_earlier(self) -> None:
+        """A graph is done: nobody asks again for the requests of those before it."""
+        for request in self._earlier:
+            self.committed.pop(request, None)
+        self._earlier = tuple(self.committed)
 
     def begin(self, forming: Forming) -> None:
         self.all[forming.name] = forming

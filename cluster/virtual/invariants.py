@@ -4,14 +4,14 @@ At an instruction:
 
 - a gang is launched whole, on workers of one node that are there, stay, and have nothing else to do;
 - no worker still has a shard of an earlier forming of the gang, and the forming has a new number;
-- a part of training begins on a free reserved worker.
+- a gradient, or an update, begins on a free worker of a pool that trains.
 
 After a moment:
 
 - a worker has at most one task from behind the gate, and runs no more tasks than it has threads;
 - a gang spans one node, and takes steps only with all its members;
 - the dispatcher knows of no step that the present forming of a gang did not take;
-- no request waits beside an idle worker that could run it.
+- no request waits beside an idle worker that could run it, and no gradient or update.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 from cluster.dispatch import Dispatch
 from cluster.events import Instruction, Launch, Train
+from cluster.gangs import TRAINING
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.formings import Forming
 from cluster.virtual.workers import VirtualWorker
@@ -68,7 +69,7 @@ class Invariants:
     def _wrong_training(self, cluster: VirtualCluster, train: Train) -> Iterator[str]:
         yield from (f"{train.key}: {why}" for why in self._unfit(cluster, train.address))
         worker = cluster.workers.get(train.address)
-        if worker and worker.pool != "reserved":
+        if worker and worker.pool not in TRAINING[cluster.tasks.all[train.key].pool]:
             yield f"{train.key} is to run on {worker.name}, of the pool {worker.pool}"
 
     def _unfit(self, cluster: VirtualCluster, address: str) -> Iterator[str]:

@@ -27,6 +27,7 @@ class Task:
     needs: Mapping[str, float]
     """Resources that its worker must have."""
     phase: str
+    pool: str
     gated: bool
     """It waits behind the gate for the dispatcher."""
     wanted: bool = False
@@ -81,7 +82,8 @@ class Tasks:
             gated = "gate" in needs
             calls: Mapping[Any, Any] = layer
             layer_tasks = {
-                key: Task(key=key, call=call, needs=needs, phase=phase, gated=gated) for key, call in calls.items()
+                key: Task(key=key, call=call, needs=needs, phase=phase, pool=annotations["pool"], gated=gated)
+                for key, call in calls.items()
             }
             self.all.update(layer_tasks)
             added += layer_tasks.values()

@@ -38,12 +38,8 @@ class Timing(Protocol):
     start_up_s: float
     """From the moment that a machine is there until its worker can work."""
 
-    def work(self, function: Callable[..., Any], arguments: Sequence[Any], memory: dict[str, Any]) -> Denoising | Fixed:
-        """What a call does.
-
-        Args:
-            memory: of the worker's device: what it did before may shorten what it does now; it may be changed.
-        """
+    def work(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Denoising | Fixed:
+        """What a call does."""
         ...
 
     def step_s(self, samples: int, width: int, pool: Pool) -> float:

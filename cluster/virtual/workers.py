@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from cluster.events import Key, WorkerPool
 from cluster.virtual.clock import Alarm
@@ -26,8 +25,6 @@ class VirtualWorker:
     signals: Signals = field(default_factory=Signals)
     places: dict[tuple[str, int], Placement | Surplus | int] = field(default_factory=dict)
     """What it was told of shards that it has yet to end, by request and shard."""
-    memory: dict[str, Any] = field(default_factory=dict)
-    """Of its device; see `cluster.virtual.timing.Timing`."""
     queue: deque[Key] = field(default_factory=deque)
     """Tasks that it has and has not begun."""
     running: dict[Key, Alarm | None] = field(default_factory=dict)

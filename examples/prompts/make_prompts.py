@@ -1,10 +1,13 @@
-"""Writes prompt files: a sentence for each two-digit (digits-*.txt) or three-digit (numbers-*.txt) number, in quotes.
+"""Writes prompt files: a sentence for each two-digit (digits-*.txt) or three-digit (numbers-*.txt) number, in quotes;
+and for texts of one to four digits and capitals (mixed-*.txt), by kind.
 
-The same bytes on every run. Validation numbers never occur in training.
+The same bytes on every run. Validation texts never occur in training.
 """
 
 from __future__ import annotations
 
+import itertools
+import string
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,11 @@ SEED = 7
 HELD_OUT = {"digits": (2, 20), "numbers": (3, 64)}
 """``{files: (digits of a number, how many numbers are held out)}``. The embedded model draws two digits; three are for
 larger models, and for simulations of them, that want more prompts."""
+
+CAPITALS = "".join(letter for letter in string.ascii_uppercase if letter not in "IO")
+"""Without those that nobody tells from digits."""
+KIND, KIND_HELD_OUT = 32, 4
+"""Texts of a kind, and how many of them are held out; of single digits and capitals there are fewer."""
 
 SENTENCES = (
     'A weathered wooden door with the house number "{}" painted above the brass knocker.',
@@ -50,8 +58,34 @@ def make_prompts(digits: int, held_out: int) -> tuple[list[str], list[str]]:
     return train, [prompts[number] for number in sorted(validation)]
 
 
+def make_mixed() -> tuple[list[str], list[str]]:
+    """Training and validation prompts: kind by kind, so many of each held out."""
+    generator = np.random.Generator(np.random.Philox(key=[SEED, 1]))
+    train, validation = [], []
+    for length, kind in itertools.product((1, 2, 3, 4), ("digits", "capitals", "mixed")):
+        texts = [text for text in _texts(generator, length, kind) if _kind(text) == kind][:KIND]
+        sentences = generator.permutation(np.arange(len(texts)) % len(SENTENCES))
+        prompts = [SENTENCES[sentence].format(text) for sentence, text in zip(sentences, texts, strict=True)]
+        validation += prompts[:KIND_HELD_OUT]
+        train += prompts[KIND_HELD_OUT:]
+    return train, validation
+
+
+def _texts(generator: np.random.Generator, length: int, kind: str) -> list[str]:
+    """Some hundred texts, each once, in no order."""
+    alphabet = {"digits": string.digits, "capitals": CAPITALS, "mixed": string.digits + CAPITALS}[kind]
+    drawn = generator.choice(list(alphabet), size=(10 * KIND, length))
+    return list(dict.fromkeys("".join(letters) for letters in drawn))
+
+
+def _kind(text: str) -> str:
+    return "digits" if text.isdigit() else "capitals" if text.isalpha() else "mixed"
+
+
 def main() -> None:
     here = Path(__file__).parent
+    for name, prompts in zip(("train", "validation"), make_mixed(), strict=True):
+        (here / f"mixed-{name}.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
     for files, (digits, held_out) in HELD_OUT.items():
         for name, prompts in zip(("train", "validation"), make_prompts(digits, held_out), strict=True):
             (here / f"{files}-{name}.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")

@@ -9,7 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spotlight.device.protocol import Device, Prepared
-from spotlight.records import Dropped, Placement, Request, Rollout, Sample, Scored, Surplus, WeightsRef
+from spotlight.records import (
+    Dropped,
+    Gradient,
+    GradientPart,
+    Placement,
+    Request,
+    Rollout,
+    Scored,
+    Surplus,
+    Updated,
+    WeightsRef,
+)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -62,12 +73,21 @@ class ImagesCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainCall:
-    verb: ClassVar[str] = "train"
-    weights: WeightsRef
-    parts: tuple[tuple[Sample, ...], ...]
-    of: int
-    iteration: int
+class GradientCall:
+    verb: ClassVar[str] = "gradient"
+    part: GradientPart
 
-    def on(self, device: Device, run_dir: str) -> None:
-        device.train(run_dir, self.weights, self.parts, self.of, self.iteration)
+    def on(self, device: Device, run_dir: str) -> Gradient:
+        return device.gradient(run_dir, self.part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateCall:
+    verb: ClassVar[str] = "update"
+    weights: WeightsRef
+    gradients: tuple[tuple[Gradient, ...], ...]
+    iteration: int
+    after: str
+
+    def on(self, device: Device, run_dir: str) -> Updated:
+        return device.update(run_dir, self.weights, self.gradients, self.iteration, self.after)

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spotlight.device import xfuser_backend
 from spotlight.device.pace import Pace
 from spotlight.device.process import Beat
 from spotlight.device.protocol import ALONE
@@ -133,6 +134,7 @@ class Denoiser:
             device=self._resident.model.device,
             called_off=lambda: self._called_off(request, place),
             timeout_s=JOIN_TIMEOUT_S,
+            share=xfuser_backend.shared if self._resident.sp_backend == "xfuser" else None,
         )
 
     def _called_off(self, request: Request, place: Placement) -> str | None:

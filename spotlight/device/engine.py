@@ -13,16 +13,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spotlight.device import sequence_parallel
+from spotlight.device import sequence_parallel, xfuser_backend
 from spotlight.device.denoise import Denoiser, OnBeat, ignore_beat
 from spotlight.device.pace import Pace
 from spotlight.device.protocol import ALONE, Prepared
 from spotlight.device.residency import Residency
 from spotlight.device.signals import signals
 from spotlight.device.training import Training
-from spotlight.records import Dropped, Placement, Request, Rollout, Sample, Scored, Surplus, WeightsRef
+from spotlight.records import (
+    Dropped,
+    Gradient,
+    GradientPart,
+    Placement,
+    Request,
+    Rollout,
+    Scored,
+    Surplus,
+    Updated,
+    WeightsRef,
+)
 from spotlight.rl import rewards
-from spotlight.rl.models import Model
+from spotlight.rl.models import Model, device_of
 from spotlight.store.latents import LatentStore
 from spotlight.store.node import Node
 from spotlight.store.rundir import RunDir
@@ -59,10 +70,18 @@ class InProcess:
     def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
         return self.engine(run_dir).images(request)
 
-    def train(
-        self, run_dir: str, weights: WeightsRef, parts: tuple[tuple[Sample, ...], ...], of: int, iteration: int
-    ) -> None:
-        self.engine(run_dir).train(weights, parts, of, iteration)
+    def gradient(self, run_dir: str, part: GradientPart) -> Gradient:
+        return self.engine(run_dir).gradient(part)
+
+    def update(
+        self,
+        run_dir: str,
+        weights: WeightsRef,
+        gradients: tuple[tuple[Gradient, ...], ...],
+        iteration: int,
+        after: str = "",
+    ) -> Updated:
+        return self.engine(run_dir).update(weights, gradients, iteration, after)
 
 
 class Engine:
@@ -87,7 +106,8 @@ class Engine:
         self._denoiser = Denoiser(self.resident, self.store, self._pace, on_beat, node, resumes=resumes)
         self._training = Training(run.url, self._config, self.resident, self._denoiser, self._pace)
         self.rollout = self._denoiser.rollout
-        self.train = self._training.train
+        self.gradient = self._training.gradient
+        self.update = self._training.update
 
     @property
     def model(self) -> Model:
@@ -95,15 +115,17 @@ class Engine:
 
     @cached_property
     def _scorer(self) -> rewards.Scorer:
-        return rewards.load(self._config.reward.name)
+        return rewards.build(self._config.reward)
 
     def prepare(self) -> Prepared:
         """Noise levels of rollouts and of exploration; version 0 is published.
 
         Raises:
-            SpotlightError: the model cannot draw this size, or cannot be split as the settings want.
+            SpotlightError: the model cannot draw this size, or cannot be split as the settings want, or by what.
         """
         settings = self._config
+        if settings.sp.backend == "xfuser":
+            xfuser_backend.require(settings.model.name, device_of(settings.model))
         size = settings.model.height_px, settings.model.width_px
         rows, columns = self.model.grid(*size)
         text_tokens = self.model.encode([next(iter(self.resident.prompts())).text]).mask_BT.shape[1]
@@ -156,7 +178,7 @@ class Engine:
     ) -> tuple[list[float | None], list[str]]:
         """In order of the seeds, None where there is none, with an error for each of those."""
         shown = np.flatnonzero(finite_B)
-        prompts = [request.prompt.text] * len(shown)
+        prompts = [request.prompt] * len(shown)
         found, errors = rewards.score(self._scorer, images[shown], prompts, attempts=self._config.reward.attempts)
         values: list[float | None] = [None] * len(request.seeds)
         for index, value in zip(shown, found, strict=True):

@@ -10,6 +10,7 @@ they are stale (`spotlight.device.learning_model`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +20,19 @@ from spotlight.config import Config
 from spotlight.device import learning_model
 from spotlight.device.protocol import ALONE, Prepared
 from spotlight.device.signals import signals
-from spotlight.records import Dropped, Placement, Request, Rollout, Sample, Scored, Surplus, WeightsRef
+from spotlight.records import (
+    Dropped,
+    Gradient,
+    GradientPart,
+    Placement,
+    Request,
+    Rollout,
+    Scored,
+    Surplus,
+    Updated,
+    WeightsRef,
+)
+from spotlight.store import updates
 from spotlight.store import weights as store
 from spotlight.store.rundir import RunDir
 
@@ -27,6 +40,10 @@ SCORE = "score"
 """The name of the one tensor of a version."""
 EDGE_PX = 4
 """Of its images, which show nothing."""
+
+
+REMEMBERED = 8
+"""Versions whose scores are kept: what is at work at the same time asks for three."""
 
 
 class ModelledDevice:
@@ -74,18 +91,37 @@ class ModelledDevice:
     def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
         return np.full((len(request.seeds), EDGE_PX, EDGE_PX, 3), 128, dtype=np.uint8)
 
-    def train(
-        self, run_dir: str, weights: WeightsRef, parts: tuple[tuple[Sample, ...], ...], of: int, iteration: int
-    ) -> None:
-        """Learn from the variance of the rewards, once all samples of the iteration are there."""
-        run, version = self._run(run_dir), weights.version + 1
-        samples = [sample for part in parts for sample in part]
-        if len(samples) < of or store.published(run.url, version):
-            return
-        before = run.score(weights)
-        captured = learning_model.captured(before, _groups(samples))
-        after = learning_model.after(before, captured, gain=run.settings.simulation.gain)
-        _stage(run.url, version, after, {"captured": captured, "modelled_score": after})
+    def gradient(self, run_dir: str, part: GradientPart) -> Gradient:
+        """What a step learns from it: the rewards, each by its prompt and its position."""
+        run = self._run(run_dir)
+        if store.published(run.url, part.weights.version + 1):
+            return Gradient(name="")
+        found = updates.find(run.url, part)
+        if found is None:
+            named = zip(part.samples, part.positions, strict=True)
+            rewards = {f"{sample.request.prompt.id}/{position}": sample.reward for sample, position in named}
+            measured = Gradient(name="", rows=len(part.samples), metrics=rewards)
+            found = updates.put(run.url, part, measured, {})
+        return found
+
+    def update(
+        self,
+        run_dir: str,
+        weights: WeightsRef,
+        gradients: tuple[tuple[Gradient, ...], ...],
+        iteration: int,
+        after: str = "",
+    ) -> Updated:
+        """Learn from the variance of the rewards, with an iteration's last update."""
+        run, version, update = self._run(run_dir), weights.version + 1, len(gradients) - 1
+        done = Updated(version=version, update=update)
+        if update + 1 < run.settings.train.updates or store.published(run.url, version):
+            return done
+        score = run.score(weights)
+        captured = learning_model.captured(score, _groups(part for parts in gradients for part in parts))
+        learnt = learning_model.after(score, captured, gain=run.settings.simulation.gain)
+        _stage(run.url, version, learnt, {"captured": captured, "modelled_score": learnt})
+        return done
 
     def _run(self, run_dir: str) -> _Run:
         if run_dir not in self._runs:
@@ -108,6 +144,8 @@ class _Run:
             SpotlightError: it is not published, is another, or is damaged.
         """
         if ref not in self.scores:
+            while len(self.scores) >= REMEMBERED:
+                del self.scores[next(iter(self.scores))]
             self.scores[ref] = float(store.load_arrays(self.url, ref)[SCORE])
         return self.scores[ref]
 
@@ -121,9 +159,10 @@ def _even(steps: int) -> tuple[float, ...]:
     return tuple(1 - step / steps for step in range(steps + 1))
 
 
-def _groups(samples: list[Sample]) -> list[list[float]]:
-    """The rewards of each prompt's samples."""
-    groups: dict[int, list[float]] = {}
-    for sample in samples:
-        groups.setdefault(sample.request.prompt.id, []).append(sample.reward)
+def _groups(parts: Iterable[Gradient]) -> list[list[float]]:
+    """The rewards of each prompt's samples, both in request order."""
+    groups: dict[str, list[float]] = {}
+    rewards = {int(name.split("/")[1]): (name, reward) for part in parts for name, reward in part.metrics.items()}
+    for _, (name, reward) in sorted(rewards.items()):
+        groups.setdefault(name.split("/")[0], []).append(reward)
     return list(groups.values())

@@ -34,7 +34,7 @@ class Pace:
         return self._durations.step_s(samples, width) if self._durations else 0.0
 
     def train_s(self, samples: float) -> float:
-        """Real seconds of training on so many samples, as if all reserved workers shared it evenly."""
+        """Real seconds of the gradient of so many samples."""
         return self._durations.train_s(samples) if self._durations else 0.0
 
     def score_s(self, samples: int) -> float:

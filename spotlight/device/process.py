@@ -26,6 +26,7 @@ from typing import Any
 from spotlight.device.calls import Call, T
 from spotlight.device.signals import Order, Signals, signals
 from spotlight.store.node import Node
+from spotlight.store.slots import is_stopped
 
 POLL_S = 0.5
 _PR_SET_PDEATHSIG = 1
@@ -61,8 +62,10 @@ class EngineProcess:
         context: of that parent.
         number: of the device among the machine's; becomes LOCAL_RANK.
         node: root of the node's shared memory, for weights; see `spotlight.store.node`.
-        hang_after_s: a call that sent a beat, and then none for so long, is ended with its process.
+        hang_after_s: a call that sent a beat, and then none for so long, is ended with its process; so is one whose
+            process is stopped. Time in which the caller was paused does not count.
         on_start: is called with the id of each process that is started.
+        renew: makes sure, before each start, that the parent can be reached.
     """
 
     def __init__(
@@ -73,8 +76,10 @@ class EngineProcess:
         node: Path,
         hang_after_s: float,
         on_start: Callable[[int], None] = lambda pid: None,
+        renew: Callable[[], object] = lambda: None,
     ) -> None:
         self._context = context
+        self._renew = renew
         self._on_start = on_start
         self._number = number
         self._node = node
@@ -94,6 +99,7 @@ class EngineProcess:
         calls, self._calls = self._context.Pipe()
         orders, told = self._context.Pipe(duplex=False)
         arguments = (self._number, self._node, calls, orders, signals)
+        self._renew()
         self._process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
             target=serve, args=arguments, daemon=True
         )
@@ -124,17 +130,22 @@ class EngineProcess:
         return value
 
     def _answer(self, on_beat: Callable[[Beat], None]) -> tuple[str, Any]:
-        heard_s: float | None = None
+        beats, heard_s, looked_s = False, time.monotonic(), time.monotonic()
         while True:
-            if not self._calls.poll(POLL_S):
-                if heard_s and time.monotonic() - heard_s > self._hang_after_s:
+            heard = self._calls.poll(POLL_S)
+            now_s = time.monotonic()
+            heard_s += max(0.0, now_s - looked_s - POLL_S)  # in which this process, and perhaps the engine, was paused
+            looked_s = now_s
+            if not heard:
+                if now_s - heard_s > self._hang_after_s and (beats or is_stopped(self.pid)):
                     raise _Hung
                 continue
             kind, value = self._calls.recv()
             if kind != "beat":
                 return kind, value
-            heard_s = time.monotonic()
+            beats, heard_s = True, now_s
             on_beat(value)
+            looked_s = time.monotonic()
 
     def tell(self, order: Order) -> None:
         """Pass an order on; one that is too late for a process that just ended is lost with it."""

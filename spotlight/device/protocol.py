@@ -14,7 +14,18 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.records import Dropped, Placement, Request, Rollout, Sample, Scored, Surplus, WeightsRef
+from spotlight.records import (
+    Dropped,
+    Gradient,
+    GradientPart,
+    Placement,
+    Request,
+    Rollout,
+    Scored,
+    Surplus,
+    Updated,
+    WeightsRef,
+)
 
 ALONE = Placement(gang="", epoch=0, rank=0, width=1)
 """The placement of a request that nobody placed: it belongs to no gang."""
@@ -68,14 +79,25 @@ class Device(Protocol):
         """The images of a finished request, shape (B, height, width, 3)."""
         ...
 
-    def train(
-        self, run_dir: str, weights: WeightsRef, parts: tuple[tuple[Sample, ...], ...], of: int, iteration: int
-    ) -> None:
-        """Train on some more of an iteration's samples; with the last of them, stage the version after ``weights``.
+    def gradient(self, run_dir: str, part: GradientPart) -> Gradient:
+        """Compute the gradient of a part of an update, and keep it in the store."""
+        ...
+
+    def update(
+        self,
+        run_dir: str,
+        weights: WeightsRef,
+        gradients: tuple[tuple[Gradient, ...], ...],
+        iteration: int,
+        after: str = "",
+    ) -> Updated:
+        """Take an optimizer step; after an iteration's last, stage the version after ``weights``.
 
         Args:
-            parts: all parts so far, in order.
-            of: samples of the whole iteration.
+            weights: that the iteration starts from.
+            gradients: of all parts, in order, of this update and of those before it, which a device that did not take
+                their steps takes too.
+            after: hash of the weights after the update before; empty in the first.
         """
         ...
 

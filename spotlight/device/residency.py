@@ -34,10 +34,12 @@ class Residency:
         self._run, self._config, self._node = run, config, node
         self._versions: dict[tuple[WeightsRef, Policy], dict[str, Tensor]] = {}
         self._loaded: tuple[WeightsRef, Policy] | None = None
+        self._old: tuple[WeightsRef, list[Tensor]] | None = None
 
     @cached_property
     def model(self) -> models.Model:
         settings = self._config
+        models.require_memory(settings)
         model = models.load(settings.model, self._node)
         texts = [prompt.text for prompt in self.prompts()]
         model.preload(texts, cache=self._run.path / "prompts.safetensors")
@@ -50,6 +52,11 @@ class Residency:
             yield from prompts.read_prompts(path)
 
     @property
+    def sp_backend(self) -> str:
+        """What shares a forward pass among the members of a gang."""
+        return self._config.sp.backend
+
+    @property
     def loaded(self) -> WeightsRef | None:
         """The version that is in the model."""
         return self._loaded[0] if self._loaded else None
@@ -60,16 +67,36 @@ class Residency:
         Raises:
             SpotlightError: the file is missing or damaged.
         """
-        wanted = (ref, policy)
-        if self._loaded == wanted:
+        if self._loaded == (ref, policy):
             return
+        state = self._state(ref, policy)
+        self._loaded = None
+        self.model.load_trainable(state)
+        self._loaded = (ref, policy)
+
+    def old(self, ref: WeightsRef) -> list[Tensor] | None:
+        """The policy that samples, in the order of `Model.parameters`; None where it is the one in training.
+
+        Raises:
+            SpotlightError: as `use`.
+        """
+        if not self._config.train.keeps_old:
+            return None
+        if self._old is None or self._old[0] != ref:
+            values = self._old[1] if self._old else [p.detach().clone() for p in self.model.parameters()]
+            state, self._old = self._state(ref, "old"), None
+            with self.model.standing_in(values):
+                self.model.load_trainable(state)
+            self._old = (ref, values)
+        return self._old[1]
+
+    def _state(self, ref: WeightsRef, policy: Policy) -> dict[str, Tensor]:
+        wanted = (ref, policy)
         if wanted not in self._versions:
             while len(self._versions) >= RESIDENT_VERSIONS:
                 self._versions.pop(min(self._versions, key=lambda old: old[0].version))
             self._versions[wanted] = weights.load(self._run.url, ref, weights.PARTS[policy], self._node)
-        self._loaded = None
-        self.model.load_trainable(self._versions[wanted])
-        self._loaded = wanted
+        return self._versions[wanted]
 
     def changed(self) -> None:
         """What is in the model has no version any more: it is being trained."""

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from threading import Event, Thread
@@ -92,6 +92,7 @@ class Gang:
         name: of the gang, for messages: say, its id and its epoch.
         called_off: looked at while waiting; why the gang is to be left, or None.
         timeout_s: longest wait for a peer, when joining and in an exchange.
+        share: inside it, the transformer's forward passes are the gang's; by default, diffusers' split.
     """
 
     def __init__(
@@ -105,10 +106,12 @@ class Gang:
         device: torch.device,
         called_off: Callable[[], str | None],
         timeout_s: float,
+        share: Share | None = None,
     ) -> None:
         assert 0 <= rank < width, f"rank {rank} of {width}"
         self.name, self.rank, self.width = name, rank, width
         self._transformer = transformer
+        self._share = share or _shared
         self._meeting = meeting
         self._device = device
         self._called_off = called_off
@@ -122,7 +125,7 @@ class Gang:
             with ExitStack() as exits:
                 self._backend = self._join()
                 exits.push(self._leave)
-                exits.enter_context(_shared(self._transformer, self))
+                exits.enter_context(self._share(self._transformer, self))
                 self._exits = exits.pop_all()
         return self
 
@@ -130,6 +133,14 @@ class Gang:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._exits.__exit__(kind, error, trace)
+
+    @property
+    def meeting(self) -> Path:
+        return self._meeting
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Rank 0's tensor, on every rank; those of the others say only its shape, type and device."""
@@ -275,6 +286,9 @@ def _close(backend: Any, broken: bool) -> None:
     else:
         backend.shutdown()
 
+
+Share = Callable[[Any, Gang], AbstractContextManager[None]]
+"""Of a transformer and the gang that shares its forward passes inside."""
 
 # What diffusers' context parallelism is made of, and what takes its places. The contract test watches both.
 

@@ -110,6 +110,10 @@ def shard_from_message(gang: str, shard: int, value: Any) -> PlaceShard:
     return PlaceShard(gang=gang, shard=shard, placement=placement)
 
 
+PLACES_MAX = 1000
+"""Places of shards that were told of and not asked for: a shard that is called off never asks. A worker has a few."""
+
+
 class Signals:
     """Requests to end early, by run and by gang; single assignments to a dict or a set, so any thread may make them."""
 
@@ -150,6 +154,8 @@ class Signals:
             case CallOff(gang=gang, epoch=epoch):
                 self._called_off[gang] = epoch
             case PlaceShard(gang=gang, shard=shard, placement=placement):
+                while len(self._places) >= PLACES_MAX:
+                    self._places.pop(next(iter(self._places)), None)
                 self._places[gang, shard] = placement
             case _:
                 assert_never(command)

@@ -1,12 +1,11 @@
-"""Trains a run's model on parts of an iteration's samples; it stages versions, and publishes none but the first.
+"""Computes gradients of parts, and takes optimizer steps; it stages versions, and publishes none but the first.
 
-Safe to run twice, anywhere: the same samples on the same version give the same bytes, whoever did which part.
+Safe to run twice, anywhere: the same parts on the same version give the same bytes, whoever did which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby
 
@@ -18,10 +17,11 @@ from spotlight.config import Config
 from spotlight.device.denoise import Denoiser
 from spotlight.device.pace import Pace
 from spotlight.device.residency import Residency
-from spotlight.records import Request, Sample, WeightsRef
+from spotlight.records import Gradient, GradientPart, Request, Sample, Updated, WeightsRef
 from spotlight.rl.algorithms import TrainingBatch
+from spotlight.rl.gradients import PartGradient, part_gradient
 from spotlight.rl.trainer import Trainer
-from spotlight.store import weights
+from spotlight.store import updates, weights
 
 
 class Training:
@@ -33,8 +33,8 @@ class Training:
 
     def __init__(self, run_dir: str, config: Config, resident: Residency, drawn: Denoiser, pace: Pace) -> None:
         self._run_dir, self._config, self._resident, self._drawn, self._pace = run_dir, config, resident, drawn, pace
-        self._trained: int | None = None  # the version that the optimizer's state in this process belongs to
-        self._accumulated: list[tuple[Sample, ...]] = []  # parts of an iteration whose gradient is in the parameters
+        self._at: tuple[int, int] | None = None  # the version, and updates since, that the optimizer's state belongs to
+        self._norms: list[float] = []  # of these updates
 
     @cached_property
     def _trainer(self) -> Trainer:
@@ -48,71 +48,99 @@ class Training:
             found = weights.publish(self._run_dir, 0)
         return found.weights
 
-    def train(self, ref: WeightsRef, parts: Sequence[tuple[Sample, ...]], of: int, iteration: int) -> None:
-        """Train on some more of an iteration's samples; with the last of them, stage the version after ``ref``.
+    def gradient(self, part: GradientPart) -> Gradient:
+        """Compute the gradient of a part of an update, and keep it; nothing, if it is kept or needed no more."""
+        if weights.published(self._run_dir, part.weights.version + 1):
+            return Gradient(name="")
+        found = updates.find(self._run_dir, part)
+        if found is None:
+            made = self._gradient(part) if part.samples else PartGradient()
+            measured = Gradient(name="", rows=made.rows, loss=made.loss, metrics=made.metrics)
+            found = updates.put(self._run_dir, part, measured, made.tensors)
+        return found
 
-        Safe to run twice, anywhere: parts that this process holds the gradient of are not done again, all others
-        are, also those that another process did. Nothing is done if that version is published already. The
-        optimizer's state is taken from this process if it is the one that trained ``ref``, else from the checkpoint.
+    def _gradient(self, part: GradientPart) -> PartGradient:
+        resident = self._resident
+        current = updates.load_weights(self._run_dir, part.iteration, part.after) if part.after else None
+        old = resident.old(part.weights)
+        resident.use(part.weights)
+        batch = self._training_batch(part)
+        if current is not None:
+            resident.changed()
+        what = f"part {part.number} of iteration {part.iteration}'s training ({len(part.samples)} samples)"
+        with resident.memory(what), self._pace.lasting(self._pace.train_s(len(part.samples))):
+            return part_gradient(
+                resident.model,
+                self._config.train,
+                batch,
+                seed=self._config.run.seed,
+                iteration=part.iteration,
+                old=old,
+                current=current,
+            )
+
+    def update(
+        self, ref: WeightsRef, gradients: Sequence[Sequence[Gradient]], iteration: int, after: str = ""
+    ) -> Updated:
+        """Take an optimizer step; after an iteration's last, stage the version after ``ref``.
+
+        Nothing is done if that version is published already. The optimizer's state is that of this process if it has
+        taken the step before; else it comes from the checkpoint, and the steps since then are taken again.
 
         Args:
-            parts: all parts so far, in order; several of them make one update.
-            of: samples of the whole iteration.
+            gradients: of all parts of this update, and of those before it in the iteration.
+            after: hash of the weights after the update before; empty in the first.
         """
-        version = ref.version + 1
+        version, update = ref.version + 1, len(gradients) - 1
+        last = update + 1 == self._config.train.updates
         if weights.published(self._run_dir, version):
-            return
-        known = self._trained == ref.version
-        self._resident.use(ref)
-        if not known:
+            return Updated(version=version, update=update)
+        for step in range(self._begin(ref, update, iteration, after), update + 1):
+            self._step(ref, gradients, step, iteration)
+        if last:
+            parts = [[(part.rows, part.loss, part.metrics) for part in each] for each in gradients]
+            metrics, self._at = self._trainer.finish(parts, self._norms, iteration=iteration), None
+            self._write(version, metrics)
+            self._at, self._norms = (version, 0), []
+            return Updated(version=version, update=update)
+        digest = updates.put_weights(self._run_dir, iteration, self._resident.model.trainable())
+        return Updated(version=version, update=update, weights_sha256=digest)
+
+    def _begin(self, ref: WeightsRef, update: int, iteration: int, after: str) -> int:
+        """Have the optimizer's state, and the weights, of the latest update that this process can begin from.
+
+        Returns:
+            The update to go on with.
+        """
+        if self._at == (ref.version, update):
+            if update:
+                self._resident.changed()
+                self._resident.model.load_trainable(updates.load_weights(self._run_dir, iteration, after))
+            return update
+        if self._at != (ref.version, 0):
             old = weights.load(self._run_dir, ref, "old") if self._config.train.keeps_old else None
             self._trainer.load_state(weights.load(self._run_dir, ref, "optimizer"), old)
-            self._trained, self._accumulated = ref.version, []
-        whole = sum(map(len, parts)) == of
-        if whole and len(parts) == 1:
-            self._stage(version, self._update(parts[0], iteration))
-            return
-        self._accumulate(parts, of, iteration)
-        if whole:
-            self._accumulated, self._trained = [], None
-            self._resident.changed()
-            self._stage(version, self._trainer.finish(iteration=iteration))
+            self._at, self._norms = (ref.version, 0), []
+        return 0
 
-    def _update(self, samples: Sequence[Sample], iteration: int) -> dict[str, float]:
-        batch = self._training_batch(samples, 0)
-        self._trained = None  # half-way through an update, nothing resident has a version
+    def _step(self, ref: WeightsRef, gradients: Sequence[Sequence[Gradient]], step: int, iteration: int) -> None:
+        if step == 0:
+            self._resident.use(ref)
         self._resident.changed()
-        with self._lasting(samples, iteration):
-            return self._trainer.update(batch, iteration=iteration)
-
-    def _accumulate(self, parts: Sequence[tuple[Sample, ...]], of: int, iteration: int) -> None:
-        """Bring the gradient in the parameters to that of all these parts, or keep that of these and some more."""
-        done = self._accumulated
-        if any(had != part for had, part in zip(done, parts, strict=False)):
-            done = []
-        for at in range(len(done), len(parts)):
-            batch = self._training_batch(parts[at], sum(map(len, parts[:at])))
-            self._accumulated = []  # half-way through a part, the gradient belongs to no set of whole parts
-            with self._lasting(parts[at], iteration):
-                self._trainer.accumulate(batch, iteration=iteration, of=of)
-            self._accumulated = list(parts[: at + 1])
-
-    @contextmanager
-    def _lasting(self, samples: Sequence[Sample], iteration: int) -> Iterator[None]:
-        what = f"training of iteration {iteration} ({len(samples)} samples)"
-        with self._resident.memory(what), self._pace.lasting(self._pace.train_s(len(samples))):
-            yield
-
-    def _stage(self, version: int, metrics: dict[str, float]) -> None:
-        self._write(version, metrics)
-        self._trained = version
+        self._at = None  # half-way through a step, the optimizer's state belongs to none
+        parts = gradients[step]
+        tensors = (updates.load(self._run_dir, iteration, part) for part in parts)
+        norm = self._trainer.step([part.rows for part in parts], tensors, iteration=iteration, update=step)
+        self._norms.append(norm)
+        self._at = (ref.version, step + 1)
 
     def _write(self, version: int, metrics: dict[str, float]) -> None:
         trainable, trainer = self._resident.model.trainable(), self._trainer
         weights.stage(self._run_dir, version, trainable, trainer.state(), metrics, trainer.ema(), trainer.old())
 
-    def _training_batch(self, samples: Sequence[Sample], before: int) -> TrainingBatch:
-        """Samples in the order given, whoever was ready first; so many of the iteration's come before them."""
+    def _training_batch(self, part: GradientPart) -> TrainingBatch:
+        """Samples in the order given, whoever was ready first."""
+        samples = part.samples
         first = samples[0].request
         stochastic = first.sampler != "ode"
         rows: list[NDArray[np.float32]] = []
@@ -139,7 +167,7 @@ class Training:
             window_BKNC=torch.from_numpy(np.concatenate(windows)).to(model.device) if windows else None,
             log_prob_BS=torch.from_numpy(np.concatenate(log_probs)).to(model.device) if log_probs else None,
             groups_B=tuple(sample.request.prompt.id for sample in samples),
-            first=before,
+            positions=part.positions,
         )
 
 

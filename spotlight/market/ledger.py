@@ -137,27 +137,6 @@ def spot_utilisation(spans: Iterable[Span], workers: Iterable[WorkerLife], windo
     return min(1.0, busy_s / alive_s) if alive_s else 0.0
 
 
-def shared(spans: Iterable[Span], workers: Iterable[WorkerLife], phase: str) -> list[Span]:
-    """The spans, and those of a phase on every other worker of their pool, too, that was alive meanwhile.
-
-    For work that one worker does in the name of all, and that lasts as long as if each had done an even part.
-    """
-    spans = list(spans)
-    stays: defaultdict[str, list[Interval]] = defaultdict(list)
-    names: defaultdict[str, set[str]] = defaultdict(set)
-    for life in workers:
-        stays[life.worker].append(stay(life, ALWAYS))
-        names[life.pool].add(life.worker)
-    others = [
-        replace(span, worker=name)
-        for span in spans
-        if base_phase(span.phase) == phase
-        for name in sorted(names[span.pool] - {span.worker})
-        if any(overlap_s(*there, (span.start_s, span.stop_s)) for there in stays[name])
-    ]
-    return spans + others
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """A stretch of one worker's time, in the one column of the ledger that it belongs to."""
@@ -257,12 +236,12 @@ def summed(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     return tuple(columns[key] for key in sorted(columns))
 
 
-def _sum(one: Entry, other: Entry) -> Entry:
+def _sum(entry: Entry, other: Entry) -> Entry:
     return replace(
-        one,
-        seconds=one.seconds + other.seconds,
-        usd=one.usd + other.usd,
-        usd_reserved=one.usd_reserved + other.usd_reserved,
+        entry,
+        seconds=entry.seconds + other.seconds,
+        usd=entry.usd + other.usd,
+        usd_reserved=entry.usd_reserved + other.usd_reserved,
     )
 
 

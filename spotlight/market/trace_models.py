@@ -14,7 +14,7 @@ from spotlight.records import SpotlightError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Climate:
+class TraceModel:
     """How a synthetic pool loses and regains instances; all losses are correlated."""
 
     mean_share: float
@@ -26,17 +26,17 @@ class Climate:
     """Probability that a shock takes every instance."""
 
 
-BURSTY = Climate(mean_share=24.0 / 32, losses_per_instance_h=0.611, spread=0.047, collapse=0.0)
+BURSTY = TraceModel(mean_share=24.0 / 32, losses_per_instance_h=0.611, spread=0.047, collapse=0.0)
 """bamboo's p3 trace, 32 nodes: the spread gives its 167 / 79 = 2.1 losses per event."""
-CALM = Climate(mean_share=57.3 / 64, losses_per_instance_h=0.0995, spread=0.058, collapse=0.0)
+CALM = TraceModel(mean_share=57.3 / 64, losses_per_instance_h=0.0995, spread=0.058, collapse=0.0)
 """bamboo's A100 trace on GCP, 64 nodes: the spread gives its 154 / 36 = 4.3 losses per event."""
-COLLAPSING = Climate(mean_share=0.431, losses_per_instance_h=0.541, spread=0.4, collapse=0.62)
+COLLAPSING = TraceModel(mean_share=0.431, losses_per_instance_h=0.541, spread=0.4, collapse=0.62)
 """SkyPilot's 16-node trace of us-west-2a: 1473 / 145 = 10.2 losses per event, 98 of the 145 events to zero."""
 MODELS = {"bursty": BURSTY, "calm": CALM, "collapsing": COLLAPSING}
 
 
-def synthesise(*, seed: int, capacity: int, duration_s: float, climate: Climate = BURSTY) -> Trace:
-    """A made-up trace with correlated losses, whose means are the climate's.
+def synthesise(*, seed: int, capacity: int, duration_s: float, model: TraceModel = BURSTY) -> Trace:
+    """A made-up trace with correlated losses, whose means are the model's.
 
     Shocks arrive at random (Poisson). One takes each instance that is alive with the same probability ``p``,
     drawn anew for each shock: 1 with probability ``collapse``, else from Beta(1, 1/spread - 1), whose mean is
@@ -47,7 +47,7 @@ def synthesise(*, seed: int, capacity: int, duration_s: float, climate: Climate 
         return shocks per hour = r a / (1 - a) / E[p]
 
     so that in the long run an instance is lost ``r`` times per hour that it is alive, and ``a capacity`` are alive.
-    It begins there. Losses per event grow with the capacity, as shocks take shares; the climates that this file
+    It begins there. Losses per event grow with the capacity, as shocks take shares; the models that this file
     names were fitted at the capacity of their source.
 
     Raises:
@@ -55,11 +55,11 @@ def synthesise(*, seed: int, capacity: int, duration_s: float, climate: Climate 
 
     Source: the common-shock model of Marshall and Olkin (1967), fitted by us to published traces.
     """
-    a, r, spread, collapse = climate.mean_share, climate.losses_per_instance_h, climate.spread, climate.collapse
+    a, r, spread, collapse = model.mean_share, model.losses_per_instance_h, model.spread, model.collapse
     if not (0 < a < 1 and r > 0 and 0 < spread < 1 and 0 <= collapse <= 1 and capacity > 0):
         raise SpotlightError(
             f"synthetic trace: mean_share and spread must be above 0 and below 1, collapse in [0, 1], "
-            f"losses_per_instance_h and capacity above 0: capacity is {capacity}, {climate}"
+            f"losses_per_instance_h and capacity above 0: capacity is {capacity}, {model}"
         )
     rng = np.random.Generator(np.random.Philox(seed))
     taken = collapse + (1 - collapse) * spread

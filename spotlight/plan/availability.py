@@ -29,7 +29,7 @@ def pool_switches(pool: PoolSection, recorded: Trace | None, *, seed: int, durat
     places, start_s = -(-pool.workers // size), pool.trace_offset_h * SECONDS_PER_H
     if pool.trace_model:
         stop_s = start_s + duration_s * pool.speedup
-        trace = synthesise(seed=seed, capacity=max(1, places), duration_s=stop_s, climate=MODELS[pool.trace_model])
+        trace = synthesise(seed=seed, capacity=max(1, places), duration_s=stop_s, model=MODELS[pool.trace_model])
     elif recorded:
         trace = recorded.sample(pool.trace_share, seed=seed) if pool.trace_share < 1 else recorded
     else:

@@ -1,14 +1,8 @@
-"""Decides how large a request is, and how an iteration's training is cut into parts."""
+"""Decides how large a request is."""
 
 from __future__ import annotations
 
 from math import ceil
-
-
-def parts(prompts: int, *, parts_max: int) -> list[range]:
-    """The prompts of each part of training, in order: ``min(prompts, parts_max)`` parts, as even as can be."""
-    count = min(prompts, parts_max)
-    return [range(prompts * part // count, prompts * (part + 1) // count) for part in range(count)]
 
 
 def request_seeds(*, prompts: int, seeds: int, gangs: int, seeds_max: int, fixed_s: float, sample_s: float) -> int:

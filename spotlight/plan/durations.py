@@ -84,6 +84,11 @@ PUBLISH_LORA_S = 1.0
 LOCAL_PUBLISH_S, LOCAL_START_UP_S = 0.084, 0.1
 """The same, and from the start of a worker's process until it works, where workers are processes of one machine.
 Measured: docs/results.md, fixed costs (0.051 s to join and 0.045 s for the first request)."""
+GRADIENT_LORA_S = 1.4
+"""To keep the gradient of a LoRA of 0.85 GB, 1.7 GB in float32, where others find it, or to fetch it, at 10 Gb/s.
+Computed."""
+LOCAL_GRADIENT_S = 0.015
+"""The same of the embedded model, on one machine: 1.8 MB, written or read and hashed. Measured, in CPU time."""
 OCR_SCORE_S = 0.0063
 """To decode a small image and to read it with the embedded OCR engine, on one core. Measured as the core's speed is."""
 
@@ -188,7 +193,7 @@ class TaskDurations:
 
     def __init__(self, config: Config) -> None:
         pace, model, train = config.pace, config.model, config.train
-        paced, embedded = bool(pace.gpu), model.name == "tiny-text"
+        paced, embedded = bool(pace.gpu), model.embedded
         self._model = pace.model if paced else model.name
         self._size = (pace.height_px, pace.width_px) if paced else (model.height_px, model.width_px)
         self._guidance = pace.guidance if paced else config.rollout.guidance
@@ -199,7 +204,6 @@ class TaskDurations:
         }
         self._timesteps = config.rollout.stochastic_steps if train.is_stepwise else train.timesteps
         self._looks = _looks(train)
-        self._trainers = config.pools.reserved.workers if paced else 1
         self._score_s = (SCORE_S if pace.score_s is None else pace.score_s) if paced else OCR_SCORE_S
         self._speedup = config.emulated_per_real_s
         self._steps: dict[tuple[int, int, Pool], float] = {}
@@ -221,11 +225,10 @@ class TaskDurations:
         return samples * self._score_s / self._speedup
 
     def train_s(self, samples: float) -> float:
-        """Seconds of training on so many samples.
+        """Seconds that one worker takes for the gradient of so many samples.
 
-        A paced device trains as if all reserved workers shared it evenly; any other does it alone. To compare with an
-        older policy takes one more forward pass, and with the reference another. DiffusionNFT does without the older
-        one in one update of the very policy that sampled.
+        To compare with an older policy takes one more forward pass, and with the reference another. DiffusionNFT does
+        without the older one in one update of the very policy that sampled.
         """
         per_sample_s = train_s(
             self._model,
@@ -236,7 +239,7 @@ class TaskDurations:
             lora=self._lora,
             looks=self._looks,
         )
-        return samples * per_sample_s / self._trainers / self._speedup
+        return samples * per_sample_s / self._speedup
 
     # What the system itself costs, on top of the work
 
@@ -251,14 +254,27 @@ class TaskDurations:
         return self._fixed.form_s
 
     @property
+    def warm_up_s(self) -> float:
+        """From the run's start until its first workers can be started."""
+        return self._fixed.warm_up_s
+
+    @property
     def prepare_s(self) -> float:
-        """From the run's start to its first graph."""
+        """From the first workers' being there to the run's first graph."""
         return self._fixed.prepare_s
 
     @property
     def graph_s(self) -> float:
         """Between two graphs."""
         return self._fixed.graph_s
+
+    @property
+    def gradient_s(self) -> float:
+        """To keep a part's gradient, or to fetch it."""
+        if self._fixed.gradient_s is not None:
+            return self._fixed.gradient_s
+        large_s = GRADIENT_LORA_S if self._lora else 2 * load_s(self._model)  # weights are in bfloat16
+        return LOCAL_GRADIENT_S if self._is_local else large_s
 
     @property
     def publish_s(self) -> float:

@@ -5,7 +5,7 @@ time is an argument. The window and its feedback are RLBoost's (arXiv 2510.19225
 code's).
 
 Invariants: the window is never below its floor; without spot GPUs it has no end, because then nobody else rolls out;
-reserved GPUs do not train while one of them rolls out.
+a reserved GPU does not train while a rollout waits that it may run.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ def adapt(state: Offload, measured: Measured, *, eta: float = ETA, floor_s: floa
     return replace(state, window_s=state.memory.get(measured.spot, window_s))
 
 
-def rollout_window_s(offload: Literal["adaptive", "all", "none"], state: Offload, *, parts: int) -> float:
+def rollout_window_s(offload: Literal["adaptive", "all", "none"], state: Offload, *, streams: bool) -> float:
     """Seconds that reserved GPUs roll out while there are spot GPUs, as ``strategy.offload`` has it.
 
-    To stop early gains nothing where training needs all samples at once (``parts = 1``).
+    To stop early gains nothing where training needs all samples at once.
     """
     if offload == "all":
         return 0.0
-    return state.window_s if offload == "adaptive" and parts > 1 else inf
+    return state.window_s if offload == "adaptive" and streams else inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +106,6 @@ class PhaseView:
     """Spot GPUs alive."""
     waiting: int
     """Rollout requests that nobody is at work on."""
-    rolling: int
-    """Reserved GPUs at work on one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,14 +115,14 @@ class PhaseDecision:
     pools: tuple[Pool, ...]
     """Where rollouts run from now on; those at work elsewhere end at their next step boundary, and go on there."""
     train: bool
-    """Reserved GPUs may train on what is ready."""
+    """Reserved GPUs that are free may train on what is ready."""
 
 
 def decide_phase(view: PhaseView) -> PhaseDecision:
-    """Reserved GPUs roll out while their window is open, or nobody else does; they train when they have stopped."""
+    """Reserved GPUs roll out while their window is open, or nobody else does; one that no rollout waits for trains."""
     closed = view.elapsed_s >= view.window_s and "spot" in view.pools and view.spot > 0
     pools: tuple[Pool, ...] = ("spot",) if closed else view.pools
-    return PhaseDecision(pools=pools, train=not view.rolling and not ("reserved" in pools and view.waiting))
+    return PhaseDecision(pools=pools, train=not ("reserved" in pools and view.waiting))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +131,9 @@ class Balance:
 
     measured: Measured
     spare_s: float
-    """Worker seconds that exploration had; see the function `spare_s`."""
+    """Worker seconds that exploration had; see the function `spare_s`, less what spot workers trained."""
     train_s: float
+    """That reserved workers trained, if they share it evenly."""
     reserved: int = 0
     """Reserved GPUs alive at the end of training."""
 
@@ -161,7 +160,7 @@ def balance(
 
     ::
 
-        train_wait_s  = end of training - closing of the window - training since then
+        train_wait_s  = end of training - closing of the window - training since then, shared by all reserved workers,
                         where a rollout ended after the window had closed, else 0
         remote_wait_s = end of training - end of the last rollout or exploration of a spot worker
 
@@ -171,13 +170,12 @@ def balance(
         spans: at least those since ``began_s``; times in seconds of one clock.
     """
     recent = [span for span in spans if span.start_s >= began_s]
-    training = [span for span in recent if span.phase == "train" and span.iteration == iteration]
+    training = [span for span in recent if base_phase(span.phase) == "train" and span.iteration == iteration]
     rollouts = [span for span in recent if span.phase == "rollout" and span.iteration == iteration]
     if not (training and rollouts):
         return None
     trained_s, rolled_out_s = max(span.stop_s for span in training), max(span.stop_s for span in rollouts)
     closed_s = max([began_s + window_s, *(span.stop_s for span in rollouts if span.pool == "reserved")])
-    useful_s = sum(max(0.0, span.stop_s - max(span.start_s, closed_s)) for span in training)
     remote = [
         min(span.stop_s, trained_s)
         for span in recent
@@ -186,6 +184,9 @@ def balance(
     lives = list(workers)
     alive = Counter(life.pool for life in lives if life.joined_s <= trained_s < (life.left_s or inf))
     spot = [life for life in lives if life.pool == "spot"]
+    trainers = max(1, alive["reserved"])
+    here = [span for span in training if span.pool == "reserved"]
+    useful_s = sum(max(0.0, span.stop_s - max(span.start_s, closed_s)) for span in here) / trainers
     moments = [moment for life in spot for moment in (life.joined_s, life.left_s) if moment is not None]
     return Balance(
         measured=Measured(
@@ -195,8 +196,12 @@ def balance(
             spot=alive["spot"],
             steady=not any(began_s <= moment <= trained_s for moment in moments),
         ),
-        spare_s=spare_s(rollouts, spot, began_s=began_s, until_s=trained_s),
-        train_s=sum(span.stop_s - span.start_s for span in training),
+        spare_s=max(
+            0.0,
+            spare_s(rollouts, spot, began_s=began_s, until_s=trained_s)
+            - sum(span.stop_s - span.start_s for span in training if span.pool == "spot"),
+        ),
+        train_s=sum(span.stop_s - span.start_s for span in here) / trainers,
         reserved=alive["reserved"],
     )
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spotlight.plan import bandit
-from spotlight.plan.bandit import Arm, Beliefs
+from spotlight.plan.beliefs import Arm, Beliefs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

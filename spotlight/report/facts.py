@@ -17,10 +17,10 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from spotlight.config import Config
-from spotlight.market.ledger import Ledger, Price, absolute, pool_usd, segments
+from spotlight.market.ledger import Ledger, Price, absolute, busy_intervals, pool_usd, segments
 from spotlight.records import Interval, Quarantined, Span, WorkerLife
 from spotlight.report.palette import PHASE_COLOURS, base_phase
-from spotlight.store.accounts import emulated, pool_prices, read_lives, read_spans, run_ledger
+from spotlight.store.accounts import pool_prices, read_lives, read_spans, run_ledger
 from spotlight.store.rundir import HistoryRow, RunDir, Summary, ValidationRow
 
 Lane = tuple[str, str]
@@ -71,7 +71,7 @@ class Facts:
     whole: Interval
     """From 0 to the last moment that anything is known of."""
     missing: list[str]
-    set_aside: list[Quarantined]
+    quarantined: list[Quarantined]
     """Requests that nobody ran any more, with how many workers each had lost."""
     simulated: str
     """How a simulated run learns, "modelled" or "real"; empty for a live one."""
@@ -94,13 +94,22 @@ class Facts:
 
     def zoom(self) -> Interval:
         """A few iterations worth a closer look: around the first loss, else the middle; all of a short run."""
-        ends = sorted({span.iteration: span.stop_s for span in self.spans if span.phase == "train"}.values())
+        last: dict[int, float] = {}
+        for span in self.spans:
+            if base_phase(span.phase) == "train":
+                last[span.iteration] = max(span.stop_s, last.get(span.iteration, span.stop_s))
+        ends = sorted(last.values())
         if len(ends) <= 2 * ZOOM_MARGIN + 1:
             return self.whole
         losses = [span.stop_s for span in self.spans if span.outcome == "lost"]
         middle = int(np.searchsorted(ends, losses[0])) if losses else len(ends) // 2
         at = max(ZOOM_MARGIN, min(middle, len(ends) - 1 - ZOOM_MARGIN))
         return ends[at - ZOOM_MARGIN], ends[at + ZOOM_MARGIN]
+
+    def training(self) -> list[Interval]:
+        """When at least one worker trained."""
+        spans = [replace(span, worker="") for span in self.spans if base_phase(span.phase) == "train"]
+        return busy_intervals(spans).get("", [])
 
     def alive(self) -> list[tuple[Lane, Interval]]:
         """From when to when there was a worker; to the end of the run where nobody saw it go."""
@@ -195,13 +204,13 @@ def read(run_dir: str | Path) -> Facts:
         settings=settings,
         history=history,
         validation=validation,
-        spans=list(emulated(settings, spans, workers)),
+        spans=list(spans),
         workers=workers,
         summary=summary,
         prices=prices,
         ledger=run_ledger(settings, spans, workers, prices, whole, run.history(), validation),
         whole=whole,
         missing=[text for text, is_absent in absent.items() if is_absent],
-        set_aside=run.all_set_aside(),
+        quarantined=run.all_quarantined(),
         simulated=run.simulated,
     )

@@ -159,10 +159,11 @@ def _equal_shares(scored: Iterable[Sequence[float]], share: int, keep: int, grou
 
 def best_and_worst(found: Sequence[Picture]) -> list[Row]:
     """The best kept seeds by their reward, then the worst."""
-    known = sorted((one for one in found if one.reward is not None), key=lambda one: (-(one.reward or 0.0), one.seed))
+    known = [picture for picture in found if picture.reward is not None]
+    known.sort(key=lambda picture: (-(picture.reward or 0.0), picture.seed))
     count = min(PICTURES_SHOWN, len(known) // 2)
     shown = [*known[:count], *(known[-count:] if count else [])]
-    return [asdict(one) | {"prompt": one.prompt[:TEXT_SHOWN], "seed": str(one.seed)} for one in shown]
+    return [asdict(picture) | {"prompt": picture.prompt[:TEXT_SHOWN], "seed": str(picture.seed)} for picture in shown]
 
 
 def _images(run: RunDir, row: ValidationRow) -> list[Row]:

@@ -59,6 +59,8 @@ TITLES = {
 POOL_LANES = {
     "reserved": {"reserved"},
     "trainer": {"reserved"},
+    "gradient": {"reserved"},
+    "gradient-any": {"reserved"},
     "training": {"reserved"},
     "spot": {"spot"},
     "head": {"head"},

@@ -124,7 +124,7 @@ def _page(facts: Facts, grid: Path | None) -> str:
         _section("Before and after", GRID_NOTE, _embedded(grid) if grid else ""),
         _section("Dollars", MONEY_NOTE, divs.get("money", "")),
         _section("Where the dollars went", SPENDING_NOTE, _spending(facts.ledger, divs.get("spending", ""))),
-        _section("Set aside", SET_ASIDE_NOTE, _set_aside(facts)),
+        _section("Set aside", SET_ASIDE_NOTE, _quarantined(facts)),
         _section("Diagnostics", DIAGNOSTICS_NOTE, _diagnostics(facts)),
         _section("Files", html.escape(str(facts.dir)), _files(facts)),
     ]
@@ -211,7 +211,11 @@ def _cards(facts: Facts) -> str:
             f"{_number(before, '.2f')} → {_number(after, '.2f')}",
             "not measured yet" if unknown else f"{after - before:+.2f} on held-out prompts",
         ),
-        ("Wall time", _duration(known["wall_s"]), f"first image after {_duration(known['first_image_s'])}"),
+        (
+            "Wall time",
+            _duration(known["wall_s"]),
+            f"first image after {_duration(known['first_image_s'])}{_paused(facts)}",
+        ),
         ("Iterations", str(known["iterations"]), f"of {facts.settings.run.iterations} asked for"),
         ("Cost", _number(usd, ".2f", "$"), f"reserved workers alone: {_number(alone, '.2f', '$')}{times}"),
         ("Spot workers busy", busy, "of the seconds that were paid for"),
@@ -221,6 +225,12 @@ def _cards(facts: Facts) -> str:
         f"<div><h3>{name}</h3><b>{html.escape(value)}</b><span>{html.escape(note)}</span></div>"
         for name, value, note in cards
     )
+
+
+def _paused(facts: Facts) -> str:
+    """Time in which nothing could happen, if there was any."""
+    lost = facts.curve("paused_s")
+    return "" if lost is None else f"; {_duration(float(lost.sum()))} of it lost: the run was paused"
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
@@ -250,14 +260,14 @@ def _diagnostics(facts: Facts) -> str:
     return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>" if rows else ""
 
 
-def _set_aside(facts: Facts) -> str:
+def _quarantined(facts: Facts) -> str:
     """A row per request that nobody ran any more."""
     rows = "".join(
-        f"<tr><th>{html.escape(one.request.prompt.text)}</th>"
-        f"<td>{html.escape(str(one.request.iteration))}</td>"
-        f"<td>{html.escape(', '.join(map(str, one.request.seeds)))}</td>"
-        f"<td>{html.escape(str(one.preemptions))}</td></tr>"
-        for one in facts.set_aside
+        f"<tr><th>{html.escape(refused.request.prompt.text)}</th>"
+        f"<td>{html.escape(str(refused.request.iteration))}</td>"
+        f"<td>{html.escape(', '.join(map(str, refused.request.seeds)))}</td>"
+        f"<td>{html.escape(str(refused.preemptions))}</td></tr>"
+        for refused in facts.quarantined
     )
     head = "<tr><td>prompt</td><td>iteration</td><td>seeds</td><td>preemptions</td></tr>"
     return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>" if rows else ""

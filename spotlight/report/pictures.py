@@ -139,8 +139,8 @@ def _draw_lanes(ax: Axes, facts: Facts, window: Interval) -> None:
         bars[row[span.pool, span.worker], phase_colour(span.phase), alpha].append(
             (span.start_s, span.stop_s - span.start_s)
         )
-        if span.phase == "train":
-            ax.axvspan(span.start_s, span.stop_s, color=phase_colour("train"), alpha=0.1, lw=0, zorder=0.8)
+    for start_s, stop_s in facts.training():
+        ax.axvspan(start_s, stop_s, color=phase_colour("train"), alpha=0.1, lw=0, zorder=0.8)
     for (middle, colour, alpha), bar in bars.items():
         ax.broken_barh(bar, (middle - 0.36, 0.72), color=colour, alpha=alpha, lw=0)
     for lane, at_s in facts.losses():

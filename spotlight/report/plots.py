@@ -172,7 +172,7 @@ def _plot_lanes(plot: Plot, facts: Facts, *, cross_px: int) -> list[Any]:
         color=ALIVE,
         legend_label="idle",
     )
-    training = sorted({(span.start_s, span.stop_s) for span in facts.spans if span.phase == "train"})
+    training = facts.training()
     plot.vstrip(
         x0=[start_s for start_s, _ in training],
         x1=[stop_s for _, stop_s in training],

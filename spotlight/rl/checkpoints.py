@@ -34,6 +34,8 @@ class Family:
     vae: str
     encoders: tuple[str, ...]
     """Folders of the text encoders."""
+    text_tokens: int
+    """That a prompt usually takes, or that all prompts are padded to."""
     shares: bool
     """Whether a gang can share a forward pass: diffusers has a plan for splitting this transformer."""
 
@@ -44,6 +46,7 @@ FAMILIES = {
         transformer="QwenImageTransformer2DModel",
         vae="AutoencoderKLQwenImage",
         encoders=("text_encoder",),
+        text_tokens=128,
         shares=True,
     ),
     "sd3": Family(
@@ -51,6 +54,7 @@ FAMILIES = {
         transformer="SD3Transformer2DModel",
         vae="AutoencoderKL",
         encoders=("text_encoder", "text_encoder_2", "text_encoder_3"),
+        text_tokens=333,
         shares=False,
     ),
     "flux": Family(
@@ -58,6 +62,7 @@ FAMILIES = {
         transformer="FluxTransformer2DModel",
         vae="AutoencoderKL",
         encoders=("text_encoder", "text_encoder_2"),
+        text_tokens=512,
         shares=True,
     ),
 }
@@ -69,7 +74,12 @@ class Network:
     """One network of a checkpoint, as its files describe it."""
 
     config: Mapping[str, Any]
-    parameters: int
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of its weights, by name."""
+
+    @property
+    def parameters(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
 
 
 def require_pipeline(directory: Path, expected: str) -> None:
@@ -142,8 +152,8 @@ def network(directory: Path, expected: str | None) -> Network:
         SpotlightError: as `require_class` and `weight_files`.
     """
     config = require_class(directory, expected)
-    sizes = [math.prod(shape) for file in weight_files(directory) for shape in tensors(file).values()]
-    return Network(config=config, parameters=sum(sizes))
+    shapes = {name: shape for file in weight_files(directory) for name, shape in tensors(file).items()}
+    return Network(config=config, shapes=shapes)
 
 
 def tensors(file: Path) -> dict[str, tuple[int, ...]]:
@@ -159,8 +169,8 @@ def tensors(file: Path) -> dict[str, tuple[int, ...]]:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        found = {name: tuple(map(int, one["shape"])) for name, one in header.items()}
-        expected = 8 + length + max((one["data_offsets"][1] for one in header.values()), default=0)
+        found = {name: tuple(map(int, tensor["shape"])) for name, tensor in header.items()}
+        expected = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         size = file.stat().st_size
         if size != expected:
             raise ValueError(f"{size} bytes instead of {expected}")

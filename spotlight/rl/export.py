@@ -21,6 +21,7 @@ from torch import Tensor
 from spotlight.config import Config
 from spotlight.records import Policy, SpotlightError, WeightsRef
 from spotlight.rl import models
+from spotlight.rl.sample import find_version
 from spotlight.store import weights
 from spotlight.store.rundir import RunDir
 
@@ -34,8 +35,18 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 TOLERANCE = 1e-5
 """Of the largest output. Equal files give 0.0 on the same machine; a lost alpha gave 0.3 and more."""
 
+MERGED_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
+"""The same where a LoRA was added to weights of that type, which rounds them."""
 
-def export_lora(run_dir: str | Path, to: Path, version: int | None = None, policy: Policy | None = None) -> Path:
+
+def export_lora(
+    run_dir: str | Path,
+    to: Path,
+    version: int | None = None,
+    policy: Policy | None = None,
+    *,
+    merged: bool = False,
+) -> Path:
     """Write a version of a run's weights to a new directory.
 
     A LoRA becomes the file that ``pipeline.load_lora_weights(to)`` reads, alpha included. Full
@@ -46,6 +57,7 @@ def export_lora(run_dir: str | Path, to: Path, version: int | None = None, polic
         to: made here; may exist if it is empty.
         version: the latest if not given.
         policy: which of its weights; those that were validated if not given.
+        merged: write the whole transformer, as full weights are written, with the LoRA added to its weights.
 
     Returns:
         ``to``.
@@ -55,16 +67,17 @@ def export_lora(run_dir: str | Path, to: Path, version: int | None = None, polic
             back with equal outputs.
     """
     run = RunDir.open(run_dir)
-    ref = _version(run.url, version)
+    ref = find_version(run.url, version)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise SpotlightError(f"{to}: exists already; export to a new directory, or delete it first")
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as staging:
         unchecked = Path(staging) / "unchecked"
-        expected = _write(run, ref, policy or run.config().validation_policy, unchecked)
+        expected = _write(run, ref, policy or run.config().validation_policy, unchecked, merged=merged)
         found = _probe(_load_with_diffusers(run.config(), unchecked))
         error, size = (found - expected).abs().max(), expected.abs().max()
-        if not error <= TOLERANCE * size:  # also when it is not a number
+        tolerance = MERGED_TOLERANCE[run.config().model.dtype] if merged else TOLERANCE
+        if not error <= tolerance * size:  # also when it is not a number
             raise SpotlightError(
                 f"{to}: version {ref.version} of {run_dir} was written, but plain diffusers does not give the outputs "
                 f"of the trained model with it (largest difference {error:.3g}, largest output {size:.3g}), so it "
@@ -74,25 +87,18 @@ def export_lora(run_dir: str | Path, to: Path, version: int | None = None, polic
     return to
 
 
-def _version(run_dir: str, version: int | None) -> WeightsRef:
-    latest = weights.latest(run_dir)
-    if latest is None:
-        raise SpotlightError(f"{run_dir}: no weights were published yet; let the run finish an iteration")
-    if version is None:
-        return latest.weights
-    found = weights.published(run_dir, version)
-    if found is None:
-        there = [str(number) for number in range(latest.weights.version + 1) if weights.published(run_dir, number)]
-        raise SpotlightError(f"{run_dir}: has no weights version {version}; it has {', '.join(there)}")
-    return found.weights
-
-
-def _write(run: RunDir, ref: WeightsRef, policy: Policy, directory: Path) -> Tensor:
+def _write(run: RunDir, ref: WeightsRef, policy: Policy, directory: Path, *, merged: bool) -> Tensor:
     """Write the version, and return the outputs that plain diffusers must have with it."""
     settings = run.config()
     model = _load(settings)
     model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
     model.load_trainable(weights.load(run.url, ref, weights.PARTS[policy]))
+    if merged and model.has_lora:
+        expected = _probe(model)
+        model.transformer.fuse_lora()
+        model.transformer.unload_lora()
+        model.transformer.save_pretrained(directory)
+        return expected
     if model.has_lora:
         _loader(model).save_lora_weights(
             directory,

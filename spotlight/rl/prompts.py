@@ -5,56 +5,145 @@ The choice is pure: it depends on the seed and the iteration alone, so a resumed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import csv
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from spotlight.files import read_bytes
 from spotlight.records import Prompt, SpotlightError
 
+COLUMNS = ("prompt", "text", "caption", "input")
+"""Of a table, the columns that may hold the prompt; the first that does."""
+
 
 def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
-    """The prompts of a UTF-8 text file, one a line; blank lines are skipped.
+    """The prompts of a file: .txt, .jsonl, .csv or .parquet, or of a directory that `datasets` saved.
 
-    A prompt's ``id`` is its line's index, blank lines counted, so it always leads back to the line.
+    A text file has one prompt a line. The others have one a row, in the column "prompt" (or "text", "caption",
+    "input"); all else that a row says becomes the prompt's metadata, so GenEval's and Flow-Factory's files are read as
+    they are. Blank lines are skipped. A prompt's ``id`` is its line's or row's index, blank lines counted, so it always
+    leads back to the line.
 
     Raises:
-        SpotlightError: the file is missing, is not UTF-8 text or has no prompt in it.
+        SpotlightError: the file is missing, cannot be read, or has no prompt in it; or a row has none.
     """
-    try:
-        content = read_bytes(path, "a prompt file")
-    except SpotlightError as error:
-        raise SpotlightError(f"{error}; see [data]") from None
-    try:
-        lines = content.decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise SpotlightError(
-            f"{path}:{line}: byte 0x{content[error.start]:02x} is not UTF-8: save the file as UTF-8 text"
-        ) from None
-    prompts = tuple(Prompt(id=index, text=line.strip()) for index, line in enumerate(lines) if line.strip())
+    path = Path(path)
+    if path.is_dir():
+        rows = _rows_of_dataset(path)
+    elif path.suffix == ".parquet":
+        rows = _rows_of_parquet(path)
+    elif path.suffix in (".jsonl", ".json", ".ndjson"):
+        rows = _rows_of_jsonl(path)
+    elif path.suffix == ".csv":
+        rows = enumerate(csv.DictReader(io.StringIO(_text(path), newline="")))
+    else:
+        lines = enumerate(_text(path).split("\n"))
+        rows = ((index, {"prompt": line.strip()}) for index, line in lines if line.strip())
+    prompts = tuple(_prompt(path, index, row) for index, row in rows)
     if not prompts:
         raise SpotlightError(f"{path}: the file is empty: give it one prompt a line")
     return prompts
 
 
-def check_prompts(prompts: Iterable[Prompt], path: str | Path, check: Callable[[str], None]) -> None:
+def _prompt(path: Path, index: int, row: Mapping[str, Any]) -> Prompt:
+    column = next((name for name in COLUMNS if isinstance(row.get(name), str) and row[name].strip()), None)
+    if column is None:
+        raise SpotlightError(
+            f"{path}:{line_of(path, index)}: no prompt: one of the columns {', '.join(COLUMNS)} must hold its text; "
+            f"there is {', '.join(map(str, row)) or 'nothing'}"
+        )
+    more = {str(name): value for name, value in row.items() if name != column and value is not None}
+    try:
+        metadata = json.dumps(more, sort_keys=True, ensure_ascii=False) if more else ""
+    except TypeError as error:
+        raise SpotlightError(f"{path}:{line_of(path, index)}: metadata that is no JSON: {error}") from None
+    return Prompt(id=index, text=row[column].strip(), metadata=metadata)
+
+
+def line_of(path: Path, index: int) -> int:
+    """The line, or row, of a prompt as a person counts: from 1, and after the heading of a table."""
+    return index + (2 if path.suffix == ".csv" else 1)
+
+
+def _text(path: Path) -> str:
+    try:
+        content = read_bytes(path, "a prompt file")
+    except SpotlightError as error:
+        raise SpotlightError(f"{error}; see [data]") from None
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise SpotlightError(
+            f"{path}:{line}: byte 0x{content[error.start]:02x} is not UTF-8: save the file as UTF-8 text"
+        ) from None
+
+
+def _rows_of_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for index, line in enumerate(_text(path).split("\n")):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise SpotlightError(f"{path}:{index + 1}: not JSON: {error}") from None
+        if isinstance(row, str):
+            row = {"prompt": row}
+        if not isinstance(row, dict):
+            raise SpotlightError(f"{path}:{index + 1}: a JSON object is expected on each line, and {line[:40]!r} came")
+        yield index, row
+
+
+def _rows_of_parquet(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise SpotlightError(
+            f"{path}: reading .parquet needs pyarrow: install it, or save the prompts as .jsonl"
+        ) from None
+    try:
+        yield from enumerate(parquet.read_table(io.BytesIO(read_bytes(path, "a prompt file"))).to_pylist())
+    except (OSError, ValueError) as error:
+        raise SpotlightError(f"{path}: cannot be read as a parquet file: {error}") from None
+
+
+def _rows_of_dataset(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    try:
+        import datasets
+    except ImportError:
+        raise SpotlightError(
+            f"{path}: reading a saved data set needs the package datasets: install it, or save the prompts as .jsonl"
+        ) from None
+    try:
+        found = datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise SpotlightError(f"{path}: cannot be read as a data set that was saved to disk: {error}") from None
+    if isinstance(found, dict):
+        raise SpotlightError(f"{path}: holds the splits {', '.join(found)}: name the directory of one of them")
+    yield from enumerate(found)
+
+
+def check_prompts(prompts: Iterable[Prompt], path: str | Path, check: Callable[[Prompt], None]) -> None:
     """Find the first prompt of a file that cannot be used.
 
     Args:
         prompts: of `read_prompts`.
         path: the file they are from.
-        check: raises `SpotlightError` for a text that cannot be used, as `rewards.Scorer.check` does.
+        check: raises `SpotlightError` for a prompt that cannot be used, as `rewards.Scorer.check_prompt` does.
 
     Raises:
         SpotlightError: from ``check``, with the file and the line.
     """
     for prompt in prompts:
         try:
-            check(prompt.text)
+            check(prompt)
         except SpotlightError as error:
-            raise SpotlightError(f"{path}:{prompt.id + 1}: {error}") from None
+            raise SpotlightError(f"{path}:{line_of(Path(path), prompt.id)}: {error}") from None
 
 
 def choose_prompts(count_available: int, per_iteration: int, *, seed: int, iteration: int) -> tuple[int, ...]:

@@ -1,15 +1,14 @@
-"""Makes one iteration's weights from its samples: gradient accumulation, optimizer, old policy and averaged weights.
+"""Makes one iteration's weights from the gradients of its parts: optimizer, old policy and averaged weights.
 
 Knows torch and `Model`, but no Dask and no files. All that is drawn depends on (seed, iteration, sample) alone, so an
 iteration that is repeated on another machine, or after a resume, makes the same weights. Metrics hold no seconds.
-What is computed from samples is in `spotlight.rl.algorithms`.
+What is computed from samples is in `spotlight.rl.gradients`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,9 +16,10 @@ from torch import Tensor
 
 from spotlight.config import TrainSection
 from spotlight.records import SpotlightError
-from spotlight.rl.algorithms import Objective, Rows, TrainingBatch, objective
-from spotlight.rl.algorithms.base import stream
+from spotlight.rl.algorithms import TrainingBatch
+from spotlight.rl.gradients import PartGradient, Tensors, merged, part_gradient, tree_sum
 from spotlight.rl.models.base import Model
+from spotlight.rl.parts import Cut
 
 DECAY_LINEAR, DECAY_LINEAR_MAX = 0.001, 0.5
 """Of the old policy: growth per update, and its end. NVlabs/DiffusionNFT, ``decay_type = 1`` (GenEval)."""
@@ -71,66 +71,115 @@ class Trainer:
         self._ema = (
             {name: value.float().clone() for name, value in model.trainable().items()} if settings.ema_decay else None
         )
-        self._parts: list[tuple[int, dict[str, float]]] = []
-        """Samples and metrics of the parts whose gradient is in the parameters; ``loss`` is a share, not a mean."""
 
     def update(self, batch: TrainingBatch, *, iteration: int) -> dict[str, float]:
-        """Run the iteration's optimizer steps; the model holds the next version afterwards.
+        """Run the iteration's optimizer steps, part after part; the model holds the next version afterwards.
 
-        Returns:
-            ``loss``, ``grad_norm`` (before clipping; mean over the updates), ``kl`` where it is asked for, and what
-            `clipped_objective` and the comparison of log-probabilities measure for Flow-GRPO.
-
-        Raises:
-            SpotlightError: fewer samples than updates; a gradient that is not finite; or (Flow-GRPO) the trainer's
-                policy is not the one that sampled.
-        """
-        goal = self._objective(batch, iteration)
-        if not goal.units:  # no pair of samples differs: there is nothing to learn
-            self._follow(iteration)
-            return {"loss": 0.0, "grad_norm": 0.0}
-        updates = self._split(goal.units, goal.slots, iteration)
-        goal.remember(updates)
-        steps = []
-        for u, rows in enumerate(updates):
-            self._optimizer.zero_grad()
-            loss = self._backward(goal, rows, sum(len(part.samples) for part in rows))
-            steps.append((loss, self._step(loss, iteration, u)))
-        self._follow(iteration)
-        loss, norm = np.mean(steps, axis=0)
-        return {"loss": float(loss), "grad_norm": float(norm), **goal.metrics()}
-
-    def accumulate(self, batch: TrainingBatch, *, iteration: int, of: int) -> None:
-        """Add the gradient of a part of an iteration's samples; a part whose ``first`` is 0 begins anew.
-
-        Parts follow each other in the order of their samples. Their sum is, up to rounding, the gradient of one
-        batch of all: the loss is a mean over samples, and each adds its share of it.
+        The same bits as if the parts had been computed anywhere.
 
         Args:
-            of: samples of the whole iteration, which has one update.
+            batch: all samples of the iteration.
+
+        Returns:
+            What `finish` does.
 
         Raises:
-            SpotlightError: as `update`.
+            SpotlightError: a gradient that is not finite; or (Flow-GRPO) the trainer's policy is not the one that
+                sampled.
         """
-        assert self._settings.updates == 1, "the parts of an iteration make one update"
-        assert batch.first == sum(samples for samples, _ in self._parts) or not batch.first, "a part was left out"
-        if not batch.first:
-            self._parts = []
-            self._optimizer.zero_grad()
-        samples = len(batch.advantages_B)
-        goal = self._objective(batch, iteration)
-        (rows,) = self._split(goal.units, goal.slots, iteration)
-        goal.remember([rows])
-        loss = self._backward(goal, rows, of * goal.slots)
-        self._parts.append((samples, {"loss": loss, **goal.metrics()}))
+        settings, groups = self._settings, batch.groups_B or tuple(range(len(batch.advantages_B)))
+        prompts, pairs = len(set(groups)), settings.dpo_pairs if settings.algorithm == "dpo" else 0
+        cut = Cut(
+            parts=settings.parts,
+            updates=settings.updates,
+            prompts=prompts,
+            seeds=len(groups) // prompts,
+            pairs=pairs,
+            seed=self._seed,
+        )
+        start = {name: value.clone() for name, value in self._model.trainable().items()}
+        updates, norms = [], []
+        for u in range(settings.updates):
+            current = {name: value.clone() for name, value in self._model.trainable().items()}
+            parts = []
+            for part in range(cut.count):
+                self._model.load_trainable(start)
+                chosen = batch.take(cut.positions(iteration, u, part, batch.advantages_B.tolist(), groups))
+                parts.append(self.gradient(chosen, iteration=iteration, current=current if u else None))
+            self._model.load_trainable(current)
+            tensors = (part.tensors for part in parts)
+            norms.append(self.step([part.rows for part in parts], tensors, iteration=iteration, update=u))
+            updates.append([(part.rows, part.loss, part.metrics) for part in parts])
+        return self.finish(updates, norms, iteration=iteration)
 
-    def finish(self, *, iteration: int) -> dict[str, float]:
-        """Take the optimizer step for which all parts were accumulated; returns and raises what `update` does."""
-        parts, self._parts = self._parts, []
-        loss = sum(metrics["loss"] for _, metrics in parts)
-        norm = self._step(loss, iteration, 0)
+    def gradient(
+        self, batch: TrainingBatch, *, iteration: int, current: Mapping[str, Tensor] | None = None
+    ) -> PartGradient:
+        """Of one part; see `part_gradient`."""
+        return part_gradient(
+            self._model,
+            self._settings,
+            batch,
+            seed=self._seed,
+            iteration=iteration,
+            old=self._old,
+            current=current,
+        )
+
+    def step(self, rows: Sequence[int], gradients: Iterable[Tensors], *, iteration: int, update: int) -> float:
+        """Take one optimizer step with the gradients of all parts of an update; returns its norm before clipping.
+
+        Without a row in any part there is nothing to learn, and no step.
+
+        Args:
+            rows: of each part.
+            gradients: of each part, in the same order; read one after the other.
+
+        Raises:
+            SpotlightError: the gradient is not finite; the weights are left as they were.
+        """
+        total = sum(rows)
+        if not total:
+            return 0.0
+        found = tree_sum((count / total, tensors) for count, tensors in zip(rows, gradients, strict=True) if count)
+        for at, parameter in enumerate(self._model.parameters()):
+            value = found.get(str(at))
+            parameter.grad = None if value is None else value.to(parameter.device, parameter.dtype)
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm).item()
+        if not math.isfinite(norm):
+            raise SpotlightError(
+                f"iteration {iteration}, update {update}: the gradient's norm is {norm}, so the weights were left as "
+                'they are: lower train.learning_rate, or set model.dtype = "float32"'
+            )
+        self._warm_up(iteration * self._settings.updates + update)
+        self._optimizer.step()
+        if self._ema is not None:
+            live, decay = self._model.trainable(), self._settings.ema_decay
+            self._ema = {name: old.lerp(live[name].float(), 1 - decay) for name, old in self._ema.items()}
+        return norm
+
+    def finish(
+        self,
+        updates: Sequence[Sequence[tuple[int, float, Mapping[str, float]]]],
+        norms: Sequence[float],
+        *,
+        iteration: int,
+    ) -> dict[str, float]:
+        """Let the old policy follow; what the iteration's updates measured.
+
+        Args:
+            updates: of each, ``(rows, loss, metrics)`` of its parts.
+            norms: of each, what `step` returned.
+
+        Returns:
+            ``loss``, ``grad_norm`` (before clipping; mean over the updates), and what the algorithm measures.
+        """
         self._follow(iteration)
-        return _merged(parts) | {"loss": loss, "grad_norm": norm}
+        losses = [
+            sum(rows * loss for rows, loss, _ in parts) / max(1, sum(rows for rows, _, _ in parts)) for parts in updates
+        ]
+        found = merged([(rows, metrics) for parts in updates for rows, _, metrics in parts])
+        return {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms)), **found}
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the optimizer's moments and the averaged weights, flat, as safetensors wants them.
@@ -188,52 +237,6 @@ class Trainer:
         with self._model.standing_in(self._old):
             return {name: value.clone() for name, value in self._model.trainable().items()}
 
-    def _objective(self, batch: TrainingBatch, iteration: int) -> Objective:
-        return objective(self._model, self._settings, batch, seed=self._seed, iteration=iteration, old=self._old)
-
-    def _split(self, samples: int, slots: int, iteration: int) -> list[list[Rows]]:
-        """The micro-batches of each update: samples in shuffled order, split evenly."""
-        updates, micro_batch = self._settings.updates, self._settings.micro_batch
-        if samples < updates:
-            raise SpotlightError(
-                f"iteration {iteration}: train.updates = {updates} and there are {samples} samples: "
-                "every update needs one; lower train.updates"
-            )
-        order = stream(self._seed, iteration).permutation(samples).tolist()
-        edges = [samples * update // updates for update in range(updates + 1)]
-        return [
-            [
-                Rows(samples=tuple(order[first : min(first + micro_batch, end)]), slot=slot)
-                for slot in range(slots)
-                for first in range(start, end, micro_batch)
-            ]
-            for start, end in pairwise(edges)
-        ]
-
-    def _backward(self, objective: Objective, parts: Sequence[Rows], total: int) -> float:
-        """Add the gradient of the mean over ``total`` rows, of which these are some; returns their share of it."""
-        loss_sum = 0.0
-        for rows in parts:
-            loss = objective.loss(rows) * (len(rows.samples) / total)
-            loss.backward()
-            loss_sum += loss.item()
-        return loss_sum
-
-    def _step(self, loss: float, iteration: int, update: int) -> float:
-        """One optimizer step with the gradient that is there; returns its norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm).item()
-        if not math.isfinite(norm):
-            raise SpotlightError(
-                f"iteration {iteration}, update {update}: the gradient's norm is {norm} (loss {loss}), so the weights "
-                'were left as they are: lower train.learning_rate, or set model.dtype = "float32"'
-            )
-        self._warm_up(iteration * self._settings.updates + update)
-        self._optimizer.step()
-        if self._ema is not None:
-            live, decay = self._model.trainable(), self._settings.ema_decay
-            self._ema = {name: old.lerp(live[name].float(), 1 - decay) for name, old in self._ema.items()}
-        return norm
-
     def _warm_up(self, updates: int) -> None:
         """Set the learning rate of the update after so many."""
         warm_up = self._settings.warm_up
@@ -248,14 +251,3 @@ class Trainer:
         if self._old is not None:
             for old, trained in zip(self._old, self._model.parameters(), strict=True):
                 old.copy_(trained.lerp(old, decay))
-
-
-def _merged(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Metrics of all samples from those of the parts: of a largest value the largest, else the mean over samples."""
-    total = sum(samples for samples, _ in parts)
-    return {
-        name: max(metrics[name] for _, metrics in parts)
-        if name.endswith("_max")
-        else sum(samples * metrics[name] for samples, metrics in parts) / total
-        for name in parts[0][1]
-    }

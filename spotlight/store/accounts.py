@@ -26,7 +26,6 @@ from spotlight.market.ledger import (
     overlap_s,
     pool_seconds,
     pool_usd,
-    shared,
     spot_utilisation,
     summed,
 )
@@ -60,10 +59,12 @@ class Accounts:
         self._first_spot: dict[str, tuple[float, int]] = {}
         """Of each spot worker, when its earliest span began, and which it is."""
         self._worked: set[str] = set()
-        """Workers with spans, as `emulated` has them, of the first `_counted` spans."""
+        """Workers with spans, of the first `_counted` spans."""
         self._counted = 0
         self._broken: dict[str, float] = {}
         self._recoveries: list[tuple[float, float]] = []
+        self._pauses: list[tuple[float, float]] = []
+        """When the run went on after a pause, and how long that was."""
         self._add_spans(read_spans(run))
         last_s = self._latest_s[-1] if self._spans else 0.0
         lives = read_lives(run)
@@ -82,6 +83,7 @@ class Accounts:
         """Add what the cluster reports: new spans, and the lives of all its workers."""
         self.running = running
         self._recoveries += recoveries(drained["events"], self._broken)
+        self._pauses += [(event["at_s"], event["lost_s"]) for event in drained["events"] if event["event"] == "paused"]
         if drained["events"]:
             self._run.append(EVENTS, *drained["events"])
         spans = [Span(**row) for row in drained["spans"]]
@@ -108,13 +110,14 @@ class Accounts:
         by_phase: defaultdict[str, float] = defaultdict(float)
         for span in spans:
             by_phase[_phase(span)] += overlap_s(span.start_s, span.stop_s, window)
-        self._worked.update(span.worker for span in emulated(self._config, self._spans[self._counted :], workers))
+        self._worked.update(span.worker for span in self._spans[self._counted :])
         self._counted = len(self._spans)
         busy = dict.fromkeys(self._worked, 0.0)
-        for worker, intervals in busy_intervals(emulated(self._config, spans, workers)).items():
+        for worker, intervals in busy_intervals(spans).items():
             busy[worker] = sum(overlap_s(*interval, window) for interval in intervals)
         taken = [life for life in workers if _was_taken(life) and start_s <= (life.left_s or 0) <= stop_s]
         recoveries_s = [r for at_s, r in self._recoveries if start_s <= at_s <= stop_s]
+        lost_s = sum(lost_s for at_s, lost_s in self._pauses if start_s <= at_s <= stop_s)
         firsts = [self._spans[index] for _, index in sorted(self._first_spot.values(), key=itemgetter(1))]
         self._ledger = None
         self._fold(start_s)
@@ -127,6 +130,7 @@ class Accounts:
             "preemptions": float(len(taken)),
             "gangs_broken": float(len(recoveries_s)),
             **({"recovery_s": median(recoveries_s)} if recoveries_s else {}),
+            **({"paused_s": lost_s} if lost_s else {}),
         }
 
     def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
@@ -288,7 +292,7 @@ def run_ledger(
     """The ledger of a run, with what its history says it bought; an iteration that was run again counts once."""
     done = {row.iteration: row.metrics for row in history}
     return ledger(
-        emulated(config, spans, workers),
+        spans,
         workers,
         prices,
         window,
@@ -296,14 +300,6 @@ def run_ledger(
         samples=int(sum(count for metrics in done.values() if isfinite(count := metrics.get("samples", 0)))),
         scores=[row.score for row in validation],
     )
-
-
-def emulated(config: Config, spans: Sequence[Span], workers: Sequence[WorkerLife]) -> Sequence[Span]:
-    """What workers did as the settings emulate it: paced training, which one reserved worker does, is the work of all.
-
-    It lasts as long as if they shared it evenly (`spotlight.device.pace.Pace.train_s`), and none of them would be idle.
-    """
-    return shared(spans, workers, "train") if config.pace.gpu else spans
 
 
 def recoveries(

@@ -56,9 +56,11 @@ BLOCK_BYTES = 8 << 20
 """One read: large beside a round trip's cost, small beside a worker's memory."""
 STREAMS = 4
 """Reads in flight, so that no stream's round trip leaves the link idle."""
-KEEP_FILES = 3
-"""Rollouts use version k, exploration k or k - 1, validation the average of k."""
+KEEP_FILES = 4
+"""Rollouts use version k, exploration k or k - 1, training both policies of k, validation the average of k."""
 
+PREFIX = f"spotlight-{os.getuid()}-"
+"""Of the names of all our directories on a machine."""
 _SHARED_MEMORY = Path("/dev/shm")
 _NO_TRAPS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """For what another user might have put there: no link is followed, and nobody waits for the other end of a pipe."""
@@ -84,20 +86,39 @@ class Node:
     def __init__(self, root: Path, *, keep: int = KEEP_FILES) -> None:
         self.root = root
         self._keep = keep
-        self.close = weakref.finalize(self, os.close, _hold(root))
+        self._name = uuid4().hex
+        self._making = threading.Lock()
+        self._hold()
+
+    def _hold(self) -> None:
+        self._descriptor = hold(self.root)
+        self.close = weakref.finalize(self, os.close, self._descriptor)
         """Use it no more: once no process does, it can be removed."""
+
+    def keep(self) -> None:
+        """Make it again if somebody removed it, as a logout may: who maps a file keeps that, the rest comes anew."""
+        with self._making:
+            if self.close.alive and not is_held(self.root, self._descriptor):
+                self.close()
+                self._hold()
+                self._write_name()
 
     @property
     def name(self) -> str:
         """The same for all who share this memory, and for nobody else: a node is who shares it."""
+        self.keep()
+        return self._write_name()
+
+    def _write_name(self) -> str:
         token = self.root / ".node"
         mine = self.root / f".node-{os.getpid()}-{threading.get_ident()}"
         if not token.exists():
-            mine.write_text(uuid4().hex)
+            mine.write_text(self._name)
             with suppress(FileExistsError):
                 os.link(mine, token)  # whole from the first moment on, and the first one's for ever
             mine.unlink()
-        return token.read_text()
+        self._name = token.read_text()
+        return self._name
 
     def holds(self, sha256: str) -> bool:
         """Whether the file with this content is here now."""
@@ -156,6 +177,7 @@ class Node:
 
     def meeting(self, name: str) -> Path:
         """Where the ranks of a gang of this name find each other; who forms it makes the file and removes it."""
+        self.keep()
         return self.root / f"gang-{quote(name, safe='')}"
 
     def read(self, sha256: str, offset: int, length: int) -> bytes:
@@ -179,6 +201,7 @@ class Node:
         Raises:
             BlockingIOError: another holds it, and this one does not wait.
         """
+        self.keep()
         shared = new_sha256(path.name.encode()).hexdigest()[:2]  # so that there are 256 of them, never removed
         with (self.root / f".lock-{shared}").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -230,43 +253,44 @@ def shared_root(name: str, *, size_bytes: int = 0) -> Path:
     for root in _roots(parent):
         with suppress(SpotlightError):  # another user's: of no concern here
             sweep(root)
-    return parent / f"{_prefix()}{name}"
+    return parent / f"{PREFIX}{name}"
 
 
-def shared_roots(name: str) -> list[Path]:
+def memory_roots(name: str = "") -> list[Path]:
     """All that `shared_root` has made on this machine for names that begin so."""
     return [root for parent in (_SHARED_MEMORY, Path(tempfile.gettempdir())) for root in _roots(parent, name)]
 
 
 def _roots(parent: Path, name: str = "") -> Iterable[Path]:
-    return parent.glob(f"{glob.escape(_prefix() + name)}*")
+    return parent.glob(f"{glob.escape(PREFIX + name)}*")
 
 
-def _prefix() -> str:
-    return f"spotlight-{os.getuid()}-"
-
-
-def sweep(root: Path) -> None:
+def sweep(root: Path) -> bool:
     """Remove a node's memory, unless a process still uses it, or it is not a directory of this user's own.
 
     Any user may put something of this name where all users have their shared memory: a link is not followed, and what
     is no file is not waited for.
+
+    Returns:
+        Whether it was removed.
     """
-    with suppress(OSError), _own_directory(root) as directory:
+    with suppress(OSError), own_directory(root) as directory:
         alive = os.open(".alive", os.O_RDWR | _NO_TRAPS, dir_fd=directory)
         try:
             if not stat.S_ISREG(os.fstat(alive).st_mode):
-                return
+                return False
             fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
             swept = root.with_name(f"{root.name}.swept")
             root.rename(swept)  # at once, so that whoever comes now makes it anew
             shutil.rmtree(swept)
+            return True
         finally:
             os.close(alive)
+    return False
 
 
 @contextmanager
-def _own_directory(path: Path) -> Iterator[int]:
+def own_directory(path: Path) -> Iterator[int]:
     """A descriptor of a directory that belongs to this user alone.
 
     Raises:
@@ -308,11 +332,11 @@ def fingerprint(files: Iterable[Path], *circumstances: str) -> str:
     return new_sha256(repr((found, circumstances)).encode()).hexdigest()
 
 
-def _hold(root: Path) -> int:
-    """A descriptor that keeps `sweep` away from the root until it is closed."""
+def hold(root: Path) -> int:
+    """Make a directory, if it is absent; returns a descriptor that keeps `sweep` away from it until it is closed."""
     while True:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileNotFoundError), _own_directory(root) as directory:  # swept meanwhile: make it anew
+        with suppress(FileNotFoundError), own_directory(root) as directory:  # swept meanwhile: make it anew
             descriptor = os.open(".alive", os.O_RDWR | os.O_CREAT | _NO_TRAPS, 0o600, dir_fd=directory)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -320,6 +344,14 @@ def _hold(root: Path) -> int:
                     return os.dup(descriptor)
             finally:
                 os.close(descriptor)
+
+
+def is_held(root: Path, descriptor: int) -> bool:
+    """Whether the directory is still the one that this descriptor holds."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), (root / ".alive").stat())
+    except FileNotFoundError:
+        return False
 
 
 def _receive(partial: Path, sha256: str, size_bytes: int, source: Source) -> None:

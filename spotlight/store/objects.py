@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import lru_cache
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any, Protocol
 from uuid import uuid4
 
@@ -47,8 +49,12 @@ class Objects(Protocol):
         """None if it is not there."""
         ...
 
-    def put(self, key: str, content: bytes) -> None:
-        """Replace it at once; durable when this returns."""
+    def put(self, key: str, content: bytes, *, durable: bool = True) -> None:
+        """Replace it at once.
+
+        Args:
+            durable: whether it is when this returns; it need not be if it can be made again.
+        """
         ...
 
     def create(self, key: str, content: bytes) -> bool:
@@ -65,6 +71,10 @@ class Objects(Protocol):
 
     def delete(self, *keys: str) -> None:
         """What is not there is deleted already."""
+        ...
+
+    def delete_below(self, prefix: str) -> None:
+        """All keys below ``prefix/``."""
         ...
 
     def source(self, key: str) -> Source:
@@ -97,15 +107,12 @@ class DirectoryObjects:
         """
         return content_of(self.path / key)
 
-    def put(self, key: str, content: bytes) -> None:
-        path = self.path / key
-        path.parent.mkdir(exist_ok=True)
-        with atomic_write(path) as file:
+    def put(self, key: str, content: bytes, *, durable: bool = True) -> None:
+        with atomic_write(self._place(key), durable=durable) as file:
             file.write(content)
 
     def create(self, key: str, content: bytes) -> bool:
-        path = self.path / key
-        path.parent.mkdir(exist_ok=True)
+        path = self._place(key)
         mine = path.with_name(f".{path.name}.{uuid4().hex}.part")
         try:
             with atomic_write(mine) as file:
@@ -129,8 +136,19 @@ class DirectoryObjects:
         for key in keys:
             (self.path / key).unlink(missing_ok=True)
 
+    def delete_below(self, prefix: str) -> None:
+        shutil.rmtree(self.path / prefix, ignore_errors=True)
+
     def source(self, key: str) -> Source:
         return from_file(self.path / key)
+
+    def _place(self, key: str) -> Path:
+        """Where it is to be written; directories for it are made, but not the one that all is in."""
+        path = self.path / key
+        if path.parent != self.path:
+            for folder in reversed(PurePath(key).parents[:-1]):
+                (self.path / folder).mkdir(exist_ok=True)
+        return path
 
 
 class BucketObjects:
@@ -150,7 +168,7 @@ class BucketObjects:
             return bytes(obstore.get(self._store, key).bytes())
         return None
 
-    def put(self, key: str, content: bytes) -> None:
+    def put(self, key: str, content: bytes, *, durable: bool = True) -> None:
         import obstore
 
         with told(self.where(key), "written"):
@@ -187,6 +205,9 @@ class BucketObjects:
         for key in keys:
             with told(self.where(key), "deleted"), contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._store, key)
+
+    def delete_below(self, prefix: str) -> None:
+        self.delete(*self.sizes(prefix))
 
     def source(self, key: str) -> Source:
         import obstore
@@ -281,15 +302,16 @@ def content_of(path: Path) -> bytes | None:
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears under its name only when it is whole and on the disk."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+def atomic_write(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
+    """A file that appears under its name only when it is whole and, if it is to be durable, on the disk."""
+    part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         part.unlink(missing_ok=True)
         with part.open("xb") as file:  # which follows no link
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

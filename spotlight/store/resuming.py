@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 
 from spotlight.config import RESOLVED, Config
-from spotlight.files import read_bytes
+from spotlight.files import digest, read_files
 from spotlight.records import SpotlightError
 from spotlight.store.rundir import HISTORY, PROMPTS, VALIDATION, HistoryRow, RunDir, made_again
 from spotlight.store.weights import published
@@ -103,7 +102,7 @@ def _check_prompts(run: RunDir, config: Config) -> None:
         (config.data.validation_prompts, hashes.validation_sha256),
     ):
         try:
-            found = sha256(read_bytes(path, "a prompt file")).hexdigest()
+            found = digest(read_files(path, "a prompt file"))
         except SpotlightError as error:
             raise SpotlightError(f"{error}; restore it, or begin a new run") from None
         if found != expected:

@@ -13,11 +13,13 @@ prompts, pictures, the report) has a copy in a directory of this machine.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import shutil
 import stat
+import tempfile
 import threading
 import time
 import uuid
@@ -31,8 +33,8 @@ from uuid import uuid4
 
 from spotlight import config
 from spotlight.clock import wall_clock
-from spotlight.files import is_url, read_bytes
-from spotlight.plan.bandit import Beliefs
+from spotlight.files import digest, is_url, read_files
+from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
 from spotlight.records import Quarantined, Selection, SpotlightError
@@ -145,8 +147,7 @@ class RunDir:
 
     def __init__(self, place: str | Path, *, copy: Path | None = None) -> None:
         remote = is_url(place)
-        directory = Path(str(place).removeprefix("file://"))
-        self.path = (copy or _working_copy(str(place))) if remote else directory.resolve()
+        self.path = copy if copy and remote else files_of(place).resolve()
         self.url = str(place).rstrip("/") if remote else str(self.path)
         """Where the run is, for its workers and for people."""
         self.name = self.url.rpartition("/")[2]
@@ -168,19 +169,64 @@ class RunDir:
         raise SpotlightError(f"{parent}: a hundred runs named {settings.run.name!r} were started this second")
 
     @classmethod
-    def _create(cls, place: str, settings: config.Config) -> RunDir:
-        train = read_bytes(settings.data.train_prompts, "a prompt file")
-        validation = read_bytes(settings.data.validation_prompts, "a prompt file")
+    def into(cls, place: str | Path, settings: config.Config) -> RunDir:
+        """The run in this very directory, or at this URL; it is made, all at once, if nothing is there.
+
+        Raises:
+            SpotlightError: what is there is no run, or one of other settings.
+        """
+        if is_url(place):
+            check_address(str(place))
+            if objects_at(place).size(config.RESOLVED) is None:
+                cls._create(str(place), settings, anew=False)
+        else:
+            place = Path(place).resolve()
+            if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+                cls._create_at_once(place, settings)
+        run = cls.open(place)
+        there = run.config()
+        ours = {"data": there.data, "run": settings.run.model_copy(update={"dir": there.run.dir})}
+        if changed := list(config.differences(there, settings.model_copy(update=ours))):
+            raise SpotlightError(
+                f"{place}: this run was begun with other settings: {'; '.join(changed)}; give those, or another "
+                "directory for a new run"
+            )
+        return run
+
+    @classmethod
+    def _create_at_once(cls, path: Path, settings: config.Config) -> None:
+        """Make it elsewhere and rename it, so that what a kill leaves is no half of a run."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as making:
+                cls._create(f"{making}/{path.name}", settings).path.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody else was faster
+                raise SpotlightError(
+                    f"{path}: cannot make the run directory: {error.strerror}; choose another one, or make room there"
+                ) from None
+
+    @classmethod
+    def _create(cls, place: str, settings: config.Config, *, anew: bool = True) -> RunDir:
+        """
+        Args:
+            anew: of a run at a URL, whether nobody may have begun it before, and been killed at that.
+
+        Raises:
+            FileExistsError: somebody has.
+        """
+        train = read_files(settings.data.train_prompts, "a prompt file")
+        validation = read_files(settings.data.validation_prompts, "a prompt file")
         run = cls(place)
         path = run.path
         try:
             if run._journals:
-                if not run.objects.create(STARTED, json.dumps({"by": uuid4().hex}).encode()):
+                if not run.objects.create(STARTED, json.dumps({"by": uuid4().hex}).encode()) and anew:
                     raise FileExistsError
                 shutil.rmtree(path, ignore_errors=True)  # of a run of this name whose objects were deleted
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o777 if settings.run.shared else 0o700)
-            data = run._keep_prompts(train, validation)
+            data = run._keep_prompts(settings.data, train, validation)
             run._push_files("prompts")
             run.objects.put(config.RESOLVED, config.dump(settings.model_copy(update={"data": data})).encode())
         except (FileExistsError, StoreError):
@@ -191,15 +237,26 @@ class RunDir:
             ) from None
         return run
 
-    def _keep_prompts(self, train: bytes, validation: bytes) -> config.DataSection:
-        """Write the prompts into the directory, since the run goes on with those it began with; where they are."""
+    def _keep_prompts(
+        self, data: config.DataSection, train: Mapping[str, bytes], validation: Mapping[str, bytes]
+    ) -> config.DataSection:
+        """Write the prompts into the directory, since the run goes on with those it began with; where they are.
+
+        They keep their suffix, which says how they are read.
+        """
         (self.path / "prompts").mkdir()
-        for name, content in (("train", train), ("validation", validation)):
-            with atomic_write(self.path / "prompts" / f"{name}.txt") as file:
-                file.write(content)
-        hashes = PromptHashes(train_sha256=sha256(train).hexdigest(), validation_sha256=sha256(validation).hexdigest())
-        self.write_json(PROMPTS, asdict(hashes))
-        return config.DataSection(train_prompts="prompts/train.txt", validation_prompts="prompts/validation.txt")
+        kept = {
+            "train": f"prompts/train{Path(data.train_prompts).suffix}",
+            "validation": f"prompts/validation{Path(data.validation_prompts).suffix}",
+        }
+        for name, files in (("train", train), ("validation", validation)):
+            if files.keys() != {""}:
+                (self.path / kept[name]).mkdir()
+            for file, content in files.items():
+                with atomic_write(self.path / kept[name] / file) as written:
+                    written.write(content)
+        self.write_json(PROMPTS, PromptHashes(train_sha256=digest(train), validation_sha256=digest(validation)))
+        return config.DataSection(train_prompts=kept["train"], validation_prompts=kept["validation"])
 
     def prompt_hashes(self) -> PromptHashes | None:
         """Of the prompts that the run began with; None where nobody wrote them down."""
@@ -472,15 +529,15 @@ class RunDir:
         """A mapping, or a record by its fields' names."""
         self.objects.put(name, indented(value).encode())
 
-    def set_aside(self, request: Quarantined) -> None:
+    def quarantine(self, request: Quarantined) -> None:
         """Record, on any worker, a request that nobody runs any more; twice is once, where the run is at a URL."""
         if self._journals:
             self.write_json(f"quarantined/{request.request.id}.json", request)
         else:
             self.append(QUARANTINED, asdict(request))
 
-    def all_set_aside(self) -> list[Quarantined]:
-        """What `set_aside` was given."""
+    def all_quarantined(self) -> list[Quarantined]:
+        """What `quarantine` was given."""
         keys = self.objects.sizes("quarantined") if self._journals else ()
         found = [self._file(key, Quarantined, "restore it, or delete it") for key in keys]
         return [*self.records(QUARANTINED, Quarantined), *(each for each in found if each)]
@@ -527,8 +584,14 @@ class RunDir:
         return None if content is None else from_json(kind, content, self.objects.where(name), way_out, finite=True)
 
 
-def _working_copy(url: str) -> Path:
-    """Where this machine has what can only be a file of the run at a URL; the same for every process of a user."""
+def files_of(place: str | Path) -> Path:
+    """Where this machine has what can only be a file of a run: its directory, or one for the run at a URL.
+
+    It is the same for every process of a user.
+    """
+    url = str(place)
+    if not is_url(url):
+        return Path(url.removeprefix("file://"))
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     url = url.rstrip("/")
     return Path(state).resolve() / "spotlight" / sha256(url.encode()).hexdigest()[:12] / url.rpartition("/")[2]

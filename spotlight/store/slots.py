@@ -34,12 +34,23 @@ class Slot:
                 break
             os.close(descriptor)
         _end_recorded(descriptor)
+        self._path = root / f"slot-{number}"
         self.number, self._descriptor = number, descriptor
 
     def record(self, pid: int) -> None:
         """This process works on the device now."""
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{pid} {_began(pid)}".encode(), 0)
+        os.pwrite(self._descriptor, f"{pid} {began(pid)}".encode(), 0)
+
+    def keep(self) -> None:
+        """Lock it again if somebody removed it, so that nobody else takes this device."""
+        with contextlib.suppress(OSError):  # whoever removed it does so again
+            if not self._path.exists():
+                again = os.open(self._path, _OPEN, 0o600)
+                os.pwrite(again, os.pread(self._descriptor, 100, 0), 0)
+                _locks(again)
+                os.close(self._descriptor)
+                self._descriptor = again
 
     def close(self) -> None:
         """Let go of it."""
@@ -49,7 +60,7 @@ class Slot:
 def end_leftovers(root: Path) -> None:
     """End what still works on devices that no process has any more."""
     for path in root.glob("slot-*"):
-        with _opened(path) as descriptor:
+        with contextlib.suppress(OSError), _opened(path) as descriptor:  # it may go, or be a link of somebody's
             if _locks(descriptor):
                 _end_recorded(descriptor)
 
@@ -72,20 +83,37 @@ def _locks(descriptor: int) -> bool:
 
 
 def _end_recorded(descriptor: int) -> None:
-    pid, _, began = os.pread(descriptor, 100, 0).decode().partition(" ")
-    if not began or _began(int(pid)) != began:
-        return  # gone; the number may belong to another process by now
+    pid, _, when = os.pread(descriptor, 100, 0).decode().partition(" ")
+    if when:
+        end(int(pid), when)
+
+
+def end(pid: int, when: str) -> None:
+    """Kill the process with this number that began then, and wait until it is gone; another's number is left alone."""
+    if not when or began(pid) != when:
+        return
     with contextlib.suppress(ProcessLookupError):
-        os.kill(int(pid), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     until_s = time.monotonic() + _ENDS_S
-    while _began(int(pid)) == began and time.monotonic() < until_s:
+    while began(pid) == when and time.monotonic() < until_s:
         time.sleep(0.005)
 
 
-def _began(pid: int) -> str:
+def began(pid: int) -> str:
     """When a process began, in the system's ticks; empty if there is none, or if the system does not tell."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return ""
+    state, *fields = _stat(pid)
     return "" if state in "ZX" else fields[18]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped, by SIGSTOP and its like, and does nothing until it is told to go on."""
+    return _stat(pid)[0] == "T"
+
+
+def _stat(pid: int) -> list[str]:
+    """State and what follows of ``/proc/<pid>/stat``; of no process, or where the system does not tell, that of one
+    that has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return ["X"]

@@ -31,11 +31,11 @@ class Awm:
         self._kl = Mean()
 
     @torch.no_grad()
-    def remember(self, updates: Sequence[Sequence[Rows]]) -> None:
+    def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
         # Micro-batch by micro-batch as in `loss`: the same shapes give the same bits, and a first ratio of exactly 1.
-        for rows in (rows for parts in updates for rows in parts):
-            log_prob_R, _ = self._judge(self._noised(rows), rows)
-            self._old_BS[list(rows.samples), rows.slot] = log_prob_R.cpu()
+        for each in rows:
+            log_prob_R, _ = self._judge(self._noised(each), each)
+            self._old_BS[list(each.samples), list(each.slots)] = log_prob_R.cpu()
 
     def loss(self, rows: Rows) -> Tensor:
         settings, at = self._settings, self._noised(rows)
@@ -43,7 +43,7 @@ class Awm:
         if settings.kl:
             v_ref_RNC = reference_velocity(self._model, self._batch, at.x_RNC, at.sigma_R, rows)
         log_prob_R, v_RNC = self._judge(at, rows)
-        old_R = self._old_BS[list(rows.samples), rows.slot].to(log_prob_R.device)
+        old_R = self._old_BS[list(rows.samples), list(rows.slots)].to(log_prob_R.device)
         limit = settings.advantage_clip
         loss = self._ratios.loss(log_prob_R, old_R, advantages(self._batch, rows, self._model).clamp(-limit, limit))
         if v_ref_RNC is None:

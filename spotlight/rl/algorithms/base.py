@@ -9,7 +9,7 @@ a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -24,7 +24,7 @@ from spotlight.rl.objectives import clipped_objective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """One iteration's samples, in request order, and how they were sampled."""
+    """Samples of an iteration, in request order, and how they were sampled."""
 
     clean_BNC: Tensor
     """Final latents, float32."""
@@ -44,29 +44,57 @@ class TrainingBatch:
     """The workers' values; only compared with the trainer's own."""
     groups_B: tuple[int, ...] | None = None
     """The prompt of each sample."""
-    first: int = 0
-    """Number of its first sample within the iteration: 0 unless it is a later part of it."""
+    positions: tuple[int, ...] = ()
+    """Of each sample among the iteration's, by which what is drawn for it is keyed; left out, they are all there."""
+
+    def position(self, row: int) -> int:
+        return self.positions[row] if self.positions else row
+
+    def take(self, rows: Sequence[int]) -> TrainingBatch:
+        """Some of its samples, as a batch of their own."""
+        at = list(rows)
+        return replace(
+            self,
+            clean_BNC=self.clean_BNC[at],
+            advantages_B=self.advantages_B[at],
+            conditioning=self.conditioning.rows(at),
+            window_BKNC=None if self.window_BKNC is None else self.window_BKNC[at],
+            log_prob_BS=None if self.log_prob_BS is None else self.log_prob_BS[at],
+            groups_B=None if self.groups_B is None else tuple(self.groups_B[row] for row in at),
+            positions=tuple(self.position(row) for row in at),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A micro-batch: samples that share a slot, which is a noise level drawn (NFT) or a window step (GRPO)."""
+    """A micro-batch: samples, each in a slot, which is a noise level drawn (NFT) or a window step (GRPO)."""
 
     samples: tuple[int, ...]
     """Of an objective over pairs: pairs."""
-    slot: int
+    slots: tuple[int, ...]
+
+    @property
+    def slot(self) -> int:
+        """Of rows that share one."""
+        (slot,) = set(self.slots)
+        return slot
 
 
 class Objective(Protocol):
-    """What an algorithm computes from rows; made anew for each iteration."""
+    """What an algorithm computes from rows; made anew for each part of an update."""
 
     slots: int
     """Rows per sample."""
     units: int
     """Samples, or pairs of them."""
 
-    def remember(self, updates: Sequence[Sequence[Rows]]) -> None:
-        """Look at the policy before its first update, without gradients."""
+    def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
+        """Look at the policy that the iteration starts from, without gradients; it is in the model.
+
+        Args:
+            rows: all whose loss will be asked for.
+            first: their update is the iteration's first, so that it trains that very policy.
+        """
 
     def loss(self, rows: Rows) -> Tensor:
         """Mean over the rows; gradients flow to the model."""
@@ -138,13 +166,3 @@ def take(x_BNC: Tensor, rows: Rows, model: Model) -> Tensor:
 
 def advantages(batch: TrainingBatch, rows: Rows, model: Model) -> Tensor:
     return torch.from_numpy(batch.advantages_B[list(rows.samples)]).float().to(model.device)
-
-
-def stream(seed: int, iteration: int, *, sample: int | None = None, slot: int = 0) -> np.random.Generator:
-    """What an iteration draws for its order (no sample named), or for one row.
-
-    The counter's last word sets training apart from `flow`'s noise, which may have the same key.
-    """
-    counter = [0, slot, 0 if sample is None else sample + 1, 1]
-    key = np.array([seed, iteration], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=np.array(counter, dtype=np.uint64)))

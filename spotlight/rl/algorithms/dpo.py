@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from spotlight.config import TrainSection
@@ -18,23 +16,7 @@ from spotlight.rl.algorithms.base import Mean, Rows, TrainingBatch, Velocity, re
 from spotlight.rl.algorithms.noising import noised
 from spotlight.rl.models.base import Model
 from spotlight.rl.objectives import dpo_loss
-
-
-def preference_pairs(
-    advantages_B: NDArray[np.float64], groups_B: Sequence[int], *, most: int
-) -> tuple[tuple[int, int], ...]:
-    """``(better, worse)`` samples of each group: its best with its worst, then the next ones, as long as they differ.
-
-    Args:
-        most: pairs of a group.
-    """
-    pairs: list[tuple[int, int]] = []
-    for group in dict.fromkeys(groups_B):
-        members = [row for row, other in enumerate(groups_B) if other == group]
-        ranked = sorted(members, key=lambda row: -advantages_B[row])
-        facing = list(zip(ranked, reversed(ranked), strict=True))[: min(most, len(ranked) // 2)]
-        pairs += [(better, worse) for better, worse in facing if advantages_B[better] > advantages_B[worse]]
-    return tuple(pairs)
+from spotlight.rl.parts import preference_pairs
 
 
 class Dpo:
@@ -44,13 +26,13 @@ class Dpo:
         self, model: Model, settings: TrainSection, batch: TrainingBatch, *, seed: int, iteration: int
     ) -> None:
         assert batch.groups_B is not None, "pairs are of a group"
-        self._pairs = preference_pairs(batch.advantages_B, batch.groups_B, most=settings.dpo_pairs)
+        self._pairs = preference_pairs(batch.advantages_B, batch.groups_B, pairs_max=settings.dpo_pairs)
         self.slots, self.units = settings.timesteps, len(self._pairs)
         self._model, self._settings, self._batch = model, settings, batch
         self._key = (seed, iteration)
         self._right = Mean()
 
-    def remember(self, updates: Sequence[Sequence[Rows]]) -> None:
+    def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
         """Nothing: preferences are measured beside the reference, which never changes."""
 
     def loss(self, rows: Rows) -> Tensor:
@@ -66,8 +48,8 @@ class Dpo:
 
     def _errors(self, rows: Rows, of: Velocity) -> tuple[Tensor, Tensor]:
         """Flow-matching errors of the better and the worse samples, at one level and with one noise."""
-        better = Rows(tuple(self._pairs[row][0] for row in rows.samples), rows.slot)
-        worse = Rows(tuple(self._pairs[row][1] for row in rows.samples), rows.slot)
+        better = Rows(tuple(self._pairs[row][0] for row in rows.samples), rows.slots)
+        worse = Rows(tuple(self._pairs[row][1] for row in rows.samples), rows.slots)
         at = noised(self._batch, better, self._settings.levels, self._key, self._model)
         errors = []
         for arm in (better, worse):

@@ -52,14 +52,13 @@ class Grpo:
         self._kl = Mean()
 
     @torch.no_grad()
-    def remember(self, updates: Sequence[Sequence[Rows]]) -> None:
+    def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
         # Micro-batch by micro-batch as in `loss`: the same shapes give the same bits, and a first ratio of exactly 1.
-        for update, parts in enumerate(updates):
-            for rows in parts:
-                log_prob_R, mean_RNC, _ = self._judge(rows, velocity)
-                self._old_BS[list(rows.samples), rows.slot] = log_prob_R.cpu()
-                if update and self._settings.algorithm == "grpo-guard":  # in the first, the mean is the old one
-                    self._old_means[rows] = mean_RNC.cpu()
+        for each in rows:
+            log_prob_R, mean_RNC, _ = self._judge(each, velocity)
+            self._old_BS[list(each.samples), each.slot] = log_prob_R.cpu()
+            if not first and self._settings.algorithm == "grpo-guard":  # in the first, the mean is the old one
+                self._old_means[each] = mean_RNC.cpu()
         if self._batch.log_prob_BS is not None:
             self._diagnosis = self._compare(self._batch.log_prob_BS.cpu())
 
@@ -115,7 +114,7 @@ class Grpo:
             here, there = self._old_BS[sample, slot].item(), worker_BS[sample, slot].item()
             raise SpotlightError(
                 f"iteration {self._iteration}: before the first update the trainer's policy is not the one that "
-                f"sampled. |ratio - 1| reaches {off_BS.max().item():.3g} (sample {self._batch.first + sample}, step "
+                f"sampled. |ratio - 1| reaches {off_BS.max().item():.3g} (sample {self._batch.position(sample)}, step "
                 f"{self._batch.sde_window[0] + slot}: log-probability {here:.7g} on the trainer, {there:.7g} from the "
                 f"worker) and train.ratio_tolerance is {self._settings.ratio_tolerance:g}. Likely causes: the worker "
                 "held another weights version; guidance passes batched in one path and separate in the other; another "

@@ -41,12 +41,11 @@ class Nft:
         self._kl = Mean()
 
     @torch.no_grad()
-    def remember(self, updates: Sequence[Sequence[Rows]]) -> None:
-        if self._old is not None:
-            return  # it stays as it is for the whole iteration, so it is asked row by row
-        # The first update trains the very policy that sampled, so its velocities need no second forward pass.
-        for rows in (rows for parts in updates[1:] for rows in parts):
-            self._v_old[rows] = self._velocity(self._noised(rows), rows)
+    def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
+        if first or self._old is not None:
+            return  # its velocities need no second forward pass; or it has weights of its own, and is asked row by row
+        for each in rows:
+            self._v_old[each] = self._velocity(self._noised(each), each)
 
     def loss(self, rows: Rows) -> Tensor:
         settings, batch, at = self._settings, self._batch, self._noised(rows)

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spotlight.rl.algorithms.base import Rows, TrainingBatch, stream, take
+from spotlight.rl.algorithms.base import Rows, TrainingBatch, take
 from spotlight.rl.models.base import Model
+from spotlight.rl.parts import stream
 
 Levels = Literal["sampler", "uniform"]
 PERMUTATION = 1 << 32
@@ -41,10 +42,10 @@ def noised(batch: TrainingBatch, rows: Rows, levels: Levels, key: tuple[int, int
     clean_RNC = take(batch.clean_BNC, rows, model)
     noise = np.empty(tuple(clean_RNC.shape), dtype=np.float32)
     sigma = np.empty(len(rows.samples), dtype=np.float32)
-    for row, sample in enumerate(rows.samples):
-        draws = stream(*key, sample=batch.first + sample, slot=rows.slot)
+    for row, (sample, slot) in enumerate(zip(rows.samples, rows.slots, strict=True)):
+        draws = stream(*key, sample=batch.position(sample), slot=slot)
         uniform = 1 - draws.random()
-        sigma[row] = uniform if levels == "uniform" else _visited(batch, sample, rows.slot, key)
+        sigma[row] = uniform if levels == "uniform" else _visited(batch, sample, slot, key)
         draws.standard_normal(out=noise[row], dtype=np.float32)
     noise_RNC = torch.from_numpy(noise).to(clean_RNC.device)
     sigma_R = torch.from_numpy(sigma).to(clean_RNC.device)
@@ -54,5 +55,5 @@ def noised(batch: TrainingBatch, rows: Rows, levels: Levels, key: tuple[int, int
 def _visited(batch: TrainingBatch, sample: int, slot: int, key: tuple[int, int]) -> float:
     """The slot-th of the sampler's levels in the sample's order; 0 is the end of sampling and no level."""
     turn, place = divmod(slot, len(batch.sigmas) - 1)
-    order = stream(*key, sample=batch.first + sample, slot=PERMUTATION + turn).permutation(len(batch.sigmas) - 1)
+    order = stream(*key, sample=batch.position(sample), slot=PERMUTATION + turn).permutation(len(batch.sigmas) - 1)
     return batch.sigmas[order[place]]

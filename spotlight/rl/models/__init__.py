@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from spotlight.rl import memory
+from spotlight.rl.checkpoints import survey
 from spotlight.rl.models.base import Conditioning as Conditioning
 from spotlight.rl.models.base import Model as Model
 from spotlight.rl.models.pipeline import Loading as Loading
 
 if TYPE_CHECKING:
-    from spotlight.config import ModelSection
+    from spotlight.config import Config, ModelSection
     from spotlight.store.node import Node
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,13 +33,9 @@ def load(settings: ModelSection, node: Node | None = None) -> Model:
     Raises:
         SpotlightError: the directory is not a pipeline of that family, or a file in it is damaged.
     """
-    device: str = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+    device = device_of(settings)
     loading = Loading(
-        device=torch.device(device),
+        device=device,
         dtype=DTYPES[settings.dtype],
         vae_dtype=None if settings.vae_dtype == "auto" else DTYPES[settings.vae_dtype],
         vae_tiling=settings.vae_tiling,
@@ -60,3 +58,37 @@ def load(settings: ModelSection, node: Node | None = None) -> Model:
             from spotlight.rl.models.flux import Flux
 
             return Flux.load(settings.path, loading, node)
+
+
+def device_of(settings: ModelSection) -> torch.device:
+    """The device that the settings name; of several GPUs, the one that this process owns."""
+    device: str = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+    return torch.device(device)
+
+
+def require_memory(settings: Config) -> None:
+    """Find out, before anything is loaded, that a phase of the run does not fit this process's GPU.
+
+    Raises:
+        SpotlightError: one does not, or the checkpoint is unusable.
+    """
+    device = device_of(settings.model)
+    if settings.model.name == "tiny-text" or device.type != "cuda":
+        return
+    phases = memory.estimate(survey(settings.model.name, settings.model.path), settings, lora_targets(settings.model))
+    properties = torch.cuda.get_device_properties(device)
+    memory.require(phases, properties.total_memory, f"{device} ({properties.name})")
+
+
+def lora_targets(settings: ModelSection) -> tuple[str, ...]:
+    """Of the family that the settings name."""
+    from spotlight.rl.models.flux import Flux
+    from spotlight.rl.models.qwen_transformer import QwenTransformer
+    from spotlight.rl.models.sd3 import StableDiffusion3
+
+    kinds: dict[str, type[Model]] = {"sd3": StableDiffusion3, "flux": Flux}
+    return kinds.get(settings.name, QwenTransformer).lora_targets

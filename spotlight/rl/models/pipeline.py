@@ -149,10 +149,10 @@ class PipelineModel(Model):
             fcntl.flock(lock, fcntl.LOCK_EX)  # let go of by closing
             stored = _read_cache(cache, encoder) if cache.exists() else {}
             if missing := [text for text in texts if _key(text) not in stored]:
-                for text, one in self._run_text_encoders(missing).items():
-                    stored[_key(text)] = one.embeds_TD
-                    if one.pooled_P is not None:
-                        stored[_pooled_key(text)] = one.pooled_P
+                for text, encoding in self._run_text_encoders(missing).items():
+                    stored[_key(text)] = encoding.embeds_TD
+                    if encoding.pooled_P is not None:
+                        stored[_pooled_key(text)] = encoding.pooled_P
                 with atomic_write(cache) as file:
                     file.write(save(stored, metadata={ENCODER: encoder or ""}))
         return {text: Encoded(embeds_TD=stored[_key(text)], pooled_P=stored.get(_pooled_key(text))) for text in texts}
@@ -183,9 +183,9 @@ class PipelineModel(Model):
         self._check_tokenizer(pipeline)
         encoded = {}
         for text in texts:
-            one = self._encode_alone(pipeline, text)
-            pooled_P = None if one.pooled_P is None else one.pooled_P.cpu().contiguous()
-            encoded[text] = Encoded(embeds_TD=one.embeds_TD.cpu().contiguous(), pooled_P=pooled_P)
+            encoding = self._encode_alone(pipeline, text)
+            pooled_P = None if encoding.pooled_P is None else encoding.pooled_P.cpu().contiguous()
+            encoded[text] = Encoded(embeds_TD=encoding.embeds_TD.cpu().contiguous(), pooled_P=pooled_P)
         del pipeline, parts, encoder
         gc.collect()  # modules refer to each other in cycles
         if self.device.type == "cuda":
@@ -207,7 +207,7 @@ class PipelineModel(Model):
                     f"the text {text!r} was not encoded when the run began, and the text encoder of "
                     f"{self._path} is no longer in memory: pass every text to preload()"
                 )
-        longest = max(len(one.embeds_TD) for one in self._texts.values())
+        longest = max(len(encoding.embeds_TD) for encoding in self._texts.values())
         width = -(-longest // TEXT_MULTIPLE) * TEXT_MULTIPLE if self.masks_padding else longest
         negative = self._texts[self.negative_text]
         embeds_BTD = torch.zeros(len(texts), width, negative.embeds_TD.shape[1], dtype=self.transformer.dtype)

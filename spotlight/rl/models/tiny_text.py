@@ -1,6 +1,6 @@
-"""The embedded model: a tiny Qwen-Image transformer that draws short texts into small grey images.
+"""The embedded models: tiny Qwen-Image transformers that draw short texts into small grey images.
 
-Its text encoder reads the quoted target of a prompt, letter by letter; its latents are pixels.
+Their text encoder reads the quoted target of a prompt, letter by letter; their latents are pixels.
 Pre-trained by ``examples/pretrain_tiny.py``; see ``weights/CARD.md``.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,42 +25,74 @@ from spotlight.rl.models.qwen_transformer import QwenTransformer
 from spotlight.rl.rewards import quoted_target
 from spotlight.store.node import Node, NotOnNode, fingerprint, map_tensors
 
-HEIGHT_PX, WIDTH_PX, PATCH_PX = 16, 32, 4
+PATCH_PX = 4
 TEXT_TOKENS = 8
 """Longest target; a multiple of 8, so that text splits among up to 8 ranks."""
 ALPHABET = string.digits + string.ascii_letters + string.punctuation + " "
 TEXT_DIM = 64
-WEIGHTS = Path(__file__).parent / "weights" / "tiny_text.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """In what one embedded model differs from another."""
+
+    weights: Path
+    """Its file in the package."""
+    height_px: int
+    width_px: int
+    """Of an image; it draws no other."""
+    head_dim: int
+    axes_dims: tuple[int, int, int]
+    """Of a head, for the rotary positions of frame, row and column."""
+
+
+_SHIPPED = Path(__file__).parent / "weights"
+HEIGHT_PX, WIDTH_PX = 16, 32
+TWO_DIGITS = Shape(
+    weights=_SHIPPED / "tiny_text.safetensors",
+    height_px=HEIGHT_PX,
+    width_px=WIDTH_PX,
+    head_dim=16,
+    axes_dims=(4, 6, 6),
+)
+"""Half a million parameters: two-digit numbers."""
+MIXED = Shape(
+    weights=_SHIPPED / "tiny_mixed.safetensors", height_px=16, width_px=48, head_dim=32, axes_dims=(4, 14, 14)
+)
+"""1.9 million parameters: one to four digits and capitals. Not shipped yet: its pre-training was not finished."""
 
 
 class TinyText(QwenTransformer):
-    """Half a million parameters of the same class as Qwen-Image, in pixel space."""
+    """A network of the same class as Qwen-Image, in pixel space."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape = TWO_DIGITS) -> None:
         self.device = torch.device("cpu")
+        self.shape = shape
         self.transformer = QwenImageTransformer2DModel(
             patch_size=PATCH_PX,
             in_channels=PATCH_PX * PATCH_PX,
             out_channels=1,
             num_layers=3,
-            attention_head_dim=16,
+            attention_head_dim=shape.head_dim,
             num_attention_heads=4,
             joint_attention_dim=TEXT_DIM,
             guidance_embeds=False,
-            axes_dims_rope=(4, 6, 6),
+            axes_dims_rope=shape.axes_dims,
         )
         self.letters = nn.Embedding(len(ALPHABET) + 1, TEXT_DIM)  # index 0 is padding
         self.places = nn.Embedding(TEXT_TOKENS, TEXT_DIM)
 
     @classmethod
-    def load(cls, path: str, device: torch.device, dtype: torch.dtype, node: Node | None = None) -> TinyText:
-        """The embedded weights, or those of another file that ``examples/pretrain_tiny.py`` wrote.
+    def load(
+        cls, path: str, device: torch.device, dtype: torch.dtype, node: Node | None = None, shape: Shape = TWO_DIGITS
+    ) -> TinyText:
+        """The embedded weights of this shape, or those of another file that ``examples/pretrain_tiny.py`` wrote.
 
         Args:
             node: holds them for all its processes: on the CPU, the parameters are views of its memory.
         """
-        model = cls()
-        file = Path(path) if path else WEIGHTS
+        model = cls(shape)
+        file = Path(path) if path else shape.weights
         try:
             mapped = _on_node(node, file, dtype) if node else None
             model.load_state(load_file(file) if mapped is None else mapped, assign=mapped is not None)
@@ -119,12 +152,12 @@ class TinyText(QwenTransformer):
 
     @property
     def small_px(self) -> tuple[int, int]:
-        return HEIGHT_PX, WIDTH_PX
+        return self.shape.height_px, self.shape.width_px
 
     def grid(self, height_px: int, width_px: int) -> tuple[int, int]:
-        if (height_px, width_px) != (HEIGHT_PX, WIDTH_PX):
+        if (height_px, width_px) != self.small_px:
             raise SpotlightError(
-                f"the embedded model draws {HEIGHT_PX} x {WIDTH_PX} px only, "
+                f"this embedded model draws {self.shape.height_px} x {self.shape.width_px} px only, "
                 f"and model.height_px x model.width_px is {height_px} x {width_px}"
             )
         return height_px // PATCH_PX, width_px // PATCH_PX
@@ -153,6 +186,7 @@ def _on_node(node: Node, file: Path, dtype: torch.dtype) -> dict[str, Tensor] | 
 
 def patches(images: NDArray[np.uint8]) -> Tensor:
     """Grey images of shape (B, height, width) to latents in [-1, 1], the inverse of `TinyText.decode`."""
+    _, height_px, width_px = images.shape
     x = torch.from_numpy(images).float() / 127.5 - 1
-    x = x.view(-1, HEIGHT_PX // PATCH_PX, PATCH_PX, WIDTH_PX // PATCH_PX, PATCH_PX).permute(0, 1, 3, 2, 4)
+    x = x.view(-1, height_px // PATCH_PX, PATCH_PX, width_px // PATCH_PX, PATCH_PX).permute(0, 1, 3, 2, 4)
     return x.reshape(len(images), -1, PATCH_PX * PATCH_PX)

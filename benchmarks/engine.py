@@ -1,0 +1,374 @@
+"""What a step and an update cost through the engine, beside bare diffusers and peft; and a request through the system.
+
+Both sides run the same transformer in this process, in turn; a figure is the median of the turns' ratios. An update's
+bare side repeats the very passes that the engine's update made of the transformer (with or without gradients), takes
+the mean square of each as a loss, and one step of AdamW.
+
+``python -m benchmarks.engine`` takes the embedded model; where there is a GPU, a random transformer of Qwen-Image's
+size at 512 and 1280 px, and adds the achieved rate beside that of a matrix product, the memory, and how fast weights
+come in. The form for GPUs was NOT VERIFIED ON A GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from dask.local import get_sync
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import overhead
+from graphs import tasks
+from graphs.iteration import Graph, iteration_graph, rollout_requests, unexplored
+from graphs.tasks import RunContext
+from spotlight import config
+from spotlight.device import protocol
+from spotlight.device.engine import InProcess
+from spotlight.records import Request, WeightsRef
+from spotlight.rl.models.base import Conditioning, Model
+from spotlight.rl.models.qwen_transformer import QwenTransformer
+from spotlight.rl.prompts import read_prompts
+from spotlight.rl.rewards.base import Scorer
+from spotlight.store.rundir import RunDir
+
+QWEN_IMAGE = {"patch_size": 2, "in_channels": 64, "out_channels": 16, "attention_head_dim": 128}
+QWEN_HEADS, QWEN_TEXT_DIM, QWEN_LAYERS = 24, 3584, 60
+TEXT_TOKENS = 64
+"""Of the random transformer's prompts."""
+SQUARE = 8192
+"""Side of the matrices whose product is timed."""
+
+
+class SeedlessScorer(Scorer):
+    """Rewards that differ and cost nothing: a checksum of the image."""
+
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        return [int(image.sum(dtype=np.int64)) % 97 / 97 for image in images_BHWC]
+
+
+class RandomQwen(QwenTransformer):
+    """A transformer of Qwen-Image's shape with random weights; its texts and images are made up."""
+
+    def __init__(self, device: torch.device, *, layers: int) -> None:
+        self.device = device
+        with torch.device(device):
+            self.transformer = QwenImageTransformer2DModel(
+                **QWEN_IMAGE,
+                num_layers=1,
+                num_attention_heads=QWEN_HEADS,
+                joint_attention_dim=QWEN_TEXT_DIM,
+                axes_dims_rope=(16, 56, 56),
+            ).to(torch.bfloat16)
+        blocks = self.transformer.transformer_blocks
+        blocks.extend(deepcopy(blocks[0]) for _ in range(layers - 1))  # never all of them in float32: that is 82 GB
+
+    def encode(self, texts: Sequence[str]) -> Conditioning:
+        draw = torch.Generator().manual_seed(0)
+        embeds_BTD = torch.randn(1, TEXT_TOKENS, QWEN_TEXT_DIM, generator=draw).expand(len(texts), -1, -1)
+        mask_BT = torch.ones(len(texts), TEXT_TOKENS, dtype=torch.bool)
+        return Conditioning(embeds_BTD=embeds_BTD.to(self.device), mask_BT=mask_BT.to(self.device))
+
+    def grid(self, height_px: int, width_px: int) -> tuple[int, int]:
+        return height_px // 16, width_px // 16
+
+    def sigmas(self, steps: int, height_px: int, width_px: int) -> tuple[float, ...]:
+        return tuple(1 - step / steps for step in range(steps + 1))
+
+    def decode(self, x_BNC: Tensor, height_px: int, width_px: int) -> NDArray[np.uint8]:
+        return (x_BNC.float().cpu().numpy()[:, :16, :3, None] * 40).astype(np.uint8).repeat(3, axis=3)
+
+    @property
+    def small_px(self) -> tuple[int, int]:
+        return 64, 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """A run in this process, and its model."""
+
+    run: RunDir
+    settings: config.Config
+    device: InProcess
+    context: RunContext
+
+    @property
+    def model(self) -> Model:
+        return self.device.engine(str(self.run.path)).model
+
+    def requests(self, iteration: int, weights: WeightsRef) -> list[Request]:
+        prompts = read_prompts(self.settings.data.train_prompts)[: self.settings.rollout.prompts]
+        selection = unexplored(self.settings, self.context, iteration, prompts)
+        return rollout_requests(self.settings, self.context, selection, weights)
+
+    def graph(self, iteration: int, weights: WeightsRef) -> Graph:
+        prompts = read_prompts(self.settings.data.train_prompts)[: self.settings.rollout.prompts]
+        selection = unexplored(self.settings, self.context, iteration, prompts)
+        return iteration_graph(self.settings, self.context, selection, weights, None)
+
+
+@contextmanager
+def bench(overrides: Sequence[str], model: Callable[[], Model] | None = None) -> Iterator[Bench]:
+    """A fresh run; its model may be another than the settings'."""
+    with tempfile.TemporaryDirectory() as directory, protocol.using(InProcess()):
+        device = protocol.current()
+        assert isinstance(device, InProcess)
+        more = [f"run.dir={directory}", 'strategy.exploration="off"', 'reward.name="benchmarks.engine:SeedlessScorer"']
+        settings = config.load(overhead.SETTINGS, [*more, *overrides])
+        run = RunDir.create(settings, time.time())
+        if model:
+            made, train = model(), settings.train
+            made.make_trainable(rank=train.lora_rank, alpha=train.lora_alpha, seed=settings.run.seed)
+            device.engine(str(run.path)).resident.__dict__["model"] = made  # where its cached property keeps it
+        yield Bench(run=run, settings=settings, device=device, context=tasks.prepare(str(run.path)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Took:
+    """Seconds of some work."""
+
+    wall_s: float
+    """The GPU's part included."""
+    cpu_s: float
+    """Of this process, which other work on the machine hardly changes."""
+
+
+def took(work: Callable[[], object]) -> Took:
+    _finish()
+    began_s, cpu_s = time.perf_counter(), time.process_time()
+    work()
+    _finish()
+    return Took(wall_s=time.perf_counter() - began_s, cpu_s=time.process_time() - cpu_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Medians over the turns after the first, which warms up."""
+
+    bare_s: float
+    ratio: float
+    """Bare / engine, in seconds of the clock."""
+    cpu_ratio: float
+    """The same in CPU seconds."""
+
+
+def compared(bare: Sequence[Took], engine: Sequence[Took]) -> Compared:
+    pairs = list(zip(bare, engine, strict=True))[1:]
+    return Compared(
+        bare_s=statistics.median(one.wall_s for one, _ in pairs),
+        ratio=statistics.median(one.wall_s / two.wall_s for one, two in pairs),
+        cpu_ratio=statistics.median(one.cpu_s / two.cpu_s for one, two in pairs),
+    )
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def steps(made: Bench, turns: int) -> Compared:
+    """All steps of a request."""
+    (template, *_) = made.requests(0, made.context.start)
+    bare, engine = [], []
+    for turn in range(turns + 1):
+        first = turn * len(template.seeds)
+        request = replace(template, sampler="ode", seeds=tuple(range(first, first + len(template.seeds))))
+        bare.append(took(partial(bare_rollout, made.model, request)))
+        engine.append(took(partial(made.device.rollout, str(made.run.path), request)))
+    return compared(bare, engine)
+
+
+@torch.no_grad()
+def bare_rollout(model: Model, request: Request) -> Tensor:
+    """Euler steps with diffusers' transformer and nothing else; without guidance."""
+    text = model.encode([request.prompt.text]).rows([0] * len(request.seeds))
+    tokens, channels = model.latent_shape(request.height_px, request.width_px)
+    x_BNC = torch.randn(len(request.seeds), tokens, channels, device=model.device)
+    for sigma, sigma_next in zip(request.sigmas, request.sigmas[1:], strict=False):
+        x_BNC = x_BNC + (sigma_next - sigma) * _forward(model, x_BNC, sigma, text, request)
+    return x_BNC.cpu()
+
+
+def _forward(model: Model, x_BNC: Tensor, sigma: float, text: Conditioning, request: Request) -> Tensor:
+    transformer, dtype, batch = model.transformer, model.transformer.dtype, x_BNC.shape[0]
+    (v_BNC,) = transformer(
+        hidden_states=x_BNC.to(dtype),
+        encoder_hidden_states=text.embeds_BTD.to(dtype),
+        encoder_hidden_states_mask=text.mask_BT,
+        timestep=torch.full((batch,), sigma, device=model.device, dtype=dtype),
+        img_shapes=[[(1, *model.grid(request.height_px, request.width_px))]] * batch,
+        return_dict=False,
+    )
+    return v_BNC.float()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A forward pass that an update made of the transformer."""
+
+    arguments: dict[str, Any]
+    with_gradient: bool
+
+
+def updates(made: Bench, turns: int) -> tuple[Compared, int]:
+    """An update and its publishing; also the passes that it makes."""
+    weights, bare, engine = made.context.start, [], []
+    count = 0
+    for turn in range(turns + 1):
+        graph = made.graph(turn, weights)
+        _computed(graph, "training")  # the rollouts and scores, which the update finds done
+        with passes(made.model.transformer) as found:
+            engine.append(took(partial(_computed, graph, "published")))
+        weights = _computed(graph, "published").weights
+        bare.append(took(partial(bare_update, made.model, found)))
+        count = len(found)
+    return compared(bare, engine), count
+
+
+def _computed(graph: Graph, output: str) -> Any:
+    wanted = graph.outputs[output]
+    keys = wanted if isinstance(wanted, list) else [wanted]
+    found = get_sync(graph.graph.cull(set(keys)), keys)
+    return found if isinstance(wanted, list) else found[0]
+
+
+@contextmanager
+def passes(transformer: Any) -> Iterator[list[Pass]]:
+    """The passes that are made inside."""
+    found: list[Pass] = []
+
+    def note(module: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        kept = {name: each.detach() if isinstance(each, Tensor) else each for name, each in named.items()}
+        found.append(Pass(arguments=kept, with_gradient=torch.is_grad_enabled()))
+
+    hook = transformer.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def bare_update(model: Model, made: Sequence[Pass]) -> None:
+    """The same passes, backward where they had gradients, and one step of AdamW, which changes nothing."""
+    parameters = model.parameters()
+    kept = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)
+    for each in made:
+        with torch.set_grad_enabled(each.with_gradient):
+            (v_BNC,) = model.transformer(**each.arguments)
+            if each.with_gradient:
+                v_BNC.float().square().mean().backward()
+    optimizer.step()
+    for parameter, gradient in zip(parameters, kept, strict=True):
+        parameter.grad = gradient
+
+
+def on_cpu(turns: int, samples: int) -> None:
+    """The embedded model, in batches for which a step takes some 0.2 s; then requests of 0.5 s on a cluster of one."""
+    print("| what | bare, s | bare / engine (goal 0.98) | the same in CPU seconds |\n|---|---|---|---|", flush=True)
+    sized = [f"rollout.seeds_kept={samples}", f"rollout.request_seeds={samples}", "rollout.prompts=1"]
+    with bench(sized) as made:
+        count = made.settings.rollout.steps
+        print(_row(f"{count} steps of {samples} samples", steps(made, turns)), flush=True)
+        found, count = updates(made, turns)
+        print(_row(f"an update of {samples} samples, {count} passes", found), flush=True)
+    batch = max(8, samples * 5 // 16)
+    bare_s, _, ratios = overhead.measure(batch, 8, turns)
+    ratio = statistics.median(ratios)
+    print(f"| a request of {batch} samples, 8 steps, through the whole system | {bare_s:.3f} | {ratio:.3f} | |")
+
+
+def _row(what: str, found: Compared) -> str:
+    return f"| {what} | {found.bare_s:.3f} | {found.ratio:.3f} | {found.cpu_ratio:.3f} |"
+
+
+def on_gpu(turns: int, layers: int) -> None:
+    """A random transformer of Qwen-Image's size."""
+    device = torch.device("cuda")
+    rate = matrix_rate(device)
+    print(f"{torch.cuda.get_device_name()}: {rate / 1e12:.0f} TFLOP/s in a product of {SQUARE} x {SQUARE} bfloat16")
+    print(f"weights come in at {map_in_rate(device) / 1e9:.1f} GB/s (a file in the page cache, to the GPU)\n")
+    print("| what | bare, s | bare / engine (goal 0.98) | in CPU seconds | TFLOP/s | of the product's | memory, GB |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for px in (512, 1280):
+        sized = [f"model.height_px={px}", f"model.width_px={px}", "rollout.prompts=1", "rollout.seeds_kept=2"]
+        more = ["rollout.request_seeds=2", "train.lora_rank=64", 'model.device="cuda"', "rollout.guidance=1"]
+        with bench([*sized, *more], lambda: RandomQwen(device, layers=layers)) as made:
+            made.model.transformer.enable_gradient_checkpointing()
+            torch.cuda.reset_peak_memory_stats()
+            found, count = steps(made, turns), made.settings.rollout.steps
+            achieved = count * _flops(made) / found.bare_s
+            rates = f" {achieved / 1e12:.0f} | {achieved / rate:.2f} | {_peak_gb():.1f} |"
+            print(_row(f"{px} px: {count} steps of 2 samples", found) + rates, flush=True)
+            torch.cuda.reset_peak_memory_stats()
+            found, count = updates(made, turns)
+            print(_row(f"{px} px: an update, {count} passes", found) + f" | | {_peak_gb():.1f} |", flush=True)
+        torch.cuda.empty_cache()
+
+
+def _peak_gb() -> float:
+    return torch.cuda.max_memory_allocated() / 1e9
+
+
+@torch.no_grad()
+def _flops(made: Bench) -> int:
+    """Of one step, as torch counts them: two for a multiplication and an addition."""
+    (request, *_) = made.requests(0, made.context.start)
+    text = made.model.encode([request.prompt.text]).rows([0] * len(request.seeds))
+    tokens, channels = made.model.latent_shape(request.height_px, request.width_px)
+    x_BNC = torch.randn(len(request.seeds), tokens, channels, device=made.model.device)
+    with FlopCounterMode(display=False) as counter:
+        _forward(made.model, x_BNC, 0.5, text, request)
+    return counter.get_total_flops()
+
+
+def matrix_rate(device: torch.device, times: int = 20) -> float:
+    """FLOP/s of a large product in bfloat16."""
+    a, b = (torch.randn(SQUARE, SQUARE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    a @ b
+    return times * 2 * SQUARE**3 / took(lambda: [a @ b for _ in range(times)]).wall_s
+
+
+def map_in_rate(device: torch.device, gb: float = 2.0) -> float:
+    """Bytes a second from a safetensors file that was read before to the device."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "weights.safetensors"
+        save_file({f"{at}": torch.zeros(int(gb * 1e9 / 16), dtype=torch.bfloat16) for at in range(8)}, file)
+        load_file(file)
+        took_s = took(lambda: [each.to(device) for each in load_file(file).values()]).wall_s
+    return gb * 1e9 / took_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--samples", type=int, default=512, help="of a batch, on a CPU (%(default)s)")
+    parser.add_argument("--layers", type=int, default=QWEN_LAYERS, help="of the random transformer (%(default)s)")
+    parser.add_argument("--cpu", action="store_true", help="also where there is a GPU")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+
+    if torch.cuda.is_available() and not arguments.cpu:
+        on_gpu(arguments.turns, arguments.layers)
+    else:
+        on_cpu(arguments.turns, arguments.samples)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,397 @@
+"""A cluster on Slurm: a Dask scheduler beside the driver, and jobs of a reserved and a spot partition as its workers.
+
+A job is one node's worth of a pool: ``workers_per_node`` Dask workers, which share its memory and may form gangs. Jobs
+that Slurm preempts are queued again by Slurm; one that ended for any other reason is submitted again here, later each
+time. What makes the workers ours is what makes any worker ours (`cluster.member`).
+
+Slurm tells the steps of a job that it will end (SIGTERM); so the workers are a step (``srun``), and hear it themselves.
+A worker that is killed alone is started again where it was; one that fails takes its job along, and counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import glob
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from distributed import Scheduler, Security, SpecCluster
+from distributed.deploy.spec import ProcessInterface
+
+from cluster.certificate import certificate
+from spotlight.config import Config, PoolSection
+from spotlight.records import SpotlightError
+from spotlight.store.rundir import files_of
+
+logger = logging.getLogger("spotlight.slurm")
+
+POLL_S = 2.0
+"""Between two looks at the queue; one look serves all jobs."""
+AGAIN_S, AGAIN_MAX_S = 5.0, 300.0
+"""Before a job that ended is submitted again: the first time, and at most; it doubles from one to the other."""
+WELL_S = 60.0
+"""A job that ran for so long was no failure: the next wait is short again."""
+FAILURES_MAX = 8
+"""Jobs in a row that ended sooner; then nobody tries again."""
+ANSWER_S = 60.0
+"""For an answer of Slurm's."""
+WORKER_START_S = 300
+"""A worker that finds no scheduler for so long ends."""
+DRIVER_NOTICE_S = 120
+"""Before its time limit, the driver's job is told; the run stops after the steps in flight, and its job is requeued."""
+RESUME = "SIGUSR1"
+
+
+class SlurmJobs(ProcessInterface):
+    """One job of a pool, and its successors."""
+
+    def __init__(self, scheduler: str, *, name: str, job: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._scheduler, self._name, self._job = scheduler, name, job
+        self._running: Any = None
+        self._submitting: asyncio.Future[None] | None = None
+        self.failure = ""
+        """Why it has given up; empty while it has not."""
+
+    def has(self, worker: str) -> bool:
+        """Whether the job runs the worker of this name."""
+        pool, _, number = worker.rpartition("-")
+        first = self._job["first"]
+        return pool == self._job["pool"] and int(number) in range(first, first + self._job["section"].workers_per_node)
+
+    def evict(self) -> None:
+        """End the job that runs now, though it may not answer; another is submitted."""
+        if self._running is not None:
+            subprocess.Popen(["scancel", "--signal=KILL", "--full", str(self._running.job_id)])
+
+    async def start(self) -> None:
+        await super().start()
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        self._keeping.cancel()
+        await asyncio.gather(self._keeping, return_exceptions=True)
+        if self._submitting is not None:  # Slurm may have taken the job, though nobody has heard its number yet
+            await asyncio.gather(self._submitting, return_exceptions=True)
+        if self._running is not None:
+            await self._running.close()
+        await super().close()
+
+    async def _keep(self) -> None:
+        clock = asyncio.get_running_loop().time
+        failures, again_s = 0, AGAIN_S
+        while failures < FAILURES_MAX:
+            began_s = clock()
+            cause = await self._submit_and_wait()
+            well = clock() - began_s > WELL_S
+            failures, again_s = (0, AGAIN_S) if well else (failures + 1, min(2 * again_s, AGAIN_MAX_S))
+            logger.info("%s: its job ended (%s); another is submitted in %.0f s", self._name, cause, again_s)
+            await asyncio.sleep(again_s)
+        self.failure = f"pools.{self._job['pool']}.slurm: {failures} jobs in a row ended at once: {cause}"
+
+    async def _submit_and_wait(self) -> str:
+        """Returns why it is over."""
+        self._running = worker_job(self._scheduler, **self._job)
+        self._submitting = asyncio.ensure_future(self._running.start())
+        try:
+            await asyncio.shield(self._submitting)
+        except RuntimeError as error:
+            self._running = None
+            return slurms_words(str(error))
+        await _end_of(str(self._running.job_id))
+        job, self._running = self._running, None
+        return f"job {job.job_id}; its output is in {self._job['run_dir']}/slurm"
+
+
+async def _end_of(job: str) -> None:
+    while True:
+        await asyncio.sleep(POLL_S)
+        there = await _queue.look()
+        if there is not None and job not in there:
+            return
+
+
+class _Queue:
+    """Which of this user's jobs there are; asked at most every `POLL_S`, however many want to know."""
+
+    def __init__(self) -> None:
+        self._looking: asyncio.Task[frozenset[str] | None] | None = None
+        self._looked_s = 0.0
+
+    async def look(self) -> frozenset[str] | None:
+        """Numbers of the jobs that wait or run; None if Slurm does not answer, which says nothing of the jobs."""
+        loop = asyncio.get_running_loop()
+        if self._looking is None or self._looking.get_loop() is not loop or loop.time() > self._looked_s + POLL_S / 2:
+            self._looked_s = loop.time()
+            self._looking = loop.create_task(self._ask())
+        return await asyncio.shield(self._looking)
+
+    async def _ask(self) -> frozenset[str] | None:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                pipe = asyncio.subprocess.PIPE
+                asked = await asyncio.create_subprocess_exec(
+                    "squeue", "--me", "--noheader", "--format=%A", stdout=pipe, stderr=pipe
+                )
+                answer, _ = await asked.communicate()
+        except (OSError, TimeoutError):
+            return None
+        return frozenset(answer.decode().split()) if asked.returncode == 0 else None
+
+
+_queue = _Queue()
+
+
+@contextlib.contextmanager
+def slurm_cluster(config: Config, run_dir: Path) -> Iterator[SpecCluster]:
+    """A scheduler here, and the pools' jobs in the queue; all are cancelled at the end.
+
+    So are, at the beginning, those that a driver left behind which was killed.
+
+    Raises:
+        SpotlightError: dask-jobqueue or Slurm's commands are not there, or Slurm refuses a pool's job.
+    """
+    _check_commands()
+    log = run_dir / "slurm"
+    log.mkdir(exist_ok=True)
+    with _certificates(run_dir) as (security, theirs):
+        host = config.cluster.host or socket.gethostname()
+        dashboard = f"127.0.0.1:{config.cluster.dashboard_port}"
+        address = {"host": host, "security": security, "dashboard_address": dashboard}
+        jobs: dict[str, Any] = {}
+        for pool, section in config.pools:
+            for first in range(0, section.workers, section.workers_per_node):
+                job = {"pool": pool, "first": first, "section": section, "run_dir": run_dir, "security": theirs}
+                jobs[f"{pool}-{first}"] = {"cls": SlurmJobs, "options": {"job": job}}
+            if section.workers:
+                _check_job(pool, section, run_dir, theirs)
+        _cancel(job_name(run_dir, name) for name in jobs)
+        with SpecCluster(scheduler={"cls": Scheduler, "options": address}, workers=jobs, security=security) as cluster:
+            yield cluster
+
+
+def worker_job(
+    scheduler: str, *, pool: str, first: int, section: PoolSection, run_dir: Path, security: Security | None
+) -> Any:
+    """A job of a pool, as dask-jobqueue has it.
+
+    Args:
+        first: number of its first worker within the pool.
+        security: whose files are there on the job's node too.
+    """
+    SLURMJob = _slurm_job()
+    slurm, workers = section.slurm, min(section.workers_per_node, section.workers - first)
+    return SLURMJob(
+        scheduler,
+        name=pool,
+        queue=slurm.partition or None,
+        account=slurm.account or None,
+        walltime=slurm.time or None,
+        cores=slurm.cpus,
+        job_cpu=slurm.cpus,
+        memory=slurm.memory,
+        processes=1,
+        nanny=False,
+        python=worker_line(pool, first=first, workers=workers, cpus=slurm.cpus),
+        death_timeout=WORKER_START_S,
+        local_directory='"$scratch"',
+        job_name=job_name(run_dir, f"{pool}-{first}"),
+        security=security,
+        worker_extra_args=["--resources", f"{pool}=1", "--memory-limit", "0"],  # Slurm has its own
+        job_directives_skip=["-n 1", "--mem=", *([] if slurm.time else ["-t "])],
+        job_extra_directives=[f"--output={run_dir}/slurm/{pool}-{first}-%j.out", *_directives(section, workers)],
+        job_script_prologue=[*slurm.setup, *_SCRATCH],
+        shebang="#!/usr/bin/env bash",
+    )
+
+
+def job_name(run_dir: Path, name: str) -> str:
+    """In the queue: whose it is, since a user may have several runs there."""
+    return f"{run_dir.name}-{sha256(bytes(run_dir)).hexdigest()[:6]}-{name}"
+
+
+_SCRATCH = (
+    "scratch=$(mktemp -d); trap 'rm -rf \"$scratch\"' EXIT",  # Dask imports from there; its default is open to others
+    "trap : TERM USR1",  # the workers hear it themselves
+)
+
+
+def _directives(section: PoolSection, workers: int) -> Iterator[str]:
+    slurm = section.slurm
+    yield "--nodes=1"
+    yield f"--ntasks={workers}"
+    yield f"--mem={slurm.memory}"
+    yield "--requeue"
+    yield "--open-mode=append"
+    yield f"--signal=TERM@{max(1, round(section.grace_s))}"
+    if slurm.gres:
+        yield f"--gres={slurm.gres}"
+    yield from slurm.extra
+
+
+def worker_line(pool: str, *, first: int, workers: int, cpus: int, python: str = sys.executable) -> str:
+    """What stands before the worker's arguments: each task of the step is a worker, and has a name of its own."""
+    step = f"srun --ntasks={workers} --cpus-per-task={cpus} --kill-on-bad-exit=1 --mpi=none"
+    worker = f'{shlex.quote(python)} "$@" --name {pool}-$(({first} + SLURM_PROCID))'
+    until_told = f'trap "told=1" TERM USR1; while {worker}; status=$?; {_WAS_KILLED}; do :; done; exit $status'
+    return f"{step} sh -c {shlex.quote(until_told)} sh"
+
+
+_WAS_KILLED = '[ $status -gt 128 ] && [ -z "$told" ]'
+"""By a signal, and not because the job is to end: for want of memory, or by hand."""
+
+
+def driver_script(config: Config, run_dir: Path | str, *, begin: str = "") -> str:
+    """The batch script of a run's driver: goes on where the run is, and queues itself again before its time is over.
+
+    `scancel` (SIGTERM) stops the run for good; the signal before the time limit is another one.
+    """
+    slurm, run, files = config.cluster.slurm, shlex.quote(str(run_dir)), files_of(run_dir)
+    header = [
+        f"--job-name={files.name}",
+        f"--output={files}/slurm/driver-%j.out",
+        f"--signal=B:{RESUME.removeprefix('SIG')}@{DRIVER_NOTICE_S}",
+        "--requeue",
+        "--open-mode=append",
+        f"--cpus-per-task={slurm.cpus}",
+        f"--mem={slurm.memory}",
+        *(f"--{name}={value}" for name in ("partition", "account", "gres", "time") if (value := getattr(slurm, name))),
+        *([f"--begin={begin}"] if begin else []),
+        *slurm.extra,
+    ]
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            *(f"#SBATCH {line}" for line in header),
+            *slurm.setup,
+            f"{shlex.quote(sys.executable)} -m spotlight resume {run} & driver=$!",
+            f"trap 'again=1; kill -TERM $driver' {RESUME.removeprefix('SIG')}",
+            "trap 'kill -TERM $driver' TERM",
+            "while kill -0 $driver 2> /dev/null; do wait $driver; status=$?; done",
+            '[ -z "$again" ] || [ $status = 0 ] || scontrol requeue "$SLURM_JOB_ID"',
+            "exit $status",
+            "",
+        ]
+    )
+
+
+def submit(script: str) -> str:
+    """Queue a batch script; returns its number.
+
+    Raises:
+        SpotlightError: Slurm does not take it.
+    """
+    _check_commands()
+    return _sbatch(script, "--parsable", where="the driver's job").partition(";")[0]
+
+
+def _sbatch(script: str, *options: str, where: str) -> str:
+    try:
+        done = subprocess.run(
+            ["sbatch", *options], input=script, capture_output=True, text=True, timeout=ANSWER_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SpotlightError(f"{where}: sbatch does not answer ({error}): is Slurm up? `sinfo` should tell") from None
+    if done.returncode:
+        raise SpotlightError(f"{where}: Slurm says: {slurms_words(done.stderr)}")
+    return done.stdout.strip()
+
+
+def _check_job(pool: str, section: PoolSection, run_dir: Path, security: Security | None) -> None:
+    """
+    Raises:
+        SpotlightError: Slurm would not take a job of this pool.
+    """
+    job = worker_job("tcp://scheduler", pool=pool, first=0, section=section, run_dir=run_dir, security=security)
+    _sbatch(job.job_script(), "--test-only", where=f"pools.{pool}.slurm")
+
+
+def _cancel(names: Iterable[str]) -> None:
+    """Cancel this user's jobs of these names; if Slurm does not answer, they end when they find no scheduler."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        command = ["scancel", f"--user={getpass.getuser()}", f"--name={','.join(names)}"]
+        subprocess.run(command, capture_output=True, timeout=ANSWER_S, check=False)
+
+
+def slurms_words(text: str) -> str:
+    """What Slurm says in an error, and what to look at."""
+    said = re.findall(r"(?:sbatch|srun|squeue): error: (.+)", text)
+    words = "; ".join(dict.fromkeys(said)) or text.strip()
+    return f"{words} (`sinfo` lists partitions, `sacctmgr show assoc user=$USER` accounts)" if said else words
+
+
+def _check_commands() -> None:
+    for command in ("sbatch", "squeue", "scancel"):
+        if shutil.which(command) is None:
+            raise SpotlightError(
+                f'cluster.manager = "slurm" needs the command `{command}`, and it is not on PATH: run this on a login '
+                "node, where Slurm's commands are"
+            )
+    _slurm_job()
+
+
+def _slurm_job() -> Any:
+    """dask-jobqueue's class.
+
+    Raises:
+        SpotlightError: it is not installed.
+    """
+    ours, signal.signal = signal.signal, lambda *_: None  # it sets SIGINT's handler as it is imported
+    try:
+        from dask_jobqueue.slurm import SLURMJob
+    except ImportError:
+        raise SpotlightError(
+            'cluster.manager = "slurm" needs dask-jobqueue: pip install "spotlight-dit[slurm]"'
+        ) from None
+    finally:
+        signal.signal = ours
+    return SLURMJob
+
+
+@contextlib.contextmanager
+def _certificates(run_dir: Path) -> Iterator[tuple[Security, Security]]:
+    """The run's own certificate: for the scheduler here, and as files for the jobs, which share this home directory.
+
+    The files can be read by this user alone, and go with the cluster; those of a driver that was killed, now.
+    """
+    security = certificate()
+    home = Path.home() / ".spotlight"
+    home.mkdir(mode=0o700, exist_ok=True)
+    prefix = job_name(run_dir, "tls-")
+    for left in home.glob(f"{glob.escape(prefix)}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=home) as directory:
+        files = {}
+        for name in ("tls_ca_file", "tls_worker_cert", "tls_worker_key"):
+            file = Path(directory) / f"{name.removeprefix('tls_')}.pem"
+            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+                out.write(getattr(security, name))
+            files[name] = str(file)
+        yield security, Security(require_encryption=True, **files)
+
+
+def scripts(config: Config, run_dir: Path | str, *, begin: str = "") -> Mapping[str, str]:
+    """All that `spotlight submit` would queue, now or from the driver: ``{what it is: batch script}``."""
+    found = {"the driver": driver_script(config, run_dir, begin=begin)}
+    for pool, section in config.pools:
+        jobs = len(range(0, section.workers, section.workers_per_node))
+        if jobs:
+            job = worker_job(
+                "tls://DRIVER:PORT", pool=pool, first=0, section=section, run_dir=files_of(run_dir), security=None
+            )
+            found[f"{jobs} x {pool}, by the driver"] = job.job_script()
+    return found

@@ -1,0 +1,140 @@
+"""Computes the gradient of one part of an update, and adds those of several; knows no optimizer, no files, no Dask.
+
+A gradient is a pure function of the weights, the part's samples and what is drawn for them: the same bits wherever it
+is computed, on machines that compute alike. Sums are in float32, in an order that only the number of parts decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from spotlight.config import TrainSection
+from spotlight.rl.algorithms import Rows, TrainingBatch, objective
+from spotlight.rl.models.base import Model
+
+Tensors = Mapping[str, Tensor]
+"""By the number of the parameter; those that had no gradient are absent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartGradient:
+    """Of the mean loss over a part's rows."""
+
+    rows: int = 0
+    loss: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tensors: Tensors = field(default_factory=dict)
+    """float32."""
+
+
+def part_gradient(
+    model: Model,
+    settings: TrainSection,
+    batch: TrainingBatch,
+    *,
+    seed: int,
+    iteration: int,
+    old: Sequence[Tensor] | None,
+    current: Tensors | None = None,
+) -> PartGradient:
+    """The gradient of a part's samples. What is computed of the policy before its first update is of this part alone.
+
+    Args:
+        model: holds the weights that the iteration starts from, and afterwards those of the gradient.
+        seed: the run's.
+        old: of the policy that sampled, in the order of `Model.parameters`; None where that is the one in training.
+        current: the weights after the update before, named as `Model.trainable`; None in the first.
+
+    Raises:
+        SpotlightError: (Flow-GRPO) the model's policy is not the one that sampled.
+    """
+    goal = objective(model, settings, batch, seed=seed, iteration=iteration, old=old)
+    if not goal.units:  # no pair of samples differs
+        return PartGradient()
+    rows = micro_batches(goal.units, goal.slots, settings.micro_batch, mixed=not settings.is_stepwise)
+    goal.remember(rows, first=current is None)
+    if current is not None:
+        model.load_trainable(current)
+    total, loss_sum = goal.units * goal.slots, 0.0
+    _forget(model)
+    for each in rows:
+        loss = goal.loss(each) * (len(each.samples) / total)
+        loss.backward()
+        loss_sum += loss.item()
+    tensors = {str(at): p.grad.float() for at, p in enumerate(model.parameters()) if p.grad is not None}
+    _forget(model)
+    return PartGradient(rows=total, loss=loss_sum, metrics=goal.metrics(), tensors=tensors)
+
+
+def _forget(model: Model) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def micro_batches(units: int, slots: int, size: int, *, mixed: bool) -> list[Rows]:
+    """All slots of all units, in forward passes of ``size`` rows.
+
+    Args:
+        mixed: rows of several slots share a pass.
+    """
+    rows = [(unit, slot) for slot in range(slots) for unit in range(units)]
+    runs = [rows] if mixed else [rows[slot * units : (slot + 1) * units] for slot in range(slots)]
+    batches = [run[first : first + size] for run in runs for first in range(0, len(run), size)]
+    return [Rows(samples=tuple(unit for unit, _ in each), slots=tuple(slot for _, slot in each)) for each in batches]
+
+
+def tree_sum(parts: Iterable[tuple[float, Tensors]]) -> dict[str, Tensor]:
+    """``sum of share_p g_p``, by a binary tree: ((g0 + g1) + (g2 + g3)) + ...; log2(K) + 1 of them are held at once.
+
+    Args:
+        parts: ``(share, gradient)`` of each part, in order.
+    """
+    held: list[tuple[int, dict[str, Tensor]]] = []
+    for share, tensors in parts:
+        leaves, total = 1, {name: value * share for name, value in tensors.items()}
+        while held and held[-1][0] == leaves:
+            total = _added(held.pop()[1], total)
+            leaves *= 2
+        held.append((leaves, total))
+    while len(held) > 1:
+        _, right = held.pop()
+        leaves, left = held.pop()
+        held.append((leaves, _added(left, right)))
+    return held[0][1] if held else {}
+
+
+def _added(left: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of two gradients; one that lacks a parameter has nothing to add to it."""
+    both = {name: left[name] + right[name] for name in left if name in right}
+    return {**left, **right, **both}
+
+
+def merged(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Metrics of all rows from those of the parts: their mean over rows, but for a few that say otherwise.
+
+    Of a largest value it is the largest, of a count the sum, and of a standard deviation that of all rows together.
+
+    Args:
+        parts: ``(rows, metrics)`` of each; those without rows have no metrics.
+    """
+    known = [(rows, metrics) for rows, metrics in parts if rows]
+    total = sum(rows for rows, _ in known)
+
+    def mean(name: str, power: int = 1) -> float:
+        return sum(rows * metrics[name] ** power for rows, metrics in known) / total
+
+    found: dict[str, float] = {}
+    for name in known[0][1] if known else ():
+        if name.endswith("_max"):
+            found[name] = max(metrics[name] for _, metrics in known)
+        elif name.endswith("_pairs"):
+            found[name] = sum(metrics[name] for _, metrics in known)
+        elif name.endswith("_std"):
+            means = name.removesuffix("_std") + "_mean"
+            found[name] = max(0.0, mean(name, 2) + mean(means, 2) - mean(means) ** 2) ** 0.5
+        else:
+            found[name] = mean(name)
+    return found

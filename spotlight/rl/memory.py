@@ -1,0 +1,145 @@
+"""Estimates the device memory of each phase of a run from its checkpoint's headers; loads nothing, asks no device.
+
+An estimate to refuse what cannot fit, not to fill a device to the brim: allocators, kernels' workspaces and the
+fragmentation of memory come on top (`SPARE`). Checked against what torch's meta device keeps; not verified on a GPU.
+
+Shapes: S tokens of image and text together, D width of the transformer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from spotlight.config import Config
+from spotlight.records import SpotlightError
+from spotlight.rl.checkpoints import DTYPE_BYTES, Network, Survey
+
+SAVED_DOUBLE, SAVED_SINGLE = 31, 27
+"""Values that a block keeps for its backward, over S D: of blocks with a branch for the text, and of those without (in
+FLUX.1). Counted on the meta device, less the attention's matrices, which fused attention does not keep."""
+LIVE = 16
+"""Values, over S D, that are alive at once inside one block without a backward: a normed input, queries, keys and
+values, and the four times wider middle of its last part."""
+VAE_LIVE = 3
+"""Tensors of the VAE's widest full-size layer that are alive at once."""
+SPARE = 0.08
+"""Of a device's memory, for what is not counted here."""
+OPTIMIZER_BYTES = 16
+"""Of a trained value: itself, its gradient and two moments in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """What one phase holds in memory at its peak."""
+
+    name: str
+    parts: Mapping[str, float]
+    """Bytes, by what they are for."""
+    way_out: str
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.parts.values())
+
+
+def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> tuple[Phase, ...]:
+    """Every phase of a run on one device.
+
+    Args:
+        lora_targets: ends of the names of the layers that a LoRA adapts.
+    """
+    model, train = settings.model, settings.train
+    size = DTYPE_BYTES[model.dtype]
+    vae_size = size if model.vae_dtype == "auto" else DTYPE_BYTES[model.vae_dtype]
+    weights = {"transformer": survey.transformer.parameters * size, "VAE": survey.vae.parameters * vae_size}
+    trained = _trained_bytes(survey.transformer, train.lora_rank, lora_targets, size)
+    row = tokens(survey, model.height_px, model.width_px) * width(survey.transformer) * size
+    passes = 2 if settings.rollout.guidance > 1 and not survey.transformer.config.get("guidance_embeds") else 1
+    images = max(settings.rollout.request_seeds or 8, settings.exploration.request_seeds)
+    pixels = (min(model.height_px, 512) * min(model.width_px, 512)) if model.vae_tiling else _pixels(settings)
+    encoders = sum(network.parameters for network in survey.encoders) * size
+    kept = _saved(survey.transformer, checkpointed=model.gradient_checkpointing) * row * passes * train.micro_batch
+    size_px = f"{model.height_px} x {model.width_px} px"
+    return (
+        Phase(
+            name="encoding the prompts",
+            parts={**weights, "text encoders": encoders},
+            way_out="take a device with more memory",
+        ),
+        Phase(
+            name=f"denoising {images} samples of {size_px}",
+            parts={**weights, "what is trained": trained, "activations": LIVE * row * images},
+            way_out="make rollout.request_seeds and exploration.request_seeds smaller",
+        ),
+        Phase(
+            name=f"decoding an image of {size_px}",
+            parts={
+                **weights,
+                "what is trained": trained,
+                "pixels": VAE_LIVE * _vae_channels(survey.vae) * pixels * vae_size,
+            },
+            way_out="set model.vae_tiling = true",
+        ),
+        Phase(
+            name=f"training at {size_px} with{'' if model.gradient_checkpointing else 'out'} checkpointing",
+            parts={**weights, "what is trained": trained, "activations": kept},
+            way_out="make train.micro_batch smaller"
+            if model.gradient_checkpointing
+            else "set model.gradient_checkpointing = true, or make train.micro_batch smaller",
+        ),
+    )
+
+
+def require(phases: Sequence[Phase], available_bytes: float, device: str) -> None:
+    """Refuse a run one of whose phases does not fit.
+
+    Raises:
+        SpotlightError: one does not; the text says which, what it needs, and what may be changed.
+    """
+    for phase in phases:
+        if phase.total_bytes > available_bytes * (1 - SPARE):
+            parts = ", ".join(f"{name} {count / 1e9:.1f}" for name, count in phase.parts.items())
+            raise SpotlightError(
+                f"{phase.name} needs about {phase.total_bytes / 1e9:.0f} GB ({parts}), and {device} has "
+                f"{available_bytes / 1e9:.0f}: {phase.way_out}, choose a smaller model.dtype or size, or take a device "
+                "with more memory"
+            )
+
+
+def tokens(survey: Survey, height_px: int, width_px: int) -> int:
+    """S: of the image, and of the longest text that is usual."""
+    config = survey.vae.config
+    stages = config.get("temperal_downsample") or config["block_out_channels"][1:]
+    unit_px = 2 * 2 ** len(stages)
+    return (height_px // unit_px) * (width_px // unit_px) + survey.family.text_tokens
+
+
+def width(transformer: Network) -> int:
+    """D."""
+    return int(transformer.config["num_attention_heads"] * transformer.config["attention_head_dim"])
+
+
+def _saved(transformer: Network, *, checkpointed: bool) -> float:
+    """Values kept for the backward of a whole pass, over S D."""
+    double, single = transformer.config["num_layers"], transformer.config.get("num_single_layers") or 0
+    if checkpointed:  # the inputs of all blocks, and all of one
+        return float(double + single + SAVED_DOUBLE)
+    return float(double * SAVED_DOUBLE + single * SAVED_SINGLE)
+
+
+def _trained_bytes(transformer: Network, rank: int, targets: Sequence[str], size: int) -> float:
+    if not rank:  # gradient, two moments and where training started, all as the weights are
+        return 4.0 * transformer.parameters * size
+    ends = tuple(f".{target}.weight" for target in targets)
+    layers = [shape for name, shape in transformer.shapes.items() if name.endswith(ends)]
+    return float(OPTIMIZER_BYTES * rank * sum(map(sum, layers)))
+
+
+def _vae_channels(vae: Network) -> int:
+    return 2 * int(vae.config.get("base_dim") or vae.config["block_out_channels"][0])
+
+
+def _pixels(settings: Config) -> int:
+    return math.prod((settings.model.height_px, settings.model.width_px))

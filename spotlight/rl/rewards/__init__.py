@@ -1,0 +1,168 @@
+"""Turns images and prompts into rewards; a reward that cannot be had is missing, never 0.
+
+Importing this package, making a scorer and checking prompts load no OCR engine and no network: a scorer loads what it
+needs when it is first called.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spotlight.records import Prompt, SpotlightError
+from spotlight.rl.rewards.base import Refused as Refused
+from spotlight.rl.rewards.base import Scorer as Scorer
+from spotlight.rl.rewards.base import checked
+from spotlight.rl.rewards.base import score as score
+from spotlight.rl.rewards.geneval import GenEvalScorer as GenEvalScorer
+from spotlight.rl.rewards.geneval import geneval_correct as geneval_correct
+from spotlight.rl.rewards.geneval import geneval_graded as geneval_graded
+from spotlight.rl.rewards.ocr import OcrScorer, SceneOcrScorer
+from spotlight.rl.rewards.ocr import ocr_score as ocr_score
+from spotlight.rl.rewards.ocr import quoted_target as quoted_target
+from spotlight.rl.rewards.server import ChatOcrScorer, ChatScorer, HttpScorer
+
+if TYPE_CHECKING:
+    from spotlight.config import RewardSection
+
+SCORERS: dict[str, type[Scorer]] = {"ocr": OcrScorer, "scene-ocr": SceneOcrScorer}
+"""By the name that ``reward.name`` gives: scorers that need nothing else."""
+
+
+def _clip(settings: RewardSection) -> Scorer:
+    from spotlight.rl.rewards.clip import ClipScorer
+
+    return ClipScorer(settings.path)
+
+
+def _pick(settings: RewardSection) -> Scorer:
+    from spotlight.rl.rewards.clip import PickScorer
+
+    return PickScorer(settings.path)
+
+
+def _aesthetic(settings: RewardSection) -> Scorer:
+    from spotlight.rl.rewards.clip import AestheticScorer
+
+    return AestheticScorer(settings.path, head=settings.options.get("head", ""))
+
+
+def _geneval(settings: RewardSection) -> Scorer:
+    options = dict(settings.options)
+    detector = imported(options.pop("detector", ""), "reward.options.detector")
+    graded = options.pop("graded", True)
+    return GenEvalScorer(detector(**options), graded=graded)
+
+
+def _http(settings: RewardSection) -> Scorer:
+    return HttpScorer(settings.url, timeout_s=settings.timeout_s, within=settings.range or (0.0, 1.0))
+
+
+def _chat(settings: RewardSection) -> Scorer:
+    within = settings.range or ChatScorer.range
+    return ChatScorer(settings.url, timeout_s=settings.timeout_s, within=within, **settings.options)
+
+
+def _chat_ocr(settings: RewardSection) -> Scorer:
+    return ChatOcrScorer(settings.url, timeout_s=settings.timeout_s, **settings.options)
+
+
+MADE: dict[str, Callable[[RewardSection], Scorer]] = {
+    "aesthetic": _aesthetic,
+    "chat": _chat,
+    "chat-ocr": _chat_ocr,
+    "clip-score": _clip,
+    "geneval": _geneval,
+    "http": _http,
+    "pickscore": _pick,
+}
+"""By name: scorers that are made from more of the settings."""
+
+
+@cache
+def load(name: str) -> Scorer:
+    """The scorer of that name, one per process.
+
+    Raises:
+        SpotlightError: there is none, or it needs more than a name.
+    """
+    if name not in SCORERS:
+        known = ", ".join(map(repr, sorted([*SCORERS, *MADE])))
+        raise SpotlightError(f"reward.name = {name!r} is not known; there is {known}, or 'module:Class' of your own")
+    return SCORERS[name]()
+
+
+def build(settings: RewardSection) -> Scorer:
+    """The scorer that the settings describe; of several tables, their weighted sum.
+
+    Raises:
+        SpotlightError: a name is not known, or what it needs is missing.
+    """
+    tables = (settings, *settings.also)
+    if len(tables) == 1 and settings.weight == 1.0:
+        return _one(settings)
+    return Weighted([(table.weight, _one(table)) for table in tables])
+
+
+def _one(settings: RewardSection) -> Scorer:
+    try:
+        if settings.name in MADE:
+            scorer = MADE[settings.name](settings)
+        elif ":" in settings.name:
+            kind = imported(settings.name, "reward.name")
+            if not (isinstance(kind, type) and issubclass(kind, Scorer)):
+                raise SpotlightError(f"reward.name = {settings.name!r} is no subclass of spotlight.rl.rewards.Scorer")
+            scorer = kind(**settings.options)
+        else:
+            return load(settings.name)
+    except TypeError as error:
+        raise SpotlightError(f"reward {settings.name!r}: its options do not fit: {error}") from None
+    if settings.range is not None:
+        scorer.range = settings.range  # type: ignore[misc]  # of this one alone
+    return scorer
+
+
+def normalised(within: tuple[float, float], rewards: Sequence[float]) -> tuple[float, ...]:
+    """Rewards with their range mapped to [0, 1]: what the planner sees."""
+    low, high = within
+    return tuple((reward - low) / (high - low) for reward in rewards)
+
+
+def imported(name: str, where: str) -> Any:
+    """What ``module:Class`` names.
+
+    Raises:
+        SpotlightError: it has another form, or there is no such thing.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpotlightError(f"{where} = {name!r} cannot be imported ({error}): give module:Class") from None
+
+
+class Weighted(Scorer):
+    """A weighted sum of rewards. One that is missing leaves the sum missing."""
+
+    def __init__(self, parts: Sequence[tuple[float, Scorer]]) -> None:
+        self._parts = tuple(parts)
+        ends = [sorted(weight * end for end in scorer.range) for weight, scorer in self._parts]
+        self.range = sum(low for low, _ in ends), sum(high for _, high in ends)  # type: ignore[misc]  # of this one
+
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        return self.of(images_BHWC, [Prompt(id=0, text=text) for text in prompts])
+
+    def of(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt]) -> list[float]:
+        total = np.zeros(len(prompts))
+        for weight, scorer in self._parts:
+            total += weight * np.array(checked(scorer.of(images_BHWC, prompts), len(prompts), scorer.range))
+        return [float(value) for value in np.clip(total, *self.range)]  # rounding may leave the range
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        for _, scorer in self._parts:
+            scorer.check_prompt(prompt)

@@ -1,0 +1,95 @@
+"""What a reward is, and how it is asked: a reward that cannot be had is missing, never 0."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spotlight.records import Prompt, SpotlightError
+
+BACK_OFF_S = 0.05
+"""Pause before the second attempt; it doubles for each further one."""
+
+
+class Refused(Exception):
+    """A server will not score this, however often it is asked."""
+
+
+class Scorer(ABC):
+    """Rewards images. It is called on workers, and checks prompts before a run begins."""
+
+    range: ClassVar[tuple[float, float]] = (0.0, 1.0)
+    """The least and the largest reward there is; anything outside is a fault of the scorer."""
+
+    @abstractmethod
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        """A reward within `range` for each image and its prompt, in order. It may raise: `score` tries again."""
+
+    def check(self, prompt: str) -> None:  # noqa: B027  # without needs of its own, a scorer accepts any prompt
+        """Whether images of this prompt can be scored at all.
+
+        Raises:
+            SpotlightError: they cannot; the text says what the prompt lacks.
+        """
+
+    # Replaced by scorers that want more of a prompt than its text
+
+    def of(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt]) -> list[float]:
+        """As calling it, with the prompts' metadata at hand."""
+        return self(images_BHWC, [prompt.text for prompt in prompts])
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """As `check`, with the metadata at hand."""
+        self.check(prompt.text)
+
+
+def score(
+    scorer: Scorer, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt | str], *, attempts: int
+) -> tuple[list[float | None], list[str]]:
+    """Rewards in order, None where there is none, and one text for each of those.
+
+    A batch that keeps failing is scored image by image, so that a bad image costs only itself.
+
+    Args:
+        images_BHWC: one image per prompt.
+        attempts: times that a batch or an image is tried, at least 1.
+
+    Raises:
+        SpotlightError: from the scorer: trying again helps nobody, a person must put it right.
+    """
+    asked = [prompt if isinstance(prompt, Prompt) else Prompt(id=0, text=prompt) for prompt in prompts]
+    if not asked:
+        return [], []
+    for attempt in range(attempts):
+        if attempt:
+            time.sleep(BACK_OFF_S * 2 ** (attempt - 1))
+        try:
+            return list(checked(scorer.of(images_BHWC, asked), len(asked), scorer.range)), []
+        except SpotlightError:
+            raise
+        except Exception as raised:  # a scorer may be anyone's code, or a server
+            error = f"{asked[0].text!r}: {type(raised).__name__}: {raised}"
+            if isinstance(raised, Refused):
+                break
+    if len(asked) == 1:
+        return [None], [error]
+    rows = [slice(row, row + 1) for row in range(len(asked))]
+    singles = [score(scorer, images_BHWC[row], asked[row], attempts=attempts) for row in rows]
+    return [reward for rewards, _ in singles for reward in rewards], [text for _, errors in singles for text in errors]
+
+
+def checked(rewards: Any, expected: int, within: tuple[float, float]) -> list[float]:
+    """What a scorer returned, if it is as many numbers as were asked for, all of them in its range."""
+    if len(rewards) != expected:
+        raise ValueError(f"the scorer returned {len(rewards)} rewards for {expected} images")
+    for reward in rewards:
+        if isinstance(reward, bool) or not isinstance(reward, int | float | np.floating):
+            raise ValueError(f"the scorer returned {reward!r}, which is no number")
+        if not within[0] <= reward <= within[1]:  # also catches NaN, which compares false
+            raise ValueError(f"the scorer returned {reward}, and says that its rewards lie in {list(within)}")
+    return [float(reward) for reward in rewards]

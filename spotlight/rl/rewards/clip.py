@@ -1,0 +1,153 @@
+"""Rewards from CLIP and what is built on it: CLIP score, PickScore, the aesthetic predictor; from local checkpoints.
+
+Images are prepared here, as the checkpoint's ``preprocessor_config.json`` says; torchvision is not needed.
+Not verified on a GPU, nor with the published weights.
+
+Shapes: B images, E features.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spotlight.records import SpotlightError
+from spotlight.rl.checkpoints import require_class, weight_files
+from spotlight.rl.rewards.base import Scorer
+
+BATCH = 16
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""CLIP's own, where a checkpoint does not say."""
+
+
+class ClipScorer(Scorer):
+    """The cosine of an image's and its prompt's CLIP embeddings."""
+
+    range = (-1.0, 1.0)
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        require_class(self._path, None)
+        weight_files(self._path)
+
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        image_BE, text_BE = self._image_features(images_BHWC), self._text_features(prompts)
+        cosine_B = (image_BE * text_BE).sum(-1).astype(np.float64)
+        return [float(value) for value in np.clip(cosine_B, -1, 1)]  # rounding may leave the range
+
+    def _image_features(self, images_BHWC: NDArray[np.uint8]) -> NDArray[np.float32]:
+        import torch
+
+        parts = []
+        with torch.no_grad():
+            for image in images_BHWC:  # one by one: in a batch, the last bits would depend on its size
+                x = torch.from_numpy(self._prepared(image))[None]
+                parts.append(self._embedding(self._model.get_image_features(pixel_values=x)))
+        return np.concatenate(parts)
+
+    def _text_features(self, prompts: Sequence[str]) -> NDArray[np.float32]:
+        import torch
+
+        features = {}
+        with torch.no_grad():
+            for text in set(prompts):
+                tokens = self._tokenizer(text, truncation=True, return_tensors="pt")
+                features[text] = self._embedding(self._model.get_text_features(**tokens))
+        return np.concatenate([features[text] for text in prompts])
+
+    @staticmethod
+    def _embedding(output: Any) -> NDArray[np.float32]:
+        x_BE = getattr(output, "pooler_output", output).float()
+        unit: NDArray[np.float32] = (x_BE / x_BE.norm(dim=-1, keepdim=True)).numpy()
+        return unit
+
+    def _prepared(self, image_HWC: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """The shorter side resized, the middle cut out, the colours normalised; channels first."""
+        from PIL import Image
+
+        side = self._side_px
+        height, width = image_HWC.shape[:2]
+        scale = side / min(height, width)
+        size = max(side, round(width * scale)), max(side, round(height * scale))
+        resized = np.asarray(Image.fromarray(image_HWC).resize(size, Image.Resampling.BICUBIC), dtype=np.float32) / 255
+        top, left = (size[1] - side) // 2, (size[0] - side) // 2
+        middle = resized[top : top + side, left : left + side]
+        mean, std = (np.array(self._settings.get(name, given), dtype=np.float32) for name, given in NORMALISED)
+        return ((middle - mean) / std).transpose(2, 0, 1).astype(np.float32)
+
+    @property
+    def _side_px(self) -> int:
+        return int(self._model.config.vision_config.image_size)
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        file = self._path / "preprocessor_config.json"
+        return dict(json.loads(file.read_text())) if file.exists() else {}
+
+    @cached_property
+    def _model(self) -> Any:
+        from transformers import CLIPModel
+
+        return CLIPModel.from_pretrained(self._path, local_files_only=True, use_safetensors=True).eval()
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import CLIPTokenizer
+
+        return CLIPTokenizer.from_pretrained(self._path, local_files_only=True)
+
+
+NORMALISED = (("image_mean", MEAN), ("image_std", STD))
+
+
+class PickScorer(ClipScorer):
+    """PickScore: the cosine, times the learned scale of its checkpoint (some 100)."""
+
+    range: ClassVar[tuple[float, float]] = (-100.0, 100.0)
+
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        scale = self._model.logit_scale.detach().exp().item()
+        return [float(np.clip(scale * cosine, *self.range)) for cosine in super().__call__(images_BHWC, prompts)]
+
+
+class AestheticScorer(ClipScorer):
+    """The aesthetic predictor: linear layers on CLIP's image embedding; prompts do not matter.
+
+    Args:
+        path: of the CLIP checkpoint.
+        head: a .safetensors file of the layers, ``layers.N.weight`` and ``layers.N.bias``, in order.
+    """
+
+    range: ClassVar[tuple[float, float]] = (0.0, 10.0)
+
+    def __init__(self, path: str, *, head: str) -> None:
+        super().__init__(path)
+        self._head = Path(head)
+        if self._head.suffix != ".safetensors" or not self._head.is_file():
+            raise SpotlightError(
+                f"{head}: no .safetensors file; the layers of the aesthetic predictor are read from one"
+            )
+
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        x_BE = self._image_features(images_BHWC).astype(np.float64)
+        for weight, bias in self._layers:
+            x_BE = x_BE @ weight.T + bias
+        return [float(value) for value in x_BE[:, 0]]
+
+    @cached_property
+    def _layers(self) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        from safetensors.numpy import load_file
+
+        state = {name: value.astype(np.float64) for name, value in load_file(self._head).items()}
+        names = sorted((name[: -len(".weight")] for name in state if name.endswith(".weight")), key=_number)
+        return [(state[f"{name}.weight"], state[f"{name}.bias"]) for name in names]
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition(".")[2])

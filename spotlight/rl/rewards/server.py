@@ -1,0 +1,191 @@
+"""Rewards from a server: Flow-Factory's JSON, or any OpenAI-compatible chat; never pickle.
+
+What a server says is not believed: how many rewards came, whether they are numbers, how long the answer is and how
+long it took are checked. What is refused (4xx) is not asked again; 408, 429 and 5xx are.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spotlight.records import Prompt, SpotlightError
+from spotlight.rl.rewards.base import Refused, Scorer
+from spotlight.rl.rewards.ocr import ocr_score, quoted_target
+
+AGAIN = (408, 429)
+"""Of the 4xx, those that may pass; as may all 5xx."""
+ANSWER_BYTES_MAX = 4_000_000
+"""A longer answer is no list of rewards."""
+KEY = "SPOTLIGHT_REWARD_KEY"
+"""Environment variable with the key that a chat server wants; keys are no settings, which are written down."""
+QUESTION = (
+    'How well does this image match the prompt "{prompt}"? Answer with JSON alone: {{"score": S}}, S from 0 to 10.'
+)
+READ = "Write down all text in this image, exactly as it is written, and nothing else."
+
+
+class HttpScorer(Scorer):
+    """Asks ``POST URL/compute`` with ``{"prompts": [...], "images": [base64 PNG, ...]}`` for ``{"rewards": [...]}``.
+
+    Prompts whose lines say more than a text send that along, as ``{"extra": {"metadata": [{...}, ...]}}``.
+
+    Source: Flow-Factory's reward_server/example_server.py.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 60.0, within: tuple[float, float] = (0.0, 1.0)) -> None:
+        self._url, self._timeout_s, self.range = checked_url(url), timeout_s, within  # type: ignore[misc]
+
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        return self.of(images_BHWC, [Prompt(id=0, text=text) for text in prompts])
+
+    def of(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt]) -> list[float]:
+        payload: dict[str, Any] = {
+            "prompts": [prompt.text for prompt in prompts],
+            "images": [encoded_png(image) for image in images_BHWC],
+        }
+        if any(prompt.metadata for prompt in prompts):
+            payload["extra"] = {"metadata": [json.loads(prompt.metadata or "{}") for prompt in prompts]}
+        rewards = post(f"{self._url}/compute", payload, timeout_s=self._timeout_s).get("rewards")
+        if not isinstance(rewards, list):
+            raise ValueError(f'{self._url}/compute answered without a list of "rewards"')
+        return rewards
+
+    def is_healthy(self) -> bool:
+        """Whether ``GET URL/health`` answers at all."""
+        try:
+            with urllib.request.urlopen(f"{self._url}/health", timeout=self._timeout_s) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+
+class ChatScorer(Scorer):
+    """Asks a vision-language model, over ``POST URL/v1/chat/completions``, for a number.
+
+    Args:
+        model: its name on the server.
+        question: what it is asked; ``{prompt}`` stands for the prompt.
+    """
+
+    range = (0.0, 10.0)
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str = "",
+        question: str = QUESTION,
+        timeout_s: float = 60.0,
+        within: tuple[float, float] = (0.0, 10.0),
+    ) -> None:
+        self._url, self._model, self._question, self._timeout_s = checked_url(url), model, question, timeout_s
+        self.range = within  # type: ignore[misc]  # of this one
+
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        return [
+            number_in(self._ask(image, self._question.format(prompt=prompt)))
+            for image, prompt in zip(images_BHWC, prompts, strict=True)
+        ]
+
+    def _ask(self, image_HWC: NDArray[np.uint8], question: str) -> str:
+        picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded_png(image_HWC)}"}}
+        payload = {
+            "model": self._model,
+            "temperature": 0,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": question}, picture]}],
+        }
+        answer = post(f"{self._url}/v1/chat/completions", payload, timeout_s=self._timeout_s, key=os.environ.get(KEY))
+        try:
+            reply = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            reply = None
+        if not isinstance(reply, str):
+            raise ValueError(f"{self._url} answered without a message")
+        return reply
+
+
+class ChatOcrScorer(ChatScorer):
+    """Has a vision-language model read the image, and compares that with the prompt's quoted target."""
+
+    def __init__(self, url: str, *, model: str = "", timeout_s: float = 60.0) -> None:
+        super().__init__(url, model=model, timeout_s=timeout_s, within=(0.0, 1.0))
+
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        targets = [quoted_target(prompt) for prompt in prompts]
+        return [ocr_score(self._ask(image, READ), target) for image, target in zip(images_BHWC, targets, strict=True)]
+
+    def check(self, prompt: str) -> None:
+        quoted_target(prompt)
+
+
+def post(url: str, payload: Mapping[str, Any], *, timeout_s: float, key: str | None = None) -> dict[str, Any]:
+    """Send JSON, and return the JSON object that came back.
+
+    Raises:
+        Refused: a 4xx that will not pass.
+        OSError, ValueError: no answer in time, an error of the server's, or an answer that is no JSON object.
+    """
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url, json.dumps(payload).encode(), headers)
+    until_s = time.monotonic() + timeout_s
+    content = b""
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            while chunk := answer.read1(1 << 16):
+                content += chunk
+                if time.monotonic() > until_s:  # each read has a time-out, all of them together have this one
+                    raise TimeoutError(f"{url} was still answering after {timeout_s} s")
+                if len(content) > ANSWER_BYTES_MAX:
+                    raise ValueError(f"{url} answered with more than {ANSWER_BYTES_MAX} bytes")
+    except urllib.error.HTTPError as error:
+        said = f"{url} answered {error.code} {error.reason}"
+        if 400 <= error.code < 500 and error.code not in AGAIN:
+            raise Refused(said) from None
+        raise OSError(said) from None
+    found = json.loads(content)
+    if not isinstance(found, dict):
+        raise ValueError(f"{url} answered with no JSON object")
+    return found
+
+
+def number_in(reply: str) -> float:
+    """The score in a reply: JSON with a "score", or the only number there is.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    if found := re.search(r"\{[^{}]*\}", reply):
+        try:
+            return float(json.loads(found[0])["score"])
+        except (ValueError, KeyError, TypeError):
+            pass
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", reply)
+    if len(numbers) != 1:
+        raise ValueError(f"no single score in the reply {reply[:80]!r}")
+    return float(numbers[0])
+
+
+def encoded_png(image_HWC: NDArray[np.uint8]) -> str:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(image_HWC).save(file, format="PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def checked_url(url: str) -> str:
+    if not re.match(r"https?://[^/]", url):
+        raise SpotlightError(f"reward.url = {url!r}: give the server's address, such as http://127.0.0.1:8000")
+    return url.rstrip("/")

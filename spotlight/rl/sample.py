@@ -1,0 +1,97 @@
+"""Draws images of a prompt with a run's trained weights, and beside them the same noise without: does not train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from spotlight.config import Config
+from spotlight.records import SpotlightError, WeightsRef
+from spotlight.rl import flow, models
+from spotlight.store import weights
+from spotlight.store.rundir import RunDir
+
+GAP_PX = 4
+"""Between the images of a sheet."""
+
+
+def sample(
+    run_dir: str | Path, prompt: str, to: Path, *, seeds: Sequence[int], steps: int = 0, version: int = -1
+) -> Path:
+    """Write one sheet of images: the upper row as the run began, the lower with what it trained.
+
+    Args:
+        run_dir: of a finished or stopped run; nothing in it is changed.
+        to: an image file.
+        seeds: one column each.
+        steps: 0 for as many as a rollout has.
+        version: of the weights; the latest if negative.
+
+    Raises:
+        SpotlightError: no such run or version, or the prompt cannot be encoded.
+    """
+    run = RunDir.open(run_dir)
+    settings, ref = run.config(), find_version(run.url, None if version < 0 else version)
+    model = models.load(settings.model)
+    model.preload([prompt])
+    model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
+    rows = [draw(model, settings, prompt, seeds, steps)]
+    model.load_trainable(weights.load(run.url, ref, "trainable"))
+    rows.append(draw(model, settings, prompt, seeds, steps))
+    Image.fromarray(sheet(rows)).save(to)
+    return to
+
+
+@torch.no_grad()
+def draw(model: models.Model, settings: Config, prompt: str, seeds: Sequence[int], steps: int) -> NDArray[np.uint8]:
+    """One image a seed, without chance beyond the first noise; each is drawn by itself."""
+    height_px, width_px = settings.model.height_px, settings.model.width_px
+    sigmas = model.sigmas(steps or settings.rollout.steps, height_px, width_px)
+    text = model.encode([prompt])
+    images = []
+    for seed in seeds:
+        x_BNC = flow.initial_noise([seed], *model.latent_shape(height_px, width_px)).to(model.device)
+        for sigma, sigma_next in zip(sigmas, sigmas[1:], strict=False):
+            sigma_B = torch.full((1,), sigma, device=model.device)
+            guidance = settings.rollout.guidance
+            v_BNC = model.velocity(x_BNC, sigma_B, text, height_px=height_px, width_px=width_px, guidance=guidance)
+            x_BNC = flow.ode_step(x_BNC, v_BNC, sigma, sigma_next)
+        images.append(model.decode(x_BNC, height_px, width_px))
+    return np.concatenate(images)
+
+
+def sheet(rows: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """Rows of images (B, height, width, 3) as one, on white."""
+    _, height, width, channels = rows[0].shape
+    count = max(map(len, rows))
+    whole = np.full(
+        (len(rows) * (height + GAP_PX) - GAP_PX, count * (width + GAP_PX) - GAP_PX, channels), 255, dtype=np.uint8
+    )
+    for r, images in enumerate(rows):
+        for c, image in enumerate(images):
+            top, left = r * (height + GAP_PX), c * (width + GAP_PX)
+            whole[top : top + height, left : left + width] = image
+    return whole
+
+
+def find_version(run_dir: str, version: int | None) -> WeightsRef:
+    """A published version; the latest if none is named.
+
+    Raises:
+        SpotlightError: there is none, or not that one; the text says which there are.
+    """
+    latest = weights.latest(run_dir)
+    if latest is None:
+        raise SpotlightError(f"{run_dir}: no weights were published yet; let the run finish an iteration")
+    if version is None:
+        return latest.weights
+    found = weights.published(run_dir, version)
+    if found is None:
+        there = [str(number) for number in range(latest.weights.version + 1) if weights.published(run_dir, number)]
+        raise SpotlightError(f"{run_dir}: has no weights version {version}; it has {', '.join(there)}")
+    return found.weights

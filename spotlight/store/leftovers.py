@@ -1,0 +1,80 @@
+"""What a process that was killed leaves on a machine and in a run directory: held while it lives, removed after it.
+
+Directories of ours are named ``spotlight-<user>-...``. Who uses one holds a lock in it, which the system lets go of
+however the process ends: what nobody holds is left over.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from spotlight.records import SpotlightError
+from spotlight.store.node import PREFIX, hold, is_held, memory_roots, own_directory, sweep
+from spotlight.store.slots import end_leftovers
+
+HALF_WRITTEN = (".*.part", "*.partial")
+"""Files on their way: ours, and Zarr's."""
+
+
+class Scratch:
+    """A directory on this machine's disk for this process alone."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}scratch-{os.getpid()}-"))
+        self._descriptor = hold(self.path)
+
+    def keep(self) -> None:
+        """Make it again if somebody removed it, as what tidies up temporary files may."""
+        if not is_held(self.path, self._descriptor):
+            os.close(self._descriptor)
+            self._descriptor = hold(self.path)
+
+    def close(self) -> None:
+        """Remove it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._descriptor)
+
+
+def sweep_leftovers(name: str = "") -> list[Path]:
+    """End and remove what processes of this user that are gone left on this machine; returns what was removed.
+
+    Args:
+        name: only of directories whose names go on so.
+    """
+    roots = memory_roots(name)
+    for root in roots:
+        with suppress(OSError, SpotlightError), own_directory(root):  # another user's is of no concern here
+            end_leftovers(root)
+    return [root for root in roots if _swept(root)]
+
+
+def _swept(root: Path) -> bool:
+    with suppress(SpotlightError):
+        return sweep(root)
+    return False
+
+
+def remove_half_written(run_dir: Path) -> list[Path]:
+    """Remove files that were being written in a run directory when their writers ended; nobody writes there now."""
+    found = list(_half_written(run_dir))
+    for path in found:
+        path.unlink(missing_ok=True)
+    return found
+
+
+def _half_written(run_dir: Path) -> Iterable[Path]:
+    def walk(directory: str) -> Iterator[Path]:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    yield from walk(entry.path)
+                elif any(Path(entry.name).match(pattern) for pattern in HALF_WRITTEN):
+                    yield Path(entry.path)
+
+    with suppress(OSError):  # a directory that goes meanwhile
+        yield from walk(str(run_dir))

@@ -1,0 +1,207 @@
+"""Whatever ends a run, nothing of it is left moments later; what cannot be helped, the next start removes.
+
+Ctrl-C, SIGTERM, SIGHUP and a killed driver are watched where their runs are tested (`test_run`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster import janitor
+from leftovers import Watched, soon_empty
+from runs import ROOT, WAIT_S, settings_file
+from spotlight.store.leftovers import Scratch, remove_half_written, sweep_leftovers
+from spotlight.store.node import Node, memory_roots, shared_root
+from spotlight.store.rundir import SPANS
+
+DRIVER = """
+import os, signal, sys, threading, time
+from contextlib import suppress
+from elastic import engine_pid
+from kills import client_of
+from runs import wait_for
+from spotlight.run import Run
+from spotlight.store.rundir import SPANS
+
+run = Run(sys.argv[1], ["run.iterations=2", "run.validate_every=2"]).start()
+client = client_of(run)
+wait_for(lambda: run.directory.rows(SPANS))
+places = run._pools.cluster.workers
+
+def worker(name):
+    return places[name]._process.pid
+
+def engine(name):
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    address = wait_for(lambda: next((at for at, each in workers.items() if each["name"] == name), None))
+    return client.run(engine_pid, workers=[address])[address]
+"""
+ENDS = {
+    "normal, after a worker was killed, and an engine frozen whose worker then went": """
+os.kill(engine("spot-0"), signal.SIGSTOP)
+os.kill(worker("spot-0"), signal.SIGKILL)
+os.kill(worker("spot-1"), signal.SIGKILL)
+run.wait()
+""",
+    "a driver that is killed while a worker and another's engine are frozen": """
+os.kill(engine("spot-1"), signal.SIGSTOP)
+os.kill(worker("spot-0"), signal.SIGSTOP)
+(run.directory.path / ".a.json.1.part").write_text("half")
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+    "an exception in the driver": """
+def fail():
+    raise RuntimeError("a bug")
+run._follow = fail
+run.wait()
+""",
+}
+STATUS = dict(zip(ENDS, (0, -signal.SIGKILL, 1), strict=True))
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    watched = Watched()
+    yield watched
+    watched.close()
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_after_the_end_nothing_is_left(end: str, watched: Watched, tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER + ENDS[end])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**watched.environment, "PYTHONPATH": path}
+    with (tmp_path / "said").open("w") as said:
+        command = [sys.executable, str(script), str(settings_file(tmp_path / "runs"))]
+        driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=environment)
+    try:
+        driver.wait(WAIT_S)
+    finally:
+        driver.kill()
+        driver.wait()
+
+    assert driver.returncode == STATUS[end], (tmp_path / "said").read_text()
+    assert list((tmp_path / "runs").glob(f"run-*/{SPANS}"))
+    watched.assert_nothing_is_left(tmp_path / "runs")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from spotlight.store.leftovers import Scratch
+from spotlight.store.node import Node, shared_root
+scratch, node = Scratch(), Node(shared_root(sys.argv[1]))
+(node.root / "a").write_text("a")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_is_left_when_everything_was_killed_the_next_start_removes_and_names(tmp_path: Path) -> None:
+    name = f"killed-{tmp_path.name}-{os.getpid()}"
+    killed = subprocess.Popen([sys.executable, "-c", KILLED, name], cwd=ROOT)
+    killed.wait()
+    held, here = Node(shared_root(f"{name}-alive")), Scratch()
+
+    swept = [path.name for path in sweep_leftovers()]
+
+    try:
+        assert [root.name for root in memory_roots(name)] == [held.root.name]
+        assert any(f"scratch-{killed.pid}-" in each for each in swept) or not memory_roots(f"scratch-{killed.pid}-")
+        assert here.path.is_dir()
+    finally:
+        held.close()
+        here.close()
+        sweep_leftovers(name)
+    assert not here.path.exists()
+
+
+def test_what_was_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    for name in (".a.json.7.part", "images/c0.0.0.12ab.partial", "a.json", "images/part.npz"):
+        (tmp_path / name).write_text("")
+
+    removed = {str(path.relative_to(tmp_path)) for path in remove_half_written(tmp_path)}
+
+    assert removed == {".a.json.7.part", "images/c0.0.0.12ab.partial"}
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"a.json", "part.npz"}
+
+
+OWNER = """
+import subprocess, sys, time
+from cluster import janitor
+from spotlight.store.slots import began
+frozen = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+janitor.leave("process", f"{frozen.pid} {began(frozen.pid)}")
+janitor.leave("folder", sys.argv[1])
+janitor.leave("folder", sys.argv[2])
+janitor.take_back("folder", sys.argv[2])
+if sys.argv[3:]:
+    import os, signal
+    os.kill(janitor._janitors[0]._pid, signal.SIGKILL)
+    os.waitpid(janitor._janitors[0]._pid, os.WNOHANG)
+    time.sleep(0.5)
+    janitor.leave("folder", sys.argv[3])
+    janitor.leave("folder", sys.argv[3])
+print(frozen.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_janitor_ends_and_removes_what_it_was_told_of_and_no_more(tmp_path: Path, is_killed: bool) -> None:
+    """Killed itself, it is followed by another that is told the same."""
+    gone, kept, later = (tmp_path / name for name in ("gone", "kept", "later"))
+    for folder in (gone, kept, later):
+        folder.mkdir()
+    command = [sys.executable, "-c", OWNER, str(gone), str(kept), *([str(later)] if is_killed else [])]
+    owner = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout
+    frozen = psutil.Process(int(owner.stdout.readline()))
+    frozen.suspend()
+
+    owner.kill()
+    owner.communicate()
+
+    assert soon_empty(lambda: [str(gone)] * gone.exists() + ["frozen"] * frozen.is_running()) == []
+    assert kept.is_dir()
+    assert later.exists() != is_killed
+
+
+def test_a_janitor_cleans_although_a_child_of_its_owner_has_its_pipe(tmp_path: Path) -> None:
+    script = f"""
+import os, signal, time
+from cluster import janitor
+janitor.leave("folder", {str(tmp_path / "gone")!r})
+if os.fork() == 0:
+    time.sleep(600)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    (tmp_path / "gone").mkdir()
+    environment = {**os.environ, "SPOTLIGHT_WATCHED": tmp_path.name}
+    owner = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=environment, start_new_session=True)
+    owner.wait()
+
+    try:
+        assert soon_empty(lambda: [str(tmp_path)] * (tmp_path / "gone").exists()) == []
+    finally:
+        os.killpg(owner.pid, signal.SIGKILL)
+
+
+def test_what_cannot_be_removed_keeps_nobody_from_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    began_s = time.monotonic()
+
+    janitor.clean({("folder", str(tmp_path / "none")), ("folder", str(tmp_path / "folder")), ("process", "0 ")})
+
+    assert not (tmp_path / "folder").exists()
+    assert time.monotonic() - began_s < janitor.CLEAN_S

@@ -1,0 +1,161 @@
+"""Memory estimates: what they are made of is what torch keeps on its meta device, and what does not fit is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from torch import Tensor
+
+from spotlight import config
+from spotlight.config import Config
+from spotlight.records import SpotlightError
+from spotlight.rl import memory
+from spotlight.rl.checkpoints import FAMILIES, Network, Survey
+from spotlight.rl.models.qwen_image import QwenImage
+
+HEADS, HEAD_DIM, IMAGE, TEXT = 4, 32, 256, 32
+TOKENS, WIDTH = IMAGE + TEXT, HEADS * HEAD_DIM
+DTYPE = torch.bfloat16
+"""In which some of what is kept is float32 all the same."""
+COMMON: dict[str, Any] = {"attention_head_dim": HEAD_DIM, "num_attention_heads": HEADS, "joint_attention_dim": 16}
+
+
+def kept_bytes(kind: Any, settings: dict[str, Any], inputs: dict[str, Tensor | Any]) -> int:
+    """What a forward pass of a network with these settings keeps for its backward, besides weights."""
+    with torch.device("meta"):
+        network = kind(**settings, **COMMON).to(DTYPE)
+    weights = {value.untyped_storage()._cdata for value in network.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(value: Tensor) -> Tensor:
+        kept[value.untyped_storage()._cdata] = value
+        return value
+
+    if kind is QwenImageTransformer2DModel:  # its angles are plain tensors, made outside of the device's context
+        network.pos_embed.pos_freqs, network.pos_embed.neg_freqs = (
+            freqs.to("meta") for freqs in (network.pos_embed.pos_freqs, network.pos_embed.neg_freqs)
+        )
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        network(**inputs, return_dict=False)
+    return sum(value.untyped_storage().nbytes() for at, value in kept.items() if at not in weights)
+
+
+def blank(*shape: int) -> Tensor:
+    return torch.empty(*shape, device="meta", dtype=DTYPE)
+
+
+QWEN: dict[str, Any] = {"axes_dims_rope": (8, 12, 12), "in_channels": 16, "out_channels": 4}
+QWEN_INPUTS = {
+    "hidden_states": blank(1, IMAGE, 16),
+    "encoder_hidden_states": blank(1, TEXT, 16),
+    "encoder_hidden_states_mask": torch.ones(1, TEXT, dtype=torch.bool, device="meta"),
+    "timestep": blank(1),
+    "img_shapes": [[(1, 16, 16)]],
+}
+FLUX: dict[str, Any] = {"axes_dims_rope": (8, 12, 12), "in_channels": 16, "pooled_projection_dim": 16}
+FLUX_INPUTS = {
+    "hidden_states": blank(1, IMAGE, 16),
+    "encoder_hidden_states": blank(1, TEXT, 16),
+    "pooled_projections": blank(1, 16),
+    "timestep": blank(1),
+    "img_ids": blank(IMAGE, 3),
+    "txt_ids": blank(TEXT, 3),
+}
+SD3: dict[str, Any] = {
+    "caption_projection_dim": WIDTH,
+    "pooled_projection_dim": 16,
+    "in_channels": 4,
+    "sample_size": 32,
+    "qk_norm": "rms_norm",
+}
+SD3_INPUTS = {
+    "hidden_states": blank(1, 4, 32, 32),
+    "encoder_hidden_states": blank(1, TEXT, 16),
+    "pooled_projections": blank(1, 16),
+    "timestep": blank(1),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "inputs", "more", "expected"),
+    [
+        (QwenImageTransformer2DModel, QWEN, QWEN_INPUTS, "num_layers", memory.SAVED_DOUBLE),
+        (SD3Transformer2DModel, SD3, SD3_INPUTS, "num_layers", memory.SAVED_DOUBLE),
+        (FluxTransformer2DModel, FLUX, FLUX_INPUTS, "num_layers", memory.SAVED_DOUBLE),
+        (FluxTransformer2DModel, FLUX, FLUX_INPUTS, "num_single_layers", memory.SAVED_SINGLE),
+    ],
+)
+def test_a_block_keeps_what_the_estimate_says(
+    kind: Any, settings: dict[str, Any], inputs: dict[str, Any], more: str, expected: int
+) -> None:
+    layers = {"num_layers": 2} | ({"num_single_layers": 1} if kind is FluxTransformer2DModel else {})
+
+    few, many = (kept_bytes(kind, {**settings, **layers, more: layers[more] + extra}, inputs) for extra in (0, 1))
+
+    matrices = 2 * HEADS * TOKENS**2  # the meta device has no fused attention, and keeps two of these
+    assert ((many - few) / 2 - matrices) / (TOKENS * WIDTH) == pytest.approx(expected, rel=0.1)
+
+
+def qwen_image(**changes: Any) -> tuple[Survey, Config]:
+    """The published Qwen-Image, as far as an estimate looks at it: 20.43 billion parameters."""
+    d, layers = 3072, 60
+    shapes: dict[str, tuple[int, ...]] = {"rest": (20_430_000_000 - 60 * 12 * d * d * 2,)}
+    for block in range(layers):
+        for target in QwenImage.lora_targets:
+            wide = {"img_mlp.net.0.proj": (4 * d, d), "img_mlp.net.2": (d, 4 * d)}
+            wide |= {name.replace("img", "txt"): shape for name, shape in wide.items()}
+            shapes[f"transformer_blocks.{block}.{target}.weight"] = wide.get(target, (d, d))
+    transformer = Network(
+        config={"num_layers": layers, "num_attention_heads": 24, "attention_head_dim": 128}, shapes=shapes
+    )
+    vae = Network(config={"base_dim": 96, "temperal_downsample": [False, True, True]}, shapes={"all": (127_000_000,)})
+    survey = Survey(family=FAMILIES["qwen-image"], transformer=transformer, vae=vae, encoders=())
+    settings = config.resolve(
+        {
+            "data": {"train_prompts": "a", "validation_prompts": "b"},
+            "model": {"name": "qwen-image", "path": "x", "dtype": "bfloat16", **changes},
+            "rollout": {"guidance": 4.0, "request_seeds": 4},
+            "exploration": {"request_seeds": 4},
+            "train": {"micro_batch": 1, "lora_rank": 64},
+        },
+        Path(),
+    )
+    return survey, settings
+
+
+@pytest.mark.parametrize(
+    ("side_px", "checkpointed", "expected_gb"),
+    [
+        (512, False, (73, 82)),  # docs: some 77 to 82 GB
+        (512, True, (46, 52)),  # 49
+        (1280, True, (51, 57)),  # 54
+    ],
+)
+def test_training_the_published_model_needs_what_was_reckoned_for_it(
+    side_px: int, checkpointed: bool, expected_gb: tuple[float, float]
+) -> None:
+    survey, settings = qwen_image(height_px=side_px, width_px=side_px, gradient_checkpointing=checkpointed)
+
+    *_, training = memory.estimate(survey, settings, QwenImage.lora_targets)
+
+    assert expected_gb[0] < training.total_bytes / 1e9 < expected_gb[1]
+    assert training.parts["what is trained"] == pytest.approx(16 * 424.7e6, rel=0.01)
+
+
+def test_what_does_not_fit_is_refused_with_a_way_out() -> None:
+    survey, settings = qwen_image(height_px=1280, width_px=1280)
+    phases = memory.estimate(survey, settings, QwenImage.lora_targets)
+
+    memory.require(phases, 500e9, "a GPU")
+    with pytest.raises(
+        SpotlightError, match=r"training at 1280 x 1280 px without .*GB.* has 80: set model\.gradient_ch"
+    ):
+        memory.require(phases, 80e9, "a GPU")
+    with pytest.raises(SpotlightError, match=r"encoding the prompts needs about 41 GB"):
+        memory.require(phases, 40e9, "a GPU")

@@ -1,0 +1,92 @@
+"""Training as tasks: the weights are the same bits whoever computed which part, and whoever was killed meanwhile."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Container
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from cluster.virtual.faults import Schedule, draw
+from loops import go_struck
+from runs import outcome, settings_file
+from spotlight import config
+from spotlight.device.engine import InProcess
+from spotlight.store.rundir import RunDir
+
+SMALL = (
+    *("run.iterations=2", "run.validate_every=2", "rollout.prompts=2", "rollout.seeds_kept=3", "rollout.steps=2"),
+    *(
+        'strategy.exploration="off"',
+        "pools.spot.workers=0",
+        'latents.keep="none"',
+        "train.parts=5",
+        "train.timesteps=1",
+    ),
+)
+
+
+def schedule(*, reserved: int, spot: int = 0) -> Schedule:
+    """Nothing happens by itself."""
+    drawn = draw(0)
+    return replace(
+        drawn,
+        reserved=reserved,
+        spot=spot,
+        ups=(((0.0, inf),),) * spot,
+        rules=replace(drawn.rules, close_with_training=False, quarantine_after=1000),
+        lag_s=0.0,
+        step_s=0.1,
+        train_s=1.0,
+        start_up_s=0.0,
+        replace_after_s=0.3,
+        cursed=None,
+        blows=(),
+        aimed=(),
+    )
+
+
+def went(
+    directory: Path, how: Schedule, *overrides: str, kills: Container[int] = ()
+) -> tuple[dict[str, object], list[str]]:
+    """What came of a run, with real learning on a virtual cluster, and who trained, task by task."""
+    directory.mkdir()
+    held_out = directory / "held-out.txt"
+    held_out.write_text('a sign that says "12"\n')
+    settings = config.load(settings_file(directory), [*SMALL, f"data.validation_prompts={held_out}", *overrides])
+    run, trained = RunDir.create(settings, 0.0), list[str]()
+    go_struck(run, how, lambda: InProcess(paced=False), trained, kills)
+    found = outcome(run.path)
+    shutil.rmtree(directory)
+    return found, trained
+
+
+@pytest.mark.parametrize("overrides", [(), ("train.updates=2", "train.old_decay=copy", "train.kl=0.1")])
+def test_any_number_of_reserved_workers_trains_the_same_bits_whoever_is_killed(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    alone, tasks = went(tmp_path / "alone", schedule(reserved=1), *overrides)
+    updates = len(tasks) // 6 // 2
+
+    for reserved, kills in ((2, ()), (4, ()), (1, (2, 5, 9)), (4, (0, 3, 4, 5, 7, 8, 13))):
+        found, trained = went(tmp_path / "more", schedule(reserved=reserved), *overrides, kills=kills)
+
+        assert found == alone
+        assert len({address.split("#")[0] for address in trained}) == reserved
+        assert len(trained) >= 2 * 6 * updates + len(kills)  # what was lost is done again, and no more than found
+
+
+def test_gradients_on_spot_workers_change_no_bit(tmp_path: Path) -> None:
+    settings = ("pools.spot.workers=3", "train.algorithm=grpo", "rollout.sampler=sde", "rollout.sde_window=[0, 1]")
+    both = 'strategy.train_pools=["reserved", "spot"]'
+    cluster = schedule(reserved=1, spot=3)
+
+    expected, reserved = went(tmp_path / "reserved", cluster, *settings)
+    found, trained = went(tmp_path / "both", cluster, *settings, both, kills=(1, 2, 6, 9))
+
+    assert found == expected
+    assert {address.split("-")[0] for address in reserved} == {"virtual://reserved"}
+    assert {address.split("-")[0] for address in trained} == {"virtual://reserved", "virtual://spot"}

@@ -1,0 +1,331 @@
+"""Scenes, GenEval's decisions, CLIP and what is built on it, several rewards at once, and rewards of one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+from safetensors.torch import save_file
+from torch import nn
+from transformers import CLIPConfig, CLIPModel
+
+from pipelines import clip_tokenizer
+from spotlight import config
+from spotlight.config import RewardSection
+from spotlight.records import Prompt, SpotlightError
+from spotlight.rl.prompts import read_prompts
+from spotlight.rl.rewards import (
+    GenEvalScorer,
+    Scorer,
+    build,
+    geneval_correct,
+    geneval_graded,
+    load,
+    score,
+)
+from spotlight.rl.rewards.clip import AestheticScorer, ClipScorer, PickScorer
+from spotlight.rl.rewards.geneval import Objects, metadata_of, relative_position
+
+FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans-Bold.ttf"
+
+# Scenes
+
+
+def scene(text: str, size_px: int, xy: tuple[int, int], *, angle: float = 0.0, side_px: int = 512) -> NDArray[np.uint8]:
+    """Text somewhere on a coloured background that is not plain."""
+    ground = np.random.default_rng(0).integers(40, 190, (16, 16, 3)).astype(np.uint8)
+    image = Image.fromarray(ground).resize((side_px, side_px), Image.Resampling.BICUBIC).convert("RGBA")
+    layer = Image.new("RGBA", image.size, (0, 0, 0, 0))
+    font = ImageFont.truetype(str(FONT), size_px)
+    ImageDraw.Draw(layer).multiline_text(xy, text, font=font, fill=(240, 230, 90, 255))
+    image.alpha_composite(layer.rotate(angle))
+    return np.asarray(image.convert("RGB"))
+
+
+def test_text_is_found_and_read_in_scenes_that_one_line_readers_fail_on() -> None:
+    scenes = {
+        "Open Late": scene("Open Late", 28, (40, 400)),
+        "Quantum Leap": scene("Quantum\nLeap", 48, (120, 150)),
+        "Happy Birthday": scene("Happy Birthday", 40, (80, 220), angle=12),
+    }
+    images, prompts = np.stack(list(scenes.values())), [f'a sign "{text}"' for text in scenes]
+
+    found, as_one_line = load("scene-ocr")(images, prompts), load("ocr")(images, prompts)
+
+    assert found == [1.0, 1.0, 1.0]
+    assert max(as_one_line) < 1.0
+
+
+def test_tiny_text_is_read_in_a_large_scene() -> None:
+    image = scene("Platform 9", 26, (700, 1100), side_px=1280)
+
+    assert load("scene-ocr")(image[None], ['a sign "Platform 9"']) == [1.0]
+
+
+def test_where_nothing_is_found_the_image_is_read_as_one_line_and_a_blank_one_has_nothing() -> None:
+    blank = np.full((1, 64, 64, 3), 200, dtype=np.uint8)
+
+    assert load("scene-ocr")(blank, ['a "47"']) == [0.0]
+
+
+# GenEval
+
+
+def thing(x: float, y: float, *, side: float = 10, color: str = "red", certain: float = 0.95) -> dict[str, Any]:
+    return {"box": [x, y, x + side, y + side], "score": certain, "color": color}
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "expected"),
+    [
+        (-50, 0, {"left of"}),
+        (50, 0, {"right of"}),
+        (0, -50, {"above"}),
+        (0, 50, {"below"}),
+        (-50, -50, {"left of", "above"}),
+        (-50, -20, {"left of"}),  # shortened to (48, 18) of 53.9: 0.89 and 0.33
+        (1.5, 1.5, set()),  # a tenth of both sizes is 2
+        (0, 0, set()),
+    ],
+)
+def test_a_position_is_a_direction_that_most_of_the_shortened_offset_lies_along(
+    x: float, y: float, expected: set[str]
+) -> None:
+    assert relative_position(thing(x, y)["box"], thing(0, 0)["box"]) == expected
+
+
+def include(*clauses: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {"include": list(clauses), **more}
+
+
+DOG, CAT = {"class": "dog", "count": 1}, {"class": "cat", "count": 1}
+CASES: list[tuple[Objects, dict[str, Any], bool, float]] = [
+    ({"dog": [thing(0, 0)]}, include(DOG), True, 1.0),
+    ({}, include(DOG), False, 0.0),
+    ({"dog": [thing(0, 0)] * 3}, include(DOG), True, -1.0),  # officially, more is enough; graded 1 - |3 - 1| / 1
+    ({"dog": [thing(0, 0)] * 2}, include({"class": "dog", "count": 4}), False, 0.5),
+    ({"dog": [thing(0, 0)] * 4}, include({"class": "dog", "count": 4}), True, 1.0),
+    ({"dog": [thing(0, 0)], "cat": []}, include(DOG, CAT), False, 0.5),
+    ({"dog": [thing(0, 0, color="blue")]}, include({**DOG, "color": "red"}), False, 0.5),
+    ({"dog": [thing(0, 0)]}, include({**DOG, "color": "red"}), True, 1.0),
+    ({"dog": [thing(0, 0)] * 2}, include({**DOG, "color": "red"}), True, 0.0),  # mean of 0 for the count, 0 for colour
+    ({"dog": [thing(0, 0)], "cat": [thing(90, 0)]}, include(DOG, {**CAT, "position": ["right of", 0]}), True, 1.0),
+    (
+        {"dog": [thing(0, 0)], "cat": [thing(-90, 0)]},
+        include(DOG, {**CAT, "position": ["right of", 0]}),
+        False,
+        0.75,  # 1 and 1 for the counts, then 0 and 1
+    ),
+    ({"cat": [thing(0, 0)]}, include(DOG, {**CAT, "position": ["right of", 0]}), False, 1 / 3),  # 0, 1, no target: 0
+    ({"dog": [thing(0, 0)] * 2}, include(DOG, exclude=[{"class": "dog", "count": 2}]), False, 0.0),
+    ({"dog": [thing(0, 0)]}, include(DOG, exclude=[{"class": "dog", "count": 2}]), True, 1.0),
+]
+
+
+@pytest.mark.parametrize(("objects", "metadata", "correct", "graded"), CASES)
+def test_objects_are_judged_as_geneval_and_the_reward_server_judge_them(
+    objects: Objects, metadata: dict[str, Any], correct: bool, graded: float
+) -> None:
+    assert geneval_correct(objects, metadata) is correct
+    assert geneval_graded(objects, metadata) == pytest.approx(graded)
+
+
+class Painted:
+    """Finds what a test painted: as many dogs as the first pixel says."""
+
+    def __call__(self, image_HWC: NDArray[np.uint8], classes: Sequence[str]) -> Objects:
+        dogs = [thing(20.0 * n, 0, certain=0.95 if n < 2 else 0.5) for n in range(int(image_HWC[0, 0, 0]))]
+        return {"dog": dogs} if "dog" in classes else {}
+
+
+def dogs(count: int, tag: str = "two_object") -> Prompt:
+    return Prompt(id=0, text="dogs", metadata=json.dumps(include({"class": "dog", "count": count}, tag=tag)))
+
+
+def test_the_scorer_takes_what_is_asked_for_from_the_prompt_and_counts_only_what_is_certain() -> None:
+    images = np.array([0, 1, 2, 4], dtype=np.uint8).reshape(4, 1, 1, 1).repeat(3, -1)
+
+    graded, _ = score(GenEvalScorer(Painted()), images, [dogs(2)] * 4, attempts=1)
+    counted, _ = score(GenEvalScorer(Painted()), images, [dogs(2, "counting")] * 4, attempts=1)
+    strict, _ = score(GenEvalScorer(Painted(), graded=False), images, [dogs(2)] * 4, attempts=1)
+
+    assert graded == [0.0, 0.5, 1.0, 0.0]
+    assert counted == [0.0, 0.5, 1.0, 1.0]  # the other two dogs are less certain than 0.9
+    assert strict == [0.0, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        "",
+        "{}",
+        '{"include": []}',
+        '{"include": [{"class": "dog"}]}',
+        '{"include": [{"class": "a", "count": 1, "position": ["above", 0]}]}',
+    ],
+)
+def test_a_prompt_without_usable_metadata_is_refused(metadata: str) -> None:
+    with pytest.raises(SpotlightError, match="'a dog' has no GenEval metadata"):
+        GenEvalScorer(Painted()).check_prompt(Prompt(id=0, text="a dog", metadata=metadata))
+
+
+def test_all_published_geneval_prompts_are_accepted(shared_data: Path) -> None:
+    prompts = read_prompts(shared_data / "geneval_evaluation_metadata.jsonl")
+
+    tags = [metadata_of(prompt)["tag"] for prompt in prompts]
+
+    counts = {tag: tags.count(tag) for tag in dict.fromkeys(tags)}
+    assert list(counts.values()) == [80, 99, 80, 94, 100, 100]
+
+
+# CLIP
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny CLIP of random weights, in the real layout."""
+    path = tmp_path_factory.mktemp("clip")
+    layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**layers, "vocab_size": 514, "max_position_embeddings": 77, "bos_token_id": 512, "eos_token_id": 513}
+    vision = {**layers, "image_size": 32, "patch_size": 8}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
+    model.save_pretrained(path)
+    clip_tokenizer().save_pretrained(path)
+    (path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.25] * 3}))
+    return path
+
+
+def pictures() -> NDArray[np.uint8]:
+    return np.random.default_rng(0).integers(0, 256, (3, 48, 64, 3)).astype(np.uint8)
+
+
+def test_a_clip_score_is_the_cosine_that_the_model_itself_gives(clip: Path) -> None:
+    model = CLIPModel.from_pretrained(clip).eval()
+    prompts = ["a dog", "a red cat", "a dog"]
+    resized = [Image.fromarray(each).resize((43, 32), Image.Resampling.BICUBIC) for each in pictures()]
+    middle = np.stack([np.asarray(each)[:, 5:37] for each in resized])
+    x = torch.from_numpy((middle / 255 - 0.5) / 0.25).float().permute(0, 3, 1, 2)
+    tokens = clip_tokenizer()(prompts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(pixel_values=x, **tokens).logits_per_image.diagonal()
+
+    cosines = ClipScorer(str(clip))(pictures(), prompts)
+    picked = PickScorer(str(clip))(pictures(), prompts)
+
+    assert picked == pytest.approx(logits.tolist(), abs=1e-4)
+    assert cosines == pytest.approx((logits / model.logit_scale.exp()).tolist(), abs=1e-6)
+    assert len(set(cosines)) == 3
+
+
+def test_the_aesthetic_score_is_that_of_its_layers(clip: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(16, 8), nn.Dropout(), nn.Linear(8, 1)).eval()
+    save_file({f"layers.{name}": value for name, value in layers.state_dict().items()}, tmp_path / "head.safetensors")
+    model = CLIPModel.from_pretrained(clip).eval()
+    scorer = AestheticScorer(str(clip), head=str(tmp_path / "head.safetensors"))
+    x = torch.from_numpy(np.stack([scorer._prepared(each) for each in pictures()]))
+    with torch.no_grad():
+        features = model.get_image_features(pixel_values=x).pooler_output
+        expected = layers(features / features.norm(dim=-1, keepdim=True))[:, 0]
+
+    assert scorer(pictures(), [""] * 3) == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_a_pickled_head_or_checkpoint_is_refused(clip: Path, tmp_path: Path) -> None:
+    (tmp_path / "head.pth").write_bytes(b"")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+
+    with pytest.raises(SpotlightError, match=r"no \.safetensors file"):
+        AestheticScorer(str(clip), head=str(tmp_path / "head.pth"))
+    with pytest.raises(SpotlightError, match="its weights are pickled"):
+        ClipScorer(str(tmp_path))
+
+
+# Several, and one's own
+
+
+class Mean(Scorer):
+    """How bright an image is, as a share of a limit."""
+
+    range = (0.0, 255.0)
+
+    def __init__(self, *, limit: float = 255.0) -> None:
+        self._limit = limit
+
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        if (images_BHWC == 13).any():
+            raise RuntimeError("13")
+        return [float(min(image.mean(), self._limit)) for image in images_BHWC]
+
+
+GREY = np.array([10, 13, 250], dtype=np.uint8).reshape(3, 1, 1, 1)
+
+
+def test_several_tables_are_a_weighted_sum_in_which_nothing_missing_counts_as_a_number(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[data]\ntrain_prompts = "a"\nvalidation_prompts = "b"\n'
+        f'[[reward]]\nname = "{__name__}:Mean"\nweight = 2.0\nattempts = 1\n'
+        f'[[reward]]\nname = "{__name__}:Mean"\nweight = -1.0\n[reward.options]\nlimit = 100.0\n'
+    )
+    settings = config.load(file).reward
+
+    scorer = build(settings)
+    values, errors = score(scorer, GREY, ["x"] * 3, attempts=settings.attempts)
+
+    assert scorer.range == (-255.0, 510.0)
+    assert values == [2 * 10 - 10, None, 2 * 250 - 100]
+    assert len(errors) == 1
+
+
+def test_several_tables_survive_being_written_and_read(tmp_path: Path) -> None:
+    tree = {
+        "data": {"train_prompts": "a", "validation_prompts": "b"},
+        "reward": [{"name": "ocr"}, {"name": "pickscore", "path": "clip"}],
+    }
+    settings = config.resolve(tree, tmp_path)
+    (tmp_path / "again.toml").write_text(config.dump(settings))
+
+    assert config.load(tmp_path / "again.toml") == settings
+    assert [(table.name, table.path) for table in settings.reward.also] == [("pickscore", str(tmp_path / "clip"))]
+
+
+@pytest.mark.parametrize("key", ["nmae", "nam"])
+def test_an_unknown_key_of_a_further_table_is_named(tmp_path: Path, key: str) -> None:
+    tree = {"data": {"train_prompts": "a", "validation_prompts": "b"}, "reward": [{"name": "ocr"}, {key: "x"}]}
+
+    with pytest.raises(SpotlightError, match=rf"\[reward\] has no field '{key}' \(did you mean 'name'\?\)"):
+        config.resolve(tree, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (RewardSection(name="no_such_module:Class"), "cannot be imported"),
+        (RewardSection(name="json:JSONDecoder"), "no subclass"),
+        (RewardSection(name=f"{__name__}:Mean", options={"unknown": 1}), "options do not fit"),
+        (RewardSection(name="geneval"), "reward.options.detector"),
+        (RewardSection(name="orc"), "'orc' is not known"),
+    ],
+)
+def test_a_reward_that_cannot_be_made_is_named(settings: RewardSection, message: str) -> None:
+    with pytest.raises(SpotlightError, match=message):
+        build(settings)
+
+
+def test_every_prompt_is_checked_by_each_of_several_rewards() -> None:
+    scorer = build(RewardSection(name=f"{__name__}:Mean", also=(RewardSection(name="ocr"),)))
+
+    with pytest.raises(SpotlightError, match="double quotes"):
+        scorer.check_prompt(Prompt(id=0, text="a dog"))

@@ -1,0 +1,239 @@
+"""A reward server that hangs, lies, fails or refuses loses and invents nothing: real servers on this machine."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from spotlight.config import RewardSection
+from spotlight.records import Prompt, SpotlightError
+from spotlight.rl.rewards import build, score
+from spotlight.rl.rewards.server import KEY, ChatOcrScorer, ChatScorer, HttpScorer, number_in
+
+IMAGES = np.arange(4, dtype=np.uint8).reshape(4, 1, 1, 1).repeat(3, axis=-1)
+"""Four images, told apart by their only pixel."""
+PROMPTS = ['"a"', '"b"', '"c"', '"d"']
+
+Answer = tuple[int, bytes]
+
+
+class Server:
+    """Answers as ``reply`` says, and remembers what it was asked."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.asked: list[tuple[str, Mapping[str, Any], Mapping[str, str]]] = []
+
+
+@contextmanager
+def serving(reply: Callable[[int, Mapping[str, Any]], Answer]) -> Iterator[Server]:
+    """A server whose answer to its n-th question (from 1) is the reply to (n, what was asked)."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            server.asked.append((self.path, payload, dict(self.headers)))
+            try:
+                code, content = reply(len(server.asked), payload)
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+            except OSError:
+                pass  # the client gave up
+
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(f"http://127.0.0.1:{listening.server_port}")
+    thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        listening.shutdown()
+        thread.join()
+        listening.server_close()
+
+
+def pixels(payload: Mapping[str, Any]) -> list[int]:
+    pictures = [Image.open(io.BytesIO(base64.b64decode(image))) for image in payload["images"]]
+    return [int(np.asarray(picture)[0, 0, 0]) for picture in pictures]
+
+
+def honest(payload: Mapping[str, Any]) -> Answer:
+    return 200, json.dumps({"rewards": [pixel / 10 for pixel in pixels(payload)]}).encode()
+
+
+EXPECTED = [0.0, 0.1, 0.2, 0.3]
+
+
+def test_images_and_prompts_arrive_and_rewards_come_back() -> None:
+    with serving(lambda _, payload: honest(payload)) as server:
+        values, errors = score(HttpScorer(server.url), IMAGES, PROMPTS, attempts=1)
+        healthy = HttpScorer(server.url).is_healthy()
+
+    ((path, payload, _),) = server.asked
+    assert (values, errors) == (EXPECTED, [])
+    assert path == "/compute"
+    assert payload["prompts"] == PROMPTS
+    assert healthy
+
+
+@pytest.mark.parametrize("code", [500, 503, 408, 429])
+def test_a_failure_that_passes_costs_nothing(code: int) -> None:
+    with serving(lambda turn, payload: honest(payload) if turn > 1 else (code, b"")) as server:
+        values, _ = score(HttpScorer(server.url), IMAGES, PROMPTS, attempts=2)
+
+    assert values == EXPECTED
+    assert len(server.asked) == 2
+
+
+@pytest.mark.parametrize("code", [400, 401, 404, 422])
+def test_what_a_server_refuses_is_asked_once_more_image_by_image_and_then_missing(code: int) -> None:
+    with serving(lambda *_: (code, b"")) as server:
+        values, errors = score(HttpScorer(server.url), IMAGES, PROMPTS, attempts=5)
+
+    assert values == [None] * 4
+    assert all(f"answered {code}" in error for error in errors)
+    assert [len(payload["prompts"]) for _, payload, _ in server.asked] == [4, 1, 1, 1, 1]
+
+
+LIES = {
+    "too few": {"rewards": []},
+    "too many": {"rewards": [0.5] * 9},
+    "NaN": {"rewards": [float("nan")] * 4},
+    "infinite": {"rewards": [float("inf")] * 4},
+    "beyond its range": {"rewards": [7.0] * 4},
+    "words": {"rewards": ["good"] * 4},
+    "yes": {"rewards": [True] * 4},
+    "nothing": {},
+    "a list": [0.5] * 4,
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_about_some_images_leaves_the_rewards_of_the_others(lie: str) -> None:
+    """A batch is answered with the lie, and so is the third image alone."""
+
+    def reply(turn: int, payload: Mapping[str, Any]) -> Answer:
+        alone = len(payload["prompts"]) == 1
+        return honest(payload) if alone and pixels(payload) != [2] else (200, json.dumps(LIES[lie]).encode())
+
+    with serving(reply) as server:
+        values, errors = score(HttpScorer(server.url), IMAGES, PROMPTS, attempts=2)
+
+    assert values == [0.0, 0.1, None, 0.3]
+    assert len(errors) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\x80\x04N.", b"[" * 100_000])
+def test_what_is_no_json_is_a_missing_reward(content: bytes) -> None:
+    with serving(lambda *_: (200, content)) as server:
+        values, errors = score(HttpScorer(server.url), IMAGES[:1], PROMPTS[:1], attempts=1)
+
+    assert values == [None]
+    assert errors
+
+
+def test_a_server_that_hangs_is_given_up_in_time() -> None:
+    over = threading.Event()
+
+    def hang(turn: int, payload: Mapping[str, Any]) -> Answer:
+        over.wait(20)
+        return honest(payload)
+
+    began_s = time.monotonic()
+    with serving(hang) as server:
+        values, errors = score(HttpScorer(server.url, timeout_s=0.2), IMAGES[:1], PROMPTS[:1], attempts=2)
+        over.set()
+
+    assert values == [None]
+    assert "timed out" in errors[0].lower() or "timeout" in errors[0].lower()
+    assert time.monotonic() - began_s < 10
+
+
+def test_an_endless_answer_is_given_up() -> None:
+    with serving(lambda *_: (200, b" " * 5_000_000)) as server:
+        values, errors = score(HttpScorer(server.url), IMAGES[:1], PROMPTS[:1], attempts=1)
+
+    assert values == [None]
+    assert "more than" in errors[0]
+
+
+def test_what_a_prompts_line_says_is_sent_along() -> None:
+    prompts = [Prompt(id=0, text="a", metadata='{"tag": "one"}'), Prompt(id=1, text="b")]
+    with serving(lambda _, payload: honest(payload)) as server:
+        score(HttpScorer(server.url), IMAGES[:2], prompts, attempts=1)
+
+    ((_, payload, _),) = server.asked
+    assert payload["extra"] == {"metadata": [{"tag": "one"}, {}]}
+
+
+def test_a_server_that_is_not_there_is_a_missing_reward() -> None:
+    values, errors = score(HttpScorer("http://127.0.0.1:9"), IMAGES[:1], PROMPTS[:1], attempts=1)
+
+    assert values == [None]
+    assert errors
+    assert not HttpScorer("http://127.0.0.1:9").is_healthy()
+
+
+def chat(text: str) -> Answer:
+    return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+
+
+def test_a_chat_is_asked_with_the_image_and_its_number_is_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "secret")
+    with serving(lambda *_: chat('```json\n{"score": 7.5}\n```')) as server:
+        values, _ = score(ChatScorer(server.url, model="vl"), IMAGES[:1], ["a {cat}"], attempts=1)
+
+    ((path, payload, headers),) = server.asked
+    text, picture = payload["messages"][0]["content"]
+    assert values == [7.5]
+    assert path == "/v1/chat/completions"
+    assert payload["model"] == "vl"
+    assert "a {cat}" in text["text"]
+    assert picture["image_url"]["url"].startswith("data:image/png;base64,")
+    assert headers["Authorization"] == "Bearer secret"
+
+
+def test_a_chat_reads_text_for_the_ocr_reward() -> None:
+    with serving(lambda *_: chat("Open  late")) as server:
+        values, _ = score(ChatOcrScorer(server.url), IMAGES[:2], ['a "Open Late"', 'a "shut"'], attempts=1)
+
+    assert values == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("reply", ["I cannot say.", "between 3 and 5", '{"score": null}', ""])
+def test_a_reply_without_one_number_is_no_score(reply: str) -> None:
+    with pytest.raises(ValueError, match="no single score"):
+        number_in(reply)
+
+
+def test_a_table_of_settings_makes_the_scorer_of_a_server() -> None:
+    with serving(lambda *_: (200, b'{"rewards": [40.0]}')) as server:
+        scorer = build(RewardSection(name="http", url=server.url, range=(0.0, 100.0)))
+        values, _ = score(scorer, IMAGES[:1], PROMPTS[:1], attempts=1)
+
+    assert values == [40.0]
+
+
+@pytest.mark.parametrize("url", ["", "file:///etc/passwd", "localhost:80", "ftp://host"])
+def test_only_the_address_of_a_web_server_is_taken(url: str) -> None:
+    with pytest.raises(SpotlightError, match=r"reward\.url"):
+        build(RewardSection(name="http", url=url))

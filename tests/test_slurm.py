@@ -1,0 +1,169 @@
+"""On a real Slurm: workers as jobs, a job that a more important one displaces, a driver that is queued again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.slurm import worker_line
+from graphs.loop import Loop, synchronous
+from private_slurm import missing, private_slurm
+from runs import NoWatch, outcome, settings_file, wait_for
+from spotlight import config
+from spotlight.records import SpotlightError
+from spotlight.run import Run
+from spotlight.store.rundir import HISTORY, SUMMARY, WORKERS, RunDir
+
+JOBS = (
+    'cluster.manager="slurm"',
+    'cluster.host="127.0.0.1"',
+    'cluster.slurm.partition="reserved"',
+    'pools.reserved.slurm.partition="reserved"',
+    'pools.reserved.slurm.extra=["--nodelist=n3"]',
+    'pools.spot.slurm.partition="spot"',
+    'pools.spot.slurm.extra=["--nodelist=n1"]',
+    "pools.spot.workers_per_node=2",
+)
+WORK = (
+    "run.iterations=2",
+    "rollout.prompts=2",
+    "rollout.steps=40",
+    "strategy.widths=[1]",
+    'strategy.rollout_pools=["spot"]',  # without these, nothing goes on
+    'strategy.exploration="off"',
+)
+PACED = ("pace.gpu=h100", "pace.score_s=0", "pace.speedup=6")
+"""A rollout lasts two seconds, and all of an iteration four: Slurm needs one to displace a job."""
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[None]:
+    if reason := missing():
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as directory:
+        Path(directory).chmod(0o755)
+        with private_slurm(Path(directory)):
+            yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
+    """What the same settings lead to without any cluster."""
+    run = RunDir.create(config.load(settings_file(tmp_path_factory.mktemp("alone")), WORK), now_s=0.0)
+    Loop(run, synchronous, NoWatch()).go()
+    return outcome(run.path)
+
+
+@pytest.mark.usefixtures("slurm")
+def test_jobs_that_are_displaced_or_warned_come_back_and_the_bits_are_the_same(
+    tmp_path: Path, undisturbed: dict[str, list[object]]
+) -> None:
+    """A more important job takes the place of the spot job, which Slurm queues again; then it ends on a warning, and
+    another is submitted."""
+    run = Run(settings_file(tmp_path), [*JOBS, *WORK, *PACED]).start()
+    wait_for(lambda: rolling_out(run, iteration=0))
+    (first,) = jobs("--partition=spot")
+    displace = ["sbatch", "--partition=reserved", "--nodelist=n1", "--cpus-per-task=4", "--output=/dev/null"]
+    slurms(*displace, "--wrap=sleep 1")
+
+    wait_for(lambda: "Restarts=1" in slurms("scontrol", "show", "job", first))
+    wait_for(lambda: rolling_out(run, iteration=1))
+    slurms("scancel", "--signal=TERM", first)
+    run.wait()
+
+    lost, left = (
+        {row["worker"] for row in run.directory.rows(WORKERS) if row["reason"] == reason} for reason in ("lost", "left")
+    )
+    assert outcome(run.directory.path) == undisturbed
+    assert lost | left == {"spot-0", "spot-1"}
+    assert "JobState=COMPLETED" in slurms("scontrol", "show", "job", first)
+    assert not jobs()
+
+
+def rolling_out(run: Run, *, iteration: int) -> bool:
+    assert run.alive, run.wait()
+    return run.status.iteration == iteration and run.status.running.get("rollout", 0) > 0
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_driver_whose_time_is_over_is_queued_again_and_goes_on(
+    tmp_path: Path, undisturbed: dict[str, list[object]]
+) -> None:
+    submitted = submit(settings_file(tmp_path))
+    lines = dict(line.split(maxsplit=1) for line in submitted.replace("run directory", "directory").splitlines())
+    run = RunDir(lines["directory"])
+    wait_for(lambda: run.rows(HISTORY))
+
+    slurms("scancel", "--batch", "--signal=USR1", lines["job"])  # as Slurm does before the time limit
+
+    wait_for(lambda: (run.path / SUMMARY).exists() and not jobs())
+    assert "Restarts=1" in slurms("scontrol", "show", "job", lines["job"])
+    assert outcome(run.path) == undisturbed
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_partition_that_is_not_there_is_named_in_slurms_words(tmp_path: Path) -> None:
+    run = Run(settings_file(tmp_path), [*JOBS, 'pools.spot.slurm.partition="sopt"']).start()
+    with pytest.raises(SpotlightError, match=r"pools\.spot\.slurm: Slurm says: .*invalid partition.*sinfo"):
+        run.wait()
+
+
+def test_what_would_be_submitted_can_be_read_first(tmp_path: Path) -> None:
+    pytest.importorskip("dask_jobqueue")
+    printed = submit(settings_file(tmp_path), "--dry-run", "--begin=22:00", '--set=pools.spot.slurm.gres="gpu:2"')
+    driver, reserved, spot = printed.split("#!/usr/bin/env bash")[1:]
+
+    assert "#SBATCH --begin=22:00" in driver
+    assert "#SBATCH --requeue" in driver
+    assert "spotlight resume" in driver
+    assert "--resources reserved=1" in reserved
+    assert "#SBATCH --ntasks=2" in spot
+    assert "#SBATCH --gres=gpu:2" in spot
+    assert "#SBATCH --nodelist=n1" in spot
+    assert "#SBATCH -t" not in spot
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+@pytest.mark.parametrize(("failures", "tries"), [("kill -9 $$", 3), ("exit 1", 1)])
+def test_a_worker_that_is_killed_starts_again_in_its_job_and_one_that_fails_does_not(
+    tmp_path: Path, failures: str, tries: int
+) -> None:
+    """The line of the job's script, with a shell for the step and another for the worker."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $4 >> {tmp_path}/tries\n[ $(wc -l < {tmp_path}/tries) = 3 ] || {failures}\n")
+    python.chmod(0o755)
+    line = worker_line("spot", first=4, workers=2, cpus=1, python=str(python))
+    step, _, rest = line.partition("--mpi=none ")
+
+    done = subprocess.run(["sh", "-c", f"{rest} -m worker"], env={**os.environ, "SLURM_PROCID": "1"})
+
+    assert step.startswith("srun --ntasks=2")
+    assert (tmp_path / "tries").read_text().split() == ["spot-5"] * tries
+    assert (done.returncode == 0) == (tries == 3)
+
+
+def test_the_slurm_sections_are_settings_like_any_other(tmp_path: Path) -> None:
+    settings = config.load(settings_file(tmp_path), JOBS)
+    assert settings.pools.spot.slurm.extra == ("--nodelist=n1",)
+    with pytest.raises(SpotlightError, match=r"\[pools\.spot\.slurm\] has no field 'partitoin'"):
+        config.load(settings_file(tmp_path), ['pools.spot.slurm.partitoin="spot"'])
+
+
+def submit(settings: Path, *more: str) -> str:
+    given = [part for setting in (*JOBS, *WORK) for part in ("--set", setting)]
+    return slurms(sys.executable, "-m", "spotlight", "submit", str(settings), *given, *more)
+
+
+def jobs(*which: str) -> list[str]:
+    return slurms("squeue", "--noheader", "--format=%A", *which).split()
+
+
+def slurms(*command: str) -> str:
+    """What a command of Slurm's, or of ours about it, prints."""
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,137 @@
+"""The benchmark of time to a score treats all strategies alike, and counts what its raw data says."""
+
+from __future__ import annotations
+
+import argparse
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import time_to_target
+from benchmarks.time_to_target import SEEDS, SPACE, STRATEGIES, TRIALS, TUNING_SEEDS, Case, Row
+from spotlight import config
+
+CELL = {"job": "digits", "regime": "2 levels", "size": "512"}
+
+
+def asked(**other: Any) -> argparse.Namespace:
+    values: dict[str, Any] = {
+        "jobs": ["digits"],
+        "regimes": ["2 levels"],
+        "sizes": ["512"],
+        "strategies": list(STRATEGIES),
+    }
+    values |= {"trials": TRIALS, "tuning_seeds": list(TUNING_SEEDS), "seeds": list(SEEDS), "iterations": 60}
+    return argparse.Namespace(**values | other)
+
+
+def row(
+    strategy: str, trial: int, seed: int, *, second_s: float = 1.0, there: int = 4, last: int = 8
+) -> dict[str, Any]:
+    """A run that is at every target from a version on, at so many seconds and as many dollars a version."""
+    versions = range(last + 1)
+    return {
+        **CELL,
+        "strategy": strategy,
+        "trial": trial,
+        "seed": seed,
+        "scores": {str(version): 0.99 if version >= there else 0.5 for version in versions[::2]},
+        "seconds": [second_s * version for version in versions],
+        "usd": [second_s * version for version in versions],
+        "preemptions": [0.0] * last,
+        "spot_busy": [0.0] * last,
+        "seeds_scored": [0.0] * last,
+        "cpu_s": 1.0,
+        "limit": 60,
+    }
+
+
+def test_every_strategy_tries_the_same_recipes_on_the_same_seeds() -> None:
+    wanted = time_to_target.missing([], asked())
+
+    by_strategy = {name: {(case.trial, case.seed) for case in wanted if case.strategy == name} for name in STRATEGIES}
+
+    assert all(tried == by_strategy["Spotlight"] for tried in by_strategy.values())
+    assert len(by_strategy["Spotlight"]) == TRIALS * len(TUNING_SEEDS)
+    assert not set(TUNING_SEEDS) & set(SEEDS)
+
+
+def test_recipes_differ_and_each_is_one_that_a_run_can_have() -> None:
+    points = time_to_target.recipes(1000)
+
+    assert len({tuple(point.values()) for point in points}) == len(points) == 72
+    assert list(points[0].values()) == [next(iter(choices)) for choices in SPACE.values()]
+    for trial in range(TRIALS):
+        for strategy in STRATEGIES:
+            config.load(time_to_target.SETTINGS, Case(**CELL, strategy=strategy, trial=trial, seed=0).overrides())
+
+
+def test_the_best_trial_is_run_on_fresh_seeds_once_all_trials_are_there() -> None:
+    name = "Spotlight"
+    trials = [
+        row(name, trial, seed, second_s=3.0 if trial else 5.0) for trial in range(TRIALS) for seed in TUNING_SEEDS
+    ]
+    trials[2 * 4] |= {"seconds": [0.1 * s for s in trials[2 * 4]["seconds"]]}  # the fifth is quick on one seed
+
+    before = time_to_target.missing(trials[:-1], asked(strategies=[name]))
+    after = time_to_target.missing(trials, asked(strategies=[name]))
+
+    assert [(case.trial, case.seed) for case in before] == [(TRIALS - 1, TUNING_SEEDS[-1])]
+    assert [(case.trial, case.seed) for case in after] == [(4, seed) for seed in SEEDS]
+
+
+def test_only_runs_that_explore_nothing_and_train_alike_are_shared() -> None:
+    four, twelve, streaming, ours = (
+        Case(**CELL, strategy=name, trial=0, seed=1)
+        for name in ("reserved only (4)", "all reserved (12)", "reserved + spot, no exploration", "Spotlight")
+    )
+    learnt: Row = row("reserved only (4)", 0, 1)
+
+    assert all(case.learns_as(learnt) for case in (four, twelve, streaming))
+    assert not ours.learns_as(learnt)
+    assert not four.learns_as(row("Spotlight", 0, 1))
+    assert not four.learns_as(row("reserved only (4)", 0, 2))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [
+        ({0: 10.0, 1: 20.0, 2: 30.0}, (1.0, 1.0, 1.0)),
+        ({0: 20.0, 1: 40.0, 2: 60.0, 9: 1.0}, (2.0, 2.0, 2.0)),  # nobody ran seed 9 of ours
+        ({0: inf, 1: inf, 2: inf}, (inf, inf, inf)),
+    ],
+)
+def test_ratios_are_of_seeds_that_both_ran(theirs: dict[int, float], expected: tuple[float, ...]) -> None:
+    assert time_to_target.interval(theirs, {0: 10.0, 1: 20.0, 2: 30.0}) == pytest.approx(expected)
+
+
+def test_an_interval_holds_what_other_seeds_might_have_shown() -> None:
+    ours = dict.fromkeys(range(8), 10.0)
+    theirs = {seed: 20.0 + 2 * seed for seed in range(8)}
+
+    whole, low, high = time_to_target.interval(theirs, ours)
+
+    assert whole == pytest.approx(2.7)
+    assert 2.0 < low < 2.4
+    assert 3.0 < high < 3.4
+
+
+def test_a_target_is_reached_by_two_validations_in_a_row() -> None:
+    once, twice = row("Spotlight", 0, 0, there=8), row("Spotlight", 0, 0, there=6)
+
+    assert time_to_target.reached(once, 0.9) == inf
+    assert time_to_target.reached(twice, 0.9) == 6
+    assert time_to_target.until(twice, 0.9, "usd") == 6.0
+
+
+def test_the_table_has_a_line_for_each_strategy_that_was_run(tmp_path: Path) -> None:
+    runs = [row("Spotlight", 0, seed) for seed in (*TUNING_SEEDS, 0, 1)]
+    runs += [row("reserved only (4)", 0, seed, second_s=4.0) for seed in (*TUNING_SEEDS, 0, 1)]
+
+    lines = time_to_target.table(runs, **CELL, arguments=asked(trials=1)).splitlines()
+
+    middle = [line for line in lines if "| 0.85 |" in line]
+    assert [line.split(" | ")[0] for line in middle] == ["| reserved only (4)", "| Spotlight"]
+    assert "4.00 [4.00, 4.00]" in middle[0]
