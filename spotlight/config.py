@@ -347,7 +347,7 @@ class SlurmSection(Section):
     """Of a job, which is a node's worth of workers: such as "gpu:8"."""
     time: str = ""
     """Most time that a job may take, such as "24:00:00"; empty: the partition's default."""
-    cpus: int = Field(1, ge=1)
+    cpus: int = Field(1, ge=1, le=65_536)
     """Of each worker, or of the driver."""
     memory: str = "4G"
     """Of a job."""

@@ -21,7 +21,7 @@ from spotlight.store.rundir import HISTORY, VALIDATION, RunDir
 
 MARK = "SPOTLIGHT_TEST"
 """A variable that every process of a command inherits: an orphan has lost its parent, but not this."""
-DISK = "size=32m"
+DISK = "size=64m"
 """Twice of what a run of `runs.SETTINGS` writes."""
 TRAIN_PROMPTS = len((PROMPTS / "digits-train.txt").read_text().splitlines())
 

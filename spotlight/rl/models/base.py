@@ -37,7 +37,7 @@ class Conditioning:
 
     def rows(self, index: Tensor | Sequence[int]) -> Conditioning:
         """The conditioning of the samples at ``index``, in that order."""
-        at = torch.as_tensor(index, device=self.mask_BT.device)
+        at = torch.as_tensor(index, dtype=torch.long, device=self.mask_BT.device)  # also where there is none
         pooled = None if self.pooled_BP is None else self.pooled_BP[at]
         return Conditioning(embeds_BTD=self.embeds_BTD[at], mask_BT=self.mask_BT[at], pooled_BP=pooled)
 
