@@ -192,7 +192,11 @@ DAMAGE: list[tuple[str, Callable[[Any], object], str]] = [
     (WORKERS, lambda v: v.pop("reason"), "no field 'reason'"),
     (HISTORY, lambda v: v.pop("weights_version"), "no field 'weights_version'"),
     (VALIDATION, lambda v: v.pop("at_s"), "no field 'at_s'"),
-    (QUARANTINED, lambda v: v["request"]["prompt"].pop("text"), r"no field 'request.prompt.text'; it has \['id'\]"),
+    (
+        QUARANTINED,
+        lambda v: v["request"]["prompt"].pop("text"),
+        r"no field 'request.prompt.text'; it has \['id', 'metadata'\]",
+    ),
     (DECISIONS, lambda v: v.pop("chunks"), "no field 'chunks'"),
     ("weights/v00000/manifest.json", lambda v: v["files"].clear(), r"files has no weights.safetensors; it has \[\]"),
     # Wrong shapes

@@ -7,11 +7,12 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
+import torch
 
 from spotlight import config
 from spotlight.plan.beliefs import Beliefs
-from spotlight.records import Quarantined, SpotlightError
-from spotlight.store import journals, weights
+from spotlight.records import Gradient, GradientPart, Quarantined, SpotlightError, WeightsRef
+from spotlight.store import journals, updates, weights
 from spotlight.store.journals import Journals
 from spotlight.store.lease import LEASE_S, Lease
 from spotlight.store.node import Node
@@ -132,6 +133,38 @@ def test_weights_at_a_url_are_published_by_their_manifest_and_kept_by_version(tm
     assert weights.load_arrays(bucket, refs[2])["a"].tolist() == [2, 2, 2]
     assert weights.bring(bucket, refs[0], Node(tmp_path / "node")).exists()
     assert [key for key in BucketObjects(bucket).sizes("weights") if "v00001" in key or "staged" in key] == []
+
+
+def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) -> None:
+    part = GradientPart(
+        weights=WeightsRef(version=0, sha256="0" * 64), iteration=0, update=0, number=1, samples=(), positions=()
+    )
+    assert updates.find(bucket, part) is None
+    kept = updates.put(bucket, part, Gradient(name="", rows=2), {"0": torch.ones(3)})
+    digest = updates.put_weights(bucket, 0, {"a": torch.zeros(2)})
+
+    assert updates.find(bucket, part) == kept
+    assert updates.load(bucket, 0, kept)["0"].tolist() == [1, 1, 1]
+    assert updates.load_weights(bucket, 0, digest)["a"].tolist() == [0, 0]
+
+    BucketObjects(bucket).put(f"updates/00000/{kept.name}.safetensors", b"no gradient")
+    with pytest.raises(SpotlightError, match=f"memory://.*/{kept.name}.safetensors: expected sha256 {kept.sha256}"):
+        updates.load(bucket, 0, kept)
+    assert BucketObjects(bucket).sizes("updates") == {}
+
+
+def test_the_same_command_makes_a_run_at_a_url_and_then_finds_it(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "here"))
+    settings = config.load(settings_file(tmp_path))
+    BucketObjects(f"{bucket}/a").create("started.json", b"{}")  # by a driver that was killed at once
+
+    made, found = (RunDir.into(f"{bucket}/a", settings) for _ in range(2))
+
+    assert made.config() == found.config()
+    with pytest.raises(SpotlightError, match="run.seed"):
+        RunDir.into(f"{bucket}/a", config.load(settings_file(tmp_path), ["run.seed=4"]))
 
 
 def test_damaged_weights_at_a_url_are_refused(bucket: str) -> None:

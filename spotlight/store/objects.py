@@ -28,7 +28,8 @@ RETRIES = 6
 RETRY_S = 45.0
 """Then the store counts as out of reach: longer than a fail-over, shorter than a person waits."""
 CLIENT_OPTIONS = {"connect_timeout": "5s", "timeout": "60s"}
-"""Of one request; a part of a large object is 5 MB."""
+"""Of one request; a part of a large object is 5 MB. They replace those that obstore takes from the environment, so
+``AWS_ALLOW_HTTP``, for a server without TLS, is read here."""
 
 
 class StoreError(SpotlightError, OSError):
@@ -250,7 +251,7 @@ def object_store(url: str) -> Any:
         return MemoryStore()
     backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=10), "base": 2}
     retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S), "backoff": backoff}
-    options: Any = CLIENT_OPTIONS
+    options: Any = CLIENT_OPTIONS | {"allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1")}
     try:
         return from_url(url, client_options=options, retry_config=retry)
     except (BaseError, ValueError) as error:
