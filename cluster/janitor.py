@@ -15,7 +15,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -23,9 +22,6 @@ Left = tuple[str, str]
 """What would be left, by its kind: "process" (its number and when it began), "memory" (of a run, by its name),
 "folder" (a path), or "half written" (the run directory that such files are in)."""
 
-CLEAN_S = 8.0
-"""Until processes that were killed are gone, and let go of what they held."""
-POLL_S = 0.05
 LONGEST = 4096
 """Bytes of a message; what is not longer is written at once."""
 
@@ -133,8 +129,7 @@ def _lines(owner: int) -> Iterator[bytes]:
 
 def clean(left: Iterable[Left]) -> None:
     """End and remove it; whatever fails, the rest is done."""
-    from spotlight.store.leftovers import remove_half_written, sweep_leftovers
-    from spotlight.store.node import memory_roots
+    from spotlight.store.leftovers import remove_half_written, sweep_ended
     from spotlight.store.slots import end
 
     by_kind: dict[str, list[str]] = {}
@@ -143,11 +138,8 @@ def clean(left: Iterable[Left]) -> None:
     for process in by_kind.get("process", ()):
         pid, _, began = process.partition(" ")
         end(int(pid), began)
-    until_s = time.monotonic() + CLEAN_S
     for memory in by_kind.get("memory", ()):
-        while memory_roots(memory) and time.monotonic() < until_s:
-            sweep_leftovers(memory)
-            time.sleep(POLL_S)
+        sweep_ended(memory)
     for folder in by_kind.get("folder", ()):
         shutil.rmtree(folder, ignore_errors=True)
     for run_dir in by_kind.get("half written", ()):

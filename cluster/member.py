@@ -28,7 +28,7 @@ from distributed import Status, Worker, WorkerPlugin
 
 from cluster import peers
 from cluster.notices import SIGNALS, Notice, first_notice, sources
-from cluster.plugins import NOTICE, ORDER, PLACE, READY, REFUSED, steady
+from cluster.plugins import ORDER, PLACE, READY, REFUSED, steady
 from cluster.worker_device import WorkerDevice
 from cluster.workers import warm_parent
 from spotlight import __version__
@@ -232,8 +232,11 @@ class Member:
         last = threading.Timer(max(0.0, notice.deadline_s - wall_clock()), os._exit, (0,))  # whatever hangs by then
         last.daemon = True
         last.start()
-        self._tell(NOTICE, reason=notice.reason)
         self._obey(Leave())
+        with contextlib.suppress(Exception):  # nobody to tell
+            # A question, since what is only told may come after the worker has left.
+            told: Any = worker.scheduler.spotlight_notice(worker=worker.address, reason=notice.reason)
+            await asyncio.wait_for(told, TELL_S)
         await _finish(worker, notice)
         with contextlib.suppress(Exception):  # whatever goes wrong, the worker is gone by the deadline
             async with asyncio.timeout(max(0.0, notice.deadline_s - wall_clock())):

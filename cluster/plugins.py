@@ -73,7 +73,7 @@ from spotlight.records import Placement, SpotlightError, Surplus
 
 ORDER, PLACE = "spotlight-order", "spotlight-place"
 """To workers: an order for the work in flight; where a shard runs."""
-BEAT, LOST_ENGINE, NOTICE = "spotlight-beat", "spotlight-lost-engine", "spotlight-notice"
+BEAT, LOST_ENGINE = "spotlight-beat", "spotlight-lost-engine"
 """From workers: how far a gang is; the engine process died; the machine will be taken away."""
 HOLDS = "spotlight-holds"
 """From workers: a file of weights is on their node now."""
@@ -165,8 +165,8 @@ class DispatchPlugin(SchedulerPlugin):
         """Of each worker: its last heartbeat by Dask's clock, and when we saw that by ours."""
         scheduler.handlers.update(spotlight_status=self.status, spotlight_stop=self.stop, spotlight_close=self.leave)
         scheduler.handlers["spotlight_drain"] = self.drain
-        scheduler.handlers["spotlight_holders"] = self._dispatch.holders
-        heard = ((BEAT, self._beat), (LOST_ENGINE, self._lost_engine), (NOTICE, self._notice), (HOLDS, self._holds))
+        scheduler.handlers.update(spotlight_holders=self._dispatch.holders, spotlight_notice=self._notice)
+        heard = ((BEAT, self._beat), (LOST_ENGINE, self._lost_engine), (HOLDS, self._holds))
         scheduler.stream_handlers.update((*heard, (READY, self._ready), (REFUSED, self._refuse)))
         self._restore = _relaxed(scheduler)
         steady(scheduler.loop)
@@ -197,7 +197,7 @@ class DispatchPlugin(SchedulerPlugin):
         await self.close()
         self._restore()
         scheduler.remove_plugin(self.name)
-        for name in ("status", "stop", "close", "drain", "holders"):
+        for name in ("status", "stop", "close", "drain", "holders", "notice"):
             del scheduler.handlers[f"spotlight_{name}"]
         if self._member in scheduler.worker_plugins:
             with contextlib.suppress(OSError, TimeoutError):  # a worker that is gone, or frozen, has ended it too

@@ -35,7 +35,7 @@ from cluster.workers import continue_warm_parent, warm_parent_pid
 from spotlight.clock import wall_clock
 from spotlight.config import Config
 from spotlight.records import SpotlightError
-from spotlight.store.leftovers import Scratch, sweep_leftovers
+from spotlight.store.leftovers import Scratch, sweep_ended, sweep_leftovers
 from spotlight.store.rundir import files_of
 from spotlight.store.slots import is_stopped
 
@@ -124,7 +124,7 @@ class Pools:
         """A directory for Dask; it and all else that the run has outside its own goes at the end, whatever that is."""
         self._scratch = scratch = Scratch()
         stack.callback(scratch.close)
-        stack.callback(sweep_leftovers, terms.memory)
+        stack.callback(sweep_ended, terms.memory)
         left = (("folder", str(scratch.path)), ("memory", terms.memory), ("half written", str(files)))
         for kind, what in left:
             janitor.leave(kind, what)

@@ -48,7 +48,9 @@ def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--live", action="store_true", help="run the live benchmarks' small forms, too")
+    parser.addoption(
+        "--live", action="store_true", help="run the live benchmarks' small forms and whole runs on Slurm, too"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,8 @@ SMALL = {
     "dashboard": ("--workers", "8", "--seconds", "0.5"),
     "faults": ("--schedules", "20"),
     "fidelity": ("--table",),
-    "learning": ("--smoke",),
     "planner": ("--explore-steps",),
-    "recovery": ("--parts", "cold", "weights", "--cold", "1", "--weights-gb", "0.01"),
+    "recovery": ("--parts", "weights", "--weights-gb", "0.01"),
     "scale": ("--turns", "1", "--hours", "0"),
     "soak": ("--iterations", "30"),
     "time_to_target": ("--table", "--figure", "{tmp}/figure.png"),
@@ -28,8 +27,9 @@ LIVE = {
     "algorithms": ("--seconds", "1", "--seeds", "1", "--only", "nft"),
     "engine": ("--turns", "1", "--samples", "8", "--cpu"),
     "fixed_costs": (),
+    "learning": ("--smoke",),
     "overhead": ("--turns", "1", "--iterations", "1"),
-    "recovery": ("--parts", "recoveries", "trace", "--kills", "1", "--requests", "2"),
+    "recovery": ("--parts", "cold", "recoveries", "trace", "--cold", "1", "--kills", "1", "--requests", "2"),
     "soak": ("--live", "--iterations", "4", "--every", "1"),
     "time_to_target": ("--smoke",),
     "tls": ("--iterations", "3"),
@@ -53,7 +53,8 @@ def test_a_benchmark_runs_to_its_end(name: str, tmp_path: Path) -> None:
 def test_what_a_simulated_run_was_told_to_spend_beside_its_work_is_found_in_it(tmp_path: Path) -> None:
     told = {"launch_s": 0.07, "graph_s": 0.3, "publish_s": 0.25, "prepare_s": 0.9}
     asked = fixed_costs.settings(tmp_path)
-    asked = asked.model_copy(update={"simulation": asked.simulation.model_copy(update=told)})
+    told_all = {**told, "gradient_s": 0.0}  # a cost by itself, which counts as publishing
+    asked = asked.model_copy(update={"simulation": asked.simulation.model_copy(update=told_all)})
     simulation = Simulation("test", asked, "modelled")
     simulation.go(report=False)
 

@@ -21,8 +21,8 @@ from spotlight.records import Request
 from spotlight.run import Run
 from spotlight.store.rundir import DECISIONS, HISTORY, SPANS, RunDir
 
-PARTED = ("train.advantage_std=group", "strategy.offload=all")
-"""Reserved workers train while spot workers still roll out; three prompts make three parts."""
+PARTED = ("train.advantage_std=group", "strategy.offload=all", "train.parts=3")
+"""Reserved workers train while spot workers still roll out; its three prompts make three parts."""
 
 
 @pytest.fixture(scope="module")

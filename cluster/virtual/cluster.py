@@ -166,6 +166,7 @@ class VirtualCluster:
                 if alarm:
                     alarm.cancel()
             worker.running.clear()
+            worker.reports.clear()
         self.workers.clear()
         self.formings.clear()
 
@@ -228,6 +229,7 @@ class VirtualCluster:
                 if alarm:
                     alarm.cancel()
             worker.running.clear()
+            worker.reports.clear()
             worker.queue.clear()
             worker.results.clear()
         self.tasks.forget(tasks)
@@ -296,6 +298,7 @@ class VirtualCluster:
         task.given = ""
         if worker and (key in worker.running or key in worker.queue):
             alarm = worker.running.pop(key, None)
+            worker.reports.pop(key, None)
             if alarm:
                 alarm.cancel()
             with suppress(ValueError):
@@ -475,7 +478,7 @@ class VirtualCluster:
         self._tell(EngineLost(at_s=self._clock.now_s, worker=worker.name, gang=name, reason=reason))
         for forming in formings:
             self._gangs.halt(forming)
-        for key in list(worker.running):
+        for key in [key for key in worker.running if key not in worker.reports]:
             for forming in formings:
                 forming.members.pop(key, None)
             self._clock.after(BACK_OFF_S, self._hand_back, self.tasks.all[key], worker)
@@ -512,6 +515,7 @@ class VirtualCluster:
                 alarm.cancel()
         had = [*worker.running, *worker.queue]
         worker.running.clear()
+        worker.reports.clear()
         worker.queue.clear()
         for key in had:
             for forming in self._gangs.of(worker):
@@ -559,6 +563,7 @@ class VirtualCluster:
             if task is None or task.state != "processing" or task.worker != worker.address:
                 continue
             worker.running[key] = None
+            worker.reports.pop(key, None)
             task.began_s = self._clock.now_s
             if not isinstance(worker.places.get(self._shard_of(task)), Placement):
                 seconds = self._seconds(task, worker)
@@ -581,13 +586,14 @@ class VirtualCluster:
 
     def _finish(self, task: Task, worker: VirtualWorker) -> None:
         """Its time is over: have its result arrive."""
-        self._messages.send("result", worker.address, self._arrive, task, worker)
+        worker.reports[task.key] = report = object()
+        self._messages.send("result", worker.address, self._arrive, task, worker, report)
 
-    def _arrive(self, task: Task, worker: VirtualWorker) -> None:
-        """Make the call, unless the worker is gone or was told to give the task back."""
-        if task.key not in worker.running:
+    def _arrive(self, task: Task, worker: VirtualWorker, report: object) -> None:
+        """Make the call, unless the worker is gone, gave the task back, or has begun it anew since."""
+        if task.key not in worker.running or worker.reports.get(task.key) is not report:
             return
-        del worker.running[task.key]
+        del worker.running[task.key], worker.reports[task.key]
         if task.state != "processing" or task.worker != worker.address:
             self._begin_next(worker)
             return

@@ -29,6 +29,8 @@ class VirtualWorker:
     """Tasks that it has and has not begun."""
     running: dict[Key, Alarm | None] = field(default_factory=dict)
     """Tasks that it has begun, with what will end them."""
+    reports: dict[Key, object] = field(default_factory=dict)
+    """Of those, the ones that have ended, with the report that is on its way."""
     results: dict[Key, None] = field(default_factory=dict)
     """Tasks whose results it holds."""
     gang: str = ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,9 @@ from spotlight.store.slots import end_leftovers
 
 HALF_WRITTEN = (".*.part", "*.partial")
 """Files on their way: ours, and Zarr's."""
+ENDING_S = 8.0
+"""Until processes that were killed are gone, and let go of what they held."""
+POLL_S = 0.05
 
 
 class Scratch:
@@ -51,6 +55,18 @@ def sweep_leftovers(name: str = "") -> list[Path]:
         with suppress(OSError, SpotlightError), own_directory(root):  # another user's is of no concern here
             end_leftovers(root)
     return [root for root in roots if _swept(root)]
+
+
+def sweep_ended(name: str) -> None:
+    """Remove what a run that has ended leaves on this machine; its processes may still be ending, and are waited for.
+
+    Args:
+        name: with which the names of its directories begin.
+    """
+    until_s = time.monotonic() + ENDING_S
+    while memory_roots(name) and time.monotonic() < until_s:
+        sweep_leftovers(name)
+        time.sleep(POLL_S)
 
 
 def _swept(root: Path) -> bool:
