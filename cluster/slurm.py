@@ -35,6 +35,7 @@ from distributed.deploy.spec import ProcessInterface
 from cluster.certificate import certificate
 from spotlight.config import Config, PoolSection
 from spotlight.records import SpotlightError
+from spotlight.store.rundir import files_of
 
 logger = logging.getLogger("spotlight.slurm")
 
@@ -259,10 +260,10 @@ def driver_script(config: Config, run_dir: Path | str, *, begin: str = "") -> st
 
     `scancel` (SIGTERM) stops the run for good; the signal before the time limit is another one.
     """
-    slurm, run = config.cluster.slurm, shlex.quote(str(run_dir))
+    slurm, run, files = config.cluster.slurm, shlex.quote(str(run_dir)), files_of(run_dir)
     header = [
-        f"--job-name={Path(run_dir).name}",
-        f"--output={run_dir}/slurm/driver-%j.out",
+        f"--job-name={files.name}",
+        f"--output={files}/slurm/driver-%j.out",
         f"--signal=B:{RESUME.removeprefix('SIG')}@{DRIVER_NOTICE_S}",
         "--requeue",
         "--open-mode=append",
@@ -390,7 +391,7 @@ def scripts(config: Config, run_dir: Path | str, *, begin: str = "") -> Mapping[
         jobs = len(range(0, section.workers, section.workers_per_node))
         if jobs:
             job = worker_job(
-                "tls://DRIVER:PORT", pool=pool, first=0, section=section, run_dir=Path(run_dir), security=None
+                "tls://DRIVER:PORT", pool=pool, first=0, section=section, run_dir=files_of(run_dir), security=None
             )
             found[f"{jobs} x {pool}, by the driver"] = job.job_script()
     return found

@@ -96,7 +96,7 @@ class Loop:
         """Run all iterations that the directory does not hold yet."""
         config = self._config
         self._watch.begin("prepare", 0)
-        context: RunContext = self._compute(prepare_graph(str(self._run.path), self._session))["context"]
+        context: RunContext = self._compute(prepare_graph(self._run.url, self._session))["context"]
         done = len(self._run.history())
         for version in resuming.unvalidated(self._run, config, done):
             self._validate(context, self._weights(version, context))
@@ -110,7 +110,7 @@ class Loop:
         self._compute(final_graph(config, context))
 
     def _weights(self, version: int, context: RunContext) -> WeightsRef:
-        found = published(self._run.path, version)
+        found = published(self._run.url, version)
         return found.weights if found and version else context.start
 
     def _iterate(self, context: RunContext, k: int, weights: WeightsRef) -> WeightsRef:
@@ -154,7 +154,7 @@ class Loop:
             measured=measured,
         )
         run.append(HISTORY, asdict(row))
-        retain(run.path, {0, after.weights.version, weights.version, *self._validated_versions()})
+        retain(run.url, {0, after.weights.version, weights.version, *self._validated_versions()})
         return after.weights
 
     def _window_s(self, k: int) -> float:
