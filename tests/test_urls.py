@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from factories import make_request
+from runs import settings_file
 from spotlight import config
 from spotlight.plan.beliefs import Beliefs
 from spotlight.records import Gradient, GradientPart, Quarantined, SpotlightError, WeightsRef
@@ -18,8 +20,6 @@ from spotlight.store.lease import LEASE_S, Lease
 from spotlight.store.node import Node
 from spotlight.store.objects import BucketObjects, DirectoryObjects, Objects, StoreError
 from spotlight.store.rundir import HISTORY, SPANS, RunDir
-from tests.factories import make_request
-from tests.runs import settings_file
 
 
 @pytest.fixture
