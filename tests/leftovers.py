@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -71,8 +72,20 @@ def described(process: psutil.Process) -> str:
 
 
 def memory_of(names: Iterable[str]) -> list[Path]:
-    """Directories outside their own of runs of these names."""
-    return [root for name in names for root in memory_roots(name)]
+    """Directories outside their own of runs of these names, which nobody uses.
+
+    Runs are named by the second, so one in use may be of another test's run; if it is ours, its process is found.
+    """
+    return [root for name in names for root in memory_roots(name) if not _is_used(root)]
+
+
+def _is_used(root: Path) -> bool:
+    with suppress(FileNotFoundError), (root / ".alive").open("rb") as alive:
+        try:
+            fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def soon_empty(left: Callable[[], list[str]]) -> list[str]:
