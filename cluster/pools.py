@@ -124,8 +124,7 @@ class Pools:
         self._scratch = scratch = Scratch()
         left = (("folder", str(scratch.path)), ("memory", terms.memory), ("half written", str(run_dir)))
         for kind, what in left:
-            janitor.leave(kind, what)
-            stack.callback(janitor.take_back, kind, what)  # last of all: this process may be killed at its end, too
+            stack.enter_context(janitor.leaving(kind, what))  # to the last: this process may be killed at its end, too
         stack.callback(scratch.close)
         stack.callback(sweep_ended, terms.memory)
         return str(scratch.path)
