@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from cluster import workers as warm_workers
+from cluster.quiet import Quiet
 from cluster.workers import warm_parent_pid
 from elastic import Live, device_number
 from runs import ROOT, WAIT_S, settings_file, wait_for
@@ -172,8 +173,10 @@ def test_a_warm_parent_that_is_stopped_is_continued_and_that_is_said(live: Live)
     assert "that workers are forked from was stopped" in said
 
 
-def test_a_run_that_waits_says_for_what(live: Live) -> None:
+def test_a_run_that_waits_says_for_what(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     live.full()
+    sooner = Quiet(HANG_AFTER_S / 3, live.plugin._clock())  # than the engines are ended, by which something happens
+    monkeypatch.setattr(live.plugin, "_quiet", sooner)
     request = live.request()
     os.kill(live.engine_pid("reserved-0"), signal.SIGSTOP)
     os.kill(live.engine_pid("spot-0"), signal.SIGSTOP)
