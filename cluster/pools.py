@@ -123,12 +123,11 @@ class Pools:
     def _keep_scratch(self, stack: contextlib.ExitStack, terms: Terms, files: Path) -> str:
         """A directory for Dask; it and all else that the run has outside its own goes at the end, whatever that is."""
         self._scratch = scratch = Scratch()
-        stack.callback(scratch.close)
-        stack.callback(sweep_ended, terms.memory)
         left = (("folder", str(scratch.path)), ("memory", terms.memory), ("half written", str(files)))
         for kind, what in left:
-            janitor.leave(kind, what)
-            stack.callback(janitor.take_back, kind, what)
+            stack.enter_context(janitor.leaving(kind, what))  # to the last: this process may be killed at its end, too
+        stack.callback(scratch.close)
+        stack.callback(sweep_ended, terms.memory)
         return str(scratch.path)
 
     def _register(self, plugin: DispatchPlugin | PagePlugin | MemberPlugin) -> None:

@@ -32,6 +32,7 @@ from typing import Any
 from distributed import Scheduler, Security, SpecCluster
 from distributed.deploy.spec import ProcessInterface
 
+from cluster import janitor
 from cluster.certificate import certificate
 from spotlight.config import Config, PoolSection
 from spotlight.records import SpotlightError
@@ -366,7 +367,8 @@ def _slurm_job() -> Any:
 def _certificates(run_dir: Path) -> Iterator[tuple[Security, Security]]:
     """The run's own certificate: for the scheduler here, and as files for the jobs, which share this home directory.
 
-    The files can be read by this user alone, and go with the cluster; those of a driver that was killed, now.
+    The files can be read by this user alone, and go with the cluster, or with a driver that is killed; what is left
+    where all of a machine is killed, now.
     """
     security = certificate()
     home = Path.home() / ".spotlight"
@@ -374,7 +376,7 @@ def _certificates(run_dir: Path) -> Iterator[tuple[Security, Security]]:
     prefix = job_name(run_dir, "tls-")
     for left in home.glob(f"{glob.escape(prefix)}*"):
         shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=home) as directory:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=home) as directory, janitor.leaving("folder", directory):
         files = {}
         for name in ("tls_ca_file", "tls_worker_cert", "tls_worker_key"):
             file = Path(directory) / f"{name.removeprefix('tls_')}.pem"
