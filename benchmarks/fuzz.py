@@ -32,13 +32,13 @@ from spotlight.clock import wall_clock
 from spotlight.config import Config, Section
 from spotlight.device import protocol
 from spotlight.device.modelled import ModelledDevice
+from spotlight.inputs import check_inputs
 from spotlight.market.prices import read_prices
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches, ups
 from spotlight.records import SpotlightError
 from spotlight.rl import rewards
 from spotlight.rl.prompts import check_prompts, read_prompts
-from spotlight.run import check_inputs
 from spotlight.simulation import Simulation
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts

@@ -95,9 +95,9 @@ def _settings(iterations: int) -> Iterator[tuple[Path, list[str]]]:
 
 def _of(run: Run) -> Memory:
     """Of all processes of a run; empty while it is on its way up or down."""
-    if run._pools is None or run._pools.cluster is None:
+    if run.pools is None or run.pools.cluster is None:
         return {}
-    places = [place for place in run._pools.cluster.workers.values() if isinstance(place, Place)]
+    places = [place for place in run.pools.cluster.workers.values() if isinstance(place, Place)]
     workers = {place._process.pid for place in places if place._process}
     found: defaultdict[str, list[float]] = defaultdict(list)
     me = psutil.Process()

@@ -266,7 +266,7 @@ def _status(parsed: argparse.Namespace) -> None:
 def _submit(parsed: argparse.Namespace) -> None:
     from cluster.slurm import scripts, submit
     from spotlight import config
-    from spotlight.run import check_inputs
+    from spotlight.inputs import check_inputs
 
     settings = config.load(parsed.config, [*parsed.overrides, 'cluster.manager="slurm"'])
     check_inputs(settings)

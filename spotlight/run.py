@@ -1,16 +1,12 @@
 """A run as an object: start it, watch it, stop it, resume it, report it. For notebooks and the shell alike.
 
-It joins the three rooms: settings and records, the graphs, and the cluster. The run goes on in a
-thread of this process, which also holds the scheduler.
+The run goes on in a thread of this process (`spotlight.driver`), which also holds the scheduler.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import logging
-import socket
 import tempfile
 import threading
 import time
@@ -21,39 +17,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spotlight import config as configuration
 from spotlight.clock import wall_clock
-from spotlight.demands import check_demands
-from spotlight.market.trace_files import read_trace
-from spotlight.plan.availability import pool_switches
+from spotlight.driver import POLL_S, Driver
+from spotlight.inputs import check_inputs, check_port
 from spotlight.records import SpotlightError, Stopped
 from spotlight.report import tracking
-from spotlight.report.feed import Feed
-from spotlight.report.tracking import Tracking
-from spotlight.rl import checkpoints, rewards
-from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
 from spotlight.store import resuming
-from spotlight.store.accounts import Accounts, pool_prices
+from spotlight.store.accounts import Accounts
 from spotlight.store.disks import full_disk
-from spotlight.store.leftovers import remove_half_written
-from spotlight.store.rundir import DECISIONS, HISTORY, SUMMARY, HistoryRow, RunDir, Summary
+from spotlight.store.rundir import HISTORY, HistoryRow, RunDir
 
 if TYPE_CHECKING:
     import pandas as pd
-    from distributed import Client, Future
+    from distributed import Client
 
     from cluster.pools import Pools
     from cluster.standing import Standing
-    from graphs.iteration import Graph
     from spotlight.notebook import Images, Plot
-    from spotlight.plan.offload import Balance
-    from spotlight.store.lease import Lease
-
-logger = logging.getLogger(__name__)
-
-STOP_GRACE_S = 60.0
-"""How long a stop waits for the steps in flight; a step of a large model can last many seconds."""
-POLL_S = 0.25
-SHOW_S = 1.0
-"""Between two messages to the page on the dashboard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,16 +164,9 @@ class Run:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        self._state, self._phase = "new", ""
-        self._pools: Pools | None = None
-        self._lease: Lease | None = None
-        self._dashboard = ""
-        self._waiting_for: tuple[str, ...] = ()
-        self._refused: Mapping[str, str] = {}
+        self._state = "new"
+        self._driver: Driver | None = None
         self._began_s = 0.0
-        self._feed: Feed | None = None
-        self._tracking: Tracking | None = None
-        self._shown_s = 0.0
 
     @property
     def directory(self) -> RunDir:
@@ -216,7 +188,7 @@ class Run:
                 "a directory, or a URL of an object store"
             )
         if self._cluster is None:
-            _check_port(self.config.cluster.dashboard_port)
+            check_port(self.config.cluster.dashboard_port)
         tracking.check(self.config)
         self._began_s = wall_clock()
         if self._directory is None:
@@ -224,7 +196,7 @@ class Run:
         self._accounts = Accounts(self._directory, self.config)
         self._stop.clear()
         self._error = None
-        self._state = "starting"
+        self._state, self._driver = "starting", None
         self._thread = threading.Thread(target=self._work, name="spotlight-run")
         self._thread.start()
         return self
@@ -257,7 +229,8 @@ class Run:
     def state(self) -> str:
         """As `Status` has it."""
         if self._thread is not None or self._directory is None:
-            return self._state
+            is_up = self._state == "starting" and self._driver is not None and self._driver.dashboard
+            return "running" if is_up else self._state
         if self._is_elsewhere:
             return "running"
         done = len(self._directory.history()) >= self.config.run.iterations and self._directory.summary() is not None
@@ -303,7 +276,7 @@ class Run:
 
     @property
     def status(self) -> Status:
-        run, now_s = self.directory, wall_clock()
+        run, now_s, driver = self.directory, wall_clock(), self._driver
         accounts = self._kept
         history = run.last(HISTORY, HistoryRow, 1)
         measured = history[-1].measured if history else {}
@@ -311,7 +284,7 @@ class Run:
         ledger, usd_by_pool = accounts.ledger(now_s), accounts.usd_by_pool(now_s)
         return Status(
             state=self.state,
-            phase=self._phase,
+            phase=driver.phase if driver else "",
             iteration=run.count(HISTORY),
             iterations=self.config.run.iterations,
             reward=history[-1].metrics["reward_mean"] if history else None,
@@ -331,10 +304,10 @@ class Run:
             window_s=measured.get("window_s"),
             train_wait_s=measured.get("train_wait_s"),
             spot_worth_renting=None if worth_renting is None else int(worth_renting),
-            waiting_for=self._waiting_for,
-            refused=self._refused,
+            waiting_for=driver.waiting_for if driver else (),
+            refused=driver.refused if driver else {},
             elapsed_s=now_s - self._began_s if self._began_s else 0.0,
-            dashboard=self._dashboard,
+            dashboard=driver.dashboard if driver else "",
             run_dir=run.url,
         )
 
@@ -387,11 +360,16 @@ class Run:
         show(self)
 
     @property
+    def pools(self) -> Pools | None:
+        """The cluster, while the run goes on."""
+        return self._driver.pools if self._driver else None
+
+    @property
     def client(self) -> Client:
         """The Dask client of the cluster, while the run goes on."""
-        if self._pools is None:
+        if self.pools is None:
             raise SpotlightError("the run has no cluster now: it is not running, or not yet")
-        return self._pools.client
+        return self.pools.client
 
     def report(self) -> Path:
         """Write ``report.html`` and its pictures; returns its path."""
@@ -404,219 +382,14 @@ class Run:
     def _work(self) -> None:
         try:
             with self.directory.lock() as lease:
-                self._run_locked(lease)
+                stop, began_s = self._stop, self._began_s
+                self._driver = Driver(self.directory, self._kept, lease, stop, began_s=began_s)
+                self._driver.go(self._cluster)
             self._state = "finished"
         except Stopped:
             self._state, self._error = "stopped", Stopped(f"resume with: spotlight resume {self.directory.url}")
         except BaseException as error:  # carried to whoever waits
             self._state, self._error = "failed", _explain(error, self.directory)
-
-    def _run_locked(self, lease: Lease) -> None:
-        from cluster.pools import Pools
-        from graphs.loop import Loop
-
-        run = self.directory
-        if removed := remove_half_written(run.path):
-            logger.warning("removed what a killed process had begun to write: %s", ", ".join(map(str, removed)))
-        self._rewind()
-        done = len(run.history())
-        self._pools, self._lease = Pools(self.config, run.url, self._cluster), lease
-        try:
-            lease.names(self._pools.client.scheduler.address)
-            self._feed, self._tracking = Feed(run, self.config), Tracking(run, self.config)
-            self._dashboard = self._pools.dashboard
-            self._state = "running"
-            Loop(run, self._compute, self, session=self._pools.session).go()
-        finally:
-            self._close()
-        if len(run.history()) > done or run.objects.size(SUMMARY) is None:
-            summarise(run, self._kept, now_s=wall_clock(), began_s=self._began_s)
-        self._phase = "report"
-        self.report()
-
-    def _rewind(self) -> None:
-        """Take back the last iterations if their weights were deleted, being damaged: they are done again."""
-        run = self.directory
-        done = resuming.rows_that_stay(run)
-        if len(done) != len(run.history()):
-            run.rewrite(HISTORY, run.rows(HISTORY)[: len(done)])
-
-    def _close(self) -> None:
-        assert self._pools
-        try:
-            self._follow()
-            self._kept.close(wall_clock())
-            if self._tracking:
-                self._tracking.close()
-        finally:
-            self._pools.close()
-            self._pools = None
-            remove_half_written(self.directory.path)  # by workers that were killed at it
-
-    def _compute(self, graph: Graph) -> Mapping[str, Any]:
-        """Run a graph on the cluster, unless the run is stopped first."""
-        assert self._pools
-        packed = self._pools.client.get(graph.graph, list(graph.outputs.values()), sync=False)
-        futures = _flatten(packed)
-        try:
-            while any(future.status == "pending" for future in futures):
-                _wait(self._pools.client, futures)
-                self._follow()
-                failed = next((future for future in futures if future.status == "error"), None)
-                if failed is not None:
-                    failed.result()
-                if self._stop.is_set():
-                    self._end_steps()
-            if any(future.status in ("cancelled", "lost") for future in futures):
-                raise SpotlightError(
-                    f"the cluster lost the run's tasks: its scheduler ended, or was restarted; what was committed is "
-                    f"kept: `spotlight resume {self.directory.url}` goes on, with --cluster on another one"
-                )
-            return dict(zip(graph.outputs, self._pools.client.gather(packed), strict=True))
-        finally:
-            for future in futures:
-                future.release()
-
-    def _end_steps(self) -> None:
-        assert self._pools
-        self._pools.stop()
-        deadline_s = wall_clock() + STOP_GRACE_S
-        while self._pools.status()["running"] and wall_clock() < deadline_s:
-            time.sleep(POLL_S / 5)
-        raise Stopped
-
-    def _follow(self) -> None:
-        """Take over what the cluster did since the last time."""
-        assert self._pools
-        if self._lease:
-            self._lease.check()
-        drained, status = self._pools.drain(), self._pools.status()
-        if drained["decisions"]:
-            self.directory.append(DECISIONS, *drained["decisions"])
-        for event in drained["events"]:
-            if said := _worth_saying(event):
-                logger.warning("%s", said)
-        self._waiting_for, self._refused = tuple(status["waiting_for"]), status["refused"]
-        if status["hopeless"]:
-            raise SpotlightError(status["hopeless"])
-        self._kept.take(drained, status["running"])
-        self.directory.push()
-        self._show()
-
-    def _show(self) -> None:
-        """Tell the page on the dashboard what is new, now and then."""
-        now_s = wall_clock()
-        if self._feed is None or now_s < self._shown_s + SHOW_S:
-            return
-        assert self._pools
-        self._shown_s = now_s
-        self._pools.show(self._feed.rows(self._kept.money(now_s)))
-        if self._tracking:
-            self._tracking.follow()
-
-    # Watch
-
-    def begin(self, phase: str, iteration: int) -> None:
-        self._phase = f"{phase} {iteration}"
-
-    def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
-        self._follow()
-        return self._kept.measure(start_s, stop_s)
-
-    def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
-        self._follow()
-        return self._kept.balance(iteration, began_s, window_s)
-
-
-def summarise(run: RunDir, accounts: Accounts, *, now_s: float, began_s: float) -> None:
-    """Write the few numbers that a run comes to."""
-    validation, ledger = run.validation(), accounts.ledger(now_s)
-    run.write_summary(
-        Summary(
-            score_before=validation[0].score,
-            score_after=validation[-1].score,
-            iterations=len(run.history()),
-            wall_s=now_s - began_s,
-            usd=ledger.usd(),
-            usd_wasted=ledger.usd_wasted,
-            usd_reserved_only=ledger.usd_reserved_only,
-            preemptions=accounts.preemptions(),
-            first_image_s=accounts.first_image_s(began_s),
-        )
-    )
-
-
-def _worth_saying(event: Mapping[str, Any]) -> str:
-    """What a person should know of at once; empty for what is as it should be."""
-    match event["event"]:
-        case "paused":
-            return f"{event['lost_s']:.0f} s were lost: the run was paused, or its machine slept; it goes on"
-        case "waits" | "continued":
-            return str(event["what"])
-        case _:
-            return ""
-
-
-def _flatten(packed: Any) -> list[Future[Any]]:
-    return [future for part in packed for future in _flatten(part)] if isinstance(packed, list) else [packed]
-
-
-def _wait(client: Client, futures: Sequence[Future[Any]]) -> None:
-    """Until all are done, or for a moment; the client is no default, which a notebook may have of its own."""
-    from distributed import wait
-
-    with client.as_current(), contextlib.suppress(TimeoutError):
-        wait(futures, timeout=POLL_S)
-
-
-def check_inputs(settings: configuration.Config, *, with_model: bool = True, live: bool = True) -> None:
-    """Find at once what would stop the run once its cluster is up.
-
-    Args:
-        with_model: whether it needs the model's files, and stores latents.
-        live: whether it will have workers.
-
-    What is only doubtful is said in the log.
-    """
-    for doubt in settings.doubts:
-        logger.warning("%s", doubt)
-    data, model = settings.data, settings.model
-    pool_prices(settings)
-    for _, pool in settings.pools:
-        recorded = read_trace(pool.trace) if pool.trace else None
-        pool_switches(pool, recorded, seed=settings.run.seed, duration_s=1.0)
-    scorer = rewards.build(settings.reward)
-    for path in (data.train_prompts, data.validation_prompts):
-        check_prompts(read_prompts(path), path, scorer.check_prompt)
-    choose_prompts(len(read_prompts(data.train_prompts)), settings.prompts_drawn, seed=settings.run.seed, iteration=0)
-    check_demands(settings, validation_prompts=len(read_prompts(data.validation_prompts)), live=live)
-    if not with_model:
-        return
-    if settings.latents.url:
-        from spotlight.store.zarr_store import check_url
-
-        check_url(settings.latents.url)
-    if model.path and model.embedded and not Path(model.path).is_file():
-        raise SpotlightError(
-            f"model.path = {model.path!r}: no such file; give one that examples/pretrain_tiny.py wrote, or leave it out"
-        )
-    if model.path and not model.embedded and not Path(model.path).is_dir():
-        raise SpotlightError(f"model.path = {model.path!r}: no such directory; give that of a diffusers pipeline")
-    if not model.embedded:
-        checkpoints.survey(model.name, model.path)
-
-
-def _check_port(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise SpotlightError(
-                f"cluster.dashboard_port = {port} cannot be used ({error.strerror}): stop what listens there, or "
-                "choose another, 0 for any free one: for a new run by --set cluster.dashboard_port=0, for a resumed "
-                f"one in its {configuration.RESOLVED}"
-            ) from None
 
 
 def _explain(error: BaseException, run: RunDir) -> BaseException:

@@ -24,12 +24,13 @@ from spotlight import config as configuration
 from spotlight.clock import wall_clock
 from spotlight.config import Config, PoolSection
 from spotlight.device import protocol
+from spotlight.driver import summarise
+from spotlight.inputs import check_inputs
 from spotlight.market.ledger import SECONDS_PER_H, Ledger
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches, preemption_kinds, ups
 from spotlight.plan.durations import TaskDurations
 from spotlight.records import Pool, Rollout, WorkerLife
-from spotlight.run import check_inputs, summarise
 from spotlight.store import updates
 from spotlight.store.accounts import Accounts, pool_prices, read_lives
 from spotlight.store.rundir import DECISIONS, HISTORY, SIMULATED, RunDir

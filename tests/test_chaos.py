@@ -98,9 +98,9 @@ class Chaos:
         return None
 
     def _places(self) -> dict[str, Any]:
-        assert self._run._pools
-        assert self._run._pools.cluster
-        return self._run._pools.cluster.workers
+        assert self._run.pools
+        assert self._run.pools.cluster
+        return self._run.pools.cluster.workers
 
     def _victim(self, fate: str) -> int | None:
         """A spot worker that has joined, or its engine."""

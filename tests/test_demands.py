@@ -13,8 +13,9 @@ import pytest
 from runs import settings_file
 from spotlight import config
 from spotlight.demands import Machine, demands, this_machine
+from spotlight.inputs import check_inputs
 from spotlight.records import SpotlightError
-from spotlight.run import Run, check_inputs
+from spotlight.run import Run
 from spotlight.store.disks import full_disk
 
 LARGE = Machine(open_files=1e6, processes=1e5, memory_bytes=1e12)

@@ -15,6 +15,7 @@ from torch import Tensor
 from runs import ROOT, settings_file
 from spotlight import config
 from spotlight.config import Config
+from spotlight.inputs import check_inputs
 from spotlight.rl import rewards
 from spotlight.rl.models import Conditioning, Model
 from spotlight.rl.models.flux import Flux
@@ -22,7 +23,6 @@ from spotlight.rl.models.qwen_image import QwenImage
 from spotlight.rl.models.qwen_transformer import QwenTransformer
 from spotlight.rl.models.sd3 import StableDiffusion3
 from spotlight.rl.models.tiny_text import TinyText
-from spotlight.run import check_inputs
 from spotlight.simulation import Simulation
 from spotlight.strategies import strategies
 

@@ -16,6 +16,8 @@ ROOF = (
     "spotlight/__main__.py",
     "spotlight/demands.py",
     "spotlight/display.py",
+    "spotlight/driver.py",
+    "spotlight/inputs.py",
     "spotlight/notebook.py",
     "spotlight/run.py",
     "spotlight/simulation.py",

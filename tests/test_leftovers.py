@@ -35,7 +35,7 @@ from spotlight.store.rundir import SPANS
 run = Run(sys.argv[1], ["run.iterations=2", "run.validate_every=2"]).start()
 client = client_of(run)
 wait_for(lambda: run.directory.rows(SPANS))
-places = run._pools.cluster.workers
+places = run.pools.cluster.workers
 
 def worker(name):
     return places[name]._process.pid

@@ -8,9 +8,9 @@ import pytest
 
 from spotlight import config
 from spotlight.config import Config
+from spotlight.inputs import check_inputs
 from spotlight.market.prices import usd_per_h
 from spotlight.records import SpotlightError
-from spotlight.run import check_inputs
 from spotlight.strategies import BASELINES, strategies
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

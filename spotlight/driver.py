@@ -1,0 +1,213 @@
+"""Drives a run on a cluster, in one thread: graphs go to the scheduler, what happened there comes to the journals."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spotlight.clock import wall_clock
+from spotlight.records import SpotlightError, Stopped
+from spotlight.report.feed import Feed
+from spotlight.report.tracking import Tracking
+from spotlight.store import resuming
+from spotlight.store.accounts import Accounts
+from spotlight.store.leftovers import remove_half_written
+from spotlight.store.rundir import DECISIONS, HISTORY, SUMMARY, RunDir, Summary
+
+if TYPE_CHECKING:
+    from distributed import Client, Future
+
+    from cluster.pools import Pools
+    from cluster.standing import Standing
+    from graphs.iteration import Graph
+    from spotlight.plan.offload import Balance
+    from spotlight.store.lease import Lease
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 60.0
+"""How long a stop waits for the steps in flight; a step of a large model can last many seconds."""
+POLL_S = 0.25
+SHOW_S = 1.0
+"""Between two messages to the page on the dashboard."""
+
+
+class Driver:
+    """What a run has while it goes on; as a `graphs.loop.Watch`, it tells the loop what was measured.
+
+    Args:
+        lease: of the run's directory, which this process has.
+        stop: set when the run is to end after the steps in flight.
+        began_s: when the run was started, this time.
+    """
+
+    def __init__(self, run: RunDir, accounts: Accounts, lease: Lease, stop: threading.Event, *, began_s: float) -> None:
+        self._run, self._accounts, self._lease, self._stop, self._began_s = run, accounts, lease, stop, began_s
+        self.pools: Pools | None = None
+        self.phase = self.dashboard = ""
+        self.waiting_for: tuple[str, ...] = ()
+        self.refused: Mapping[str, str] = {}
+        self._feed: Feed | None = None
+        self._tracking: Tracking | None = None
+        self._shown_s = 0.0
+
+    def go(self, cluster: Standing | None) -> None:
+        """Run all iterations that the directory does not hold yet, on this cluster, or on one of its own."""
+        from cluster.pools import Pools
+        from graphs.loop import Loop
+        from spotlight.report import write_report
+
+        run, config = self._run, self._run.config()
+        if removed := remove_half_written(run.path):
+            logger.warning("removed what a killed process had begun to write: %s", ", ".join(map(str, removed)))
+        self._rewind()
+        done = len(run.history())
+        self.pools = Pools(config, run.url, cluster)
+        try:
+            self._lease.names(self.pools.client.scheduler.address)
+            self._feed, self._tracking = Feed(run, config), Tracking(run, config)
+            self.dashboard = self.pools.dashboard
+            Loop(run, self._compute, self, session=self.pools.session).go()
+        finally:
+            self._close()
+        if len(run.history()) > done or run.objects.size(SUMMARY) is None:
+            summarise(run, self._accounts, now_s=wall_clock(), began_s=self._began_s)
+        self.phase = "report"
+        write_report(run.url)
+
+    def _rewind(self) -> None:
+        """Take back the last iterations if their weights were deleted, being damaged: they are done again."""
+        run = self._run
+        done = resuming.rows_that_stay(run)
+        if len(done) != len(run.history()):
+            run.rewrite(HISTORY, run.rows(HISTORY)[: len(done)])
+
+    def _close(self) -> None:
+        assert self.pools
+        try:
+            self._follow()
+            self._accounts.close(wall_clock())
+            if self._tracking:
+                self._tracking.close()
+        finally:
+            self.pools.close()
+            self.pools = None
+            remove_half_written(self._run.path)  # by workers that were killed at it
+
+    def _compute(self, graph: Graph) -> Mapping[str, Any]:
+        """Run a graph on the cluster, unless the run is stopped first."""
+        assert self.pools
+        packed = self.pools.client.get(graph.graph, list(graph.outputs.values()), sync=False)
+        futures = _flatten(packed)
+        try:
+            while any(future.status == "pending" for future in futures):
+                _wait(self.pools.client, futures)
+                self._follow()
+                failed = next((future for future in futures if future.status == "error"), None)
+                if failed is not None:
+                    failed.result()
+                if self._stop.is_set():
+                    self._end_steps()
+            if any(future.status in ("cancelled", "lost") for future in futures):
+                raise SpotlightError(
+                    f"the cluster lost the run's tasks: its scheduler ended, or was restarted; what was committed is "
+                    f"kept: `spotlight resume {self._run.url}` goes on, with --cluster on another one"
+                )
+            return dict(zip(graph.outputs, self.pools.client.gather(packed), strict=True))
+        finally:
+            for future in futures:
+                future.release()
+
+    def _end_steps(self) -> None:
+        assert self.pools
+        self.pools.stop()
+        deadline_s = wall_clock() + STOP_GRACE_S
+        while self.pools.status()["running"] and wall_clock() < deadline_s:
+            time.sleep(POLL_S / 5)
+        raise Stopped
+
+    def _follow(self) -> None:
+        """Take over what the cluster did since the last time."""
+        assert self.pools
+        self._lease.check()
+        drained, status = self.pools.drain(), self.pools.status()
+        if drained["decisions"]:
+            self._run.append(DECISIONS, *drained["decisions"])
+        for event in drained["events"]:
+            if said := _worth_saying(event):
+                logger.warning("%s", said)
+        self.waiting_for, self.refused = tuple(status["waiting_for"]), status["refused"]
+        if status["hopeless"]:
+            raise SpotlightError(status["hopeless"])
+        self._accounts.take(drained, status["running"])
+        self._run.push()
+        self._show()
+
+    def _show(self) -> None:
+        """Tell the page on the dashboard what is new, now and then."""
+        now_s = wall_clock()
+        if self._feed is None or now_s < self._shown_s + SHOW_S:
+            return
+        assert self.pools
+        self._shown_s = now_s
+        self.pools.show(self._feed.rows(self._accounts.money(now_s)))
+        if self._tracking:
+            self._tracking.follow()
+
+    # Watch
+
+    def begin(self, phase: str, iteration: int) -> None:
+        self.phase = f"{phase} {iteration}"
+
+    def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
+        self._follow()
+        return self._accounts.measure(start_s, stop_s)
+
+    def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
+        self._follow()
+        return self._accounts.balance(iteration, began_s, window_s)
+
+
+def summarise(run: RunDir, accounts: Accounts, *, now_s: float, began_s: float) -> None:
+    """Write the few numbers that a run comes to."""
+    validation, ledger = run.validation(), accounts.ledger(now_s)
+    run.write_summary(
+        Summary(
+            score_before=validation[0].score,
+            score_after=validation[-1].score,
+            iterations=len(run.history()),
+            wall_s=now_s - began_s,
+            usd=ledger.usd(),
+            usd_wasted=ledger.usd_wasted,
+            usd_reserved_only=ledger.usd_reserved_only,
+            preemptions=accounts.preemptions(),
+            first_image_s=accounts.first_image_s(began_s),
+        )
+    )
+
+
+def _worth_saying(event: Mapping[str, Any]) -> str:
+    """What a person should know of at once; empty for what is as it should be."""
+    match event["event"]:
+        case "paused":
+            return f"{event['lost_s']:.0f} s were lost: the run was paused, or its machine slept; it goes on"
+        case "waits" | "continued":
+            return str(event["what"])
+        case _:
+            return ""
+
+
+def _flatten(packed: Any) -> list[Future[Any]]:
+    return [future for part in packed for future in _flatten(part)] if isinstance(packed, list) else [packed]
+
+
+def _wait(client: Client, futures: Sequence[Future[Any]]) -> None:
+    """Until all are done, or for a moment; the client is no default, which a notebook may have of its own."""
+    from distributed import wait
+
+    with client.as_current(), contextlib.suppress(TimeoutError):
+        wait(futures, timeout=POLL_S)
