@@ -88,7 +88,7 @@ def rules_of(config: Config) -> Rules:
     """What the settings say about dispatching."""
     strategy = config.strategy
     return Rules(
-        close_with_training=strategy.exploration == "stale" and config.exploration.budget == "time",
+        close_with_training=strategy.exploration == "stale" and config.exploration.budget != "fixed",
         hang_after_s=config.cluster.hang_after_s,
         quarantine_after=config.cluster.quarantine_after,
         widens=strategy.elastic and strategy.on_preemption == "resume",
