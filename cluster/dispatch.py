@@ -315,6 +315,8 @@ class Dispatch:
 
     def _ends(self, task: _Task, event: TaskChanged | TasksChanged) -> None:
         address, started_s = task.worker, self._roster.unburden(task.key, task.worker)
+        if address not in self.journal.lives:
+            return
         ended = event.state in ("memory", "erred")
         if not ended:
             planned = task.gang is not None and task.gang.planned and address in self._roster.workers

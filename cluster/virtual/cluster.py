@@ -54,7 +54,7 @@ from cluster.virtual.tasks import Task, Tasks
 from cluster.virtual.timing import Fixed, Stay, Timing
 from cluster.virtual.workers import VirtualWorker
 from spotlight.device import signals as orders
-from spotlight.device.signals import Leave, PlaceShard, signals
+from spotlight.device.signals import Leave, signals
 from spotlight.records import Placement, SpotlightError, Stopped, Surplus
 
 HEAD = "head"
@@ -98,7 +98,7 @@ class VirtualCluster:
         lag: Callable[[str], float] | None = None,
         copies: Callable[[], int] = lambda: 1,
         committed: dict[str, int] | None = None,
-        told: Callable[[Event, list[Instruction]], None] = lambda event, instructions: None,
+        told: Callable[[Event, list[Instruction]], None] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._run, self._dispatch, self._clock, self._timing = run, dispatch, clock, timing
@@ -240,8 +240,10 @@ class VirtualCluster:
         if self._closed:
             return
         instructions = self._dispatch.handle(event)
-        self._told(event, instructions)
-        self._do(instructions)
+        if self._told:
+            self._told(event, instructions)
+        if instructions:
+            self._do(instructions)
         if not isinstance(event, TimePassed):
             self._changed = True
 
@@ -264,7 +266,8 @@ class VirtualCluster:
                 self._tell(TasksChanged(at_s=now_s, keys=keys, state=state))
                 if state in ("released", "forgotten"):
                     for task in tasks:
-                        self._let_go(task)
+                        if task.given or task.worker:
+                            self._let_go(task)
 
     def _task_changed(self, task: Task, state: TaskPhase) -> None:
         now_s, key = self._clock.now_s, task.key
@@ -322,6 +325,8 @@ class VirtualCluster:
                     for member in instruction.members:
                         self._open_gate(member.key, member.address)
                     self._form(instruction)
+                case CloseGate():
+                    self.tasks.all[instruction.key].bound = ""
                 case Dismiss():
                     self._dismiss(instruction)
                 case Train():
@@ -337,8 +342,6 @@ class VirtualCluster:
                         )
                 case StopWork():
                     self._stop_work()
-                case CloseGate():
-                    self.tasks.all[instruction.key].bound = ""
                 case Evict():
                     self._clock.at(now_s, self.kill, instruction.address)
                 case Wake():
@@ -621,7 +624,7 @@ class VirtualCluster:
         if isinstance(told, Placement):  # a gang's first rank does it all; there is one process
             told = Placement(gang=name, epoch=told.epoch, rank=0, width=1) if told.rank == 0 else Surplus()
         if told is not None:
-            signals.obey(PlaceShard(gang=name, shard=shard, placement=told))
+            signals.place(name, shard, told)
         return task.call[0](*self.tasks.arguments(task))
 
     def _hand_back(self, task: Task, worker: VirtualWorker) -> None:

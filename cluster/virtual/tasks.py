@@ -7,7 +7,7 @@ needs it any more, and made again when it is needed and its worker is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -89,7 +89,9 @@ class Tasks:
             added += layer_tasks.values()
         users: dict[Task, list[Task]] = {}
         for task in added:
-            task.inputs = tuple(dict.fromkeys(self._inputs(task.call)))
+            inputs: dict[Task, None] = {}
+            self._find_inputs(task.call, inputs)
+            task.inputs = tuple(inputs)
             for needed in task.inputs:
                 users.setdefault(needed, []).append(task)
         for task, those in users.items():
@@ -107,30 +109,33 @@ class Tasks:
 
     def arguments(self, task: Task) -> list[Any]:
         """Of its call, with results in the place of keys."""
-        return [self._resolve(argument) for argument in task.call[1:]] if task.inputs else list(task.call[1:])
+        return self._resolved(task.call[1:]) if task.inputs else list(task.call[1:])
 
-    def _resolve(self, argument: Any) -> Any:
-        kind = type(argument)
-        if kind is list:
-            return [self._resolve(part) for part in argument]
-        if kind is tuple and len(argument) == 2 and type(argument[0]) is str and argument in self.all:
-            return self.all[argument].result
-        return argument
+    def _resolved(self, arguments: Iterable[Any]) -> list[Any]:
+        known, resolved = self.all, []
+        for argument in arguments:
+            kind = type(argument)
+            if kind is tuple and len(argument) == 2 and type(argument[0]) is str and argument in known:
+                resolved.append(known[argument].result)
+            else:
+                resolved.append(self._resolved(argument) if kind is list else argument)
+        return resolved
 
-    def _inputs(self, arguments: Iterable[Any]) -> Iterator[Task]:
+    def _find_inputs(self, arguments: Iterable[Any], found: dict[Task, None]) -> None:
+        known = self.all
         for argument in arguments:
             kind = type(argument)
             if kind is tuple and len(argument) == 2 and type(argument[0]) is str:
-                if task := self.all.get(argument):
-                    yield task
+                if argument in known:
+                    found[known[argument]] = None
             elif kind is list:
-                yield from self._inputs(argument)
+                self._find_inputs(argument, found)
 
     # From state to state
 
     def _want(self, task: Task) -> None:
         """A released task is to run, as are the inputs that it lacks."""
-        missing = [needed for needed in task.inputs if needed.state != "memory"]
+        missing = [needed for needed in task.inputs if needed.state != "memory"] if task.inputs else []
         task.missing = len(missing)
         if not task.needs_inputs:
             task.needs_inputs = True
@@ -140,10 +145,10 @@ class Tasks:
             self._ready(task)
             return
         self._set_alike(task, "waiting")
-        released = [needed for needed in missing if needed.state == "released"]
-        for needed in sorted(released, key=_key) if released else ():  # they are made again
-            if needed.state == "released":
-                self._want(needed)
+        if released := [needed for needed in missing if needed.state == "released"]:
+            for needed in sorted(released, key=_key):  # they are made again
+                if needed.state == "released":
+                    self._want(needed)
 
     def _ready(self, task: Task) -> None:
         if task.gated and not task.bound:
@@ -205,8 +210,10 @@ class Tasks:
         needed_before, task.needs_inputs = task.needs_inputs, False
         for needed in task.inputs:
             needed.waiters -= needed_before
-            self._release_if_unneeded(needed)
-        self._release_if_unneeded(task)
+            if not needed.waiters:
+                self._release_if_unneeded(needed)
+        if not task.waiters:
+            self._release_if_unneeded(task)
 
     def fail(self, task: Task, error: BaseException) -> None:
         task.result = error
