@@ -248,20 +248,19 @@ class VirtualCluster:
             self._changed = True
 
     def _tasks_changed(self, tasks: Sequence[Task], state: TaskPhase) -> None:
-        if len(tasks) == 1:
+        if len(tasks) == 1 and not tasks[0].alike:
             self._task_changed(tasks[0], state)
             return
         now_s = self._clock.now_s
-        keys = tuple([task.key for task in tasks])
+        keys = _keys(tasks)
         match state:
             case "processing":
                 self._tell(TasksChanged(at_s=now_s, keys=keys, state=state, worker=tasks[0].worker))
             case "memory":
                 for dropped, alike in groupby(tasks, _is_dropped):
                     work = Work(start_s=now_s, stop_s=now_s, dropped=dropped)
-                    keys = tuple([task.key for task in alike])
-                    self._tell(TasksChanged(at_s=now_s, keys=keys, state=state, work=work))
-                self.workers[tasks[0].worker].results |= dict.fromkeys([task.key for task in tasks])
+                    self._tell(TasksChanged(at_s=now_s, keys=_keys(alike), state=state, work=work))
+                self.workers[tasks[0].worker].results |= dict.fromkeys(keys)
             case _:
                 self._tell(TasksChanged(at_s=now_s, keys=keys, state=state))
                 if state in ("released", "forgotten"):
@@ -293,13 +292,18 @@ class VirtualCluster:
             self._take_back(task)
         worker = self.workers.get(task.worker)
         if worker:
-            worker.results.pop(task.key, None)
+            for key in task.keys:
+                worker.results.pop(key, None)
 
     def _take_back(self, task: Task) -> None:
         """Nobody asks for it any more, or its inputs are lost: its worker ends it."""
-        worker, key = self.workers.get(task.given), task.key
+        worker, keys = self.workers.get(task.given), task.keys
         task.given = ""
-        if worker and (key in worker.running or key in worker.queue):
+        for key in keys if worker else ():
+            self._end(worker, key)
+
+    def _end(self, worker: VirtualWorker, key: Key) -> None:
+        if key in worker.running or key in worker.queue:
             alarm = worker.running.pop(key, None)
             worker.reports.pop(key, None)
             if alarm:
@@ -360,14 +364,21 @@ class VirtualCluster:
             self._dismiss(dismissed[0])
             return
         head = self.workers[dismissed[0].address]
-        tasks = [self.tasks.all[dismiss.key] for dismiss in dismissed]
-        for task, dismiss in zip(tasks, dismissed, strict=True):
+        told = {dismiss.key for dismiss in dismissed}
+        tasks: dict[Task, None] = {}
+        for dismiss in dismissed:
+            task = self.tasks.all[dismiss.key]
+            if task in tasks:
+                continue
+            if task.alike and not told.issuperset(task.alike):
+                task = self.tasks.alone(dismiss.key)
+            tasks[task] = None
             if dismiss.tell is not None:
                 head.places[dismiss.gang, dismiss.shard] = dismiss.tell
             task.bound = task.given = head.address
-            head.running[task.key] = None
-        self.tasks.start_together(tasks, head.address)
-        self._clock.after(0.0, self._end_together, tasks, head)
+            head.running.update(dict.fromkeys(task.keys))
+        self.tasks.start_together(list(tasks), head.address)
+        self._clock.after(0.0, self._end_together, list(tasks), head)
 
     def _end_together(self, tasks: Sequence[Task], head: VirtualWorker) -> None:
         done: list[Task] = []
@@ -376,18 +387,20 @@ class VirtualCluster:
             for task in tasks:
                 if task.key not in head.running or task.state != "processing":
                     continue
-                del head.running[task.key]
+                for key in task.keys:
+                    del head.running[key]
                 try:
                     results.append(self._call_here(task, head))
                     done.append(task)
                 except Exception as error:
-                    self.tasks.fail(task, error)
+                    for key in task.keys:
+                        self.tasks.fail(self.tasks.alone(key), error)
                     self._failure = error
         if done:
             self.tasks.finish_together(done, results)
 
     def _open_gate(self, key: Key, address: str) -> None:
-        task = self.tasks.all[key]
+        task = self.tasks.alone(key)
         task.bound = address
         self.tasks.start(task, address)
 
@@ -698,6 +711,10 @@ class VirtualCluster:
             worker.signals.obey(orders.Stop(run=self._run))
         for forming in list(self.formings.values()):
             self._gangs.end_at_boundary(forming)
+
+
+def _keys(tasks: Iterable[Task]) -> tuple[Key, ...]:
+    return tuple([key for task in tasks for key in task.keys])
 
 
 def _is_dropped(task: Task) -> bool:
