@@ -340,7 +340,7 @@ def _together(calls: _Calls, shards: int) -> Iterator[tuple[Key, tuple[Any, ...]
 
 def _in_place(tasks: Sequence[Task], split: Task) -> list[Task]:
     """With the parts of a task that was split where it was."""
-    at = next(at for at, task in enumerate(tasks) if task is split)
+    at = tasks.index(split)
     return [*tasks[:at], *split.split, *tasks[at + 1 :]]
 
 
