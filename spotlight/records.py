@@ -44,12 +44,24 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartRef:
+    """Names one file of a version by its content."""
+
+    name: str
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsRef:
     """Names one immutable version of what training changes."""
 
     version: int
     sha256: str
     """Of the safetensors file, hexadecimal."""
+    parts: tuple[PartRef, ...] = field(default=(), compare=False)
+    """All its files, so that whoever has them can hand them on, and nobody asks the store; empty where the manifest
+    was not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +104,10 @@ class Request:
     @property
     def digest(self) -> str:
         """SHA-256 of the whole value: work committed for another request is never resumed."""
-        return sha256(dumps(row_of(self), sort_keys=True, default=row_of).encode()).hexdigest()
+        value = row_of(self)
+        weights = row_of(self.weights)
+        del weights["parts"]  # what samples is named without them
+        return sha256(dumps(value | {"weights": weights}, sort_keys=True, default=row_of).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,7 +120,7 @@ class Simulation:
         workers = config.pools.reserved.workers + config.pools.spot.workers
         self._dispatch = Dispatch(rules_of(config), logged=workers <= LOGGED_WORKERS)
         self._cluster = VirtualCluster(
-            self.directory.path.name,
+            self.directory.name,
             self._dispatch,
             self._clock,
             TaskTiming(config),
@@ -143,7 +143,7 @@ class Simulation:
         if report:
             from spotlight.report import write_report
 
-            write_report(self.directory.path)
+            write_report(self.directory.url)
         return self._outcome()
 
     def _compute(self, graph: Graph) -> Mapping[str, Any]:

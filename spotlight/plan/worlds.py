@@ -46,12 +46,12 @@ def imagine(
     variance_PWJ = np.empty((len(arms), worlds, ahead + 1))
     block = max(1, BLOCK // worlds)
     for first in range(0, len(arms), block):
-        P = slice(first, first + block)
-        kind_PW = (shares_PK[P].cumsum(axis=1)[:, None, :-1] < kind_W[:, None]).sum(axis=-1)
-        below_PKN = chance_PKN[P].cumsum(axis=-1)[..., :-1].astype(np.float32)
+        some = slice(first, first + block)
+        kind_PW = (shares_PK[some].cumsum(axis=1)[:, None, :-1] < kind_W[:, None]).sum(axis=-1)
+        below_PKN = chance_PKN[some].cumsum(axis=-1)[..., :-1].astype(np.float32)
         below_NPW = np.ascontiguousarray(np.moveaxis(np.take_along_axis(below_PKN, kind_PW[..., None], axis=1), -1, 0))
-        variance_PWJ[P] = _variances(
-            _extremes(arms[P], values_V, keep, worlds), values_V, below_NPW, new_JP[:, P], draws_J
+        variance_PWJ[some] = _variances(
+            _extremes(arms[some], values_V, keep, worlds), values_V, below_NPW, new_JP[:, some], draws_J
         )
     return variance_PWJ
 
