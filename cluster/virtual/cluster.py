@@ -194,7 +194,8 @@ class VirtualCluster:
                 return
             if self._clock.next_s is None:
                 raise SpotlightError(self._why_nothing_happens())
-            while self._clock.step():
+            step = self._clock.step
+            while step():
                 pass
 
     def _settle(self) -> None:
@@ -297,20 +298,18 @@ class VirtualCluster:
 
     def _take_back(self, task: Task) -> None:
         """Nobody asks for it any more, or its inputs are lost: its worker ends it."""
-        worker, keys = self.workers.get(task.given), task.keys
-        task.given = ""
-        for key in keys if worker else ():
-            self._end(worker, key)
-
-    def _end(self, worker: VirtualWorker, key: Key) -> None:
-        if key in worker.running or key in worker.queue:
-            alarm = worker.running.pop(key, None)
-            worker.reports.pop(key, None)
-            if alarm:
-                alarm.cancel()
-            with suppress(ValueError):
-                worker.queue.remove(key)
-            self._clock.after(0.0, self._begin_next, worker)
+        worker, task.given = self.workers.get(task.given), ""
+        if worker is None:
+            return
+        for key in task.keys:
+            if key in worker.running or key in worker.queue:
+                alarm = worker.running.pop(key, None)
+                worker.reports.pop(key, None)
+                if alarm:
+                    alarm.cancel()
+                with suppress(ValueError):
+                    worker.queue.remove(key)
+                self._clock.after(0.0, self._begin_next, worker)
 
     def _do(self, instructions: Iterable[Instruction]) -> None:
         now_s = self._clock.now_s

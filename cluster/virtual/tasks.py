@@ -324,7 +324,7 @@ _key = attrgetter("key")
 _Calls = Mapping[Key, tuple[Any, ...]]
 
 
-def _together(calls: _Calls, shards: int) -> Iterator[tuple[Key, tuple[Any, ...], _Calls]]:
+def _together(calls: Mapping[Any, Any], shards: int) -> Iterator[tuple[Key, tuple[Any, ...], _Calls]]:
     """The calls of a layer, each with those that one `Task` is to stand for: shards of a request but the first."""
     if shards < 3:
         yield from ((key, call, {}) for key, call in calls.items())
