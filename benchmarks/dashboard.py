@@ -82,7 +82,7 @@ class Feeder:
 
     def tick(self, now_s: float, began_s: float) -> None:
         """What happens until a moment."""
-        for at_s, keys, addresses in [one for one in self.ending if one[0] <= now_s]:
+        for at_s, keys, addresses in [entry for entry in self.ending if entry[0] <= now_s]:
             self.ending.remove((at_s, keys, addresses))
             for key, address in zip(keys, addresses, strict=True):
                 self._end(key, address, now_s)
@@ -91,9 +91,9 @@ class Feeder:
         for instruction in self.dispatch.handle(TimePassed(at_s=now_s)):
             if isinstance(instruction, Launch):
                 self._launch(instruction, now_s)
-        for one in [one for one in self.lost if one[0] <= now_s]:
-            self.lost.remove(one)
-            self._join(now_s, int(one[2]))
+        for entry in [entry for entry in self.lost if entry[0] <= now_s]:
+            self.lost.remove(entry)
+            self._join(now_s, int(entry[2]))
         if int(now_s / LOSS_S) != int((now_s - TICK_S) / LOSS_S):
             self._lose(now_s)
         if (now_s - began_s) / ITERATION_S > self.iteration:
@@ -138,7 +138,7 @@ class Feeder:
         self.dispatch.handle(TaskChanged(at_s=now_s, key=key, state="forgotten", worker=""))
 
     def _since(self, key: Key, now_s: float) -> float:
-        return next((one.since_s for one in self.dispatch.doing() if one.key == str(key)), now_s - TASK_S)
+        return next((each.since_s for each in self.dispatch.doing() if each.key == str(key)), now_s - TASK_S)
 
     def _lose(self, now_s: float) -> None:
         at = self.chance.randrange(len(self.ending)) if self.ending else -1
@@ -146,7 +146,7 @@ class Feeder:
             return
         _, keys, addresses = self.ending.pop(at)
         gone = addresses[0]
-        name = next((one for one, where in self.dispatch.snapshot().workers.items() if where == gone), "")
+        name = next((worker for worker, where in self.dispatch.snapshot().workers.items() if where == gone), "")
         if not name.startswith("spot"):
             return
         self.dispatch.handle(WorkerLeft(at_s=now_s, address=gone, expected=self.chance.random() < 0.4))
@@ -195,8 +195,8 @@ def iteration_rows(k: int, now_s: float, chance: Random) -> Iterator[dict[str, A
             "kind": kind,
             "id": k,
             name: [
-                {"prompt": texts[at], "seed": str(at), "reward": at / count, "url": thumbnail(one)}
-                for at, one in enumerate(pictures)
+                {"prompt": texts[at], "seed": str(at), "reward": at / count, "url": thumbnail(picture)}
+                for at, picture in enumerate(pictures)
             ],
         }
 

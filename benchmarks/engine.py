@@ -169,9 +169,9 @@ class Compared:
 def compared(bare: Sequence[Took], engine: Sequence[Took]) -> Compared:
     pairs = list(zip(bare, engine, strict=True))[1:]
     return Compared(
-        bare_s=statistics.median(one.wall_s for one, _ in pairs),
-        ratio=statistics.median(one.wall_s / two.wall_s for one, two in pairs),
-        cpu_ratio=statistics.median(one.cpu_s / two.cpu_s for one, two in pairs),
+        bare_s=statistics.median(bare.wall_s for bare, _ in pairs),
+        ratio=statistics.median(bare.wall_s / ours.wall_s for bare, ours in pairs),
+        cpu_ratio=statistics.median(bare.cpu_s / ours.cpu_s for bare, ours in pairs),
     )
 
 

@@ -91,7 +91,7 @@ def measure(batch: int, steps: int, turns: int) -> tuple[float, float, list[floa
                 system.append(whole_system(pools, str(run.path), requests, turn))
         finally:
             pools.close()
-    ratios = [one / two for one, two in zip(bare[1:], system[1:], strict=True)]  # the first turn warms up
+    ratios = [alone / ours for alone, ours in zip(bare[1:], system[1:], strict=True)]  # the first turn warms up
     return statistics.median(bare[1:]) / REQUESTS, statistics.median(system[1:]) / REQUESTS, ratios
 
 
@@ -104,7 +104,7 @@ def iteration_stretch(iterations: int) -> list[float]:
         rows = [row["measured"] for row in run.directory.rows(HISTORY)]
     busy = [[value for name, value in row.items() if name.startswith("busy_s.")] for row in rows]
     # The first iteration loads models, the last does not explore.
-    return [row["wall_s"] / statistics.fmean(one) for row, one in zip(rows[1:-1], busy[1:-1], strict=True)]
+    return [row["wall_s"] / statistics.fmean(seconds) for row, seconds in zip(rows[1:-1], busy[1:-1], strict=True)]
 
 
 def _template(settings: config.Config, context: RunContext) -> Request:

@@ -262,8 +262,8 @@ def bell(mean: float, std: float) -> Draw:
     return lambda rng, n: np.tile(np.clip(rng.normal(mean, std, n), 0, 1), (2, 1))
 
 
-def either(share: float, one: Draw, other: Draw) -> Draw:
-    return lambda rng, n: np.where(rng.random(n) < share, one(rng, n), other(rng, n))
+def either(share: float, first: Draw, second: Draw) -> Draw:
+    return lambda rng, n: np.where(rng.random(n) < share, first(rng, n), second(rng, n))
 
 
 def faded(draw: Draw, fidelity: float) -> Draw:
@@ -494,13 +494,13 @@ def _steps_cell(explored: Sequence[Array], regenerated: Sequence[Array]) -> str:
     is the candidates' own but for a factor.
     """
     unseen = [float(np.var(after, ddof=1)) * (KEEP - 1) / KEEP for after in regenerated]
-    gained, most = (
+    gained, best = (
         sum(float(np.var(after[max_variance_subset(by, KEEP)])) for by, after in zip(chosen, regenerated, strict=True))
         - sum(unseen)
         for chosen in (explored, regenerated)
     )
     correlations = [rank_correlation(*pair) for pair in zip(explored, regenerated, strict=True)]
-    return f"{statistics.fmean(one for one in correlations if one is not None):.2f}, {gained / most:.2f}"
+    return f"{statistics.fmean(each for each in correlations if each is not None):.2f}, {gained / best:.2f}"
 
 
 def coin_bound(seen: int, a: float = 0.3) -> float:
@@ -522,10 +522,10 @@ def coin_bound(seen: int, a: float = 0.3) -> float:
     return (informed - equal) / (optimum - equal)
 
 
-def _stopped(alpha: float, beta: float, prices: Array, most: int = 20) -> Array:
+def _stopped(alpha: float, beta: float, prices: Array, chunks_max: int = 20) -> Array:
     """Expected variance kept of a coin less what its chunks cost, at each price, if each stop is the best one."""
-    value = np.zeros((len(prices), CHUNK * (most + 1) + 1))
-    for n in range(CHUNK * most, -1, -CHUNK):
+    value = np.zeros((len(prices), CHUNK * (chunks_max + 1) + 1))
+    for n in range(CHUNK * chunks_max, -1, -CHUNK):
         unseen = alpha * beta / (alpha + beta) / (alpha + beta + 1) * (KEEP - 1) / KEEP
         stop = np.array([_kept(heads, n - heads) if n else unseen for heads in range(n + 1)])
         chance = np.array([_heads(alpha + heads, beta + n - heads, CHUNK) for heads in range(n + 1)])

@@ -134,7 +134,9 @@ class Live:
         shards = layers.add_requests(
             "rollout", requests[0].iteration, calls, pool="spot", widths=self.config.strategy.widths
         )
-        futures: list[Any] = self.pools.client.get(layers.graph(), [key for one in shards for key in one], sync=False)
+        futures: list[Any] = self.pools.client.get(
+            layers.graph(), [key for request in shards for key in request], sync=False
+        )
         return futures
 
     def look(self) -> None:
@@ -431,12 +433,12 @@ def passage(requests: int, *overrides: str) -> Passage:
         done = [future.result() for future in cluster.start([cluster.request() for _ in range(requests)])]
         stop_s = time.time()
         cluster.look()
-    assert all(isinstance(one, Rollout) for one in done)
+    assert all(isinstance(result, Rollout) for result in done)
     spot = [life for life in cluster.lives if life.pool == "spot"]
     there_s = sum(max(0.0, min(life.left_s or stop_s, stop_s) - max(life.joined_s, start_s)) for life in spot)
     broken = [row for row in cluster.events if row["event"] == "broken"]
     resumed = [row for row in cluster.events if row["event"] == "resumed"]
-    begun = [next((one["step"] for one in resumed if _follows(one, row)), row["step"]) for row in broken]
+    begun = [next((event["step"] for event in resumed if _follows(event, row)), row["step"]) for row in broken]
     return Passage(
         wall_s=stop_s - start_s,
         available=there_s / 2 / (stop_s - start_s),
@@ -520,9 +522,9 @@ def print_passages(found: Mapping[str, Passage], requests: int) -> None:
     base = found["undisturbed"].wall_s
     print(f"\n| {requests} requests of {STEPS} steps | wall, s | throughput | workers there | losses | steps redone |")
     print("|---|---|---|---|---|---|")
-    for name, one in found.items():
-        cells = (f"{one.wall_s:.1f}", f"{base / one.wall_s:.2f}", f"{one.available:.2f}", str(one.losses))
-        print(f"| {name} | {' | '.join(cells)} | {one.redone} of {requests * STEPS} |")
+    for name, each in found.items():
+        cells = (f"{each.wall_s:.1f}", f"{base / each.wall_s:.2f}", f"{each.available:.2f}", str(each.losses))
+        print(f"| {name} | {' | '.join(cells)} | {each.redone} of {requests * STEPS} |")
 
 
 def draw(path: Path, found: Mapping[str, Measured], cold: Mapping[int, Measured]) -> None:

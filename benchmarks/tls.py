@@ -79,7 +79,7 @@ def cpu_s() -> float:
     """Spent so far by this process and all that it started and that still run."""
     me = psutil.Process()
     times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
+    return sum(each.user + each.system for each in times)
 
 
 def measure(iterations: int) -> dict[bool, Side]:
@@ -137,12 +137,12 @@ def main() -> None:
     print("| of an iteration | with TLS, s | without, s | with / without: median (95 %) | quartiles of the pairs |")
     print("|---|---|---|---|---|")
     for name in ("wall_s", "cpu_s"):
-        tls, plain = (getattr(sides[one], name)[1:] for one in TLS)  # the first loads models
-        ratios = [one / other for one, other in zip(tls, plain, strict=True)]
+        tls, plain = (getattr(sides[side], name)[1:] for side in TLS)  # the first loads models
+        ratios = [secured / bare for secured, bare in zip(tls, plain, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        least, most = interval(ratios)
+        lowest, highest = interval(ratios)
         seconds = f"{statistics.median(tls):.3f} | {statistics.median(plain):.3f}"
-        print(f"| {name} | {seconds} | {middle:.4f} ({least:.4f} to {most:.4f}) | {low:.3f} to {high:.3f} |")
+        print(f"| {name} | {seconds} | {middle:.4f} ({lowest:.4f} to {highest:.4f}) | {low:.3f} to {high:.3f} |")
     print(
         f"\n{arguments.iterations - 1} pairs. A run's key and certificate take {certificate_s():.2f} s to make, once."
     )

@@ -11,12 +11,12 @@ whatever waits and may run, runs.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from math import inf
+from operator import attrgetter
 from typing import Any, get_args
 
 from cluster.events import (
@@ -206,10 +206,9 @@ class Dispatch:
         for _, indices in groupby(sorted(layer.indices), key=lambda index: index // layer.shards):
             keys = [(layer.name, index) for index in indices]
             gang = self._gang(gang_of(keys[0], layer.shards), layer) if layer.pool in GATED else None
+            if gang:
+                gang.add(keys)
             for key in keys:
-                if gang and key not in gang.states:
-                    insort(gang.keys, key)
-                    gang.change(key, "released")
                 self._tasks[key] = task = _Task(key=key, label=label, gang=gang)
                 if layer.pool in TRAINING:
                     self._training[key] = task
@@ -242,30 +241,31 @@ class Dispatch:
     def _tasks_changed(self, event: TasksChanged) -> Iterable[Instruction]:
         """As one after the other; but a request is filed anew only once, when the last of its shards has changed."""
         instructions: list[Instruction] = []
-        unfiled: GangState | None = None
-        tasks, state = self._tasks, event.state
-        begins, something_follows = state == "processing", state in ("released", "forgotten")
-        for key in event.keys:
-            task = tasks.get(key)
-            if task is None:
-                continue
-            gang = task.gang
-            if unfiled and gang is not unfiled:
-                self._file_if_known(unfiled)
-                unfiled = None
-            if begins or task.state == "processing":
-                changes = self._note(task, event, instructions)
+        known = [task for key in event.keys if (task := self._tasks.get(key))]
+        for gang, alike in groupby(known, attrgetter("gang")):
+            tasks = list(alike)
+            if gang is None or any(task.key in gang.members for task in tasks):
+                changes = [self._note(task, event, instructions) for task in tasks]
+                if any(changes):
+                    self._file_if_known(gang)
             else:
-                task.state = state
-                changes = gang is not None and gang.change(key, state)
-                if gang is None:
-                    self._note_ready(task)
-            if changes:
-                unfiled = gang
-            if something_follows:
-                instructions += self._follows(task, state)
-        self._file_if_known(unfiled)
+                self._note_together(gang, tasks, event)
+            if event.state in ("released", "forgotten"):
+                for task in tasks:
+                    instructions += self._follows(task, event.state)
         return instructions
+
+    def _note_together(self, gang: GangState, tasks: Sequence[_Task], event: TasksChanged) -> None:
+        """As `_note`, of shards of a request, none of which is at work on it."""
+        state = event.state
+        for task in tasks:
+            if state == "processing":
+                self._begins(task, event.worker, event.at_s)
+            elif task.state == "processing":
+                self._ends(task, event)
+            task.state = state
+        if gang.change_all([task.key for task in tasks], state):
+            self._file_if_known(gang)
 
     def _note(self, task: _Task, event: TaskChanged | TasksChanged, instructions: list[Instruction]) -> bool:
         """Take down a task's new state; returns whether that may change what its request waits for."""
@@ -315,6 +315,8 @@ class Dispatch:
 
     def _ends(self, task: _Task, event: TaskChanged | TasksChanged) -> None:
         address, started_s = task.worker, self._roster.unburden(task.key, task.worker)
+        if address not in self.journal.lives:
+            return
         ended = event.state in ("memory", "erred")
         if not ended:
             planned = task.gang is not None and task.gang.planned and address in self._roster.workers
@@ -327,10 +329,11 @@ class Dispatch:
 
     def _forget(self, task: _Task) -> None:
         del self._tasks[task.key]
-        self._training.pop(task.key, None)
-        self._ready.pop(task.key, None)
         gang = task.gang
-        if gang and self._gangs.pop(gang.name, None):
+        if gang is None:
+            self._training.pop(task.key, None)
+            self._ready.pop(task.key, None)
+        elif self._gangs.pop(gang.name, None):
             self._requests.unfile(gang)
 
     def _is_last_update(self, task: _Task) -> bool:
@@ -472,8 +475,8 @@ class Dispatch:
         head = self._roster.head
         if head is None:
             return
-        for key in gang.gated:
-            first = key == gang.keys[0]
+        for shard, key in gang.gated:
+            first = shard == 0
             tell: Surplus | int | None = Surplus()
             cause = "its request needs it no more"
             if first and gang.quarantined:
@@ -481,7 +484,7 @@ class Dispatch:
                 self.journal.event(at_s, "quarantined", gang=gang)
             elif first and self._called_off(gang):
                 tell, cause = None, "exploration is closed"
-            yield Dismiss(key=key, address=head.address, gang=gang.name, shard=gang.shard(key), tell=tell, cause=cause)
+            yield Dismiss(key=key, address=head.address, gang=gang.name, shard=shard, tell=tell, cause=cause)
 
     def _phase(self, at_s: float) -> PhaseDecision:
         """Who may roll out and whether training may begin; everybody, where no rollout needs a reserved worker."""
@@ -580,22 +583,23 @@ class Dispatch:
     def _launch(self, gang: GangState, names: Sequence[str], at_s: float) -> Launch:
         """Admit a whole gang."""
         workers = [self._roster.by_name[name] for name in names]
-        members = dict(zip(gang.gated, (worker.address for worker in workers), strict=False))
+        chosen = list(zip(gang.gated, [worker.address for worker in workers], strict=False))
+        members = {key: address for (_, key), address in chosen}
         cause = f"forming {gang.epoch + 1}: {len(workers)} of {len(self._roster.idle)} idle workers"
         gang.form(members, {w.address: w.name for w in workers}, workers[0].idle.pool, workers[0].idle.node)
         for key, address in members.items():
             self._burden(key, address)
         self._file(gang)
         self.journal.gang_event(at_s, "formed", gang)
-        launched = (
+        launched = [
             Member(
                 key=key,
-                shard=gang.shard(key),
+                shard=shard,
                 address=address,
                 place=Placement(gang=gang.name, epoch=gang.epoch, rank=rank, width=len(members)),
             )
-            for rank, (key, address) in enumerate(members.items())
-        )
+            for rank, ((shard, key), address) in enumerate(chosen)
+        ]
         return Launch(gang=gang.name, members=tuple(launched), cause=cause)
 
     def _widen(self, at_s: float) -> Iterator[Instruction]:

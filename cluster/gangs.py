@@ -6,7 +6,7 @@ it counts as broken until its last shard has come back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,7 +27,7 @@ Filed = Literal["", "fresh", "broken", "over"]
 "over" ones have shards behind the gate that have nothing to do; "" is in no list."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class GangState:
     """A request and whoever runs it."""
 
@@ -81,8 +81,11 @@ class GangState:
     repeated_s: float = 0.0
     """When it committed its last step that an earlier gang had committed before; 0 where there was none."""
 
-    def shard(self, key: Key) -> int:
-        return self.keys.index(key)
+    def add(self, keys: Iterable[Key]) -> None:
+        """Further shards, none of which begins yet; those that are known stay as they are."""
+        new = [key for key in keys if key not in self.states]
+        self.keys = sorted([*self.keys, *new])
+        self.states |= dict.fromkeys(new, "released")
 
     def change(self, key: Key, state: TaskPhase) -> bool:
         """Note the new state of a shard's task; returns whether that may change what the request waits for."""
@@ -93,6 +96,16 @@ class GangState:
         self.unready += waiting
         return bool(gated or waiting or key == self.keys[0])
 
+    def change_all(self, keys: Sequence[Key], state: TaskPhase) -> bool:
+        """As `change` of each of several shards."""
+        before = [self.states.get(key) for key in keys]
+        self.states.update(dict.fromkeys(keys, state))
+        gated = (len(keys) if state == "gated" else 0) - before.count("gated")
+        waiting = (len(keys) if state == "waiting" else 0) - before.count("waiting")
+        self.behind += gated
+        self.unready += waiting
+        return bool(gated or waiting or self.keys[0] in keys)
+
     @property
     def parked(self) -> int:
         """How many shards may begin: those behind the gate, once no shard waits for its inputs.
@@ -102,9 +115,10 @@ class GangState:
         return 0 if self.unready else self.behind
 
     @property
-    def gated(self) -> list[Key]:
-        """The shards that may begin."""
-        return [key for key in self.keys if self.states[key] == "gated"] if self.parked else []
+    def gated(self) -> list[tuple[int, Key]]:
+        """The shards that may begin, with their numbers."""
+        states = self.states
+        return [(shard, key) for shard, key in enumerate(self.keys) if states[key] == "gated"] if self.parked else []
 
     @property
     def is_done(self) -> bool:

@@ -76,6 +76,9 @@ class WorkerDevice:
             found = self._call(run_dir, GradientCall(part=part))
         return found
 
+    def has_gradient(self, run_dir: str, part: GradientPart) -> bool:
+        return updates.find(run_dir, part) is not None
+
     def update(
         self,
         run_dir: str,

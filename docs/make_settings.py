@@ -34,7 +34,9 @@ def _section(name: str, field: FieldInfo) -> Iterator[str]:
     kind: type[Section] = field.annotation  # type: ignore[assignment]  # a section holds sections
     if kind is PoolsSection:
         yield from ("## `[pools.reserved]` and `[pools.spot]`", "", _text(PoolSection.__doc__ or ""), "")
-        defaults = ", ".join(f"`{pool}` {one.workers} at ${one.usd_per_h} per hour" for pool, one in PoolsSection())
+        defaults = ", ".join(
+            f"`{pool}` {section.workers} at ${section.usd_per_h} per hour" for pool, section in PoolsSection()
+        )
         yield f"Workers of a pool whose section is left out: {defaults}."
         kind = PoolSection
     else:

@@ -120,8 +120,10 @@ class Loop:
         candidates = None
         if config.strategy.exploration == "stale" and k + 1 < config.run.iterations and not run.selection(k + 1):
             prompts, beliefs = self._prompts(context, k + 1), run.beliefs(k)
-            most = self._candidates_max(context, k + 1, prompts, beliefs)
-            candidates = candidates_for(config, context, k + 1, prompts, weights, beliefs=beliefs, candidates_max=most)
+            candidates_max = self._candidates_max(context, k + 1, prompts, beliefs)
+            candidates = candidates_for(
+                config, context, k + 1, prompts, weights, beliefs=beliefs, candidates_max=candidates_max
+            )
         self._watch.begin("iterate", k)
         begun_s = self._clock()
         window_s = self._window_s(k)

@@ -285,10 +285,11 @@ def gradient_part(
     before: Updated | None = None,
 ) -> GradientPart:
     """What a call of `gradient` is to compute."""
-    samples = [sample for each in sets for sample in each.samples]
+    samples = sets[0].samples if len(sets) == 1 else [sample for each in sets for sample in each.samples]
     first = 0 if len(samples) == cut.prompts * cut.seeds else cut.chunks[cut.needs(part)[0]].start * cut.seeds
-    advantages = [sample.advantage for sample in samples]
-    groups = [sample.request.prompt.id for sample in samples]
+    looked_at = samples if cut.updates > 1 else ()
+    advantages = [sample.advantage for sample in looked_at]
+    groups = [sample.request.prompt.id for sample in looked_at]
     positions = cut.positions(iteration, update, part, advantages, groups)
     return GradientPart(
         weights=weights,

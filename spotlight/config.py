@@ -848,9 +848,9 @@ def dump(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-def differences(one: Config, other: Config) -> Iterator[str]:
+def differences(first: Config, second: Config) -> Iterator[str]:
     """Where two differ, as ``section.key = VALUE there and VALUE here``."""
-    there, here = (dict(_leaves(settings.model_dump(mode="json"))) for settings in (one, other))
+    there, here = (dict(_leaves(settings.model_dump(mode="json"))) for settings in (first, second))
     for name in sorted(there.keys() | here.keys()):
         if there.get(name) != here.get(name):
             yield f"{name} = {there.get(name)!r} there and {here.get(name)!r} here"

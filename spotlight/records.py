@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from hashlib import sha256
 from json import dumps
 from typing import Any, Literal
@@ -104,9 +104,10 @@ class Request:
     @property
     def digest(self) -> str:
         """SHA-256 of the whole value: work committed for another request is never resumed."""
-        value = asdict(self)
-        del value["weights"]["parts"]  # what samples is named without them
-        return sha256(dumps(value, sort_keys=True).encode()).hexdigest()
+        value = row_of(self)
+        weights = row_of(self.weights)
+        del weights["parts"]  # what samples is named without them
+        return sha256(dumps(value | {"weights": weights}, sort_keys=True, default=row_of).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +221,7 @@ class Sample:
     advantage: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots, so that its name can be kept
 class GradientPart:
     """One of the fixed parts of an update. A pure value: its gradient is the same bits wherever it is computed."""
 
@@ -237,7 +238,7 @@ class GradientPart:
     after: str = ""
     """SHA-256 of the weights after the update before; empty in the first."""
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Of what is stored for it: another part, or other samples of this one, have another name."""
         requests = {id(sample.request): sample.request for sample in self.samples}
@@ -326,8 +327,8 @@ class WorkerLife:
     """``lost``, ``left`` (on notice) or ``end`` (of the run)."""
 
 
-def row_of(record: Span | WorkerLife) -> dict[str, Any]:
-    """Its fields by name; `dataclasses.asdict` copies what needs no copy, and takes ten times as long."""
+def row_of(record: Any) -> dict[str, Any]:
+    """A record's fields by name; `dataclasses.asdict` copies what needs no copy, and takes ten times as long."""
     return {name: getattr(record, name) for name in record.__dataclass_fields__}
 
 

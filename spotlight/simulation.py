@@ -31,7 +31,6 @@ from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches, preemption_kinds, ups
 from spotlight.plan.durations import TaskDurations
 from spotlight.records import Pool, Rollout, WorkerLife
-from spotlight.store import updates
 from spotlight.store.accounts import Accounts, pool_prices, read_lives
 from spotlight.store.rundir import DECISIONS, HISTORY, SIMULATED, RunDir
 from spotlight.strategies import strategies
@@ -249,7 +248,7 @@ class TaskTiming:
         if function is tasks.gradient:
             run_dir, *which = arguments
             part = tasks.gradient_part(*which)
-            if updates.find(run_dir, part):
+            if protocol.current().has_gradient(run_dir, part):
                 return 0.0
             return durations.train_s(len(part.samples)) + durations.gradient_s
         if function is tasks.update:

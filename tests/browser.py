@@ -64,7 +64,7 @@ class Page:
             case "Runtime.exceptionThrown":
                 self.errors.append(json.dumps(told["exceptionDetails"])[:500])
             case "Runtime.consoleAPICalled" if told["type"] in ("error", "assert"):
-                self.errors.append(" ".join(str(one.get("value", one.get("description"))) for one in told["args"]))
+                self.errors.append(" ".join(str(each.get("value", each.get("description"))) for each in told["args"]))
             case "Log.entryAdded" if told["entry"]["level"] == "error":
                 self.errors.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
 
@@ -128,4 +128,4 @@ async def _address(profile: Path) -> str:
         await asyncio.sleep(0.05)
     port = file.read_text().split()[0]
     found = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{port}/json/list")
-    return str(next(one for one in json.loads(found.body) if one["type"] == "page")["webSocketDebuggerUrl"])
+    return str(next(each for each in json.loads(found.body) if each["type"] == "page")["webSocketDebuggerUrl"])

@@ -27,7 +27,7 @@ class _Without(Dispatch):
     kind: type[Instruction]
 
     def handle(self, event: Event) -> list[Instruction]:
-        return [one for one in super().handle(event) if not isinstance(one, self.kind)]
+        return [each for each in super().handle(event) if not isinstance(each, self.kind)]
 
 
 class NeverCallsOff(_Without):
@@ -57,7 +57,7 @@ class KeepsOldNotices(Dispatch):
         instructions = super()._joined(event)
         self._roster.leaving |= leaving
         idle = self._roster.idle
-        self._roster.idle = {address: one for address, one in idle.items() if one.worker not in leaving}
+        self._roster.idle = {address: each for address, each in idle.items() if each.worker not in leaving}
         return instructions
 
 
@@ -140,10 +140,10 @@ class LaunchesParts(Dispatch):
 
     def handle(self, event: Event) -> list[Instruction]:
         return [
-            Launch(gang=one.gang, members=one.members[:-1], cause=one.cause)
-            if isinstance(one, Launch) and len(one.members) > 1
-            else one
-            for one in super().handle(event)
+            Launch(gang=each.gang, members=each.members[:-1], cause=each.cause)
+            if isinstance(each, Launch) and len(each.members) > 1
+            else each
+            for each in super().handle(event)
         ]
 
 
@@ -161,7 +161,7 @@ class LeavesSurplusWaiting(Dispatch):
     """Shards that have nothing to do stay behind the gate."""
 
     def _dismiss(self, gang: GangState, at_s: float) -> Iterator[Instruction]:
-        return (one for one in super()._dismiss(gang, at_s) if gang.is_done is False)
+        return (each for each in super()._dismiss(gang, at_s) if gang.is_done is False)
 
 
 class FreesSurvivorsEarly(Dispatch):

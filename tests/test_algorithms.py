@@ -265,8 +265,8 @@ def test_the_dpo_gradient_prefers_each_prompts_best_to_its_worst() -> None:
             for b in (better, worse):
                 x0 = batch.clean_BNC[b : b + 1]
                 x_t = (1 - at.sigma_R) * x0 + at.sigma_R * at.noise_RNC
-                for name, one in (("policy", policy), ("start", start)):
-                    v = one.velocity(x_t, at.sigma_R, batch.conditioning.rows([b]), guidance=1.0, **SIZE)
+                for name, each in (("policy", policy), ("start", start)):
+                    v = each.velocity(x_t, at.sigma_R, batch.conditioning.rows([b]), guidance=1.0, **SIZE)
                     errors[b, name] = (v - (at.noise_RNC - x0)).square().mean()
             gained = [errors[b, "policy"] - errors[b, "start"].detach() for b in (better, worse)]
             (-torch.nn.functional.logsigmoid(-0.5 * 40.0 * (gained[0] - gained[1])) / 4).backward()

@@ -241,8 +241,8 @@ def test_what_nobody_foresaw_says_how_to_go_on(stopped: RunDir) -> None:
 def test_ctrl_c_twice_leaves_at_once(tmp_path: Path) -> None:
     process = start("run", settings_file(tmp_path))
     wait_for(lambda: processes(tmp_path, "forkserver"), process)
-    for one in processes(tmp_path):  # as a terminal does: everybody hears it, also who is still importing
-        one.send_signal(signal.SIGINT)
+    for each in processes(tmp_path):  # as a terminal does: everybody hears it, also who is still importing
+        each.send_signal(signal.SIGINT)
     assert process.stdout
     said = next(line for line in process.stdout if "Ctrl-C" in line)
     process.send_signal(signal.SIGINT)

@@ -238,7 +238,7 @@ def test_over_the_rounds_no_candidate_is_skipped_or_tried_twice_and_no_budget_ex
         left = budget - sum(tried)
         given_out.append(bandit(arms, slots=slots[r], later=sum(slots[r + 1 :]), candidates=left, seed=r))
 
-    assert all(len(chunks) <= most for chunks, most in zip(given_out, slots, strict=True))
+    assert all(len(chunks) <= limit for chunks, limit in zip(given_out, slots, strict=True))
     for p in range(prompts):
         candidates = [first + i for chunks in given_out for q, first, count in chunks if q == p for i in range(count)]
         assert candidates == list(range(len(candidates)))

@@ -94,7 +94,7 @@ def test_a_loss_is_over_when_its_work_has_taken_a_step_and_its_place_a_worker() 
 def test_a_worker_that_hung_is_told_of_once() -> None:
     events = [{"at_s": 1.0, "event": "hung", "worker": "s"}, {"at_s": 1.1, "event": "lost", "worker": "s"}]
 
-    assert [one.what for one in recoveries(events)] == ["hung, and was ended"]
+    assert [each.what for each in recoveries(events)] == ["hung, and was ended"]
 
 
 def test_lanes_are_sorted_as_people_count() -> None:
@@ -135,7 +135,7 @@ def test_figures_for_prometheus_are_in_its_format() -> None:
     said = exposition(facts_of(ABOUT | {"name": 'a"\\'}, row, money))
 
     line = re.compile(r'# (HELP|TYPE) spotlight_\w+ .+|spotlight_\w+\{\w+="([^"\\]|\\.)*"(,\w+="\w*")*\} [-+.\deinf]+')
-    assert [one for one in said.splitlines() if not line.fullmatch(one)] == []
+    assert [each for each in said.splitlines() if not line.fullmatch(each)] == []
     assert 'spotlight_usd_total{run="a\\"\\\\",pool="spot"} 0.5' in said
     assert 'spotlight_iterations_done{run="a\\"\\\\"} 4.0' in said
     assert exposition(Facts(lambda: None)) == ""

@@ -76,13 +76,13 @@ def test_parallel_groups_pay_off_more_at_high_resolution() -> None:
 
 
 def test_guidance_takes_two_passes_and_a_batch_at_least_one() -> None:
-    one, guided, full = (
+    plain, guided, full = (
         seconds_per_step("qwen-image", 512, 512, gpu="h100", guidance=guidance, batch=batch)
         for guidance, batch in ((1.0, 1), (4.0, 1), (1.0, 8))
     )
 
-    assert guided == pytest.approx(2 * one)
-    assert full == pytest.approx(8 * one)
+    assert guided == pytest.approx(2 * plain)
+    assert full == pytest.approx(8 * plain)
 
 
 def test_a_step_never_takes_less_than_reading_the_weights() -> None:

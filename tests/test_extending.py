@@ -158,6 +158,6 @@ def test_the_strategies_of_the_page_are_run_as_written(tmp_path: Path) -> None:
         assert len(simulation.directory.history()) == settings.run.iterations
 
 
-def _differing(one: Config, other: Config) -> set[str]:
+def _differing(first: Config, other: Config) -> set[str]:
     """Sections that are not the same, but for the list of strategies itself."""
-    return {name for name, section in one if section != getattr(other, name)} - {"simulation"}
+    return {name for name, section in first if section != getattr(other, name)} - {"simulation"}

@@ -273,7 +273,7 @@ def test_the_gate_is_asked_for_by_the_pools_that_placement_serves() -> None:
 def test_the_rounds_try_every_candidate_of_every_prompt_once(seeds_tried: int, request_seeds: int, rounds: int) -> None:
     candidates = make_candidates(seeds_tried=seeds_tried, request_seeds=request_seeds, rounds=rounds)
 
-    requests = [request for one in allocated(candidates) for request in one]
+    requests = [request for each in allocated(candidates) for request in each]
 
     tried = Counter((request.prompt, seed) for request in requests for seed in request.seeds)
     assert tried == Counter((prompt, seed) for prompt in PROMPTS for seed in seeds_of(candidates, prompt, seeds_tried))
@@ -286,40 +286,40 @@ def journals(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("journals"))
 
 
-@given(data=st.data(), most=st.integers(1, 6), rounds=st.integers(1, 4))
+@given(data=st.data(), limit=st.integers(1, 6), rounds=st.integers(1, 4))
 def test_the_bandit_tries_each_prompts_next_candidates_and_no_more_than_there_is_time_for(
-    journals: str, data: st.DataObject, most: int, rounds: int
+    journals: str, data: st.DataObject, limit: int, rounds: int
 ) -> None:
-    candidates = replace(make_candidates(rounds=rounds), planner="bandit", candidates_max=most * 2)
+    candidates = replace(make_candidates(rounds=rounds), planner="bandit", candidates_max=limit * 2)
     allocations: list[list[Request]] = []
     scored: list[list[Scored]] = []
 
     for r in range(rounds):
-        seen = [one for earlier in scored[: max(0, r - 1)] for one in earlier]
+        seen = [each for earlier in scored[: max(0, r - 1)] for each in earlier]
         allocations.append(list(tasks.allocate(journals, candidates, r, seen, list(allocations))))
-        rewards = [data.draw(st.sampled_from([0.0, 0.5, 1.0])) for one in allocations[r] for _ in one.seeds]
+        rewards = [data.draw(st.sampled_from([0.0, 0.5, 1.0])) for each in allocations[r] for _ in each.seeds]
         scored.append(score(allocations[r], rewards))
 
     tried: dict[Prompt, list[int]] = {prompt: [] for prompt in PROMPTS}
-    for one in (request for requests in allocations for request in requests):
-        tried[one.prompt] += one.seeds
+    for each in (request for requests in allocations for request in requests):
+        tried[each.prompt] += each.seeds
     for prompt, seeds in tried.items():
         assert seeds == seeds_of(candidates, prompt, len(seeds))
-    assert sum(map(len, tried.values())) <= most * 2
+    assert sum(map(len, tried.values())) <= limit * 2
 
 
 def test_the_bandit_leaves_a_prompt_alone_whose_kept_seeds_cannot_differ_more(journals: str) -> None:
     candidates = replace(make_candidates(seeds_tried=16, keep=4), planner="bandit")
     first = list(tasks.allocate(journals, candidates, 0, (), ()))
     known = [
-        Scored(request=one, rewards=(0.0, 1.0) if one.prompt == PROMPTS[0] else (1.0, 1.0))
+        Scored(request=each, rewards=(0.0, 1.0) if each.prompt == PROMPTS[0] else (1.0, 1.0))
         for prompt in PROMPTS
-        for one in [
+        for each in [
             replace(first[0], prompt=prompt, seeds=tuple(seeds_of(candidates, prompt, 6)[at : at + 2]))
             for at in (0, 2, 4)
         ]
     ]
-    earlier = [[one.request for one in known], []]
+    earlier = [[each.request for each in known], []]
 
     chosen = Counter(request.prompt for request in tasks.allocate(journals, candidates, 2, known, earlier))
 
@@ -362,7 +362,7 @@ def test_candidates_differ_between_prompts_iterations_runs_and_replacements() ->
 
 def test_the_kept_seeds_are_those_whose_rewards_differ_most() -> None:
     candidates = make_candidates()
-    requests = [request for one in allocated(candidates) for request in one]
+    requests = [request for each in allocated(candidates) for request in each]
     rewards = [(11 * index % 21) / 21 for index in range(candidates.seeds_tried * len(PROMPTS))]
     scored = score(requests, rewards)
 
@@ -372,9 +372,9 @@ def test_the_kept_seeds_are_those_whose_rewards_differ_most() -> None:
     for kept in selection.kept:
         of_prompt = {
             seed: reward
-            for one in scored
-            if one.request.prompt == kept.prompt
-            for seed, reward in zip(one.request.seeds, one.rewards, strict=True)
+            for each in scored
+            if each.request.prompt == kept.prompt
+            for seed, reward in zip(each.request.seeds, each.rewards, strict=True)
             if reward is not None
         }
         best = max(pvariance(subset) for subset in combinations(of_prompt.values(), candidates.keep))
@@ -413,15 +413,17 @@ def test_exploration_that_scored_nothing_keeps_what_no_exploration_keeps() -> No
 def test_of_more_prompts_than_are_rolled_out_those_are_taken_whose_kept_rewards_vary_most() -> None:
     candidates = replace(make_candidates(), groups=len(PROMPTS) - 1)
     solved = PROMPTS[1]
-    requests = [request for one in allocated(candidates) for request in one]
+    requests = [request for each in allocated(candidates) for request in each]
     rewards = [1.0 if request.prompt == solved else index % 2 for request in requests for index in (0, 1)]
     scored = score(requests, rewards)
 
     selection = tasks.select(candidates, scored, allocated(candidates))
 
     assert [kept.prompt for kept in selection.kept] == [prompt for prompt in PROMPTS if prompt != solved]
-    assert [one.prompt for one in selection.explored] == [prompt.id for prompt in PROMPTS]  # the planner learns of all
-    assert sum(len(one.rewards) for one in selection.explored) == selection.seeds_scored
+    assert [each.prompt for each in selection.explored] == [
+        prompt.id for prompt in PROMPTS
+    ]  # the planner learns of all
+    assert sum(len(each.rewards) for each in selection.explored) == selection.seeds_scored
 
 
 def test_exploration_may_look_at_more_prompts_than_a_rollout_without_it() -> None:
@@ -440,8 +442,8 @@ def test_whatever_was_scored_each_prompt_keeps_so_many_different_candidates(data
         Dropped(reason="exploration was closed")
         if data.draw(st.booleans())
         else Scored(request=request, rewards=tuple(data.draw(rewards) for _ in request.seeds))
-        for one in allocated(candidates)
-        for request in one
+        for each in allocated(candidates)
+        for request in each
     ]
 
     selection = tasks.select(candidates, scored, allocated(candidates))

@@ -260,7 +260,7 @@ def test_segments_of_a_worker_touch_and_do_not_overlap() -> None:
 
     found = list(segments(spans, [life("spot-0", 0, 30)]))
 
-    assert [one.stop_s for one in found[:-1]] == [one.start_s for one in found[1:]]
+    assert [each.stop_s for each in found[:-1]] == [each.start_s for each in found[1:]]
     assert (found[0].start_s, found[-1].stop_s) == (0, 30)
 
 

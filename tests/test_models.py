@@ -253,8 +253,8 @@ def test_masked_padding_does_not_change_a_prediction(model: QwenImage) -> None:
     x_BNC = torch.randn(1, *model.latent_shape(HEIGHT_PX, WIDTH_PX), generator=torch.Generator().manual_seed(0))
 
     padded_v, bare_v = (
-        model.velocity(x_BNC, torch.tensor([0.5]), one, height_px=HEIGHT_PX, width_px=WIDTH_PX, guidance=1.0)
-        for one in (text, bare)
+        model.velocity(x_BNC, torch.tensor([0.5]), each, height_px=HEIGHT_PX, width_px=WIDTH_PX, guidance=1.0)
+        for each in (text, bare)
     )
 
     assert text.mask_BT.shape[1] > bare.mask_BT.shape[1]
@@ -276,7 +276,7 @@ def test_the_text_encoder_is_gone_after_preload(directory: Path) -> None:
     model.preload(TEXTS)
 
     assert model.encode([SHORT]).embeds_BTD.shape[2] == TEXT_DIM
-    assert not [one for one in gc.get_objects() if type(one) is Qwen2_5_VLForConditionalGeneration]
+    assert not [each for each in gc.get_objects() if type(each) is Qwen2_5_VLForConditionalGeneration]
 
 
 def test_a_second_process_needs_no_text_encoder(directory: Path, cache: Path, tmp_path: Path) -> None:
@@ -493,12 +493,12 @@ def test_loading_what_was_trained_gives_its_predictions_to_the_same_parameters(
 
 
 def test_weights_of_another_rank_are_not_loaded(directory: Path, cache: Path) -> None:
-    one, other = loaded(directory, cache), loaded(directory, cache)
-    one.make_trainable(rank=1, alpha=2, seed=0)
+    first, other = loaded(directory, cache), loaded(directory, cache)
+    first.make_trainable(rank=1, alpha=2, seed=0)
     other.make_trainable(rank=2, alpha=2, seed=0)
 
     with pytest.raises(AssertionError, match="another model or LoRA rank"):
-        one.load_trainable(other.trainable())
+        first.load_trainable(other.trainable())
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -340,12 +340,12 @@ def test_two_processes_map_the_same_pages_until_one_writes(tmp_path: Path) -> No
         memory, total = json.loads(process.stdout.readline())
         return memory, total
 
-    with python(MAP, tmp_path / "file") as one, python(MAP, tmp_path / "file") as other:
-        asks(one), asks(other)  # both have touched every page now
-        shared, total = asks(one)
+    with python(MAP, tmp_path / "file") as first, python(MAP, tmp_path / "file") as other:
+        asks(first), asks(other)  # both have touched every page now
+        shared, total = asks(first)
         written, _ = asks(other, "write")
-        _, unharmed = asks(one)
-        one.communicate(), other.communicate()
+        _, unharmed = asks(first)
+        first.communicate(), other.communicate()
 
     assert shared["Rss"] >= size_bytes
     assert shared["Pss"] == pytest.approx(shared["Rss"] / 2, rel=0.01)  # each page counts half, as two map it
@@ -379,15 +379,15 @@ def test_what_is_made_is_made_once_and_whole_or_absent(tmp_path: Path) -> None:
 
 
 def test_a_fingerprint_follows_the_files_and_the_circumstances(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.write_text("1")
+    first, two = tmp_path / "one", tmp_path / "two"
+    first.write_text("1")
     two.write_text("2")
-    before = fingerprint([one, two], "float32")
+    before = fingerprint([first, two], "float32")
 
-    same = fingerprint([two, one], "float32")
-    otherwise = {fingerprint([one], "float32"), fingerprint([one, two], "bfloat16")}
-    os.utime(one, ns=(0, 0))
-    changed = fingerprint([one, two], "float32")
+    same = fingerprint([two, first], "float32")
+    otherwise = {fingerprint([first], "float32"), fingerprint([first, two], "bfloat16")}
+    os.utime(first, ns=(0, 0))
+    changed = fingerprint([first, two], "float32")
 
     assert same == before
     assert len({before, changed, *otherwise}) == 4
@@ -518,9 +518,9 @@ def test_a_root_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_node_is_who_shares_the_memory(tmp_path: Path) -> None:
-    one, other, elsewhere = Node(tmp_path / "here"), Node(tmp_path / "here"), Node(tmp_path / "there")
+    first, other, elsewhere = Node(tmp_path / "here"), Node(tmp_path / "here"), Node(tmp_path / "there")
 
-    assert one.name == other.name != elsewhere.name
+    assert first.name == other.name != elsewhere.name
 
 
 def test_memory_that_is_used_no_more_can_be_removed(tmp_path: Path) -> None:

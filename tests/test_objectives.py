@@ -192,8 +192,8 @@ def test_the_nft_loss_is_the_papers(beta: float, clip: float) -> None:
 
 
 def test_the_nft_loss_of_a_hand_computed_case() -> None:
-    one = torch.ones(1, 1, 1)
-    x_t, clean, v, v_old = 1.0 * one, 0.0 * one, 0.5 * one, 0.0 * one
+    unit = torch.ones(1, 1, 1)
+    x_t, clean, v, v_old = 1.0 * unit, 0.0 * unit, 0.5 * unit, 0.0 * unit
     sigma, advantage = torch.tensor([1.0]), torch.tensor([1.0])
 
     loss = nft_loss(v, v_old, x_t, clean, sigma, advantage, beta=1.0, advantage_clip=2.0)
@@ -203,11 +203,11 @@ def test_the_nft_loss_of_a_hand_computed_case() -> None:
 
 
 def test_the_nft_gradient_holds_the_weights_and_the_old_velocity_fixed() -> None:
-    one = torch.ones(1, 1, 1)
-    v, v_old = (0.5 * one).requires_grad_(), (0.0 * one).requires_grad_()
+    unit = torch.ones(1, 1, 1)
+    v, v_old = (0.5 * unit).requires_grad_(), (0.0 * unit).requires_grad_()
     sigma, advantage = torch.tensor([1.0]), torch.tensor([1.0])
 
-    nft_loss(v, v_old, one, 0.0 * one, sigma, advantage, beta=1.0, advantage_clip=2.0).backward()
+    nft_loss(v, v_old, unit, 0.0 * unit, sigma, advantage, beta=1.0, advantage_clip=2.0).backward()
 
     # d/dv of (1 - v)^2 / w+ is -2 (0.5) / 0.5 = -2, of (1 + v)^2 / w- is 2 (1.5) / 1.5 = 2; r = 3/4; times 2.
     assert v.grad is not None

@@ -234,12 +234,12 @@ def test_where_size_makes_no_difference_requests_are_large() -> None:
     prompts=st.integers(1, 40),
     seeds=st.integers(1, 32),
     gangs=st.integers(1, 64),
-    most=st.integers(1, 16),
+    limit=st.integers(1, 16),
     fixed_s=st.floats(0, 5),
     sample_s=st.floats(0, 5),
 )
 def test_no_other_size_ends_the_rollout_sooner(
-    prompts: int, seeds: int, gangs: int, most: int, fixed_s: float, sample_s: float
+    prompts: int, seeds: int, gangs: int, limit: int, fixed_s: float, sample_s: float
 ) -> None:
     def greedy_s(size: int) -> float:
         """List scheduling, request by request, all of the full size."""
@@ -249,10 +249,10 @@ def test_no_other_size_ends_the_rollout_sooner(
             free_s[0] += fixed_s + size * sample_s
         return max(free_s)
 
-    size = request_seeds(prompts=prompts, seeds=seeds, gangs=gangs, seeds_max=most, fixed_s=fixed_s, sample_s=sample_s)
+    size = request_seeds(prompts=prompts, seeds=seeds, gangs=gangs, seeds_max=limit, fixed_s=fixed_s, sample_s=sample_s)
 
-    assert 1 <= size <= min(seeds, most)
-    best_s = min(greedy_s(other) for other in range(1, min(seeds, most) + 1))
+    assert 1 <= size <= min(seeds, limit)
+    best_s = min(greedy_s(other) for other in range(1, min(seeds, limit) + 1))
     assert greedy_s(size) == pytest.approx(best_s)
 
 

@@ -325,7 +325,7 @@ def all_waiting(wanted: Wanted) -> list[Waiting]:
 def test_no_worker_is_used_twice_and_none_idles_beside_work_it_may_take(
     wanted: Wanted, reserved: int, spot: int
 ) -> None:
-    everything = [one for one in all_waiting(wanted) if one.widths[0] == 1]  # a wider one may have to hold a node
+    everything = [each for each in all_waiting(wanted) if each.widths[0] == 1]  # a wider one may have to hold a node
     workers = (*node("reserved", reserved), *node("spot", spot))
 
     launches = plan(View(idle=workers, waiting=tuple(everything)))
@@ -333,8 +333,8 @@ def test_no_worker_is_used_twice_and_none_idles_beside_work_it_may_take(
     used = [worker for launch in launches for worker in launch.workers]
     assert len(set(used)) == len(used)
     launched = {launch.request for launch in launches}
-    left = {one.pool for one in workers if one.worker not in used}
-    assert not any(left & set(one.pools) for one in everything if one.id not in launched)
+    left = {each.pool for each in workers if each.worker not in used}
+    assert not any(left & set(each.pools) for each in everything if each.id not in launched)
 
 
 @given(requests, st.integers(0, 4), st.integers(0, 4), st.randoms())
@@ -363,27 +363,27 @@ LONGEST = 3
 def test_an_endless_stream_of_narrow_requests_does_not_starve_a_wide_one(
     sizes: list[int], ahead: list[tuple[int, ...]], random: Random
 ) -> None:
-    workers = tuple(one for n, size in enumerate(sizes) for one in node(f"spot-{n}", size))
+    workers = tuple(each for n, size in enumerate(sizes) for each in node(f"spot-{n}", size))
     nodes = {f"spot-{n}": size for n, size in enumerate(sizes)}
     queue = [waiting(f"ahead {n}", n, widths=widths) for n, widths in enumerate(ahead) if widths[0] <= max(sizes)]
     queue.append(waiting("wide", len(ahead), widths=(max(sizes),)))
-    busy = {one.worker: random.randint(1, LONGEST) for one in workers}  # rounds left
+    busy = {each.worker: random.randint(1, LONGEST) for each in workers}  # rounds left
     # The first of the queue holds a node after LONGEST rounds. Each time that it moves to a fuller node, and when the
     # one it holds is free, at most LONGEST rounds have gone by; a node has at most 4 workers.
     rounds = LONGEST * (1 + max(sizes)) * len(queue)
 
     for number in range(rounds):
-        if not any(one.id == "wide" for one in queue):
+        if not any(each.id == "wide" for each in queue):
             break
         busy = {worker: left - 1 for worker, left in busy.items() if left > 1}
         queue += [waiting(f"narrow {number}/{n}", 100 + number, widths=(1,)) for n in range(len(workers))]
-        free = tuple(one for one in workers if one.worker not in busy)
+        free = tuple(each for each in workers if each.worker not in busy)
         launches = placed(plan(View(idle=free, waiting=tuple(queue), nodes=nodes)))
-        queue = [one for one in queue if one.id not in launches]
+        queue = [each for each in queue if each.id not in launches]
         for gang in launches.values():
             busy |= dict.fromkeys(gang, random.randint(1, LONGEST))
 
-    assert not any(one.id == "wide" for one in queue)
+    assert not any(each.id == "wide" for each in queue)
 
 
 class Cluster:
@@ -392,7 +392,7 @@ class Cluster:
     def __init__(self, random: Random) -> None:
         self.random = random
         self.machines = {f"{random.choice(ANY)}-{n}": random.randint(1, 4) for n in range(random.randint(1, 3))}
-        self.alive = {one.worker: one for name, size in self.machines.items() for one in node(name, size)}
+        self.alive = {each.worker: each for name, size in self.machines.items() for each in node(name, size)}
         self.lost: list[str] = []
         self.waiting: dict[str, Waiting] = {}
         self.gangs: dict[str, tuple[Waiting, tuple[str, ...]]] = {}
@@ -438,17 +438,17 @@ class Cluster:
     def pump(self) -> None:
         view = self.view()
         launches = plan(view)
-        free = {one.worker: one for one in view.idle}
+        free = {each.worker: each for each in view.idle}
         for launch in launches:
             request = self.waiting.pop(launch.request)  # KeyError: launched twice, or never asked for
             members = [free.pop(worker) for worker in launch.workers]  # KeyError: busy, lost, or given away twice
-            assert len({(one.pool, one.node) for one in members}) == 1
+            assert len({(each.pool, each.node) for each in members}) == 1
             assert members[0].pool in request.pools
             assert len(members) in request.widths
             assert len(members) <= request.slots
             self.gangs[launch.request] = (replace(request, held=()), launch.workers)
         self.check_survivors(view, placed(launches))
-        assert self.gangs or not any(self.could_run(one, name) for one in view.waiting for name in view.nodes), view
+        assert self.gangs or not any(self.could_run(each, name) for each in view.waiting for name in view.nodes), view
 
     def could_run(self, request: Waiting, name: str) -> bool:
         return idle(name).pool in request.pools and request.widths[0] <= self.view().nodes[name]
@@ -464,9 +464,9 @@ class Cluster:
     def view(self) -> View:
         busy = {worker for _, workers in self.gangs.values() for worker in workers}
         return View(
-            idle=tuple(one for worker, one in self.alive.items() if worker not in busy),
+            idle=tuple(each for worker, each in self.alive.items() if worker not in busy),
             waiting=tuple(self.waiting.values()),
-            nodes=Counter(one.node for one in self.alive.values()),
+            nodes=Counter(each.node for each in self.alive.values()),
         )
 
 

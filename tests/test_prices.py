@@ -20,8 +20,8 @@ def test_every_listed_price_has_a_source_and_a_date() -> None:
     listed = price_list()
 
     assert "h100" in listed
-    assert all(set(one) == {"reserved", "spot", "source", "date"} for one in listed.values())
-    assert all(0 < one["spot"] < one["reserved"] for one in listed.values())
+    assert all(set(each) == {"reserved", "spot", "source", "date"} for each in listed.values())
+    assert all(0 < each["spot"] < each["reserved"] for each in listed.values())
 
 
 def test_a_listed_price_depends_on_gpu_and_pool() -> None:

@@ -132,7 +132,7 @@ def test_workers_killed_in_the_middle_of_a_task_change_nothing(
 
     lost = [row["phase"] for row in run.directory.rows(SPANS) if row["outcome"] == "lost"]
     assert len(lost) == count  # the last may be in its next task by the time the signal comes
-    assert any(one.startswith(phase) for one in lost)
+    assert any(each.startswith(phase) for each in lost)
     assert status.preemptions == (count if pool == "spot" else 0)
     assert outcome(run.directory.path) == outcome(undisturbed)
 

@@ -293,11 +293,11 @@ def test_a_bulk_loss_takes_several_places_at_once_and_who_waits_replaces_them() 
     )
 
 
-@given(trace=random_traces(), most=st.integers(0, 8))
-def test_a_limited_trace_never_has_more(trace: Trace, most: int) -> None:
-    limited = trace.limit(most)
+@given(trace=random_traces(), limit=st.integers(0, 8))
+def test_a_limited_trace_never_has_more(trace: Trace, limit: int) -> None:
+    limited = trace.limit(limit)
 
-    assert limited.steps()[1].max() <= most
+    assert limited.steps()[1].max() <= limit
     assert trace.steps()[1].min() >= 0
 
 

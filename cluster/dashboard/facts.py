@@ -217,5 +217,5 @@ def _is_told(found: Sequence[Recovery], at: int | None, kind: str) -> bool:
 
 
 def median_work_s(found: Iterable[Recovery]) -> float | None:
-    known = [one.work_s for one in found if one.work_s is not None]
+    known = [recovery.work_s for recovery in found if recovery.work_s is not None]
     return median(known) if known else None

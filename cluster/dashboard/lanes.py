@@ -106,7 +106,7 @@ class Lanes:
 
     def _send_now(self, doing: Iterable[Doing], zero_s: float) -> None:
         """Bars of what is at work, without an end; sent when it has changed."""
-        now = _columns((_current(one, zero_s) for one in doing if one.phase), NOW_COLUMNS)
+        now = _columns((_current(each, zero_s) for each in doing if each.phase), NOW_COLUMNS)
         if now != self._now.data:
             self._now.data = now
 
@@ -165,16 +165,16 @@ class Lanes:
         for old in list(self._formings)[:-200]:
             del self._formings[old]
 
-    def _joint(self, one: Span, other: Span, zero_s: float) -> Mapping[str, Any] | None:
+    def _joint(self, first: Span, second: Span, zero_s: float) -> Mapping[str, Any] | None:
         """What joins the bars of two members, where their lanes are neighbours."""
-        start, stop = max(one.start_s, other.start_s) - zero_s, min(one.stop_s, other.stop_s) - zero_s
-        return self._between((one.pool, one.worker), (other.pool, other.worker), start, stop, one.phase)
+        start, stop = max(first.start_s, second.start_s) - zero_s, min(first.stop_s, second.stop_s) - zero_s
+        return self._between((first.pool, first.worker), (second.pool, second.worker), start, stop, first.phase)
 
-    def _between(self, one: Lane, other: Lane, start: float, stop: float, phase: str) -> Mapping[str, Any] | None:
-        above, below = sorted((self._order.get(one, -1), self._order.get(other, -1)))
-        if above < 0 or below - above != 1 or one[0] != other[0] or stop <= start:
+    def _between(self, first: Lane, second: Lane, start: float, stop: float, phase: str) -> Mapping[str, Any] | None:
+        above, below = sorted((self._order.get(first, -1), self._order.get(second, -1)))
+        if above < 0 or below - above != 1 or first[0] != second[0] or stop <= start:
             return None
-        upper, lower = (one, other) if self._order[one] == above else (other, one)
+        upper, lower = (first, second) if self._order[first] == above else (second, first)
         return {
             "start": start,
             "stop": stop,
@@ -185,15 +185,15 @@ class Lanes:
 
     def _current_joints(self, doing: Iterable[Doing], zero_s: float) -> Iterable[Mapping[str, Any]]:
         gangs: dict[str, list[Doing]] = {}
-        for one in doing:
-            if one.forming and one.phase:
-                gangs.setdefault(one.forming, []).append(one)
+        for member in doing:
+            if member.forming and member.phase:
+                gangs.setdefault(member.forming, []).append(member)
         for members in gangs.values():
-            members.sort(key=lambda one: self._order.get((one.pool, one.worker), -1))
-            for one, other in zip(members, members[1:], strict=False):
-                start = max(one.since_s, other.since_s) - zero_s
-                lanes_of = (one.pool, one.worker), (other.pool, other.worker)
-                if joint := self._between(*lanes_of, start, ENDLESS, one.phase):
+            members.sort(key=lambda member: self._order.get((member.pool, member.worker), -1))
+            for member, other in zip(members, members[1:], strict=False):
+                start = max(member.since_s, other.since_s) - zero_s
+                lanes_of = (member.pool, member.worker), (other.pool, other.worker)
+                if joint := self._between(*lanes_of, start, ENDLESS, member.phase):
                     yield joint
 
 
@@ -224,11 +224,11 @@ def _past(span: Span, zero_s: float) -> dict[str, Any]:
     )
 
 
-def _current(one: Doing, zero_s: float) -> dict[str, Any]:
-    notice = ", under notice" if one.leaving else ""
-    what = f"{base_phase(one.phase)}, iteration {one.iteration}: at work on {one.worker}{notice}"
-    lane = (one.pool, one.worker)
-    return {"lane": lane, "start": one.since_s - zero_s, "colour": phase_colour(one.phase), "what": what}
+def _current(doing: Doing, zero_s: float) -> dict[str, Any]:
+    notice = ", under notice" if doing.leaving else ""
+    what = f"{base_phase(doing.phase)}, iteration {doing.iteration}: at work on {doing.worker}{notice}"
+    lane = (doing.pool, doing.worker)
+    return {"lane": lane, "start": doing.since_s - zero_s, "colour": phase_colour(doing.phase), "what": what}
 
 
 BAR_COLUMNS = ("lane", "start", "stop", "seconds", "pool", "worker", "colour", "alpha", "what", "key")

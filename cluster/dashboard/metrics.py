@@ -51,7 +51,7 @@ def _of_scheduler(facts: Facts) -> Iterator[Family]:
         "Pools that requests wait for and that have no worker",
         [({}, float(len(counts.waiting_for)))],
     )
-    times = [one.work_s for one in found if one.work_s is not None]
+    times = [recovery.work_s for recovery in found if recovery.work_s is not None]
     yield (
         "recovery_seconds",
         "gauge",

@@ -92,14 +92,14 @@ class Pools:
             "at": [at_s - zero_s for at_s, _ in steps],
             **{pool: [counts[pool] for _, counts in steps] for pool in POOLS},
         }
-        money = [one for one in self._facts.money if one.at_s >= zero_s]
+        money = [each for each in self._facts.money if each.at_s >= zero_s]
         if money and money[-1].at_s != self._money_s:
             self._money_s = money[-1].at_s
             self._spent.data = {
-                "at": [one.at_s - zero_s for one in money],
-                "total": [sum(one.usd.values()) for one in money],
-                "reserved_only": [one.usd_reserved_only for one in money],
-                **{pool: [one.usd.get(pool, 0.0) for one in money] for pool in POOLS},
+                "at": [each.at_s - zero_s for each in money],
+                "total": [sum(each.usd.values()) for each in money],
+                "reserved_only": [each.usd_reserved_only for each in money],
+                **{pool: [each.usd.get(pool, 0.0) for each in money] for pool in POOLS},
             }
 
 

@@ -83,8 +83,8 @@ class Counts:
     def __init__(self, facts: Facts) -> None:
         doing = facts.doing()
         self.workers = len(doing)
-        self.alive = {pool: sum(one.pool == pool for one in doing) for pool in ("reserved", "spot")}
-        phases = [re.sub(r"-r\d+$", "", one.phase) for one in doing if one.phase]
+        self.alive = {pool: sum(each.pool == pool for each in doing) for pool in ("reserved", "spot")}
+        phases = [re.sub(r"-r\d+$", "", each.phase) for each in doing if each.phase]
         self.busy = len(phases)
         self.running = {phase: phases.count(phase) for phase in dict.fromkeys(sorted(phases))}
         self.phase = escape(", ".join(f"{phase} × {count}" for phase, count in self.running.items())) or "nothing to do"
@@ -116,10 +116,10 @@ def recovery_table(found: Sequence[Recovery], zero_s: float) -> str:
     half = median_work_s(found)
     said = f"<p>Work went on after <b>{half:.2f} s</b> in the median.</p>" if half is not None else ""
     rows = "".join(
-        f"<tr><td>{_clock(one.at_s - zero_s)}</td><td>{escape(one.worker)} {one.what}</td>"
-        f'<td class="number">{one.requests or "–"}</td><td class="number">{_seconds(one.work_s, one.requests)}</td>'
-        f'<td class="number">{_seconds(one.back_s)}</td></tr>'
-        for one in list(found)[: -RECOVERIES_SHOWN - 1 : -1]
+        f"<tr><td>{_clock(each.at_s - zero_s)}</td><td>{escape(each.worker)} {each.what}</td>"
+        f'<td class="number">{each.requests or "–"}</td><td class="number">{_seconds(each.work_s, each.requests)}</td>'
+        f'<td class="number">{_seconds(each.back_s)}</td></tr>'
+        for each in list(found)[: -RECOVERIES_SHOWN - 1 : -1]
     )
     heads = (
         '<th class="number">requests</th><th class="number">next step after</th><th class="number">replaced after</th>'

@@ -54,7 +54,7 @@ from cluster.virtual.tasks import Task, Tasks
 from cluster.virtual.timing import Fixed, Stay, Timing
 from cluster.virtual.workers import VirtualWorker
 from spotlight.device import signals as orders
-from spotlight.device.signals import Leave, PlaceShard, signals
+from spotlight.device.signals import Leave, signals
 from spotlight.records import Placement, SpotlightError, Stopped, Surplus
 
 HEAD = "head"
@@ -98,7 +98,7 @@ class VirtualCluster:
         lag: Callable[[str], float] | None = None,
         copies: Callable[[], int] = lambda: 1,
         committed: dict[str, int] | None = None,
-        told: Callable[[Event, list[Instruction]], None] = lambda event, instructions: None,
+        told: Callable[[Event, list[Instruction]], None] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self._run, self._dispatch, self._clock, self._timing = run, dispatch, clock, timing
@@ -194,7 +194,8 @@ class VirtualCluster:
                 return
             if self._clock.next_s is None:
                 raise SpotlightError(self._why_nothing_happens())
-            while self._clock.step():
+            step = self._clock.step
+            while step():
                 pass
 
     def _settle(self) -> None:
@@ -240,31 +241,33 @@ class VirtualCluster:
         if self._closed:
             return
         instructions = self._dispatch.handle(event)
-        self._told(event, instructions)
-        self._do(instructions)
+        if self._told:
+            self._told(event, instructions)
+        if instructions:
+            self._do(instructions)
         if not isinstance(event, TimePassed):
             self._changed = True
 
     def _tasks_changed(self, tasks: Sequence[Task], state: TaskPhase) -> None:
-        if len(tasks) == 1:
+        if len(tasks) == 1 and not tasks[0].alike:
             self._task_changed(tasks[0], state)
             return
         now_s = self._clock.now_s
-        keys = tuple([task.key for task in tasks])
+        keys = _keys(tasks)
         match state:
             case "processing":
                 self._tell(TasksChanged(at_s=now_s, keys=keys, state=state, worker=tasks[0].worker))
             case "memory":
                 for dropped, alike in groupby(tasks, _is_dropped):
                     work = Work(start_s=now_s, stop_s=now_s, dropped=dropped)
-                    keys = tuple([task.key for task in alike])
-                    self._tell(TasksChanged(at_s=now_s, keys=keys, state=state, work=work))
-                self.workers[tasks[0].worker].results |= dict.fromkeys([task.key for task in tasks])
+                    self._tell(TasksChanged(at_s=now_s, keys=_keys(alike), state=state, work=work))
+                self.workers[tasks[0].worker].results |= dict.fromkeys(keys)
             case _:
                 self._tell(TasksChanged(at_s=now_s, keys=keys, state=state))
                 if state in ("released", "forgotten"):
                     for task in tasks:
-                        self._let_go(task)
+                        if task.given or task.worker:
+                            self._let_go(task)
 
     def _task_changed(self, task: Task, state: TaskPhase) -> None:
         now_s, key = self._clock.now_s, task.key
@@ -290,20 +293,23 @@ class VirtualCluster:
             self._take_back(task)
         worker = self.workers.get(task.worker)
         if worker:
-            worker.results.pop(task.key, None)
+            for key in task.keys:
+                worker.results.pop(key, None)
 
     def _take_back(self, task: Task) -> None:
         """Nobody asks for it any more, or its inputs are lost: its worker ends it."""
-        worker, key = self.workers.get(task.given), task.key
-        task.given = ""
-        if worker and (key in worker.running or key in worker.queue):
-            alarm = worker.running.pop(key, None)
-            worker.reports.pop(key, None)
-            if alarm:
-                alarm.cancel()
-            with suppress(ValueError):
-                worker.queue.remove(key)
-            self._clock.after(0.0, self._begin_next, worker)
+        worker, task.given = self.workers.get(task.given), ""
+        if worker is None:
+            return
+        for key in task.keys:
+            if key in worker.running or key in worker.queue:
+                alarm = worker.running.pop(key, None)
+                worker.reports.pop(key, None)
+                if alarm:
+                    alarm.cancel()
+                with suppress(ValueError):
+                    worker.queue.remove(key)
+                self._clock.after(0.0, self._begin_next, worker)
 
     def _do(self, instructions: Iterable[Instruction]) -> None:
         now_s = self._clock.now_s
@@ -322,6 +328,8 @@ class VirtualCluster:
                     for member in instruction.members:
                         self._open_gate(member.key, member.address)
                     self._form(instruction)
+                case CloseGate():
+                    self.tasks.all[instruction.key].bound = ""
                 case Dismiss():
                     self._dismiss(instruction)
                 case Train():
@@ -337,8 +345,6 @@ class VirtualCluster:
                         )
                 case StopWork():
                     self._stop_work()
-                case CloseGate():
-                    self.tasks.all[instruction.key].bound = ""
                 case Evict():
                     self._clock.at(now_s, self.kill, instruction.address)
                 case Wake():
@@ -357,14 +363,21 @@ class VirtualCluster:
             self._dismiss(dismissed[0])
             return
         head = self.workers[dismissed[0].address]
-        tasks = [self.tasks.all[dismiss.key] for dismiss in dismissed]
-        for task, dismiss in zip(tasks, dismissed, strict=True):
+        told = {dismiss.key for dismiss in dismissed}
+        tasks: dict[Task, None] = {}
+        for dismiss in dismissed:
+            task = self.tasks.all[dismiss.key]
+            if task in tasks:
+                continue
+            if task.alike and not told.issuperset(task.alike):
+                task = self.tasks.alone(dismiss.key)
+            tasks[task] = None
             if dismiss.tell is not None:
                 head.places[dismiss.gang, dismiss.shard] = dismiss.tell
             task.bound = task.given = head.address
-            head.running[task.key] = None
-        self.tasks.start_together(tasks, head.address)
-        self._clock.after(0.0, self._end_together, tasks, head)
+            head.running.update(dict.fromkeys(task.keys))
+        self.tasks.start_together(list(tasks), head.address)
+        self._clock.after(0.0, self._end_together, list(tasks), head)
 
     def _end_together(self, tasks: Sequence[Task], head: VirtualWorker) -> None:
         done: list[Task] = []
@@ -373,18 +386,20 @@ class VirtualCluster:
             for task in tasks:
                 if task.key not in head.running or task.state != "processing":
                     continue
-                del head.running[task.key]
+                for key in task.keys:
+                    del head.running[key]
                 try:
                     results.append(self._call_here(task, head))
                     done.append(task)
                 except Exception as error:
-                    self.tasks.fail(task, error)
+                    for key in task.keys:
+                        self.tasks.fail(self.tasks.alone(key), error)
                     self._failure = error
         if done:
             self.tasks.finish_together(done, results)
 
     def _open_gate(self, key: Key, address: str) -> None:
-        task = self.tasks.all[key]
+        task = self.tasks.alone(key)
         task.bound = address
         self.tasks.start(task, address)
 
@@ -621,7 +636,7 @@ class VirtualCluster:
         if isinstance(told, Placement):  # a gang's first rank does it all; there is one process
             told = Placement(gang=name, epoch=told.epoch, rank=0, width=1) if told.rank == 0 else Surplus()
         if told is not None:
-            signals.obey(PlaceShard(gang=name, shard=shard, placement=told))
+            signals.place(name, shard, told)
         return task.call[0](*self.tasks.arguments(task))
 
     def _hand_back(self, task: Task, worker: VirtualWorker) -> None:
@@ -695,6 +710,10 @@ class VirtualCluster:
             worker.signals.obey(orders.Stop(run=self._run))
         for forming in list(self.formings.values()):
             self._gangs.end_at_boundary(forming)
+
+
+def _keys(tasks: Iterable[Task]) -> tuple[Key, ...]:
+    return tuple([key for task in tasks for key in task.keys])
 
 
 def _is_dropped(task: Task) -> bool:

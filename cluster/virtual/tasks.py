@@ -7,8 +7,9 @@ needs it any more, and made again when it is needed and its worker is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
@@ -50,6 +51,18 @@ class Task:
     """Address of the worker that was given it, and has not lost it."""
     began_s: float | None = None
     """When it was begun."""
+    alike: Mapping[Key, tuple[Any, ...]] = field(default_factory=dict)
+    """Of a `Task` that stands for several tasks of the graph, their calls; ``key`` and ``call`` are the first one's.
+
+    They are the shards of a request but its first one. As long as nobody runs any of them in a gang, what happens to
+    one of them happens to all.
+    """
+    split: tuple[Task, ...] = ()
+    """What it was split into, since something happened to some of these alone."""
+
+    @property
+    def keys(self) -> Collection[Key]:
+        return self.alike or (self.key,)
 
 
 class Tasks:
@@ -80,23 +93,47 @@ class Tasks:
             annotations = layer.annotations or {}
             needs, phase = annotations["resources"], annotations["phase"]
             gated = "gate" in needs
-            calls: Mapping[Any, Any] = layer
-            layer_tasks = {
-                key: Task(key=key, call=call, needs=needs, phase=phase, pool=annotations["pool"], gated=gated)
-                for key, call in calls.items()
-            }
-            self.all.update(layer_tasks)
-            added += layer_tasks.values()
+            more = {"needs": needs, "phase": phase, "pool": annotations["pool"], "gated": gated}
+            for key, call, alike in _together(layer, annotations.get("shards", 1) if gated else 1):
+                task = Task(key=key, call=call, alike=alike, **more)
+                added.append(task)
+                if alike:
+                    self.all.update(dict.fromkeys(alike, task))
+                else:
+                    self.all[key] = task
         users: dict[Task, list[Task]] = {}
         for task in added:
-            task.inputs = tuple(dict.fromkeys(self._inputs(task.call)))
+            found: dict[Key, Task] = {}
+            self._find_inputs(task.call, found)
+            task.inputs = tuple(dict.fromkeys(found.values()))
+            together = sum([len(needed.keys) for needed in task.inputs])
+            assert together == len(found), f"{task.key} needs some shards of a request, and not all but the first"
             for needed in task.inputs:
                 users.setdefault(needed, []).append(task)
         for task, those in users.items():
-            task.users, task.waiters = those, len(those)
+            task.users, task.waiters = those, sum(len(user.keys) for user in those)
         for key in wanted:
-            self.all[key].wanted = True
+            self.alone(key).wanted = True
         return added
+
+    def alone(self, key: Key) -> Task:
+        """The task of a key, which stands for no other."""
+        task = self.all[key]
+        if task.alike:
+            self._split(task)
+        return self.all[key]
+
+    def _split(self, task: Task) -> None:
+        """Something happens to some of those that it stands for: from now on, each is a task of its own."""
+        self._flush()
+        task.split = tuple([replace(task, key=key, call=call, alike={}) for key, call in task.alike.items()])
+        self.all.update(zip(task.alike, task.split, strict=True))
+        for needed in task.inputs:
+            needed.users = _in_place(needed.users, task)
+        for user in task.users:
+            user.inputs = tuple(_in_place(user.inputs, task))
+            if user.state == "waiting" and task.state != "memory":
+                user.missing += len(task.alike) - 1
 
     def begin(self, tasks: Iterable[Task]) -> None:
         """Let tasks run as soon as their inputs are there."""
@@ -107,43 +144,46 @@ class Tasks:
 
     def arguments(self, task: Task) -> list[Any]:
         """Of its call, with results in the place of keys."""
-        return [self._resolve(argument) for argument in task.call[1:]] if task.inputs else list(task.call[1:])
+        return self._resolved(task.call[1:]) if task.inputs else list(task.call[1:])
 
-    def _resolve(self, argument: Any) -> Any:
-        kind = type(argument)
-        if kind is list:
-            return [self._resolve(part) for part in argument]
-        if kind is tuple and len(argument) == 2 and type(argument[0]) is str and argument in self.all:
-            return self.all[argument].result
-        return argument
+    def _resolved(self, arguments: Iterable[Any]) -> list[Any]:
+        known, resolved = self.all, []
+        for argument in arguments:
+            kind = type(argument)
+            if kind is tuple and len(argument) == 2 and type(argument[0]) is str and argument in known:
+                resolved.append(known[argument].result)
+            else:
+                resolved.append(self._resolved(argument) if kind is list else argument)
+        return resolved
 
-    def _inputs(self, arguments: Iterable[Any]) -> Iterator[Task]:
+    def _find_inputs(self, arguments: Iterable[Any], found: dict[Key, Task]) -> None:
+        known = self.all
         for argument in arguments:
             kind = type(argument)
             if kind is tuple and len(argument) == 2 and type(argument[0]) is str:
-                if task := self.all.get(argument):
-                    yield task
+                if argument in known:
+                    found[argument] = known[argument]
             elif kind is list:
-                yield from self._inputs(argument)
+                self._find_inputs(argument, found)
 
     # From state to state
 
     def _want(self, task: Task) -> None:
         """A released task is to run, as are the inputs that it lacks."""
-        missing = [needed for needed in task.inputs if needed.state != "memory"]
+        missing = [needed for needed in task.inputs if needed.state != "memory"] if task.inputs else []
         task.missing = len(missing)
         if not task.needs_inputs:
             task.needs_inputs = True
             for needed in task.inputs:
-                needed.waiters += 1
+                needed.waiters += len(task.keys)
         if not missing:
             self._ready(task)
             return
         self._set_alike(task, "waiting")
-        released = [needed for needed in missing if needed.state == "released"]
-        for needed in sorted(released, key=_key) if released else ():  # they are made again
-            if needed.state == "released":
-                self._want(needed)
+        if released := [needed for needed in missing if needed.state == "released"]:
+            for needed in sorted(released, key=_key):  # they are made again
+                if needed.state == "released":
+                    self._want(needed)
 
     def _ready(self, task: Task) -> None:
         if task.gated and not task.bound:
@@ -204,9 +244,11 @@ class Tasks:
                     self._ready(user)
         needed_before, task.needs_inputs = task.needs_inputs, False
         for needed in task.inputs:
-            needed.waiters -= needed_before
-            self._release_if_unneeded(needed)
-        self._release_if_unneeded(task)
+            needed.waiters -= len(task.keys) if needed_before else 0
+            if not needed.waiters:
+                self._release_if_unneeded(needed)
+        if not task.waiters:
+            self._release_if_unneeded(task)
 
     def fail(self, task: Task, error: BaseException) -> None:
         task.result = error
@@ -222,6 +264,8 @@ class Tasks:
     def lose(self, task: Task) -> None:
         """The worker that had its result is gone."""
         task.worker, task.result = "", None
+        for user in [user for user in task.users if user.alike]:
+            self._split(user)
         self._set(task, "released")
         for user in sorted((user for user in task.users if user.needs_inputs), key=_key):
             if user.state in ("gated", "processing"):
@@ -242,6 +286,7 @@ class Tasks:
 
     def forget(self, tasks: Iterable[Task]) -> None:
         """Nobody asks for them any more."""
+        tasks = [part for task in tasks for part in task.split or (task,)]
         for task in tasks:
             self.unplaced.pop(task.key, None)
             if task.state == "processing":
@@ -250,7 +295,8 @@ class Tasks:
                 self._set_alike(task, "forgotten")
         self._flush()
         for task in tasks:
-            del self.all[task.key]
+            for key in task.keys:
+                del self.all[key]
             task.inputs = task.users = ()  # of each other, which would keep them in memory for a while
 
     def _set(self, task: Task, state: TaskPhase) -> None:
@@ -273,6 +319,29 @@ class Tasks:
 
 
 _key = attrgetter("key")
+
+
+_Calls = Mapping[Key, tuple[Any, ...]]
+
+
+def _together(calls: Mapping[Any, Any], shards: int) -> Iterator[tuple[Key, tuple[Any, ...], _Calls]]:
+    """The calls of a layer, each with those that one `Task` is to stand for: shards of a request but the first."""
+    if shards < 3:
+        yield from ((key, call, {}) for key, call in calls.items())
+        return
+    for _, request in groupby(calls.items(), lambda entry: entry[0][1] // shards):
+        first, *others = request
+        yield *first, {}
+        if len(others) > 1 and all(call[:-1] == others[0][1][:-1] for _, call in others):
+            yield *others[0], dict(others)
+        else:
+            yield from ((*other, {}) for other in others)
+
+
+def _in_place(tasks: Sequence[Task], split: Task) -> list[Task]:
+    """With the parts of a task that was split where it was."""
+    at = tasks.index(split)
+    return [*tasks[:at], *split.split, *tasks[at + 1 :]]
 
 
 def _layer(name: str, layer: Any) -> Layer:

@@ -34,6 +34,7 @@ from spotlight.records import (
 )
 from spotlight.rl import rewards
 from spotlight.rl.models import Model, device_of
+from spotlight.store import updates
 from spotlight.store.latents import LatentStore
 from spotlight.store.node import Node
 from spotlight.store.rundir import RunDir
@@ -72,6 +73,9 @@ class InProcess:
 
     def gradient(self, run_dir: str, part: GradientPart) -> Gradient:
         return self.engine(run_dir).gradient(part)
+
+    def has_gradient(self, run_dir: str, part: GradientPart) -> bool:
+        return updates.find(run_dir, part) is not None
 
     def update(
         self,

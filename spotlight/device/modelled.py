@@ -32,7 +32,6 @@ from spotlight.records import (
     Updated,
     WeightsRef,
 )
-from spotlight.store import updates
 from spotlight.store import weights as store
 from spotlight.store.rundir import RunDir
 
@@ -96,13 +95,15 @@ class ModelledDevice:
         run = self._run(run_dir)
         if store.published(run.url, part.weights.version + 1):
             return Gradient(name="")
-        found = updates.find(run.url, part)
-        if found is None:
+        if not run.has_gradient(part):
             named = zip(part.samples, part.positions, strict=True)
             rewards = {f"{sample.request.prompt.id}/{position}": sample.reward for sample, position in named}
-            measured = Gradient(name="", rows=len(part.samples), metrics=rewards)
-            found = updates.put(run.url, part, measured, {})
-        return found
+            made = Gradient(name=f"u{part.update}-p{part.number}", rows=len(part.samples), metrics=rewards)
+            run.gradients[part.update, part.number] = part, made
+        return run.gradients[part.update, part.number][1]
+
+    def has_gradient(self, run_dir: str, part: GradientPart) -> bool:
+        return self._run(run_dir).has_gradient(part)
 
     def update(
         self,
@@ -131,11 +132,20 @@ class ModelledDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """What is known of one run: its settings, and the scores of versions that were asked for."""
+    """What is known of one run: its settings, the scores of versions that were asked for, and gradients.
+
+    Gradients are not in the store: a run that is resumed works them out again in no time.
+    """
 
     url: str
     settings: Config
     scores: dict[WeightsRef, float] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], tuple[GradientPart, Gradient]] = field(default_factory=dict)
+    """Of each part, by its update and its number, the last one."""
+
+    def has_gradient(self, part: GradientPart) -> bool:
+        known = self.gradients.get((part.update, part.number))
+        return known is not None and known[0] == part
 
     def score(self, ref: WeightsRef) -> float:
         """The score of a published version.

@@ -80,7 +80,11 @@ class Device(Protocol):
         ...
 
     def gradient(self, run_dir: str, part: GradientPart) -> Gradient:
-        """Compute the gradient of a part of an update, and keep it in the store."""
+        """Compute the gradient of a part of an update, and keep it."""
+        ...
+
+    def has_gradient(self, run_dir: str, part: GradientPart) -> bool:
+        """Whether the gradient of a part is kept, so that `gradient` only finds it."""
         ...
 
     def update(

@@ -154,11 +154,15 @@ class Signals:
             case CallOff(gang=gang, epoch=epoch):
                 self._called_off[gang] = epoch
             case PlaceShard(gang=gang, shard=shard, placement=placement):
-                while len(self._places) >= PLACES_MAX:
-                    self._places.pop(next(iter(self._places)), None)
-                self._places[gang, shard] = placement
+                self.place(gang, shard, placement)
             case _:
                 assert_never(command)
+
+    def place(self, gang: str, shard: int, placement: Placement | Surplus | int) -> None:
+        """As `PlaceShard` asks."""
+        while len(self._places) >= PLACES_MAX:
+            self._places.pop(next(iter(self._places)), None)
+        self._places[gang, shard] = placement
 
     def check(self, request: Request) -> str | None:
         """Why the request is to be dropped, or None to go on.

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
+from operator import attrgetter
 from typing import Literal, get_args
 
 from spotlight.records import Interval, Span, WorkerLife, base_phase
@@ -169,6 +170,9 @@ def segments(
 def _pieces(span: Span) -> list[Segment]:
     """A span's steps done twice, its useful and its lost ones, in this order; empty parts left out."""
     phase, start_s, stop_s = base_phase(span.phase), span.start_s, max(span.start_s, span.stop_s)
+    if span.outcome == "done" and not span.redone_s:  # nearly always
+        useful = Segment(pool=span.pool, phase=phase, kind="useful", start_s=start_s, stop_s=stop_s)
+        return [useful] if stop_s > start_s else []
     redone_s = min(stop_s, start_s + span.redone_s)
     useful_s = stop_s
     if span.outcome in ("lost", "failed"):
@@ -192,7 +196,7 @@ def _partition(life: WorkerLife, pieces: Iterable[Segment], window: Interval) ->
     """One worker's stay in the window, cut wherever a piece of work begins or ends."""
     whole = stay(life, (-inf, window[1]))
     work = [piece for piece in pieces if overlap_s(piece.start_s, piece.stop_s, whole)]
-    work.sort(key=lambda piece: piece.start_s)
+    work.sort(key=attrgetter("start_s"))
     first_s = work[0].start_s if work else whole[1]
     start_s, stop_s = stay(life, window)
     moments_s = {start_s, stop_s, *(at_s for piece in work for at_s in (piece.start_s, piece.stop_s))}
@@ -202,7 +206,9 @@ def _partition(life: WorkerLife, pieces: Iterable[Segment], window: Interval) ->
         while work and work[-1].start_s <= begin_s:
             under_way.append(work.pop())
         under_way = [piece for piece in under_way if piece.stop_s > begin_s]
-        chosen = max(under_way, key=lambda piece: (piece.kind == "useful", piece.start_s, piece.phase), default=None)
+        chosen = under_way[0] if under_way else None
+        if len(under_way) > 1:
+            chosen = max(under_way, key=lambda piece: (piece.kind == "useful", piece.start_s, piece.phase))
         waiting: Kind = "start-up" if begin_s < first_s else "idle"
         yield Segment(
             pool=life.pool,

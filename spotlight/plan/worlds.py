@@ -20,6 +20,10 @@ Narrow = NDArray[np.float32]
 WORLDS, LEAST_WORLDS, ALL_WORLDS = 128, 16, 2**14
 """In which a prompt is imagined: fewer where there are many prompts, so that the time grows little with them. Spread
 evenly, 64 were as good as 256."""
+BLOCK = 2**13
+"""Prompts times worlds that are imagined at a time: what is known of so many stays in a processor's cache."""
+GRID_V = np.arange(len(GRID_N), dtype=np.uint8) * np.float32(GRID_N[1])
+"""The grid's nodes, in single precision."""
 
 
 def imagine(
@@ -37,22 +41,51 @@ def imagine(
     worlds = min(WORLDS, max(LEAST_WORLDS, ALL_WORLDS // len(arms)))
     rng = np.random.Generator(np.random.Philox(key=seed))
     kind_W = (np.arange(worlds) + rng.random()) / worlds
-    kind_PW = (shares_PK.cumsum(axis=1)[:, None, :-1] < kind_W[:, None]).sum(axis=-1)
-    below_NPW = np.moveaxis(np.take_along_axis(chance_PKN.cumsum(axis=-1)[..., :-1], kind_PW[..., None], axis=1), -1, 0)
-    below_NPW = np.ascontiguousarray(below_NPW, dtype=np.float32)
-    grid_N = np.arange(len(GRID_N), dtype=np.uint8) * np.float32(GRID_N[1])
-    values_V = np.unique(np.concatenate([grid_N, *(np.array(arm.rewards, dtype=np.float32) for arm in arms)]))
-    ranks_MSPW = _extremes(arms, values_V, keep, worlds)
+    draws_J = [[_spread(rng, worlds) for _ in range(new_P.max())] for new_P in new_JP]
+    values_V = np.unique(np.concatenate([GRID_V, *(np.array(arm.rewards, dtype=np.float32) for arm in arms)]))
+    variance_PWJ = np.empty((len(arms), worlds, ahead + 1))
+    block = max(1, BLOCK // worlds)
+    for first in range(0, len(arms), block):
+        some = slice(first, first + block)
+        kind_PW = (shares_PK[some].cumsum(axis=1)[:, None, :-1] < kind_W[:, None]).sum(axis=-1)
+        below_PKN = chance_PKN[some].cumsum(axis=-1)[..., :-1].astype(np.float32)
+        below_NPW = np.ascontiguousarray(np.moveaxis(np.take_along_axis(below_PKN, kind_PW[..., None], axis=1), -1, 0))
+        variance_PWJ[some] = _variances(
+            _extremes(arms[some], values_V, keep, worlds), values_V, below_NPW, new_JP[:, some], draws_J
+        )
+    return variance_PWJ
+
+
+def _spread(rng: np.random.Generator, worlds: int) -> Narrow:
+    """A uniform number for each world, spread evenly over them."""
+    uniform_W: Narrow = ((rng.permutation(worlds) + rng.random(worlds)) / worlds).astype(np.float32)
+    return uniform_W
+
+
+def _variances(
+    ranks_MSPW: NDArray[Any],
+    values_V: Narrow,
+    below_NPW: Narrow,
+    new_JP: NDArray[Any],
+    draws_J: Sequence[Sequence[Narrow]],
+) -> Array:
+    """Of some prompts: the variance of the kept subset after each number of chunks, (P, W, J).
+
+    Args:
+        ranks_MSPW: of what was scored; it is overwritten.
+        below_NPW: the chance of a reward below each node but the first.
+        new_JP: candidates of each chunk.
+        draws_J: the worlds' uniform numbers for each candidate of each chunk.
+    """
     none, last = _none(ranks_MSPW.dtype), len(values_V) - 1
-    rank_N = np.searchsorted(values_V, grid_N).astype(ranks_MSPW.dtype)
+    rank_N = np.searchsorted(values_V, GRID_V).astype(ranks_MSPW.dtype)
     low_V, high_V = (
         np.append(side_V, np.float32(end)) for side_V, end in ((values_V, np.inf), (values_V[::-1], -np.inf))
     )
     new_SPW = np.empty_like(ranks_MSPW[0])
-    variance_JPW = np.empty((ahead + 1, *kind_PW.shape), dtype=np.float32)
-    for new_P, variance_PW in zip(new_JP, variance_JPW, strict=True):
-        for at in range(new_P.max()):
-            uniform_W = ((rng.permutation(worlds) + rng.random(worlds)) / worlds).astype(np.float32)
+    variance_JPW = np.empty((len(new_JP), *below_NPW.shape[1:]), dtype=np.float32)
+    for new_P, draws, variance_PW in zip(new_JP, draws_J, variance_JPW, strict=True):
+        for at, uniform_W in enumerate(draws):
             node_PW = (below_NPW < uniform_W).view(np.uint8).sum(axis=0, dtype=np.uint8)
             np.take(rank_N, node_PW, out=new_SPW[0], mode="clip")
             np.subtract(last, new_SPW[0], out=new_SPW[1])

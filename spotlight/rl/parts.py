@@ -117,7 +117,7 @@ class Cut:
         """Positions of a part's samples among the iteration's, ascending.
 
         Args:
-            advantages_B: of all samples of the iteration; with one update it is not looked at.
+            advantages_B: of all samples of the iteration; with one update neither is looked at.
             groups_B: their prompts.
         """
         if self.updates == 1:

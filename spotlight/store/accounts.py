@@ -75,6 +75,8 @@ class Accounts:
         self._folded: tuple[Entry, ...] = ()
         self._folded_busy_s = 0.0  # of spot workers
         self._measured_s = 0.0
+        self._measured: dict[Interval, dict[str, float]] = {}
+        """The last stretch of time that was measured, until more is reported."""
         self._first_done_s: float | None = None
         self.running: Mapping[str, int] = {}
         """Tasks in progress, by phase."""
@@ -88,25 +90,36 @@ class Accounts:
             self._run.append(EVENTS, *drained["events"])
         spans = [Span(**row) for row in drained["spans"]]
         self._add_spans(spans)
+        if drained["events"] or spans:
+            self._measured = {}
         if self._first_done_s is None:
             self._first_done_s = min((span.stop_s for span in spans if _makes_images(span)), default=None)
         if drained["spans"]:
             self._run.append(SPANS, *drained["spans"])
         lives = [WorkerLife(**row) for row in drained["workers"]]
         if lives != self._lives:
-            self._lives = lives
+            self._lives, self._measured = lives, {}
             self._write_lives()
 
     def close(self, now_s: float) -> None:
         """The session ends, and with it the workers that are still alive."""
-        self._lives = [_ended(life, now_s) for life in self._lives]
+        self._lives, self._measured = [_ended(life, now_s) for life in self._lives], {}
         self.running = {}
         self._write_lives()
         self._ledger = None
 
     def measure(self, start_s: float, stop_s: float) -> dict[str, float]:
         """Seconds and dollars of a stretch of time: by phase, by worker, by pool."""
-        window, spans, workers = (start_s, stop_s), self._since(start_s), self._all()
+        window = (start_s, stop_s)
+        if window not in self._measured:  # an iteration's is asked for twice
+            self._measured = {window: self._measure(window)}
+        self._ledger = None
+        self._fold(start_s)
+        return self._measured[window]
+
+    def _measure(self, window: Interval) -> dict[str, float]:
+        start_s, stop_s = window
+        spans, workers = self._since(start_s), self._all()
         by_phase: defaultdict[str, float] = defaultdict(float)
         for span in spans:
             by_phase[_phase(span)] += overlap_s(span.start_s, span.stop_s, window)
@@ -119,8 +132,6 @@ class Accounts:
         recoveries_s = [r for at_s, r in self._recoveries if start_s <= at_s <= stop_s]
         lost_s = sum(lost_s for at_s, lost_s in self._pauses if start_s <= at_s <= stop_s)
         firsts = [self._spans[index] for _, index in sorted(self._first_spot.values(), key=itemgetter(1))]
-        self._ledger = None
-        self._fold(start_s)
         return {
             "wall_s": stop_s - start_s,
             **{f"{phase}_s": seconds for phase, seconds in by_phase.items() if seconds},

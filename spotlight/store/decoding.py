@@ -59,7 +59,7 @@ def _infinite(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[st
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from _infinite(each, (*path, str(key)))
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple) and not all(isinstance(each, float) and isfinite(each) for each in value):
         for index, each in enumerate(value):
             yield from _infinite(each, (*path, index))
 

@@ -660,7 +660,8 @@ def indented(value: Any, line: str = "\n") -> str:
 
 
 def _lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    return b"".join(json.dumps(row, sort_keys=True).encode() + b"\n" for row in rows)
+    encode = json.JSONEncoder(sort_keys=True).encode  # `json.dumps` would make one for each row
+    return b"".join([encode(row).encode() + b"\n" for row in rows])
 
 
 def _whole_lines(path: Path) -> list[bytes]:

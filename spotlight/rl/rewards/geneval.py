@@ -61,21 +61,21 @@ def geneval_correct(objects: Objects, metadata: Mapping[str, Any]) -> bool:
     for clause in metadata.get("include", ()):
         found = list(objects.get(clause["class"], ()))[: clause["count"]]
         groups.append(found if _matches(found, clause, groups) else None)
-    excluded = any(len(objects.get(one["class"], ())) >= one["count"] for one in metadata.get("exclude", ()))
+    excluded = any(len(objects.get(clause["class"], ())) >= clause["count"] for clause in metadata.get("exclude", ()))
     return not excluded and all(group is not None for group in groups)
 
 
 def _matches(found: Sequence[Object], clause: Mapping[str, Any], groups: Sequence[Sequence[Object] | None]) -> bool:
     if len(found) < clause["count"]:
         return False
-    if "color" in clause and sum(one["color"] == clause["color"] for one in found) < clause["count"]:
+    if "color" in clause and sum(thing["color"] == clause["color"] for thing in found) < clause["count"]:
         return False
     if "position" not in clause:
         return True
     relation, target = clause["position"]
     others = groups[target]
     return others is not None and all(
-        relation in relative_position(one["box"], other["box"]) for one in found for other in others
+        relation in relative_position(thing["box"], other["box"]) for thing in found for other in others
     )
 
 
@@ -95,7 +95,7 @@ def geneval_graded(objects: Objects, metadata: Mapping[str, Any]) -> float:
         if not matched:
             terms += [0.0] * (("color" in clause) + ("position" in clause))
         elif "color" in clause:
-            of_colour = sum(one["color"] == clause["color"] for one in found)
+            of_colour = sum(thing["color"] == clause["color"] for thing in found)
             terms.append(1 - abs(of_colour - count) / count)
             matched = of_colour == count
         if matched and "position" in clause:
@@ -125,7 +125,9 @@ class GenEvalScorer(Scorer):
         classes = [clause["class"] for part in ("include", "exclude") for clause in metadata.get(part, ())]
         least = COUNTING_THRESHOLD if metadata.get("tag") == "counting" else THRESHOLD
         objects = {
-            name: sorted((one for one in found if one["score"] > least), key=lambda one: -one["score"])[:MAX_OBJECTS]
+            name: sorted((thing for thing in found if thing["score"] > least), key=lambda thing: -thing["score"])[
+                :MAX_OBJECTS
+            ]
             for name, found in self._detector(image_HWC, sorted(set(classes))).items()
         }
         if not self._graded:
@@ -142,8 +144,10 @@ def metadata_of(prompt: Prompt) -> Mapping[str, Any]:
     try:
         found: Mapping[str, Any] = json.loads(prompt.metadata or "{}")
         clauses = [*found["include"], *found.get("exclude", ())]
-        whole = all(isinstance(one["class"], str) and one["count"] >= 1 for one in clauses) and found["include"]
-        earlier = all(one["position"][1] < at for at, one in enumerate(found["include"]) if "position" in one)
+        whole = (
+            all(isinstance(clause["class"], str) and clause["count"] >= 1 for clause in clauses) and found["include"]
+        )
+        earlier = all(clause["position"][1] < at for at, clause in enumerate(found["include"]) if "position" in clause)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         whole = earlier = False
     if not whole or not earlier:
