@@ -32,7 +32,7 @@ from runs import wait_for
 from spotlight.run import Run
 from spotlight.store.rundir import SPANS
 
-run = Run(sys.argv[1], ["run.iterations=2", "run.validate_every=2"]).start()
+run = Run(sys.argv[1], ["run.iterations=1", "run.validate_every=1"]).start()
 client = client_of(run)
 wait_for(lambda: run.directory.rows(SPANS))
 places = run._pools.cluster.workers
