@@ -1,9 +1,10 @@
 """How much memory a long run takes as it goes on: of the driver and its scheduler, of the workers, of their engines.
 
 ``python -m benchmarks.soak --iterations 10000`` follows the loop, dispatcher and accounts of a live run on the virtual
-clock; ``python -m benchmarks.soak --live --iterations 1000`` follows a live run of tiny iterations with all its
-processes. Level means that from the hundredth iteration on nothing is kept for each of them. Of each process counts
-what it shares with no other, so that what engines map from their node's memory counts once at most.
+clock (with ``--tiny`` in half the time); ``python -m benchmarks.soak --live --iterations 1000`` follows a live run of
+tiny iterations with all its processes. Level means that from the hundredth iteration on nothing is kept for each of
+them. Of each process counts what it shares with no other, so that what engines map from their node's memory counts
+once at most.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -50,7 +51,7 @@ TINY = [
 LOOK_S = 0.2
 
 
-def simulated(iterations: int, every: int, tell: Tell) -> None:
+def simulated(iterations: int, every: int, tell: Tell, overrides: Sequence[str] = ()) -> None:
     """On the virtual clock: all is one process."""
     told = 0
 
@@ -62,7 +63,7 @@ def simulated(iterations: int, every: int, tell: Tell) -> None:
             tell(iteration, {"all": _mb(psutil.Process())})
 
     with _settings(iterations) as (settings, common):
-        Simulation("soak", config.load(settings, common), "modelled", follow).go(report=False)
+        Simulation("soak", config.load(settings, [*common, *overrides]), "modelled", follow).go(report=False)
 
 
 def live(iterations: int, every: int, tell: Tell) -> None:
@@ -119,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=10_000)
     parser.add_argument("--live", action="store_true", help="a live run, of tiny iterations")
+    parser.add_argument("--tiny", action="store_true", help="tiny iterations on the virtual clock, as live ones are")
     parser.add_argument("--every", type=int, help="iterations between two looks; a twentieth of all, if left out")
     parser.add_argument("--save", type=Path, help="also write the numbers to this JSON file")
     arguments = parser.parse_args()
@@ -135,7 +137,10 @@ def main() -> None:
             took_s = round(time.monotonic() - began_s, 1)
             arguments.save.write_text(json.dumps({"live": arguments.live, "s": took_s, "mb": rows}) + "\n")
 
-    (live if arguments.live else simulated)(arguments.iterations, every, tell)
+    if arguments.live:
+        live(arguments.iterations, every, tell)
+    else:
+        simulated(arguments.iterations, every, tell, TINY if arguments.tiny else ())
     print(f"\n{time.monotonic() - began_s:.0f} s")
     for who, growth in growths(rows).items():
         print(f"{who}: {growth:+.1%} since iteration {WARM}")
