@@ -15,7 +15,6 @@ import contextlib
 import getpass
 import glob
 import logging
-import os
 import re
 import shlex
 import shutil
@@ -32,7 +31,7 @@ from typing import Any
 from distributed import Scheduler, Security, SpecCluster
 from distributed.deploy.spec import ProcessInterface
 
-from cluster.certificate import certificate
+from cluster.certificate import certificate, write
 from spotlight.config import Config, PoolSection
 from spotlight.records import SpotlightError
 
@@ -374,13 +373,8 @@ def _certificates(run_dir: Path) -> Iterator[tuple[Security, Security]]:
     for left in home.glob(f"{glob.escape(prefix)}*"):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=home) as directory:
-        files = {}
-        for name in ("tls_ca_file", "tls_worker_cert", "tls_worker_key"):
-            file = Path(directory) / f"{name.removeprefix('tls_')}.pem"
-            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-                out.write(getattr(security, name))
-            files[name] = str(file)
-        yield security, Security(require_encryption=True, **files)
+        cert, key = map(str, write(Path(directory), security))
+        yield security, Security(require_encryption=True, tls_ca_file=cert, tls_worker_cert=cert, tls_worker_key=key)
 
 
 def scripts(config: Config, run_dir: Path | str, *, begin: str = "") -> Mapping[str, str]:
