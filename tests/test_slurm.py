@@ -92,6 +92,29 @@ def test_jobs_that_are_displaced_or_warned_come_back_and_the_bits_are_the_same(
     assert not jobs()
 
 
+@pytest.mark.usefixtures("asked", "slurm")
+def test_a_job_that_is_not_wanted_any_more_is_drained_and_not_queued_again(
+    tmp_path: Path, undisturbed: dict[str, list[object]]
+) -> None:
+    run = Run(settings_file(tmp_path), [*JOBS, *WORK, *PACED]).start()
+    wait_for(lambda: rolling_out(run, iteration=0))
+    (first,) = jobs("--partition=spot")
+    with pytest.raises(SpotlightError, match="this run can have 0, 2"):
+        run.scale(spot=1)
+
+    run.scale(spot=0)
+    wait_for(lambda: "JobState=COMPLETED" in slurms("scontrol", "show", "job", first))
+    wait_for(lambda: "spot" in run.status.waiting_for)
+    assert not jobs("--partition=spot")
+    run.scale(spot=2)
+    run.wait()
+
+    reasons = {row["worker"]: row["reason"] for row in run.directory.rows(WORKERS) if row["reason"] != "end"}
+    assert outcome(run.directory.path) == undisturbed
+    assert reasons == {"spot-0": "left", "spot-1": "left"}
+    assert "Restarts=0" in slurms("scontrol", "show", "job", first)
+
+
 def rolling_out(run: Run, *, iteration: int) -> bool:
     assert run.alive, run.wait()
     return run.status.iteration == iteration and run.status.running.get("rollout", 0) > 0
