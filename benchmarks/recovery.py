@@ -165,12 +165,12 @@ class Live:
         return None if row == "ended" else row
 
     def full(self) -> dict[str, str]:
-        """Names of the spot workers by address, once every place has one."""
+        """Names of the spot workers by address, once each place has one that takes requests: a Dask worker does so only
+        moments after it is one, and a request that begins without it may never be as wide as is waited for."""
 
         def find() -> dict[str, str] | None:
-            workers = self.pools.client.scheduler_info(n_workers=-1)["workers"]
-            ready = {address: str(one["name"]) for address, one in workers.items() if one["status"] == "running"}
-            spot = {address: name for address, name in ready.items() if name.startswith("spot")}
+            workers = self.pools.snapshot().workers
+            spot = {address: name for name, address in workers.items() if name.startswith("spot")}
             return spot if len(spot) == self.config.pools.spot.workers else None
 
         found: dict[str, str] = self._wait(find, "full pool")

@@ -72,6 +72,16 @@ def take_back(kind: str, what: str) -> None:
         _janitors[-1].tell(removed=[(kind, what)])
 
 
+@contextlib.contextmanager
+def leaving(kind: str, what: str) -> Iterator[None]:
+    """For as long as this lasts, there would be this left, if this process were killed."""
+    leave(kind, what)
+    try:
+        yield
+    finally:
+        take_back(kind, what)
+
+
 def _start() -> tuple[int, int]:
     """Start the process; returns its number, and the end of the pipe to it."""
     theirs, ours = os.pipe()

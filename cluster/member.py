@@ -21,7 +21,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,6 +39,7 @@ from spotlight.device.protocol import install
 from spotlight.device.signals import Clear, Leave, Order, order_from_message, shard_from_message, signals
 from spotlight.records import SpotlightError
 from spotlight.store.node import Node, shared_root, sweep
+from spotlight.store.objects import objects_at
 from spotlight.store.slots import Slot
 
 POOLS = ("reserved", "spot", "head")
@@ -73,7 +73,7 @@ class Terms:
 
     @property
     def run(self) -> str:
-        return Path(self.run_dir).name
+        return self.run_dir.rpartition("/")[2]
 
     @property
     def memory(self) -> str:
@@ -81,11 +81,11 @@ class Terms:
         return f"{self.run}-{self.session}"
 
 
-def terms_of(config: Config, run_dir: Path, session: str) -> Terms:
+def terms_of(config: Config, run_dir: str, session: str) -> Terms:
     """What the settings ask of workers."""
     return Terms(
         version=__version__,
-        run_dir=str(run_dir),
+        run_dir=run_dir,
         session=session,
         hang_after_s=config.cluster.hang_after_s,
         quarantine_after=config.cluster.quarantine_after,
@@ -270,10 +270,10 @@ def _check(terms: Terms) -> None:
         raise SpotlightError(
             f"it has Spotlight {__version__}, and the driver has {terms.version}: install the same version on both"
         )
-    if not (Path(terms.run_dir) / RESOLVED).is_file():
+    if objects_at(terms.run_dir).size(RESOLVED) is None:
         raise SpotlightError(
             f"on {socket.gethostname()} there is no run directory {terms.run_dir}: set run.dir to a directory that all "
-            "machines share under the same path"
+            "machines share under the same path, or to the URL of an object store"
         )
 
 

@@ -36,6 +36,7 @@ from spotlight.clock import wall_clock
 from spotlight.config import Config
 from spotlight.records import SpotlightError
 from spotlight.store.leftovers import Scratch, sweep_ended, sweep_leftovers
+from spotlight.store.rundir import files_of
 from spotlight.store.slots import is_stopped
 
 DASK_SETTINGS = {
@@ -59,7 +60,7 @@ class Pools:
     """The cluster of one run, from its start to its end.
 
     Args:
-        run_dir: of the run; all workers see it under this path.
+        run_dir: or URL of the run; all workers see it under this path or URL.
         standing: the cluster to run on: an address, a scheduler file, or a Dask client or cluster. None: one of its
             own.
 
@@ -67,8 +68,8 @@ class Pools:
         SpotlightError: that cluster cannot be reached or used, or runs something else.
     """
 
-    def __init__(self, config: Config, run_dir: Path, standing: Standing | None = None) -> None:
-        self._run = run_dir.name
+    def __init__(self, config: Config, run_dir: str | Path, standing: Standing | None = None) -> None:
+        self._run = str(run_dir).rpartition("/")[2]
         self.session = token_hex(4)
         """Which start of the run this is."""
         self.cluster: SpecCluster | None = None
@@ -87,14 +88,14 @@ class Pools:
             if swept := sweep_leftovers():
                 names = ", ".join(sorted(path.name for path in swept))
                 logger.warning("removed what processes that were killed had left on this machine: %s", names)
-            directory = self._keep_scratch(stack, terms_of(config, run_dir, self.session), run_dir)
+            terms, files = terms_of(config, str(run_dir), self.session), files_of(run_dir)
+            directory = self._keep_scratch(stack, terms, files)
             private = {"temporary-directory": directory}  # Dask imports from there; its default is open to other users
             stack.enter_context(dask.config.set(DASK_SETTINGS | private))
-            terms = terms_of(config, run_dir, self.session)
             if standing is None:
                 prepare()
                 self.cluster = stack.enter_context(
-                    slurm_cluster(config, run_dir)
+                    slurm_cluster(config, files)
                     if config.cluster.manager == "slurm"
                     else local_cluster(config, directory, DASK_SETTINGS)
                 )
@@ -120,15 +121,14 @@ class Pools:
             stack.callback(self.client.sync, head.close)
             self._stack = stack.pop_all()
 
-    def _keep_scratch(self, stack: contextlib.ExitStack, terms: Terms, run_dir: Path) -> str:
+    def _keep_scratch(self, stack: contextlib.ExitStack, terms: Terms, files: Path) -> str:
         """A directory for Dask; it and all else that the run has outside its own goes at the end, whatever that is."""
         self._scratch = scratch = Scratch()
+        left = (("folder", str(scratch.path)), ("memory", terms.memory), ("half written", str(files)))
+        for kind, what in left:
+            stack.enter_context(janitor.leaving(kind, what))  # to the last: this process may be killed at its end, too
         stack.callback(scratch.close)
         stack.callback(sweep_ended, terms.memory)
-        left = (("folder", str(scratch.path)), ("memory", terms.memory), ("half written", str(run_dir)))
-        for kind, what in left:
-            janitor.leave(kind, what)
-            stack.callback(janitor.take_back, kind, what)
         return str(scratch.path)
 
     def _register(self, plugin: DispatchPlugin | PagePlugin | MemberPlugin) -> None:

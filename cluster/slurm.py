@@ -31,9 +31,11 @@ from typing import Any
 from distributed import Scheduler, Security, SpecCluster
 from distributed.deploy.spec import ProcessInterface
 
+from cluster import janitor
 from cluster.certificate import certificate, write
 from spotlight.config import Config, PoolSection
 from spotlight.records import SpotlightError
+from spotlight.store.rundir import files_of
 
 logger = logging.getLogger("spotlight.slurm")
 
@@ -297,10 +299,10 @@ def driver_script(config: Config, run_dir: Path | str, *, begin: str = "") -> st
 
     `scancel` (SIGTERM) stops the run for good; the signal before the time limit is another one.
     """
-    slurm, run = config.cluster.slurm, shlex.quote(str(run_dir))
+    slurm, run, files = config.cluster.slurm, shlex.quote(str(run_dir)), files_of(run_dir)
     header = [
-        f"--job-name={Path(run_dir).name}",
-        f"--output={run_dir}/slurm/driver-%j.out",
+        f"--job-name={files.name}",
+        f"--output={files}/slurm/driver-%j.out",
         f"--signal=B:{RESUME.removeprefix('SIG')}@{DRIVER_NOTICE_S}",
         "--requeue",
         "--open-mode=append",
@@ -403,7 +405,8 @@ def _slurm_job() -> Any:
 def _certificates(run_dir: Path) -> Iterator[tuple[Security, Security]]:
     """The run's own certificate: for the scheduler here, and as files for the jobs, which share this home directory.
 
-    The files can be read by this user alone, and go with the cluster; those of a driver that was killed, now.
+    The files can be read by this user alone, and go with the cluster, or with a driver that is killed; what is left
+    where all of a machine is killed, now.
     """
     security = certificate()
     home = Path.home() / ".spotlight"
@@ -411,7 +414,7 @@ def _certificates(run_dir: Path) -> Iterator[tuple[Security, Security]]:
     prefix = job_name(run_dir, "tls-")
     for left in home.glob(f"{glob.escape(prefix)}*"):
         shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=home) as directory:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=home) as directory, janitor.leaving("folder", directory):
         cert, key = map(str, write(Path(directory), security))
         yield security, Security(require_encryption=True, tls_ca_file=cert, tls_worker_cert=cert, tls_worker_key=key)
 
@@ -423,7 +426,7 @@ def scripts(config: Config, run_dir: Path | str, *, begin: str = "") -> Mapping[
         jobs = len(range(0, section.workers, section.workers_per_node))
         if jobs:
             job = worker_job(
-                "tls://DRIVER:PORT", pool=pool, first=0, section=section, run_dir=Path(run_dir), security=None
+                "tls://DRIVER:PORT", pool=pool, first=0, section=section, run_dir=files_of(run_dir), security=None
             )
             found[f"{jobs} x {pool}, by the driver"] = job.job_script()
     return found

@@ -7,7 +7,6 @@ import contextlib
 import time
 from collections.abc import Awaitable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,23 +56,23 @@ class WorkerDevice:
         return self._call(run_dir, PrepareCall())
 
     def rollout(self, run_dir: str, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
-        self._bring(Path(run_dir), request.weights, request.policy)
+        self._bring(run_dir, request.weights, request.policy)
         return self._call(run_dir, RolloutCall(request=request, place=place), place if place.gang else None)
 
     def score(self, run_dir: str, request: Request) -> Scored | Dropped:
-        self._bring(Path(run_dir), request.weights, request.policy)
+        self._bring(run_dir, request.weights, request.policy)
         return self._call(run_dir, ScoreCall(request=request))
 
     def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
-        self._bring(Path(run_dir), request.weights, request.policy)
+        self._bring(run_dir, request.weights, request.policy)
         return self._call(run_dir, ImagesCall(request=request))
 
     def gradient(self, run_dir: str, part: GradientPart) -> Gradient:
-        found = updates.find(Path(run_dir), part)
+        found = updates.find(run_dir, part)
         if found is None:
             policies: set[Policy] = {"trained", *(sample.request.policy for sample in part.samples)}
             for policy in sorted(policies):
-                self._bring(Path(run_dir), part.weights, policy)
+                self._bring(run_dir, part.weights, policy)
             found = self._call(run_dir, GradientCall(part=part))
         return found
 
@@ -106,9 +105,9 @@ class WorkerDevice:
         self._lost_in_row = 0
         return value
 
-    def _bring(self, run_dir: Path, ref: WeightsRef, policy: Policy) -> None:
+    def _bring(self, run_dir: str, ref: WeightsRef, policy: Policy) -> None:
         part = weights.PARTS[policy]
-        sha256 = weights.digest(run_dir, ref, part)
+        sha256 = weights.part_ref(run_dir, ref, part).sha256
         if self._node.holds(sha256):
             return
         asked = self._worker.scheduler.spotlight_holders(sha256=sha256)

@@ -27,7 +27,7 @@ from graphs.iteration import (
 from graphs.tasks import RunContext, TrainingSet, whole
 from spotlight.clock import Clock, wall_clock
 from spotlight.config import Config
-from spotlight.plan.bandit import RECENT, affordable, rank_correlation
+from spotlight.plan.bandit import PROBE_SHARE, RECENT, affordable, captured_variance, rank_correlation
 from spotlight.plan.beliefs import Beliefs, learn
 from spotlight.plan.offload import (
     FIRST_WINDOW_S,
@@ -38,6 +38,7 @@ from spotlight.plan.offload import (
     rollout_window_s,
     spot_worth_renting,
 )
+from spotlight.plan.sharing import worth_exploring
 from spotlight.records import Prompt, Published, Quarantined, Scored, Selection, SpotlightError, WeightsRef
 from spotlight.rl import rewards
 from spotlight.rl.prompts import choose_prompts, read_prompts
@@ -95,7 +96,7 @@ class Loop:
         """Run all iterations that the directory does not hold yet."""
         config = self._config
         self._watch.begin("prepare", 0)
-        context: RunContext = self._compute(prepare_graph(str(self._run.path), self._session))["context"]
+        context: RunContext = self._compute(prepare_graph(self._run.url, self._session))["context"]
         done = len(self._run.history())
         for version in resuming.unvalidated(self._run, config, done):
             self._validate(context, self._weights(version, context))
@@ -109,7 +110,7 @@ class Loop:
         self._compute(final_graph(config, context))
 
     def _weights(self, version: int, context: RunContext) -> WeightsRef:
-        found = published(self._run.path, version)
+        found = published(self._run.url, version)
         return found.weights if found and version else context.start
 
     def _iterate(self, context: RunContext, k: int, weights: WeightsRef) -> WeightsRef:
@@ -118,10 +119,9 @@ class Loop:
         selection = run.selection(k) or self._first_selection(context, k, weights)
         candidates = None
         if config.strategy.exploration == "stale" and k + 1 < config.run.iterations and not run.selection(k + 1):
-            prompts = self._prompts(context, k + 1)
-            candidates = candidates_for(
-                config, context, k + 1, prompts, weights, beliefs=run.beliefs(k), candidates_max=self._affordable()
-            )
+            prompts, beliefs = self._prompts(context, k + 1), run.beliefs(k)
+            most = self._candidates_max(context, k + 1, prompts, beliefs)
+            candidates = candidates_for(config, context, k + 1, prompts, weights, beliefs=beliefs, candidates_max=most)
         self._watch.begin("iterate", k)
         begun_s = self._clock()
         window_s = self._window_s(k)
@@ -154,7 +154,7 @@ class Loop:
             measured=measured,
         )
         run.append(HISTORY, asdict(row))
-        retain(run.path, {0, after.weights.version, weights.version, *self._validated_versions()})
+        retain(run.url, {0, after.weights.version, weights.version, *self._validated_versions()})
         return after.weights
 
     def _window_s(self, k: int) -> float:
@@ -230,18 +230,35 @@ class Loop:
         )
         self._run.append(VALIDATION, asdict(row))
 
-    def _affordable(self) -> int | None:
-        """Candidates that can be explored while the next version is trained, going by the last iterations."""
-        config, history = self._config, self._run.last(HISTORY, HistoryRow, RECENT)
-        if config.exploration.budget == "fixed" or not history:
+    def _candidates_max(
+        self, context: RunContext, iteration: int, prompts: Sequence[Prompt], beliefs: Beliefs
+    ) -> int | None:
+        """Candidates for which there is time, or which are worth it, going by the last iterations; None: no limit."""
+        exploration, history = self._config.exploration, self._run.last(HISTORY, HistoryRow, RECENT)
+        if exploration.budget == "fixed" or not history:
             return None
         measured = history[-1].measured
         scored = measured.get("beside_seeds", 0)
-        return affordable(
-            spare_s=[row.measured["spare_s"] for row in history if "spare_s" in row.measured],
-            seed_s=measured.get("beside_s", 0.0) / scored if scored else 0.0,
-            chunk=config.exploration.request_seeds,
+        seed_s = measured.get("beside_s", 0.0) / scored if scored else 0.0
+        if exploration.budget == "time":
+            spare_s = [row.measured["spare_s"] for row in history if "spare_s" in row.measured]
+            return affordable(spare_s=spare_s, seed_s=seed_s, chunk=exploration.request_seeds)
+        work_s = measured.get("rollout_s", 0.0) + measured.get("train_s", 0.0)
+        if not (seed_s and work_s):
+            return None
+        chunk = exploration.request_seeds
+        captured = captured_variance(
+            [prompt.id for prompt in prompts],
+            beliefs,
+            iteration=iteration,
+            groups=self._config.rollout.prompts,
+            chunks=exploration.seeds_tried * len(prompts) // chunk,
+            chunk=chunk,
+            keep=self._config.rollout.seeds_kept,
+            seed=context.seed,
         )
+        probes = -(-len(prompts) // PROBE_SHARE)  # or the fidelity would never be measured again
+        return chunk * max(probes, worth_exploring(captured, work_s=work_s, chunk_s=chunk * seed_s))
 
     def _validated_versions(self) -> set[int]:
         return {row.version for row in self._run.validation()}

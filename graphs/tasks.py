@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
-from pathlib import Path
+from io import BytesIO
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Literal
 
@@ -42,7 +42,7 @@ from spotlight.records import (
 from spotlight.rl.advantages import group_advantages, zero_std_ratio
 from spotlight.rl.parts import Cut
 from spotlight.rl.rewards import normalised
-from spotlight.store.rundir import DECISIONS, QUARANTINED, RunDir, atomic_write
+from spotlight.store.rundir import DECISIONS, RunDir
 
 if TYPE_CHECKING:
     from spotlight.store.latents import LatentStore
@@ -109,7 +109,7 @@ def prepare(run_dir: str, session: str = "") -> RunContext:
     prepared = device.current().prepare(run_dir)
     return RunContext(
         run_dir=run_dir,
-        run=run.path.name,
+        run=run.name,
         seed=run.config().run.seed,
         sigmas=prepared.sigmas,
         explore_sigmas=prepared.explore_sigmas,
@@ -127,7 +127,7 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
     """
     place = signals.placed(gang, shard, request)
     if isinstance(place, Quarantined):
-        RunDir(run_dir).append(QUARANTINED, asdict(place))
+        RunDir(run_dir).quarantine(place)
     if isinstance(place, Surplus | Quarantined):
         return place
     reason = signals.check(request)
@@ -324,8 +324,8 @@ def publish(run_dir: str, updated: Updated) -> Published:
     from spotlight.store.updates import clear
     from spotlight.store.weights import publish as publish_staged
 
-    published = publish_staged(Path(run_dir), updated.version)
-    clear(Path(run_dir), updated.version - 1)
+    published = publish_staged(run_dir, updated.version)
+    clear(run_dir, updated.version - 1)
     return published
 
 
@@ -436,13 +436,12 @@ def save_images(
     import numpy as np
 
     name = f"images/validation-{version:05d}.npz"
-    path = Path(run_dir) / name
-    path.parent.mkdir(exist_ok=True)
     requests = [result.request for result in scored if isinstance(result, Scored)]
     texts = [request.prompt.text for request in requests for _ in request.seeds]
     images = [device.current().images(run_dir, request) for request in requests]
-    with atomic_write(path) as file:
-        np.savez_compressed(file, images=np.concatenate(images), texts=texts)
+    content = BytesIO()
+    np.savez_compressed(content, images=np.concatenate(images), texts=texts)
+    RunDir(run_dir).objects.put(name, content.getvalue())
     return name
 
 

@@ -43,6 +43,7 @@ EXAMPLES = {
     "sample": ("sample runs/a --prompt cat --seeds 0 1 2 3 --to cat.png",),
 }
 """Shown by each verb's ``--help``."""
+RUN = "a run's directory, or its URL in an object store"
 EXIT = """exit status:
   0    done
   1    something that you can put right; the message says how
@@ -102,16 +103,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings(run)
     run.add_argument(
         "--into",
-        type=Path,
         metavar="RUN",
-        help="the run directory; go on with the run that is there, if there is one, so that the same command may be "
-        "given again and again, as a queue of jobs does",
+        help="the run directory, or its URL; go on with the run that is there, if there is one, so that the same "
+        "command may be given again and again, as a queue of jobs does",
     )
     _add_cluster(run)
     _add_json(run, "show nothing on the way, and what came of it as JSON at the end")
 
     resume = _add_verb(verbs, "resume", _resume, "go on with a run that was stopped or killed")
-    resume.add_argument("run_dir", type=Path)
+    resume.add_argument("run_dir", metavar="RUN", help=RUN)
     _add_cluster(resume)
     _add_json(resume, "show nothing on the way, and what came of it as JSON at the end")
 
@@ -128,14 +128,14 @@ def _parser() -> argparse.ArgumentParser:
     submit.add_argument("--begin", default="", metavar="TIME", help="not before; as sbatch has it, such as 22:00")
 
     status = _add_verb(verbs, "status", _status, "say how a run stands, whoever runs it")
-    status.add_argument("run_dir", type=Path)
+    status.add_argument("run_dir", metavar="RUN", help=RUN)
     _add_json(status)
 
     report = _add_verb(verbs, "report", _report, "write a run's report.html and pictures")
-    report.add_argument("run_dir", type=Path)
+    report.add_argument("run_dir", metavar="RUN", help=RUN)
 
     cost = _add_verb(verbs, "cost", _cost, "say where a run's seconds and dollars went")
-    cost.add_argument("run_dir", type=Path)
+    cost.add_argument("run_dir", metavar="RUN", help=RUN)
     _add_json(cost)
 
     simulate = _add_verb(
@@ -161,14 +161,14 @@ def _parser() -> argparse.ArgumentParser:
     graph.add_argument("--to", type=Path, default=Path("iteration.svg"), help="an .svg or .png file (%(default)s)")
 
     export = _add_verb(verbs, "export", _export, "write trained weights that plain diffusers loads")
-    export.add_argument("run_dir", type=Path)
+    export.add_argument("run_dir", metavar="RUN", help=RUN)
     export.add_argument("--to", type=Path, required=True, help="directory to write")
     export.add_argument("--version", type=int, help="weights version (the latest)")
     export.add_argument("--policy", choices=get_args(Policy), help="which of its weights (those that were validated)")
     export.add_argument("--merged", action="store_true", help="the whole transformer, with the LoRA in its weights")
 
     sample = _add_verb(verbs, "sample", _sample, "draw a prompt with and without what a run trained")
-    sample.add_argument("run_dir", type=Path)
+    sample.add_argument("run_dir", metavar="RUN", help=RUN)
     sample.add_argument("--prompt", required=True)
     sample.add_argument("--to", type=Path, default=Path("sample.png"), help="an image file (%(default)s)")
     sample.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="one column each (0 1 2 3)")
@@ -276,8 +276,8 @@ def _submit(parsed: argparse.Namespace) -> None:
         return
     run = RunDir.create(settings, wall_clock())
     (run.path / "slurm").mkdir()
-    job = submit(scripts(settings, run.path, begin=parsed.begin)["the driver"])
-    print(f"job {job}\nrun directory   {run.path}\noutput          {run.path}/slurm/driver-{job}.out")
+    job = submit(scripts(settings, run.url, begin=parsed.begin)["the driver"])
+    print(f"job {job}\nrun directory   {run.url}\noutput          {run.path}/slurm/driver-{job}.out")
 
 
 def _report(parsed: argparse.Namespace) -> None:
@@ -298,16 +298,16 @@ def _cost(parsed: argparse.Namespace) -> None:
     settings = run.config()
     ledger = Accounts(run, settings).ledger(wall_clock())
     if not ledger.entries:
-        raise SpotlightError(f"{run.path}: no finished task is recorded yet, so there is no account: try again later")
+        raise SpotlightError(f"{run.url}: no finished task is recorded yet, so there is no account: try again later")
     if parsed.json:
         labels = {"paced": settings.pace.gpu, "simulated": run.simulated}
         print(json.dumps(labels | cost_json(ledger), indent=1))
         return
     console = Console()
-    so_far = "" if (run.path / SUMMARY).exists() else ", as far as it is recorded"
+    so_far = "" if run.objects.size(SUMMARY) is not None else ", as far as it is recorded"
     paced = f" (PACED: {settings.pace.model} on {settings.pace.gpu} is emulated)" if settings.pace.gpu else ""
     simulated = f" ({simulation(run.simulated)})" if run.simulated else ""
-    console.print(cost_table(ledger, f"{run.path.name}{simulated}{paced}{so_far}"))
+    console.print(cost_table(ledger, f"{run.name}{simulated}{paced}{so_far}"))
     for name, value in bought(ledger):
         console.print(f"{name:<52}{value}", soft_wrap=True, highlight=False)
 
@@ -354,7 +354,7 @@ def _sample(parsed: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing(path: str | Path) -> Iterator[None]:
     """A place that cannot be written to, or is full, is for a person to put right."""
     try:
         yield

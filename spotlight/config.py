@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from spotlight.files import absolute, read_bytes, shown
+from spotlight.files import OBJECT_SCHEMES, absolute, is_url, read_bytes, refuse_secrets, shown
 from spotlight.market.prices import usd_per_h
 from spotlight.records import Policy, Sampler, SpotlightError
 
@@ -78,7 +78,8 @@ class RunSection(Section):
     iterations: int = Field(30, ge=1, le=1_000_000)
     """Rounds of rollout, reward and training."""
     dir: str = "runs"
-    """Run directories are made in here; relative to the working directory."""
+    """Run directories are made in here; relative to the working directory, or the URL of a place in an object store,
+    such as ``s3://bucket/runs``. Keys come from the environment of the driver and of the workers."""
     shared: bool = False
     """Whether other users of the machine may look into the run directory, as far as the umask lets them."""
     validate_every: int = Field(10, ge=1, le=1_000_000)
@@ -99,6 +100,8 @@ class RunSection(Section):
             )
         if "\0" in self.dir:
             raise ValueError(f"run.dir = {shown(self.dir)}: a path has no NUL; give that of a directory")
+        if is_url(self.dir):
+            _check_url("run.dir", self.dir, OBJECT_SCHEMES)
         return self
 
 
@@ -214,8 +217,10 @@ class ExplorationSection(Section):
     """Denoising steps of a candidate; 0 means as many as a rollout."""
     planner: Literal["bandit", "equal"] = "bandit"
     """"bandit": candidates go where they raise the variance of the kept seeds most; "equal": to all prompts alike."""
-    budget: Literal["time", "fixed"] = "time"
-    """"time": the end of training closes exploration; "fixed": every candidate is tried."""
+    budget: Literal["time", "fixed", "worth"] = "time"
+    """"time": the end of training closes exploration; "fixed": every candidate is tried; "worth": as many are tried as
+    raise the expected variance of the kept seeds by a larger share than they lengthen the iteration, where every GPU
+    could also roll out or train (``strategy.train_pools``)."""
 
 
 class RewardSection(Section):
@@ -486,6 +491,12 @@ class LatentsSection(Section):
     keep: Literal["clean", "all", "none"] = "clean"
     """What of a finished iteration stays: clean latents, every committed step, or nothing."""
 
+    @model_validator(mode="after")
+    def _url_holds_no_secret(self) -> Self:
+        if is_url(self.url):
+            _check_url("latents.url", self.url, ())
+        return self
+
 
 class TrackingSection(Section):
     """Where metrics go beside the run directory."""
@@ -737,6 +748,20 @@ class Config(Section):
                 )
 
 
+def _check_url(name: str, url: str, schemes: Sequence[str]) -> None:
+    """
+    Args:
+        schemes: those that can be used; any, if it is empty.
+    """
+    try:
+        refuse_secrets(url)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    scheme = url.partition("://")[0]
+    if schemes and scheme not in (*schemes, "memory"):
+        raise ValueError(f"{name} = {shown(url)}: expected a directory, or a URL of {', '.join(schemes)}")
+
+
 def _largest_node(pool: PoolSection) -> int:
     return min(pool.workers, pool.workers_per_node)
 
@@ -754,17 +779,27 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     path = Path(path)
     if not path.exists():
         raise SpotlightError(f"{path}: no such settings file; examples/ holds some to start from")
+    return parse(read_bytes(path, "a settings file"), path.parent, str(path), overrides)
+
+
+def parse(content: bytes, base: Path, source: str, overrides: Sequence[str] = ()) -> Config:
+    """As `load`, of what a file holds.
+
+    Args:
+        base: what the paths in it are relative to.
+        source: where it is from, for the errors.
+    """
     try:
-        tree = tomllib.loads(read_bytes(path, "a settings file").decode())
-    except SpotlightError:
-        raise
+        tree = tomllib.loads(content.decode())
     except ValueError as error:  # of TOML, of UTF-8, or a number of thousands of digits
-        raise SpotlightError(f"{path}: not valid TOML: {error}") from None
+        raise SpotlightError(f"{source}: not valid TOML: {error}") from None
     except RecursionError:
-        raise SpotlightError(f"{path}: not valid TOML: it is nested too deeply; settings are two tables deep") from None
+        raise SpotlightError(
+            f"{source}: not valid TOML: it is nested too deeply; settings are two tables deep"
+        ) from None
     for override in overrides:
         set_value(tree, override)
-    return resolve(tree, path.parent, str(path))
+    return resolve(tree, base, source)
 
 
 def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Config:

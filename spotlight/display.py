@@ -37,13 +37,13 @@ def follow(run: Run, console: Console | None = None) -> None:
     with _ending_like_ctrl_c():
         run.start()
         try:
-            console.print(f"run directory   {run.directory.path}", soft_wrap=True)
+            console.print(f"run directory   {run.directory.url}", soft_wrap=True)
             with _Display(console) as display:
                 _watch(run, display, console)
         finally:
             run.stop()  # whatever ended the display: a run does not go on unseen
         run.wait()
-    console.print(_summary(run.directory.path))
+    console.print(_summary(run.directory))
     console.print(f"report          {run.directory.path / 'report.html'}", soft_wrap=True)
 
 
@@ -82,7 +82,7 @@ def _watch(run: Run, display: _Display, console: Console) -> None:
             run.stop()
             console.print(
                 f"stopping after the steps in flight; Ctrl-C again leaves at once; either way, "
-                f"`spotlight resume {run.directory.path}` goes on",
+                f"`spotlight resume {run.directory.url}` goes on",
                 soft_wrap=True,
             )
 
@@ -242,9 +242,9 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def _summary(run_dir: Path) -> Table:
+def _summary(run: RunDir) -> Table:
     """The end of a run in a few lines."""
-    summary = RunDir(run_dir).summary()
+    summary = run.summary()
     assert summary
     table = Table(title="Spotlight", show_header=False)
     gain = summary.score_after - summary.score_before

@@ -19,6 +19,29 @@ PATH_MAX = 1024
 SHOWN_MAX = 80
 """Characters of a value that is wrong."""
 
+OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
+"""Object stores in which a run can live."""
+SECRETS_COME_FROM = "keys come from the environment, such as AWS_ACCESS_KEY_ID"
+
+
+def is_url(place: str | Path) -> bool:
+    """Whether it is the address of an object store, and no path; ``file://`` is a path."""
+    return "://" in str(place) and not str(place).startswith("file://")
+
+
+def refuse_secrets(url: str) -> None:
+    """Addresses are shown and written down: they hold no secret.
+
+    Raises:
+        ValueError: this one does, or may.
+    """
+    scheme, _, rest = url.partition("://")
+    if "@" in rest.partition("/")[0] or "?" in rest:
+        raise ValueError(
+            f"the address {scheme}://... holds a user, a password or a query, and it would be written down: leave "
+            f"them out; {SECRETS_COME_FROM}"
+        )
+
 
 def shown(value: object) -> str:
     """A value that is wrong, as a refusal shows it: its beginning, if it is long."""

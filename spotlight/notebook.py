@@ -134,7 +134,7 @@ class Plot:
         return file.getvalue()
 
 
-def plot(run_dir: Path, what: str) -> Plot:
+def plot(run_dir: str | Path, what: str) -> Plot:
     """One of the report's pictures, of the run so far.
 
     Raises:
@@ -185,7 +185,7 @@ def images(run: RunDir, iteration: int | None) -> Images:
     selection = run.selection(k) if k >= 0 else None
     if selection is None:
         raise SpotlightError(
-            f"{run.path}: no seeds are recorded for iteration {k}; {done} are finished, and only runs "
+            f"{run.url}: no seeds are recorded for iteration {k}; {done} are finished, and only runs "
             "that explore record them: look at validation instead, run.plot('before-after')"
         )
     return Images(pictures(run, selection))

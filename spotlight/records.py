@@ -44,12 +44,24 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartRef:
+    """Names one file of a version by its content."""
+
+    name: str
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsRef:
     """Names one immutable version of what training changes."""
 
     version: int
     sha256: str
     """Of the safetensors file, hexadecimal."""
+    parts: tuple[PartRef, ...] = field(default=(), compare=False)
+    """All its files, so that whoever has them can hand them on, and nobody asks the store; empty where the manifest
+    was not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +104,9 @@ class Request:
     @property
     def digest(self) -> str:
         """SHA-256 of the whole value: work committed for another request is never resumed."""
-        return sha256(dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        value = asdict(self)
+        del value["weights"]["parts"]  # what samples is named without them
+        return sha256(dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from graphs.iteration import Graph
     from spotlight.notebook import Images, Plot
     from spotlight.plan.offload import Balance
+    from spotlight.store.lease import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ class Run:
         wanted = configuration.load(settings, overrides)
         check_inputs(wanted)
         directory = RunDir.into(run_dir, wanted)
-        return cls.resume(directory.path, cluster=cluster)
+        return cls.resume(directory.url, cluster=cluster)
 
     @classmethod
     def resume(cls, run_dir: str | Path, *, cluster: Standing | None = None) -> Run:
@@ -186,6 +187,7 @@ class Run:
         self._error: BaseException | None = None
         self._state, self._phase = "new", ""
         self._pools: Pools | None = None
+        self._lease: Lease | None = None
         self._dashboard = ""
         self._waiting_for: tuple[str, ...] = ()
         self._refused: Mapping[str, str] = {}
@@ -203,11 +205,16 @@ class Run:
     def start(self) -> Run:
         """Begin in the background, or go on; returns at once."""
         if self._is_ours:
-            raise SpotlightError(f"{self.directory.path}: this run is already running")
+            raise SpotlightError(f"{self.directory.url}: this run is already running")
         if not self._checked:  # it was only looked at so far
             resuming.check(self.directory)
             check_inputs(self.config)
             self._checked = True
+        if self.config.run.dir.startswith("memory://"):
+            raise SpotlightError(
+                f"run.dir = {self.config.run.dir!r}: workers are processes, and none sees the memory of another: name "
+                "a directory, or a URL of an object store"
+            )
         if self._cluster is None:
             _check_port(self.config.cluster.dashboard_port)
         tracking.check(self.config)
@@ -226,6 +233,7 @@ class Run:
     def _kept(self) -> Accounts:
         """The accounts; those of a run that goes on elsewhere are read again at every look."""
         if self._is_elsewhere:
+            self.directory.pull()
             return Accounts(self.directory, self.config, watched=True)
         if self._accounts is None:
             self._accounts = Accounts(self.directory, self.config)
@@ -268,7 +276,7 @@ class Run:
         else:
             self._wait_elsewhere(timeout_s)
         if self.alive:
-            raise TimeoutError(f"{self.directory.path}: still running after {timeout_s} s")
+            raise TimeoutError(f"{self.directory.url}: still running after {timeout_s} s")
         if self._error:
             raise self._error
         return self.status
@@ -278,7 +286,7 @@ class Run:
         while self.alive and (timeout_s is None or wall_clock() < began_s + timeout_s):
             time.sleep(POLL_S)
         if not self.alive and self.state == "stopped":
-            raise Stopped(f"resume with: spotlight resume {self.directory.path}")
+            raise Stopped(f"resume with: spotlight resume {self.directory.url}")
 
     def __await__(self) -> Generator[Any, None, Status]:
         """``await run``: as `wait`, while the event loop, of a notebook for example, goes on."""
@@ -340,7 +348,7 @@ class Run:
             refused=self._refused,
             elapsed_s=now_s - self._began_s if self._began_s else 0.0,
             dashboard=self._dashboard,
-            run_dir=str(run.path),
+            run_dir=run.url,
         )
 
     @property
@@ -348,7 +356,7 @@ class Run:
         """One row per finished iteration: what it measured, and what it cost."""
         from spotlight.report import history_frame
 
-        return history_frame(self.directory.path)
+        return history_frame(self.directory.url)
 
     @property
     def workers(self) -> pd.DataFrame:
@@ -365,7 +373,7 @@ class Run:
         """
         from spotlight.notebook import plot
 
-        return plot(self.directory.path, what)
+        return plot(self.directory.url, what)
 
     def images(self, iteration: int | None = None) -> Images:
         """Small pictures of the kept seeds that an iteration was trained on, with their rewards; a notebook shows them.
@@ -402,21 +410,21 @@ class Run:
         """Write ``report.html`` and its pictures; returns its path."""
         from spotlight.report import write_report
 
-        return write_report(self.directory.path)
+        return write_report(self.directory.url)
 
     # The thread
 
     def _work(self) -> None:
         try:
-            with self.directory.lock():
-                self._run_locked()
+            with self.directory.lock() as lease:
+                self._run_locked(lease)
             self._state = "finished"
         except Stopped:
-            self._state, self._error = "stopped", Stopped(f"resume with: spotlight resume {self.directory.path}")
+            self._state, self._error = "stopped", Stopped(f"resume with: spotlight resume {self.directory.url}")
         except BaseException as error:  # carried to whoever waits
-            self._state, self._error = "failed", _explain(error, self.directory.path)
+            self._state, self._error = "failed", _explain(error, self.directory)
 
-    def _run_locked(self) -> None:
+    def _run_locked(self, lease: Lease) -> None:
         from cluster.pools import Pools
         from graphs.loop import Loop
 
@@ -425,15 +433,16 @@ class Run:
             logger.warning("removed what a killed process had begun to write: %s", ", ".join(map(str, removed)))
         self._rewind()
         done = len(run.history())
-        self._pools = Pools(self.config, run.path, self._cluster)
+        self._pools, self._lease = Pools(self.config, run.url, self._cluster), lease
         try:
+            lease.names(self._pools.client.scheduler.address)
             self._feed, self._tracking = Feed(run, self.config), Tracking(run, self.config)
             self._dashboard = self._pools.dashboard
             self._state = "running"
             Loop(run, self._compute, self, session=self._pools.session).go()
         finally:
             self._close()
-        if len(run.history()) > done or not (run.path / SUMMARY).exists():
+        if len(run.history()) > done or run.objects.size(SUMMARY) is None:
             summarise(run, self._kept, now_s=wall_clock(), began_s=self._began_s)
         self._phase = "report"
         self.report()
@@ -474,7 +483,7 @@ class Run:
             if any(future.status in ("cancelled", "lost") for future in futures):
                 raise SpotlightError(
                     f"the cluster lost the run's tasks: its scheduler ended, or was restarted; what was committed is "
-                    f"kept: `spotlight resume {self.directory.path}` goes on, with --cluster on another one"
+                    f"kept: `spotlight resume {self.directory.url}` goes on, with --cluster on another one"
                 )
             return dict(zip(graph.outputs, self._pools.client.gather(packed), strict=True))
         finally:
@@ -492,6 +501,8 @@ class Run:
     def _follow(self) -> None:
         """Take over what the cluster did since the last time."""
         assert self._pools
+        if self._lease:
+            self._lease.check()
         drained, status = self._pools.drain(), self._pools.status()
         if drained["decisions"]:
             self.directory.append(DECISIONS, *drained["decisions"])
@@ -502,6 +513,7 @@ class Run:
         if status["hopeless"]:
             raise SpotlightError(status["hopeless"])
         self._kept.take(drained, status["running"])
+        self.directory.push()
         self._show()
 
     def _show(self) -> None:
@@ -620,14 +632,14 @@ def _check_port(port: int) -> None:
             ) from None
 
 
-def _explain(error: BaseException, run_dir: Path) -> BaseException:
+def _explain(error: BaseException, run: RunDir) -> BaseException:
     """A full disk is for a person to put right; what nobody foresaw says at least how to go on."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        places = [run_dir, "/dev/shm", tempfile.gettempdir(), *([error.filename] if error.filename else [])]
+        places = [run.path, "/dev/shm", tempfile.gettempdir(), *([error.filename] if error.filename else [])]
         found = full_disk(places) or "make room"
         return SpotlightError(
-            f"{run_dir}: the disk is full: {found}, then `spotlight resume {run_dir}`; all that was committed is kept"
+            f"{run.path}: the disk is full: {found}, then `spotlight resume {run.url}`; all that was committed is kept"
         )
     if not isinstance(error, SpotlightError):
-        error.add_note(f"all that was committed is kept; `spotlight resume {run_dir}` goes on from there")
+        error.add_note(f"all that was committed is kept; `spotlight resume {run.url}` goes on from there")
     return error

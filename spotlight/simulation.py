@@ -121,7 +121,7 @@ class Simulation:
         workers = config.pools.reserved.workers + config.pools.spot.workers
         self._dispatch = Dispatch(rules_of(config), logged=workers <= LOGGED_WORKERS)
         self._cluster = VirtualCluster(
-            self.directory.path.name,
+            self.directory.name,
             self._dispatch,
             self._clock,
             TaskTiming(config),
@@ -144,7 +144,7 @@ class Simulation:
         if report:
             from spotlight.report import write_report
 
-            write_report(self.directory.path)
+            write_report(self.directory.url)
         return self._outcome()
 
     def _compute(self, graph: Graph) -> Mapping[str, Any]:
@@ -248,7 +248,7 @@ class TaskTiming:
         if function is tasks.gradient:
             run_dir, *which = arguments
             part = tasks.gradient_part(*which)
-            if updates.find(Path(run_dir), part):
+            if updates.find(run_dir, part):
                 return 0.0
             return durations.train_s(len(part.samples)) + durations.gradient_s
         if function is tasks.update:

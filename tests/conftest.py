@@ -30,7 +30,7 @@ os.environ["SPOTLIGHT_TESTS"] = MARK  # of this process, so that what it starts 
 def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """After all tests of this process, nothing is there any more of what they started, but what ends with it."""
     yield
-    from leftovers import described, marked, memory_of, soon_empty
+    from leftovers import OURS, described, marked, memory_of, soon_empty
     from spotlight.store.node import memory_roots
 
     me = os.getpid()
@@ -39,7 +39,7 @@ def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     kept = {scratch.path for scratch in workers._scratch} if workers else set()
 
     def left() -> list[str]:
-        processes = [each for each in marked("SPOTLIGHT_TESTS", MARK) if each.pid != me]
+        processes = [each for each in marked(OURS, MARK) if each.pid != me]
         folders = [path for path in memory_roots(f"scratch-{me}-") if path not in kept]
         unknown = [described(each) for each in processes if psutil.pid_exists(each.pid) and each.ppid() != me]
         return [*unknown, *map(str, (*folders, *memory_of(names)))]
@@ -48,9 +48,7 @@ def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--live", action="store_true", help="run the live benchmarks' small forms and whole runs on Slurm, too"
-    )
+    parser.addoption("--live", action="store_true", help="run the tests marked live, too: some twenty minutes more")
 
 
 @pytest.fixture(scope="session")
@@ -62,8 +60,12 @@ def shared_data() -> Path:
     return path
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is none; torch is asked only if such a test was selected."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip live tests that nobody asked for, and GPU tests where there is none; only these ask torch."""
+    if not config.getoption("--live"):
+        for item in items:
+            if item.get_closest_marker("live"):
+                item.add_marker(pytest.mark.skip(reason="takes minutes: ask for it by --live"))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return

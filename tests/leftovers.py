@@ -16,6 +16,8 @@ import psutil
 from spotlight.store.leftovers import HALF_WRITTEN
 from spotlight.store.node import memory_roots
 
+OURS = "SPOTLIGHT_TESTS"
+"""In the environment of what these tests start: see `conftest`."""
 GONE_S = 10.0
 """After any end, nothing is left by then."""
 
@@ -71,8 +73,20 @@ def described(process: psutil.Process) -> str:
 
 
 def memory_of(names: Iterable[str]) -> list[Path]:
-    """Directories outside their own of runs of these names."""
-    return [root for name in names for root in memory_roots(name)]
+    """Directories outside their own of runs of these names, which others may have: they tell the second."""
+    return [root for name in names for root in memory_roots(name) if not _is_held_by_others(root)]
+
+
+def _is_held_by_others(root: Path) -> bool:
+    """Whether a process holds it that these tests did not start."""
+    held = str(root / ".alive")
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(OURS) != os.environ.get(OURS):
+                descriptors = Path(f"/proc/{process.pid}/fd").iterdir()
+                if any(os.readlink(descriptor) == held for descriptor in descriptors):
+                    return True
+    return False
 
 
 def soon_empty(left: Callable[[], list[str]]) -> list[str]:

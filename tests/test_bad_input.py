@@ -189,9 +189,11 @@ def test_a_run_has_one_driver_at_a_time(tmp_path: Path) -> None:
     with run.lock():
         said = refusal("resume", run.path)
 
-    assert f"{run.path}: process {os.getpid()} is running this run: wait for it, or stop it first" in said
+    driver = f"process {os.getpid()} on {socket.gethostname()}"
+    assert f"{run.path}: {driver} is running this run: wait for it, or stop it first" in said
 
 
+@pytest.mark.live
 def test_cut_short_weights_are_named_and_the_way_out_leads_to_the_same_outcome(
     undisturbed: Path, stopped: RunDir
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.plan.bandit import PROBE_SHARE, affordable, allocate, equal_shares, rank_correlation
+from spotlight.plan.bandit import PROBE_SHARE, affordable, allocate, captured_variance, equal_shares, rank_correlation
 from spotlight.plan.beliefs import Arm, Beliefs, learn
 from spotlight.plan.subset import max_variance_subset, most_varied
 
@@ -442,3 +443,26 @@ def test_time_for_exploration_that_is_no_time_is_refused(wrong: dict[str, Any]) 
 
     with pytest.raises(ValueError, match=next(iter(wrong))):
         affordable(**possible | wrong)
+
+
+def captured(beliefs: Beliefs, prompts: int, groups: int) -> list[float]:
+    return captured_variance(range(prompts), beliefs, iteration=1, groups=groups, chunks=40, chunk=4, keep=4, seed=0)
+
+
+def test_the_variance_expected_of_exploration_begins_with_an_average_prompt_and_never_falls() -> None:
+    coins = learn(Beliefs(), 0, {prompt: [0.0, 1.0] * 32 for prompt in range(4)})
+
+    curve = captured(coins, prompts=4, groups=4)
+
+    assert curve[0] == pytest.approx(4 * 0.25 * 3 / 4, rel=0.1)
+    assert all(later >= before for before, later in itertools.pairwise(curve))
+    assert 1.1 * curve[0] < curve[-1] <= 4 * 0.25
+
+
+def test_nothing_is_expected_of_solved_prompts_and_more_where_the_varied_ones_may_be_chosen() -> None:
+    solved: dict[int, list[float]] = {prompt: [1.0] * 64 for prompt in range(4)}
+    varied: dict[int, list[float]] = {prompt: [0.0, 0.5, 1.0] * 21 for prompt in range(4, 8)}
+
+    assert captured(learn(Beliefs(), 0, solved), prompts=4, groups=4) == pytest.approx([0.0], abs=1e-3)
+    mixed = captured(learn(Beliefs(), 0, solved | varied), prompts=8, groups=4)
+    assert mixed[-1] > 2 * mixed[0]

@@ -61,11 +61,9 @@ def test_what_a_simulated_run_was_told_to_spend_beside_its_work_is_found_in_it(t
     assert fixed_costs.fixed_costs(simulation.directory, asked) == pytest.approx(told, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.live
 @pytest.mark.parametrize("name", sorted(LIVE))
-def test_a_live_benchmark_runs_to_its_end(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--live"):
-        pytest.skip("takes minutes: ask for it by --live")
+def test_a_live_benchmark_runs_to_its_end(name: str, tmp_path: Path) -> None:
     run(name, LIVE[name], tmp_path)
 
 

@@ -27,7 +27,6 @@ WITHIN = 400
 LOOPS = 30
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", range(FUNCTIONS))
 def test_whatever_happens_the_run_ends_with_the_results_of_an_undisturbed_one(part: int) -> None:
     share = SCHEDULES // FUNCTIONS

@@ -34,7 +34,7 @@ WORK = (
 )
 VALIDATION = 'A door with a number plate "47".\n'
 """One prompt: to read images costs more than to make them."""
-HANG_AFTER_S = 6.0
+HANG_AFTER_S = 10.0
 PACED = ("pace.gpu=h100", "pace.score_s=0", "pace.speedup=3", f"cluster.hang_after_s={HANG_AFTER_S}")
 """A rollout lasts a second, and shows that it is under way by what it commits."""
 WORKERS = {"trainer": "reserved", "cut": "spot", "doomed": "spot"}

@@ -19,7 +19,7 @@ import pytest
 from cluster import janitor
 from leftovers import Watched, soon_empty
 from runs import ROOT, WAIT_S, settings_file
-from spotlight.store.leftovers import Scratch, remove_half_written, sweep_leftovers
+from spotlight.store.leftovers import ENDING_S, Scratch, remove_half_written, sweep_leftovers
 from spotlight.store.node import Node, memory_roots, shared_root
 from spotlight.store.rundir import SPANS
 
@@ -177,6 +177,21 @@ def test_the_janitor_ends_and_removes_what_it_was_told_of_and_no_more(tmp_path: 
     assert later.exists() != is_killed
 
 
+def test_the_key_that_a_driver_on_slurm_lends_its_jobs_goes_with_it(tmp_path: Path) -> None:
+    script = f"""
+import os, signal
+from pathlib import Path
+from cluster.slurm import _certificates
+with _certificates(Path({str(tmp_path / "run-1")!r})):
+    assert list((Path.home() / ".spotlight").rglob("*.pem"))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    driver = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env={**os.environ, "HOME": str(tmp_path)})
+
+    assert driver.returncode == -signal.SIGKILL
+    assert soon_empty(lambda: list(map(str, (tmp_path / ".spotlight").iterdir()))) == []
+
+
 def test_a_janitor_cleans_although_a_child_of_its_owner_has_its_pipe(tmp_path: Path) -> None:
     script = f"""
 import os, signal, time
@@ -204,4 +219,4 @@ def test_what_cannot_be_removed_keeps_nobody_from_the_rest(tmp_path: Path) -> No
     janitor.clean({("folder", str(tmp_path / "none")), ("folder", str(tmp_path / "folder")), ("process", "0 ")})
 
     assert not (tmp_path / "folder").exists()
-    assert time.monotonic() - began_s < janitor.CLEAN_S
+    assert time.monotonic() - began_s < ENDING_S

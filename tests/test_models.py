@@ -18,7 +18,9 @@ from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from pipelines import PX_PER_TOKEN, TEXT_DIM, checkpoint_scheduler, tiny_qwen_image
+from spotlight.config import ModelSection
 from spotlight.records import SpotlightError
+from spotlight.rl.models import device_of
 from spotlight.rl.models.base import Conditioning
 from spotlight.rl.models.pipeline import TEXT_MULTIPLE, Loading
 from spotlight.rl.models.qwen_image import QwenImage
@@ -613,3 +615,9 @@ def test_weights_that_a_file_lacks_are_named_and_never_random(directory: Path, t
 
     with pytest.raises(SpotlightError, match=r"proj_out\.weight"):
         QwenImage.load(str(incomplete), Loading(device=CPU, dtype=torch.float32))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named_with_the_way_out() -> None:
+    with pytest.raises(SpotlightError, match=r"finds no GPU.*model\.device"):
+        device_of(ModelSection(device="cuda"))

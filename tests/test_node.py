@@ -455,6 +455,16 @@ def test_the_next_run_frees_what_a_killed_one_left(tmp_path: Path, monkeypatch: 
     assert [root.exists() for root in roots] == [True, False]
 
 
+def test_what_was_killed_while_it_removed_or_made_a_root_leaves_one_that_can_be_removed(tmp_path: Path) -> None:
+    root = tmp_path / "without-a-mark"
+    root.mkdir(mode=0o700)
+    (root / "file").touch()
+
+    assert sweep(root)
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_store_is_a_source(tmp_path: Path) -> None:
     (tmp_path / "stored").write_bytes(CONTENT)
 

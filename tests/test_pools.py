@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 
+from cluster import local
 from cluster.local import Place, PreemptionSchedule, TraceClock
 from cluster.pools import Pools
 from elastic import Live
@@ -22,6 +25,7 @@ TRACE = """0,add,a
 14000,add,d
 """
 """Two workers, one of which is lost and replaced twice. In milliseconds, with ample time for a new one to boot."""
+STOP_S = 0.05
 
 
 def start(directory: Path, *settings: str) -> Live:
@@ -83,6 +87,35 @@ def test_a_place_gives_up_on_workers_that_cannot_start_and_says_why(tmp_path: Pa
 
     assert "spot-0: 6 processes in a row could not become a worker: " in (said := asyncio.run(live()))
     assert "Invalid time unit" in said
+
+
+def test_a_worker_that_its_trace_takes_away_while_it_starts_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[ForkServerProcess] = []
+    start = local._start
+
+    def start_and_tell(process: ForkServerProcess) -> None:
+        time.sleep(2 * STOP_S)
+        start(process)
+        started.append(process)
+
+    monkeypatch.setattr(local, "_start", start_and_tell)
+    settings = {"distributed.comm.timeouts.connect": "1h"}  # by itself it would stay
+    spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": settings, "security": None}
+    schedule = PreemptionSchedule(replace_after_s=0.0, ups=((0.0, STOP_S),))
+
+    async def live() -> None:
+        place = Place("tcp://127.0.0.1:1", name="spot-0", spec=spec, schedule=schedule, clock=TraceClock([]))
+        await place.start()
+        async with asyncio.timeout(WAIT_S):
+            while not (started and started[0]._closed):  # type: ignore[attr-defined]
+                await asyncio.sleep(0.01)
+        await place.close()
+
+    asyncio.run(live())
+
+    assert len(started) == 1
 
 
 def test_where_no_reserved_worker_can_take_part_the_run_cannot_go_on(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen_image(tmp_path_factory.mktemp("pipeline"))
 
 
-@pytest.fixture(scope="module", params=list(ALGORITHMS))
+@pytest.fixture(scope="module", params=[pytest.param("nft", marks=pytest.mark.live), "grpo"])
 def trained(request: pytest.FixtureRequest, pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Two iterations on one reserved and one spot process."""
     directory = tmp_path_factory.mktemp(request.param)

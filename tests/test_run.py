@@ -141,9 +141,9 @@ def test_workers_killed_in_the_middle_of_a_task_change_nothing(
     ("phase", "iteration", "state"),
     [
         ("explore-r0", 0, "processing"),
-        ("rollout", 1, "memory"),
+        pytest.param("rollout", 1, "memory", marks=pytest.mark.live),
         ("train", 1, "processing"),
-        ("publish", 1, "processing"),
+        pytest.param("publish", 1, "processing", marks=pytest.mark.live),
     ],
 )
 def test_a_killed_driver_leaves_nothing_and_is_resumed_as_if_nothing_had_been(
@@ -164,7 +164,7 @@ def test_a_killed_driver_leaves_nothing_and_is_resumed_as_if_nothing_had_been(
     assert outcome(run_dir) == outcome(undisturbed)
 
 
-@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("asked", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.live), signal.SIGHUP])
 def test_ctrl_c_and_its_like_stop_cleanly_leave_nothing_and_say_how_to_resume(
     undisturbed: Path, watched: Watched, tmp_path: Path, asked: signal.Signals
 ) -> None:
@@ -198,6 +198,7 @@ def test_stop_ends_a_run_that_start_takes_up_again(undisturbed: Path, tmp_path: 
     assert list(run.history.index) == [0, 1, 2]
 
 
+@pytest.mark.live
 def test_exploration_is_one_setting_away(undisturbed: Path, tmp_path: Path) -> None:
     run = Run(settings_file(tmp_path), ['strategy.exploration="off"', "run.iterations=1"]).start()
     run.wait()
@@ -217,6 +218,7 @@ def test_latents_go_where_the_settings_say(tmp_path: Path) -> None:
     assert not (run.directory.path / "latents").exists()
 
 
+@pytest.mark.live
 def test_a_script_without_a_main_guard_starts_one_run(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     settings = settings_file(tmp_path)

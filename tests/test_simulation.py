@@ -49,6 +49,7 @@ def test_a_simulated_run_that_really_learns_is_the_live_run_bit_for_bit(tmp_path
         ("strategy.on_preemption=restart", "strategy.elastic=false"),
         ("train.advantage_std=group", "strategy.offload=adaptive"),
         ("exploration.budget=time",),
+        ("exploration.budget=worth", 'strategy.train_pools=["reserved","spot"]'),
     ],
 )
 def test_every_strategy_runs_to_its_end_and_its_dispatching_replays(tmp_path: Path, strategy: Sequence[str]) -> None:
@@ -90,6 +91,17 @@ def test_the_same_settings_give_the_same_run(tmp_path: Path) -> None:
 
     assert [row.measured for row in first.history()] == [row.measured for row in second.history()]
     assert outcome(first.path) == outcome(second.path)
+
+
+def test_heavy_training_is_worth_more_exploration_than_light_training(tmp_path: Path) -> None:
+    worth = ("exploration.budget=worth", 'strategy.train_pools=["reserved", "spot"]', "exploration.seeds_tried=64")
+
+    light, heavy = (
+        simulated(tmp_path / str(levels), *worth, "run.iterations=5", f"train.timesteps={levels}").directory.history()
+        for levels in (2, 50)
+    )
+
+    assert light[-1].metrics["seeds_scored"] < heavy[-1].metrics["seeds_scored"] < heavy[0].metrics["seeds_scored"]
 
 
 def test_what_is_lost_on_the_way_changes_no_sample_under_a_fixed_budget(tmp_path: Path) -> None:

@@ -43,12 +43,6 @@ PACED = ("pace.gpu=h100", "pace.score_s=0", "pace.speedup=6")
 
 
 @pytest.fixture(scope="module")
-def asked(request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--live"):
-        pytest.skip("whole runs on a Slurm take minutes: ask for them by --live")
-
-
-@pytest.fixture(scope="module")
 def slurm() -> Iterator[None]:
     if reason := missing():
         pytest.skip(reason)
@@ -66,7 +60,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[obje
     return outcome(run.path)
 
 
-@pytest.mark.usefixtures("asked", "slurm")
+@pytest.mark.live
+@pytest.mark.usefixtures("slurm")
 def test_jobs_that_are_displaced_or_warned_come_back_and_the_bits_are_the_same(
     tmp_path: Path, undisturbed: dict[str, list[object]]
 ) -> None:
@@ -120,7 +115,8 @@ def rolling_out(run: Run, *, iteration: int) -> bool:
     return run.status.iteration == iteration and run.status.running.get("rollout", 0) > 0
 
 
-@pytest.mark.usefixtures("asked", "slurm")
+@pytest.mark.live
+@pytest.mark.usefixtures("slurm")
 def test_a_driver_whose_time_is_over_is_queued_again_and_goes_on(
     tmp_path: Path, undisturbed: dict[str, list[object]]
 ) -> None:

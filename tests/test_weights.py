@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,8 +255,27 @@ def test_a_damaged_store_is_named_with_a_node_as_without(tmp_path: Path, harm: C
     assert refusals[0] == refusals[1]
 
 
-def test_a_node_does_not_serve_another_runs_version(tmp_path: Path) -> None:
+def test_a_joiner_needs_only_peers(tmp_path: Path) -> None:
     ref = publish(tmp_path, 1)
+    there, here = Node(tmp_path / "there"), Node(tmp_path / "here")
+    weights.bring(tmp_path, ref, there)
+    shutil.rmtree(tmp_path / "weights")
+
+    loaded = weights.load(tmp_path, ref, node=here, peers=[there.read])
+
+    torch.testing.assert_close(loaded, tensors(1), rtol=0, atol=0)
+
+
+def test_a_part_that_a_version_has_not_is_named_without_the_store(tmp_path: Path) -> None:
+    ref = publish(tmp_path, 1)
+    shutil.rmtree(tmp_path / "weights")
+
+    with pytest.raises(SpotlightError, match=r"version 1 has no ema\.safetensors; it has \['optimizer"):
+        weights.load(tmp_path, ref, "ema", node=Node(tmp_path / "node"))
+
+
+def test_a_node_does_not_serve_another_runs_version(tmp_path: Path) -> None:
+    ref = replace(publish(tmp_path, 1), parts=())
     node = Node(tmp_path / "node")
     weights.bring(tmp_path, ref, node)
     other = tmp_path / "other"

@@ -118,6 +118,7 @@ def test_a_run_that_trains_in_parts_beside_its_rollouts_is_that_of_one_thread(
     assert outcome(run.directory.path) == in_one_thread
 
 
+@pytest.mark.live
 def test_a_trainer_that_is_killed_between_two_parts_changes_nothing(
     in_one_thread: dict[str, Any], tmp_path: Path
 ) -> None:

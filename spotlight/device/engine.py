@@ -55,7 +55,7 @@ class InProcess:
 
     def engine(self, run_dir: str) -> Engine:
         if run_dir not in self._engines:
-            self._engines[run_dir] = Engine(Path(run_dir), self._on_beat, self._node, paced=self._paced)
+            self._engines[run_dir] = Engine(run_dir, self._on_beat, self._node, paced=self._paced)
         return self._engines[run_dir]
 
     def prepare(self, run_dir: str) -> Prepared:
@@ -93,17 +93,18 @@ class Engine:
     """
 
     def __init__(
-        self, run_dir: Path, on_beat: OnBeat = ignore_beat, node: Node | None = None, *, paced: bool = True
+        self, run_dir: str | Path, on_beat: OnBeat = ignore_beat, node: Node | None = None, *, paced: bool = True
     ) -> None:
         torch.set_num_threads(1)  # one thread per worker process: several workers share a machine's cores
-        run = RunDir(run_dir)
+        run = RunDir(run_dir, copy=node.root / "run" if node else None)
+        run.fetch("prompts")
         self._config = run.config()
         self._pace = Pace(self._config, waits=paced)
         self.store = LatentStore(run.latents_url)
-        self.resident = Residency(run_dir, self._config, node)
+        self.resident = Residency(run, self._config, node)
         resumes = self._config.strategy.on_preemption == "resume"
         self._denoiser = Denoiser(self.resident, self.store, self._pace, on_beat, node, resumes=resumes)
-        self._training = Training(run_dir, self._config, self.resident, self._denoiser, self._pace)
+        self._training = Training(run.url, self._config, self.resident, self._denoiser, self._pace)
         self.rollout = self._denoiser.rollout
         self.gradient = self._training.gradient
         self.update = self._training.update

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,10 +55,10 @@ class ModelledDevice:
     def prepare(self, run_dir: str) -> Prepared:
         run = self._run(run_dir)
         settings = run.settings
-        found = store.published(run.path, 0)
+        found = store.published(run.url, 0)
         if found is None:
-            _stage(run.path, 0, settings.simulation.start, {})
-            found = store.publish(run.path, 0)
+            _stage(run.url, 0, settings.simulation.start, {})
+            found = store.publish(run.url, 0)
         steps, explore_steps = settings.rollout.steps, settings.exploration.steps or settings.rollout.steps
         return Prepared(sigmas=_even(steps), explore_sigmas=_even(explore_steps), start=found.weights)
 
@@ -95,14 +94,14 @@ class ModelledDevice:
     def gradient(self, run_dir: str, part: GradientPart) -> Gradient:
         """What a step learns from it: the rewards, each by its prompt and its position."""
         run = self._run(run_dir)
-        if store.published(run.path, part.weights.version + 1):
+        if store.published(run.url, part.weights.version + 1):
             return Gradient(name="")
-        found = updates.find(run.path, part)
+        found = updates.find(run.url, part)
         if found is None:
             named = zip(part.samples, part.positions, strict=True)
             rewards = {f"{sample.request.prompt.id}/{position}": sample.reward for sample, position in named}
             measured = Gradient(name="", rows=len(part.samples), metrics=rewards)
-            found = updates.put(run.path, part, measured, {})
+            found = updates.put(run.url, part, measured, {})
         return found
 
     def update(
@@ -116,17 +115,17 @@ class ModelledDevice:
         """Learn from the variance of the rewards, with an iteration's last update."""
         run, version, update = self._run(run_dir), weights.version + 1, len(gradients) - 1
         done = Updated(version=version, update=update)
-        if update + 1 < run.settings.train.updates or store.published(run.path, version):
+        if update + 1 < run.settings.train.updates or store.published(run.url, version):
             return done
         score = run.score(weights)
         captured = learning_model.captured(score, _groups(part for parts in gradients for part in parts))
         learnt = learning_model.after(score, captured, gain=run.settings.simulation.gain)
-        _stage(run.path, version, learnt, {"captured": captured, "modelled_score": learnt})
+        _stage(run.url, version, learnt, {"captured": captured, "modelled_score": learnt})
         return done
 
     def _run(self, run_dir: str) -> _Run:
         if run_dir not in self._runs:
-            self._runs[run_dir] = _Run(path=Path(run_dir), settings=RunDir(run_dir).config())
+            self._runs[run_dir] = _Run(url=run_dir, settings=RunDir(run_dir).config())
         return self._runs[run_dir]
 
 
@@ -134,7 +133,7 @@ class ModelledDevice:
 class _Run:
     """What is known of one run: its settings, and the scores of versions that were asked for."""
 
-    path: Path
+    url: str
     settings: Config
     scores: dict[WeightsRef, float] = field(default_factory=dict)
 
@@ -147,11 +146,11 @@ class _Run:
         if ref not in self.scores:
             while len(self.scores) >= REMEMBERED:
                 del self.scores[next(iter(self.scores))]
-            self.scores[ref] = float(store.load_arrays(self.path, ref)[SCORE])
+            self.scores[ref] = float(store.load_arrays(self.url, ref)[SCORE])
         return self.scores[ref]
 
 
-def _stage(run_dir: Path, version: int, score: float, metrics: dict[str, float]) -> None:
+def _stage(run_dir: str, version: int, score: float, metrics: dict[str, float]) -> None:
     store.stage(run_dir, version, {SCORE: np.array(score, dtype=np.float64)}, {}, metrics)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from spotlight.records import Policy, Prompt, SpotlightError, WeightsRef
 from spotlight.rl import models, prompts
 from spotlight.store import weights
 from spotlight.store.node import Node
+from spotlight.store.rundir import RunDir
 
 RESIDENT_VERSIONS = 2
 """Rollouts use version k while exploration uses k or k - 1: no version is loaded twice."""
@@ -30,8 +30,8 @@ class Residency:
         node: shares weights with the other engines of the machine.
     """
 
-    def __init__(self, run_dir: Path, config: Config, node: Node | None) -> None:
-        self._run_dir, self._config, self._node = run_dir, config, node
+    def __init__(self, run: RunDir, config: Config, node: Node | None) -> None:
+        self._run, self._config, self._node = run, config, node
         self._versions: dict[tuple[WeightsRef, Policy], dict[str, Tensor]] = {}
         self._loaded: tuple[WeightsRef, Policy] | None = None
         self._old: tuple[WeightsRef, list[Tensor]] | None = None
@@ -42,7 +42,7 @@ class Residency:
         models.require_memory(settings)
         model = models.load(settings.model, self._node)
         texts = [prompt.text for prompt in self.prompts()]
-        model.preload(texts, cache=self._run_dir / "prompts.safetensors")
+        model.preload(texts, cache=self._run.path / "prompts.safetensors")
         model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
         return model
 
@@ -95,7 +95,7 @@ class Residency:
         if wanted not in self._versions:
             while len(self._versions) >= RESIDENT_VERSIONS:
                 self._versions.pop(min(self._versions, key=lambda old: old[0].version))
-            self._versions[wanted] = weights.load(self._run_dir, ref, weights.PARTS[policy], self._node)
+            self._versions[wanted] = weights.load(self._run.url, ref, weights.PARTS[policy], self._node)
         return self._versions[wanted]
 
     def changed(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ class Training:
         drawn: gives the latents of finished requests.
     """
 
-    def __init__(self, run_dir: Path, config: Config, resident: Residency, drawn: Denoiser, pace: Pace) -> None:
+    def __init__(self, run_dir: str, config: Config, resident: Residency, drawn: Denoiser, pace: Pace) -> None:
         self._run_dir, self._config, self._resident, self._drawn, self._pace = run_dir, config, resident, drawn, pace
         self._at: tuple[int, int] | None = None  # the version, and updates since, that the optimizer's state belongs to
         self._norms: list[float] = []  # of these updates

@@ -176,7 +176,7 @@ def allocate(
     if not arms or not slots or not plan:
         return []
     chance_PKN, shares_PK = posterior(arms, beliefs, iteration)
-    ahead = min(plan, -(-keep // chunk) + 8)
+    ahead = min(plan, _ahead(keep, chunk))
     worlds_PWJ = imagine(arms, chance_PKN, shares_PK, ahead, chunk, keep, seed)
     gained_PJ = worlds_PWJ.mean(axis=1) + optimism * (worlds_PWJ - worlds_PWJ[..., :1]).std(axis=1)
     slopes_PJ = rho**2 * _slopes(gained_PJ)
@@ -185,6 +185,49 @@ def allocate(
     if not any(arm.tried for arm in arms):
         order += _probes(order, slopes_PJ, plan)
     return sorted(_chunks(arms, order, chunk, candidates), key=lambda allotted: allotted[1])[:slots]
+
+
+def captured_variance(
+    prompts: Sequence[int],
+    beliefs: Beliefs,
+    *,
+    iteration: int,
+    groups: int,
+    chunks: int,
+    chunk: int,
+    keep: int,
+    seed: int,
+) -> list[float]:
+    """Variance that the kept seeds of an iteration are expected to have, after 0, 1, 2, ... chunks by `allocate`.
+
+    The sum over the ``groups`` prompts that are rolled out. What is not explored is not chosen for its variance, and
+    has that of an average prompt; of what is explored, the prompts that vary most are rolled out.
+
+    Args:
+        prompts: ids of those that may be explored.
+        groups: how many of them are rolled out.
+        chunks: most that are planned; the list ends earlier where no further chunk gains anything.
+        chunk, keep, seed: as in `allocate`.
+    """
+    arms = [Arm(prompt=prompt) for prompt in prompts]
+    chance_PKN, shares_PK = posterior(arms, beliefs, iteration)
+    worlds_PWJ = imagine(arms, chance_PKN, shares_PK, max(1, min(chunks, _ahead(keep, chunk))), chunk, keep, seed)
+    slopes_PJ = beliefs.fidelity**2 * _slopes(worlds_PWJ.mean(axis=1))
+    expected_P = unexplored_variance(chance_PKN, shares_PK, keep)
+    average, planned = float(expected_P.mean()), [0] * len(arms)
+    captured = [groups * average]
+    for p in _greedy(arms, slopes_PJ, chunks, LEAST_GAIN * average):
+        expected_P[p] += slopes_PJ[p, planned[p]]
+        planned[p] += 1
+        known = sorted((variance for variance, count in zip(expected_P.tolist(), planned, strict=True) if count))
+        chosen = known[-groups:]
+        captured.append(sum(chosen) + (groups - len(chosen)) * average)
+    return captured
+
+
+def _ahead(keep: int, chunk: int) -> int:
+    """Chunks of a prompt that are imagined: the first ones gain only together."""
+    return -(-keep // chunk) + 8
 
 
 def _slopes(gained_PJ: Array) -> Array:

@@ -7,6 +7,7 @@ or a damaged file, is an error. All times are seconds since the first moment tha
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from zipfile import BadZipFile
@@ -20,7 +21,7 @@ from spotlight.market.ledger import Ledger, Price, absolute, busy_intervals, poo
 from spotlight.records import Interval, Quarantined, Span, WorkerLife
 from spotlight.report.palette import PHASE_COLOURS, base_phase
 from spotlight.store.accounts import pool_prices, read_lives, read_spans, run_ledger
-from spotlight.store.rundir import QUARANTINED, RunDir, Summary, ValidationRow
+from spotlight.store.rundir import HistoryRow, RunDir, Summary, ValidationRow
 
 Lane = tuple[str, str]
 """``(pool, worker)``: a row of a timeline."""
@@ -31,14 +32,18 @@ MONEY_POINTS = 120
 """Points of a curve of dollars: one every 10 px of the page."""
 
 
-def history_frame(run_dir: Path) -> pd.DataFrame:
+def history_frame(run_dir: str | Path) -> pd.DataFrame:
     """Metrics and measurements of every finished iteration, one column each, indexed by iteration.
 
     Raises:
         SpotlightError: the directory is not a run, or its history is damaged.
     """
+    return _frame(RunDir.open(run_dir).history())
+
+
+def _frame(history: Sequence[HistoryRow]) -> pd.DataFrame:
     rows = {}
-    for row in RunDir.open(run_dir).history():
+    for row in history:
         what = {
             "iteration": row.iteration,
             "weights_version": row.weights_version,
@@ -161,14 +166,16 @@ class Facts:
             return None
 
 
-def read(run_dir: Path) -> Facts:
+def read(run_dir: str | Path) -> Facts:
     """All facts of a run.
 
     Raises:
         SpotlightError: the directory is not a run, or one of its files is damaged.
     """
     run = RunDir.open(run_dir)
-    history, validation = history_frame(run_dir), run.validation()
+    history, validation = _frame(run.history()), run.validation()
+    for line in validation[:1] + validation[-1:]:
+        run.fetch(line.images)
     spans, workers = read_spans(run), read_lives(run)
     summary = run.summary()
     absent = {
@@ -204,6 +211,6 @@ def read(run_dir: Path) -> Facts:
         ledger=run_ledger(settings, spans, workers, prices, whole, run.history(), validation),
         whole=whole,
         missing=[text for text, is_absent in absent.items() if is_absent],
-        quarantined=run.records(QUARANTINED, Quarantined),
+        quarantined=run.all_quarantined(),
         simulated=run.simulated,
     )

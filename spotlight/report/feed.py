@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from random import Random
 from statistics import fmean, pvariance
 from typing import Any
@@ -67,7 +66,7 @@ class Feed:
         return {
             "kind": "run",
             "id": 0,
-            "name": self._run.path.name,
+            "name": self._run.name,
             "iterations": config.run.iterations,
             "label": simulation(self._run.simulated) or paced,
             "usd_per_h": {name: pool.usd_per_h for name, pool in config.pools},
@@ -128,7 +127,7 @@ class Feed:
                 yield {"kind": "validation", "id": row.version, "score": row.score, "at_s": row.at_s}
         if validation and ("images", validation[-1].version) not in self._told:
             latest = validation[-1]
-            images = [] if self._run.simulated == "modelled" else _images(self._run.path, latest)
+            images = [] if self._run.simulated == "modelled" else _images(self._run, latest)
             yield {"kind": "images", "id": latest.version, "images": images}
 
 
@@ -167,12 +166,12 @@ def best_and_worst(found: Sequence[Picture]) -> list[Row]:
     return [asdict(picture) | {"prompt": picture.prompt[:TEXT_SHOWN], "seed": str(picture.seed)} for picture in shown]
 
 
-def _images(run_dir: Path, row: ValidationRow) -> list[Row]:
+def _images(run: RunDir, row: ValidationRow) -> list[Row]:
     """The first image of each prompt of a validation; none where the file cannot be read."""
     if not re.fullmatch(r"images/[\w.-]+", row.images):
         return []
     try:
-        with np.load(run_dir / row.images) as file:
+        with np.load(run.fetch(row.images)) as file:
             images, texts = file["images"], [str(text) for text in file["texts"]]
     except (OSError, KeyError, ValueError, BadZipFile):
         return []

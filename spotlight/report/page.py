@@ -26,7 +26,8 @@ from spotlight.report.money import bought, rows, simulation
 from spotlight.report.palette import FAINT, INK, PHASE_COLOURS, RULE
 from spotlight.report.pictures import write_pictures
 from spotlight.report.plots import money_plot, reward_plot, spending_plot, timeline_plot
-from spotlight.store.rundir import atomic_write
+from spotlight.store.objects import atomic_write
+from spotlight.store.rundir import RunDir
 
 METRICS = {
     "reward_mean": "reward of the samples that were trained on",
@@ -90,7 +91,7 @@ HIDDEN = ("weights_version", "weights_sha256", "started_s", "stopped_s", "busy_s
 """What names of metrics without a row begin with: the timeline shows them."""
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: str | Path) -> Path:
     """Write ``report.html`` and the PNG files that the run has data for; return the page's path.
 
     The pictures are ``images/reward.png``, ``images/timeline.png`` and ``images/before-after.png``.
@@ -100,9 +101,10 @@ def write_report(run_dir: Path) -> Path:
     """
     facts = read(run_dir)
     grid = write_pictures(facts)
-    page = run_dir / "report.html"
+    page = facts.dir / "report.html"
     with atomic_write(page) as file:
         file.write(_page(facts, grid).encode())
+    RunDir(run_dir).push_report(page)
     return page
 
 

@@ -157,7 +157,7 @@ class Wandb:
     def __init__(self, run: RunDir, config: Config) -> None:
         import wandb
 
-        name = run.path.name
+        name = run.name
         self._run = wandb.init(
             project=config.tracking.project,
             id=name,
@@ -185,7 +185,7 @@ class MLflow:
     def __init__(self, run: RunDir, config: Config) -> None:
         import mlflow
 
-        self._client, project, name = mlflow.MlflowClient(), config.tracking.project, run.path.name
+        self._client, project, name = mlflow.MlflowClient(), config.tracking.project, run.name
         experiment = self._client.get_experiment_by_name(project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(project)
         found = self._client.search_runs([number], filter_string=f"tags.`{self.TAG}` = '{name}'")

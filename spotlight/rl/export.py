@@ -40,7 +40,12 @@ MERGED_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 
 
 def export_lora(
-    run_dir: Path, to: Path, version: int | None = None, policy: Policy | None = None, *, merged: bool = False
+    run_dir: str | Path,
+    to: Path,
+    version: int | None = None,
+    policy: Policy | None = None,
+    *,
+    merged: bool = False,
 ) -> Path:
     """Write a version of a run's weights to a new directory.
 
@@ -62,7 +67,7 @@ def export_lora(
             back with equal outputs.
     """
     run = RunDir.open(run_dir)
-    ref = find_version(run.path, version)
+    ref = find_version(run.url, version)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise SpotlightError(f"{to}: exists already; export to a new directory, or delete it first")
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -82,25 +87,12 @@ def export_lora(
     return to
 
 
-def _version(run_dir: Path, version: int | None) -> WeightsRef:
-    latest = weights.latest(run_dir)
-    if latest is None:
-        raise SpotlightError(f"{run_dir}: no weights were published yet; let the run finish an iteration")
-    if version is None:
-        return latest.weights
-    found = weights.published(run_dir, version)
-    if found is None:
-        there = [str(number) for number in range(latest.weights.version + 1) if weights.published(run_dir, number)]
-        raise SpotlightError(f"{run_dir}: has no weights version {version}; it has {', '.join(there)}")
-    return found.weights
-
-
 def _write(run: RunDir, ref: WeightsRef, policy: Policy, directory: Path, *, merged: bool) -> Tensor:
     """Write the version, and return the outputs that plain diffusers must have with it."""
     settings = run.config()
     model = _load(settings)
     model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
-    model.load_trainable(weights.load(run.path, ref, weights.PARTS[policy]))
+    model.load_trainable(weights.load(run.url, ref, weights.PARTS[policy]))
     if merged and model.has_lora:
         expected = _probe(model)
         model.transformer.fuse_lora()

@@ -20,7 +20,9 @@ GAP_PX = 4
 """Between the images of a sheet."""
 
 
-def sample(run_dir: Path, prompt: str, to: Path, *, seeds: Sequence[int], steps: int = 0, version: int = -1) -> Path:
+def sample(
+    run_dir: str | Path, prompt: str, to: Path, *, seeds: Sequence[int], steps: int = 0, version: int = -1
+) -> Path:
     """Write one sheet of images: the upper row as the run began, the lower with what it trained.
 
     Args:
@@ -34,12 +36,12 @@ def sample(run_dir: Path, prompt: str, to: Path, *, seeds: Sequence[int], steps:
         SpotlightError: no such run or version, or the prompt cannot be encoded.
     """
     run = RunDir.open(run_dir)
-    settings, ref = run.config(), find_version(run.path, None if version < 0 else version)
+    settings, ref = run.config(), find_version(run.url, None if version < 0 else version)
     model = models.load(settings.model)
     model.preload([prompt])
     model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
     rows = [draw(model, settings, prompt, seeds, steps)]
-    model.load_trainable(weights.load(run.path, ref, "trainable"))
+    model.load_trainable(weights.load(run.url, ref, "trainable"))
     rows.append(draw(model, settings, prompt, seeds, steps))
     Image.fromarray(sheet(rows)).save(to)
     return to
@@ -77,7 +79,7 @@ def sheet(rows: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     return whole
 
 
-def find_version(run_dir: Path, version: int | None) -> WeightsRef:
+def find_version(run_dir: str, version: int | None) -> WeightsRef:
     """A published version; the latest if none is named.
 
     Raises:

@@ -32,7 +32,8 @@ from spotlight.market.ledger import (
 from spotlight.market.prices import read_prices
 from spotlight.plan.offload import Balance, balance
 from spotlight.records import Interval, Pool, Span, SpotlightError, WorkerLife, row_of
-from spotlight.store.rundir import EVENTS, SPANS, WORKERS, HistoryRow, RunDir, ValidationRow, atomic_write
+from spotlight.store.objects import atomic_write
+from spotlight.store.rundir import EVENTS, SPANS, WORKERS, HistoryRow, RunDir, ValidationRow
 
 LATEST_S = 1e12
 """The year 33658: times are Unix seconds, or a virtual clock's."""

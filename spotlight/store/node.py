@@ -10,6 +10,7 @@ a directory in memory, lie ::
     .lock-*, .alive          held while one is on its way; held as long as a process uses the node
     .node                    the node's name
     slot-<n>                 who has the n-th device: see `spotlight.store.slots`
+    run/                     prompts of a run at a URL, and what the text encoders made of them
 
 Invariants:
 
@@ -268,13 +269,13 @@ def sweep(root: Path) -> bool:
     """Remove a node's memory, unless a process still uses it, or it is not a directory of this user's own.
 
     Any user may put something of this name where all users have their shared memory: a link is not followed, and what
-    is no file is not waited for.
+    is no file is not waited for. One without its mark is what a process was making, or removing, when it was killed.
 
     Returns:
         Whether it was removed.
     """
     with suppress(OSError), own_directory(root) as directory:
-        alive = os.open(".alive", os.O_RDWR | _NO_TRAPS, dir_fd=directory)
+        alive = os.open(".alive", os.O_RDWR | os.O_CREAT | _NO_TRAPS, 0o600, dir_fd=directory)
         try:
             if not stat.S_ISREG(os.fstat(alive).st_mode):
                 return False

@@ -25,22 +25,23 @@ def check(run: RunDir) -> None:
     """
     config, done = run.config(), len(rows_that_stay(run))
     if run.simulated:
-        raise SpotlightError(f"{run.path}: a simulated run has nothing to go on with: simulate its settings again")
+        raise SpotlightError(f"{run.url}: a simulated run has nothing to go on with: simulate its settings again")
     _check_settings(run)
     _check_prompts(run, config)
     if 0 < done < config.run.iterations:
-        needed = [run.beliefs_path(done)]
+        needed = [run.beliefs_key(done)]
         if config.strategy.exploration == "stale":
-            needed.append(run.selection_path(done))
-        for path in needed:
-            if not path.is_file():
+            needed.append(run.selection_key(done))
+        for key in needed:
+            if run.objects.size(key) is None:
+                where = run.objects.where(key)
                 raise SpotlightError(
-                    f"{path}: is missing, and iteration {done} needs it: restore it, or {made_again(done)}"
+                    f"{where}: is missing, and iteration {done} needs it: restore it, or {made_again(done)}"
                 )
     run.beliefs(done)
     run.selection(done)
     for version in unvalidated(run, config, done):
-        if version and published(run.path, version) is None:
+        if version and published(run.url, version) is None:
             raise SpotlightError(
                 f"{run.path / VALIDATION}: has no row of version {version}, whose weights are no longer kept: "
                 "restore the file"
@@ -60,10 +61,10 @@ def rows_that_stay(run: RunDir) -> list[HistoryRow]:
                 f"{run.path / HISTORY}:{expected + 1}: iteration: expected {expected}, found {row.iteration}; restore "
                 "the line, or delete all lines from this one on: `spotlight resume` then does these iterations again"
             )
-    while rows and not (found := published(run.path, rows[-1].weights_version)):
+    while rows and not (found := published(run.url, rows[-1].weights_version)):
         rows.pop()
     if rows and found and found.weights.sha256 != rows[-1].weights_sha256:
-        directory = run.path / "weights" / f"v{rows[-1].weights_version:05d}"
+        directory = run.objects.where(f"weights/v{rows[-1].weights_version:05d}")
         raise SpotlightError(
             f"{directory}: expected weights with sha256 {rows[-1].weights_sha256}, as {HISTORY}:{len(rows)} says, "
             f"found {found.weights.sha256}; restore them, or delete {directory} and `spotlight resume` makes them again"
@@ -80,12 +81,12 @@ def unvalidated(run: RunDir, config: Config, done: int) -> Iterator[int]:
 
 def _check_settings(run: RunDir) -> None:
     """Every section was written out: one that is not there was cut off, and its defaults would be others."""
-    path = run.path / RESOLVED
-    missing = sorted(Config.model_fields.keys() - tomllib.loads(path.read_text("utf-8")).keys())
+    written = tomllib.loads((run.objects.get(RESOLVED) or b"").decode())
+    missing = sorted(Config.model_fields.keys() - written.keys())
     if missing:
         raise SpotlightError(
-            f"{path}: has no section {', '.join(f'[{name}]' for name in missing)}, though a run writes them all: "
-            "restore the file"
+            f"{run.objects.where(RESOLVED)}: has no section {', '.join(f'[{name}]' for name in missing)}, though a run "
+            "writes them all: restore the file"
         )
 
 
@@ -93,8 +94,8 @@ def _check_prompts(run: RunDir, config: Config) -> None:
     hashes = run.prompt_hashes()
     if hashes is None:
         raise SpotlightError(
-            f"{run.path / PROMPTS}: is missing, so nobody knows whether the prompts are those that the run began with: "
-            "restore it, or begin a new run"
+            f"{run.objects.where(PROMPTS)}: is missing, so nobody knows whether the prompts are those that the run "
+            "began with: restore it, or begin a new run"
         )
     for path, expected in (
         (config.data.train_prompts, hashes.train_sha256),

@@ -1,9 +1,13 @@
 """What a run directory holds, and how it is written so that a kill at any moment loses nothing.
 
 A journal is a file of JSON lines, appended and synced; a torn last line was never finished and is cut
-off. Everything else appears whole, by renaming. One driver at a time holds the directory's lock. What is read is
-checked: a damaged file is an error that says what to do. No link leads out of the directory: who opens it finds that
-out before anything is read or written.
+off. Everything else appears whole, by renaming. One driver at a time holds the directory's lock, and its lease. What is
+read is checked: a damaged file is an error that says what to do. No link leads out of the directory: who opens it finds
+that out before anything is read or written.
+
+A run can also live at the URL of an object store. All that workers need is then objects there, and so is all that
+whoever goes on with the run needs: records at once, journals some seconds later. What can only be a file (journals,
+prompts, pictures, the report) has a copy in a directory of this machine.
 """
 
 from __future__ import annotations
@@ -13,22 +17,31 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import stat
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
+from uuid import uuid4
 
 from spotlight import config
-from spotlight.files import digest, read_files
+from spotlight.clock import wall_clock
+from spotlight.files import digest, is_url, read_files
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
-from spotlight.records import Selection, SpotlightError
+from spotlight.records import Quarantined, Selection, SpotlightError
 from spotlight.store.decoding import Record, from_json
+from spotlight.store.journals import Journals
+from spotlight.store.lease import Lease
+from spotlight.store.objects import StoreError, atomic_write, check_address, content_of, objects_at
 
 HISTORY = "history.jsonl"
 VALIDATION = "validation.jsonl"
@@ -45,6 +58,14 @@ PROMPTS = "prompts.json"
 SUMMARY = "summary.json"
 SIMULATED = "simulated.json"
 """Only in the directory of a simulated run: a `Simulated`."""
+
+JOURNALS = (HISTORY, VALIDATION, SPANS, WORKERS, EVENTS, DECISIONS, QUARANTINED)
+STARTED = "started.json"
+"""Of a run at a URL: put first, so that no two runs have one name."""
+PUSH_S = 5.0
+"""Between two copies of what only a report needs: what a lost machine takes with it."""
+TURN_S = 10.0
+"""For whoever only looks at the files of a run to let go of them."""
 
 TAIL_BYTES = 2**16
 """A dozen rows of a history."""
@@ -117,39 +138,57 @@ class _Decision:
 
 
 class RunDir:
-    """The directory of one run."""
+    """One run, in its directory or at its URL.
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).resolve()
+    Args:
+        place: the directory; or the URL of an object store, where ``file://`` names a directory too.
+        copy: of a run at a URL, where what can only be a file is on this machine; None: where its driver has it.
+    """
+
+    def __init__(self, place: str | Path, *, copy: Path | None = None) -> None:
+        remote = is_url(place)
+        self.path = copy if copy and remote else files_of(place).resolve()
+        self.url = str(place).rstrip("/") if remote else str(self.path)
+        """Where the run is, for its workers and for people."""
+        self.name = self.url.rpartition("/")[2]
+        self.objects = objects_at(self.url)
+        self._journals = Journals(self.objects, self.path, (WORKERS,)) if remote else None
+        self._pushed_s = 0.0
+        self._lease: Lease | None = None
         self._counted: dict[str, tuple[int, int]] = {}
 
     @classmethod
     def create(cls, settings: config.Config, now_s: float) -> RunDir:
         """Make a new directory, named after the run and the time, with the resolved settings in it."""
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
-        parent = Path(settings.run.dir)
+        parent = settings.run.dir.rstrip("/") if is_url(settings.run.dir) else settings.run.dir
         for attempt in range(100):
-            path = parent / f"{settings.run.name}-{stamp}{f'-{attempt}' if attempt else ''}"
+            name = f"{settings.run.name}-{stamp}{f'-{attempt}' if attempt else ''}"
             with contextlib.suppress(FileExistsError):
-                return cls._create(path, settings)
+                return cls._create(f"{parent}/{name}", settings)
         raise SpotlightError(f"{parent}: a hundred runs named {settings.run.name!r} were started this second")
 
     @classmethod
-    def into(cls, path: str | Path, settings: config.Config) -> RunDir:
-        """The run in this very directory; it is made, all at once, if nothing is there.
+    def into(cls, place: str | Path, settings: config.Config) -> RunDir:
+        """The run in this very directory, or at this URL; it is made, all at once, if nothing is there.
 
         Raises:
             SpotlightError: what is there is no run, or one of other settings.
         """
-        path = Path(path).resolve()
-        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-            cls._create_at_once(path, settings)
-        run = cls.open(path)
+        if is_url(place):
+            check_address(str(place))
+            if objects_at(place).size(config.RESOLVED) is None:
+                cls._create(str(place), settings, anew=False)
+        else:
+            place = Path(place).resolve()
+            if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+                cls._create_at_once(place, settings)
+        run = cls.open(place)
         there = run.config()
         ours = {"data": there.data, "run": settings.run.model_copy(update={"dir": there.run.dir})}
         if changed := list(config.differences(there, settings.model_copy(update=ours))):
             raise SpotlightError(
-                f"{path}: this run was begun with other settings: {'; '.join(changed)}; give those, or another "
+                f"{place}: this run was begun with other settings: {'; '.join(changed)}; give those, or another "
                 "directory for a new run"
             )
         return run
@@ -160,7 +199,7 @@ class RunDir:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as making:
-                cls._create(Path(making) / path.name, settings).path.rename(path)
+                cls._create(f"{making}/{path.name}", settings).path.rename(path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody else was faster
                 raise SpotlightError(
@@ -168,18 +207,29 @@ class RunDir:
                 ) from None
 
     @classmethod
-    def _create(cls, path: Path, settings: config.Config) -> RunDir:
+    def _create(cls, place: str, settings: config.Config, *, anew: bool = True) -> RunDir:
+        """
+        Args:
+            anew: of a run at a URL, whether nobody may have begun it before, and been killed at that.
+
+        Raises:
+            FileExistsError: somebody has.
+        """
         train = read_files(settings.data.train_prompts, "a prompt file")
         validation = read_files(settings.data.validation_prompts, "a prompt file")
+        run = cls(place)
+        path = run.path
         try:
-            if not path.parent.exists():
-                path.parent.mkdir(parents=True)
+            if run._journals:
+                if not run.objects.create(STARTED, json.dumps({"by": uuid4().hex}).encode()) and anew:
+                    raise FileExistsError
+                shutil.rmtree(path, ignore_errors=True)  # of a run of this name whose objects were deleted
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o777 if settings.run.shared else 0o700)
-            run = cls(path)
             data = run._keep_prompts(settings.data, train, validation)
-            with atomic_write(path / config.RESOLVED) as file:
-                file.write(config.dump(settings.model_copy(update={"data": data})).encode())
-        except FileExistsError:
+            run._push_files("prompts")
+            run.objects.put(config.RESOLVED, config.dump(settings.model_copy(update={"data": data})).encode())
+        except (FileExistsError, StoreError):
             raise
         except OSError as error:
             raise SpotlightError(
@@ -214,28 +264,93 @@ class RunDir:
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
-        """An existing run's directory.
+        """An existing run's directory, or what is at its URL.
 
         Raises:
             SpotlightError: it is not one, or something in it leads out of it.
         """
+        if is_url(path):
+            check_address(str(path))
         run = cls(path)
-        if not (run.path / config.RESOLVED).is_file():
+        if run.objects.size(config.RESOLVED) is None:
             raise SpotlightError(
                 f"{path}: not a run directory: it has no {config.RESOLVED}; `spotlight run CONFIG` makes one"
             )
-        for found in _no_own_files(run.path, run.path):
-            raise SpotlightError(found)
+        if run._journals:
+            run.pull(anew=True)
+        else:
+            for found in _no_own_files(run.path, run.path):
+                raise SpotlightError(found)
         return run
 
+    def pull(self, *, anew: bool = False) -> None:
+        """Of a run at a URL, have what others put there also here; not while its driver is on this machine.
+
+        Args:
+            anew: whether what is here already is read again.
+        """
+        if self._journals and not self._held_here():
+            with self._held(shared=True) as held:
+                if held:
+                    self._pull(anew=anew)
+
+    def _pull(self, *, anew: bool) -> None:
+        assert self._journals, "a directory is all there is of a run in it"
+        for journal in JOURNALS:
+            self._journals.pull(journal, anew=anew)
+        if anew:
+            self._counted.clear()
+            self.fetch("prompts")
+
+    def fetch(self, name: str) -> Path:
+        """The file, or all files below the directory, of this name; those of a run at a URL are brought here."""
+        if self._journals:
+            if not (self.path / name).resolve().is_relative_to(self.path.resolve()):
+                raise SpotlightError(f"{self.objects.where(name)}: leads out of the run: delete it")
+            for key in self.objects.sizes(name) or [name]:
+                self._fetch_file(key)
+        return self.path / name
+
+    def _fetch_file(self, key: str) -> None:
+        to = self.path / key  # obstore gives no key with ".." in it
+        content = self.objects.get(key)
+        if content is not None:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(to) as file:
+                file.write(content)
+
+    def push(self, *, at_once: bool = False) -> None:
+        """Of a run at a URL, put what was journalled since the last time; now and then, if it is not to be at once."""
+        now_s = wall_clock()
+        if self._journals and (at_once or now_s > self._pushed_s + PUSH_S):
+            self._pushed_s = now_s
+            for journal in JOURNALS:
+                self._journals.push(journal)
+
+    def _push_files(self, *names: str) -> None:
+        """Put files, or all files below directories, where the run is."""
+        if self._journals:
+            for name in names:
+                path = self.path / name
+                for file in [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file()):
+                    self.objects.put(str(file.relative_to(self.path)), file.read_bytes())
+
+    def push_report(self, page: Path) -> None:
+        """Of a run at a URL, put its report there too."""
+        self._push_files(str(page.relative_to(self.path)))
+
     def config(self) -> config.Config:
-        return config.load(self.path / config.RESOLVED)
+        where = self.objects.where(config.RESOLVED)
+        content = self.objects.get(config.RESOLVED)
+        if content is None:
+            raise SpotlightError(f"{where}: no such settings file; restore it")
+        return config.parse(content, self.path, where)
 
     @property
     def latents_url(self) -> str:
-        """Where this run's latents are: in its directory, or below the configured URL under its name."""
+        """Where this run's latents are: with it, or below the configured URL under its name."""
         url = self.config().latents.url
-        return f"{url.rstrip('/')}/{self.path.name}" if url else str(self.path / "latents")
+        return f"{url.rstrip('/')}/{self.name}" if url else f"{self.url}/latents"
 
     @property
     def simulated(self) -> Literal["", "modelled", "real"]:
@@ -251,40 +366,71 @@ class RunDir:
         """Whether anything may be in the store of latents; a modelled device leaves none."""
         if self.simulated == "modelled":
             return False
-        return (self.path / "latents").exists() or bool(self.config().latents.url)
+        return bool(self._journals) or (self.path / "latents").exists() or bool(self.config().latents.url)
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the directory; the operating system lets go when this process ends, however it ends.
+    def lock(self) -> Iterator[Lease]:
+        """Hold the run: by its files, which the operating system lets go of when this process ends, and by its lease.
 
         Raises:
-            SpotlightError: another process holds it.
+            SpotlightError: somebody else holds it.
         """
+        give_up_s = wall_clock() + TURN_S
+        while True:
+            with self._held() as held:
+                if held:
+                    lease = self._own_lease()
+                    lease.take()
+                    try:
+                        if self._journals:
+                            self._pull(anew=True)
+                            self.push(at_once=True)
+                        yield lease
+                        self.push(at_once=True)
+                    finally:
+                        lease.release()
+                    return
+            if wall_clock() > give_up_s or self._held_here():  # else somebody looks at it for a moment
+                raise SpotlightError(f"{self.url}: {self.holder()} is running this run: wait for it, or stop it first")
+            time.sleep(TURN_S / 100)
+
+    @contextlib.contextmanager
+    def _held(self, *, shared: bool = False) -> Iterator[bool]:
+        """Whether the run's files on this machine are held, by this alone or as one of many."""
+        if self._journals:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(self.path / "lock", "a+", opener=_without_links) as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:
-                file.seek(0)
-                owner = file.read().strip()
-                raise SpotlightError(
-                    f"{self.path}: process {owner or '(unknown)'} is running this run: wait for it, or stop it first"
-                ) from None
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
-            yield
+                yield False
+                return
+            yield True
 
-    def holder(self) -> str:
-        """The process that holds the directory; empty where none does. It asks as one of many, and lets go at once."""
+    def _held_here(self) -> bool:
+        """Whether a process of this machine runs the run. It asks as one of many, and lets go at once."""
         file = self.path / "lock"
         if not file.exists():
-            return ""
+            return False
         with file.open() as held:
             try:
                 fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return held.read().strip() or "(unknown)"
+                return True
+        return False
+
+    def holder(self) -> str:
+        """The process that runs the run, on whichever machine; empty where none does."""
+        here, lease = self._held_here(), self._own_lease()
+        found = lease.holder()
+        if here or (found and found.files != lease.files):
+            return str(found or "a process of this machine")
         return ""
+
+    def _own_lease(self) -> Lease:
+        file = self.path / "lock"
+        found = file.stat() if file.exists() else None
+        return Lease(self.objects, f"{_boot()}:{found.st_dev}:{found.st_ino}" if found else "")
 
     def records(self, journal: str, kind: type[Record]) -> list[Record]:
         """The finished lines of a journal; none if there is no such file yet.
@@ -357,7 +503,10 @@ class RunDir:
         return from_json(kind, line, where, way_out, finite=kind is ValidationRow)
 
     def append(self, journal: str, *rows: Mapping[str, Any]) -> None:
-        """Add lines durably, cutting off a torn one first; any thread of the one driver may."""
+        """Add lines durably, cutting off a torn one first; any thread of the one driver may.
+
+        Of a run at a URL, what it goes on from is there when this returns; for the rest see `push`.
+        """
         with _appending, open(self.path / journal, "ab+", opener=_without_links) as file:
             file.seek(max(0, file.tell() - 1))
             if file.read(1) not in (b"", b"\n"):
@@ -365,28 +514,43 @@ class RunDir:
             file.write(_lines(rows))
             file.flush()
             os.fsync(file.fileno())
+        if self._journals and journal in (HISTORY, VALIDATION):
+            self._journals.push(journal)
 
     def rewrite(self, journal: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace a whole journal at once."""
         self._counted.pop(journal, None)
         with atomic_write(self.path / journal) as file:
             file.write(_lines(rows))
+        if self._journals:
+            self._journals.replace(journal)
 
     def write_json(self, name: str, value: Any) -> None:
         """A mapping, or a record by its fields' names."""
-        with atomic_write(self.path / name) as file:
-            file.write(indented(value).encode())
+        self.objects.put(name, indented(value).encode())
+
+    def quarantine(self, request: Quarantined) -> None:
+        """Record, on any worker, a request that nobody runs any more; twice is once, where the run is at a URL."""
+        if self._journals:
+            self.write_json(f"quarantined/{request.request.id}.json", request)
+        else:
+            self.append(QUARANTINED, asdict(request))
+
+    def all_quarantined(self) -> list[Quarantined]:
+        """What `quarantine` was given."""
+        keys = self.objects.sizes("quarantined") if self._journals else ()
+        found = [self._file(key, Quarantined, "restore it, or delete it") for key in keys]
+        return [*self.records(QUARANTINED, Quarantined), *(each for each in found if each)]
 
     def selection(self, iteration: int) -> Selection | None:
         """The recorded kept seeds of an iteration."""
         way_out = f"restore it, or delete it, and {made_again(iteration)}"
         return self._file(f"selections/{iteration:05d}.json", Selection, way_out)
 
-    def selection_path(self, iteration: int) -> Path:
-        return self.path / "selections" / f"{iteration:05d}.json"
+    def selection_key(self, iteration: int) -> str:
+        return f"selections/{iteration:05d}.json"
 
     def record_selection(self, selection: Selection) -> None:
-        (self.path / "selections").mkdir(exist_ok=True)
         self.write_json(f"selections/{selection.iteration:05d}.json", selection)
 
     def beliefs(self, iteration: int) -> Beliefs:
@@ -394,11 +558,10 @@ class RunDir:
         way_out = f"restore it, or delete it, and {made_again(iteration)}"
         return self._file(f"beliefs/{iteration:05d}.json", Beliefs, way_out) or Beliefs()
 
-    def beliefs_path(self, iteration: int) -> Path:
-        return self.path / "beliefs" / f"{iteration:05d}.json"
+    def beliefs_key(self, iteration: int) -> str:
+        return f"beliefs/{iteration:05d}.json"
 
     def record_beliefs(self, iteration: int, beliefs: Beliefs) -> None:
-        (self.path / "beliefs").mkdir(exist_ok=True)
         self.write_json(f"beliefs/{iteration:05d}.json", beliefs)
 
     def offload(self, iteration: int) -> Offload | None:
@@ -407,7 +570,6 @@ class RunDir:
         return self._file(f"offload/{iteration:05d}.json", Offload, way_out)
 
     def record_offload(self, iteration: int, state: Offload) -> None:
-        (self.path / "offload").mkdir(exist_ok=True)
         self.write_json(f"offload/{iteration:05d}.json", state)
 
     def summary(self) -> Summary | None:
@@ -418,9 +580,28 @@ class RunDir:
         self.write_json(SUMMARY, summary)
 
     def _file(self, name: str, kind: type[Record], way_out: str) -> Record | None:
-        path = self.path / name
-        content = _content(path)
-        return None if content is None else from_json(kind, content, path, way_out, finite=True)
+        content = self.objects.get(name)
+        return None if content is None else from_json(kind, content, self.objects.where(name), way_out, finite=True)
+
+
+def files_of(place: str | Path) -> Path:
+    """Where this machine has what can only be a file of a run: its directory, or one for the run at a URL.
+
+    It is the same for every process of a user.
+    """
+    url = str(place)
+    if not is_url(url):
+        return Path(url.removeprefix("file://"))
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    url = url.rstrip("/")
+    return Path(state).resolve() / "spotlight" / sha256(url.encode()).hexdigest()[:12] / url.rpartition("/")[2]
+
+
+@cache
+def _boot() -> str:
+    """Names this machine since it was started."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text().strip() if file.exists() else f"{uuid.getnode():x}"
 
 
 def made_again(iteration: int) -> str:
@@ -455,35 +636,6 @@ def _without_links(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-def _content(path: Path) -> bytes | None:
-    """All of a file; None if it is not there.
-
-    Raises:
-        SpotlightError: it cannot be read.
-    """
-    try:
-        return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise SpotlightError(f"{path}: cannot be read: {error.strerror}; restore it, or delete it") from None
-
-
-@contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears under its name only when it is whole and on the disk."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.unlink(missing_ok=True)
-        with part.open("xb") as file:  # which follows no link
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def indented(value: Any, line: str = "\n") -> str:
     """JSON over several lines, of a record by its fields' names.
 
@@ -512,4 +664,4 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def _whole_lines(path: Path) -> list[bytes]:
-    return [line for line in (_content(path) or b"").splitlines(keepends=True) if line.endswith(b"\n")]
+    return [line for line in (content_of(path) or b"").splitlines(keepends=True) if line.endswith(b"\n")]

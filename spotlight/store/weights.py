@@ -1,6 +1,6 @@
 """Keeps the versions of what training changes: staged, published at once, verified when read.
 
-Nothing is ever unpickled, and a published version never changes. Under the run directory lie ::
+Nothing is ever unpickled, and a published version never changes. In a run directory lie ::
 
     weights/v00003/weights.safetensors      what training changes
                    optimizer.safetensors
@@ -9,10 +9,12 @@ Nothing is ever unpickled, and a published version never changes. Under the run 
                    manifest.json            hash and size of each file, and what the training measured
     weights/.staged-v00003/                 written by the training task, not yet published
 
+and in an object store what `versions` says.
+
 Invariants:
 
-- A version's directory appears whole, by one rename after everything in it was flushed to disk: a kill at
-  any moment leaves either no such version or a complete one.
+- A version appears whole, by one rename or one last object after everything in it was made durable: a kill at any
+  moment leaves either no such version or a complete one.
 - The hash of ``weights.safetensors`` is a pure function of its tensors: names are sorted, no time is in it.
 - `load` returns only bytes whose hash was checked: by itself, or when they came to its node.
 """
@@ -20,23 +22,22 @@ Invariants:
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.records import Policy, Published, SpotlightError, WeightsRef
+from spotlight.records import PartRef, Policy, Published, SpotlightError, WeightsRef
 from spotlight.store.decoding import from_json
-from spotlight.store.node import Node, NotOnNode, Source, from_file, map_tensors
+from spotlight.store.node import Node, NotOnNode, Source, map_tensors
+from spotlight.store.objects import StoreError
+from spotlight.store.versions import MANIFEST, Versions, versions_of
 
 if TYPE_CHECKING:
     from torch import Tensor  # only those who touch tensors pay for torch: the driver asks for hashes alone
@@ -54,8 +55,8 @@ _FILES: dict[Part, str] = {
 }
 PARTS: dict[Policy, Part] = {"trained": "trainable", "old": "old", "average": "ema"}
 """Where the weights of each policy are."""
-_MANIFEST = "manifest.json"
-_VERSION = re.compile(r"v(\d{5,})")
+RunAt = str | Path
+"""A run's directory, or its URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ class Manifest:
 
 
 def stage(
-    run_dir: Path,
+    run: RunAt,
     version: int,
     trainable: Tensors,
     optimizer: Tensors,
@@ -104,21 +105,18 @@ def stage(
         OSError: for example because the disk is full; published versions stay.
     """
     for tensors in (trainable, optimizer, ema or {}):
-        _check_finite(f"{run_dir}: version {version}", tensors)
-    staged = _staged(run_dir, version)
-    shutil.rmtree(staged, ignore_errors=True)
-    staged.mkdir(parents=True)
+        _check_finite(f"{run}: version {version}", tensors)
+    versions = versions_of(run)
+    versions.begin(version)
     parts: dict[Part, Tensors] = {"trainable": trainable, "optimizer": optimizer}
     if old is not None:
         parts["old"] = old
     if ema is not None:
         parts["ema"] = ema
-    files = {_FILES[part]: _write_tensors(staged / _FILES[part], tensors) for part, tensors in parts.items()}
+    files = {_FILES[part]: _write(versions, version, _FILES[part], tensors) for part, tensors in parts.items()}
     created = datetime.now(UTC).isoformat(timespec="seconds")
     manifest = Manifest(version=version, files=files, metrics=dict(metrics), created=created)
-    (staged / _MANIFEST).write_text(json.dumps(asdict(manifest), indent=2) + "\n")
-    _flush(staged / _MANIFEST)
-    _flush(staged)
+    versions.stage(version, f"{json.dumps(asdict(manifest), indent=2)}\n".encode())
 
 
 def _check_finite(where: str, tensors: Tensors) -> None:
@@ -131,8 +129,8 @@ def _check_finite(where: str, tensors: Tensors) -> None:
             )
 
 
-def publish(run_dir: Path, version: int) -> Published:
-    """Make a staged version the published one, in one rename; done before, it returns what is there.
+def publish(run: RunAt, version: int) -> Published:
+    """Make a staged version the published one, at once; done before, it returns what is there.
 
     A published version that is intact wins over a staged one, since workers may already use it; a damaged
     one is replaced.
@@ -140,40 +138,39 @@ def publish(run_dir: Path, version: int) -> Published:
     Raises:
         SpotlightError: there is nothing to publish, or a staged file is not what its manifest says.
     """
-    staged, final = _staged(run_dir, version), _directory(run_dir, version)
-    if final.exists() and _is_intact(final):
-        shutil.rmtree(staged, ignore_errors=True)
-        return _published(final)
-    if not staged.exists():
-        if final.exists():
-            _verify(final)
+    versions = versions_of(run)
+    if versions.has(version) and _is_intact(versions, version):
+        versions.drop(version)
+        return _published(versions, version)
+    if not versions.has(version, staged=True):
+        if versions.has(version):
+            _verify(versions, version)
         raise SpotlightError(
-            f"{staged}: version {version} was never staged; `spotlight resume` trains it from version {version - 1}"
+            f"{versions.where(version, staged=True)}: version {version} was never staged; `spotlight resume` trains it "
+            f"from version {version - 1}"
         )
-    _verify(staged)
-    _remove(final)
-    staged.rename(final)
-    _flush(final.parent)
-    return _published(final)
+    _verify(versions, version, staged=True)
+    versions.publish(version)
+    return _published(versions, version)
 
 
-def published(run_dir: Path, version: int) -> Published | None:
+def published(run: RunAt, version: int) -> Published | None:
     """What a version's manifest says, without reading its tensors; None if it was not published.
 
     Raises:
         SpotlightError: its manifest is damaged.
     """
-    directory = _directory(run_dir, version)
-    return _published(directory) if directory.exists() else None
+    versions = versions_of(run)
+    return _published(versions, version) if versions.has(version) else None
 
 
-def latest(run_dir: Path) -> Published | None:
+def latest(run: RunAt) -> Published | None:
     """The highest published version; None before the first."""
-    return published(run_dir, max(versions)) if (versions := dict(_versions(run_dir))) else None
+    return published(run, numbers[-1]) if (numbers := versions_of(run).numbers()) else None
 
 
 def load(
-    run_dir: Path, ref: WeightsRef, part: Part = "trainable", node: Node | None = None, peers: Sequence[Source] = ()
+    run: RunAt, ref: WeightsRef, part: Part = "trainable", node: Node | None = None, peers: Sequence[Source] = ()
 ) -> dict[str, Tensor]:
     """One file of a published version, on the CPU: mapped from the node's memory, or read from the store.
 
@@ -189,11 +186,11 @@ def load(
     if node is not None:
         # Without room, it is read from the store as without a node; so it is when others removed it just now.
         with suppress(NotOnNode, FileNotFoundError):
-            return map_tensors(bring(run_dir, ref, node, part, peers))
-    return from_bytes(_content(run_dir, ref, part))
+            return map_tensors(bring(run, ref, node, part, peers))
+    return from_bytes(_content(run, ref, part))
 
 
-def load_arrays(run_dir: Path, ref: WeightsRef) -> dict[str, NDArray[Any]]:
+def load_arrays(run: RunAt, ref: WeightsRef) -> dict[str, NDArray[Any]]:
     """What training changed in a published version, from the store, as arrays of numpy; torch is not needed.
 
     Raises:
@@ -201,87 +198,84 @@ def load_arrays(run_dir: Path, ref: WeightsRef) -> dict[str, NDArray[Any]]:
     """
     from safetensors.numpy import load as from_bytes
 
-    return dict(from_bytes(_content(run_dir, ref, "trainable")))
+    return dict(from_bytes(_content(run, ref, "trainable")))
 
 
-def _content(run_dir: Path, ref: WeightsRef, part: Part) -> bytes:
+def _content(run: RunAt, ref: WeightsRef, part: Part) -> bytes:
     """The bytes of one file of a version, read from the store and checked."""
-    file, entry = _find(run_dir, ref, part)
+    versions, name = versions_of(run), _FILES[part]
+    entry = _find(versions, ref, name)
     try:
-        content = file.read_bytes()
+        content = versions.read(ref.version, name, entry.sha256)
     except FileNotFoundError:
-        raise _damage(file.parent, file.name, f"{entry.bytes} bytes", "no such file") from None
-    _check(file.parent, file.name, entry, len(content), sha256(content).hexdigest())
+        raise _damage(versions.where(ref.version), name, f"{entry.bytes} bytes", "no such file") from None
+    _check(versions.where(ref.version), name, entry, len(content), sha256(content).hexdigest())
     return content
 
 
-def bring(run_dir: Path, ref: WeightsRef, node: Node, part: Part = "trainable", peers: Sequence[Source] = ()) -> Path:
+def bring(run: RunAt, ref: WeightsRef, node: Node, part: Part = "trainable", peers: Sequence[Source] = ()) -> Path:
     """Have one file of a published version in the node's memory, its hash checked; torch is not needed.
 
-    Found on the node, it costs milliseconds; else it comes from the first peer that sends it, or from the store.
+    Found on the node, it costs milliseconds; else it comes from the first peer that sends it, or from the store, which
+    is not asked for anything before.
 
     Raises:
         NotOnNode: there is no room, or neither a peer nor the store sent what the manifest says; `load` says more.
         SpotlightError: the version or the file is absent, or is not the one that ``ref`` names.
     """
-    file, entry = _find(run_dir, ref, part)
-    return node.bring(entry.sha256, entry.bytes, [*peers, from_file(file)])
+    entry = part_ref(run, ref, part)
+    return node.bring(
+        entry.sha256, entry.bytes, [*peers, versions_of(run).source(ref.version, entry.name, entry.sha256)]
+    )
 
 
-def digest(run_dir: Path, ref: WeightsRef, part: Part = "trainable") -> str:
-    """SHA-256 of one file of a published version, by which nodes name it."""
-    return _find(run_dir, ref, part)[1].sha256
+def part_ref(run: RunAt, ref: WeightsRef, part: Part = "trainable") -> PartRef:
+    """Names one file of a version; the store is read only where the reference does not say.
 
-
-def _find(run_dir: Path, ref: WeightsRef, part: Part) -> tuple[Path, FileEntry]:
-    """Where a version's file lies in the store, and its entry of the manifest."""
-    directory = _directory(run_dir, ref.version)
-    if not directory.exists():
-        have = sorted(dict(_versions(run_dir)))
-        raise SpotlightError(f"{directory}: version {ref.version} is not published; {directory.parent} has {have}")
-    files = _manifest(directory).files
+    Raises:
+        SpotlightError: the version has no such file; or, where the store is read, as `load`.
+    """
     name = _FILES[part]
+    if not ref.parts:
+        entry = _find(versions_of(run), ref, name)
+        return PartRef(name=name, sha256=entry.sha256, bytes=entry.bytes)
+    for known in ref.parts:
+        if known.name == name:
+            return known
+    have = sorted(known.name for known in ref.parts)
+    raise SpotlightError(f"{versions_of(run).where(ref.version)}: version {ref.version} has no {name}; it has {have}")
+
+
+def _find(versions: Versions, ref: WeightsRef, name: str) -> FileEntry:
+    """The entry of a version's file in its manifest."""
+    where = versions.where(ref.version)
+    if not versions.has(ref.version):
+        parent = where.rpartition("/")[0]
+        raise SpotlightError(f"{where}: version {ref.version} is not published; {parent} has {versions.numbers()}")
+    files = _manifest(versions, ref.version).files
     digest = files[_FILES["trainable"]].sha256
     if digest != ref.sha256:
         raise SpotlightError(
-            f"{directory}: expected weights with sha256 {ref.sha256}, found {digest}: they belong to another run or "
+            f"{where}: expected weights with sha256 {ref.sha256}, found {digest}: they belong to another run or "
             "were trained again; use the run directory that the request came from"
         )
     if name not in files:
-        raise SpotlightError(f"{directory}: version {ref.version} has no {name}; it has {sorted(files)}")
-    return directory / name, files[name]
+        raise SpotlightError(f"{where}: version {ref.version} has no {name}; it has {sorted(files)}")
+    return files[name]
 
 
-def retain(run_dir: Path, keep: Collection[int]) -> None:
+def retain(run: RunAt, keep: Collection[int]) -> None:
     """Remove every published version but those to keep; what is staged stays."""
-    for version, directory in list(_versions(run_dir)):
-        if version not in keep:
-            _remove(directory)
-    for left in (run_dir / "weights").glob(".removed-*"):
-        shutil.rmtree(left, ignore_errors=True)
+    versions_of(run).retain(keep)
 
 
-def _directory(run_dir: Path, version: int) -> Path:
-    return run_dir / "weights" / f"v{version:05d}"
-
-
-def _staged(run_dir: Path, version: int) -> Path:
-    return run_dir / "weights" / f".staged-v{version:05d}"
-
-
-def _versions(run_dir: Path) -> Iterator[tuple[int, Path]]:
-    for path in (run_dir / "weights").glob("v*"):
-        if match := _VERSION.fullmatch(path.name):
-            yield int(match[1]), path
-
-
-def _write_tensors(path: Path, tensors: Tensors) -> FileEntry:
+def _write(versions: Versions, version: int, name: str, tensors: Tensors) -> FileEntry:
     """Write and flush one file; return its entry of the manifest."""
     # Through memory, because safetensors' own writer hides a full disk in an error of its own type.
     content = _safetensors({name: tensors[name] for name in sorted(tensors)})
-    path.write_bytes(content)
-    _flush(path)
-    return FileEntry(sha256=sha256(content).hexdigest(), bytes=len(content))
+    digest = sha256(content).hexdigest()
+    versions.write(version, name, content, digest)
+    return FileEntry(sha256=digest, bytes=len(content))
 
 
 def _safetensors(tensors: Tensors) -> bytes:
@@ -298,65 +292,56 @@ def _safetensors(tensors: Tensors) -> bytes:
     return bytes(save({name: tensor.detach().cpu().contiguous() for name, tensor in others.items()}))
 
 
-def _flush(path: Path) -> None:
-    """Force a file's content, or a directory's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove(directory: Path) -> None:
-    """Take a version away in one rename, so that a kill cannot leave half of it in its place."""
-    if directory.exists():
-        removed = directory.with_name(f".removed-{directory.name}")
-        shutil.rmtree(removed, ignore_errors=True)
-        directory.rename(removed)
-        shutil.rmtree(removed)
-
-
-def _published(directory: Path) -> Published:
-    manifest = _manifest(directory)
-    weights = WeightsRef(version=manifest.version, sha256=manifest.files[_FILES["trainable"]].sha256)
+def _published(versions: Versions, version: int) -> Published:
+    manifest = _manifest(versions, version)
+    parts = tuple(
+        PartRef(name=name, sha256=entry.sha256, bytes=entry.bytes) for name, entry in sorted(manifest.files.items())
+    )
+    weights = WeightsRef(version=manifest.version, sha256=manifest.files[_FILES["trainable"]].sha256, parts=parts)
     return Published(weights=weights, metrics=manifest.metrics)
 
 
-def _manifest(directory: Path) -> Manifest:
+def _manifest(versions: Versions, version: int, *, staged: bool = False) -> Manifest:
+    where = versions.where(version, staged=staged)
     try:
-        content = (directory / _MANIFEST).read_bytes()
+        content = versions.manifest(version, staged=staged)
+    except StoreError:
+        raise
     except OSError as error:
-        raise _damage(directory, _MANIFEST, "a manifest", str(error)) from None
-    return from_json(Manifest, content, directory / _MANIFEST, _way_out(directory))
+        raise _damage(where, MANIFEST, "a manifest", str(error)) from None
+    return from_json(Manifest, content, f"{where}/{MANIFEST}", _way_out(where))
 
 
-def _verify(directory: Path) -> None:
-    for name, entry in _manifest(directory).files.items():
+def _verify(versions: Versions, version: int, *, staged: bool = False) -> None:
+    where = versions.where(version, staged=staged)
+    for name, entry in _manifest(versions, version, staged=staged).files.items():
         try:
-            with (directory / name).open("rb") as file:
-                _check(directory, name, entry, os.fstat(file.fileno()).st_size, file_digest(file, "sha256").hexdigest())
+            size_bytes, digest = versions.found(version, name, entry.sha256, staged=staged)
         except FileNotFoundError:
-            raise _damage(directory, name, f"{entry.bytes} bytes", "no such file") from None
+            raise _damage(where, name, f"{entry.bytes} bytes", "no such file") from None
+        _check(where, name, entry, size_bytes, digest)
 
 
-def _is_intact(directory: Path) -> bool:
+def _is_intact(versions: Versions, version: int) -> bool:
     try:
-        _verify(directory)
+        _verify(versions, version)
+    except StoreError:
+        raise
     except SpotlightError:
         return False
     return True
 
 
-def _check(directory: Path, name: str, entry: FileEntry, size_bytes: int, digest: str) -> None:
+def _check(where: str, name: str, entry: FileEntry, size_bytes: int, digest: str) -> None:
     if size_bytes != entry.bytes:
-        raise _damage(directory, name, f"{entry.bytes} bytes", f"{size_bytes} bytes")
+        raise _damage(where, name, f"{entry.bytes} bytes", f"{size_bytes} bytes")
     if digest != entry.sha256:
-        raise _damage(directory, name, f"sha256 {entry.sha256}", f"sha256 {digest}")
+        raise _damage(where, name, f"sha256 {entry.sha256}", f"sha256 {digest}")
 
 
-def _damage(directory: Path, name: str, expected: str, found: str) -> SpotlightError:
-    return SpotlightError(f"{directory / name}: expected {expected}, found {found}; {_way_out(directory)}")
+def _damage(where: str, name: str, expected: str, found: str) -> SpotlightError:
+    return SpotlightError(f"{where}/{name}: expected {expected}, found {found}; {_way_out(where)}")
 
 
-def _way_out(directory: Path) -> str:
-    return f"delete {directory} and `spotlight resume` goes on from the version before"
+def _way_out(where: str) -> str:
+    return f"delete {where} and `spotlight resume` goes on from the version before"

@@ -12,9 +12,10 @@ stores of obstore; on other fsspec file systems the underlying check-then-set le
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from hashlib import sha256
 from importlib.util import find_spec
@@ -30,15 +31,14 @@ from zarr.buffer.cpu import Buffer, buffer_prototype
 from zarr.core.sync import sync
 from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore
 
+from spotlight.files import OBJECT_SCHEMES
 from spotlight.records import SpotlightError
+from spotlight.store.objects import object_store, told
 
 Float32 = NDArray[np.float32]
 
 run = sync
 """Runs a coroutine of a store on zarr's event loop and returns its value, from any thread."""
-
-_OBSTORE_SCHEMES = ("file", "s3", "s3a", "gs", "az", "abfs", "abfss")
-"""Preferred over fsspec where obstore is installed: it creates a key exclusively."""
 
 PROBE_S = 20.0
 """A store answers within a second; clients try again for minutes before they give up."""
@@ -57,32 +57,40 @@ class ZarrStore:
         """
         self.url = url
         self._store = _open(url)
+        self._told = told if isinstance(self._store, ObjectStore) else _as_it_is
 
     async def get(self, key: str) -> bytes | None:
         """The bytes of a key; None if it is not there."""
-        value = await self._store.get(key, prototype=buffer_prototype)
-        return None if value is None else value.to_bytes()
+        with self._told(f"{self.url}/{key}", "read"):
+            value = await self._store.get(key, prototype=buffer_prototype)
+            return None if value is None else value.to_bytes()
 
     async def set(self, key: str, value: bytes) -> None:
-        await self._store.set(key, Buffer.from_bytes(value))
+        with self._told(f"{self.url}/{key}", "written"):
+            await self._store.set(key, Buffer.from_bytes(value))
 
     async def create(self, key: str, value: bytes) -> None:
         """Write a key unless it is there. The store does not tell whether it wrote: reading back does."""
-        await self._store.set_if_not_exists(key, Buffer.from_bytes(value))
+        with self._told(f"{self.url}/{key}", "written"):
+            await self._store.set_if_not_exists(key, Buffer.from_bytes(value))
 
     async def exists(self, key: str) -> bool:
-        return await self._store.exists(key)
+        with self._told(f"{self.url}/{key}", "read"):
+            return await self._store.exists(key)
 
     async def names(self, prefix: str) -> list[str]:
         """What lies directly under a prefix."""
-        return [name.strip("/") async for name in self._store.list_dir(prefix)]
+        with self._told(f"{self.url}/{prefix}", "listed"):
+            return [name.strip("/") async for name in self._store.list_dir(prefix)]
 
     async def delete(self, key: str) -> None:
-        await self._store.delete(key)
+        with self._told(f"{self.url}/{key}", "deleted"):
+            await self._store.delete(key)
 
     async def delete_all(self, prefix: str) -> None:
         """Remove every key under a prefix."""
-        await self._store.delete_dir(prefix)
+        with self._told(f"{self.url}/{prefix}", "deleted"):
+            await self._store.delete_dir(prefix)
 
     async def delete_partials(self, prefix: str) -> None:
         """Remove what killed writers left under a prefix."""
@@ -103,6 +111,12 @@ class ZarrStore:
             # What zarr makes of a missing array, damaged metadata or a shard whose index fails its CRC.
             # A store that cannot be reached raises something else: that is no proof of damage.
             return None
+
+
+@contextlib.contextmanager
+def _as_it_is(where: str, done: str) -> Iterator[None]:
+    """Of other stores than obstore's: their errors say enough."""
+    yield
 
 
 def check_url(url: str) -> None:
@@ -140,16 +154,18 @@ def _open(url: str) -> Store:
     scheme, separator, _ = url.partition("://")
     if not separator:
         return LocalStore(Path(url))
-    if scheme in _OBSTORE_SCHEMES and find_spec("obstore"):
+    if scheme in OBJECT_SCHEMES and find_spec("obstore"):
+        return ObjectStore(object_store(url))
+    if scheme == "file" and find_spec("obstore"):
         from obstore.store import from_url
 
-        return ObjectStore(from_url(url, mkdir=True) if scheme == "file" else from_url(url))
+        return ObjectStore(from_url(url, mkdir=True))
     try:
         return FsspecStore.from_url(url)
     except (ImportError, ValueError) as error:
         raise SpotlightError(
             f"latents.url = {url!r} cannot be opened: {error}; give a local path, install obstore for "
-            f"{', '.join(_OBSTORE_SCHEMES)}, or the fsspec package of {scheme}"
+            f"{', '.join(OBJECT_SCHEMES)}, or the fsspec package of {scheme}"
         ) from error
 
 

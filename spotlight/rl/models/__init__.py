@@ -7,10 +7,12 @@ and one more case in `load`.
 from __future__ import annotations
 
 import os
+import socket
 from typing import TYPE_CHECKING
 
 import torch
 
+from spotlight.records import SpotlightError
 from spotlight.rl import memory
 from spotlight.rl.checkpoints import survey
 from spotlight.rl.models.base import Conditioning as Conditioning
@@ -61,11 +63,20 @@ def load(settings: ModelSection, node: Node | None = None) -> Model:
 
 
 def device_of(settings: ModelSection) -> torch.device:
-    """The device that the settings name; of several GPUs, the one that this process owns."""
+    """The device that the settings name; of several GPUs, the one that this process owns.
+
+    Raises:
+        SpotlightError: it is a GPU, and torch finds none here.
+    """
     device: str = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
+        if not torch.cuda.is_available():
+            raise SpotlightError(
+                f'on {socket.gethostname()} torch {torch.__version__} finds no GPU, and model.device = "cuda": look at '
+                'nvidia-smi, install a build of torch for CUDA, or set model.device = "auto"'
+            )
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
     return torch.device(device)
 

@@ -33,7 +33,7 @@ from spotlight.records import SpotlightError
 from spotlight.rl.checkpoints import require_class, require_pipeline, weight_files
 from spotlight.rl.models.base import Conditioning, Model
 from spotlight.store.node import Node, NotOnNode, fingerprint
-from spotlight.store.rundir import atomic_write
+from spotlight.store.objects import atomic_write
 
 TEXT_MULTIPLE = 8
 """Text widths are rounded up to it, so that text splits among up to 8 ranks."""

@@ -1,0 +1,99 @@
+"""The journals of a run at a URL: written on the driver's machine, and kept in the object store in parts.
+
+An object cannot be appended to. A part holds about a megabyte, whole lines, and is named by the byte with which it
+begins; the last one is put again with what came since. Whoever reads the parts in order has the journal as it was at
+some moment. A journal that is written anew at each change is one object.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spotlight.store.objects import Objects, atomic_write
+
+PART_BYTES = 2**20
+
+
+class Journals:
+    """The copies of the journals in one directory.
+
+    Args:
+        directory: on this machine.
+        rewritten: names of those that are no longer than a part, and are written anew.
+    """
+
+    def __init__(self, objects: Objects, directory: Path, rewritten: tuple[str, ...]) -> None:
+        self._objects, self._directory, self._rewritten = objects, directory, rewritten
+        self._pushed: dict[str, tuple[int, int]] = {}
+        """Of each journal, where its last part begins, and how much of it is in the store."""
+        self._pulled: set[str] = set()
+
+    def push(self, name: str) -> None:
+        """Put what the store lacks of a journal, which begins with what the store has."""
+        path = self._directory / name
+        size = path.stat().st_size if path.is_file() else 0
+        start, pushed = self._pushed.get(name) or self._in_store(name)
+        if name in self._rewritten:
+            content = path.read_bytes() if size else b""
+            if content and (known := hash(content)) != pushed:
+                self._objects.put(_key(name, 0), content)
+                self._pushed[name] = (0, known)
+            return
+        if size == pushed:
+            return
+        with path.open("rb") as file:
+            file.seek(start)
+            content = file.read(size - start)
+        content = content[: content.rfind(b"\n") + 1]
+        self._objects.put(_key(name, start), content)
+        end = start + len(content)
+        self._pushed[name] = (end if len(content) >= PART_BYTES else start, end)
+
+    def replace(self, name: str) -> None:
+        """Put a journal whose beginning has changed; what a kill leaves of the parts before is cut off by a reader."""
+        path = self._directory / name
+        self._objects.put(_key(name, 0), path.read_bytes())
+        self._objects.delete(*(key for key in self._objects.sizes(_folder(name)) if key != _key(name, 0)))
+        self._pushed[name] = (0, path.stat().st_size)
+
+    def pull(self, name: str, *, anew: bool) -> None:
+        """Have a journal here as it is in the store.
+
+        Args:
+            anew: whether its beginning is read too: what was here and never put is gone then.
+        """
+        path = self._directory / name
+        parts = self._objects.sizes(_folder(name))
+        here = path.stat().st_size if path.is_file() else 0
+        known = here if name in self._pulled and not anew and name not in self._rewritten else 0
+        content = b""
+        for key, size in parts.items():
+            start, at = int(key.rpartition("/")[2]), known + len(content)
+            if start + size <= known:
+                continue
+            if start > at or (start < at and content):  # of a journal before it was replaced
+                break
+            content += (self._objects.get(key) or b"")[at - start :]
+        self._pulled.add(name)
+        if known and content:
+            with path.open("ab") as file:
+                file.write(content)
+        elif not known:
+            with atomic_write(path) as whole:
+                whole.write(content)
+
+    def _in_store(self, name: str) -> tuple[int, int]:
+        parts = self._objects.sizes(_folder(name))
+        if not parts:
+            return 0, 0
+        key, size = max(parts.items())
+        start = int(key.rpartition("/")[2])
+        return start, start + size
+
+
+def _folder(name: str) -> str:
+    return f"journals/{name}"
+
+
+def _key(name: str, start: int) -> str:
+    return f"{_folder(name)}/{start:015d}"

@@ -1,0 +1,168 @@
+"""Who runs a run, as a record that all machines see: one driver at a time, and the second is told who has it.
+
+Leases are numbered; each is created exclusively, and renewed by its owner alone. The highest number has the run, until
+it is released or its time is over. An owner that finds a higher number has lost the run, and stops. Times are wall
+clocks': those of two machines may differ by some seconds, which is little beside a lease's length.
+
+What is on the same machine needs no waiting: whoever holds the run's files there (a lock of the operating system, which
+ends with its process) knows that an owner with the same files is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+
+from spotlight.clock import Clock, wall_clock
+from spotlight.records import SpotlightError
+from spotlight.store.decoding import from_json
+from spotlight.store.objects import Objects
+
+LEASE_S = 60.0
+"""After a machine is lost, the next driver waits no longer than this; much longer than a store is out of reach."""
+RENEW_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Who has a run."""
+
+    host: str
+    pid: int
+    files: str
+    """Names the files that its driver holds, on all machines."""
+    until_s: float
+    scheduler: str = ""
+    released: bool = False
+
+    def __str__(self) -> str:
+        with_scheduler = f", with the scheduler {self.scheduler}," if self.scheduler else ""
+        return f"process {self.pid} on {self.host}{with_scheduler}"
+
+
+class Lease:
+    """The lease of one run, as one process sees it.
+
+    Args:
+        files: as `Holder` has it, of this process.
+    """
+
+    def __init__(self, objects: Objects, files: str, clock: Clock = wall_clock) -> None:
+        self._objects, self._files, self._clock = objects, files, clock
+        self._number = 0
+        self._mine: Holder | None = None
+        self._lost = ""
+        self._renewing = threading.Lock()
+        self._ended = threading.Event()
+
+    @property
+    def files(self) -> str:
+        return self._files
+
+    def holder(self) -> Holder | None:
+        """Who has the run now, going by the records alone; None where nobody does."""
+        _, last = self._last()
+        return last if last and not last.released and last.until_s > self._clock() else None
+
+    def take(self) -> None:
+        """Have the run, and keep it until `release`. Whoever calls this holds the run's files on this machine.
+
+        Raises:
+            SpotlightError: somebody else has it.
+        """
+        number, last = self._last()
+        if last and not last.released and last.files != self._files and last.until_s > self._clock():
+            raise self._refusal(last)
+        self._number = number + 1
+        self._mine = self._renewed("")
+        if not self._objects.create(_key(self._number), _json(self._mine)):
+            _, last = self._last()
+            raise self._refusal(last or self._mine)
+        self._objects.delete(*(_key(old) for old in range(max(1, number - 1), number + 1)))
+        threading.Thread(target=self._keep, name="spotlight-lease", daemon=True).start()
+
+    def names(self, scheduler: str) -> None:
+        """Have the record say where the run's scheduler is."""
+        self._renew(scheduler)
+
+    def check(self) -> None:
+        """
+        Raises:
+            SpotlightError: somebody else has the run now, or may have.
+        """
+        if self._lost:
+            raise SpotlightError(self._lost)
+
+    def release(self) -> None:
+        """Let the next one have it."""
+        self._ended.set()
+        with self._renewing:
+            if self._mine and not self._lost:
+                try:
+                    self._objects.put(_key(self._number), _json(replace(self._mine, released=True)))
+                except OSError as error:  # it ends by itself
+                    logger.warning("the lease could not be given back: %s", error)
+
+    def _keep(self) -> None:
+        while not self._ended.wait(RENEW_S):
+            try:
+                self._renew()
+            except Exception as error:  # the store is out of reach: perhaps not for long
+                logger.warning("the lease could not be renewed: %s", error)
+                assert self._mine
+                if self._clock() > self._mine.until_s:
+                    where = self._objects.where(_key(self._number))
+                    self._lost = (
+                        f"{where}: could not be renewed for {LEASE_S:g} s, so another may have the run: {error}"
+                    )
+            if self._lost:
+                return
+
+    def _renew(self, scheduler: str = "") -> None:
+        with self._renewing:
+            assert self._mine
+            number, last = self._last()
+            if number > self._number:
+                self._lost = str(self._refusal(last or self._mine))
+            elif not self._ended.is_set():
+                renewed = self._renewed(scheduler or self._mine.scheduler)
+                self._objects.put(_key(self._number), _json(renewed))
+                self._mine = renewed
+
+    def _renewed(self, scheduler: str) -> Holder:
+        until_s = self._clock() + LEASE_S
+        return Holder(
+            host=socket.gethostname(), pid=os.getpid(), files=self._files, until_s=until_s, scheduler=scheduler
+        )
+
+    def _last(self) -> tuple[int, Holder | None]:
+        """The highest number, and who has it; 0 where there is none."""
+        key = max(self._objects.sizes("lease"), default="")
+        content = self._objects.get(key) if key else None
+        if content is None:
+            return 0, None
+        way_out = "delete it, if nobody runs this run"
+        number = int(key.rpartition("/")[2].partition(".")[0])
+        return number, from_json(Holder, content, self._objects.where(key), way_out)
+
+    def _refusal(self, holder: Holder) -> SpotlightError:
+        ends = time.strftime("%H:%M:%S", time.localtime(holder.until_s))
+        return SpotlightError(
+            f"{self._objects.where('').rstrip('/')}: {holder} is running this run: wait for it, or stop it first; "
+            f"if it is gone without a word, the run is free at {ends}"
+        )
+
+
+def _key(number: int) -> str:
+    return f"lease/{number:06d}.json"
+
+
+def _json(holder: Holder) -> bytes:
+    return json.dumps(asdict(holder), indent=1).encode()

@@ -1,0 +1,318 @@
+"""Bytes under keys, in a directory or in an object store: where a run's small records and its weights lie.
+
+An object appears whole or not at all, and one that is created exclusively has one creator. It decides nothing of what
+lies where. A store that does not answer is asked again for a bounded time, and then named in one sentence; keys and
+passwords come from the environment, as each store's own clients read them, and are never part of an address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path, PurePath
+from typing import IO, Any, Protocol
+from uuid import uuid4
+
+from spotlight.files import OBJECT_SCHEMES, SECRETS_COME_FROM, is_url, refuse_secrets
+from spotlight.records import SpotlightError
+from spotlight.store.node import Source, from_file
+
+RETRIES = 6
+"""Of one operation, with pauses from 0.1 s to 10 s between them."""
+RETRY_S = 45.0
+"""Then the store counts as out of reach: longer than a fail-over, shorter than a person waits."""
+CLIENT_OPTIONS = {"connect_timeout": "5s", "timeout": "60s"}
+"""Of one request; a part of a large object is 5 MB. They replace those that obstore takes from the environment, so
+``AWS_ALLOW_HTTP``, for a server without TLS, is read here."""
+
+
+class StoreError(SpotlightError, OSError):
+    """An object store refused, or did not answer."""
+
+
+class Objects(Protocol):
+    """The objects below one place; any number of threads may use it.
+
+    Methods raise `StoreError`, or OSError where the place is a directory.
+    """
+
+    def where(self, key: str) -> str:
+        """The key as a person finds it."""
+        ...
+
+    def get(self, key: str) -> bytes | None:
+        """None if it is not there."""
+        ...
+
+    def put(self, key: str, content: bytes, *, durable: bool = True) -> None:
+        """Replace it at once.
+
+        Args:
+            durable: whether it is when this returns; it need not be if it can be made again.
+        """
+        ...
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Put it unless it is there; whether it was this call that did."""
+        ...
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """All keys below ``prefix/``, and their bytes."""
+        ...
+
+    def size(self, key: str) -> int | None:
+        """None if it is not there."""
+        ...
+
+    def delete(self, *keys: str) -> None:
+        """What is not there is deleted already."""
+        ...
+
+    def delete_below(self, prefix: str) -> None:
+        """All keys below ``prefix/``."""
+        ...
+
+    def source(self, key: str) -> Source:
+        """Reads ranges of it."""
+        ...
+
+
+def objects_at(place: str | Path) -> Objects:
+    """Of a directory, or of a URL.
+
+    Raises:
+        SpotlightError: nothing installed can open the URL.
+    """
+    return BucketObjects(str(place)) if is_url(place) else DirectoryObjects(Path(place))
+
+
+class DirectoryObjects:
+    """Files; no link in the place of one is followed when it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def where(self, key: str) -> str:
+        return str(self.path / key)
+
+    def get(self, key: str) -> bytes | None:
+        """
+        Raises:
+            SpotlightError: something that is no file is in its place.
+        """
+        return content_of(self.path / key)
+
+    def put(self, key: str, content: bytes, *, durable: bool = True) -> None:
+        with atomic_write(self._place(key), durable=durable) as file:
+            file.write(content)
+
+    def create(self, key: str, content: bytes) -> bool:
+        path = self._place(key)
+        mine = path.with_name(f".{path.name}.{uuid4().hex}.part")
+        try:
+            with atomic_write(mine) as file:
+                file.write(content)
+            os.link(mine, path)  # whole from the first moment on
+        except FileExistsError:
+            return False
+        finally:
+            mine.unlink(missing_ok=True)
+        return True
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        files = sorted(path for path in (self.path / prefix).glob("**/*") if path.is_file())
+        return {str(path.relative_to(self.path)): path.stat().st_size for path in files}
+
+    def size(self, key: str) -> int | None:
+        path = self.path / key
+        return path.stat().st_size if path.is_file() else None
+
+    def delete(self, *keys: str) -> None:
+        for key in keys:
+            (self.path / key).unlink(missing_ok=True)
+
+    def delete_below(self, prefix: str) -> None:
+        shutil.rmtree(self.path / prefix, ignore_errors=True)
+
+    def source(self, key: str) -> Source:
+        return from_file(self.path / key)
+
+    def _place(self, key: str) -> Path:
+        """Where it is to be written; directories for it are made, but not the one that all is in."""
+        path = self.path / key
+        if path.parent != self.path:
+            for folder in reversed(PurePath(key).parents[:-1]):
+                (self.path / folder).mkdir(exist_ok=True)
+        return path
+
+
+class BucketObjects:
+    """Objects of a store that obstore knows."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._store = object_store(self.url)
+
+    def where(self, key: str) -> str:
+        return f"{self.url}/{key}"
+
+    def get(self, key: str) -> bytes | None:
+        import obstore
+
+        with told(self.where(key), "read"), contextlib.suppress(FileNotFoundError):
+            return bytes(obstore.get(self._store, key).bytes())
+        return None
+
+    def put(self, key: str, content: bytes, *, durable: bool = True) -> None:
+        import obstore
+
+        with told(self.where(key), "written"):
+            obstore.put(self._store, key, content)
+
+    def create(self, key: str, content: bytes) -> bool:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        with told(self.where(key), "written"):
+            try:
+                obstore.put(self._store, key, content, mode="create")
+            except AlreadyExistsError:  # perhaps by this call's first attempt, whose answer was lost
+                return self.get(key) == content
+            return True
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        import obstore
+
+        with told(self.where(prefix), "listed"):
+            found = [meta for batch in obstore.list(self._store, prefix) for meta in batch]
+        return {meta["path"]: meta["size"] for meta in sorted(found, key=lambda meta: meta["path"])}
+
+    def size(self, key: str) -> int | None:
+        import obstore
+
+        with told(self.where(key), "read"), contextlib.suppress(FileNotFoundError):
+            return int(obstore.head(self._store, key)["size"])
+        return None
+
+    def delete(self, *keys: str) -> None:
+        import obstore
+
+        for key in keys:
+            with told(self.where(key), "deleted"), contextlib.suppress(FileNotFoundError):
+                obstore.delete(self._store, key)
+
+    def delete_below(self, prefix: str) -> None:
+        self.delete(*self.sizes(prefix))
+
+    def source(self, key: str) -> Source:
+        import obstore
+
+        def read(_: str, offset: int, length: int) -> bytes:
+            with told(self.where(key), "read"):
+                return bytes(obstore.get_range(self._store, key, start=offset, length=length))
+
+        return read
+
+
+def check_address(url: str) -> None:
+    """
+    Raises:
+        SpotlightError: no run can be at this URL, or it holds a secret.
+    """
+    try:
+        refuse_secrets(url)
+    except ValueError as error:
+        raise SpotlightError(str(error)) from None
+    scheme = url.partition("://")[0]
+    if scheme not in (*OBJECT_SCHEMES, "memory"):
+        raise SpotlightError(f"{url}: expected a directory, or a URL of {', '.join(OBJECT_SCHEMES)}")
+
+
+@lru_cache
+def object_store(url: str) -> Any:
+    """obstore's store of a URL, the same for the same one: memory is then seen by the whole process, and by no other.
+
+    Raises:
+        SpotlightError: it cannot be opened.
+    """
+    if not find_spec("obstore"):
+        raise SpotlightError(f"{url!r} cannot be opened: install obstore, which reads and writes object stores")
+    from obstore.exceptions import BaseError
+    from obstore.store import MemoryStore, from_url
+
+    scheme = url.partition("://")[0]
+    if scheme == "memory":
+        return MemoryStore()
+    backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=10), "base": 2}
+    retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S), "backoff": backoff}
+    options: Any = CLIENT_OPTIONS | {"allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1")}
+    try:
+        return from_url(url, client_options=options, retry_config=retry)
+    except (BaseError, ValueError) as error:
+        raise SpotlightError(
+            f"{url!r} cannot be opened: {_first_line(error)}; give a URL of {', '.join(OBJECT_SCHEMES)}"
+        ) from None
+
+
+@contextlib.contextmanager
+def told(where: str, done: str) -> Iterator[None]:
+    """Say in one sentence which object could not be read or written, and why; one that is not there passes.
+
+    Raises:
+        StoreError: with that sentence.
+        FileNotFoundError: it is not there.
+    """
+    from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
+
+    try:
+        yield
+    except AlreadyExistsError:
+        raise
+    except NotFoundError as error:
+        raise FileNotFoundError(str(error)) from None
+    except BaseError as error:
+        raise StoreError(
+            f"{where}: cannot be {done}: {_first_line(error)}; check the address, the network, and what this user may "
+            f"do there ({SECRETS_COME_FROM}); what was committed is kept, and `spotlight resume` goes on"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    """What a store's client says, without the headers and bodies that follow it."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
+
+
+def content_of(path: Path) -> bytes | None:
+    """All of a file; None if it is not there.
+
+    Raises:
+        SpotlightError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise SpotlightError(f"{path}: cannot be read: {error.strerror}; restore it, or delete it") from None
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
+    """A file that appears under its name only when it is whole and, if it is to be durable, on the disk."""
+    part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    try:
+        part.unlink(missing_ok=True)
+        with part.open("xb") as file:  # which follows no link
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,255 @@
+"""Where the files of weights versions lie, in a run directory or in an object store; says nothing of what is in them.
+
+In a directory a version is staged beside its place, and published by one rename. An object store has no rename: there
+files are named by their content, so that nothing that was published is ever written again, and the manifest, put last,
+publishes them ::
+
+    weights/v00003/<sha256>.safetensors    written by the training task
+    weights/staged-v00003.json             the manifest of a version that is whole, but not published
+    weights/v00003/manifest.json           put last
+
+`weights` holds the invariants.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Collection
+from hashlib import file_digest
+from pathlib import Path
+from typing import Protocol
+
+from spotlight.files import is_url
+from spotlight.store.node import Source, from_file
+from spotlight.store.objects import BucketObjects
+
+MANIFEST = "manifest.json"
+_VERSION = re.compile(r"v(\d{5,})")
+_SUFFIX = ".safetensors"
+
+
+class Versions(Protocol):
+    """The versions of one run, each staged or published or both."""
+
+    def where(self, version: int, *, staged: bool = False) -> str:
+        """A version's place, as a person finds it."""
+        ...
+
+    def numbers(self) -> list[int]:
+        """Of the published ones, in order."""
+        ...
+
+    def has(self, version: int, *, staged: bool = False) -> bool: ...
+
+    def begin(self, version: int) -> None:
+        """Forget what an earlier attempt staged."""
+
+    def write(self, version: int, name: str, content: bytes, sha256: str) -> None:
+        """Put a file of a version that will be staged; durable when this returns."""
+
+    def stage(self, version: int, manifest: bytes) -> None:
+        """All files of a version are written."""
+
+    def manifest(self, version: int, *, staged: bool = False) -> bytes:
+        """
+        Raises:
+            OSError: there is none, or it cannot be read.
+        """
+        ...
+
+    def found(self, version: int, name: str, sha256: str, *, staged: bool = False) -> tuple[int, str]:
+        """Bytes and hash of a file that should have this hash.
+
+        Raises:
+            FileNotFoundError: it is not there.
+        """
+        ...
+
+    def publish(self, version: int) -> None:
+        """Make a staged version the published one, at once, also in place of one that is damaged."""
+
+    def drop(self, version: int) -> None:
+        """What is staged of a version is not needed."""
+
+    def read(self, version: int, name: str, sha256: str) -> bytes:
+        """
+        Raises:
+            FileNotFoundError: it is not there.
+        """
+        ...
+
+    def source(self, version: int, name: str, sha256: str) -> Source:
+        """Reads ranges of a published version's file."""
+        ...
+
+    def retain(self, keep: Collection[int]) -> None:
+        """Remove every published version but these; what is staged stays."""
+
+
+def versions_of(run: str | Path) -> Versions:
+    """Of the run at a place.
+
+    Args:
+        run: its directory or URL.
+    """
+    return BucketVersions(BucketObjects(str(run))) if is_url(run) else DirectoryVersions(Path(run) / "weights")
+
+
+class DirectoryVersions:
+    """A version is a directory that appears, and goes, by one rename."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def where(self, version: int, *, staged: bool = False) -> str:
+        return str(self._path(version, staged=staged))
+
+    def _path(self, version: int, *, staged: bool = False) -> Path:
+        return self._root / f"{'.staged-' if staged else ''}v{version:05d}"
+
+    def numbers(self) -> list[int]:
+        found = (_VERSION.fullmatch(path.name) for path in self._root.glob("v*"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def has(self, version: int, *, staged: bool = False) -> bool:
+        return self._path(version, staged=staged).exists()
+
+    def begin(self, version: int) -> None:
+        staged = self._path(version, staged=True)
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir(parents=True)
+
+    def write(self, version: int, name: str, content: bytes, sha256: str) -> None:
+        path = self._path(version, staged=True) / name
+        path.write_bytes(content)
+        _flush(path)
+
+    def stage(self, version: int, manifest: bytes) -> None:
+        staged = self._path(version, staged=True)
+        (staged / MANIFEST).write_bytes(manifest)
+        _flush(staged / MANIFEST)
+        _flush(staged)
+
+    def manifest(self, version: int, *, staged: bool = False) -> bytes:
+        return (self._path(version, staged=staged) / MANIFEST).read_bytes()
+
+    def found(self, version: int, name: str, sha256: str, *, staged: bool = False) -> tuple[int, str]:
+        with (self._path(version, staged=staged) / name).open("rb") as file:
+            return os.fstat(file.fileno()).st_size, file_digest(file, "sha256").hexdigest()
+
+    def publish(self, version: int) -> None:
+        self._remove(version)
+        self._path(version, staged=True).rename(self._path(version))
+        _flush(self._root)
+
+    def drop(self, version: int) -> None:
+        shutil.rmtree(self._path(version, staged=True), ignore_errors=True)
+
+    def read(self, version: int, name: str, sha256: str) -> bytes:
+        return (self._path(version) / name).read_bytes()
+
+    def source(self, version: int, name: str, sha256: str) -> Source:
+        return from_file(self._path(version) / name)
+
+    def retain(self, keep: Collection[int]) -> None:
+        for version in self.numbers():
+            if version not in keep:
+                self._remove(version)
+        for left in self._root.glob(".removed-*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _remove(self, version: int) -> None:
+        """Take a version away in one rename, so that a kill cannot leave half of it in its place."""
+        directory = self._path(version)
+        if directory.exists():
+            removed = directory.with_name(f".removed-{directory.name}")
+            shutil.rmtree(removed, ignore_errors=True)
+            directory.rename(removed)
+            shutil.rmtree(removed)
+
+
+class BucketVersions:
+    """A version is what its manifest names."""
+
+    def __init__(self, objects: BucketObjects) -> None:
+        self._objects = objects
+
+    def where(self, version: int, *, staged: bool = False) -> str:
+        return self._objects.where(self._manifest(version, staged=True) if staged else f"weights/v{version:05d}")
+
+    def _manifest(self, version: int, *, staged: bool) -> str:
+        return f"weights/staged-v{version:05d}.json" if staged else f"weights/v{version:05d}/{MANIFEST}"
+
+    def _file(self, version: int, sha256: str) -> str:
+        return f"weights/v{version:05d}/{sha256}{_SUFFIX}"
+
+    def numbers(self) -> list[int]:
+        return self._numbers(self._objects.sizes("weights"))
+
+    def _numbers(self, keys: Collection[str]) -> list[int]:
+        found = (re.fullmatch(rf"weights/{_VERSION.pattern}/{MANIFEST}", key) for key in keys)
+        return sorted(int(match[1]) for match in found if match)
+
+    def has(self, version: int, *, staged: bool = False) -> bool:
+        return self._objects.size(self._manifest(version, staged=staged)) is not None
+
+    def begin(self, version: int) -> None:
+        self.drop(version)
+
+    def write(self, version: int, name: str, content: bytes, sha256: str) -> None:
+        self._objects.put(self._file(version, sha256), content)
+
+    def stage(self, version: int, manifest: bytes) -> None:
+        self._objects.put(self._manifest(version, staged=True), manifest)
+
+    def manifest(self, version: int, *, staged: bool = False) -> bytes:
+        key = self._manifest(version, staged=staged)
+        content = self._objects.get(key)
+        if content is None:
+            raise FileNotFoundError(f"{self._objects.where(key)}: no such object")
+        return content
+
+    def found(self, version: int, name: str, sha256: str, *, staged: bool = False) -> tuple[int, str]:
+        """By its size: the store checked what it was sent, and whoever reads it checks what comes."""
+        size = self._objects.size(self._file(version, sha256))
+        if size is None:
+            raise FileNotFoundError
+        return size, sha256
+
+    def publish(self, version: int) -> None:
+        self._objects.put(self._manifest(version, staged=False), self.manifest(version, staged=True))
+        self.drop(version)
+
+    def drop(self, version: int) -> None:
+        self._objects.delete(self._manifest(version, staged=True))
+
+    def read(self, version: int, name: str, sha256: str) -> bytes:
+        content = self._objects.get(self._file(version, sha256))
+        if content is None:
+            raise FileNotFoundError
+        return content
+
+    def source(self, version: int, name: str, sha256: str) -> Source:
+        return self._objects.source(self._file(version, sha256))
+
+    def retain(self, keep: Collection[int]) -> None:
+        """The manifest goes first; what a kill leaves of older versions, or of one that was retired, goes too."""
+        keys = self._objects.sizes("weights")
+        gone = [version for version in self._numbers(keys) if version not in keep]
+        self._objects.delete(*(self._manifest(version, staged=False) for version in gone))
+        newest = max(keep, default=-1)
+        for key in keys:
+            match = re.match(rf"weights/{_VERSION.pattern}/", key)
+            if match and (number := int(match[1])) not in keep and (number in gone or number < newest):
+                self._objects.delete(key)
+
+
+def _flush(path: Path) -> None:
+    """Force a file's content, or a directory's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

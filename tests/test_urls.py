@@ -1,0 +1,246 @@
+"""A run at a URL: what is there is whole, one driver has it, and whoever goes on with it needs nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import pytest
+import torch
+
+from factories import make_request
+from runs import settings_file
+from spotlight import config
+from spotlight.plan.beliefs import Beliefs
+from spotlight.records import Gradient, GradientPart, Quarantined, SpotlightError, WeightsRef
+from spotlight.store import journals, updates, weights
+from spotlight.store.journals import Journals
+from spotlight.store.lease import LEASE_S, Lease
+from spotlight.store.node import Node
+from spotlight.store.objects import BucketObjects, DirectoryObjects, Objects, StoreError
+from spotlight.store.rundir import HISTORY, SPANS, RunDir
+
+
+@pytest.fixture
+def bucket() -> str:
+    """Of an object store that only this process sees."""
+    return f"memory://{uuid4().hex}"
+
+
+@pytest.fixture(params=["directory", "bucket"])
+def objects(request: pytest.FixtureRequest, tmp_path: Path, bucket: str) -> Objects:
+    return DirectoryObjects(tmp_path) if request.param == "directory" else BucketObjects(bucket)
+
+
+@pytest.fixture
+def run(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "here"))
+    return RunDir.create(config.load(settings_file(tmp_path), [f"run.dir={bucket}"]), now_s=0.0)
+
+
+def on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: RunDir) -> RunDir:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    return RunDir.open(run.url)
+
+
+def test_an_object_is_created_once_and_put_again(objects: Objects) -> None:
+    assert objects.get("a/b") is None
+    assert objects.create("a/b", b"first")
+    assert not objects.create("a/b", b"second")
+    assert objects.get("a/b") == b"first"
+
+    objects.put("a/b", b"third!")
+
+    assert (objects.get("a/b"), objects.size("a/b")) == (b"third!", 6)
+    assert objects.source("a/b")("", 1, 3) == b"hir"
+    assert objects.sizes("a") == {"a/b": 6}
+    objects.delete("a/b", "a/c")
+    assert (objects.sizes("a"), objects.size("a/b")) == ({}, None)
+
+
+def test_one_of_two_drivers_has_a_run_and_the_other_is_told_who(objects: Objects) -> None:
+    now_s = 1000.0
+    first, second = (Lease(objects, files, lambda: now_s) for files in ("here", "there"))
+    first.take()
+    first.names("tls://head:8786")
+
+    with pytest.raises(SpotlightError, match=r"process \d+ on .*, with the scheduler tls://head:8786, is running this"):
+        second.take()
+
+    first.release()
+    second.take()
+    assert second.holder() is not None
+    second.release()
+    assert first.holder() is None
+
+
+def test_a_lease_whose_machine_is_gone_ends_and_its_owner_finds_out(objects: Objects) -> None:
+    clock = {"now_s": 1000.0}
+    lost, next_ = (Lease(objects, files, lambda: clock["now_s"]) for files in ("here", "there"))
+    lost.take()
+    clock["now_s"] += LEASE_S + 1
+
+    next_.take()
+    lost.names("tls://head:8786")  # it comes back, and renews
+
+    with pytest.raises(SpotlightError, match="is running this run"):
+        lost.check()
+    next_.check()
+
+
+def test_who_holds_the_same_files_need_not_wait_for_a_lease_to_end(objects: Objects) -> None:
+    Lease(objects, "here", lambda: 1000.0).take()
+
+    Lease(objects, "here", lambda: 1001.0).take()
+
+
+def test_a_journal_comes_in_parts_and_goes_on_elsewhere(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journals, "PART_BYTES", 100)
+    objects, here, there = BucketObjects(bucket), tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    writer, reader = Journals(objects, here, ()), Journals(objects, there, ())
+    for row in range(30):
+        with (here / "rows").open("a") as file:
+            file.write(f"row {row} of them\n")
+        writer.push("rows")
+        if row % 7 == 0:
+            reader.pull("rows", anew=row == 14)
+            assert (there / "rows").read_bytes() == (here / "rows").read_bytes()
+    assert len(objects.sizes("journals/rows")) > 3
+
+    (here / "rows").write_text("row 0 of them\n")
+    writer.replace("rows")
+    reader.pull("rows", anew=True)
+
+    assert (there / "rows").read_text() == "row 0 of them\n"
+
+
+def test_weights_at_a_url_are_published_by_their_manifest_and_kept_by_version(tmp_path: Path, bucket: str) -> None:
+    refs = []
+    for version in range(3):
+        weights.stage(bucket, version, {"a": np.full(3, version, np.float32)}, {}, {"loss": 0.5})
+        assert weights.published(bucket, version) is None
+        refs.append(weights.publish(bucket, version).weights)
+    assert weights.latest(bucket) == weights.publish(bucket, 2)
+
+    weights.retain(bucket, {0, 2})
+
+    assert weights.published(bucket, 1) is None
+    assert weights.load_arrays(bucket, refs[2])["a"].tolist() == [2, 2, 2]
+    assert weights.bring(bucket, refs[0], Node(tmp_path / "node")).exists()
+    assert [key for key in BucketObjects(bucket).sizes("weights") if "v00001" in key or "staged" in key] == []
+
+
+def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) -> None:
+    part = GradientPart(
+        weights=WeightsRef(version=0, sha256="0" * 64), iteration=0, update=0, number=1, samples=(), positions=()
+    )
+    assert updates.find(bucket, part) is None
+    kept = updates.put(bucket, part, Gradient(name="", rows=2), {"0": torch.ones(3)})
+    digest = updates.put_weights(bucket, 0, {"a": torch.zeros(2)})
+
+    assert updates.find(bucket, part) == kept
+    assert updates.load(bucket, 0, kept)["0"].tolist() == [1, 1, 1]
+    assert updates.load_weights(bucket, 0, digest)["a"].tolist() == [0, 0]
+
+    BucketObjects(bucket).put(f"updates/00000/{kept.name}.safetensors", b"no gradient")
+    with pytest.raises(SpotlightError, match=f"memory://.*/{kept.name}.safetensors: expected sha256 {kept.sha256}"):
+        updates.load(bucket, 0, kept)
+    assert BucketObjects(bucket).sizes("updates") == {}
+
+
+def test_the_same_command_makes_a_run_at_a_url_and_then_finds_it(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "here"))
+    settings = config.load(settings_file(tmp_path))
+    BucketObjects(f"{bucket}/a").create("started.json", b"{}")  # by a driver that was killed at once
+
+    made, found = (RunDir.into(f"{bucket}/a", settings) for _ in range(2))
+
+    assert made.config() == found.config()
+    with pytest.raises(SpotlightError, match="run.seed"):
+        RunDir.into(f"{bucket}/a", config.load(settings_file(tmp_path), ["run.seed=4"]))
+
+
+def test_damaged_weights_at_a_url_are_refused(bucket: str) -> None:
+    weights.stage(bucket, 0, {"a": np.ones(3, np.float32)}, {}, {})
+    ref = weights.publish(bucket, 0).weights
+    objects = BucketObjects(bucket)
+    objects.put(f"weights/v00000/{ref.sha256}.safetensors", b"no weights")
+
+    with pytest.raises(SpotlightError, match="expected .* bytes, found 10 bytes; delete memory://.*/weights/v00000"):
+        weights.load_arrays(bucket, ref)
+
+
+def test_what_a_run_goes_on_from_is_at_its_url(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aside = Quarantined(request=make_request(), preemptions=5)
+    with run.lock():
+        run.append(HISTORY, {"iteration": 0})
+        run.append(SPANS, {"at_s": 1.0})
+        run.record_beliefs(1, Beliefs(fidelity=0.25))
+        run.quarantine(aside)
+        run.quarantine(aside)
+        elsewhere = on_another_machine(tmp_path, monkeypatch, run)
+        assert elsewhere.holder().startswith("process ")
+        assert elsewhere.rows(HISTORY) == [{"iteration": 0}]
+
+    elsewhere.pull()
+
+    assert elsewhere.path != run.path
+    assert elsewhere.holder() == ""
+    assert elsewhere.rows(SPANS) == [{"at_s": 1.0}]
+    assert elsewhere.beliefs(1) == Beliefs(fidelity=0.25)
+    assert elsewhere.all_quarantined() == [aside]
+    found = Path(elsewhere.config().data.train_prompts)
+    assert found.read_bytes() == (run.path / "prompts" / "train.txt").read_bytes()
+    assert found.is_relative_to(elsewhere.path)
+
+
+def test_a_run_at_a_url_has_one_driver(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with run.lock():
+        elsewhere = on_another_machine(tmp_path, monkeypatch, run)
+        with (
+            pytest.raises(SpotlightError, match=r"memory://.*: process \d+ on .* is running this run"),
+            elsewhere.lock(),
+        ):
+            pass
+    with elsewhere.lock():
+        elsewhere.append(HISTORY, {"iteration": 0})
+
+    with run.lock():  # what others did meanwhile is here again
+        assert run.rows(HISTORY) == [{"iteration": 0}]
+
+
+def test_an_object_whose_name_leads_out_of_the_run_is_refused(run: RunDir) -> None:
+    with pytest.raises(SpotlightError, match="leads out of the run"):
+        run.fetch("../../outside")
+
+
+@pytest.mark.parametrize("url", ["s3://me:hush@bucket/runs", "s3://bucket/runs?key=hush"])
+def test_a_url_with_a_secret_is_refused_and_not_repeated(tmp_path: Path, url: str) -> None:
+    for setting in ("run.dir", "latents.url"):
+        with pytest.raises(SpotlightError, match="leave them out; keys come from the environment") as refused:
+            config.load(settings_file(tmp_path), [f"{setting}={url}"])
+        assert "hush" not in str(refused.value)
+    with pytest.raises(SpotlightError, match="leave them out") as refused:
+        RunDir.open(url)
+    assert "hush" not in str(refused.value)
+
+
+def test_a_store_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
+    monkeypatch.setattr("spotlight.store.objects.RETRIES", 1)
+
+    with pytest.raises(StoreError, match=r"s3://.*config.toml: cannot be read: .*AWS_ACCESS_KEY_ID") as refused:
+        RunDir.open(f"s3://{uuid4().hex}/runs/a")
+
+    assert "\n" not in str(refused.value)
+    assert "hush" not in str(refused.value)
