@@ -96,6 +96,10 @@ class Hosts:
         self._started.append(started)
         return started
 
+    def run(self, name: str, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """A command on a host, to its end."""
+        return subprocess.run([*self._inside(name), *command], capture_output=True, text=True)
+
     def kill(self, name: str) -> None:
         """All its processes at once, and its network."""
         psutil.Process(self._init(name)).kill()

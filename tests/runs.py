@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "examples" / "prompts"
 WAIT_S = 120.0
 """Longest that any of these tests waits for something; a run takes some ten seconds."""
+COLD_S = 400.0
+"""The same where workers begin cold: each imports torch itself, which takes ten seconds of a core."""
 
 SETTINGS = f"""
 [run]
@@ -100,16 +102,18 @@ def spotlight(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def wait_for(what: Callable[[], Any], process: subprocess.Popen[str] | None = None) -> Any:
+def wait_for(
+    what: Callable[[], Any], process: subprocess.Popen[str] | None = None, *, at_most_s: float = WAIT_S
+) -> Any:
     """Poll until something is true, and return it."""
-    deadline_s = time.monotonic() + WAIT_S
+    deadline_s = time.monotonic() + at_most_s
     while time.monotonic() < deadline_s:
         value = what()
         if value:
             return value
         assert process is None or process.poll() is None, f"ended early: {process.communicate()}"
         time.sleep(0.01)
-    raise AssertionError(f"waited {WAIT_S} s in vain")
+    raise AssertionError(f"waited {at_most_s} s in vain")
 
 
 def kill(pid: int) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from graphs.loop import Loop, synchronous
 from hosts import Hosts, missing
-from runs import ROOT, WAIT_S, NoWatch, outcome, settings_file, wait_for
+from runs import COLD_S, ROOT, NoWatch, outcome, settings_file, wait_for
 from spotlight import config
 from spotlight.store.rundir import EVENTS, HISTORY, SPANS, RunDir
 from standing import certificates
@@ -34,7 +34,7 @@ WORK = (
 )
 VALIDATION = 'A door with a number plate "47".\n'
 """One prompt: to read images costs more than to make them."""
-HANG_AFTER_S = 10.0
+HANG_AFTER_S = 15.0
 PACED = ("pace.gpu=h100", "pace.score_s=0", "pace.speedup=3", f"cluster.hang_after_s={HANG_AFTER_S}")
 """A rollout lasts a second, and shows that it is under way by what it commits."""
 WORKERS = {"trainer": "reserved", "cut": "spot", "doomed": "spot"}
@@ -42,6 +42,9 @@ WORKERS = {"trainer": "reserved", "cut": "spot", "doomed": "spot"}
 NETWORK = {"delay_s": 0.005, "drop": 0.01}
 """Of each cable: 20 ms from host to host and back, and every fiftieth frame lost."""
 PORT = 8786
+
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(3 * COLD_S)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,14 +89,14 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 def attacked(hosts: Hosts, undisturbed: dict[str, Any]) -> Attacked:
     """In the first iteration's rollouts a cable is pulled, in the second's a host is killed."""
     driver, run = begin(hosts)
-    wait_for(lambda: rolling_out(run, 0))
+    wait_for(lambda: rolling_out(run, 0), at_most_s=COLD_S)
     pulled_s = time.time()
     hosts.pull("cut")
-    wait_for(lambda: rolling_out(run, 1))
+    wait_for(lambda: rolling_out(run, 1), at_most_s=COLD_S)
     killed_s = time.time()
     hosts.kill("doomed")
 
-    assert driver.wait(WAIT_S) == 0, hosts.log("head")
+    assert driver.wait(COLD_S) == 0, hosts.log("head")
     return Attacked(run=RunDir(run), pulled_s=pulled_s, killed_s=killed_s)
 
 
@@ -107,13 +110,13 @@ def begin(hosts: Hosts) -> tuple[subprocess.Popen[bytes], Path]:
         address = ("--host", hosts.address(host))
         hosts.start(host, [sys.executable, "-m", "dask", *arguments, *address], environment)
 
-    for name in ("head", *WORKERS):
-        hosts.spoil(name, **NETWORK)
     dask("head", "scheduler", "--protocol", "tls", "--port", str(PORT), "--dashboard-address", "127.0.0.1:0")
     for name, pool in WORKERS.items():
         line = f"--name {name} --no-nanny --nthreads 1 --memory-limit 0 --no-dashboard --resources {pool}=1"
         dask(name, "worker", here, *line.split())
-    wait_for(lambda: all(f"name: {name}\n" in hosts.log("head") for name in WORKERS))
+    for name in ("head", *WORKERS):
+        hosts.spoil(name, **NETWORK)
+    wait_for(lambda: all(f"name: {name}\n" in hosts.log("head") for name in WORKERS), at_most_s=COLD_S)
     given = [part for setting in (*WORK, *PACED) for part in ("--set", setting)]
     command = ["-m", "spotlight", "run", str(settings(hosts.shared)), "--into", str(run), "--cluster", here]
     return hosts.start("head", [sys.executable, *command, *given], environment), run
