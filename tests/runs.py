@@ -56,6 +56,16 @@ dashboard_port = 0
 """
 
 
+LITTLE = (
+    "run.iterations=2",
+    "rollout.prompts=2",
+    "rollout.steps=10",
+    "strategy.widths=[1]",
+    'strategy.exploration="off"',
+)
+"""Settings of a run for workers that begin cold."""
+
+
 class NoWatch:
     """A `graphs.loop.Watch` that follows nothing."""
 
@@ -73,6 +83,16 @@ def settings_file(directory: Path) -> Path:
     path = directory / "run.toml"
     path.write_text(SETTINGS.replace("[run]", f'[run]\ndir = "{directory}"'))
     return path
+
+
+def little_file(directory: Path) -> Path:
+    """A settings file with one prompt to validate: to read its images costs more than to make them."""
+    file, prompts = settings_file(directory), directory / "validation.txt"
+    prompts.write_text('A door with a number plate "47".\n')
+    lines = file.read_text().splitlines()
+    kept = [f'validation_prompts = "{prompts}"' if line.startswith("validation_prompts") else line for line in lines]
+    file.write_text("\n".join(kept))
+    return file
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ spot workers on others, which share the run directory and nothing else.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -20,20 +19,11 @@ import pytest
 
 from graphs.loop import Loop, synchronous
 from hosts import Hosts, missing
-from runs import COLD_S, ROOT, NoWatch, outcome, settings_file, wait_for
+from runs import COLD_S, LITTLE, ROOT, NoWatch, little_file, outcome, wait_for
 from spotlight import config
 from spotlight.store.rundir import EVENTS, HISTORY, SPANS, RunDir
 from standing import certificates
 
-WORK = (
-    "run.iterations=2",
-    "rollout.prompts=2",
-    "rollout.steps=10",
-    "strategy.widths=[1]",
-    'strategy.exploration="off"',
-)
-VALIDATION = 'A door with a number plate "47".\n'
-"""One prompt: to read images costs more than to make them."""
 HANG_AFTER_S = 15.0
 PACED = ("pace.gpu=h100", "pace.score_s=0", "pace.speedup=3", f"cluster.hang_after_s={HANG_AFTER_S}")
 """A rollout lasts a second, and shows that it is under way by what it commits."""
@@ -61,17 +51,10 @@ class Attacked:
         return [(row["event"], row["worker"], row["at_s"]) for row in rows if row["event"] in kinds and "worker" in row]
 
 
-def settings(directory: Path) -> Path:
-    file, prompts = settings_file(directory), directory / "validation.txt"
-    prompts.write_text(VALIDATION)
-    file.write_text(re.sub("validation_prompts = .*", f'validation_prompts = "{prompts}"', file.read_text()))
-    return file
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the same settings lead to without any cluster."""
-    run = RunDir.create(config.load(settings(tmp_path_factory.mktemp("alone")), WORK), now_s=0.0)
+    run = RunDir.create(config.load(little_file(tmp_path_factory.mktemp("alone")), LITTLE), now_s=0.0)
     Loop(run, synchronous, NoWatch()).go()
     return outcome(run.path)
 
@@ -117,8 +100,8 @@ def begin(hosts: Hosts) -> tuple[subprocess.Popen[bytes], Path]:
     for name in ("head", *WORKERS):
         hosts.spoil(name, **NETWORK)
     wait_for(lambda: all(f"name: {name}\n" in hosts.log("head") for name in WORKERS), at_most_s=COLD_S)
-    given = [part for setting in (*WORK, *PACED) for part in ("--set", setting)]
-    command = ["-m", "spotlight", "run", str(settings(hosts.shared)), "--into", str(run), "--cluster", here]
+    given = [part for setting in (*LITTLE, *PACED) for part in ("--set", setting)]
+    command = ["-m", "spotlight", "run", str(little_file(hosts.shared)), "--into", str(run), "--cluster", here]
     return hosts.start("head", [sys.executable, *command, *given], environment), run
 
 
