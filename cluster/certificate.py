@@ -1,12 +1,17 @@
-"""The certificate of one run: all its processes have it, and it is in memory alone.
+"""The certificate of one run, or of one cluster: all its processes have it; in memory, or in files for other machines.
 
-It is as Dask makes one (`distributed.Security.temporary`), but it is valid from long before now: with that one, nobody
-could connect any more once the system's clock was set back.
+``python -m cluster.certificate DIRECTORY`` writes the files, for a cluster that is started by hand. It is as Dask makes
+one (`distributed.Security.temporary`), but it is valid from long before now: with that one, nobody could connect any
+more once the system's clock was set back.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -42,3 +47,27 @@ def certificate() -> Security:
     roles = ("client", "scheduler", "worker")
     parts = {f"tls_{role}_{part}": text for role in roles for part, text in (("key", private), ("cert", public))}
     return Security(require_encryption=True, tls_ca_file=public, **parts)
+
+
+def write(directory: Path, security: Security | None = None) -> tuple[Path, Path]:
+    """A certificate as ``cert.pem``, which is its own authority too, and ``key.pem``; this user alone may read them.
+
+    Args:
+        security: what `certificate` made; None: a new one.
+
+    Raises:
+        FileExistsError: there is one already, which some process may use.
+    """
+    made: Any = security or certificate()
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files = directory / "cert.pem", directory / "key.pem"
+    for file, text in zip(files, (made.tls_ca_file, made.tls_worker_key), strict=True):
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(text)
+    return files
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m cluster.certificate DIRECTORY")
+    print(*write(Path(sys.argv[1])))

@@ -102,6 +102,8 @@ class Place(ProcessInterface):
         self._spec = WorkerSpec(scheduler=scheduler, name=name, **spec)
         self._schedule = schedule
         self.clock = clock
+        self._wanted = asyncio.Event()
+        self._wanted.set()
         self._tasks: list[asyncio.Task[None]] = []
         self._process: ForkServerProcess | None = None
         self.failure = ""
@@ -114,6 +116,14 @@ class Place(ProcessInterface):
     def evict(self) -> None:
         """End the worker that is there now; the place replaces it as after any other loss."""
         self._signal(signal.SIGKILL)
+
+    def want(self, wanted: bool) -> None:
+        """Whether there is to be a worker here; one that is not wanted any more is warned, and not replaced."""
+        if wanted:
+            self._wanted.set()
+        elif self._wanted.is_set():
+            self._wanted.clear()
+            self._warn()
 
     async def start(self) -> None:
         await super().start()
@@ -130,6 +140,7 @@ class Place(ProcessInterface):
     async def _keep(self) -> None:
         failures = 0
         while failures < START_ATTEMPTS:
+            await self._wanted.wait()
             if self._until_up_s():
                 await self.clock.begun()
                 await asyncio.sleep(self._until_up_s())
@@ -159,13 +170,16 @@ class Place(ProcessInterface):
         for (_, stop_s), kind in zip(ups, cycle(self._schedule.kinds), strict=False):
             await asyncio.sleep(min(stop_s, NEVER_S) - self.clock.now_s)
             if kind == "notice":
-                self._signal(signal.SIGTERM)
-                self._tasks.append(asyncio.create_task(self._kill_after(self._schedule.grace_s)))
+                self._warn()
             elif kind == "hang":
                 self._signal(signal.SIGSTOP)
                 self._tasks.append(asyncio.create_task(self._kill_after(self._schedule.frozen_s)))
             else:
                 self._signal(signal.SIGKILL)
+
+    def _warn(self) -> None:
+        self._signal(signal.SIGTERM)
+        self._tasks.append(asyncio.create_task(self._kill_after(self._schedule.grace_s)))
 
     async def _kill_after(self, grace_s: float) -> None:
         process = self._process
@@ -189,7 +203,7 @@ class Place(ProcessInterface):
             await asyncio.shield(starting)
             theirs.close()
             self._process = process
-            if self._until_up_s() == 0:  # else it was lost before it was there
+            if self._until_up_s() == 0 and self._wanted.is_set():  # else it was lost before it was there
                 await _end_of(process)
                 return process.exitcode is not None and process.exitcode > 0
             return False

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -75,6 +75,7 @@ class Pools:
         self.cluster: SpecCluster | None = None
         """Its own, if it has one."""
         self._hang_after_s = config.cluster.hang_after_s
+        self._spot_workers = config.pools.spot.workers
         self._stopped_s: float | None = None
         """Since when the warm parent is stopped."""
         self._fetched = 0
@@ -206,6 +207,31 @@ class Pools:
         """Hand the page on the dashboard what only the driver knows; see `spotlight.report.feed`."""
         self._ask(ROWS, rows=rows)
 
+    def scale(self, spot: int) -> None:
+        """Have so many spot workers; those that are too many, the last ones, leave as on a notice.
+
+        Raises:
+            SpotlightError: the cluster is not ours to scale, or cannot have that many.
+        """
+        cluster = self.cluster
+        if cluster is None:
+            raise SpotlightError(
+                f"{self.client.scheduler.address} was there before the run: end its workers, or start more, where they "
+                "are; to a `dask worker --no-nanny`, SIGTERM is a notice"
+            )
+        places = {int(name.removeprefix("spot-")): place for name, place in _spot(cluster.workers)}
+        possible = sorted({0, *places, self._spot_workers})
+        if spot not in possible:
+            raise SpotlightError(
+                f"spot = {spot}: this run can have {', '.join(map(str, possible))} (pools.spot.workers)"
+            )
+
+        async def change() -> None:
+            for first, place in places.items():
+                place.want(first < spot)
+
+        cluster.sync(change)
+
     def stop(self) -> None:
         """Launch nothing more, end what runs at its next step boundary."""
         self._ask("spotlight_stop")
@@ -275,6 +301,10 @@ class Head:
             dashboard=False,
             local_directory=self._directory,
         )
+
+
+def _spot(workers: Mapping[str, Any]) -> list[tuple[str, Place | SlurmJobs]]:
+    return [(name, place) for name, place in workers.items() if name.startswith("spot-")]
 
 
 def _as_worker(security: Any) -> Any:

@@ -15,7 +15,6 @@ import contextlib
 import getpass
 import glob
 import logging
-import os
 import re
 import shlex
 import shutil
@@ -33,7 +32,7 @@ from distributed import Scheduler, Security, SpecCluster
 from distributed.deploy.spec import ProcessInterface
 
 from cluster import janitor
-from cluster.certificate import certificate
+from cluster.certificate import certificate, write
 from spotlight.config import Config, PoolSection
 from spotlight.records import SpotlightError
 from spotlight.store.rundir import files_of
@@ -50,6 +49,8 @@ FAILURES_MAX = 8
 """Jobs in a row that ended sooner; then nobody tries again."""
 ANSWER_S = 60.0
 """For an answer of Slurm's."""
+DRAIN_MARGIN_S = 10.0
+"""Beyond the time that a warned worker has; then its job is cancelled."""
 WORKER_START_S = 300
 """A worker that finds no scheduler for so long ends."""
 DRIVER_NOTICE_S = 120
@@ -65,6 +66,9 @@ class SlurmJobs(ProcessInterface):
         self._scheduler, self._name, self._job = scheduler, name, job
         self._running: Any = None
         self._submitting: asyncio.Future[None] | None = None
+        self._wanted = asyncio.Event()
+        self._wanted.set()
+        self._draining: asyncio.Task[None] | None = None
         self.failure = ""
         """Why it has given up; empty while it has not."""
 
@@ -79,13 +83,34 @@ class SlurmJobs(ProcessInterface):
         if self._running is not None:
             subprocess.Popen(["scancel", "--signal=KILL", "--full", str(self._running.job_id)])
 
+    def want(self, wanted: bool) -> None:
+        """Whether there is to be a job; the workers of one that is not wanted any more are warned, and leave."""
+        if wanted:
+            self._wanted.set()
+        elif self._wanted.is_set():
+            self._wanted.clear()
+            self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """Until the job has ended: cancelled if it waits, by its workers' leave if it runs, and by force when that
+        takes too long."""
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + self._job["section"].grace_s + DRAIN_MARGIN_S
+        while self._running is not None and not self._wanted.is_set():
+            job = str(self._running.job_id)
+            await _scancel("--state=PENDING", job)
+            await _scancel(*(() if clock() > until_s else ("--signal=TERM",)), job)  # to its steps: the workers
+            await asyncio.sleep(POLL_S)
+
     async def start(self) -> None:
         await super().start()
         self._keeping = asyncio.create_task(self._keep())
 
     async def close(self) -> None:
-        self._keeping.cancel()
-        await asyncio.gather(self._keeping, return_exceptions=True)
+        tasks = [self._keeping, *([self._draining] if self._draining else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._submitting is not None:  # Slurm may have taken the job, though nobody has heard its number yet
             await asyncio.gather(self._submitting, return_exceptions=True)
         if self._running is not None:
@@ -94,12 +119,16 @@ class SlurmJobs(ProcessInterface):
 
     async def _keep(self) -> None:
         clock = asyncio.get_running_loop().time
-        failures, again_s = 0, AGAIN_S
+        failures = 0
         while failures < FAILURES_MAX:
+            await self._wanted.wait()
             began_s = clock()
             cause = await self._submit_and_wait()
+            if not self._wanted.is_set():
+                continue
             well = clock() - began_s > WELL_S
-            failures, again_s = (0, AGAIN_S) if well else (failures + 1, min(2 * again_s, AGAIN_MAX_S))
+            again_s = AGAIN_S if well else min(AGAIN_S * 2**failures, AGAIN_MAX_S)
+            failures = 0 if well else failures + 1
             logger.info("%s: its job ended (%s); another is submitted in %.0f s", self._name, cause, again_s)
             await asyncio.sleep(again_s)
         self.failure = f"pools.{self._job['pool']}.slurm: {failures} jobs in a row ended at once: {cause}"
@@ -116,6 +145,15 @@ class SlurmJobs(ProcessInterface):
         await _end_of(str(self._running.job_id))
         job, self._running = self._running, None
         return f"job {job.job_id}; its output is in {self._job['run_dir']}/slurm"
+
+
+async def _scancel(*arguments: str) -> None:
+    """If Slurm does not answer, whoever wants it asks again."""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(ANSWER_S):
+            quiet = asyncio.subprocess.DEVNULL
+            asked = await asyncio.create_subprocess_exec("scancel", *arguments, stdout=quiet, stderr=quiet)
+            await asked.wait()
 
 
 async def _end_of(job: str) -> None:
@@ -377,13 +415,8 @@ def _certificates(run_dir: Path) -> Iterator[tuple[Security, Security]]:
     for left in home.glob(f"{glob.escape(prefix)}*"):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=home) as directory, janitor.leaving("folder", directory):
-        files = {}
-        for name in ("tls_ca_file", "tls_worker_cert", "tls_worker_key"):
-            file = Path(directory) / f"{name.removeprefix('tls_')}.pem"
-            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-                out.write(getattr(security, name))
-            files[name] = str(file)
-        yield security, Security(require_encryption=True, **files)
+        cert, key = map(str, write(Path(directory), security))
+        yield security, Security(require_encryption=True, tls_ca_file=cert, tls_worker_cert=cert, tls_worker_key=key)
 
 
 def scripts(config: Config, run_dir: Path | str, *, begin: str = "") -> Mapping[str, str]:

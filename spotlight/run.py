@@ -274,6 +274,19 @@ class Run:
         """Ask the run to end after the steps in flight; `wait` tells when it has."""
         self._stop.set()
 
+    def scale(self, *, spot: int) -> None:
+        """Have so many spot workers from now on, at most `pools.spot.workers`.
+
+        Those that are too many finish their step, commit and leave, as on a notice. What the run computes stays the
+        same.
+
+        Raises:
+            SpotlightError: it does not run here, its cluster is not its own, or it cannot have that many.
+        """
+        if self._pools is None:
+            raise SpotlightError("this run has no workers here and now: start it, or scale where it was started")
+        self._pools.scale(spot)
+
     @property
     def status(self) -> Status:
         run, now_s, driver = self.directory, wall_clock(), self._driver

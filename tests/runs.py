@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "examples" / "prompts"
 WAIT_S = 120.0
 """Longest that any of these tests waits for something; a run takes some ten seconds."""
+COLD_S = 400.0
+"""The same where workers begin cold: each imports torch itself, which takes ten seconds of a core."""
 
 SETTINGS = f"""
 [run]
@@ -54,6 +56,16 @@ dashboard_port = 0
 """
 
 
+LITTLE = (
+    "run.iterations=2",
+    "rollout.prompts=2",
+    "rollout.steps=10",
+    "strategy.widths=[1]",
+    'strategy.exploration="off"',
+)
+"""Settings of a run for workers that begin cold."""
+
+
 class NoWatch:
     """A `graphs.loop.Watch` that follows nothing."""
 
@@ -71,6 +83,16 @@ def settings_file(directory: Path) -> Path:
     path = directory / "run.toml"
     path.write_text(SETTINGS.replace("[run]", f'[run]\ndir = "{directory}"'))
     return path
+
+
+def little_file(directory: Path) -> Path:
+    """A settings file with one prompt to validate: to read its images costs more than to make them."""
+    file, prompts = settings_file(directory), directory / "validation.txt"
+    prompts.write_text('A door with a number plate "47".\n')
+    lines = file.read_text().splitlines()
+    kept = [f'validation_prompts = "{prompts}"' if line.startswith("validation_prompts") else line for line in lines]
+    file.write_text("\n".join(kept))
+    return file
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
@@ -100,16 +122,18 @@ def spotlight(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def wait_for(what: Callable[[], Any], process: subprocess.Popen[str] | None = None) -> Any:
+def wait_for(
+    what: Callable[[], Any], process: subprocess.Popen[str] | None = None, *, at_most_s: float = WAIT_S
+) -> Any:
     """Poll until something is true, and return it."""
-    deadline_s = time.monotonic() + WAIT_S
+    deadline_s = time.monotonic() + at_most_s
     while time.monotonic() < deadline_s:
         value = what()
         if value:
             return value
         assert process is None or process.poll() is None, f"ended early: {process.communicate()}"
         time.sleep(0.01)
-    raise AssertionError(f"waited {WAIT_S} s in vain")
+    raise AssertionError(f"waited {at_most_s} s in vain")
 
 
 def kill(pid: int) -> None:

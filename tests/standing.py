@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from distributed import Security
-
+from cluster.certificate import write
 from runs import ROOT, wait_for
 
 
@@ -60,16 +59,12 @@ class StandingCluster:
 
 def certificates(directory: Path) -> dict[str, str]:
     """Fresh ones, in files; returns the environment by which Dask finds them."""
-    directory.mkdir(parents=True, mode=0o700)
-    security: Any = Security.temporary()
-    files = {"CA_FILE": security.tls_ca_file}
+    cert, key = map(str, write(directory))
+    files = {"CA_FILE": cert}
     for role in ("SCHEDULER", "WORKER", "CLIENT"):
-        files |= {f"{role}__CERT": security.tls_worker_cert, f"{role}__KEY": security.tls_worker_key}
-    environment = {"DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "true"}
-    for name, content in files.items():
-        (directory / name).write_text(content)
-        environment[f"DASK_DISTRIBUTED__COMM__TLS__{name}"] = str(directory / name)
-    return environment
+        files |= {f"{role}__CERT": cert, f"{role}__KEY": key}
+    found = {f"DASK_DISTRIBUTED__COMM__TLS__{name}": file for name, file in files.items()}
+    return {"DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": "true", **found}
 
 
 def dask_settings(environment: Mapping[str, str]) -> dict[str, str]:

@@ -46,6 +46,26 @@ def test_a_pool_follows_its_trace_from_when_its_first_workers_are_there(tmp_path
     assert lost[0][0] - max(life.joined_s for life in lives[:3]) == pytest.approx(2.0, abs=1.0)
 
 
+def test_a_pool_that_is_made_smaller_has_its_last_workers_leave_and_may_grow_again(tmp_path: Path) -> None:
+    live = Live(tmp_path, ("pools.spot.replace_after_s=0",))
+
+    def spot() -> list[tuple[str, str]]:
+        """Those that are there or were, and why they went."""
+        return [(life.worker, life.reason) for life in live.lives() if life.pool == "spot"]
+
+    try:
+        wait_for(lambda: len(spot()) == 2)
+        live.pools.scale(spot=1)
+        wait_for(lambda: ("spot-1", "left") in spot())
+        with pytest.raises(SpotlightError, match=r"spot = 3: this run can have 0, 1, 2 \(pools\.spot\.workers\)"):
+            live.pools.scale(spot=3)
+        live.pools.scale(spot=2)
+        wait_for(lambda: len(spot()) == 3)
+        assert spot() == [("spot-0", ""), ("spot-1", "left"), ("spot-1", "")]
+    finally:
+        live.close()
+
+
 def test_an_unknown_source_of_notices_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match=r"pools\.spot\..*telegram"):
         start(tmp_path, 'pools.spot.notices=["telegram"]')

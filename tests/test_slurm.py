@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from cluster.slurm import worker_line
 from graphs.loop import Loop, synchronous
 from private_slurm import missing, private_slurm
-from runs import NoWatch, outcome, settings_file, wait_for
+from runs import COLD_S, LITTLE, NoWatch, little_file, outcome, settings_file, wait_for
 from spotlight import config
 from spotlight.records import SpotlightError
 from spotlight.run import Run
@@ -30,15 +30,8 @@ JOBS = (
     'pools.spot.slurm.extra=["--nodelist=n1"]',
     "pools.spot.workers_per_node=2",
 )
-WORK = (
-    "run.iterations=2",
-    "rollout.prompts=2",
-    "rollout.steps=40",
-    "strategy.widths=[1]",
-    'strategy.rollout_pools=["spot"]',  # without these, nothing goes on
-    'strategy.exploration="off"',
-)
-PACED = ("pace.gpu=h100", "pace.score_s=0", "pace.speedup=6")
+WORK = (*LITTLE, 'strategy.rollout_pools=["spot"]')  # without spot workers, nothing goes on
+PACED = ("pace.gpu=h100", "pace.score_s=0", "pace.speedup=1.5")
 """A rollout lasts two seconds, and all of an iteration four: Slurm needs one to displace a job."""
 
 
@@ -55,26 +48,27 @@ def slurm() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
     """What the same settings lead to without any cluster."""
-    run = RunDir.create(config.load(settings_file(tmp_path_factory.mktemp("alone")), WORK), now_s=0.0)
+    run = RunDir.create(config.load(little_file(tmp_path_factory.mktemp("alone")), WORK), now_s=0.0)
     Loop(run, synchronous, NoWatch()).go()
     return outcome(run.path)
 
 
 @pytest.mark.live
+@pytest.mark.timeout(3 * COLD_S)
 @pytest.mark.usefixtures("slurm")
 def test_jobs_that_are_displaced_or_warned_come_back_and_the_bits_are_the_same(
     tmp_path: Path, undisturbed: dict[str, list[object]]
 ) -> None:
     """A more important job takes the place of the spot job, which Slurm queues again; then it ends on a warning, and
     another is submitted."""
-    run = Run(settings_file(tmp_path), [*JOBS, *WORK, *PACED]).start()
-    wait_for(lambda: rolling_out(run, iteration=0))
+    run = Run(little_file(tmp_path), [*JOBS, *WORK, *PACED]).start()
+    eventually(lambda: rolling_out(run, iteration=0))
     (first,) = jobs("--partition=spot")
     displace = ["sbatch", "--partition=reserved", "--nodelist=n1", "--cpus-per-task=4", "--output=/dev/null"]
     slurms(*displace, "--wrap=sleep 1")
 
-    wait_for(lambda: "Restarts=1" in slurms("scontrol", "show", "job", first))
-    wait_for(lambda: rolling_out(run, iteration=1))
+    eventually(lambda: "Restarts=1" in slurms("scontrol", "show", "job", first))
+    eventually(lambda: rolling_out(run, iteration=1))
     slurms("scancel", "--signal=TERM", first)
     run.wait()
 
@@ -87,24 +81,50 @@ def test_jobs_that_are_displaced_or_warned_come_back_and_the_bits_are_the_same(
     assert not jobs()
 
 
+@pytest.mark.live
+@pytest.mark.timeout(3 * COLD_S)
+@pytest.mark.usefixtures("slurm")
+def test_a_job_that_is_not_wanted_any_more_is_drained_and_not_queued_again(
+    tmp_path: Path, undisturbed: dict[str, list[object]]
+) -> None:
+    run = Run(little_file(tmp_path), [*JOBS, *WORK, *PACED]).start()
+    eventually(lambda: rolling_out(run, iteration=0))
+    (first,) = jobs("--partition=spot")
+    with pytest.raises(SpotlightError, match="this run can have 0, 2"):
+        run.scale(spot=1)
+
+    run.scale(spot=0)
+    eventually(lambda: "JobState=COMPLETED" in slurms("scontrol", "show", "job", first))
+    eventually(lambda: "spot" in run.status.waiting_for)
+    assert not jobs("--partition=spot")
+    run.scale(spot=2)
+    run.wait()
+
+    reasons = {row["worker"]: row["reason"] for row in run.directory.rows(WORKERS) if row["reason"] != "end"}
+    assert outcome(run.directory.path) == undisturbed
+    assert reasons == {"spot-0": "left", "spot-1": "left"}
+    assert "Restarts=0" in slurms("scontrol", "show", "job", first)
+
+
 def rolling_out(run: Run, *, iteration: int) -> bool:
     assert run.alive, run.wait()
     return run.status.iteration == iteration and run.status.running.get("rollout", 0) > 0
 
 
 @pytest.mark.live
+@pytest.mark.timeout(3 * COLD_S)
 @pytest.mark.usefixtures("slurm")
 def test_a_driver_whose_time_is_over_is_queued_again_and_goes_on(
     tmp_path: Path, undisturbed: dict[str, list[object]]
 ) -> None:
-    submitted = submit(settings_file(tmp_path))
+    submitted = submit(little_file(tmp_path))
     lines = dict(line.split(maxsplit=1) for line in submitted.replace("run directory", "directory").splitlines())
     run = RunDir(lines["directory"])
-    wait_for(lambda: run.rows(HISTORY))
+    eventually(lambda: run.rows(HISTORY))
 
     slurms("scancel", "--batch", "--signal=USR1", lines["job"])  # as Slurm does before the time limit
 
-    wait_for(lambda: (run.path / SUMMARY).exists() and not jobs())
+    eventually(lambda: (run.path / SUMMARY).exists() and not jobs())
     assert "Restarts=1" in slurms("scontrol", "show", "job", lines["job"])
     assert outcome(run.path) == undisturbed
 
@@ -155,6 +175,10 @@ def test_the_slurm_sections_are_settings_like_any_other(tmp_path: Path) -> None:
     assert settings.pools.spot.slurm.extra == ("--nodelist=n1",)
     with pytest.raises(SpotlightError, match=r"\[pools\.spot\.slurm\] has no field 'partitoin'"):
         config.load(settings_file(tmp_path), ['pools.spot.slurm.partitoin="spot"'])
+
+
+def eventually(what: Callable[[], object]) -> None:
+    wait_for(what, at_most_s=COLD_S)
 
 
 def submit(settings: Path, *more: str) -> str:

@@ -82,6 +82,8 @@ def test_a_run_on_plain_workers_gets_the_same_bits_whatever_happens_to_them(
         SpotlightError, match=rf"runs {run.directory.path.name} already \(driver: process {os.getpid()} "
     ):
         Pools(run.config, run.directory.path, standing.file)
+    with pytest.raises(SpotlightError, match="was there before the run: end its workers"):
+        run.scale(spot=1)
     (tmp_path / "other.py").write_text("import spotlight\nspotlight.__version__ = '0.0.1'\n")
     other = standing.worker("other", "spot", "--preload", str(tmp_path / "other.py"))
     standing.worker("late", "spot")
