@@ -283,9 +283,9 @@ class Run:
         Raises:
             SpotlightError: it does not run here, its cluster is not its own, or it cannot have that many.
         """
-        if self._pools is None:
+        if self.pools is None:
             raise SpotlightError("this run has no workers here and now: start it, or scale where it was started")
-        self._pools.scale(spot)
+        self.pools.scale(spot)
 
     @property
     def status(self) -> Status:
