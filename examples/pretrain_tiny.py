@@ -81,7 +81,7 @@ class Job:
 
 JOBS = {
     "digits": Job(shape=TWO_DIGITS, texts=two_digits, faces=FACES, sizes=(11, 15), batches=2000, batch=128),
-    "mixed": Job(shape=MIXED, texts=mixed, faces=FACES[:2], sizes=(10, 14), batches=2000, batch=64),
+    "mixed": Job(shape=MIXED, texts=mixed, faces=FACES[:2], sizes=(10, 14), batches=4000, batch=64),
 }
 
 

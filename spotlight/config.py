@@ -105,15 +105,19 @@ class RunSection(Section):
         return self
 
 
+EMBEDDED = ("tiny-text", "tiny-mixed")
+
+
 class ModelSection(Section):
     """What is trained, and the size of its images."""
 
-    name: Literal["tiny-text", "qwen-image", "sd3", "flux"] = "tiny-text"
-    """The embedded model, or a checkpoint of Qwen-Image, Stable Diffusion 3.5 or FLUX.1."""
+    name: Literal["tiny-text", "tiny-mixed", "qwen-image", "sd3", "flux"] = "tiny-text"
+    """An embedded model (of two digits; of one to four digits and capitals), or a checkpoint of Qwen-Image, Stable
+    Diffusion 3.5 or FLUX.1."""
     path: str = ""
-    """Directory of a diffusers pipeline; or, of the embedded model, a file of other weights, else empty."""
+    """Directory of a diffusers pipeline; or, of an embedded model, a file of other weights, else empty."""
     height_px: int = Field(16, ge=4, le=PX_MAX)
-    """Of an image. The embedded model draws 16 x 32 only."""
+    """Of an image. "tiny-text" draws 16 x 32 only, "tiny-mixed" 16 x 48."""
     width_px: int = Field(32, ge=4, le=PX_MAX)
     """As ``height_px``."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -133,7 +137,7 @@ class ModelSection(Section):
     def _large_models_save_memory(cls, tree: Any) -> Any:
         if not isinstance(tree, dict):
             return tree
-        return {"gradient_checkpointing": tree.get("name", "tiny-text") != "tiny-text", **tree}
+        return {"gradient_checkpointing": tree.get("name", "tiny-text") not in EMBEDDED, **tree}
 
     @model_validator(mode="after")
     def _path_where_needed(self) -> Self:
@@ -144,7 +148,7 @@ class ModelSection(Section):
     @property
     def embedded(self) -> bool:
         """Whether the package itself holds its weights."""
-        return self.name == "tiny-text"
+        return self.name in EMBEDDED
 
 
 class DataSection(Section):

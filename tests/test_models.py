@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -20,11 +21,11 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from pipelines import PX_PER_TOKEN, TEXT_DIM, checkpoint_scheduler, tiny_qwen_image
 from spotlight.config import ModelSection
 from spotlight.records import SpotlightError
-from spotlight.rl.models import device_of
+from spotlight.rl.models import device_of, load
 from spotlight.rl.models.base import Conditioning
 from spotlight.rl.models.pipeline import TEXT_MULTIPLE, Loading
 from spotlight.rl.models.qwen_image import QwenImage
-from spotlight.rl.models.tiny_text import MIXED, TWO_DIGITS, Shape, TinyText, patches
+from spotlight.rl.models.tiny_text import MIXED, SHAPES, TWO_DIGITS, Shape, TinyText, patches
 from spotlight.store.node import Node
 
 HEIGHT_PX, WIDTH_PX = 16, 32
@@ -615,6 +616,17 @@ def test_weights_that_a_file_lacks_are_named_and_never_random(directory: Path, t
 
     with pytest.raises(SpotlightError, match=r"proj_out\.weight"):
         QwenImage.load(str(incomplete), Loading(device=CPU, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(("name", "shape"), SHAPES.items())
+def test_an_embedded_models_weights_are_in_the_package(name: Literal["tiny-text", "tiny-mixed"], shape: Shape) -> None:
+    settings = ModelSection(name=name, width_px=shape.width_px)
+
+    model = load(settings)
+
+    assert isinstance(model, TinyText)
+    assert model.state().keys() == TinyText(shape).state().keys()
+    assert not settings.gradient_checkpointing
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

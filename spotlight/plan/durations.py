@@ -55,8 +55,9 @@ class Gpu:
 TRANSFORMERS = {
     # Published: the checkpoint's own settings; 20.43e9 parameters in bfloat16. About 100 text tokens is inferred.
     "qwen-image": Transformer(layers=60, dim=3072, heads=24, px_per_token=16, text_tokens=100, weights_bytes=40.9e9),
-    # The embedded model, as `rl.models.tiny_text` builds it, in float32.
+    # The embedded models, as `rl.models.tiny_text` builds them, in float32.
     "tiny-text": Transformer(layers=3, dim=64, heads=4, px_per_token=4, text_tokens=8, weights_bytes=1.97e6),
+    "tiny-mixed": Transformer(layers=3, dim=128, heads=4, px_per_token=4, text_tokens=8, weights_bytes=7.54e6),
 }
 GPUS = {  # published: the makers' data sheets
     "a100": Gpu(flops_per_s=312e12, bytes_per_s=2.04e12, link_bytes_per_s=300e9),

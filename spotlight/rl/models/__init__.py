@@ -44,10 +44,10 @@ def load(settings: ModelSection, node: Node | None = None) -> Model:
         gradient_checkpointing=settings.gradient_checkpointing,
     )
     match settings.name:
-        case "tiny-text":
-            from spotlight.rl.models.tiny_text import TinyText
+        case "tiny-text" | "tiny-mixed":
+            from spotlight.rl.models.tiny_text import SHAPES, TinyText
 
-            return TinyText.load(settings.path, loading.device, loading.dtype, node)
+            return TinyText.load(settings.path, loading.device, loading.dtype, node, SHAPES[settings.name])
         case "qwen-image":
             from spotlight.rl.models.qwen_image import QwenImage
 
@@ -88,7 +88,7 @@ def require_memory(settings: Config) -> None:
         SpotlightError: one does not, or the checkpoint is unusable.
     """
     device = device_of(settings.model)
-    if settings.model.name == "tiny-text" or device.type != "cuda":
+    if settings.model.embedded or device.type != "cuda":
         return
     phases = memory.estimate(survey(settings.model.name, settings.model.path), settings, lora_targets(settings.model))
     properties = torch.cuda.get_device_properties(device)

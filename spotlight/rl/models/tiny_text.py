@@ -37,7 +37,7 @@ class Shape:
     """In what one embedded model differs from another."""
 
     weights: Path
-    """Its file in the package."""
+    """The file that ships with the package."""
     height_px: int
     width_px: int
     """Of an image; it draws no other."""
@@ -59,7 +59,9 @@ TWO_DIGITS = Shape(
 MIXED = Shape(
     weights=_SHIPPED / "tiny_mixed.safetensors", height_px=16, width_px=48, head_dim=32, axes_dims=(4, 14, 14)
 )
-"""1.9 million parameters: one to four digits and capitals. Not shipped yet: its pre-training was not finished."""
+"""1.9 million parameters: one to four digits and capitals."""
+SHAPES = {"tiny-text": TWO_DIGITS, "tiny-mixed": MIXED}
+"""By the name that ``model.name`` gives."""
 
 
 class TinyText(QwenTransformer):
