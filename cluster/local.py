@@ -196,7 +196,7 @@ class Place(ProcessInterface):
         """Start a process and wait for its end; whether it failed by itself."""
         context = warm_parent()
         theirs, ours = context.Pipe(duplex=False)
-        process = context.Process(target=serve, args=(self._spec, theirs), daemon=True)
+        process = context.Process(target=serve, args=(self._spec, dict(os.environ), theirs), daemon=True)
         loop = asyncio.get_running_loop()
         starting = loop.run_in_executor(None, _start, process)  # the first one waits for the warm parent's imports
         try:

@@ -118,13 +118,16 @@ def continue_warm_parent() -> bool:
     return True
 
 
-def serve(spec: WorkerSpec, lifeline: Connection) -> None:
+def serve(spec: WorkerSpec, environment: Mapping[str, str], lifeline: Connection) -> None:
     """Run a worker until it is told to close or the driver is gone; the body of a worker process.
 
     Args:
+        environment: the driver's, such as the keys of stores; the warm parent, from which this process has its own,
+            may be older than they are.
         lifeline: its other end is held by the driver; when that closes, however the driver ended,
             this process ends at once, so that no orphan goes on training or committing.
     """
+    os.environ.update(environment)
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which stops workers in order
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()

@@ -329,7 +329,7 @@ class Run:
         """One row per finished iteration: what it measured, and what it cost."""
         from spotlight.report import history_frame
 
-        return history_frame(self.directory.url)
+        return history_frame(self.directory)
 
     @property
     def workers(self) -> pd.DataFrame:

@@ -29,6 +29,7 @@ from contextlib import suppress
 from elastic import engine_pid
 from kills import client_of
 from runs import wait_for
+from spotlight.driver import Driver
 from spotlight.run import Run
 from spotlight.store.rundir import SPANS
 
@@ -61,7 +62,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     "an exception in the driver": """
 def fail():
     raise RuntimeError("a bug")
-run._follow = fail
+Driver._follow = fail
 run.wait()
 """,
 }

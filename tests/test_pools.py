@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from cluster import local
 from cluster.local import Place, PreemptionSchedule, TraceClock
 from cluster.pools import Pools
+from cluster.workers import warm_parent
 from elastic import Live
 from runs import WAIT_S, settings_file, wait_for
 from spotlight import config
@@ -62,6 +64,21 @@ def test_a_pool_that_is_made_smaller_has_its_last_workers_leave_and_may_grow_aga
         live.pools.scale(spot=2)
         wait_for(lambda: len(spot()) == 3)
         assert sorted(spot()) == [("spot-0", ""), ("spot-1", ""), ("spot-1", "left")]
+    finally:
+        live.close()
+
+
+def test_workers_know_the_keys_that_the_driver_got_after_the_first_ones_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_parent()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+    live = Live(tmp_path, ())
+
+    try:
+        wait_for(lambda: live.lives())
+        known = live.pools.client.run(os.environ.get, "AWS_ACCESS_KEY_ID")
+        assert set(known.values()) == {"someone"}
     finally:
         live.close()
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -72,6 +73,25 @@ def test_an_engine_comes_from_the_warm_parent(engine: EngineProcess) -> None:
 
     assert len(parents) == 1
     assert os.getpid() not in parents
+
+
+class EnvironmentCall:
+    def on(self, device: object, run_dir: str) -> dict[str, str]:
+        return dict(os.environ)
+
+
+def test_an_engine_knows_what_its_caller_was_told_after_the_parent_began(
+    engine: EngineProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+    later = EngineProcess(warm_parent(), 1, node=engine._node, hang_after_s=HANG_AFTER_S)
+    call: Any = EnvironmentCall()
+
+    known = later.call(str(tmp_path), call, lambda beat: None)
+    later.close()
+
+    assert known["AWS_ACCESS_KEY_ID"] == "someone"
+    assert known["LOCAL_RANK"] == "1"
 
 
 def test_a_killed_engine_is_replaced_and_its_work_goes_on(engine: EngineProcess, run: RunDir, slow: Request) -> None:

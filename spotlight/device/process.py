@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -98,7 +98,7 @@ class EngineProcess:
     def _start(self) -> None:
         calls, self._calls = self._context.Pipe()
         orders, told = self._context.Pipe(duplex=False)
-        arguments = (self._number, self._node, calls, orders, signals)
+        arguments = (self._number, self._node, calls, orders, signals, dict(os.environ))
         self._renew()
         self._process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
             target=serve, args=arguments, daemon=True
@@ -187,8 +187,15 @@ def _meaning(code: int | None) -> str:
     return f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
 
 
-def serve(number: int, node: Path, calls: Connection, orders: Connection, asked: Signals) -> None:
-    """The body of an engine process: answer calls until the other end is gone."""
+def serve(
+    number: int, node: Path, calls: Connection, orders: Connection, asked: Signals, environment: Mapping[str, str]
+) -> None:
+    """The body of an engine process: answer calls until the other end is gone.
+
+    Args:
+        environment: the caller's; the parent, from which this process has its own, is older.
+    """
+    os.environ.update(environment)
     for ignored in (signal.SIGINT, signal.SIGTERM):  # meant for the driver, and for the worker, who will tell
         signal.signal(ignored, signal.SIG_IGN)
     end_with_parent()

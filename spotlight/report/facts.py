@@ -32,13 +32,16 @@ MONEY_POINTS = 120
 """Points of a curve of dollars: one every 10 px of the page."""
 
 
-def history_frame(run_dir: str | Path) -> pd.DataFrame:
+def history_frame(run: str | Path | RunDir) -> pd.DataFrame:
     """Metrics and measurements of every finished iteration, one column each, indexed by iteration.
+
+    Args:
+        run: its directory or URL; or as it was opened, which spares a look at all that is there.
 
     Raises:
         SpotlightError: the directory is not a run, or its history is damaged.
     """
-    return _frame(RunDir.open(run_dir).history())
+    return _frame((run if isinstance(run, RunDir) else RunDir.open(run)).history())
 
 
 def _frame(history: Sequence[HistoryRow]) -> pd.DataFrame:

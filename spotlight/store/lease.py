@@ -108,14 +108,14 @@ class Lease:
                 try:
                     self._objects.put(_key(self._number), _json(replace(self._mine, released=True)))
                 except OSError as error:  # it ends by itself
-                    logger.warning("the lease could not be given back: %s", error)
+                    logger.info("the lease could not be given back: %s", error)
 
     def _keep(self) -> None:
         while not self._ended.wait(RENEW_S):
             try:
                 self._renew()
             except Exception as error:  # the store is out of reach: perhaps not for long
-                logger.warning("the lease could not be renewed: %s", error)
+                logger.info("the lease could not be renewed: %s", error)
                 assert self._mine
                 if self._clock() > self._mine.until_s:
                     where = self._objects.where(_key(self._number))

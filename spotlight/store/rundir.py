@@ -18,7 +18,6 @@ import fcntl
 import json
 import os
 import shutil
-import stat
 import tempfile
 import threading
 import time
@@ -224,7 +223,7 @@ class RunDir:
                 if not run.objects.create(STARTED, json.dumps({"by": uuid4().hex}).encode()) and anew:
                     raise FileExistsError
                 shutil.rmtree(path, ignore_errors=True)  # of a run of this name whose objects were deleted
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_folder(path.parent)
             path.mkdir(mode=0o777 if settings.run.shared else 0o700)
             data = run._keep_prompts(settings.data, train, validation)
             run._push_files("prompts")
@@ -613,10 +612,28 @@ def made_again(iteration: int) -> str:
     )
 
 
+def _make_folder(path: Path) -> None:
+    """With those above it.
+
+    Raises:
+        NotADirectoryError: something else is there. `Path.mkdir` says FileExistsError, as if a folder were.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
+
+
 def _no_own_files(directory: Path, root: Path) -> Iterator[str]:
-    """What is in a run directory and is neither a file nor a directory of its own, as sentences."""
-    with os.scandir(directory) as found:
-        entries = sorted(found, key=lambda entry: entry.name)
+    """What is in a run directory and is neither a file nor a directory of its own, as sentences.
+
+    The run may be going on: what it removes meanwhile is of no interest.
+    """
+    try:
+        with os.scandir(directory) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return
     for entry in entries:
         if entry.is_symlink():
             target = Path(os.path.realpath(entry.path))
@@ -627,7 +644,7 @@ def _no_own_files(directory: Path, root: Path) -> Iterator[str]:
                 )
         elif entry.is_dir():
             yield from _no_own_files(Path(entry.path), root)
-        elif not stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
+        elif not (entry.is_file(follow_symlinks=False) or not os.path.lexists(entry.path)):
             yield f"{entry.path}: is a named pipe, a socket or a device, which no run writes: delete it"
 
 
