@@ -36,10 +36,11 @@ BOOT = """
 hostname "$1"
 mount -t proc proc /proc
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
-mount --bind "$2" /mnt
+exec 3<"$2" 4<"$3"
 mount -t tmpfs -o mode=1777 tmpfs /tmp
-mkdir -p "$2"
-mount --bind /mnt "$2"
+mkdir -p "$2" "$3"
+mount --no-canonicalize --bind /proc/self/fd/3 "$2"
+mount --no-canonicalize --bind /proc/self/fd/4 "$3"
 ip link set lo up
 echo up
 exec sleep infinity
@@ -79,7 +80,7 @@ class Hosts:
 
     def boot(self, name: str) -> None:
         """Begin anew, with nothing but the shared directory."""
-        command = [*WITH_US, *NAMESPACES, "sh", "-ec", BOOT, "sh", f"sp-{name}", str(self.shared)]
+        command = [*WITH_US, *NAMESPACES, "sh", "-ec", BOOT, "sh", f"sp-{name}", str(self.shared), str(ROOT)]
         self._first[name] = first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert first.stdout
         assert first.stdout.readline() == "up\n", f"the host {name} did not begin"

@@ -47,10 +47,13 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
     if reason := missing():
         pytest.skip(reason)
     made = Hosts(tmp_path, "a", "b")
-    made.start("b", [sys.executable, "-c", ECHO], os.environ)
-    wait_for(lambda: "listening" in made.log("b"))
-    yield made
-    made.close()
+    try:
+        made.start("b", [sys.executable, "-c", ECHO], os.environ)
+        wait_for(lambda: made.log("b"))
+        assert made.log("b") == "listening\n"
+        yield made
+    finally:
+        made.close()
 
 
 def call(hosts: Hosts, times: int = 1) -> subprocess.CompletedProcess[str]:
