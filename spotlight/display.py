@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -106,30 +107,32 @@ def follow_simulation(begin: Callable[[Callable[[str, int, float], None]], Itera
 
 
 def comparison(outcomes: Sequence[Outcome]) -> Table:
-    """Simulated runs side by side."""
-    table = Table(title="SIMULATED: the dispatcher and the loop are the live ones, durations are a cost model's")
-    table.add_column("strategy")
-    for heading in ("iterations", "hours", "score", "h to target", "USD", "USD to target", "preempted", "spot busy"):
-        table.add_column(heading, justify="right")
-    table.add_column("seeds explored\nper prompt", justify="right")
+    """Simulated runs side by side; it fits 80 columns."""
+    to_target = " to\ntarget" if any(outcome.target_h is not None for outcome in outcomes) else ""
+    table = Table(
+        title="SIMULATED: the dispatcher and the loop are the live ones,\ndurations are a cost model's",
+        caption=f"seeds tried: per prompt and iteration{'; >: had not reached the target' if to_target else ''}",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("strategy", min_width=20)
+    headings = (f"hours{to_target}", f"USD{to_target}", "score", "iter-\nations", "pre-\nempted")
+    for heading in (*headings, "spot\nbusy", "seeds\ntried"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
+        short = "> " if to_target and outcome.target_h is None else ""
         table.add_row(
             outcome.name,
-            str(outcome.iterations),
-            f"{outcome.hours:.2f}",
+            f"{short}{outcome.hours if outcome.target_h is None else outcome.target_h:.2f}",
+            f"{short}{outcome.usd if outcome.target_usd is None else outcome.target_usd:.1f}",
             f"{outcome.score:.3f}",
-            _or_dash(outcome.target_h, "{:.2f}"),
-            f"{outcome.usd:.2f}",
-            _or_dash(outcome.target_usd, "{:.2f}"),
+            str(outcome.iterations),
             str(outcome.preemptions),
             _percent(outcome.spot_utilisation),
             f"{outcome.seeds_explored:.1f}",
         )
     return table
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 class _Display:

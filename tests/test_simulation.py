@@ -192,9 +192,10 @@ def test_the_shell_compares_with_what_the_settings_name(tmp_path: Path) -> None:
     settings.write_text(text)
     command = [sys.executable, "-m", "spotlight", "simulate", str(settings), "--no-report"]
 
-    wide = {**os.environ, "COLUMNS": "200"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=wide)
+    narrow = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=narrow)
 
     assert "as configured" in done.stdout
+    assert "…" not in done.stdout, "what does not fit is left out"
     assert "no exploration" in done.stdout
     assert PROMPTS.is_dir()
