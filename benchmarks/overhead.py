@@ -55,9 +55,10 @@ def bare_loop(run_dir: str, requests: Sequence[Request]) -> float:
 def whole_system(pools: Pools, run_dir: str, requests: Sequence[Request], turn: int) -> float:
     """The same through graph, gate, commits and results; returns seconds."""
     layers = Layers()
-    keys = layers.add("rollout", turn, [(tasks.rollout_shard, run_dir, request) for request in requests], pool="any")
+    calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
+    shards = layers.add_requests("rollout", turn, calls, pool="any", widths=[1])
     started_s = time.perf_counter()
-    pools.client.get(layers.graph(), keys)
+    pools.client.get(layers.graph(), shards)
     return time.perf_counter() - started_s
 
 

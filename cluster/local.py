@@ -20,10 +20,11 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from distributed import Scheduler, SpecCluster
+from distributed import SpecCluster
 from distributed.deploy.spec import ProcessInterface
 
 from cluster.certificate import certificate
+from cluster.scheduler import LeanScheduler
 from cluster.workers import WorkerSpec, serve, warm_parent
 from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace
@@ -254,7 +255,7 @@ def local_cluster(config: Config, directory: str, settings: Mapping[str, Any]) -
     places = {name: {"cls": Place, "options": {**option, "clock": clock}} for name, option in options.items()}
     dashboard = f"127.0.0.1:{config.cluster.dashboard_port}"
     address = {"host": "127.0.0.1", "security": security, "dashboard_address": dashboard}
-    return SpecCluster(scheduler={"cls": Scheduler, "options": address}, workers=places, security=security)
+    return SpecCluster(scheduler={"cls": LeanScheduler, "options": address}, workers=places, security=security)
 
 
 def _schedules(section: PoolSection, config: Config) -> list[PreemptionSchedule]:

@@ -44,6 +44,8 @@ DASK_SETTINGS = {
     "distributed.worker.profile.enabled": False,
     "distributed.comm.timeouts.connect": "10s",
     "distributed.comm.timeouts.tcp": "15s",
+    "distributed.admin.low-level-log-length": 100,  # messages and transitions that each connection and worker keeps
+    "distributed.admin.system-monitor.log-length": 600,  # five minutes
     "distributed.admin.tick.limit": "1h",  # a busy laptop is not worth a warning every few seconds
 }
 RETRY_S = 0.5

@@ -28,11 +28,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from distributed import Scheduler, Security, SpecCluster
+from distributed import Security, SpecCluster
 from distributed.deploy.spec import ProcessInterface
 
 from cluster import janitor
 from cluster.certificate import certificate, write
+from cluster.scheduler import LeanScheduler
 from spotlight.config import Config, PoolSection
 from spotlight.records import SpotlightError
 from spotlight.store.rundir import files_of
@@ -219,7 +220,9 @@ def slurm_cluster(config: Config, run_dir: Path) -> Iterator[SpecCluster]:
             if section.workers:
                 _check_job(pool, section, run_dir, theirs)
         _cancel(job_name(run_dir, name) for name in jobs)
-        with SpecCluster(scheduler={"cls": Scheduler, "options": address}, workers=jobs, security=security) as cluster:
+        with SpecCluster(
+            scheduler={"cls": LeanScheduler, "options": address}, workers=jobs, security=security
+        ) as cluster:
             yield cluster
 
 

@@ -8,6 +8,7 @@ has the address of this one.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -43,5 +44,8 @@ _start_server = forkserver.ForkServer.ensure_running
 forkserver.ForkServer.ensure_running = _ensure_running  # type: ignore[assignment,method-assign]
 sys.excepthook = _report
 spawn._fixup_main_from_name = spawn._fixup_main_from_path = _leave_out  # type: ignore[attr-defined]
+
+gc.collect()
+gc.freeze()  # a collection in a forked process writes to every object that it looks at, and so copies its page
 
 __all__ = ["cluster", "spotlight"]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Iterator
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from distributed import Client, Worker
 
 from cluster import local
 from cluster.local import Place, PreemptionSchedule, TraceClock
@@ -68,19 +71,42 @@ def test_a_pool_that_is_made_smaller_has_its_last_workers_leave_and_may_grow_aga
         live.close()
 
 
-def test_workers_know_the_keys_that_the_driver_got_after_the_first_ones_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """With a key in the environment that was not there when the first workers' parent began."""
     warm_parent()
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
-    live = Live(tmp_path, ())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "someone")
+        live = Live(tmp_path_factory.mktemp("live"), ())
+        try:
+            wait_for(lambda: len(live.lives()) == 3)
+            yield live
+        finally:
+            live.close()
 
-    try:
-        wait_for(lambda: live.lives())
-        known = live.pools.client.run(os.environ.get, "AWS_ACCESS_KEY_ID")
-        assert set(known.values()) == {"someone"}
-    finally:
-        live.close()
+
+def test_workers_know_the_keys_that_the_driver_got_after_the_first_ones_began(live: Live) -> None:
+    known = live.pools.client.run(os.environ.get, "AWS_ACCESS_KEY_ID")
+
+    assert set(known.values()) == {"someone"}
+
+
+def test_a_graph_that_is_done_leaves_nothing_with_scheduler_and_workers(live: Live) -> None:
+    client = live.pools.client
+    first = client.submit(pow, 2, 0, pure=False).result() and _measured(client)
+    for _ in range(3):
+        client.submit(pow, 2, 0, pure=False).result()
+
+    assert _measured(client) == first
+
+
+def _measured(client: Client) -> set[Any]:
+    """Names of all that Dask's workers measured of tasks that were run on them."""
+    return {name for names in client.run(_names).values() for name in names}
+
+
+def _names(dask_worker: Worker) -> list[Any]:
+    return [name for name in dask_worker.digests_total if isinstance(name, tuple) and "pow" in name]
 
 
 def test_an_unknown_source_of_notices_is_refused_before_anything_starts(tmp_path: Path) -> None:
