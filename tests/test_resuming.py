@@ -262,6 +262,14 @@ def test_a_directory_in_place_of_a_file_is_no_empty_file(killed: RunDir) -> None
     assert f"{killed.path / HISTORY}: cannot be read: Is a directory" in refusal(killed)
 
 
+def test_a_directory_in_the_place_of_a_file_that_is_to_be_written_is_named(killed: RunDir) -> None:
+    place = killed.path / "images/validation-99999.npz"
+    place.mkdir()
+
+    with pytest.raises(SpotlightError, match=r"validation-99999\.npz: expected a file, found a directory: move it"):
+        killed.objects.put("images/validation-99999.npz", b"")
+
+
 @pytest.mark.parametrize(("shared", "mode"), [("false", 0o700), ("true", 0o755)])
 def test_only_who_started_a_run_may_look_into_it_unless_it_is_shared(tmp_path: Path, shared: str, mode: int) -> None:
     before = os.umask(0o022)

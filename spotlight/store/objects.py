@@ -304,7 +304,11 @@ def content_of(path: Path) -> bytes | None:
 
 @contextlib.contextmanager
 def atomic_write(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
-    """A file that appears under its name only when it is whole and, if it is to be durable, on the disk."""
+    """A file that appears under its name only when it is whole and, if it is to be durable, on the disk.
+
+    Raises:
+        SpotlightError: a directory has its name.
+    """
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         part.unlink(missing_ok=True)
@@ -314,5 +318,7 @@ def atomic_write(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
                 file.flush()
                 os.fsync(file.fileno())
         part.replace(path)
+    except IsADirectoryError:
+        raise SpotlightError(f"{path}: expected a file, found a directory: move it away, or delete it") from None
     finally:
         part.unlink(missing_ok=True)
