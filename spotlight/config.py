@@ -860,9 +860,19 @@ def differences(first: Config, second: Config) -> Iterator[str]:
             yield f"{name} = {there.get(name)!r} there and {here.get(name)!r} here"
 
 
+def not_written(config: Config, content: bytes) -> list[str]:
+    """Settings, as ``section.key``, that `dump` writes and that such a file lacks: it was cut short.
+
+    Args:
+        content: of the file that the settings were read from.
+    """
+    written = dict(_leaves(tomllib.loads(content.decode())))
+    return [name for name, _ in _leaves(tomllib.loads(dump(config))) if name not in written]
+
+
 def _leaves(tree: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{within}{name}.")
         else:
             yield f"{within}{name}", value

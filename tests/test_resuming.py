@@ -204,11 +204,19 @@ def test_a_simulated_run_is_not_gone_on_with(killed: RunDir) -> None:
         seen.start()
 
 
-def test_settings_that_were_cut_short_are_not_filled_up_with_defaults(killed: RunDir) -> None:
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [
+        ("[train]", "has no train.algorithm, train.learning_rate, "),
+        ("gain =", "has no simulation.gain, simulation.launch_s, "),
+        ("[simulation.strategies]", "has no simulation.strategies, though"),
+    ],
+)
+def test_settings_that_were_cut_short_are_not_filled_up_with_defaults(killed: RunDir, last: str, says: str) -> None:
     path = killed.path / config.RESOLVED
-    path.write_text(path.read_text().split("[train]")[0])
+    path.write_text(path.read_text().split(last)[0])
 
-    assert f"{path}: has no section [cluster], [latents], [pace], [pools]," in refusal(killed)
+    assert f"{path}: {says}" in refusal(killed)
 
 
 # Nothing leads out

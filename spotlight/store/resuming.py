@@ -6,15 +6,17 @@ validates a version again whose weights are there.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from spotlight.config import RESOLVED, Config
+from spotlight.config import RESOLVED, Config, not_written
 from spotlight.files import digest, read_files
 from spotlight.records import SpotlightError
 from spotlight.store.rundir import HISTORY, PROMPTS, VALIDATION, HistoryRow, RunDir, made_again
 from spotlight.store.weights import published
+
+NAMED_MAX = 5
+"""Of settings that are missing, so many are named."""
 
 
 def check(run: RunDir) -> None:
@@ -26,7 +28,7 @@ def check(run: RunDir) -> None:
     config, done = run.config(), len(rows_that_stay(run))
     if run.simulated:
         raise SpotlightError(f"{run.url}: a simulated run has nothing to go on with: simulate its settings again")
-    _check_settings(run)
+    _check_settings(run, config)
     _check_prompts(run, config)
     if 0 < done < config.run.iterations:
         needed = [run.beliefs_key(done)]
@@ -79,14 +81,13 @@ def unvalidated(run: RunDir, config: Config, done: int) -> Iterator[int]:
     return (version for version in due if version not in validated)
 
 
-def _check_settings(run: RunDir) -> None:
-    """Every section was written out: one that is not there was cut off, and its defaults would be others."""
-    written = tomllib.loads((run.objects.get(RESOLVED) or b"").decode())
-    missing = sorted(Config.model_fields.keys() - written.keys())
-    if missing:
+def _check_settings(run: RunDir, config: Config) -> None:
+    """Every setting was written out: one that is not there was cut off, and its default would be another."""
+    if missing := not_written(config, run.objects.get(RESOLVED) or b""):
+        more = f" and {len(missing) - NAMED_MAX} more" if len(missing) > NAMED_MAX else ""
         raise SpotlightError(
-            f"{run.objects.where(RESOLVED)}: has no section {', '.join(f'[{name}]' for name in missing)}, though a run "
-            "writes them all: restore the file"
+            f"{run.objects.where(RESOLVED)}: has no {', '.join(missing[:NAMED_MAX])}{more}, though a run writes every "
+            "setting: restore the file"
         )
 
 
