@@ -126,7 +126,8 @@ class DirectoryObjects:
         return True
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        files = sorted(path for path in (self.path / prefix).glob("**/*") if path.is_file())
+        whole = (path for path in (self.path / prefix).glob("**/*") if not path.name.endswith(".part"))
+        files = sorted(path for path in whole if path.is_file())
         return {str(path.relative_to(self.path)): path.stat().st_size for path in files}
 
     def size(self, key: str) -> int | None:
