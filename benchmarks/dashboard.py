@@ -18,7 +18,7 @@ import numpy as np
 from distributed import Scheduler
 
 from cluster.dashboard.plugin import PAGE, PagePlugin, prepare
-from cluster.dispatch import Dispatch, Rules
+from cluster.dispatch import Dispatch
 from cluster.events import (
     GangBeat,
     GraphCame,
@@ -32,6 +32,7 @@ from cluster.events import (
     WorkerLeft,
 )
 from cluster.plugins import DispatchPlugin
+from cluster.rules import Rules
 from spotlight.clock import wall_clock
 from spotlight.records import Pool
 from spotlight.store.thumbnails import thumbnail

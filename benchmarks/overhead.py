@@ -120,6 +120,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--iterations", type=int, default=12)
     arguments = parser.parse_args()
+    if arguments.iterations < 3:
+        parser.error("--iterations: at least 3, since the first and the last are not counted")
 
     print(
         "| batch x steps | bare, s per request | system, s per request | throughput, system / bare (min, median, max) |"

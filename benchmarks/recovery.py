@@ -45,8 +45,8 @@ BATCH = 32
 """Samples of a request: a step of the embedded model then takes some tens of milliseconds."""
 POLL_S = 0.02
 """Between two looks at the events; they carry their own times."""
-PATIENCE_S = 60.0
-"""Longest wait for what a healthy cluster does in a second or two."""
+PATIENCE_S, COLD_PATIENCE_S = 60.0, 300.0
+"""Longest wait for what a healthy cluster does in a second or two; and where workers begin cold, and import torch."""
 WIDENS_S = 8.0
 """A request lasts so long that a gang which lost a rank early on becomes wide again, whatever the machine: a worker is
 back within 2 s, and what is left must be worth twice what forming anew costs."""
@@ -98,9 +98,13 @@ up, had its imports, its model, its peers, and its first step."""
 
 
 class Live:
-    """A cluster without a run's loop: requests on its spot workers, and what happens to them."""
+    """A cluster without a run's loop: requests on its spot workers, and what happens to them.
 
-    def __init__(self, directory: str, overrides: Sequence[str]) -> None:
+    Args:
+        standing: its scheduler file, where the cluster is there already.
+    """
+
+    def __init__(self, directory: str, overrides: Sequence[str], standing: Path | None = None) -> None:
         common = (
             f"run.dir={directory}",
             'strategy.exploration="off"',
@@ -110,12 +114,13 @@ class Live:
         )
         self.config = config.load(SETTINGS, [*common, *overrides])
         self.run = RunDir.create(self.config, time.time())
-        self.pools = Pools(self.config, self.run.path)
+        self.pools = Pools(self.config, self.run.path, standing)
         graph = prepare_graph(str(self.run.path))
         self.context: RunContext = self.pools.client.get(graph.graph, graph.outputs["context"])
         self.lives: list[WorkerLife] = []
         self.events: list[Row] = []
         self._requests = 0
+        self._patience_s = COLD_PATIENCE_S if standing else PATIENCE_S
         self.steps = self.config.rollout.steps
         """Of the next request."""
 
@@ -184,10 +189,10 @@ class Live:
         return {spot[address]: pid for address, pid in self.pools.client.run(os.getpid, workers=list(spot)).items()}
 
     def _wait(self, find: Callable[[], Any], what: str) -> Any:
-        until_s = time.monotonic() + PATIENCE_S
+        until_s = time.monotonic() + self._patience_s
         while not (found := find()):
             if time.monotonic() > until_s:
-                raise TimeoutError(f"no {what} within {PATIENCE_S} s; the last events: {self.events[-8:]}")
+                raise TimeoutError(f"no {what} within {self._patience_s} s; the last events: {self.events[-8:]}")
             time.sleep(POLL_S)
         return found
 
@@ -199,9 +204,9 @@ class Live:
 
 
 @contextmanager
-def live(*overrides: str) -> Iterator[Live]:
+def live(*overrides: str, standing: Path | None = None) -> Iterator[Live]:
     with tempfile.TemporaryDirectory() as directory:
-        cluster = Live(directory, overrides)
+        cluster = Live(directory, overrides, standing)
         try:
             yield cluster
         finally:

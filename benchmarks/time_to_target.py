@@ -48,8 +48,9 @@ FIGURE = ROOT / "docs" / "time_to_target.png"
 COMMON = ["pace.speedup=1", "latents.keep=none", "rollout.request_seeds=4", "rollout.steps=16", "exploration.steps=6"]
 COMMON += ["train.old_decay=0.5", "train.nft_beta=0.1", "train.levels=sampler", "pace.guidance=1.0"]
 COMMON += ["pools.spot.trace_model=bursty", "pools.spot.trace_takes=node", "pools.spot.speedup=5.33"]
-COMMON += ["simulation.start_up_s=28.6", "simulation.publish_s=0.19"]
-"""An iteration has 96 samples where the paper's has 512: the trace passes, and machines start, 5.33 times as fast."""
+COMMON += ["simulation.start_up_s=28.6", "simulation.publish_s=0.19", "train.parts=24"]
+"""An iteration has 96 samples where the paper's has 512: the trace passes, and machines start, 5.33 times as fast.
+As many parts as twelve GPUs can share."""
 JOBS: dict[str, list[str]] = {
     "digits": ["run.validation_seeds=12"],
     "mixed": [
@@ -68,6 +69,7 @@ explores nor streams, at 512 px (the paper has 47 %); with the demo's six, for 7
 SIZES = {"512": ["pace.height_px=512", "pace.width_px=512"], "1280": ["pace.height_px=1280", "pace.width_px=1280"]}
 
 ON_RESERVED = ["pools.spot.workers=0", 'strategy.rollout_pools=["reserved"]']
+ON_SPOT = ['strategy.train_pools=["reserved","spot"]']
 OURS = "Spotlight"
 STRATEGIES: dict[str, list[str]] = {
     "reserved only (4)": [*ON_RESERVED, "strategy.exploration=off"],
@@ -76,10 +78,19 @@ STRATEGIES: dict[str, list[str]] = {
     "reserved + spot, no exploration": ["strategy.exploration=off"],
     "restart on preemption": ["strategy.on_preemption=restart", "strategy.elastic=false"],
     OURS: [],
+    "no exploration, gradients on spot": ["strategy.exploration=off", *ON_SPOT],
+    "Spotlight, gradients on spot (4 + 8)": [*ON_SPOT, "exploration.budget=worth"],
+    "Spotlight, gradients on spot (1 + 11)": [
+        *(*ON_SPOT, "exploration.budget=worth", "pools.reserved.workers=1", "pools.spot.workers=11")
+    ],
 }
-"""Those with gradients on spot GPUs are to follow. The fourth streams where its recipe divides by the spread of each
-prompt's own rewards (as RLBoost); the fifth is Spotlight but for that."""
-COLOURS = (FAINT, OTHER, AXIS, PHASE_COLOURS["rollout"], LOST, PHASE_COLOURS["explore"])
+"""The fourth streams where its recipe divides by the spread of each prompt's own rewards (as RLBoost); the fifth is
+Spotlight but for what it does about a loss. With gradients on spot GPUs too, what is explored is what is worth its
+seconds."""
+COLOURS = (
+    *(FAINT, OTHER, AXIS, PHASE_COLOURS["rollout"], LOST, PHASE_COLOURS["explore"]),
+    *(PHASE_COLOURS["score"], PHASE_COLOURS["train"], PHASE_COLOURS["publish"]),
+)
 
 SPACE: dict[str, dict[str, list[str]]] = {
     "learning rate": {f"{rate:g}": [f"train.learning_rate={rate}"] for rate in (3e-4, 2e-4, 4.5e-4)},

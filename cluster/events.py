@@ -7,7 +7,8 @@ them turn into JSON rows and back, so that a log of events can be dispatched aga
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from math import inf
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +18,7 @@ Key = tuple[str, int]
 """Of a task: its layer, and its number in the layer."""
 TaskPhase = Literal["waiting", "gated", "processing", "memory", "erred", "released", "forgotten"]
 """Dask's states of a task; "gated" is its "no-worker", in which a task stays until the dispatcher names a worker."""
-WorkerPool = Literal["reserved", "spot", "head"]
+WorkerPool = Literal["reserved", "spot", "reward", "head"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +240,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dismiss:
-    """Run a shard that has nothing to do, on the worker beside the scheduler."""
+    """Run a shard that has nothing to do, or scoring that was called off, on the worker beside the scheduler."""
 
     key: Key
     address: str
@@ -247,13 +248,41 @@ class Dismiss:
     shard: int
     tell: Surplus | int | None
     """What the shard is told: that it is surplus, that its request is quarantined after so many preemptions, or nothing
-    (it finds by itself that it was called off)."""
+    (it finds by itself that it was called off, as scoring does, which is of no gang)."""
     cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismissals:
+    """Run neighbouring shards of a request that have nothing to do; logged as one `Dismiss` after the other."""
+
+    keys: tuple[Key, ...]
+    address: str
+    gang: str
+    first: int
+    """Number of the first shard."""
+    tell: Surplus
+    cause: str
+
+    def one_by_one(self) -> Iterator[Dismiss]:
+        return (
+            Dismiss(key=key, address=self.address, gang=self.gang, shard=shard, tell=self.tell, cause=self.cause)
+            for shard, key in enumerate(self.keys, self.first)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train:
     """Begin to compute the gradient of a part, or an update."""
+
+    key: Key
+    address: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Begin to score a request, on a worker of the reward pool."""
 
     key: Key
     address: str
@@ -304,6 +333,17 @@ class CloseGate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CloseGates:
+    """Several tasks wait behind the gate again; logged as one `CloseGate` after the other."""
+
+    keys: tuple[Key, ...]
+    cause: str
+
+    def one_by_one(self) -> Iterator[CloseGate]:
+        return (CloseGate(key=key, cause=self.cause) for key in self.keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evict:
     """End a worker that has hung."""
 
@@ -320,7 +360,30 @@ class Wake:
     cause: str
 
 
-Instruction = Launch | Dismiss | Train | CallOff | Regroup | CloseExploration | StopWork | CloseGate | Evict | Wake
+Instruction = (
+    Launch
+    | Dismiss
+    | Dismissals
+    | Train
+    | Score
+    | CallOff
+    | Regroup
+    | CloseExploration
+    | StopWork
+    | CloseGate
+    | CloseGates
+    | Evict
+    | Wake
+)
+
+
+def one_by_one(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+    """The same, each about one task or one worker."""
+    for instruction in instructions:
+        if isinstance(instruction, Dismissals | CloseGates):
+            yield from instruction.one_by_one()
+        else:
+            yield instruction
 
 
 class EventLog:
@@ -336,24 +399,29 @@ class EventLog:
         self._head: list[dict[str, Any]] = [{"decision": "dispatch rules", "rules": dict(rules)}]
 
     def add(self, event: Event, instructions: Iterable[Instruction]) -> None:
-        if isinstance(event, TasksChanged):
-            gates = {gate.key: gate for gate in instructions if isinstance(gate, CloseGate)}
-            self._entries += [
-                (change, (gates[change.key],) if change.key in gates else ()) for change in event.one_by_one()
-            ]
-        else:
-            self._entries.append((event, tuple(instructions)))
+        self._entries.append((event, tuple(instructions)))
 
     def drain(self) -> list[dict[str, Any]]:
         """Rows since the last call."""
         head, self._head = self._head, []
         entries, self._entries = self._entries, []
-        return [*head, *(row(event, instructions) for event, instructions in entries)]
+        return [*head, *(line for entry in entries for line in rows(*entry))]
+
+
+def rows(event: Event, instructions: Iterable[Instruction]) -> Iterable[dict[str, Any]]:
+    """As `row`; of tasks that changed together, each has its own."""
+    if not isinstance(event, TasksChanged):
+        return (row(event, instructions),)
+    gates = {gate.key: gate for gate in one_by_one(instructions) if isinstance(gate, CloseGate)}
+    common = row(next(event.one_by_one()), ()) if event.keys else {}
+    return (
+        common | {"key": list(key)} | ({"then": [_plain(gates[key])]} if key in gates else {}) for key in event.keys
+    )
 
 
 def row(event: Event, instructions: Iterable[Instruction]) -> dict[str, Any]:
     """An event and what followed from it; fields that have their default value are left out."""
-    followed = [_plain(instruction) for instruction in instructions]
+    followed = [_plain(instruction) for instruction in one_by_one(instructions)]
     return {"decision": "dispatch", **_plain(event), **({"then": followed} if followed else {})}
 
 
@@ -383,12 +451,18 @@ def _layer(entry: Mapping[str, Any]) -> Layer:
 
 
 def _plain(value: Any) -> Any:
+    kind: type = type(value)
+    if kind in (str, float, int, bool):  # nearly always
+        return value
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
-    if hasattr(value, "__dataclass_fields__"):
-        kept = {field.name: getattr(value, field.name) for field in fields(value)}
-        defaults = {field.name: field.default for field in fields(value)}
-        return {"is": type(value).__name__} | {
-            name: _plain(content) for name, content in kept.items() if content != defaults[name]
-        }
+    if is_dataclass(kind):
+        given = ((name, getattr(value, name), default) for name, default in _defaults(kind).items())
+        return {"is": kind.__name__} | {name: _plain(each) for name, each, default in given if each != default}
     return value
+
+
+@cache
+def _defaults(kind: type) -> dict[str, Any]:
+    """Of a record's fields, what each has where nothing is said."""
+    return {field.name: field.default for field in fields(kind)}

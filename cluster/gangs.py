@@ -6,7 +6,7 @@ it counts as broken until its last shard has come back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,6 +22,10 @@ TRAINING: dict[str, tuple[Pool, ...]] = {
     "training": ("reserved",),
 }
 """The same of tasks that train: each runs on one worker, by itself."""
+SCORING = "reward"
+"""Pool annotation of tasks that score on workers of their own, which are a pool of this name: each by itself, too."""
+ALONE = {*TRAINING, SCORING}
+"""Pool annotations of gated tasks that are of no gang."""
 Filed = Literal["", "fresh", "broken", "over"]
 """The dispatcher's list that a request is in: "fresh" ones wait for their first gang, "broken" ones for another gang,
 "over" ones have shards behind the gate that have nothing to do; "" is in no list."""
@@ -44,7 +48,9 @@ class GangState:
     epoch: int = 0
     """How often a gang was formed for it so far."""
     states: dict[Key, TaskPhase] = field(default_factory=dict)
-    """Of each shard, Dask's state of its task; changed by `change`."""
+    """Of each shard, Dask's state of its task; changed by `change`. Of alike shards, the first has it for all."""
+    alike: tuple[Key, ...] = ()
+    """The shards but the first, as long as one task stands for them: what has happened to one has happened to all."""
     behind: int = 0
     """Shards behind the gate."""
     unready: int = 0
@@ -81,30 +87,37 @@ class GangState:
     repeated_s: float = 0.0
     """When it committed its last step that an earlier gang had committed before; 0 where there was none."""
 
-    def add(self, keys: Iterable[Key]) -> None:
+    def add(self, keys: Sequence[Key]) -> None:
         """Further shards, none of which begins yet; those that are known stay as they are."""
-        new = [key for key in keys if key not in self.states]
+        if not self.keys and len(keys) > 2:
+            self.keys, self.alike = list(keys), tuple(keys[1:])
+            self.states = dict.fromkeys(keys[:2], "released")
+            return
+        new = [key for key in keys if key not in self.keys]
+        if new:
+            self.split()
         self.keys = sorted([*self.keys, *new])
         self.states |= dict.fromkeys(new, "released")
 
-    def change(self, key: Key, state: TaskPhase) -> bool:
-        """Note the new state of a shard's task; returns whether that may change what the request waits for."""
-        before = self.states.get(key)
-        self.states[key] = state
-        gated, waiting = (state == "gated") - (before == "gated"), (state == "waiting") - (before == "waiting")
-        self.behind += gated
-        self.unready += waiting
-        return bool(gated or waiting or key == self.keys[0])
+    def split(self) -> None:
+        """Something happens to some of those that are alike."""
+        if self.alike:
+            self.states |= dict.fromkeys(self.alike, self.states[self.alike[0]])
+            self.alike = ()
 
-    def change_all(self, keys: Sequence[Key], state: TaskPhase) -> bool:
-        """As `change` of each of several shards."""
-        before = [self.states.get(key) for key in keys]
-        self.states.update(dict.fromkeys(keys, state))
-        gated = (len(keys) if state == "gated" else 0) - before.count("gated")
-        waiting = (len(keys) if state == "waiting" else 0) - before.count("waiting")
-        self.behind += gated
-        self.unready += waiting
-        return bool(gated or waiting or self.keys[0] in keys)
+    def change(self, key: Key, state: TaskPhase, shards: int = 1) -> bool:
+        """Note the new state of a shard's task; returns whether that may change what the request waits for.
+
+        Args:
+            shards: how many of them the task stands for, the shard is the first of these.
+        """
+        before, self.states[key] = self.states.get(key), state
+        gated, waiting = (state == "gated") - (before == "gated"), (state == "waiting") - (before == "waiting")
+        if gated or waiting:
+            self.behind += shards * gated
+            self.unready += shards * waiting
+            return True
+        return key == self.keys[0]
 
     @property
     def parked(self) -> int:
@@ -117,8 +130,10 @@ class GangState:
     @property
     def gated(self) -> list[tuple[int, Key]]:
         """The shards that may begin, with their numbers."""
-        states = self.states
-        return [(shard, key) for shard, key in enumerate(self.keys) if states[key] == "gated"] if self.parked else []
+        if not self.parked:
+            return []
+        alike = self.states[self.alike[0]] if self.alike else "released"
+        return [(shard, key) for shard, key in enumerate(self.keys) if self.states.get(key, alike) == "gated"]
 
     @property
     def is_done(self) -> bool:

@@ -104,7 +104,7 @@ def _start() -> tuple[int, int]:
 
 def watch(owner: int) -> None:
     """Wait for the owner's end, and clean up after it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     os.chdir("/")
     clean(_left(owner))

@@ -25,7 +25,7 @@ from distributed.deploy.spec import ProcessInterface
 
 from cluster.certificate import certificate
 from cluster.scheduler import LeanScheduler
-from cluster.workers import WorkerSpec, serve, warm_parent
+from cluster.workers import FOR_OTHERS, WorkerSpec, serve, warm_parent
 from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches, preemption_kinds, ups
@@ -218,9 +218,9 @@ class Place(ProcessInterface):
 
 
 def _start(process: ForkServerProcess) -> None:
-    """Start with SIGINT blocked in this thread, which the successor of a warm parent that died this moment inherits."""
+    """Start with signals blocked in this thread: the successor of a warm parent that died this moment inherits that."""
     resource_tracker.ensure_running()  # first, because it unblocks SIGINT
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_BLOCK, FOR_OTHERS)
     process.start()
 
 
@@ -253,7 +253,7 @@ def local_cluster(config: Config, directory: str, settings: Mapping[str, Any]) -
             options[f"{pool}-{index}"] = {"spec": spec, "schedule": schedule}
     clock = TraceClock(name for name, option in options.items() if option["schedule"].is_up_first)
     places = {name: {"cls": Place, "options": {**option, "clock": clock}} for name, option in options.items()}
-    dashboard = f"127.0.0.1:{config.cluster.dashboard_port}"
+    dashboard = f"{config.cluster.dashboard_host}:{config.cluster.dashboard_port}"
     address = {"host": "127.0.0.1", "security": security, "dashboard_address": dashboard}
     return SpecCluster(scheduler={"cls": LeanScheduler, "options": address}, workers=places, security=security)
 

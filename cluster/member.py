@@ -1,9 +1,9 @@
 """Makes any Dask worker one of ours: the scheduler hands this plugin to those that are there and those that come.
 
-A worker takes part if its resources name a pool (``--resources spot=1`` or ``reserved=1``). It then gets node memory, a
-device of its machine, an engine process and the notices of its pool, in the background, since whoever registers a
-plugin waits for all workers; when it can work it says so. When the plugin is taken away, or the worker closes, all of
-it ends, and another run may begin on the same worker. There is no other way to be a worker.
+A worker takes part if its resources name a pool (``--resources spot=1``, ``reserved=1`` or ``reward=1``). It then gets
+node memory, a device of its machine, an engine process and the notices of its pool, in the background, since whoever
+registers a plugin waits for all workers; when it can work it says so. When the plugin is taken away, or the worker
+closes, all of it ends, and another run may begin on the same worker. There is no other way to be a worker.
 
 A node is who shares memory. The resource ``node:NAME`` plays several nodes on one machine.
 """
@@ -24,13 +24,15 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from dask.utils import key_split
 from distributed import Status, Worker, WorkerPlugin
 
 from cluster import peers
+from cluster.messages import ORDER, PLACE, READY, REFUSED
+from cluster.node_parent import end_with_this_process, node_parent
 from cluster.notices import SIGNALS, Notice, first_notice, sources
-from cluster.plugins import ORDER, PLACE, READY, REFUSED, steady
+from cluster.relaxed import steady
 from cluster.worker_device import WorkerDevice
-from cluster.workers import warm_parent
 from spotlight import __version__
 from spotlight.clock import wall_clock
 from spotlight.config import RESOLVED, Config
@@ -42,7 +44,7 @@ from spotlight.store.node import Node, shared_root, sweep
 from spotlight.store.objects import objects_at
 from spotlight.store.slots import Slot
 
-POOLS = ("reserved", "spot", "head")
+POOLS = ("reserved", "spot", "reward", "head")
 LEAVE_POLL_S = 0.01
 CLOSE_MARGIN_S = 2.0
 """Left of a notice's time for handing over what the worker's memory holds."""
@@ -66,6 +68,8 @@ class Terms:
     hang_after_s: float
     quarantine_after: int
     """Engine processes in a row that a task may lose before it fails."""
+    score_limit_s: float
+    """Longest that a worker of the reward pool may take to score a request."""
     notices: Mapping[str, tuple[str, ...]]
     """Of each pool, where notices of preemption come from; see `cluster.notices`."""
     grace_s: Mapping[str, float]
@@ -89,6 +93,7 @@ def terms_of(config: Config, run_dir: str, session: str) -> Terms:
         session=session,
         hang_after_s=config.cluster.hang_after_s,
         quarantine_after=config.cluster.quarantine_after,
+        score_limit_s=config.reward.limit_s,
         notices={name: pool.notices for name, pool in config.pools},
         grace_s={name: pool.grace_s for name, pool in config.pools},
     )
@@ -160,7 +165,8 @@ class Member:
                 self._tell(REFUSED, reason=str(error) or repr(error))
                 return
             self._keeping = asyncio.create_task(self._keep())
-            await self._worker.set_resources(engine=1)
+            if self._pool != "reward":  # what asks for an engine denoises or trains
+                await self._worker.set_resources(engine=1)
         host, job = socket.gethostname(), os.environ.get("SLURM_JOB_ID", "")
         self._tell(READY, pool=self._pool, node=node, host=host, job=job)
         if self._pool != "head":
@@ -177,27 +183,37 @@ class Member:
         on_machine, node = Node(machine), Node(root)
         opened.callback(on_machine.close)
         opened.callback(node.close)
-        slot = Slot(machine)
+        scores = self._pool == "reward"
+        slot = Slot(machine, kind="reward-" if scores else "")
         opened.callback(slot.close)
         self._kept = (on_machine, node, slot)
+
+        def started(pid: int) -> None:
+            slot.record(pid)
+            end_with_this_process(pid)
+
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a nanny's worker is one
         self._engine = EngineProcess(
-            warm_parent(),
+            node_parent(),
             slot.number,
             node=root,
             hang_after_s=terms.hang_after_s,
-            on_start=slot.record,
-            renew=warm_parent,
+            on_start=started,
+            renew=node_parent,
         )
         opened.callback(self._engine.close)
         peers.serve(self._worker, node)
-        install(WorkerDevice(self._worker, self._engine, node, quarantine_after=terms.quarantine_after))
+        limit_s, quarantine_after = terms.score_limit_s if scores else None, terms.quarantine_after
+        install(
+            WorkerDevice(self._worker, self._engine, node, quarantine_after=quarantine_after, score_limit_s=limit_s)
+        )
         return node.name
 
     async def _keep(self) -> None:
         """If somebody removes the memory under a run (a logout may), make it again before the next worker comes."""
         while True:
             await asyncio.sleep(KEEP_S)
+            key_split.cache_clear()  # remembers 100,000 keys, and no key comes again
             for each in self._kept:
                 with contextlib.suppress(OSError, SpotlightError):  # the next time
                     each.keep()
@@ -212,7 +228,7 @@ class Member:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._opening:
             await asyncio.gather(self._opening, return_exceptions=True)
-        if self._engine and self._worker.status == Status.running:
+        if self._engine and self._pool != "reward" and self._worker.status == Status.running:
             with contextlib.suppress(Exception):  # nobody to tell
                 await asyncio.wait_for(self._worker.set_resources(engine=0), TELL_S)
         await asyncio.to_thread(self._opened.close)

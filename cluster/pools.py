@@ -23,11 +23,13 @@ from tornado.ioloop import IOLoop
 
 from cluster import janitor
 from cluster.dashboard.plugin import ROWS, PagePlugin, prepare
-from cluster.dispatch import rules_of
 from cluster.local import Place, local_cluster
 from cluster.member import MemberPlugin, Terms, member_name, terms_of
+from cluster.messages import EVICTED, HEARD_OF
 from cluster.notices import sources
-from cluster.plugins import EVICTED, HEARD_OF, DispatchPlugin, snapshot_of, steady
+from cluster.plugins import DispatchPlugin, snapshot_of
+from cluster.relaxed import steady
+from cluster.rules import rules_of
 from cluster.slurm import SlurmJobs, slurm_cluster
 from cluster.snapshot import Snapshot
 from cluster.standing import Standing, connect

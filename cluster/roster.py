@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from cluster.events import Key, WeightsHeld, WorkerJoined, WorkerPool
 from spotlight.plan.placement import Idle
 
+FILES_MAX = 256
+"""Of weights: holders of older ones are forgotten. The store has them too, and who gets one there is a holder again."""
 HOLDERS_MAX = 3
 """Told to a node that lacks a file: the others are there should the first be lost in the middle of it."""
 
@@ -23,7 +25,7 @@ class WorkerState:
     name: str
     pool: WorkerPool
     idle: Idle
-    """As the policy sees it when it has nothing to do."""
+    """As the policy sees it when it has nothing to do; of one that only scores, its name alone means anything."""
     available: bool = True
     tasks: dict[Key, float] = field(default_factory=dict)
     """At work or about to be, with the moment."""
@@ -38,17 +40,19 @@ class Roster:
         self.by_name: dict[str, WorkerState] = {}
         """All but the one beside the scheduler."""
         self.idle: dict[str, Idle] = {}
-        """By address."""
+        """By address, those that only score left out."""
+        self.idle_scorers: dict[str, Idle] = {}
+        """Those, by address."""
         self.leaving: set[str] = set()
         """Names of workers under notice, until another takes the name."""
         self.hung: set[str] = set()
         """Addresses of workers that were ended because they were silent."""
         self.nodes: Counter[str] = Counter()
-        """Workers alive on each."""
+        """Workers alive on each, but for those that only score."""
         self._gone: dict[Key, float] = {}
         """Tasks whose worker is gone, until they change, with when they began."""
         self._holders: dict[str, dict[str, str]] = {}
-        """Of each file of weights, by hash, the workers that have it, the latest last, with their nodes."""
+        """Of each file of weights, by hash, the workers that have it, with their nodes; the latest last, of both."""
 
     @property
     def head(self) -> WorkerState | None:
@@ -66,7 +70,8 @@ class Roster:
         if event.pool != "head":
             self.by_name[event.name] = worker
             self.leaving.discard(event.name)
-            self.nodes[event.node] += 1
+            if event.pool != "reward":
+                self.nodes[event.node] += 1
             self.note_idle(worker)
 
     def leave(self, address: str, *, expected: bool) -> WorkerState | None:
@@ -75,12 +80,13 @@ class Roster:
         if worker is None:
             return None
         self._gone.update(worker.tasks)
-        self.idle.pop(address, None)
+        self._note_busy(worker)
         for holders in self._holders.values():
             holders.pop(address, None)
         if worker.pool == "head":
             return worker
-        self.nodes[worker.idle.node] -= 1
+        if worker.pool != "reward":
+            self.nodes[worker.idle.node] -= 1
         if self.by_name.get(worker.name) is worker:
             del self.by_name[worker.name]
             if expected and address not in self.hung:
@@ -99,16 +105,22 @@ class Roster:
         if worker is None or worker.name in self.leaving:
             return None
         self.leaving.add(worker.name)
-        self.idle.pop(address, None)
+        self._note_busy(worker)
         return worker
 
     def note_idle(self, worker: WorkerState) -> None:
         if worker.pool == "head":
             return
         if worker.available and not worker.tasks and worker.name not in self.leaving:
-            self.idle[worker.address] = worker.idle
+            self._idle_like(worker)[worker.address] = worker.idle
         else:
-            self.idle.pop(worker.address, None)
+            self._note_busy(worker)
+
+    def _note_busy(self, worker: WorkerState) -> None:
+        self._idle_like(worker).pop(worker.address, None)
+
+    def _idle_like(self, worker: WorkerState) -> dict[str, Idle]:
+        return self.idle_scorers if worker.pool == "reward" else self.idle
 
     # Tasks
 
@@ -117,7 +129,7 @@ class Roster:
         worker = self.workers.get(address)
         if worker:
             worker.tasks[key] = at_s
-            self.idle.pop(address, None)
+            self._note_busy(worker)
 
     def has(self, key: Key, address: str) -> bool:
         """Whether a worker is counted on for a task."""
@@ -137,7 +149,10 @@ class Roster:
     def hold(self, event: WeightsHeld) -> None:
         worker = self.workers.get(event.address)
         if worker:
-            self._holders.setdefault(event.sha256, {})[event.address] = worker.idle.node
+            known = self._holders.pop(event.sha256, {})
+            self._holders[event.sha256] = {**known, event.address: worker.idle.node}
+            if len(self._holders) > FILES_MAX:
+                del self._holders[next(iter(self._holders))]
 
     def holders(self, sha256: str) -> list[str]:
         """Workers, one a node, whose nodes hold a file of weights; the latest to get it first: it serves fewest."""

@@ -128,10 +128,10 @@ class SlurmJobs(ProcessInterface):
             if not self._wanted.is_set():
                 continue
             well = clock() - began_s > WELL_S
-            again_s = AGAIN_S if well else min(AGAIN_S * 2**failures, AGAIN_MAX_S)
+            wait_s = again_s(0 if well else failures)
             failures = 0 if well else failures + 1
-            logger.info("%s: its job ended (%s); another is submitted in %.0f s", self._name, cause, again_s)
-            await asyncio.sleep(again_s)
+            logger.info("%s: its job ended (%s); another is submitted in %.0f s", self._name, cause, wait_s)
+            await asyncio.sleep(wait_s)
         self.failure = f"pools.{self._job['pool']}.slurm: {failures} jobs in a row ended at once: {cause}"
 
     async def _submit_and_wait(self) -> str:
@@ -146,6 +146,11 @@ class SlurmJobs(ProcessInterface):
         await _end_of(str(self._running.job_id))
         job, self._running = self._running, None
         return f"job {job.job_id}; its output is in {self._job['run_dir']}/slurm"
+
+
+def again_s(failures: int) -> float:
+    """Until a job is submitted again, after so many that failed in a row."""
+    return min(AGAIN_S * 2**failures, AGAIN_MAX_S)
 
 
 async def _scancel(*arguments: str) -> None:
@@ -210,7 +215,7 @@ def slurm_cluster(config: Config, run_dir: Path) -> Iterator[SpecCluster]:
     log.mkdir(exist_ok=True)
     with _certificates(run_dir) as (security, theirs):
         host = config.cluster.host or socket.gethostname()
-        dashboard = f"127.0.0.1:{config.cluster.dashboard_port}"
+        dashboard = f"{config.cluster.dashboard_host}:{config.cluster.dashboard_port}"
         address = {"host": host, "security": security, "dashboard_address": dashboard}
         jobs: dict[str, Any] = {}
         for pool, section in config.pools:
@@ -289,12 +294,14 @@ def worker_line(pool: str, *, first: int, workers: int, cpus: int, python: str =
     """What stands before the worker's arguments: each task of the step is a worker, and has a name of its own."""
     step = f"srun --ntasks={workers} --cpus-per-task={cpus} --kill-on-bad-exit=1 --mpi=none"
     worker = f'{shlex.quote(python)} "$@" --name {pool}-$(({first} + SLURM_PROCID))'
-    until_told = f'trap "told=1" TERM USR1; while {worker}; status=$?; {_WAS_KILLED}; do :; done; exit $status'
+    until_told = f'trap "told=1" TERM USR1; while {worker}; status=$?; {_WAS_KILLED}; do :; done; {_END}'
     return f"{step} sh -c {shlex.quote(until_told)} sh"
 
 
 _WAS_KILLED = '[ $status -gt 128 ] && [ -z "$told" ]'
 """By a signal, and not because the job is to end: for want of memory, or by hand."""
+_END = '[ -z "$told" ] || exit 0; exit $status'
+"""One that was told to leave has done so, even if told again in its last moments, when it no longer listened."""
 
 
 def driver_script(config: Config, run_dir: Path | str, *, begin: str = "") -> str:

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Awaitable
 from functools import partial
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,19 @@ from distributed import Reschedule, Worker
 from numpy.typing import NDArray
 
 from cluster import peers
-from cluster.plugins import BEAT, HOLDS, LOST_ENGINE
-from spotlight.device.calls import Call, GradientCall, ImagesCall, PrepareCall, RolloutCall, ScoreCall, T, UpdateCall
-from spotlight.device.process import Beat, EngineLost, EngineProcess
+from cluster.messages import BEAT, HOLDS, LOST_ENGINE
+from spotlight.device.calls import (
+    Call,
+    DrawCall,
+    GradientCall,
+    ImagesCall,
+    PrepareCall,
+    RolloutCall,
+    ScoreCall,
+    T,
+    UpdateCall,
+)
+from spotlight.device.process import Beat, EngineLost, EngineProcess, TimedOut
 from spotlight.device.protocol import ALONE, Prepared
 from spotlight.records import (
     Dropped,
@@ -46,11 +57,24 @@ class WorkerDevice:
     Its verbs are called by task threads. Each may raise `Reschedule`: it is to be done anew, here or elsewhere.
     The weights that a request asks for are on the node before the engine is: they come from another node that has
     them, or else from the run directory.
+
+    Args:
+        score_limit_s: of a worker that only scores: longest that it may take for a request. It needs no weights, since
+            the images are kept. None: the worker scores what it denoised.
     """
 
-    def __init__(self, worker: Worker, engine: EngineProcess, node: Node, *, quarantine_after: int) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        engine: EngineProcess,
+        node: Node,
+        *,
+        quarantine_after: int,
+        score_limit_s: float | None = None,
+    ) -> None:
         self._worker, self._engine, self._node = worker, engine, node
         self._quarantine_after, self._lost_in_row = quarantine_after, 0
+        self._score_limit_s = score_limit_s
 
     def prepare(self, run_dir: str) -> Prepared:
         return self._call(run_dir, PrepareCall())
@@ -59,9 +83,20 @@ class WorkerDevice:
         self._bring(run_dir, request.weights, request.policy)
         return self._call(run_dir, RolloutCall(request=request, place=place), place if place.gang else None)
 
-    def score(self, run_dir: str, request: Request) -> Scored | Dropped:
+    def draw(self, run_dir: str, request: Request) -> Dropped | None:
         self._bring(run_dir, request.weights, request.policy)
-        return self._call(run_dir, ScoreCall(request=request))
+        return self._call(run_dir, DrawCall(request=request))
+
+    def score(self, run_dir: str, request: Request) -> Scored | Dropped:
+        call = ScoreCall(request=request)
+        if self._score_limit_s is None:
+            self._bring(run_dir, request.weights, request.policy)
+            return self._call(run_dir, call)
+        try:
+            return self._call(run_dir, call, limit_s=self._score_limit_s)
+        except TimedOut as error:  # a missing reward is no number
+            seeds = len(request.seeds)
+            return Scored(request=request, rewards=(None,) * seeds, errors=(f"{request.prompt.text!r}: {error}",))
 
     def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
         self._bring(run_dir, request.weights, request.policy)
@@ -90,18 +125,22 @@ class WorkerDevice:
         call = UpdateCall(weights=weights, gradients=gradients, iteration=iteration, after=after)
         return self._call(run_dir, call)
 
-    def _call(self, run_dir: str, call: Call[T], gang: Placement | None = None) -> T:
+    def _call(self, run_dir: str, call: Call[T], gang: Placement | None = None, limit_s: float = inf) -> T:
         """Run a call on the engine.
 
         Raises:
             Reschedule: it is to be done anew, here or elsewhere.
+            TimedOut: it took longer than it may.
             SpotlightError: it lost its engine process too many times in a row.
         """
         try:
-            value = self._engine.call(run_dir, call, partial(self._beat, gang))
+            value = self._engine.call(run_dir, call, partial(self._beat, gang), limit_s)
         except Interrupted:
             time.sleep(BACK_OFF_S)
             raise Reschedule from None
+        except TimedOut as lost:
+            self._tell(LOST_ENGINE, worker=self._worker.name, gang="", reason=str(lost))
+            raise
         except EngineLost as lost:
             self._count(call.verb, gang, str(lost))
             raise Reschedule from None

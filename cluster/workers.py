@@ -30,6 +30,10 @@ from spotlight.device.process import end_with_parent
 from spotlight.store.leftovers import Scratch
 from spotlight.store.slots import began, is_stopped
 
+FOR_OTHERS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+"""Signals that the warm parent and its engines do not hear: Ctrl-C is for the driver alone, and notices, which Slurm
+sends to all processes of a job, are for the workers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
@@ -52,18 +56,29 @@ class WorkerSpec:
 
 def warm_parent() -> ForkServerContext:
     """The context whose processes are forked from the warm parent; the first start waits for its imports."""
-    # Python 3.11.0 would let any user start processes here (CVE-2022-42919).
-    util.abstract_sockets_supported = False  # type: ignore[misc]
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cluster.warm"])
+    context = fork_context()
     _make_reachable()
     if "cluster.warm" not in sys.modules:  # else this process came from it, and ends with it
         _have_it_end_with_this_process()
     return context
 
 
+def has_warm_parent() -> bool:
+    """Whether this process was forked from one, or has started one."""
+    return "cluster.warm" in sys.modules or bool(_begun)
+
+
+def fork_context() -> ForkServerContext:
+    # Python 3.11.0 would let any user start processes here (CVE-2022-42919).
+    util.abstract_sockets_supported = False  # type: ignore[misc]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cluster.warm"])
+    return context
+
+
 def _make_reachable() -> None:
-    """If somebody removed the folder of the warm parent's socket, the next start makes another one.
+    """If somebody removed the folder of the warm parent's socket, or if the fork server that is there is the program's
+    own, which has not done our imports, the next start makes another one.
 
     The first stays, with all that was forked from it.
     """
@@ -72,13 +87,17 @@ def _make_reachable() -> None:
         for scratch in _scratch:
             scratch.keep()
         address = server._forkserver_address
-        if isinstance(address, str) and not Path(address).exists():
+        removed = isinstance(address, str) and not Path(address).exists()
+        if removed:
             Path(address).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if removed or (warm_parent_pid() and not _begun):
             server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
 
 
 _scratch: list[Scratch] = []
 """Where this process's warm parent is asked for workers."""
+_begun: list[int] = []
+"""The warm parents that this process has started."""
 _starting = threading.Lock()
 
 
@@ -86,7 +105,7 @@ def _have_it_end_with_this_process() -> None:
     """Start the warm parent, and have the janitor know it.
 
     By itself it would stay as long as any process that was forked from it, and one that is frozen would never end. It
-    starts with SIGINT blocked, since Ctrl-C is for the driver alone.
+    starts with signals blocked that are for others.
     """
     with _starting:
         config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
@@ -95,12 +114,14 @@ def _have_it_end_with_this_process() -> None:
             config["tempdir"] = str(_scratch[-1].path)
             janitor.leave("folder", config["tempdir"])
         resource_tracker.ensure_running()  # first, because it unblocks SIGINT
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_OTHERS)
         try:
             forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         pid = warm_parent_pid()
+        if pid not in _begun:
+            _begun.append(pid)
         janitor.leave("process", f"{pid} {began(pid)}")
 
 
@@ -130,6 +151,7 @@ def serve(spec: WorkerSpec, environment: Mapping[str, str], lifeline: Connection
     os.environ.update(environment)
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which stops workers in order
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_OTHERS)  # notices come by the others
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     dask.config.set(spec.settings)
     logging.getLogger("distributed").setLevel(logging.ERROR)  # losing a peer is no news here

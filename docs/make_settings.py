@@ -33,7 +33,13 @@ def page() -> str:
 def _section(name: str, field: FieldInfo) -> Iterator[str]:
     kind: type[Section] = field.annotation  # type: ignore[assignment]  # a section holds sections
     if kind is PoolsSection:
-        yield from ("## `[pools.reserved]` and `[pools.spot]`", "", _text(PoolSection.__doc__ or ""), "")
+        yield from (
+            "## `[pools.reserved]`, `[pools.spot]` and `[pools.reward]`",
+            "",
+            _text(PoolSection.__doc__ or ""),
+            "",
+        )
+        yield _notes(kind)["reward"].join(("`[pools.reward]`: ", "\n"))
         defaults = ", ".join(
             f"`{pool}` {section.workers} at ${section.usd_per_h} per hour" for pool, section in PoolsSection()
         )
@@ -45,7 +51,7 @@ def _section(name: str, field: FieldInfo) -> Iterator[str]:
 
 
 def _slurm() -> Iterator[str]:
-    yield from ("## `[pools.reserved.slurm]`, `[pools.spot.slurm]` and `[cluster.slurm]`", "")
+    yield from ("## `[pools.reserved.slurm]`, `[pools.spot.slurm]`, `[pools.reward.slurm]` and `[cluster.slurm]`", "")
     yield _text(SlurmSection.__doc__ or "")
     yield from _table(SlurmSection)
 

@@ -5,11 +5,11 @@ turns that into places. Dask's synchronous scheduler ignores them and gets the s
 
 Pools: ``any``, ``spot`` and ``reserved`` tasks are shards of denoising requests, as many each as the widest gang has
 ranks, parked behind the gate until workers of the pool are free; ``engine`` tasks need a model, and go where their
-input is; ``trainer`` tasks prepare training and publish, on reserved workers; ``gradient`` tasks compute the gradients
-of an update's parts, parked behind the gate until a reserved worker is free that no rollout needs, or
-(``gradient-any``) a spot one; ``training`` tasks take the
-optimizer's steps, behind the gate too, on the worker that took the one before, if it can be had; ``head`` tasks only
-decide, beside the scheduler.
+input is; ``reward`` tasks score, parked behind the gate until a worker that only scores is free, where there are such;
+``trainer`` tasks prepare training and publish, on reserved workers; ``gradient`` tasks compute the gradients of an
+update's parts, parked behind the gate until a reserved worker is free that no rollout needs, or (``gradient-any``) a
+spot one; ``training`` tasks take the optimizer's steps, behind the gate too, on the worker that took the one before, if
+it can be had; ``head`` tasks only decide, beside the scheduler.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ RESOURCES = {
     "spot": {"gate": 1},
     "reserved": {"gate": 1},
     "engine": {"engine": 1},
+    "reward": {"gate": 1},
     "trainer": {"reserved": 1, "engine": 1},
     "gradient": {"gate": 1},
     "gradient-any": {"gate": 1},
@@ -167,7 +168,7 @@ def iteration_graph(
     calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
     pool, widths = _rollout_pool(config), _widths(config)
     rollouts = layers.add_requests("rollout", k, calls, pool=pool, widths=widths, window_s=window_s)
-    scores = _add_scores(layers, "score", k, run_dir, rollouts)
+    scores = _add_scores(layers, config, "{}", k, run_dir, rollouts)
     training, updated = _add_training(layers, config, context, selection, weights, rollouts, scores)
     publish = layers.add("publish", k, [(tasks.publish, run_dir, updated)], pool="trainer", after=[updated])
     outputs: dict[str, Key | list[Key]] = {"training": training, "published": publish[0]}
@@ -207,7 +208,7 @@ def validation_graph(config: Config, context: RunContext, prompts: Sequence[Prom
     requests = [replace(template, prompt=prompt, seeds=tasks.validation_seeds(prompt, count)) for prompt in prompts]
     calls: Calls = [(tasks.rollout_shard, context.run_dir, request) for request in requests]
     rollouts = layers.add_requests("validate", weights.version, calls, pool="any", widths=_widths(config))
-    scores = _add_scores(layers, "validate-score", weights.version, context.run_dir, rollouts)
+    scores = _add_scores(layers, config, "validate-{}", weights.version, context.run_dir, rollouts)
     surplus = _surplus(rollouts)
     save = (tasks.save_images, context.run_dir, weights.version, scores, surplus)
     images = layers.add("validate-images", weights.version, [save], pool="engine", after=[*scores, *surplus])
@@ -274,7 +275,7 @@ def unexplored(config: Config, context: RunContext, iteration: int, prompts: Seq
     kept = tuple(
         Kept(
             prompt=prompt,
-            seeds=tuple(tasks.candidate_seed(context.seed, iteration, prompt, index) for index in range(count)),
+            seeds=tasks.candidate_seeds(context.seed, iteration, prompt, range(count)),
             explored_rewards=(None,) * count,
         )
         for prompt in prompts
@@ -307,9 +308,20 @@ def request_size(config: Config) -> int:
     )
 
 
-def _add_scores(layers: Layers, phase: str, iteration: int, run_dir: str, requests: list[list[Key]]) -> list[Key]:
-    calls = [(tasks.score, run_dir, key) for key in _first(requests)]
-    return layers.add(phase, iteration, calls, pool="engine", after=_first(requests))
+def _add_scores(
+    layers: Layers, config: Config, phase: str, iteration: int, run_dir: str, requests: list[list[Key]]
+) -> list[Key]:
+    """A score of each request: where it was denoised; or its images are drawn there, and scored by the reward pool.
+
+    Args:
+        phase: with ``{}`` for what is done.
+    """
+    results, pool = _first(requests), "engine"
+    if config.scores_apart:
+        calls: Calls = [(tasks.draw, run_dir, key) for key in results]
+        results, pool = layers.add(phase.format("draw"), iteration, calls, pool="engine", after=results), "reward"
+    calls = [(tasks.score, run_dir, key) for key in results]
+    return layers.add(phase.format("score"), iteration, calls, pool=pool, after=results)
 
 
 def _add_training(
@@ -331,16 +343,13 @@ def _add_training(
     assert all(len(kept.seeds) == cut.seeds for kept in selection.kept), "prompts have as many samples each"
     requests = len(range(0, cut.seeds, request_size(config)))
     chunks = cut.chunks if config.trains_as_scored else [range(cut.prompts)]
-    calls: Calls = [
-        (tasks.refill, run_dir, context.seed, scores[first:stop], _surplus(rollouts[first:stop]))
-        for first, stop in ((requests * chunk.start, requests * chunk.stop) for chunk in chunks)
-    ]
-    refill = layers.add("refill", k, calls, pool="trainer", after=[*scores, *_surplus(rollouts)])
+    parts = [slice(requests * chunk.start, requests * chunk.stop) for chunk in chunks]
+    refill = _add_refill(layers, config, context, k, [(scores[part], _surplus(rollouts[part])) for part in parts])
     training = layers.add("advantage", k, [(tasks.advantage, std, key) for key in refill], pool="trainer", after=refill)
     gradients: list[list[Key]] = []
     before: list[Key] = []
     for update in range(cut.updates):
-        calls = [
+        calls: Calls = [
             (tasks.gradient, run_dir, weights, k, cut, update, part, _sets(training, cut, part), *before)
             for part in range(cut.count)
         ]
@@ -348,6 +357,29 @@ def _add_training(
         call = (tasks.update, run_dir, weights, k, list(gradients), *before)
         before = layers.add("update", k, [call], pool="training", after=[*chain(*gradients), *before])
     return training, before[0]
+
+
+def _add_refill(
+    layers: Layers, config: Config, context: RunContext, k: int, parts: Sequence[tuple[list[Key], list[Key]]]
+) -> list[Key]:
+    """What has no reward is replaced, part by part; the replacements are scored where all else is.
+
+    Args:
+        parts: the scores of each, and the other shards of its rollouts.
+    """
+    run_dir, seed = context.run_dir, context.seed
+    after = [key for scores, surplus in parts for key in (*scores, *surplus)]
+    if not config.scores_apart:
+        calls: Calls = [(tasks.refill, run_dir, seed, scores, surplus) for scores, surplus in parts]
+        return layers.add("refill", k, calls, pool="trainer", after=after)
+    calls = [(tasks.replace_unscored, run_dir, seed, scores, surplus) for scores, surplus in parts]
+    drawn = layers.add("refill", k, calls, pool="trainer", after=after)
+    again = layers.add(
+        "refill-score", k, [(tasks.score_all, run_dir, key) for key in drawn], pool="reward", after=drawn
+    )
+    calls = [(tasks.refilled, seed, scores, key) for (scores, _), key in zip(parts, again, strict=True)]
+    scored = [key for scores, _ in parts for key in scores]
+    return layers.add("refilled", k, calls, pool="head", after=[*scored, *again])
 
 
 def _sets(training: list[Key], cut: Cut, part: int) -> list[Key]:
@@ -397,7 +429,7 @@ def _add_exploration(layers: Layers, config: Config, context: RunContext, candid
         explored = layers.add_requests(
             f"explore-r{r}", k, calls, pool=pool, widths=_widths(config), after=allocations[r:]
         )
-        scores.append(_add_scores(layers, f"explore-score-r{r}", k, run_dir, explored))
+        scores.append(_add_scores(layers, config, f"explore-{{}}-r{r}", k, run_dir, explored))
         surplus += _surplus(explored)
     everything = [key for round_scores in scores for key in round_scores]
     select = (tasks.select, candidates, everything, allocations, surplus)

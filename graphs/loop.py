@@ -8,7 +8,6 @@ before this one counts as finished, so a run that was killed anywhere goes on as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from math import inf
 from typing import Any, Protocol
 
@@ -39,7 +38,7 @@ from spotlight.plan.offload import (
     spot_worth_renting,
 )
 from spotlight.plan.sharing import worth_exploring
-from spotlight.records import Prompt, Published, Quarantined, Scored, Selection, SpotlightError, WeightsRef
+from spotlight.records import Prompt, Published, Quarantined, Scored, Selection, SpotlightError, WeightsRef, row_of
 from spotlight.rl import rewards
 from spotlight.rl.prompts import choose_prompts, read_prompts
 from spotlight.rl.rewards import normalised
@@ -155,7 +154,7 @@ class Loop:
             metrics={**_metrics(selection, training, after), "fidelity": beliefs.fidelity},
             measured=measured,
         )
-        run.append(HISTORY, asdict(row))
+        run.append(HISTORY, row_of(row))
         retain(run.url, {0, after.weights.version, weights.version, *self._validated_versions()})
         return after.weights
 
@@ -230,7 +229,7 @@ class Loop:
             images=results["images"],
             at_s=self._clock(),
         )
-        self._run.append(VALIDATION, asdict(row))
+        self._run.append(VALIDATION, row_of(row))
 
     def _candidates_max(
         self, context: RunContext, iteration: int, prompts: Sequence[Prompt], beliefs: Beliefs

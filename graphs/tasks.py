@@ -7,7 +7,7 @@ is reached through `spotlight.device.protocol`, so a process that only builds gr
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from io import BytesIO
@@ -138,12 +138,24 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
 
 def _scored_before(run_dir: str, request: Request) -> Rollout | None:
     """The result of a request that was called off although its scores are stored: the worker that held it is gone."""
+    if _stored_scores(run_dir, request) is None:
+        return None
+    sha256 = request.weights.sha256
+    return Rollout(request=request, weights_sha256=sha256, steps_resumed=request.steps, steps_run=0)
+
+
+def _stored_scores(run_dir: str, request: Request) -> Scored | None:
     store = _latents(run_dir)
     known = store.scores(request) if store else None
     if not known or known["digest"] != request.digest:
         return None
-    sha256 = request.weights.sha256
-    return Rollout(request=request, weights_sha256=sha256, steps_resumed=request.steps, steps_run=0)
+    return Scored(request=request, rewards=tuple(known["rewards"]), errors=tuple(known["errors"]))
+
+
+def draw(run_dir: str, done: ShardResult) -> ShardResult:
+    """Decode the images of what was rolled out, for workers that only score; hands the result of the rollout on."""
+    dropped = device.current().draw(run_dir, done.request) if isinstance(done, Rollout) else None
+    return dropped or done
 
 
 def score(run_dir: str, done: ShardResult) -> Scored | Dropped | Quarantined:
@@ -160,8 +172,15 @@ def score(run_dir: str, done: ShardResult) -> Scored | Dropped | Quarantined:
             f"request {done.request.id} asked for weights {done.request.weights.sha256[:12]} and was run with "
             f"{done.weights_sha256[:12]}: nothing was trained on it; resume the run"
         )
-    scored = device.current().score(run_dir, done.request)
-    return replace(scored, steps_resumed=done.steps_resumed) if isinstance(scored, Scored) else scored
+    reason = signals.check(done.request)
+    scored: Scored | Dropped
+    if reason:  # also beside the scheduler, where there is no device
+        scored = _stored_scores(run_dir, done.request) or Dropped(reason=reason)
+    else:
+        scored = device.current().score(run_dir, done.request)
+    if isinstance(scored, Scored) and scored.steps_resumed != done.steps_resumed:
+        return replace(scored, steps_resumed=done.steps_resumed)
+    return scored
 
 
 def refill(
@@ -180,33 +199,78 @@ def refill(
     return tuple(part for result in known for part in (result, *_replacements(run_dir, seed, result)))
 
 
+def replace_unscored(
+    run_dir: str, seed: int, scored: Sequence[Scored | Quarantined], surplus: Sequence[ShardResult] = ()
+) -> tuple[ShardResult, ...]:
+    """As `refill`, as far as the images of the fresh seeds: they are scored elsewhere."""
+    found = (_fresh(seed, result if isinstance(result, Scored) else _unscored(result)) for result in scored)
+    return tuple(draw(run_dir, device.current().rollout(run_dir, fresh)) for fresh in found if fresh)
+
+
+def score_all(run_dir: str, drawn: Sequence[ShardResult]) -> tuple[Scored | Dropped | Quarantined, ...]:
+    """As `score` of each."""
+    return tuple(score(run_dir, done) for done in drawn)
+
+
+def refilled(seed: int, scored: Sequence[Scored | Quarantined], again: Sequence[Scored]) -> tuple[Scored, ...]:
+    """What `refill` returns, from what `score_all` says of the fresh seeds.
+
+    Raises:
+        SpotlightError: the replacements have no reward either.
+    """
+    fresh = {result.request: result for result in again}
+    whole: list[Scored] = []
+    for result in (each if isinstance(each, Scored) else _unscored(each) for each in scored):
+        whole.append(result)
+        asked = _fresh(seed, result)
+        if asked:
+            whole.append(_rewarded(result, fresh[asked]))
+    return tuple(whole)
+
+
 def _unscored(aside: Quarantined) -> Scored:
     error = f"set aside: it killed those who ran it {aside.preemptions} times"
     return Scored(request=aside.request, rewards=(None,) * len(aside.request.seeds), errors=(error,))
 
 
 def _replacements(run_dir: str, seed: int, scored: Scored) -> list[Scored]:
-    missing = [index for index, reward in enumerate(scored.rewards) if reward is None]
-    if not missing:
+    fresh = _fresh(seed, scored)
+    if fresh is None:
         return []
-    request = scored.request
-    replaced = scored.request.seeds[missing[0]] & (REFILL - 1)  # so that two requests of a prompt do not share seeds
-    fresh = replace(
-        request,
-        seeds=tuple(
-            candidate_seed(seed, request.iteration, request.prompt, REFILL + replaced + at)
-            for at in range(len(missing))
-        ),
-    )
     device.current().rollout(run_dir, fresh)
     again = device.current().score(run_dir, fresh)
     assert isinstance(again, Scored), "only exploration is dropped"
+    return [_rewarded(scored, again)]
+
+
+def _fresh(seed: int, scored: Scored) -> Request | None:
+    """Fresh seeds for the samples that have no reward; None where all have one."""
+    missing = [index for index, reward in enumerate(scored.rewards) if reward is None]
+    if not missing:
+        return None
+    request = scored.request
+    replaced = scored.request.seeds[missing[0]] & (REFILL - 1)  # so that two requests of a prompt do not share seeds
+    return replace(
+        request,
+        seeds=candidate_seeds(
+            seed, request.iteration, request.prompt, range(REFILL + replaced, REFILL + replaced + len(missing))
+        ),
+    )
+
+
+def _rewarded(scored: Scored, again: Scored) -> Scored:
+    """The scored replacements, if all have a reward.
+
+    Raises:
+        SpotlightError: they do not.
+    """
+    request = scored.request
     if None in again.rewards:
         raise SpotlightError(
             f"the reward failed for {request.prompt.text!r}, seeds {request.seeds}, and for the seeds that replaced "
             f"them: {again.errors[0]}; mend the scorer, then resume the run"
         )
-    return [again]
+    return again
 
 
 def advantage(settings_std: str, scored: Sequence[Scored]) -> TrainingSet:
@@ -332,13 +396,18 @@ def publish(run_dir: str, updated: Updated) -> Published:
 
 def candidate_seed(seed: int, iteration: int, prompt: Prompt, index: int) -> int:
     """The index-th candidate of a prompt in an iteration: 63 bits of a hash, so that no two runs share noise."""
-    name = f"{seed}/{iteration}/{prompt.id}/{index}".encode()
-    return int.from_bytes(sha256(name).digest()[:8]) >> 1
+    return candidate_seeds(seed, iteration, prompt, (index,))[0]
+
+
+def candidate_seeds(seed: int, iteration: int, prompt: Prompt, indices: Iterable[int]) -> tuple[int, ...]:
+    """As `candidate_seed`, of several."""
+    name = f"{seed}/{iteration}/{prompt.id}/"
+    return tuple([int.from_bytes(sha256(f"{name}{index}".encode()).digest()[:8]) >> 1 for index in indices])
 
 
 def validation_seeds(prompt: Prompt, count: int) -> tuple[int, ...]:
     """The same for every version and every run, so that scores compare."""
-    return tuple(candidate_seed(-1, 0, prompt, index) for index in range(count))
+    return candidate_seeds(-1, 0, prompt, range(count))
 
 
 def allocate(
@@ -360,11 +429,8 @@ def allocate(
     requests = []
     for prompt_index, first, count in chunks:
         prompt = candidates.prompts[prompt_index]
-        seeds = (
-            candidate_seed(candidates.seed, candidates.iteration, prompt, index)
-            for index in range(first, first + count)
-        )
-        requests.append(replace(candidates.template, prompt=prompt, seeds=tuple(seeds)))
+        seeds = candidate_seeds(candidates.seed, candidates.iteration, prompt, range(first, first + count))
+        requests.append(replace(candidates.template, prompt=prompt, seeds=seeds))
     return tuple(requests)
 
 

@@ -1,4 +1,4 @@
-"""The shell's verbs: run, resume, submit, status, report, cost, simulate, graph, export, sample."""
+"""The shell's verbs: run, resume, submit, status, report, cost, simulate, graph, export, sample, completion."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ EXAMPLES = {
     "graph": ("graph examples/ocr-tiny.toml --to iteration.svg",),
     "export": ("export runs/a --to weights --version 30", "export runs/a --to transformer --merged"),
     "sample": ("sample runs/a --prompt cat --seeds 0 1 2 3 --to cat.png",),
+    "completion": ("completion > ~/.spotlight-completion",),
 }
 """Shown by each verb's ``--help``."""
 RUN = "a run's directory, or its URL in an object store"
@@ -174,6 +175,15 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="one column each (0 1 2 3)")
     sample.add_argument("--steps", type=int, default=0, help="denoising steps (as a rollout)")
     sample.add_argument("--version", type=int, default=-1, help="weights version (the latest)")
+
+    _add_verb(
+        verbs,
+        "completion",
+        _completion,
+        "print what makes bash or zsh complete this command",
+        "Prints what makes bash or zsh complete verbs, options and settings. In ~/.bashrc or ~/.zshrc:\n\n"
+        '  eval "$(spotlight completion)"',
+    )
     return parser
 
 
@@ -351,6 +361,12 @@ def _sample(parsed: argparse.Namespace) -> None:
     options = {"seeds": parsed.seeds, "steps": parsed.steps, "version": parsed.version}
     with _writing(parsed.to):
         print(sample(parsed.run_dir, parsed.prompt, parsed.to, **options))
+
+
+def _completion(parsed: argparse.Namespace) -> None:
+    from spotlight.completion import script
+
+    print(script(_parser()), end="")
 
 
 @contextlib.contextmanager

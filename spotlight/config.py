@@ -231,24 +231,30 @@ class RewardSection(Section):
     """What scores images. Several ``[[reward]]`` tables are added up, each times its weight."""
 
     name: str = "ocr"
-    """"ocr" (one line that fills the image), "scene-ocr", "geneval", "clip-score", "pickscore", "aesthetic", "http",
-    "chat", "chat-ocr"; or ``module:Class`` of your own."""
+    """"ocr" (one line that fills the image), "scene-ocr", "vlm-ocr", "geneval", "clip-score", "pickscore", "aesthetic",
+    "http", "chat", "chat-ocr"; or ``module:Class`` of your own."""
     attempts: int = Field(3, ge=1, le=10)
     """Times that a failing scorer is tried before a sample is dropped and replaced; of several, the first table's. The
     pause between two doubles each time: from 0.05 s to 13 s before the tenth."""
+    batch: int = Field(0, ge=0, le=BATCH_MAX)
+    """Most images that the scorer is given at once; of several, the first table's. 0: all of a request."""
+    limit_s: float = Field(600.0, gt=0, le=DAY_S)
+    """Longest that a worker of ``pools.reward`` may take to score a request, all attempts together; of several, the
+    first table's. Its process is then ended, and the request's samples have no reward, as if the scorer had failed."""
     weight: float = Field(1.0, ge=-1000, le=1000)
     """Of this reward in the sum."""
     range: tuple[float, float] | None = None
     """Least and largest score; one outside is a fault. Left out, it is the scorer's own."""
     path: str = ""
-    """Checkpoint directory of "clip-score", "pickscore" and "aesthetic"; relative to the settings file."""
+    """Checkpoint directory of "clip-score", "pickscore", "aesthetic" and "vlm-ocr"; relative to the settings file."""
     url: str = ""
     """Server of "http" (``POST URL/compute``), "chat" and "chat-ocr" (``POST URL/v1/chat/completions``)."""
     timeout_s: float = Field(60.0, gt=0, le=3600)
     """Longest that a server may take for one answer."""
     options: dict[str, Any] = {}
-    """Further arguments: ``head`` of "aesthetic"; ``model`` and ``question`` of "chat"; ``detector = "module:Class"``
-    and ``graded`` of "geneval", the rest being the detector's; those of your own class."""
+    """Further arguments: ``head`` of "aesthetic"; ``model`` and ``question`` of "chat"; ``question``, ``text`` and
+    ``tokens`` of "vlm-ocr"; ``detector = "module:Class"`` and ``graded`` of "geneval", the rest being the detector's;
+    those of your own class."""
     also: tuple[RewardSection, ...] = ()
     """The further ``[[reward]]`` tables."""
 
@@ -414,6 +420,8 @@ class PoolsSection(Section):
     reserved: PoolSection = PoolSection(workers=1, usd_per_h=10.47)
     spot: PoolSection = PoolSection(workers=2, usd_per_h=2.66)
     # Prices of one H100: RLBoost (arXiv 2510.19225), on demand and spot.
+    reward: PoolSection = PoolSection(workers=0, usd_per_h=0.0)
+    """Workers that only score images, beside the GPUs' work. With none, a request is scored where it was denoised."""
 
     @model_validator(mode="before")
     @classmethod
@@ -480,8 +488,9 @@ class PaceSection(Section):
     lora: bool = True
     """What the emulated model trains, whatever the real one does: a LoRA, or (false) all of its weights."""
     score_s: float | None = Field(None, ge=0, le=DAY_S)
-    """GPU-seconds to score an image, 0 where rewards have machines of their own. Left out, it is what a vision-language
-    model takes (`plan.durations.SCORE_S`)."""
+    """Seconds to score an image on the worker that scores it: one of ``pools.reward``, or the one that denoised it. 0
+    where a server elsewhere scores at once. Left out, it is what a vision-language model takes on a GPU
+    (`plan.durations.SCORE_S`)."""
     speedup: float = Field(1.0, ge=SPEEDUP_MIN, le=SPEEDUP_MAX)
     """Emulated seconds in one real second."""
 
@@ -523,7 +532,10 @@ class ClusterSection(Section):
     """Of the driver's own job (`spotlight submit`)."""
 
     dashboard_port: int = Field(8787, ge=0, le=65535)
-    """Of Dask's dashboard, on 127.0.0.1; 0 takes any free port."""
+    """Of Dask's dashboard; 0 takes any free port."""
+    dashboard_host: str = "127.0.0.1"
+    """Where the dashboard listens. It asks nobody for a password: elsewhere than here, whoever reaches it sees prompts,
+    images and figures."""
     hang_after_s: float = Field(60.0, ge=0.1, le=DAY_S)
     """A worker whose work reports nothing for so long is replaced."""
     quarantine_after: int = Field(5, ge=1, le=1000)
@@ -705,6 +717,11 @@ class Config(Section):
                 "rollout.guidance = 1",
             )
         return ()
+
+    @property
+    def scores_apart(self) -> bool:
+        """Whether images are scored by workers of their own."""
+        return self.pools.reward.workers > 0
 
     @property
     def emulated_per_real_s(self) -> float:

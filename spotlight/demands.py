@@ -151,10 +151,10 @@ def _images(config: Config, validation_prompts: int, machine: Machine) -> Iterat
 
 
 def _processes(config: Config, machine: Machine) -> Iterator[Demand]:
-    pools = (config.pools.reserved, config.pools.spot)
+    pools = [pool for _, pool in config.pools]
     workers = sum(pool.workers for pool in pools)
     nodes = sum(ceil(pool.workers / pool.workers_per_node) for pool in pools)
-    settings = "pools.reserved.workers or pools.spot.workers"
+    settings = "pools.reserved.workers, pools.spot.workers or pools.reward.workers"
     yield Demand(
         what="processes",
         asked=DRIVER_PROCESSES + nodes + WORKER_PROCESSES * workers,

@@ -59,7 +59,6 @@ class Driver:
         """Run all iterations that the directory does not hold yet, on this cluster, or on one of its own."""
         from cluster.pools import Pools
         from graphs.loop import Loop
-        from spotlight.report import write_report
 
         run, config = self._run, self._run.config()
         if removed := remove_half_written(run.path):
@@ -77,6 +76,8 @@ class Driver:
         if len(run.history()) > done or run.objects.size(SUMMARY) is None:
             summarise(run, self._accounts, now_s=wall_clock(), began_s=self._began_s)
         self.phase = "report"
+        from spotlight.report import write_report  # draws: workers should not wait for its imports at the start
+
         write_report(run.url)
 
     def _rewind(self) -> None:

@@ -55,7 +55,7 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True, liv
         checkpoints.survey(model.name, model.path)
 
 
-def check_port(port: int) -> None:
+def check_port(host: str, port: int) -> None:
     """
     Raises:
         SpotlightError: the dashboard cannot listen there.
@@ -63,7 +63,7 @@ def check_port(port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError as error:
             raise SpotlightError(
                 f"cluster.dashboard_port = {port} cannot be used ({error.strerror}): stop what listens there, or "

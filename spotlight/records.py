@@ -288,7 +288,16 @@ Interval = tuple[float, float]
 """``(start_s, stop_s)``, Unix time."""
 
 
-ALIASES = {"refill": "rollout", "update": "train", "validate-score": "validate", "validate-images": "validate"}
+ALIASES = {
+    "draw": "score",
+    "explore-draw": "explore-score",
+    "refill": "rollout",
+    "refill-score": "score",
+    "update": "train",
+    "validate-draw": "validate",
+    "validate-images": "validate",
+    "validate-score": "validate",
+}
 """Phases that are a part of another one, or its work done again."""
 
 

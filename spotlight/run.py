@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import subprocess
 import tempfile
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spotlight import config as configuration
 from spotlight.clock import wall_clock
+from spotlight.detached import begin, end_of
 from spotlight.driver import POLL_S, Driver
 from spotlight.inputs import check_inputs, check_port
 from spotlight.records import SpotlightError, Stopped
@@ -162,6 +164,8 @@ class Run:
         self._checked = False
         self._accounts: Accounts | None = None
         self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        """The driver, if it is a process of its own that was begun here."""
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._state = "new"
@@ -174,8 +178,16 @@ class Run:
             raise SpotlightError("this run has no directory yet: call start()")
         return self._directory
 
-    def start(self) -> Run:
-        """Begin in the background, or go on; returns at once."""
+    def start(self, *, detached: bool = False) -> Run:
+        """Begin in the background, or go on; returns at once.
+
+        Args:
+            detached: the driver is a process of its own, which goes on when this one ends, as a notebook's kernel does
+                that is restarted; `attach` finds the run again. Returns once that process has the run.
+
+        Raises:
+            SpotlightError: it runs already, or cannot begin.
+        """
         if self._is_ours:
             raise SpotlightError(f"{self.directory.url}: this run is already running")
         if not self._checked:  # it was only looked at so far
@@ -188,7 +200,7 @@ class Run:
                 "a directory, or a URL of an object store"
             )
         if self._cluster is None:
-            check_port(self.config.cluster.dashboard_port)
+            check_port(self.config.cluster.dashboard_host, self.config.cluster.dashboard_port)
         tracking.check(self.config)
         self._began_s = wall_clock()
         if self._directory is None:
@@ -196,6 +208,9 @@ class Run:
         self._accounts = Accounts(self._directory, self.config)
         self._stop.clear()
         self._error = None
+        if detached:
+            self._thread, self._process = None, begin(self._directory, self._cluster)
+            return self
         self._state, self._driver = "starting", None
         self._thread = threading.Thread(target=self._work, name="spotlight-run")
         self._thread.start()
@@ -247,6 +262,8 @@ class Run:
         if self._thread is not None:
             self._thread.join(timeout_s)
         else:
+            if self._process is not None:
+                end_of(self._process, self.directory, timeout_s)
             self._wait_elsewhere(timeout_s)
         if self.alive:
             raise TimeoutError(f"{self.directory.url}: still running after {timeout_s} s")
@@ -271,7 +288,16 @@ class Run:
         return self.wait()
 
     def stop(self) -> None:
-        """Ask the run to end after the steps in flight; `wait` tells when it has."""
+        """Ask the run to end after the steps in flight; `wait` tells when it has.
+
+        Raises:
+            SpotlightError: another process runs it.
+        """
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+        elif self._thread is None and self._is_elsewhere:
+            holder = self.directory.holder()
+            raise SpotlightError(f"{self.directory.url}: {holder} is running this run: stop it there (SIGTERM, Ctrl-C)")
         self._stop.set()
 
     def scale(self, *, spot: int) -> None:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from cluster.dispatch import Dispatch, rules_of
+from cluster.dispatch import Dispatch
+from cluster.rules import rules_of
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.timing import Denoising, Fixed, Stay
@@ -36,6 +37,7 @@ from spotlight.store.rundir import DECISIONS, HISTORY, SIMULATED, RunDir
 from spotlight.strategies import strategies
 
 if TYPE_CHECKING:
+    from cluster.events import WorkerPool
     from graphs.iteration import Graph
     from spotlight.plan.offload import Balance
 
@@ -118,7 +120,7 @@ class Simulation:
         self.directory.write_json(SIMULATED, {"learning": learning})
         self._accounts = Accounts(self.directory, config)
         self._clock = VirtualClock(self._began_s)
-        workers = config.pools.reserved.workers + config.pools.spot.workers
+        workers = sum(pool.workers for _, pool in config.pools)
         self._dispatch = Dispatch(rules_of(config), logged=workers <= LOGGED_WORKERS)
         self._cluster = VirtualCluster(
             self.directory.name,
@@ -245,6 +247,8 @@ class TaskTiming:
         if function is tasks.score:
             done = arguments[1]
             return durations.score_s(len(done.request.seeds)) if isinstance(done, Rollout) else 0.0
+        if function is tasks.score_all:
+            return durations.score_s(sum(len(done.request.seeds) for done in arguments[1]))
         if function is tasks.gradient:
             run_dir, *which = arguments
             part = tasks.gradient_part(*which)
@@ -275,7 +279,7 @@ def stays(config: Config, began_s: float) -> Iterator[Stay]:
         switches = pool_switches(pool, recorded, seed=config.run.seed, duration_s=duration_s)
         for index, moments in enumerate(switches):
             yield Stay(
-                pool=name,
+                pool=cast("WorkerPool", name),
                 name=f"{name}-{index}",
                 node=f"node:{name}-{index // pool.workers_per_node}",
                 ups=tuple(

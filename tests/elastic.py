@@ -19,7 +19,8 @@ import numpy as np
 from distributed import Scheduler
 from numpy.typing import NDArray
 
-from cluster.plugins import BEAT, DispatchPlugin
+from cluster.messages import BEAT
+from cluster.plugins import DispatchPlugin
 from cluster.pools import Pools
 from cluster.snapshot import Snapshot
 from graphs import tasks
@@ -30,6 +31,7 @@ from spotlight import config as configuration
 from spotlight.records import Request, Rollout, Span, WorkerLife
 from spotlight.rl.prompts import read_prompts
 from spotlight.store.latents import LatentStore
+from spotlight.store.node import memory_roots
 from spotlight.store.rundir import RunDir
 
 STEPS = 30
@@ -77,18 +79,24 @@ class Live:
         selection = unexplored(self.config, self.context, self._requests, prompts[:1])
         return rollout_requests(self.config, self.context, selection, self.context.start)[0]
 
-    def start(self, request: Request, *, pool: str = "spot", window_s: float = inf) -> Any:
+    def start(self, request: Request, *, pool: str = "spot", window_s: float = inf, widths: Sequence[int] = ()) -> Any:
         """Begin a request; returns the future of its first shard.
 
         Args:
+            widths: those of the settings, if left out.
             window_s: how long reserved workers may run it while there are spot workers.
         """
-        layers, widths = Layers(), self.config.strategy.widths
+        layers, widths = Layers(), tuple(widths) or self.config.strategy.widths
         call = (tasks.rollout_shard, str(self.run.path), request)
         shards = layers.add_requests("rollout", request.iteration, [call], pool=pool, widths=widths, window_s=window_s)
         graph = Graph(graph=layers.graph(), outputs={"shards": shards[0]})
         self._all = self.pools.client.get(graph.graph, shards[0], sync=False)
         return self._all[0]
+
+    def call_off(self) -> None:
+        """Want the last request no more."""
+        for future in self._all:
+            future.release()
 
     def finish(self) -> Rollout:
         """Wait for all shards of the last request; returns what the first one did."""
@@ -181,6 +189,15 @@ class Live:
     def engine_pid(self, name: str) -> int:
         (pid,) = self.pools.client.run(engine_pid, workers=[self.snapshot().workers[name]]).values()
         return int(pid)
+
+    def engine_pids(self) -> list[int]:
+        """Of all workers, at once: from what they leave in node memory, without asking anybody."""
+        slots = [path for root in self.memory() for path in root.glob("slot-*")]
+        return [int(recorded.split()[0]) for path in slots if (recorded := path.read_text())]
+
+    def memory(self) -> list[Path]:
+        """What the workers share; a run that another test began in the same second has the name, and other sessions."""
+        return memory_roots(f"{self.run.path.name}-{self.pools.session}")
 
     def kill(self, *names: str) -> None:
         for pid in [self.worker_pid(name) for name in names]:

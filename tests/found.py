@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from cluster.dispatch import Rules
+from cluster.rules import Rules
 from cluster.virtual.example import Example
 from cluster.virtual.faults import Aimed, Schedule
 

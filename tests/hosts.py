@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +74,12 @@ class Hosts:
         wire = [*WITH_US, "unshare", "--net", sys.executable, str(ROOT / "tests" / "wire.py")]
         pipe = subprocess.PIPE
         self._wire = subprocess.Popen(wire, stdin=pipe, stdout=pipe, text=True)
-        for name in names:
-            self.boot(name)
+        try:
+            for name in names:
+                self.boot(name)
+        except BaseException:
+            self.close()
+            raise
 
     def address(self, name: str) -> str:
         return f"{NETWORK}.{self._number(name)}"
@@ -118,6 +124,9 @@ class Hosts:
         return (self.shared / f"{name}.log").read_text(errors="replace")
 
     def close(self) -> None:
+        for started in self._started:
+            with suppress(ProcessLookupError):
+                started.send_signal(signal.SIGCONT)  # who enters a host stops when what it started is stopped
         for name in list(self._first):
             self.kill(name)
         for started in self._started:

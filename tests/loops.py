@@ -87,7 +87,7 @@ def _go_struck(
         for each in instructions:
             if isinstance(each, Train):
                 if len(trained) in kills:
-                    clock.after(0.5, lambda address: clusters[-1].kill(address), each.address)
+                    clock.after(0.5, lambda address: clusters[-1].machines.kill(address), each.address)
                 trained.append(each.address)
 
     for at_s, blow, whom in schedule.blows:

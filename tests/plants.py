@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from cluster.dispatch import Dispatch
 from cluster.events import (
     CallOff,
     CloseGate,
+    CloseGates,
     Event,
     GangBeat,
     Instruction,
@@ -18,28 +20,28 @@ from cluster.events import (
     WorkerLeft,
     WorkerNoticed,
 )
-from cluster.gangs import GangState
+from cluster.gangs import SCORING, GangState
 
 
 class _Without(Dispatch):
     """Leaves out instructions of a kind."""
 
-    kind: type[Instruction]
+    kinds: tuple[type[Instruction], ...]
 
     def handle(self, event: Event) -> list[Instruction]:
-        return [each for each in super().handle(event) if not isinstance(each, self.kind)]
+        return [each for each in super().handle(event) if not isinstance(each, self.kinds)]
 
 
 class NeverCallsOff(_Without):
     """Survivors of a broken gang are not told."""
 
-    kind = CallOff
+    kinds = (CallOff,)
 
 
 class NeverClosesGates(_Without):
     """A task that is to run again stays bound to the worker that is gone."""
 
-    kind = CloseGate
+    kinds = (CloseGate, CloseGates)
 
 
 class IgnoresNotices(Dispatch):
@@ -175,6 +177,14 @@ class FreesSurvivorsEarly(Dispatch):
             self._file(gang)
 
 
+class LeavesScoringWaiting(Dispatch):
+    """Scoring whose worker is gone stays behind the gate."""
+
+    def _note_ready(self, task: Any) -> None:
+        if task.label.pool != SCORING or not task.worker:
+            super()._note_ready(task)
+
+
 PLANTS: tuple[type[Dispatch], ...] = (
     NeverCallsOff,
     NeverClosesGates,
@@ -191,4 +201,5 @@ PLANTS: tuple[type[Dispatch], ...] = (
     LooksAtArrivalsOnly,
     LeavesSurplusWaiting,
     FreesSurvivorsEarly,
+    LeavesScoringWaiting,
 )

@@ -101,7 +101,10 @@ def test_every_refusal_begins_with_the_file(file: Path) -> None:
             "it has 'budget', 'planner', 'prompts', 'request_seeds', 'rounds', 'seeds_tried', 'steps'",
         ),
         ("latents.zzz=1", "[latents] has no field 'zzz'; it has 'keep', 'url'"),
-        ("pools.spott.workers=1", "[pools] has no field 'spott' (did you mean 'spot'?); it has 'reserved', 'spot'"),
+        (
+            "pools.spott.workers=1",
+            "[pools] has no field 'spott' (did you mean 'spot'?); it has 'reserved', 'reward', 'spot'",
+        ),
     ],
 )
 def test_an_unknown_field_is_refused_with_the_known_ones(file: Path, override: str, message: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.dispatch import Dispatch, Rules, differing
+from cluster.dispatch import Dispatch, differing
 from cluster.events import (
     CallOff,
     CloseExploration,
@@ -23,6 +23,7 @@ from cluster.events import (
     Launch,
     Layer,
     Regroup,
+    Score,
     StopAsked,
     StopWork,
     TaskChanged,
@@ -31,14 +32,17 @@ from cluster.events import (
     Train,
     Wake,
     WindowChanged,
+    Work,
     WorkerAvailable,
     WorkerJoined,
     WorkerLeft,
     WorkerNoticed,
     WorkerSilent,
     event_of,
+    one_by_one,
     row,
 )
+from cluster.rules import Rules
 from spotlight.records import Surplus
 
 
@@ -56,13 +60,17 @@ class Cluster:
     def decide(self) -> list[Instruction]:
         """A second passes; what is launched begins."""
         self.now_s += 1.0
-        instructions = self.tell(TimePassed(at_s=self.now_s))
+        instructions = list(one_by_one(self.tell(TimePassed(at_s=self.now_s))))
         for instruction in instructions:
             match instruction:
                 case Launch(members=members):
                     for member in members:
                         self.change(member.key, "processing", worker=member.address)
-                case Dismiss(key=key, address=address) | Train(key=key, address=address):
+                case (
+                    Dismiss(key=key, address=address)
+                    | Train(key=key, address=address)
+                    | Score(key=key, address=address)
+                ):
                     self.change(key, "processing", worker=address)
         return instructions
 
@@ -93,6 +101,25 @@ class Cluster:
 def launched(instructions: list[Instruction]) -> dict[str, list[str]]:
     """Of each gang, the addresses of its members by rank."""
     return {i.gang: [member.address for member in i.members] for i in instructions if isinstance(i, Launch)}
+
+
+@pytest.mark.parametrize(
+    ("told", "taken_down"),
+    [((2.0, 4.0), (2.0, 4.0)), ((-3598.0, -1796.0), (1.0, 1.0)), ((1802.0, 3604.0), (5.0, 5.0))],
+)
+def test_what_was_done_was_done_between_its_launch_and_now(
+    told: tuple[float, float], taken_down: tuple[float, float]
+) -> None:
+    """A clock that is set while Dask compares the worker's with its own is wrong by half of that for a moment."""
+    cluster = Cluster()
+    cluster.join("a")
+    cluster.submit("rollout", 1)
+    cluster.decide()
+    work = Work(start_s=told[0], stop_s=told[1])
+    cluster.tell(TaskChanged(at_s=5.0, key=("rollout", 0), state="memory", work=work))
+
+    (span,) = cluster.dispatch.drain()["spans"]
+    assert (span["start_s"], span["stop_s"]) == taken_down
 
 
 def test_a_request_is_launched_when_a_worker_is_free_and_not_before() -> None:
@@ -402,7 +429,79 @@ def test_tasks_told_of_together_are_tasks_told_of_one_after_the_other() -> None:
         change("released", keys[:4])
         change("forgotten", keys[:4])
 
-    assert answers[0] == answers[1]
+    assert list(one_by_one(answers[0])) == list(one_by_one(answers[1]))
     assert len(launched(answers[0])) == 3
     assert together.dispatch.snapshot() == apart.dispatch.snapshot()
     assert together.dispatch.drain() == apart.dispatch.drain()
+
+
+# Workers that only score
+
+
+def scored(instructions: Sequence[Instruction]) -> dict[str, str]:
+    """Worker of each task that is scored by the reward pool."""
+    found = [instruction for instruction in instructions if isinstance(instruction, Score)]
+    return {f"{score.key[0]}/{score.key[1]}": score.address for score in found}
+
+
+def test_what_training_waits_for_is_scored_before_exploration_and_each_worker_gets_one_request_at_a_time() -> None:
+    cluster = Cluster()
+    cluster.submit("explore-score-r0", 1, pool="reward", iteration=1)
+    cluster.submit("score", 2, pool="reward")
+    cluster.join("a", pool="reward")
+
+    first = scored(cluster.decide())
+    nothing = scored(cluster.decide())
+    cluster.change(("score", 0), "memory")
+    second = scored(cluster.decide())
+    cluster.join("b", pool="reward")
+
+    assert (first, nothing) == ({"score/0": "tcp://a"}, {})
+    assert second == {"score/1": "tcp://a"}
+    assert scored(cluster.decide()) == {"explore-score-r0/0": "tcp://b"}
+
+
+def test_scoring_whose_worker_is_lost_goes_to_another_that_only_scores() -> None:
+    cluster = Cluster()
+    cluster.join("a", pool="reward")
+    cluster.join("s")
+    cluster.submit("score", 1, pool="reward")
+    cluster.decide()
+
+    closed = cluster.lose("a", ("score", 0))
+
+    assert [type(instruction).__name__ for instruction in closed] == ["CloseGate"]
+    assert cluster.decide() == []
+    assert cluster.dispatch.missing_pools() == ("reward",)
+    cluster.join("b", pool="reward")
+    assert scored(cluster.decide()) == {"score/0": "tcp://b"}
+
+
+def test_a_worker_that_only_scores_gets_no_request_and_none_under_notice_gets_scoring() -> None:
+    cluster = Cluster()
+    cluster.join("a", pool="reward")
+    cluster.submit("rollout", 1, pool="any")
+    cluster.submit("train", 1, pool="gradient-any")
+
+    assert cluster.decide() == []
+    cluster.tell(WorkerNoticed(at_s=1.0, address="tcp://a", reason="it goes"))
+    cluster.submit("score", 1, pool="reward")
+    assert cluster.decide() == []
+    assert list(cluster.dispatch.idle_beside_waiting()) == []
+
+
+def test_scoring_of_exploration_that_is_closed_ends_beside_the_scheduler_whenever_it_comes() -> None:
+    cluster = Cluster()
+    cluster.join("r", pool="reserved")
+    cluster.submit("explore-score-r0", 1, pool="reward", iteration=1)
+    cluster.submit("train", 1, pool="training")
+    cluster.decide()
+    cluster.change(("train", 0), "memory")
+
+    (waited,) = cluster.decide()
+    cluster.submit("explore-score-r1", 1, pool="reward", iteration=1)
+    (late,) = cluster.decide()
+
+    for dismissed in (waited, late):
+        assert isinstance(dismissed, Dismiss)
+        assert (dismissed.address, dismissed.tell) == ("head", None)

@@ -194,6 +194,13 @@ def test_work_that_only_spot_workers_may_do_waits_for_them_and_says_so(live: Liv
     assert_whole(live, request_of_four)
 
 
+def test_work_that_no_node_is_large_enough_for_says_so(live: Live, request_of_four: Request) -> None:
+    live.start(request_of_four, widths=(8,))
+    wait_for(lambda: list(live.pools.status()["waiting_for"]) == ["8 on one node"])
+    live.call_off()
+    wait_for(lambda: not live.pools.status()["waiting_for"])
+
+
 def test_a_gang_widens_when_workers_join(live: Live) -> None:
     live.full()
     long = live.request()
@@ -212,11 +219,12 @@ def test_a_gang_widens_when_workers_join(live: Live) -> None:
 
 
 def test_a_request_that_keeps_killing_engines_is_set_aside(live: Live, request_of_four: Request) -> None:
-    def kill_engine(members: list[str]) -> None:
-        with suppress(ProcessLookupError, IndexError):
-            os.kill(live.engine_pid(members[0]), signal.SIGKILL)
+    def kill_engines(members: list[str]) -> None:
+        for pid in live.engine_pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
-    with live.at_each(True, kill_engine):
+    with live.at_each(True, kill_engines):
         first = live.start(request_of_four)
         aside = first.result(timeout=WAIT_S)
 

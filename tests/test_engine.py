@@ -225,6 +225,87 @@ def test_the_end_of_training_ends_the_scoring_of_exploration_that_is_under_way(
     assert engine.store.scores(explored) is None
 
 
+@pytest.fixture
+def scored_apart(tmp_path: Path) -> tuple[RunDir, Request]:
+    """A run with workers that only score, and a request that was rolled out."""
+    settings = config.load(settings_file(tmp_path), ["pools.reward.workers=1", "pools.reward.usd_per_h=0.5"])
+    run = RunDir.create(settings, time.time())
+    context, prompts = tasks.prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:1]
+    request = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
+    Engine(run.path).rollout(request)
+    return run, request
+
+
+def test_a_worker_that_only_scores_loads_no_model_and_scores_as_the_one_that_denoised(
+    scored_apart: tuple[RunDir, Request],
+) -> None:
+    run, request = scored_apart
+    drawer, scorer, other = (Engine(run.path) for _ in range(3))
+    drawer.draw(request)
+    shutil.rmtree(run.path / "latents" / "latents")  # nobody can draw them again
+
+    scored = scorer.score(request)
+    again = other.score(request)
+
+    assert isinstance(scored, Scored)
+    assert None not in scored.rewards
+    assert again == scored
+    assert "model" not in scorer.resident.__dict__
+    assert scorer.store.images(request) is None
+    images_file = list((run.path / "latents" / "images").rglob("*-rollout-*"))
+    assert images_file == []
+    drawer.draw(request)  # it was scored: nobody needs the images
+    assert drawer.store.images(request) is None
+
+
+def test_images_that_were_lost_before_they_were_scored_are_drawn_again(scored_apart: tuple[RunDir, Request]) -> None:
+    run, request = scored_apart
+    drawer, explored = Engine(run.path), replace(scored_apart[1], purpose="explore")
+    drawer.rollout(explored)
+    drawer.draw(request)
+    drawer.draw(explored)
+    first = Engine(run.path).score(request)
+    drawer.store.drop_images(explored)
+
+    again = Engine(run.path).score(explored)  # the same samples for another purpose
+
+    assert isinstance(first, Scored)
+    assert isinstance(again, Scored)
+    assert again.rewards == first.rewards
+
+
+def test_exploration_that_is_closed_before_it_is_drawn_is_dropped(scored_apart: tuple[RunDir, Request]) -> None:
+    run, request = scored_apart
+    explored = tasks.rollout_shard(str(run.path), replace(request, purpose="explore"), "explore-r0-0/0", 0)
+
+    signals.obey(CloseExploration(run=run.path.name, iteration=request.iteration))
+    dropped = tasks.draw(str(run.path), explored)
+    signals.obey(Clear(run=run.path.name))
+
+    assert isinstance(dropped, Dropped)
+    assert tasks.score(str(run.path), dropped) == dropped
+
+
+def test_replacements_that_are_scored_elsewhere_are_those_that_are_scored_at_once(
+    scored_apart: tuple[RunDir, Request],
+) -> None:
+    run, request = scored_apart
+    whole = tasks.score(str(run.path), Engine(run.path).rollout(request))
+    assert isinstance(whole, Scored)
+    failed = replace(whole, rewards=(None, whole.rewards[1]), errors=("it is broken",))
+    expected = tasks.refill(str(run.path), 0, [failed, whole])
+
+    drawn = tasks.replace_unscored(str(run.path), 0, [failed, whole])
+    again = tasks.score_all(str(run.path), drawn)
+    found = tasks.refilled(0, [failed, whole], [each for each in again if isinstance(each, Scored)])
+
+    assert len(drawn) == 1
+    assert [(each.request, each.rewards) for each in found] == [(each.request, each.rewards) for each in expected]
+    broken = [replace(each, rewards=(None,), errors=("still broken",)) for each in again if isinstance(each, Scored)]
+    with pytest.raises(SpotlightError, match="still broken; mend the scorer"):
+        tasks.refilled(0, [failed, whole], broken)
+
+
 def test_latents_that_are_not_finite_are_a_missing_reward_and_never_a_score(run: RunDir, request_: Request) -> None:
     engine = Engine(run.path)
     engine.rollout(request_)

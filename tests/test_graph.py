@@ -18,7 +18,7 @@ from distributed import Client, LocalCluster, Scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.gangs import GATED, TRAINING
+from cluster.gangs import GATED, SCORING, TRAINING
 from graphs import tasks
 from graphs.iteration import (
     RESOURCES,
@@ -47,6 +47,7 @@ SETTING = RunContext(
     run_dir="", run="run", seed=5, sigmas=(1.0, 0.5, 0.0), explore_sigmas=(1.0, 0.0), start=replace(VERSION, version=0)
 )
 PROMPTS = tuple(Prompt(id=index, text=f'a sign that says "{index}"') for index in (4, 7, 1))
+SCORES_APART = ("pools.reward.workers=2", "pools.reward.usd_per_h=0.5")
 CHAIN = ["rollout-1", "score-1", "refill-1", "advantage-1", "train-1", "update-1", "publish-1"]
 
 
@@ -114,6 +115,8 @@ GRAPHS = {
     "iteration": example_graph(load()),
     "without exploration": example_graph(load('strategy.exploration="off"')),
     "in parts": example_graph(load("train.advantage_std=group")),
+    "scored apart": example_graph(load("train.advantage_std=group", *SCORES_APART)),
+    "validation scored apart": validation_graph(load(*SCORES_APART), SETTING, PROMPTS, VERSION),
     "exploration": exploration_graph(load(), SETTING, make_candidates()),
     "validation": validation_graph(load(), SETTING, PROMPTS, VERSION),
     "final": final_graph(load(), SETTING),
@@ -225,6 +228,24 @@ def test_each_task_runs_in_the_pool_of_its_phase() -> None:
     }
 
 
+def test_with_workers_that_only_score_images_are_drawn_where_they_were_denoised_and_nothing_else_changes() -> None:
+    graph = example_graph(load(*SCORES_APART))
+    pools = {layer["phase"]: layer["pool"] for layer in notes(graph).values()}
+    plain = {layer["phase"]: layer["pool"] for layer in notes(example_graph(load())).values()}
+
+    rounds = range(load().exploration.rounds)
+    scores = ("score", *(f"explore-score-r{r}" for r in rounds))
+    draws = ("draw", *(f"explore-draw-r{r}" for r in rounds))
+    more = {"refill-score": "reward", "refilled": "head"}
+    assert pools == plain | dict.fromkeys(scores, "reward") | dict.fromkeys(draws, "engine") | more
+    dependencies = graph.graph.dependencies
+    assert dependencies["score-1"] == {"draw-1"}
+    assert dependencies["draw-1"] == {"rollout-1"}
+    assert dependencies["refill-score-1"] == {"refill-1"}
+    assert dependencies["refilled-1"] == {"refill-score-1", "score-1"}
+    assert dependencies["advantage-1"] == {"refilled-1"}
+
+
 @pytest.mark.parametrize(
     ("pools", "pool"), [('["reserved"]', "reserved"), ('["spot"]', "spot"), ('["spot", "reserved"]', "any")]
 )
@@ -261,7 +282,7 @@ def known_tasks(dask_scheduler: Scheduler) -> dict[Any, Any]:
 
 
 def test_the_gate_is_asked_for_by_the_pools_that_placement_serves() -> None:
-    assert {pool for pool, resources in RESOURCES.items() if "gate" in resources} == {*GATED, *TRAINING}
+    assert {pool for pool, resources in RESOURCES.items() if "gate" in resources} == {*GATED, *TRAINING, SCORING}
 
 
 # The decisions

@@ -7,22 +7,23 @@ spot workers on others, which share the run directory and nothing else.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 
-from graphs.loop import Loop, synchronous
 from hosts import Hosts, missing
-from runs import COLD_S, LITTLE, ROOT, NoWatch, little_file, outcome, wait_for
-from spotlight import config
+from runs import COLD_S, LITTLE, ROOT, little_file, outcome, wait_for
 from spotlight.store.rundir import EVENTS, HISTORY, SPANS, RunDir
 from standing import certificates
+from strikes import EXPLORING, SLOWLY, strike, undisturbed
 
 HANG_AFTER_S = 15.0
 PACED = ("pace.gpu=h100", "pace.score_s=0", "pace.speedup=3", f"cluster.hang_after_s={HANG_AFTER_S}")
@@ -51,27 +52,26 @@ class Attacked:
         return [(row["event"], row["worker"], row["at_s"]) for row in rows if row["event"] in kinds and "worker" in row]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the same settings lead to without any cluster."""
-    run = RunDir.create(config.load(little_file(tmp_path_factory.mktemp("alone")), LITTLE), now_s=0.0)
-    Loop(run, synchronous, NoWatch()).go()
-    return outcome(run.path)
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+@contextmanager
+def made(shared: Path) -> Iterator[Hosts]:
     if reason := missing():
         pytest.skip(reason)
-    made = Hosts(tmp_path_factory.mktemp("shared"), "head", *WORKERS)
-    yield made
-    made.close()
+    hosts = Hosts(shared, "head", *WORKERS)
+    try:
+        yield hosts
+    finally:
+        hosts.close()
 
 
 @pytest.fixture(scope="module")
-def attacked(hosts: Hosts, undisturbed: dict[str, Any]) -> Attacked:
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     """In the first iteration's rollouts a cable is pulled, in the second's a host is killed."""
-    driver, run = begin(hosts)
+    with made(tmp_path_factory.mktemp("shared")) as hosts:
+        yield attack(hosts)
+
+
+def attack(hosts: Hosts) -> Attacked:
+    driver, run = Cluster(hosts).run(*LITTLE, *PACED)
     wait_for(lambda: rolling_out(run, 0), at_most_s=COLD_S)
     pulled_s = time.time()
     hosts.pull("cut")
@@ -83,34 +83,63 @@ def attacked(hosts: Hosts, undisturbed: dict[str, Any]) -> Attacked:
     return Attacked(run=RunDir(run), pulled_s=pulled_s, killed_s=killed_s)
 
 
-def begin(hosts: Hosts) -> tuple[subprocess.Popen[bytes], Path]:
-    """The driver of a run on workers that are there, and the run's directory."""
-    tls = certificates(hosts.shared / "tls")
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", **tls}
-    here, run = f"tls://{hosts.address('head')}:{PORT}", hosts.shared / "run"
+class Cluster:
+    """A scheduler and workers on hosts, by the documentation's commands, and a run's driver beside the scheduler."""
 
-    def dask(host: str, *arguments: str) -> None:
-        address = ("--host", hosts.address(host))
-        hosts.start(host, [sys.executable, "-m", "dask", *arguments, *address], environment)
+    def __init__(self, hosts: Hosts) -> None:
+        tls = certificates(hosts.shared / "tls")
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+            "OMP_NUM_THREADS": "1",
+            **tls,
+        }
+        self._hosts, self._address = hosts, f"tls://{hosts.address('head')}:{PORT}"
+        self._workers: dict[str, subprocess.Popen[bytes]] = {}
+        address = f"--dashboard-address 127.0.0.1:0 --host {hosts.address('head')}"
+        self._start("head", f"dask scheduler --protocol tls --port {PORT} {address}")
+        for name in WORKERS:
+            self.worker(name)
+        for name in ("head", *WORKERS):
+            hosts.spoil(name, **NETWORK)
+        wait_for(lambda: all(f"name: {name}\n" in hosts.log("head") for name in WORKERS), at_most_s=COLD_S)
 
-    dask("head", "scheduler", "--protocol", "tls", "--port", str(PORT), "--dashboard-address", "127.0.0.1:0")
-    for name, pool in WORKERS.items():
-        line = f"--name {name} --no-nanny --nthreads 1 --memory-limit 0 --no-dashboard --resources {pool}=1"
-        dask(name, "worker", here, *line.split())
-    for name in ("head", *WORKERS):
-        hosts.spoil(name, **NETWORK)
-    wait_for(lambda: all(f"name: {name}\n" in hosts.log("head") for name in WORKERS), at_most_s=COLD_S)
-    given = [part for setting in (*LITTLE, *PACED) for part in ("--set", setting)]
-    command = ["-m", "spotlight", "run", str(little_file(hosts.shared)), "--into", str(run), "--cluster", here]
-    return hosts.start("head", [sys.executable, *command, *given], environment), run
+    def worker(self, name: str) -> None:
+        """The worker of a host; anew, if there was one."""
+        line = f"--name {name} --no-nanny --nthreads 1 --memory-limit 0 --no-dashboard --resources {WORKERS[name]}=1"
+        host = f"--host {self._hosts.address(name)}"
+        self._workers[name] = self._start(name, f"dask worker {self._address} {line} {host}")
+
+    def send(self, name: str, what: signal.Signals) -> None:
+        """A signal to the worker of a host."""
+        of_host(self._workers[name]).send_signal(what)
+
+    def run(self, *settings: str) -> tuple[subprocess.Popen[bytes], Path]:
+        """The driver of a new run, and the run's directory."""
+        shared = self._hosts.shared
+        given = " ".join(f"--set {setting}" for setting in settings)
+        line = f"spotlight run {little_file(shared)} --into {shared / 'run'} --cluster {self._address} {given}"
+        return self._start("head", line), shared / "run"
+
+    def resume(self, run: Path) -> subprocess.Popen[bytes]:
+        return self._start("head", f"spotlight resume {run} --cluster {self._address}")
+
+    def _start(self, host: str, line: str) -> subprocess.Popen[bytes]:
+        return self._hosts.start(host, [sys.executable, "-m", *line.split()], self._environment)
+
+
+def of_host(entered: subprocess.Popen[bytes]) -> psutil.Process:
+    """The process itself that was started on a host."""
+    (process,) = psutil.Process(entered.pid).children()
+    return process
 
 
 def rolling_out(run: Path, iteration: int) -> bool:
     return any((run / "latents" / "commits" / f"{iteration:05}").glob("*/commit.*"))
 
 
-def test_the_bits_are_those_of_a_run_without_hosts(attacked: Attacked, undisturbed: dict[str, Any]) -> None:
-    assert outcome(attacked.run.path) == undisturbed
+def test_the_bits_are_those_of_a_run_without_hosts(attacked: Attacked, tmp_path: Path) -> None:
+    assert outcome(attacked.run.path) == undisturbed(tmp_path, LITTLE)
     assert len(attacked.run.rows(HISTORY)) == 2
 
 
@@ -125,3 +154,28 @@ def test_a_host_that_is_killed_is_missed_at_once_and_its_work_is_done_elsewhere(
     work = {row["worker"] for row in attacked.run.rows(SPANS) if row["outcome"] == "lost"}
     assert lost.keys() == work == {"cut", "doomed"}
     assert lost["doomed"] - attacked.killed_s < 2.0
+
+
+def test_whoever_is_killed_warned_or_frozen_on_several_hosts_the_bits_are_the_same(tmp_path: Path) -> None:
+    """In exploration, rollout and training; then the driver, which is resumed."""
+    (shared := tmp_path / "shared").mkdir()
+    with made(shared) as hosts:
+        cluster = Cluster(hosts)
+        driver, run = cluster.run(*EXPLORING, *SLOWLY, f"cluster.hang_after_s={HANG_AFTER_S}")
+        killed = strike(run, "explore-r0-0", signal.SIGKILL, cluster.send)
+        cluster.worker(killed)
+        warned = strike(run, "rollout-0", signal.SIGTERM, cluster.send)
+        cluster.worker(warned)
+        trainer = strike(run, "train-0", signal.SIGKILL, cluster.send)
+        cluster.worker(trainer)
+        frozen = strike(run, "rollout-1", signal.SIGSTOP, cluster.send)
+        wait_for(lambda: "hung" in {row["event"] for row in RunDir(run).rows(EVENTS)}, at_most_s=COLD_S)
+        strike(run, "train-1", signal.SIGKILL, lambda *_: of_host(driver).kill())
+        assert driver.wait(COLD_S) != 0
+
+        assert cluster.resume(run).wait(COLD_S) == 0, hosts.log("head")
+
+    ends = {(row["event"], row.get("worker")) for row in RunDir(run).rows(EVENTS)}
+    assert outcome(run) == undisturbed(tmp_path / "alone", EXPLORING)
+    assert {("lost", killed), ("left", warned), ("lost", trainer), ("hung", frozen)} <= ends
+    assert trainer == "trainer"

@@ -15,6 +15,7 @@ ROOF = (
     "spotlight/__init__.py",
     "spotlight/__main__.py",
     "spotlight/demands.py",
+    "spotlight/detached.py",
     "spotlight/display.py",
     "spotlight/driver.py",
     "spotlight/inputs.py",

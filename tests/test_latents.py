@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 from uuid import uuid4
@@ -151,6 +152,48 @@ def test_the_scores_of_a_finished_iteration_are_one_record(
     ]
     assert store.get_record(f"scores/{done.id}") is None
     assert store.get_record(f"scores/{other.id}") is not None
+
+
+def test_what_a_request_was_scored_first_is_what_it_was_scored(store: LatentStore) -> None:
+    request = make_request()
+    other = replace(request, guidance=2.0)
+    first, later = ({"digest": request.digest, "rewards": [reward]} for reward in (0.5, 0.75))
+
+    assert store.put_scores(request, first) == first
+    assert store.put_scores(request, later) == first
+    of_other = {"digest": other.digest, "rewards": [1.0]}
+    assert store.put_scores(other, of_other) == of_other  # of the same name, and not the same request
+    assert store.scores(request) == of_other
+
+
+def test_images_are_kept_until_they_are_dropped_or_their_iteration_is_finished(store: LatentStore) -> None:
+    scored, forgotten, other = make_request(), make_request(prompt_id=1), make_request(iteration=1)
+    images_BHWC = np.arange(2 * 4 * 8 * 3, dtype=np.uint8).reshape(2, 4, 8, 3)
+    finite_B = np.array([True, False])
+    for request in (scored, forgotten, other):
+        store.put_images(request, images_BHWC, finite_B)
+
+    found = store.images(scored)
+    store.drop_images(scored)
+    store.drop_images(scored)
+    store.finish_iteration(0, "all")
+
+    assert found
+    np.testing.assert_array_equal(found[0], images_BHWC)
+    np.testing.assert_array_equal(found[1], finite_B)
+    assert [store.images(request) is not None for request in (scored, forgotten, other)] == [False, False, True]
+
+
+def test_images_that_are_damaged_or_of_another_request_are_none(tmp_path: Path) -> None:
+    store, request = LatentStore(str(tmp_path / "store")), make_request()
+    store.put_images(request, np.ones((2, 4, 8, 3), np.uint8), np.array([True, True]))
+
+    assert store.images(replace(request, guidance=2.0)) is None
+    (file,) = (path for path in (tmp_path / "store" / "images").rglob("*") if path.is_file())
+    damage(file)
+    assert store.images(request) is None
+    file.write_bytes(file.read_bytes()[:40])
+    assert store.images(request) is None
 
 
 def test_finishing_one_iteration_leaves_the_others_and_the_records(store: LatentStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -272,7 +273,7 @@ def test_a_node_that_fills_up_says_so_and_leaves_nothing(tmp_path: Path) -> None
 
 # Mapping
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool)
 
 
 def test_tensors_are_views_of_the_file_whatever_their_dtype(tmp_path: Path) -> None:
@@ -286,6 +287,18 @@ def test_tensors_are_views_of_the_file_whatever_their_dtype(tmp_path: Path) -> N
     )
     (pages,) = mappings(tmp_path / "file")
     assert all(value.data_ptr() in pages for value in mapped.values() if value.numel())
+
+
+def test_nothing_is_kept_of_a_file_that_was_mapped(tmp_path: Path) -> None:
+    save_file({str(number): torch.zeros(300 + number) for number in range(50)}, tmp_path / "file")
+    map_tensors(tmp_path / "file")
+    before = sys.getallocatedblocks()
+
+    for _ in range(20):
+        map_tensors(tmp_path / "file")
+
+    gc.collect()
+    assert sys.getallocatedblocks() - before < 500  # one for each tensor would be 1,000
 
 
 def test_writing_to_a_mapped_tensor_changes_neither_the_file_nor_other_mappings(tmp_path: Path) -> None:

@@ -10,16 +10,16 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cluster import workers as warm_workers
 from cluster.quiet import Quiet
 from cluster.workers import warm_parent_pid
 from elastic import Live, device_number
 from runs import ROOT, WAIT_S, settings_file, wait_for
-from spotlight.store.node import memory_roots
 from spotlight.store.rundir import EVENTS, HISTORY, SPANS, WORKERS, RunDir
 
 HANG_AFTER_S = 3.0
@@ -214,8 +214,9 @@ def test_memory_and_temporary_folders_that_are_removed_under_a_run_are_made_agai
     live.full()
     live.start(live.request())
     live.finish()
-    survivor, removed = live.engine_pid("reserved-0"), memory_roots(live.run.path.name)
-    for folder in (*removed, live.pools._scratch.path, warm_workers._scratch[-1].path):
+    survivor, removed = live.engine_pid("reserved-0"), live.memory()
+    reached_in = Path(forkserver._forkserver._forkserver_address).parent  # type: ignore[attr-defined]
+    for folder in (*removed, live.pools._scratch.path, reached_in):
         shutil.rmtree(folder)
     gone = live.snapshot().workers["spot-0"]
     live.kill("spot-0")
@@ -230,4 +231,4 @@ def test_memory_and_temporary_folders_that_are_removed_under_a_run_are_made_agai
     numbers = live.pools.client.run(device_number, workers=list(live.snapshot().workers.values()))
     assert live.engine_pid("reserved-0") == survivor
     assert len(set(numbers.values())) == len(numbers)  # nobody took the device of another
-    assert set(memory_roots(live.run.path.name)) == set(removed)
+    assert set(live.memory()) == set(removed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,13 +16,13 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.workers import warm_parent
+from cluster.workers import warm_parent, warm_parent_pid
 from graphs.iteration import rollout_requests, unexplored
 from graphs.tasks import prepare
 from runs import settings_file
 from spotlight import config
 from spotlight.device.calls import PrepareCall, RolloutCall
-from spotlight.device.process import Beat, EngineLost, EngineProcess
+from spotlight.device.process import Beat, EngineLost, EngineProcess, TimedOut
 from spotlight.device.protocol import ALONE
 from spotlight.device.signals import Stop
 from spotlight.records import Request, Rollout, SpotlightError, Stopped
@@ -75,6 +77,24 @@ def test_an_engine_comes_from_the_warm_parent(engine: EngineProcess) -> None:
     assert os.getpid() not in parents
 
 
+OWN = """
+import multiprocessing, os
+from cluster.workers import warm_parent, warm_parent_pid
+multiprocessing.get_context("forkserver").Process(target=os.getpid).start()
+own = warm_parent_pid()
+warm_parent().Process(target=os.getpid).start()
+print(own, warm_parent_pid())
+"""
+
+
+def test_a_programs_own_fork_server_is_not_taken_for_the_warm_parent() -> None:
+    """It has not done our imports: each worker, and each engine, would do them again."""
+    told = subprocess.run([sys.executable, "-c", OWN], capture_output=True, text=True, check=True)
+
+    own, ours = map(int, told.stdout.split())
+    assert 0 < own != ours > 0
+
+
 class EnvironmentCall:
     def on(self, device: object, run_dir: str) -> dict[str, str]:
         return dict(os.environ)
@@ -92,6 +112,19 @@ def test_an_engine_knows_what_its_caller_was_told_after_the_parent_began(
 
     assert known["AWS_ACCESS_KEY_ID"] == "someone"
     assert known["LOCAL_RANK"] == "1"
+
+
+def test_a_notice_that_comes_to_all_processes_of_a_job_ends_no_engine(engine: EngineProcess, tmp_path: Path) -> None:
+    """As Slurm sends it, more than once if need be."""
+    first, parent, call = engine.pid, warm_parent_pid(), EnvironmentCall()
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        for process in (parent, first):
+            os.kill(process, number)
+
+    engine.call(str(tmp_path), call, lambda beat: None)  # type: ignore[arg-type]
+
+    assert engine.pid == first
+    assert psutil.Process(first).ppid() == parent
 
 
 def test_a_killed_engine_is_replaced_and_its_work_goes_on(engine: EngineProcess, run: RunDir, slow: Request) -> None:
@@ -152,3 +185,23 @@ def test_what_an_engine_raises_its_caller_gets(engine: EngineProcess, tmp_path: 
         engine.call(str(tmp_path), PrepareCall(), lambda beat: None)
 
     assert "engine.py" in raised.value.__notes__[0]  # where it was raised, over there
+
+
+class SleepCall:
+    verb = "sleep"
+
+    def on(self, device: object, run_dir: str) -> None:
+        time.sleep(600)
+
+
+def test_a_call_that_takes_longer_than_it_may_is_ended_and_the_next_one_finds_another_process(
+    engine: EngineProcess, run: RunDir
+) -> None:
+    before, sleep = engine.pid, SleepCall()
+
+    with pytest.raises(TimedOut, match="'sleep' took longer than 1 s"):
+        engine.call(str(run.path), sleep, lambda beat: None, limit_s=1.0)  # type: ignore[arg-type]
+
+    assert engine.pid != before
+    call: Any = EnvironmentCall()
+    assert engine.call(str(run.path), call, lambda beat: None, limit_s=60.0)

@@ -30,6 +30,7 @@ from spotlight.report.money import WASTE, bought, rows
 from spotlight.report.page import HIDDEN, METRICS
 from spotlight.simulation import Learning, Simulation
 from spotlight.store.rundir import SIMULATED
+from spotlight.store.thumbnails import validation_images
 
 START_S = 1_700_000_000.0
 ITERATION_S, TRAIN_S = 4.0, 1.5
@@ -410,6 +411,21 @@ def test_unreadable_images_cost_only_the_grid(tmp_path: Path) -> None:
 
     assert "What every worker did" in page
     assert "Before and after" not in page
+
+
+@pytest.mark.parametrize("damage", [(0, None, b""), (0, 4, b"none"), (80, 160, bytes(80)), (-200, None, b"")])
+def test_images_that_cannot_be_read_are_none_whatever_happened_to_them(
+    tmp_path: Path, damage: tuple[int, int | None, bytes]
+) -> None:
+    file = tmp_path / "images.npz"
+    images = np.random.default_rng(0).integers(0, 255, (2, 8, 8, 3), dtype=np.uint8)
+    np.savez_compressed(file, images=images, texts=["a", "b"])
+    content, (begin, end, instead) = file.read_bytes(), damage
+    assert validation_images(file) is not None
+
+    file.write_bytes(content[:begin] + instead + (content[end:] if end is not None else b""))
+
+    assert validation_images(file) is None
 
 
 def test_names_from_outside_cannot_become_markup(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,16 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import save_file
 from torch import nn
-from transformers import CLIPConfig, CLIPModel
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessorPil,
+    CLIPModel,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
 
 from pipelines import clip_tokenizer
 from spotlight import config
@@ -29,10 +39,13 @@ from spotlight.rl.rewards import (
     geneval_correct,
     geneval_graded,
     load,
+    ocr_score,
+    quoted_target,
     score,
 )
 from spotlight.rl.rewards.clip import AestheticScorer, ClipScorer, PickScorer
 from spotlight.rl.rewards.geneval import Objects, metadata_of, relative_position
+from spotlight.rl.rewards.reader import ReaderScorer
 
 FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans-Bold.ttf"
 
@@ -250,6 +263,83 @@ def test_a_pickled_head_or_checkpoint_is_refused(clip: Path, tmp_path: Path) -> 
         AestheticScorer(str(clip), head=str(tmp_path / "head.pth"))
     with pytest.raises(SpotlightError, match="its weights are pickled"):
         ClipScorer(str(tmp_path))
+
+
+# A vision-language model that reads
+
+
+ASKS = "{% for c in messages[0]['content'] %}{{ c['text'] if c['type'] == 'text' else '<image>' }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny LLaVA of random weights, in the real layout."""
+    path, tokenizer = tmp_path_factory.mktemp("reader"), clip_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    layers: Any = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = LlamaConfig(**layers, vocab_size=len(tokenizer), bos_token_id=512, eos_token_id=513, pad_token_id=513)
+    vision = CLIPVisionConfig(**layers, image_size=32, patch_size=8)
+    image_token: Any = tokenizer.convert_tokens_to_ids("<image>")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlavaForConditionalGeneration(
+            LlavaConfig(text_config=text, vision_config=vision, image_token_index=image_token)
+        )
+        for parameter in model.parameters():
+            parameter.data.mul_(8.0)  # so that what it says depends on what it sees
+    model.save_pretrained(path)
+    side = {"height": 32, "width": 32}
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=side),
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=ASKS,
+    )
+    processor.save_pretrained(path)
+    return path
+
+
+def test_what_a_vision_language_model_reads_is_its_most_likely_text_and_is_scored_as_any_other(reader: Path) -> None:
+    scorer = build(RewardSection(name="vlm-ocr", path=str(reader), options={"question": "read", "tokens": 6}))
+    assert isinstance(scorer, ReaderScorer)
+    model = LlavaForConditionalGeneration.from_pretrained(reader).eval()
+    processor = LlavaProcessor.from_pretrained(reader)
+    expected = []
+    for image in pictures():
+        given = processor(images=[Image.fromarray(image)], text=["<image>read"], return_tensors="pt")
+        said: list[int] = []
+        while len(said) < 6 and 513 not in said:
+            ids = torch.cat([given["input_ids"], torch.tensor([said], dtype=torch.long)], dim=1)
+            with torch.no_grad():
+                logits = model(input_ids=ids, pixel_values=given["pixel_values"]).logits
+            said.append(int(logits[0, -1].argmax()))
+        expected.append(processor.decode(said, skip_special_tokens=True))
+
+    read = [scorer.read(image) for image in pictures()]
+
+    assert read == expected
+    assert len(set(read)) > 1
+    prompts = [f'a sign that says "{text.replace(chr(34), "")}"' for text in read]
+    scores = scorer(pictures(), prompts)
+    assert scores == [ocr_score(text, quoted_target(prompt)) for text, prompt in zip(read, prompts, strict=True)]
+    assert scorer(pictures()[2:], prompts[2:]) == scores[2:]
+
+
+def test_a_reader_without_a_chat_template_wants_the_whole_text(reader: Path, tmp_path: Path) -> None:
+    plain = Path(shutil.copytree(reader, tmp_path / "plain"))
+    (plain / "chat_template.jinja").unlink()
+
+    with pytest.raises(SpotlightError, match=r"no chat template: set reward\.options\.text"):
+        ReaderScorer(str(plain)).read(pictures()[0])
+    asked = ReaderScorer(str(plain), text="<image>read", tokens=4).read(pictures()[0])
+    assert asked == ReaderScorer(str(reader), question="read", tokens=4).read(pictures()[0])
+
+
+def test_a_checkpoint_that_reads_nothing_is_refused_with_what_it_should_be(clip: Path) -> None:
+    with pytest.raises(SpotlightError, match="is no model that reads images and writes text"):
+        _ = ReaderScorer(str(clip))._model
 
 
 # Several, and one's own

@@ -279,5 +279,22 @@ def test_what_a_person_must_put_right_is_not_tried_again() -> None:
     assert len(scorer.calls) == 1
 
 
+def test_a_scorer_is_given_no_more_images_than_it_may_have_at_once() -> None:
+    class Counts(Scorer):
+        def __init__(self) -> None:
+            self.sizes: list[int] = []
+
+        def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+            self.sizes.append(len(prompts))
+            return [float(image.flat[0]) / 10 for image in images_BHWC]
+
+    counts, images = Counts(), np.arange(5, dtype=np.uint8)[:, None, None, None] * np.ones((1, 4, 4, 3), np.uint8)
+
+    found = score(counts, images, ["a"] * 5, attempts=1, batch=2)
+
+    assert found == ([0.0, 0.1, 0.2, 0.3, 0.4], [])
+    assert counts.sizes == [2, 2, 1]
+
+
 def test_nothing_to_score_needs_no_scorer() -> None:
     assert score(Failing(raise_always), IMAGES[:0], [], attempts=1) == ([], [])

@@ -137,6 +137,23 @@ def test_workers_killed_in_the_middle_of_a_task_change_nothing(
     assert outcome(run.directory.path) == outcome(undisturbed)
 
 
+@pytest.mark.live
+def test_workers_that_only_score_and_are_killed_at_it_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
+    apart = ("pools.reward.workers=1", "pools.reward.usd_per_h=0.5", "pools.reward.replace_after_s=0.5")
+    run = Run(settings_file(tmp_path), apart).start()
+    client_of(run).register_plugin(KillWorkers("score", pool="reward", count=2))
+
+    run.wait()
+
+    spans = run.directory.rows(SPANS)
+    lost = [span for span in spans if span["outcome"] == "lost"]
+    assert {span["pool"] for span in lost} == {"reward"}
+    assert any(span["phase"] == "score" for span in lost)
+    assert {span["pool"] for span in spans if "score" in span["phase"]} == {"reward"}
+    assert not list(run.directory.path.glob("latents/images/*/*"))
+    assert outcome(run.directory.path) == outcome(undisturbed)
+
+
 @pytest.mark.parametrize(
     ("phase", "iteration", "state"),
     [

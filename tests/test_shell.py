@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,28 @@ def test_a_command_that_does_not_exist_is_status_2() -> None:
         main(["fly"])
 
     assert left.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["s"], ["submit", "status", "simulate", "sample"]),
+        (["run", "--c"], ["--cluster"]),
+        (["run", "a.toml", "--set", "pools.spot.slurm.p"], ["pools.spot.slurm.partition="]),
+        (["run", "ex"], []),  # the shell then completes names of files
+    ],
+)
+def test_a_shell_completes_verbs_options_and_settings(
+    capsys: pytest.CaptureFixture[str], typed: list[str], offered: list[str]
+) -> None:
+    """In a real bash: what it would offer after these words."""
+    assert main(["completion"]) == 0
+
+    words = " ".join(["spotlight", *typed])
+    ask = f"COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _spotlight 2> /dev/null; echo ${{COMPREPLY[@]}}"
+    shell = subprocess.run(["bash", "-c", f"{capsys.readouterr().out}\n{ask}"], capture_output=True, text=True)
+    assert shell.returncode == 0, shell.stderr
+    assert shell.stdout.split() == offered
 
 
 def test_the_status_of_a_run_is_json_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

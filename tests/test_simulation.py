@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.dispatch import differing
-from runs import PROMPTS, ROOT, outcome, settings_file
+from runs import PROMPTS, ROOT, little_file, outcome, settings_file
 from spotlight import config
 from spotlight.records import SpotlightError
 from spotlight.run import Run
@@ -117,6 +117,46 @@ def test_what_is_lost_on_the_way_changes_no_sample_under_a_fixed_budget(tmp_path
     taken = [life for life in harsh.lives if life.reason in ("lost", "left")]
     assert taken
     assert outcome(harsh.directory.path) == outcome(calm.directory.path)
+
+
+SCORES_APART = ("pools.reward.workers=2", "pools.reward.usd_per_h=0.5")
+STRUCK = ("pools.reward.trace_model=bursty", "pools.reward.preemption=mixed", "pools.reward.speedup=20000")
+
+
+def test_workers_that_only_score_and_are_lost_change_no_sample_no_score_and_no_weight(tmp_path: Path) -> None:
+    prompts = f"data.validation_prompts={little_file(tmp_path / 'prompts').with_name('validation.txt')}"
+    few = ("run.iterations=2", "rollout.prompts=2", "rollout.steps=4", "cluster.hang_after_s=1", prompts)
+    plain = simulated(tmp_path / "plain", *few, learning="real").directory
+    apart = simulated(tmp_path / "apart", *few, *SCORES_APART, *STRUCK, learning="real")
+
+    run, spans = apart.directory, apart.directory.rows("spans.jsonl")
+    assert outcome(run.path) == outcome(plain.path)
+    assert weights(run) == weights(plain)
+    taken = [life for life in apart.lives if life.pool == "reward" and life.reason in ("lost", "left")]
+    assert taken
+    assert any(span["pool"] == "reward" and span["outcome"] == "lost" for span in spans)
+    assert {span["pool"] for span in spans if "score" in span["phase"]} == {"reward"}
+    assert list(differing(run.rows(DECISIONS))) == []
+
+
+def test_scoring_apart_leaves_the_gpus_the_time_that_it_took_them_and_is_paid_for(tmp_path: Path) -> None:
+    paced = ("pace.gpu=h100", "pace.speedup=60", "strategy.exploration=off")
+    beside = simulated(tmp_path / "beside", *paced)
+    apart = simulated(tmp_path / "apart", *paced, *SCORES_APART)
+
+    def scored_s(simulation: Simulation) -> dict[str, float]:
+        rows = simulation.directory.rows("spans.jsonl")
+        return {
+            pool: sum(row["stop_s"] - row["start_s"] for row in rows if "score" in row["phase"] and row["pool"] == pool)
+            for pool in ("reserved", "spot", "reward")
+        }
+
+    assert scored_s(beside)["reward"] == 0
+    assert scored_s(apart)["reward"] == pytest.approx(scored_s(beside)["reserved"] + scored_s(beside)["spot"])
+    assert scored_s(apart)["spot"] == 0
+    assert apart.directory.history()[-1].measured["stopped_s"] < beside.directory.history()[-1].measured["stopped_s"]
+    spent = apart._outcome().ledger
+    assert spent.usd(pool="reward") > 0
 
 
 def test_modelled_learning_imports_neither_torch_nor_the_distributed_scheduler(tmp_path: Path) -> None:

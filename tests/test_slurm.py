@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from cluster.slurm import worker_line
-from graphs.loop import Loop, synchronous
+from cluster.slurm import again_s, worker_line
+from leftovers import OURS, marked
 from private_slurm import missing, private_slurm
-from runs import COLD_S, LITTLE, NoWatch, little_file, outcome, settings_file, wait_for
+from runs import COLD_S, LITTLE, little_file, outcome, settings_file, start, wait_for
 from spotlight import config
 from spotlight.records import SpotlightError
 from spotlight.run import Run
-from spotlight.store.rundir import HISTORY, SUMMARY, WORKERS, RunDir
+from spotlight.store.rundir import EVENTS, HISTORY, SUMMARY, WORKERS, RunDir
+from strikes import EXPLORING, SLOWLY, strike
+from strikes import undisturbed as alone
 
 JOBS = (
     'cluster.manager="slurm"',
     'cluster.host="127.0.0.1"',
     'cluster.slurm.partition="reserved"',
+    'cluster.slurm.extra=["--nodelist=n2"]',
     'pools.reserved.slurm.partition="reserved"',
     'pools.reserved.slurm.extra=["--nodelist=n3"]',
     'pools.spot.slurm.partition="spot"',
@@ -48,9 +53,7 @@ def slurm() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
     """What the same settings lead to without any cluster."""
-    run = RunDir.create(config.load(little_file(tmp_path_factory.mktemp("alone")), WORK), now_s=0.0)
-    Loop(run, synchronous, NoWatch()).go()
-    return outcome(run.path)
+    return alone(tmp_path_factory.mktemp("alone"), WORK)
 
 
 @pytest.mark.live
@@ -88,7 +91,7 @@ def test_a_job_that_is_not_wanted_any_more_is_drained_and_not_queued_again(
     tmp_path: Path, undisturbed: dict[str, list[object]]
 ) -> None:
     run = Run(little_file(tmp_path), [*JOBS, *WORK, *PACED]).start()
-    eventually(lambda: rolling_out(run, iteration=0))
+    eventually(lambda: rolling_out(run, iteration=0) and run.status.workers["spot"] == 2)
     (first,) = jobs("--partition=spot")
     with pytest.raises(SpotlightError, match="this run can have 0, 2"):
         run.scale(spot=1)
@@ -129,6 +132,44 @@ def test_a_driver_whose_time_is_over_is_queued_again_and_goes_on(
     assert outcome(run.path) == undisturbed
 
 
+@pytest.mark.live
+@pytest.mark.timeout(3 * COLD_S)
+@pytest.mark.usefixtures("slurm")
+def test_whoever_is_killed_or_frozen_on_slurm_the_bits_are_the_same(tmp_path: Path) -> None:
+    """In exploration, training and rollout; then the driver, which is resumed."""
+    settings, run = little_file(tmp_path), tmp_path / "run"
+    given = (*JOBS, *EXPLORING, *SLOWLY, "cluster.hang_after_s=15")
+    driver = start("run", settings, "--into", run, *(part for setting in given for part in ("--set", setting)))
+    try:
+        killed = strike(run, "explore-r0-0", signal.SIGKILL, send)
+        trainer = strike(run, "train-0", signal.SIGKILL, send)
+        frozen = strike(run, "rollout-1", signal.SIGSTOP, send)
+        eventually(lambda: "hung" in {row["event"] for row in RunDir(run).rows(EVENTS)})
+        strike(run, "train-1", signal.SIGKILL, lambda *_: driver.kill())
+    finally:
+        driver.kill()
+        driver.communicate()
+
+    resumed = start("resume", run)
+    _, said = resumed.communicate(timeout=COLD_S)
+
+    ends = {(row["event"], row.get("worker")) for row in RunDir(run).rows(EVENTS)}
+    assert resumed.returncode == 0, said
+    assert outcome(run) == alone(tmp_path / "alone", EXPLORING)
+    assert {("lost", killed), ("lost", trainer), ("hung", frozen)} <= ends
+    eventually(lambda: not jobs())
+
+
+def send(worker: str, what: signal.Signals) -> None:
+    """A signal to the worker of this name, which is a process of this machine."""
+    (process,) = (each for each in marked(OURS, os.environ[OURS]) if ["--name", worker] in pairs(each.cmdline()))
+    process.send_signal(what)
+
+
+def pairs(words: Sequence[str]) -> list[list[str]]:
+    return [list(pair) for pair in pairwise(words)]
+
+
 @pytest.mark.usefixtures("slurm")
 def test_a_partition_that_is_not_there_is_named_in_slurms_words(tmp_path: Path) -> None:
     run = Run(settings_file(tmp_path), [*JOBS, 'pools.spot.slurm.partition="sopt"']).start()
@@ -152,9 +193,11 @@ def test_what_would_be_submitted_can_be_read_first(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
-@pytest.mark.parametrize(("failures", "tries"), [("kill -9 $$", 3), ("exit 1", 1)])
-def test_a_worker_that_is_killed_starts_again_in_its_job_and_one_that_fails_does_not(
-    tmp_path: Path, failures: str, tries: int
+@pytest.mark.parametrize(
+    ("failures", "tries", "status"), [("kill -9 $$", 3, 0), ("exit 1", 1, 1), ("kill -TERM $PPID $$", 1, 0)]
+)
+def test_a_worker_that_is_killed_starts_again_in_its_job_and_one_that_fails_or_is_told_to_leave_does_not(
+    tmp_path: Path, failures: str, tries: int, status: int
 ) -> None:
     """The line of the job's script, with a shell for the step and another for the worker."""
     python = tmp_path / "python"
@@ -167,7 +210,11 @@ def test_a_worker_that_is_killed_starts_again_in_its_job_and_one_that_fails_does
 
     assert step.startswith("srun --ntasks=2")
     assert (tmp_path / "tries").read_text().split() == ["spot-5"] * tries
-    assert (done.returncode == 0) == (tries == 3)
+    assert done.returncode == status
+
+
+def test_a_job_is_submitted_again_ever_later() -> None:
+    assert [again_s(failures) for failures in range(8)] == [5, 10, 20, 40, 80, 160, 300, 300]
 
 
 def test_the_slurm_sections_are_settings_like_any_other(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,18 +10,23 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import dask
 import psutil
 import pytest
-from distributed import Client
+from distributed import Client, Scheduler, SpecCluster
+from distributed.client import default_client
 
+from cluster.certificate import certificate
 from cluster.pools import Pools
-from cluster.standing import refuse_unsafe
+from cluster.standing import refuse_unsafe, where
 from graphs.loop import Loop, synchronous
 from kills import KillWorkers, client_of
+from leftovers import OURS, marked, memory_of
 from runs import ROOT, WAIT_S, NoWatch, outcome, settings_file, wait_for
-from spotlight import config
+from spotlight import attach, config
+from spotlight.detached import certificates_of
 from spotlight.records import SpotlightError, Stopped
 from spotlight.run import Run
 from spotlight.store.rundir import EVENTS, HISTORY, SPANS, RunDir
@@ -67,11 +73,6 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
             run.wait()
 
 
-def memory(run_dir: Path) -> list[Path]:
-    """What a run has in this machine's shared memory."""
-    return list(Path("/dev/shm").glob(f"spotlight-*{run_dir.name}-*"))
-
-
 def test_a_run_on_plain_workers_gets_the_same_bits_whatever_happens_to_them(
     standing: StandingCluster, undisturbed: Path, begin: Begin, tmp_path: Path
 ) -> None:
@@ -108,7 +109,7 @@ def test_a_driver_killed_on_a_standing_cluster_is_resumed_there(
     driver.kill()
     driver.communicate()
     (run_dir,) = tmp_path.glob("run-*")
-    wait_for(lambda: not memory(run_dir))  # what belonged to the run has ended with it
+    wait_for(lambda: not memory_of([run_dir.name]))  # what belonged to the run has ended with it
 
     again = spotlight_on(standing, "resume", run_dir)
     _, err = again.communicate(timeout=WAIT_S)
@@ -129,6 +130,9 @@ def test_a_run_that_was_stopped_goes_on_on_the_same_workers_which_are_then_as_be
     with Client(standing.address, set_as_default=False) as client:
         run = begin(client)
         wait_for(lambda: run.directory.rows(HISTORY))
+        with pytest.raises(ValueError, match="No clients"):  # a notebook's own stays the default
+            default_client()
+        assert engines()
         run.stop()
         with pytest.raises(Stopped):
             run.wait()
@@ -137,23 +141,66 @@ def test_a_run_that_was_stopped_goes_on_on_the_same_workers_which_are_then_as_be
 
         assert outcome(run.directory.path) == outcome(undisturbed)
         assert client.submit(abs, -1, resources={"spot": 1}).result(timeout=WAIT_S) == 1
-        assert memory(run.directory.path) == []
-        wait_for(lambda: not engines(standing))
+        assert memory_of([run.directory.path.name]) == []
+        wait_for(lambda: not engines())
 
 
-def engines(standing: StandingCluster) -> list[psutil.Process]:
-    """Processes that warm parents of workers have forked."""
-    found = []
-    for worker in standing.processes:
-        with suppress(psutil.NoSuchProcess):
-            below = psutil.Process(worker.pid).children(recursive=True)
-            found += [
-                child
-                for process in below
-                if "forkserver" in " ".join(process.cmdline())
-                for child in process.children()
-            ]
-    return found
+@pytest.mark.live
+def test_a_detached_run_outlives_the_process_that_began_it(
+    standing: StandingCluster, undisturbed: Path, tmp_path: Path
+) -> None:
+    """As a notebook's kernel that is restarted; certificates are those of the client."""
+    code = """
+import os, sys, spotlight
+from distributed import Client
+client = Client(sys.argv[1])
+run = spotlight.Run(sys.argv[2], sys.argv[3:], cluster=client).start(detached=True)
+print(run.directory.path, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    command = [sys.executable, "-c", code, standing.address, str(settings_file(tmp_path)), *SETTINGS]
+    began = subprocess.run(command, cwd=ROOT, env=standing.environment, capture_output=True, text=True)
+    assert began.returncode == -signal.SIGKILL, began.stderr
+
+    run = attach(began.stdout.strip())
+    alive, found = run.alive, run.wait(WAIT_S)
+
+    assert alive
+    assert found.state == "finished"
+    assert outcome(run.directory.path) == outcome(undisturbed)
+
+
+def test_a_detached_driver_that_cannot_go_on_is_told_of_and_one_that_is_stopped_stops(
+    standing: StandingCluster, begin: Begin, tmp_path: Path
+) -> None:
+    with pytest.raises(SpotlightError, match=r"no scheduler answers there.*driver\.log"):
+        Run(settings_file(tmp_path), cluster="tls://127.0.0.1:1").start(detached=True).wait(WAIT_S)
+
+    run = Run(settings_file(tmp_path / "stopped"), ["run.iterations=100"], cluster=standing.file).start(detached=True)
+    looked_at = attach(run.directory.path)
+    with pytest.raises(SpotlightError, match="stop it there"):
+        looked_at.stop()
+    run.stop()
+    with pytest.raises(Stopped, match="spotlight resume"):
+        run.wait(WAIT_S)
+    assert looked_at.state == "stopped"
+
+
+def test_the_certificates_of_a_client_are_found_again_in_the_environment() -> None:
+    given: Any = certificate()
+
+    found = dask.config.collect_env(certificates_of(given))
+
+    assert dask.config.get("distributed.comm.require-encryption", config=found) is True
+    assert dask.config.get("distributed.comm.tls.ca-file", config=found) == given.tls_ca_file
+    assert dask.config.get("distributed.comm.tls.client.key", config=found) == given.tls_client_key
+
+
+def engines() -> list[psutil.Process]:
+    """Processes that warm parents of these tests' workers have forked."""
+    ours = marked(OURS, os.environ[OURS])
+    parents = {each.pid for each in ours if "cluster.node_parent import serve" in " ".join(each.cmdline())}
+    return [each for each in ours if each.ppid() in parents]
 
 
 def test_a_worker_that_is_warned_leaves_in_order(standing: StandingCluster, begin: Begin) -> None:
@@ -187,6 +234,18 @@ def test_a_scheduler_of_other_certificates_is_not_spoken_to(
     other = dask_settings(certificates(tmp_path / "other"))
     with dask.config.set(other), pytest.raises(SpotlightError, match="certificate"):
         begin(standing.address).wait()
+
+
+def test_a_cluster_of_dask_s_own_classes_is_its_scheduler_and_its_certificates() -> None:
+    async def found() -> tuple[Any, Any, Any]:
+        security = certificate()
+        scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard": False, "security": security}}
+        async with SpecCluster(scheduler=scheduler, security=security, asynchronous=True) as cluster:
+            return where(cluster), cluster.scheduler_address, security
+
+    given, address, security = asyncio.run(found())
+
+    assert given == (address, security)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,11 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def become_a_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
 def alter(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -160,6 +165,7 @@ def test_a_damaged_staging_is_not_published(tmp_path: Path, name: str, harm: Cal
         (truncate, r"(\d+) bytes, found (?!\1)\d+ bytes"),
         (alter, r"sha256 (\w{64}), found sha256 (?!\1)\w{64}"),
         (Path.unlink, r"\d+ bytes, found no such file"),
+        (become_a_directory, r"\d+ bytes, found no such file"),
     ],
 )
 def test_damaged_weights_are_refused_with_the_way_out(

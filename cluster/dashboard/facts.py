@@ -13,8 +13,9 @@ from itertools import islice
 from statistics import median
 from typing import Any
 
-from cluster.dispatch import Dispatch, Rules
+from cluster.dispatch import Dispatch
 from cluster.journal import Shown
+from cluster.rules import Rules
 from cluster.snapshot import Doing
 from spotlight.clock import Clock, wall_clock
 from spotlight.records import WorkerLife

@@ -56,11 +56,10 @@ class VirtualClock:
 
     def step(self) -> bool:
         """Go to the next event, and let it happen; False if it was the last of its moment."""
-        alarms = self._alarms
-        assert self.next_s is not None, "nothing happens any more"
-        at_s, _, alarm = heappop(alarms)
-        self.now_s = max(self.now_s, at_s)
+        next_s = self.next_s
+        assert next_s is not None, "nothing happens any more"
+        _, _, alarm = heappop(self._alarms)
+        self.now_s = max(self.now_s, next_s)
         alarm.call(*alarm.arguments)
-        while alarms and alarms[0][2].cancelled:
-            heappop(alarms)
-        return bool(alarms) and alarms[0][0] <= self.now_s + SAME_MOMENT_S
+        following_s = self.next_s
+        return following_s is not None and following_s <= self.now_s + SAME_MOMENT_S

@@ -10,7 +10,6 @@ one in flight goes with any member of its gang.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
@@ -21,8 +20,9 @@ from cluster.events import (
     CallOff,
     CloseExploration,
     CloseGate,
+    CloseGates,
     Dismiss,
-    EngineLost,
+    Dismissals,
     Event,
     Evict,
     GraphCame,
@@ -30,6 +30,7 @@ from cluster.events import (
     Key,
     Launch,
     Regroup,
+    Score,
     StopAsked,
     StopWork,
     TaskChanged,
@@ -39,33 +40,20 @@ from cluster.events import (
     Train,
     Wake,
     Work,
-    WorkerAvailable,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerNoticed,
-    WorkerPool,
-    WorkerSilent,
 )
 from cluster.virtual.clock import VirtualClock
-from cluster.virtual.formings import Forming, Formings
+from cluster.virtual.executor import Executor
+from cluster.virtual.formings import Formings
 from cluster.virtual.keepers import Keeper
+from cluster.virtual.machines import Machines
 from cluster.virtual.messages import Messages
-from cluster.virtual.tasks import Task, Tasks
-from cluster.virtual.timing import Fixed, Stay, Timing
+from cluster.virtual.tasks import Task
+from cluster.virtual.timing import Stay, Timing
 from cluster.virtual.workers import VirtualWorker
 from spotlight.device import signals as orders
-from spotlight.device.signals import Leave, signals
-from spotlight.records import Placement, SpotlightError, Stopped, Surplus
+from spotlight.records import SpotlightError, Stopped
 
 HEAD = "head"
-BACK_OFF_S = 0.01
-"""Before a task is handed back; as live, so that the scheduler sees why first."""
-WATCH_S = 0.5
-"""How often the scheduler looks for silent workers; as live."""
-LEAVE_POLL_S = 0.01
-"""How often a worker under notice looks whether it is idle; as live."""
-CLOSE_MARGIN_S = 2.0
-"""Left of a notice's time for handing over results; as live."""
 
 
 class VirtualCluster:
@@ -101,13 +89,22 @@ class VirtualCluster:
         told: Callable[[Event, list[Instruction]], None] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._run, self._dispatch, self._clock, self._timing = run, dispatch, clock, timing
-        self._resumes = resumes
-        self.tasks = Tasks(self._tasks_changed, self._choose)
+        self._run, self._dispatch, self._clock, self._graph_s = run, dispatch, clock, timing.graph_s
         self.workers: dict[str, VirtualWorker] = {}
         """Alive, by address."""
         self._told, self._check = told, check
         self._messages = Messages(clock, lag, copies)
+        self._executor = Executor(
+            clock,
+            self._messages,
+            timing,
+            self.workers,
+            resumes=resumes,
+            changed=self._tasks_changed,
+            failed=self._note_failure,
+            ended=self._ended,
+        )
+        self.tasks = self._executor.tasks
         self._gangs = Formings(
             run,
             clock,
@@ -115,17 +112,37 @@ class VirtualCluster:
             {} if committed is None else committed,
             tell=self._tell,
             epoch=dispatch.epoch,
-            finish=self._finish_member,
-            hand_back=self._hand_back_member,
+            finish=self._executor.finish_member,
+            hand_back=self._executor.hand_back_member,
         )
         self.formings = self._gangs.all
+        self.machines = Machines(
+            clock,
+            self._messages,
+            self._executor,
+            self._gangs,
+            self.workers,
+            hang_after_s=dispatch.rules.hang_after_s,
+            tell=self._tell,
+            gone=self._gone,
+        )
+        """Who joins, and how each is taken away."""
         self._changed = False
-        self._stopping = self._closed = False
+        self._stopping = False
         self._failure: BaseException | None = None
-        self._joins = 0
         self._keepers: list[Keeper] = []
-        self._join(HEAD, "head", "", threads=4)
-        self._keepers += [Keeper(self, stay, clock, start_up_s=timing.start_up_s) for stay in stays]
+        self.machines.join(HEAD, "head", "", threads=4)
+        self._keepers += [Keeper(self.machines, stay, clock, start_up_s=timing.start_up_s) for stay in stays]
+
+    def _note_failure(self, error: BaseException) -> None:
+        self._failure = error
+
+    def _ended(self, worker: VirtualWorker) -> None:
+        self.machines.leave_when_idle(worker)
+
+    def _gone(self, worker: VirtualWorker) -> None:
+        for keeper in self._keepers:
+            keeper.gone(worker)
 
     # Graphs
 
@@ -137,7 +154,7 @@ class VirtualCluster:
             SpotlightError: nothing happens any more, and they are not there.
             Exception: what a call raised.
         """
-        self._pass(self._timing.graph_s)
+        self._pass(self._graph_s)
         added = self.tasks.add(graph, outputs)
         self._tell(GraphCame(at_s=self._clock.now_s, layers=self.tasks.layers(graph)))
         self.tasks.begin(added)
@@ -150,24 +167,12 @@ class VirtualCluster:
             self._abandon(added)
 
     @property
-    def is_closed(self) -> bool:
-        return self._closed
-
-    @property
     def now_s(self) -> float:
         return self._clock.now_s
 
     def close(self) -> None:
         """The driver is gone, and every worker with it; nothing that was to happen to them happens."""
-        self._closed = True
-        for worker in list(self.workers.values()):
-            worker.alive = False
-            for alarm in worker.running.values():
-                if alarm:
-                    alarm.cancel()
-            worker.running.clear()
-            worker.reports.clear()
-        self.workers.clear()
+        self.machines.close()
         self.formings.clear()
 
     def stop(self) -> None:
@@ -226,19 +231,14 @@ class VirtualCluster:
             self._gangs.commit(forming)
             self._gangs.dissolve(forming)
         for worker in self.workers.values():
-            for alarm in worker.running.values():
-                if alarm:
-                    alarm.cancel()
-            worker.running.clear()
-            worker.reports.clear()
+            worker.drop_all()
             worker.queue.clear()
-            worker.results.clear()
         self.tasks.forget(tasks)
 
     # The dispatcher
 
     def _tell(self, event: Event) -> None:
-        if self._closed:
+        if self.machines.is_closed:
             return
         instructions = self._dispatch.handle(event)
         if self._told:
@@ -261,79 +261,53 @@ class VirtualCluster:
                 for dropped, alike in groupby(tasks, _is_dropped):
                     work = Work(start_s=now_s, stop_s=now_s, dropped=dropped)
                     self._tell(TasksChanged(at_s=now_s, keys=_keys(alike), state=state, work=work))
-                self.workers[tasks[0].worker].results |= dict.fromkeys(keys)
             case _:
                 self._tell(TasksChanged(at_s=now_s, keys=keys, state=state))
                 if state in ("released", "forgotten"):
                     for task in tasks:
-                        if task.given or task.worker:
-                            self._let_go(task)
+                        if task.given:
+                            self._executor.take_back(task)
 
     def _task_changed(self, task: Task, state: TaskPhase) -> None:
         now_s, key = self._clock.now_s, task.key
         match state:
             case "processing":
                 self._tell(TaskChanged(at_s=now_s, key=key, state=state, worker=task.worker))
-                self._enqueue(task)
+                self._executor.enqueue(task)
             case "memory" | "erred":
                 start_s, task.began_s = now_s if task.began_s is None else task.began_s, None
                 work = Work(start_s=start_s, stop_s=now_s, dropped=_is_dropped(task))
                 self._tell(TaskChanged(at_s=now_s, key=key, state=state, work=work))
-                if state == "memory" and task.worker in self.workers:
-                    self.workers[task.worker].results[key] = None
             case _:
                 self._tell(TaskChanged(at_s=now_s, key=key, state=state))
-                if state in ("released", "forgotten"):
-                    self._let_go(task)
-
-    def _let_go(self, task: Task) -> None:
-        """No worker has it or its result any more."""
-        task.began_s = None
-        if task.given:
-            self._take_back(task)
-        worker = self.workers.get(task.worker)
-        if worker:
-            for key in task.keys:
-                worker.results.pop(key, None)
-
-    def _take_back(self, task: Task) -> None:
-        """Nobody asks for it any more, or its inputs are lost: its worker ends it."""
-        worker, task.given = self.workers.get(task.given), ""
-        if worker is None:
-            return
-        for key in task.keys:
-            if key in worker.running or key in worker.queue:
-                alarm = worker.running.pop(key, None)
-                worker.reports.pop(key, None)
-                if alarm:
-                    alarm.cancel()
-                with suppress(ValueError):
-                    worker.queue.remove(key)
-                self._clock.after(0.0, self._begin_next, worker)
+                if task.given and state in ("released", "forgotten"):
+                    self._executor.take_back(task)
 
     def _do(self, instructions: Iterable[Instruction]) -> None:
         now_s = self._clock.now_s
-        dismissed: list[Dismiss] = []
+        dismissed: list[Dismiss | Dismissals] = []
         for instruction in instructions:
-            if isinstance(instruction, Dismiss) and not self._messages.are_late:
+            if isinstance(instruction, Dismiss | Dismissals) and not self._messages.are_late:
                 dismissed.append(instruction)
                 continue
             if dismissed:
-                self._dismiss_together(dismissed)
+                self._executor.dismiss(dismissed)
                 dismissed = []
             match instruction:
                 case Launch():
-                    for member in instruction.members:
-                        self._place(member.address, instruction.gang, member.shard, member.place)
-                    for member in instruction.members:
-                        self._open_gate(member.key, member.address)
-                    self._form(instruction)
+                    self._executor.launch(instruction, self._gangs)
                 case CloseGate():
                     self.tasks.all[instruction.key].bound = ""
+                case CloseGates():
+                    for key in instruction.keys:
+                        self.tasks.all[key].bound = ""
                 case Dismiss():
-                    self._dismiss(instruction)
-                case Train():
-                    self._open_gate(instruction.key, instruction.address)
+                    self._executor.dismiss([instruction])
+                case Dismissals():
+                    for each in instruction.one_by_one():
+                        self._executor.dismiss([each])
+                case Train() | Score():
+                    self._executor.open_gate(instruction.key, instruction.address)
                 case CallOff():
                     self._messages.send("order", instruction.address, self._call_off, instruction)
                 case Regroup():
@@ -346,348 +320,21 @@ class VirtualCluster:
                 case StopWork():
                     self._stop_work()
                 case Evict():
-                    self._clock.at(now_s, self.kill, instruction.address)
+                    self._clock.at(now_s, self.machines.kill, instruction.address)
                 case Wake():
                     self._clock.at(instruction.at_s, self._wake)
         if dismissed:
-            self._dismiss_together(dismissed)
-
-    def _dismiss(self, dismiss: Dismiss) -> None:
-        if dismiss.tell is not None:
-            self._place(dismiss.address, dismiss.gang, dismiss.shard, dismiss.tell)
-        self._open_gate(dismiss.key, dismiss.address)
-
-    def _dismiss_together(self, dismissed: Sequence[Dismiss]) -> None:
-        """They have nothing to do, so they take no time, and no thread from each other."""
-        if len(dismissed) == 1:
-            self._dismiss(dismissed[0])
-            return
-        head = self.workers[dismissed[0].address]
-        told = {dismiss.key for dismiss in dismissed}
-        tasks: dict[Task, None] = {}
-        for dismiss in dismissed:
-            task = self.tasks.all[dismiss.key]
-            if task in tasks:
-                continue
-            if task.alike and not told.issuperset(task.alike):
-                task = self.tasks.alone(dismiss.key)
-            tasks[task] = None
-            if dismiss.tell is not None:
-                head.places[dismiss.gang, dismiss.shard] = dismiss.tell
-            task.bound = task.given = head.address
-            head.running.update(dict.fromkeys(task.keys))
-        self.tasks.start_together(list(tasks), head.address)
-        self._clock.after(0.0, self._end_together, list(tasks), head)
-
-    def _end_together(self, tasks: Sequence[Task], head: VirtualWorker) -> None:
-        done: list[Task] = []
-        results: list[Any] = []
-        with signals.standing_in_for(head.signals):
-            for task in tasks:
-                if task.key not in head.running or task.state != "processing":
-                    continue
-                for key in task.keys:
-                    del head.running[key]
-                try:
-                    results.append(self._call_here(task, head))
-                    done.append(task)
-                except Exception as error:
-                    for key in task.keys:
-                        self.tasks.fail(self.tasks.alone(key), error)
-                    self._failure = error
-        if done:
-            self.tasks.finish_together(done, results)
-
-    def _open_gate(self, key: Key, address: str) -> None:
-        task = self.tasks.alone(key)
-        task.bound = address
-        self.tasks.start(task, address)
-
-    def _place(self, address: str, gang: str, shard: int, place: Placement | Surplus | int) -> None:
-        self.workers[address].places[gang, shard] = place
+            self._executor.dismiss(dismissed)
 
     def _wake(self) -> None:
         """Time has passed; to be asked for by name, since the cluster that asks may be closed by then."""
         self._changed = True
-
-    # Workers come and go
-
-    def _join(self, name: str, pool: WorkerPool, node: str, *, threads: int = 1) -> VirtualWorker:
-        self._joins += 1
-        address = f"virtual://{name}#{self._joins}"
-        worker = VirtualWorker(address=address, name=name, pool=pool, node=node, threads=threads)
-        self.workers[address] = worker
-        self._tell(WorkerJoined(at_s=self._clock.now_s, address=address, name=name, pool=pool, node=node))
-        self.tasks.place_unplaced()
-        return worker
-
-    def join(self, name: str, pool: WorkerPool, node: str) -> VirtualWorker:
-        """A worker comes."""
-        return self._join(name, pool, node)
-
-    def kill(self, address: str) -> None:
-        """A worker is gone at once, with what it was doing and the results that it had."""
-        worker = self.workers.get(address)
-        if worker:
-            self._remove(worker, expected=False)
-
-    def freeze(self, address: str) -> None:
-        """A worker stops where it is; after a while without a sign of life it is ended."""
-        worker = self.workers.get(address)
-        if worker is None or worker.frozen:
-            return
-        worker.frozen = True
-        for forming in self._gangs.of(worker):
-            self._gangs.halt(forming)
-        for alarm in worker.running.values():
-            if alarm:
-                alarm.cancel()
-        silent_s = self._dispatch.rules.hang_after_s + WATCH_S
-        self._clock.after(silent_s, self.suspect, address, silent_s)
-
-    def suspect(self, address: str, silent_s: float) -> None:
-        """The scheduler has not heard of a worker for so long."""
-        if address in self.workers:
-            self._tell(WorkerSilent(at_s=self._clock.now_s, address=address, silent_s=silent_s))
-
-    def pause(self, address: str, seconds: float) -> None:
-        """A worker begins nothing for a while; what it runs goes on."""
-        worker = self.workers.get(address)
-        if worker is None or worker.paused or worker.pool == "head":
-            return
-        worker.paused = True
-        self._tell(WorkerAvailable(at_s=self._clock.now_s, address=address, available=False))
-        self._clock.after(seconds, self._unpause, worker)
-
-    def _unpause(self, worker: VirtualWorker) -> None:
-        worker.paused = False
-        if worker.alive:
-            self._tell(WorkerAvailable(at_s=self._clock.now_s, address=worker.address, available=True))
-            self._begin_next(worker)
-            self.tasks.place_unplaced()
-
-    def notice(self, address: str, grace_s: float, reason: str = "the machine will be taken away") -> None:
-        """A worker learns that it will be taken away: it ends at its next step boundary, hands over, and leaves."""
-        worker = self.workers.get(address)
-        if worker is None or worker.leaving or worker.frozen:
-            return
-        worker.leaving = True
-        worker.signals.obey(Leave())
-        self._messages.send("notice", address, self._tell_notice, address, reason)
-        self._clock.after(grace_s, self.kill, address)
-        for forming in self._gangs.of(worker):
-            self._gangs.end_at_boundary(forming)
-        self._clock.after(max(0.0, grace_s - CLOSE_MARGIN_S), self._leave, worker)
-        self._leave_when_idle(worker)
-
-    def _tell_notice(self, address: str, reason: str) -> None:
-        self._tell(WorkerNoticed(at_s=self._clock.now_s, address=address, reason=reason))
-
-    def lose_engine(self, address: str, reason: str = "it was killed") -> None:
-        """The process that does a worker's work dies: what it was doing is to be done again."""
-        worker = self.workers.get(address)
-        if worker is None or worker.frozen or worker.pool == "head":
-            return
-        formings = self._gangs.of(worker)
-        name = formings[0].name if formings else ""
-        self._tell(EngineLost(at_s=self._clock.now_s, worker=worker.name, gang=name, reason=reason))
-        for forming in formings:
-            self._gangs.halt(forming)
-        for key in [key for key in worker.running if key not in worker.reports]:
-            for forming in formings:
-                forming.members.pop(key, None)
-            self._clock.after(BACK_OFF_S, self._hand_back, self.tasks.all[key], worker)
-        for forming in formings:
-            if not forming.members:
-                self._gangs.dissolve(forming)
-
-    def _leave_when_idle(self, worker: VirtualWorker) -> None:
-        if worker.leaving and worker.alive and not worker.running:
-            self._clock.after(LEAVE_POLL_S, self._leave, worker)
-
-    def _leave(self, worker: VirtualWorker) -> None:
-        """Hand over all results, and go."""
-        if not worker.alive or worker.frozen:
-            return
-        heirs = [other for other in self.workers.values() if other.pool != "head" and not other.leaving]
-        heir = next((other for other in heirs if other.pool == "reserved"), next(iter(heirs), None))
-        if heir:
-            for key in worker.results:
-                self.tasks.all[key].worker = heir.address
-            heir.results |= worker.results
-            worker.results.clear()
-        self._remove(worker, expected=True)
-
-    def _remove(self, worker: VirtualWorker, *, expected: bool) -> None:
-        worker.alive = False
-        del self.workers[worker.address]
-        now_s = self._clock.now_s
-        for forming in self._gangs.of(worker):
-            self._gangs.halt(forming)
-        self._tell(WorkerLeft(at_s=now_s, address=worker.address, expected=expected))
-        for alarm in worker.running.values():
-            if alarm:
-                alarm.cancel()
-        had = [*worker.running, *worker.queue]
-        worker.running.clear()
-        worker.reports.clear()
-        worker.queue.clear()
-        for key in had:
-            for forming in self._gangs.of(worker):
-                forming.members.pop(key, None)
-        for key in worker.results:
-            task = self.tasks.all.get(key)
-            if task is not None and task.state == "memory" and task.worker == worker.address:
-                self.tasks.lose(task)
-        for key in had:
-            task = self.tasks.all.get(key)
-            if task is not None and task.state == "processing" and task.worker == worker.address:
-                self.tasks.hand_back(task)
-        for name in [name for name, forming in self.formings.items() if not forming.members]:
-            del self.formings[name]
-        for keeper in self._keepers:
-            keeper.gone(worker)
-
-    # Work
-
-    def _choose(self, task: Task) -> str:
-        """As Dask chooses: the one that it is bound to; else where its inputs are; else the least busy one."""
-        if task.bound:
-            only = self.workers.get(task.bound)
-            return task.bound if only and not only.paused else ""
-        holders = dict.fromkeys([needed.worker for needed in task.inputs])
-        near = [self.workers[address] for address in holders if address in self.workers]
-        for workers in (near, self.workers.values()):
-            able = [worker for worker in workers if worker.can(task.needs) and not (worker.leaving or worker.paused)]
-            if able:
-                return min(able, key=lambda worker: worker.load).address
-        return ""
-
-    def _enqueue(self, task: Task) -> None:
-        worker = self.workers.get(task.worker)
-        if worker:
-            task.given = worker.address
-            worker.queue.append(task.key)
-            if not worker.frozen:
-                self._begin_next(worker)
-
-    def _begin_next(self, worker: VirtualWorker) -> None:
-        while worker.queue and len(worker.running) < worker.threads and worker.can_begin:
-            key = worker.queue.popleft()
-            task = self.tasks.all.get(key)
-            if task is None or task.state != "processing" or task.worker != worker.address:
-                continue
-            worker.running[key] = None
-            worker.reports.pop(key, None)
-            task.began_s = self._clock.now_s
-            if not isinstance(worker.places.get(self._shard_of(task)), Placement):
-                seconds = self._seconds(task, worker)
-                worker.running[key] = self._clock.after(seconds, self._finish, task, worker)
-
-    def _seconds(self, task: Task, worker: VirtualWorker) -> float:
-        """Of a task that no gang runs: a shard without a place has nothing to do."""
-        if self._shard_of(task)[0]:
-            return 0.0
-        work = self._timing.work(task.call[0], self.tasks.arguments(task))
-        assert isinstance(work, Fixed), f"{task.key} denoises and is no shard"
-        return work.seconds
-
-    @staticmethod
-    def _shard_of(task: Task) -> tuple[str, int]:
-        """Of a shard, the name of its request within the graph, and its number: the last arguments of its call."""
-        if task.gated and len(task.call) > 3 and isinstance(task.call[-2], str):
-            return task.call[-2], task.call[-1]
-        return "", 0
-
-    def _finish(self, task: Task, worker: VirtualWorker) -> None:
-        """Its time is over: have its result arrive."""
-        worker.reports[task.key] = report = object()
-        self._messages.send("result", worker.address, self._arrive, task, worker, report)
-
-    def _arrive(self, task: Task, worker: VirtualWorker, report: object) -> None:
-        """Make the call, unless the worker is gone, gave the task back, or has begun it anew since."""
-        if task.key not in worker.running or worker.reports.get(task.key) is not report:
-            return
-        del worker.running[task.key], worker.reports[task.key]
-        if task.state != "processing" or task.worker != worker.address:
-            self._begin_next(worker)
-            return
-        try:
-            result = self._call(task, worker)
-        except Stopped as stopped:
-            self.tasks.fail(task, stopped)
-            self._failure = stopped
-        except Exception as error:
-            self.tasks.fail(task, error)
-            self._failure = error
-        else:
-            self.tasks.finish(task, result)
-        self._begin_next(worker)
-        self._leave_when_idle(worker)
-
-    def _call(self, task: Task, worker: VirtualWorker) -> Any:
-        with signals.standing_in_for(worker.signals):
-            return self._call_here(task, worker)
-
-    def _call_here(self, task: Task, worker: VirtualWorker) -> Any:
-        """In the place of the worker."""
-        name, shard = self._shard_of(task)
-        told = worker.places.pop((name, shard), None)
-        if isinstance(told, Placement):  # a gang's first rank does it all; there is one process
-            told = Placement(gang=name, epoch=told.epoch, rank=0, width=1) if told.rank == 0 else Surplus()
-        if told is not None:
-            signals.place(name, shard, told)
-        return task.call[0](*self.tasks.arguments(task))
-
-    def _hand_back(self, task: Task, worker: VirtualWorker) -> None:
-        """A shard ends without a result, a moment after it was told to."""
-        alarm = worker.running.pop(task.key, None)
-        if alarm:
-            alarm.cancel()
-        if task.state == "processing" and task.worker == worker.address:
-            worker.places.pop(self._shard_of(task), None)
-            self.tasks.hand_back(task)
-        self._begin_next(worker)
-        self._leave_when_idle(worker)
-
-    # Gangs
-
-    def _form(self, launch: Launch) -> None:
-        first = self.tasks.all[launch.members[0].key]
-        members = {member.key: self.workers[member.address] for member in launch.members}
-        leader = members[first.key]
-        work = self._timing.work(first.call[0], self.tasks.arguments(first))
-        if isinstance(work, Fixed):
-            for key, worker in members.items():
-                if key in worker.running:  # else it is about to leave
-                    worker.running[key] = self._clock.after(work.seconds, self._finish, self.tasks.all[key], worker)
-            return
-        width = len(members)
-        overhead_s = self._timing.launch_s + (self._timing.form_s if width > 1 else 0.0)
-        forming = Forming(
-            name=launch.gang,
-            epoch=launch.members[0].place.epoch,
-            work=work,
-            members=members,
-            step_s=self._timing.step_s(work.samples, width, "spot" if leader.pool == "spot" else "reserved"),
-            first=self._gangs.committed.get(work.request, 0) if self._resumes else 0,
-            from_s=self._clock.now_s + overhead_s,
-            explores=first.phase.startswith("explore"),
-            width=width,
-        )
-        self._gangs.begin(forming)
 
     def _call_off(self, order: CallOff) -> None:
         self._gangs.call_off(order.gang, order.epoch, order.address)
 
     def _regroup(self, order: Regroup) -> None:
         self._gangs.regroup(order.gang, order.epoch)
-
-    def _finish_member(self, key: Key, worker: VirtualWorker) -> None:
-        self._finish(self.tasks.all[key], worker)
-
-    def _hand_back_member(self, key: Key, worker: VirtualWorker) -> None:
-        self._clock.after(BACK_OFF_S, self._hand_back, self.tasks.all[key], worker)
 
     # Orders to all
 
@@ -703,7 +350,7 @@ class VirtualCluster:
             task = self.tasks.all[key]
             if alarm and task.phase.startswith("explore-score"):
                 alarm.cancel()
-                worker.running[key] = self._clock.after(0.0, self._finish, task, worker)
+                worker.running[key] = self._clock.after(0.0, self._executor.finish, task, worker)
 
     def _stop_work(self) -> None:
         for worker in self.workers.values():

@@ -40,6 +40,8 @@ class Example:
     train_pool: str = "gradient"
     """Of gradients, as a task's annotation has it."""
     window_s: float = inf
+    score_pool: str = "engine"
+    """Where scores are computed: where a request was denoised; or, with "reward", by workers that only score."""
 
     def graph(self, store: Callable[[], None]) -> tuple[HighLevelGraph, list[Key]]:
         """The graph, and the keys whose results are wanted.
@@ -50,7 +52,7 @@ class Example:
         layers = _Layers(self)
         requests = [(_denoise, request("rollout", at)) for at in range(self.rollouts)]
         rollouts = layers.add_requests("rollout", self.pool, requests, window_s=self.window_s)
-        scores = layers.add("score", "engine", [(_score, keys[0]) for keys in rollouts])
+        scores = self._add_scores(layers, "{}", [keys[0] for keys in rollouts])
         calls = [(_collect, store, scores[p :: self.parts], _others(rollouts[p :: self.parts])) for p in self._parts]
         samples = layers.add("advantage", "trainer", calls)
         gradients: list[list[Key]] = []
@@ -77,10 +79,15 @@ class Example:
             (allocation,) = layers.add(f"allocate-r{r}", "head", [(_allocate, r, self.slots, seen)], iteration=1)
             calls = [(_explore, allocation, slot) for slot in range(self.slots)]
             explored = layers.add_requests(f"explore-r{r}", "spot", calls, iteration=1)
-            scored = [(_score, keys[0]) for keys in explored]
-            scores.append(layers.add(f"explore-score-r{r}", "engine", scored, iteration=1))
+            results = [keys[0] for keys in explored]
+            scores.append(self._add_scores(layers, f"explore-{{}}-r{r}", results, iteration=1))
             others += _others(explored)
         return layers.add("select", "head", [(_collect, _nothing, sum(scores, []), others)], iteration=1)
+
+    def _add_scores(self, layers: _Layers, phase: str, results: list[Key], iteration: int = 0) -> list[Key]:
+        if self.score_pool != "engine":
+            results = layers.add(phase.format("draw"), "engine", [(_draw, key) for key in results], iteration)
+        return layers.add(phase.format("score"), self.score_pool, [(_score, key) for key in results], iteration)
 
     def rollout_of(self, got: dict[Key, Any], number: int) -> Any:
         """The result of one of the rollouts."""
@@ -186,6 +193,10 @@ def _allocate(round_index: int, slots: int, seen: Sequence[Any]) -> list[Request
 def _slots_used(round_index: int, slots: int) -> int:
     """Some rounds leave one over."""
     return max(1, slots - round_index % 2)
+
+
+def _draw(image: Any) -> Any:
+    return image
 
 
 def _score(image: Any) -> Any:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from random import Random
 from typing import Any, Literal
 
-from cluster.dispatch import Dispatch, Rules
+from cluster.dispatch import Dispatch
 from cluster.events import Event, Instruction, Key, Launch, TaskChanged, TasksChanged, WorkerJoined, WorkerNoticed
+from cluster.rules import Rules
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.example import RUN, Example, ExampleTiming
@@ -87,6 +88,8 @@ class Schedule:
     blows: tuple[tuple[float, Blow, int], ...]
     """``(when, what, whom)``, the last being a number that is taken modulo the workers that are there."""
     aimed: tuple[Aimed, ...]
+    scorers: int = 0
+    """Workers that only score."""
 
 
 def draw(seed: int) -> Schedule:
@@ -111,6 +114,8 @@ def draw(seed: int) -> Schedule:
         train_pool=chance.choice(["gradient", "gradient-any"]),
         window_s=chance.choice([inf, inf, 0.0, 1.0, 3.0]),
     )
+    scorers = Random(f"{seed} scores").choice([0, 0, 1, 2])
+    example = replace(example, score_pool="reward" if scorers else "engine")
     cursed = chance.randrange(example.rollouts) if chance.random() < 0.15 else None
     resumes = chance.random() < 0.8
     return Schedule(
@@ -136,6 +141,7 @@ def draw(seed: int) -> Schedule:
         cursed=cursed,
         blows=_blows(chance),
         aimed=tuple(_aimed(chance) for _ in range(chance.choice([0, 0, 1, 2, 4]))),
+        scorers=scorers,
     )
 
 
@@ -344,21 +350,21 @@ def strike(cluster: VirtualCluster, blow: Blow, address: str, chance: Random) ->
     """
     match blow:
         case "kill":
-            cluster.kill(address)
+            cluster.machines.kill(address)
         case "notice":
-            cluster.notice(address, grace_s=chance.choice([0.1, 3.0]))
+            cluster.machines.notice(address, grace_s=chance.choice([0.1, 3.0]))
         case "hang":
-            cluster.freeze(address)
+            cluster.machines.freeze(address)
         case "engine":
-            cluster.lose_engine(address)
+            cluster.machines.lose_engine(address)
         case "pause":
-            cluster.pause(address, chance.choice([0.0, 0.5, 3.0]))
+            cluster.machines.pause(address, chance.choice([0.0, 0.5, 3.0]))
         case "suspect":
-            cluster.suspect(address, silent_s=inf)
+            cluster.machines.suspect(address, silent_s=inf)
         case "node" if address in cluster.workers:
             node = cluster.workers[address].node
             for other in [other for other in cluster.workers.values() if other.node == node]:
-                cluster.kill(other.address)
+                cluster.machines.kill(other.address)
         case "driver":
             raise DriverKilled
         case "stop":
@@ -371,6 +377,9 @@ def stays(schedule: Schedule, now_s: float) -> Iterator[Stay]:
     for at in range(schedule.reserved):
         name, ups = f"reserved-{at}", ((now_s, inf),)
         yield Stay(pool="reserved", name=name, node="node:reserved", ups=ups, replace_after_s=replace_after_s)
+    for at in range(schedule.scorers):
+        name, ups = f"reward-{at}", ((now_s, inf),)
+        yield Stay(pool="reward", name=name, node="node:reward", ups=ups, replace_after_s=replace_after_s)
     for at, times in enumerate(schedule.ups):
         yield Stay(
             pool="spot",

@@ -161,6 +161,11 @@ class Formings:
             forming.ends.cancel()
         self.all.pop(forming.name, None)
 
+    def forget_empty(self) -> None:
+        """A worker is gone, and may have been the last member of some."""
+        for name in [name for name, forming in self.all.items() if not forming.members]:
+            del self.all[name]
+
     def halt(self, forming: Forming) -> None:
         """A member is gone, or frozen: the others wait for it in the step in flight."""
         if forming.broken_s is None:

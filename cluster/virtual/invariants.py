@@ -4,14 +4,14 @@ At an instruction:
 
 - a gang is launched whole, on workers of one node that are there, stay, and have nothing else to do;
 - no worker still has a shard of an earlier forming of the gang, and the forming has a new number;
-- a gradient, or an update, begins on a free worker of a pool that trains.
+- a gradient, or an update, begins on a free worker of a pool that trains, and scoring on one that only scores.
 
 After a moment:
 
 - a worker has at most one task from behind the gate, and runs no more tasks than it has threads;
 - a gang spans one node, and takes steps only with all its members;
 - the dispatcher knows of no step that the present forming of a gang did not take;
-- no request waits beside an idle worker that could run it, and no gradient or update.
+- no request waits beside an idle worker that could run it, and no gradient, update or scoring.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cluster.dispatch import Dispatch
-from cluster.events import Instruction, Launch, Train
-from cluster.gangs import TRAINING
+from cluster.events import Instruction, Launch, Score, Train
+from cluster.gangs import SCORING, TRAINING
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.formings import Forming
 from cluster.virtual.workers import VirtualWorker
@@ -44,8 +44,8 @@ class Invariants:
         for instruction in instructions:
             if isinstance(instruction, Launch):
                 self._report(cluster, self._wrong_launch(cluster, instruction))
-            elif isinstance(instruction, Train):
-                self._report(cluster, self._wrong_training(cluster, instruction))
+            elif isinstance(instruction, Train | Score):
+                self._report(cluster, self._wrong_alone(cluster, instruction))
 
     def _wrong_launch(self, cluster: VirtualCluster, launch: Launch) -> Iterator[str]:
         epoch = launch.members[0].place.epoch
@@ -66,11 +66,11 @@ class Invariants:
             if not keys.isdisjoint(worker.running) or not keys.isdisjoint(worker.queue):
                 yield f"{launch.gang} is launched, and {worker.name} still has a shard of an earlier forming"
 
-    def _wrong_training(self, cluster: VirtualCluster, train: Train) -> Iterator[str]:
-        yield from (f"{train.key}: {why}" for why in self._unfit(cluster, train.address))
-        worker = cluster.workers.get(train.address)
-        if worker and worker.pool not in TRAINING[cluster.tasks.all[train.key].pool]:
-            yield f"{train.key} is to run on {worker.name}, of the pool {worker.pool}"
+    def _wrong_alone(self, cluster: VirtualCluster, begin: Train | Score) -> Iterator[str]:
+        yield from (f"{begin.key}: {why}" for why in self._unfit(cluster, begin.address))
+        worker, pool = cluster.workers.get(begin.address), cluster.tasks.all[begin.key].pool
+        if worker and worker.pool not in (TRAINING[pool] if isinstance(begin, Train) else (SCORING,)):
+            yield f"{begin.key} is to run on {worker.name}, of the pool {worker.pool}"
 
     def _unfit(self, cluster: VirtualCluster, address: str) -> Iterator[str]:
         worker = cluster.workers.get(address)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import count, groupby
 from operator import attrgetter
 from typing import Any
 
@@ -34,6 +34,7 @@ class Task:
     wanted: bool = False
     """By whoever submitted the graph."""
     inputs: tuple[Task, ...] = ()
+    """Some of which may have been split since, as of its users: see `parts`."""
     users: Sequence[Task] = ()
     missing: int = 0
     """Of a waiting task: inputs that are not there."""
@@ -45,10 +46,12 @@ class Task:
     worker: str = ""
     """That runs it or has its result."""
     result: Any = None
+    held: int = 0
+    """Counts results as their workers got them."""
     bound: str = ""
     """Behind the gate: the only worker that may run it, until the gate is closed again."""
     given: str = ""
-    """Address of the worker that was given it, and has not lost it."""
+    """Address of the worker that was given it, and has neither ended nor lost it."""
     began_s: float | None = None
     """When it was begun."""
     alike: Mapping[Key, tuple[Any, ...]] = field(default_factory=dict)
@@ -78,6 +81,7 @@ class Tasks:
         self.all: dict[Key, Task] = {}
         self.unplaced: dict[Key, None] = {}
         """Ready, not behind a gate, and no worker for them."""
+        self._held = count(1)
         self._alike: list[Task] = []
         """In another state since the last `_flush`, which is to tell of it."""
         self._alike_state: TaskPhase = "released"
@@ -128,10 +132,7 @@ class Tasks:
         self._flush()
         task.split = tuple([replace(task, key=key, call=call, alike={}) for key, call in task.alike.items()])
         self.all.update(zip(task.alike, task.split, strict=True))
-        for needed in task.inputs:
-            needed.users = _in_place(needed.users, task)
-        for user in task.users:
-            user.inputs = tuple(_in_place(user.inputs, task))
+        for user in parts(task.users):
             if user.state == "waiting" and task.state != "memory":
                 user.missing += len(task.alike) - 1
 
@@ -170,11 +171,11 @@ class Tasks:
 
     def _want(self, task: Task) -> None:
         """A released task is to run, as are the inputs that it lacks."""
-        missing = [needed for needed in task.inputs if needed.state != "memory"] if task.inputs else []
+        missing = [needed for needed in parts(task.inputs) if needed.state != "memory"] if task.inputs else []
         task.missing = len(missing)
         if not task.needs_inputs:
             task.needs_inputs = True
-            for needed in task.inputs:
+            for needed in parts(task.inputs):
                 needed.waiters += len(task.keys)
         if not missing:
             self._ready(task)
@@ -221,7 +222,7 @@ class Tasks:
 
     def finish(self, task: Task, result: Any) -> None:
         """It has a result; what waited for it may begin, and inputs that nobody else needs are released."""
-        task.result = result
+        task.result, task.held = result, next(self._held)
         self._set(task, "memory")
         self._finished(task)
         self._flush()
@@ -229,7 +230,7 @@ class Tasks:
     def finish_together(self, tasks: Sequence[Task], results: Sequence[Any]) -> None:
         """As `finish`; they are told of together."""
         for task, result in zip(tasks, results, strict=True):
-            task.result = result
+            task.result, task.held = result, next(self._held)
             self._set_alike(task, "memory")
         self._flush()
         for task in tasks:
@@ -237,13 +238,13 @@ class Tasks:
         self._flush()
 
     def _finished(self, task: Task) -> None:
-        for user in task.users:
+        for user in parts(task.users):
             if user.state == "waiting":
                 user.missing -= 1
                 if not user.missing:
                     self._ready(user)
         needed_before, task.needs_inputs = task.needs_inputs, False
-        for needed in task.inputs:
+        for needed in parts(task.inputs):
             needed.waiters -= len(task.keys) if needed_before else 0
             if not needed.waiters:
                 self._release_if_unneeded(needed)
@@ -261,13 +262,22 @@ class Tasks:
         self._want(task)
         self._flush()
 
+    def results_of(self, address: str) -> list[Task]:
+        """Tasks whose results a worker has, in the order in which it got them."""
+        there = [task for task in self.all.values() if task.worker == address and task.state == "memory"]
+        return sorted(dict.fromkeys(there), key=attrgetter("held"))
+
+    def hold(self, task: Task, address: str) -> None:
+        """Another worker has its result now."""
+        task.worker, task.held = address, next(self._held)
+
     def lose(self, task: Task) -> None:
         """The worker that had its result is gone."""
         task.worker, task.result = "", None
-        for user in [user for user in task.users if user.alike]:
+        for user in [user for user in parts(task.users) if user.alike]:
             self._split(user)
         self._set(task, "released")
-        for user in sorted((user for user in task.users if user.needs_inputs), key=_key):
+        for user in sorted((user for user in parts(task.users) if user.needs_inputs), key=_key):
             if user.state in ("gated", "processing"):
                 user.worker = ""
                 self.unplaced.pop(user.key, None)
@@ -286,7 +296,7 @@ class Tasks:
 
     def forget(self, tasks: Iterable[Task]) -> None:
         """Nobody asks for them any more."""
-        tasks = [part for task in tasks for part in task.split or (task,)]
+        tasks = parts(tasks)
         for task in tasks:
             self.unplaced.pop(task.key, None)
             if task.state == "processing":
@@ -321,6 +331,11 @@ class Tasks:
 _key = attrgetter("key")
 
 
+def parts(tasks: Iterable[Task]) -> list[Task]:
+    """Tasks, those that were split since replaced by what they were split into."""
+    return [part for task in tasks for part in (task.split or (task,))]
+
+
 _Calls = Mapping[Key, tuple[Any, ...]]
 
 
@@ -336,12 +351,6 @@ def _together(calls: Mapping[Any, Any], shards: int) -> Iterator[tuple[Key, tupl
             yield *others[0], dict(others)
         else:
             yield from ((*other, {}) for other in others)
-
-
-def _in_place(tasks: Sequence[Task], split: Task) -> list[Task]:
-    """With the parts of a task that was split where it was."""
-    at = tasks.index(split)
-    return [*tasks[:at], *split.split, *tasks[at + 1 :]]
 
 
 def _layer(name: str, layer: Any) -> Layer:

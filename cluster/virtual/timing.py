@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from cluster.events import WorkerPool
 from spotlight.records import Pool
 
 
@@ -51,7 +52,7 @@ class Timing(Protocol):
 class Stay:
     """When one worker's machine is there, and how it is taken away."""
 
-    pool: str
+    pool: WorkerPool
     name: str
     node: str
     ups: tuple[tuple[float, float], ...]

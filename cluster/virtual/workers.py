@@ -31,8 +31,6 @@ class VirtualWorker:
     """Tasks that it has begun, with what will end them."""
     reports: dict[Key, object] = field(default_factory=dict)
     """Of those, the ones that have ended, with the report that is on its way."""
-    results: dict[Key, None] = field(default_factory=dict)
-    """Tasks whose results it holds."""
     gang: str = ""
     """Name of the request that it was put to work on last."""
     leaving: bool = False
@@ -53,4 +51,16 @@ class VirtualWorker:
 
     def can(self, needs: Iterable[str]) -> bool:
         """Whether it has the resources that a task asks for."""
-        return all(need == self.pool or (need == "engine" and self.pool != "head") for need in needs)
+        return all(need == self.pool or (need == "engine" and self.pool in ("reserved", "spot")) for need in needs)
+
+    def cancel_alarms(self) -> None:
+        """What it has begun does not end by itself any more."""
+        for alarm in self.running.values():
+            if alarm:
+                alarm.cancel()
+
+    def drop_all(self) -> None:
+        """It has nothing begun any more."""
+        self.cancel_alarms()
+        self.running.clear()
+        self.reports.clear()

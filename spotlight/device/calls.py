@@ -55,6 +55,15 @@ class RolloutCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrawCall:
+    verb: ClassVar[str] = "draw"
+    request: Request
+
+    def on(self, device: Device, run_dir: str) -> Dropped | None:
+        return device.draw(run_dir, self.request)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreCall:
     verb: ClassVar[str] = "score"
     request: Request

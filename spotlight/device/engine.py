@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,6 +65,9 @@ class InProcess:
 
     def rollout(self, run_dir: str, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
         return self.engine(run_dir).rollout(request, place)
+
+    def draw(self, run_dir: str, request: Request) -> Dropped | None:
+        return self.engine(run_dir).draw(request)
 
     def score(self, run_dir: str, request: Request) -> Scored | Dropped:
         return self.engine(run_dir).score(request)
@@ -158,24 +162,53 @@ class Engine:
             latents_BNC = torch.from_numpy(clean_BNC).to(self.model.device)
             return self.model.decode(latents_BNC, request.height_px, request.width_px), finite_B
 
-    def score(self, request: Request) -> Scored | Dropped:
-        """Rewards of a finished request; what was scored before is read, not scored again.
+    def draw(self, request: Request) -> Dropped | None:
+        """Decode a finished request's images and keep them, unless they are kept already, or scored.
 
         Exploration that is closed meanwhile is dropped: the next rollout needs the device.
         """
-        known = self.store.scores(request)
-        if known and known["digest"] == request.digest:
-            return Scored(request=request, rewards=tuple(known["rewards"]), errors=tuple(known["errors"]))
+        if self._known(request) or self.store.images(request):
+            return None
         try:
             _still_wanted(request)
-            with self._pace.lasting(self._pace.score_s(len(request.seeds)), partial(_still_wanted, request)):
-                images, finite_B = self._images(request)
-                values, errors = self._rewards(request, images, finite_B)
         except _NotWanted as error:
             return Dropped(reason=str(error))
+        self.store.put_images(request, *self._images(request))
+        return None
+
+    def score(self, request: Request) -> Scored | Dropped:
+        """Rewards of a finished request; what was scored before is read, not scored again.
+
+        Images that `draw` kept are not decoded again, and go once the scores are stored. Exploration that is closed
+        meanwhile is dropped: the next rollout needs the device.
+        """
+        known = self._known(request)
+        try:
+            if known is None:
+                _still_wanted(request)
+                with self._pace.lasting(self._pace.score_s(len(request.seeds)), partial(_still_wanted, request)):
+                    found = self._scores(request)
+                known = self.store.put_scores(request, found)
+        except _NotWanted as error:
+            return Dropped(reason=str(error))
+        if self._config.scores_apart:
+            self.store.drop_images(request)
+        return Scored(request=request, rewards=tuple(known["rewards"]), errors=tuple(known["errors"]))
+
+    def _known(self, request: Request) -> dict[str, Any] | None:
+        """What this very request was scored before."""
+        known = self.store.scores(request)
+        return known if known and known["digest"] == request.digest else None
+
+    def _scores(self, request: Request) -> dict[str, Any]:
+        """What is to be stored of it: its rewards, or what another worker has stored meanwhile."""
+        kept = self.store.images(request) if self._config.scores_apart else None
+        if kept is None and self._config.scores_apart and (known := self._known(request)):
+            return known  # whoever stored it took the images away
+        images, finite_B = kept or self._images(request)
+        values, errors = self._rewards(request, images, finite_B)
         small = {} if request.purpose == "explore" else {"thumbnails": thumbnails(images)}
-        self.store.put_scores(request, {"digest": request.digest, "rewards": values, "errors": errors, **small})
-        return Scored(request=request, rewards=tuple(values), errors=tuple(errors))
+        return {"digest": request.digest, "rewards": values, "errors": errors, **small}
 
     def _rewards(
         self, request: Request, images: NDArray[np.uint8], finite_B: NDArray[np.bool_]
@@ -183,7 +216,10 @@ class Engine:
         """In order of the seeds, None where there is none, with an error for each of those."""
         shown = np.flatnonzero(finite_B)
         prompts = [request.prompt] * len(shown)
-        found, errors = rewards.score(self._scorer, images[shown], prompts, attempts=self._config.reward.attempts)
+        settings = self._config.reward
+        found, errors = rewards.score(
+            self._scorer, images[shown], prompts, attempts=settings.attempts, batch=settings.batch
+        )
         values: list[float | None] = [None] * len(request.seeds)
         for index, value in zip(shown, found, strict=True):
             values[index] = value

@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -39,8 +40,16 @@ class EngineLost(Exception):
     """The engine process ended, or was ended, in the middle of a call."""
 
 
+class TimedOut(EngineLost):
+    """It was ended because the call took longer than it may."""
+
+
 class _Hung(Exception):
     """A call that sent beats sends none any more."""
+
+
+class _TooLong(Exception):
+    """A call takes longer than it may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,30 +107,39 @@ class EngineProcess:
     def _start(self) -> None:
         calls, self._calls = self._context.Pipe()
         orders, told = self._context.Pipe(duplex=False)
-        arguments = (self._number, self._node, calls, orders, signals, dict(os.environ))
+        says = [Connection(os.dup(output), readable=False) for output in (1, 2)]
+        arguments = (self._number, self._node, calls, orders, signals, dict(os.environ), says)
         self._renew()
-        self._process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
+        process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
             target=serve, args=arguments, daemon=True
         )
-        self._process.start()
+        process.start()
+        self._process = process
         self._on_start(self.pid)
-        calls.close()
-        orders.close()
+        for given in (calls, orders, *says):
+            given.close()
         with self._telling:
             self._orders = told
 
-    def call(self, run_dir: str, call: Call[T], on_beat: Callable[[Beat], None]) -> T:
+    def call(self, run_dir: str, call: Call[T], on_beat: Callable[[Beat], None], limit_s: float = inf) -> T:
         """Run a call on the engine, and wait until it ends.
 
+        Args:
+            limit_s: longest that it may take; time in which the caller was paused does not count.
+
         Raises:
+            TimedOut: it took longer.
             EngineLost: there is no answer, and never will be.
             Exception: whatever the call raised.
         """
         try:
             self._calls.send((run_dir, call))
-            kind, value = self._answer(on_beat)
+            kind, value = self._answer(on_beat, limit_s)
         except (EOFError, OSError):
             raise EngineLost(f"the engine process ended with {_meaning(self._restart())}") from None
+        except _TooLong:
+            self._restart()
+            raise TimedOut(f"{call.verb!r} took longer than {limit_s:g} s, and its process was ended") from None
         except _Hung:
             self._restart()
             raise EngineLost(f"the engine gave no sign of life for {self._hang_after_s} s and was ended") from None
@@ -129,20 +147,24 @@ class EngineProcess:
             raise value
         return value
 
-    def _answer(self, on_beat: Callable[[Beat], None]) -> tuple[str, Any]:
-        beats, heard_s, looked_s = False, time.monotonic(), time.monotonic()
+    def _answer(self, on_beat: Callable[[Beat], None], limit_s: float) -> tuple[str, Any]:
+        beats, heard_s, looked_s, began_s = False, time.monotonic(), time.monotonic(), time.monotonic()
         while True:
             heard = self._calls.poll(POLL_S)
             now_s = time.monotonic()
-            heard_s += max(0.0, now_s - looked_s - POLL_S)  # in which this process, and perhaps the engine, was paused
+            paused_s = max(0.0, now_s - looked_s - POLL_S)  # this process, and perhaps the engine
+            heard_s, began_s = heard_s + paused_s, began_s + paused_s
             looked_s = now_s
+            message: tuple[str, Any] = self._calls.recv() if heard else ("", None)
+            kind, value = message
+            if kind not in ("", "beat"):
+                return kind, value
+            if now_s - began_s > limit_s:
+                raise _TooLong
             if not heard:
                 if now_s - heard_s > self._hang_after_s and (beats or is_stopped(self.pid)):
                     raise _Hung
                 continue
-            kind, value = self._calls.recv()
-            if kind != "beat":
-                return kind, value
             beats, heard_s = True, now_s
             on_beat(value)
             looked_s = time.monotonic()
@@ -158,7 +180,8 @@ class EngineProcess:
             self._end()
             code = self._process.exitcode
             if not self._closed:
-                self._start()
+                with contextlib.suppress(EOFError, OSError):  # the parent died this moment; the next call tries again
+                    self._start()
         return code
 
     def close(self) -> None:
@@ -188,14 +211,23 @@ def _meaning(code: int | None) -> str:
 
 
 def serve(
-    number: int, node: Path, calls: Connection, orders: Connection, asked: Signals, environment: Mapping[str, str]
+    number: int,
+    node: Path,
+    calls: Connection,
+    orders: Connection,
+    asked: Signals,
+    environment: Mapping[str, str],
+    says: Sequence[Connection],
 ) -> None:
     """The body of an engine process: answer calls until the other end is gone.
 
     Args:
-        environment: the caller's; the parent, from which this process has its own, is older.
+        environment: the caller's, as is where it ``says`` things, for output and errors; the parent, from which this
+            process has its own, is older, and may be that of other callers, too.
     """
     os.environ.update(environment)
+    for output, given in enumerate(says, 1):
+        os.dup2(given.fileno(), output)
     for ignored in (signal.SIGINT, signal.SIGTERM):  # meant for the driver, and for the worker, who will tell
         signal.signal(ignored, signal.SIG_IGN)
     end_with_parent()

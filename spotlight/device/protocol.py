@@ -71,6 +71,10 @@ class Device(Protocol):
         """
         ...
 
+    def draw(self, run_dir: str, request: Request) -> Dropped | None:
+        """Decode the images of a finished request, and keep them for whoever scores them elsewhere."""
+        ...
+
     def score(self, run_dir: str, request: Request) -> Scored | Dropped:
         """Rewards of a finished request."""
         ...

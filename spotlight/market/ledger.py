@@ -16,7 +16,7 @@ from math import inf
 from operator import attrgetter
 from typing import Literal, get_args
 
-from spotlight.records import Interval, Span, WorkerLife, base_phase
+from spotlight.records import Interval, Pool, Span, WorkerLife, base_phase
 
 SECONDS_PER_H = 3600.0
 ALWAYS: Interval = (-inf, inf)
@@ -74,6 +74,11 @@ def absolute(prices: Prices, workers: Iterable[WorkerLife]) -> dict[str, Price]:
     """The prices in the workers' own time: those that count from the run's start are moved to its first worker."""
     began_s = min((life.joined_s for life in workers), default=0.0)
     return {pool: price.moved(began_s) if price.since_start else price for pool, price in prices.items()}
+
+
+def reserved_price(prices: Prices, pool: str) -> Price:
+    """What a pool's work would cost on reserved workers; what only scores is the same there."""
+    return prices["reserved"] if pool in get_args(Pool) else prices[pool]
 
 
 def stay(life: WorkerLife, window: Interval) -> Interval:
@@ -209,6 +214,9 @@ def _partition(life: WorkerLife, pieces: Iterable[Segment], window: Interval) ->
         chosen = under_way[0] if under_way else None
         if len(under_way) > 1:
             chosen = max(under_way, key=lambda piece: (piece.kind == "useful", piece.start_s, piece.phase))
+        if chosen and chosen.start_s == begin_s and chosen.stop_s == end_s:  # nearly always
+            yield chosen
+            continue
         waiting: Kind = "start-up" if begin_s < first_s else "idle"
         yield Segment(
             pool=life.pool,
@@ -229,7 +237,7 @@ class Entry:
     seconds: float
     usd: float
     usd_reserved: float
-    """The same seconds at the reserved pool's price."""
+    """The same seconds at the reserved pool's price (`reserved_price`)."""
 
 
 def summed(entries: Iterable[Entry]) -> tuple[Entry, ...]:
@@ -330,11 +338,12 @@ def ledger(
     """
     prices = absolute(prices, workers)
     sums: defaultdict[tuple[str, str, Kind], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    reserved = {pool: reserved_price(prices, pool) for pool in {life.pool for life in workers}}
     for segment in segments(spans, workers, window):
         column = sums[segment.pool, segment.phase, segment.kind]
         column[0] += segment.stop_s - segment.start_s
         column[1] += prices[segment.pool].usd(segment.start_s, segment.stop_s)
-        column[2] += prices["reserved"].usd(segment.start_s, segment.stop_s)
+        column[2] += reserved[segment.pool].usd(segment.start_s, segment.stop_s)
     return Ledger(
         entries=tuple(
             Entry(pool=pool, phase=phase, kind=kind, seconds=seconds, usd=usd, usd_reserved=usd_reserved)

@@ -6,11 +6,12 @@ What the dispatcher decided is in its own log of events (`cluster.events`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from spotlight.plan import bandit
 from spotlight.plan.beliefs import Arm, Beliefs
+from spotlight.records import row_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,8 @@ def allocation_row(
 ) -> dict[str, Any]:
     """A row for one round of the bandit; ``given`` are the other arguments of `bandit.allocate`."""
     row = Allocation(arms=tuple(arms), beliefs=beliefs, given=given, chunks=tuple(chunks))
-    return {"decision": "allocate", **asdict(row)}
+    believed = row_of(beliefs) | {"prompts": [row_of(seen) for seen in beliefs.prompts]}
+    return {"decision": "allocate", **row_of(row), "arms": [row_of(arm) for arm in arms], "beliefs": believed}
 
 
 def differing(rows: Iterable[Allocation | Mapping[str, Any]]) -> Iterator[Allocation]:

@@ -43,7 +43,9 @@ def max_variance_subset(rewards: ArrayLike, keep: int) -> list[int]:
     mean = (sums[low] + sums[n] - sums[high]) / keep
     variance = (squares[low] + squares[n] - squares[high]) / keep - mean**2
     lowest = order[: keep - int(np.argmax(variance[::-1]))].tolist()
-    rest = np.setdiff1d(np.arange(n), lowest)
+    is_rest = np.ones(n, dtype=np.bool_)
+    is_rest[lowest] = False
+    rest = np.flatnonzero(is_rest)
     highest = rest[np.argsort(-values[rest], kind="stable")][: keep - len(lowest)].tolist()
     return sorted(lowest + highest)
 

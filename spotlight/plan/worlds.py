@@ -2,7 +2,8 @@
 
 Values in, values out: a seed fixes all random numbers.
 
-Shapes: P prompts, K kinds, N grid nodes, V values of rewards, W worlds, J chunks, M kept, S sides (low and high).
+Shapes: P prompts, K kinds, N grid nodes, W worlds, J numbers of chunks, C candidates of a chunk, M lowest or highest,
+S sides (low and high).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Narrow = NDArray[np.float32]
 WORLDS, LEAST_WORLDS, ALL_WORLDS = 128, 16, 2**14
 """In which a prompt is imagined: fewer where there are many prompts, so that the time grows little with them. Spread
 evenly, 64 were as good as 256."""
-BLOCK = 2**13
+BLOCK = 2**12
 """Prompts times worlds that are imagined at a time: what is known of so many stays in a processor's cache."""
 GRID_V = np.arange(len(GRID_N), dtype=np.uint8) * np.float32(GRID_N[1])
 """The grid's nodes, in single precision."""
@@ -41,8 +42,7 @@ def imagine(
     worlds = min(WORLDS, max(LEAST_WORLDS, ALL_WORLDS // len(arms)))
     rng = np.random.Generator(np.random.Philox(key=seed))
     kind_W = (np.arange(worlds) + rng.random()) / worlds
-    draws_J = [[_spread(rng, worlds) for _ in range(new_P.max())] for new_P in new_JP]
-    values_V = np.unique(np.concatenate([GRID_V, *(np.array(arm.rewards, dtype=np.float32) for arm in arms)]))
+    draws_J = [np.reshape([_spread(rng, worlds) for _ in range(new_P.max())], (-1, worlds)) for new_P in new_JP]
     variance_PWJ = np.empty((len(arms), worlds, ahead + 1))
     block = max(1, BLOCK // worlds)
     for first in range(0, len(arms), block):
@@ -50,9 +50,7 @@ def imagine(
         kind_PW = (shares_PK[some].cumsum(axis=1)[:, None, :-1] < kind_W[:, None]).sum(axis=-1)
         below_PKN = chance_PKN[some].cumsum(axis=-1)[..., :-1].astype(np.float32)
         below_NPW = np.ascontiguousarray(np.moveaxis(np.take_along_axis(below_PKN, kind_PW[..., None], axis=1), -1, 0))
-        variance_PWJ[some] = _variances(
-            _extremes(arms[some], values_V, keep, worlds), values_V, below_NPW, new_JP[:, some], draws_J
-        )
+        variance_PWJ[some] = _variances(_extremes(arms[some], keep, worlds), below_NPW, new_JP[:, some], draws_J, keep)
     return variance_PWJ
 
 
@@ -63,88 +61,111 @@ def _spread(rng: np.random.Generator, worlds: int) -> Narrow:
 
 
 def _variances(
-    ranks_MSPW: NDArray[Any],
-    values_V: Narrow,
-    below_NPW: Narrow,
-    new_JP: NDArray[Any],
-    draws_J: Sequence[Sequence[Narrow]],
+    extremes_SMPW: Narrow, below_NPW: Narrow, new_JP: NDArray[Any], draws_J: Sequence[Narrow], keep: int
 ) -> Array:
     """Of some prompts: the variance of the kept subset after each number of chunks, (P, W, J).
 
     Args:
-        ranks_MSPW: of what was scored; it is overwritten.
+        extremes_SMPW: of what was scored, as `_extremes` has them; they are overwritten.
         below_NPW: the chance of a reward below each node but the first.
         new_JP: candidates of each chunk.
         draws_J: the worlds' uniform numbers for each candidate of each chunk.
     """
-    none, last = _none(ranks_MSPW.dtype), len(values_V) - 1
-    rank_N = np.searchsorted(values_V, GRID_V).astype(ranks_MSPW.dtype)
-    low_V, high_V = (
-        np.append(side_V, np.float32(end)) for side_V, end in ((values_V, np.inf), (values_V[::-1], -np.inf))
-    )
-    new_SPW = np.empty_like(ranks_MSPW[0])
     variance_JPW = np.empty((len(new_JP), *below_NPW.shape[1:]), dtype=np.float32)
-    for new_P, draws, variance_PW in zip(new_JP, draws_J, variance_JPW, strict=True):
-        for at, uniform_W in enumerate(draws):
-            node_PW = (below_NPW < uniform_W).view(np.uint8).sum(axis=0, dtype=np.uint8)
-            np.take(rank_N, node_PW, out=new_SPW[0], mode="clip")
-            np.subtract(last, new_SPW[0], out=new_SPW[1])
-            if (absent_P := new_P <= at).any():
-                new_SPW[:, absent_P] = none
-            _insert(ranks_MSPW, new_SPW)
-        low_MPW, high_MPW = (ranks_MSPW[:, side].astype(np.intp) for side in (0, 1))
-        variance_PW[:] = _best_variance(low_V.take(low_MPW, mode="clip"), high_V.take(high_MPW, mode="clip"))
+    for j, (new_P, draws_CW) in enumerate(zip(new_JP, draws_J, strict=True)):
+        if j and not new_P.any():
+            variance_JPW[j] = variance_JPW[j - 1]
+            continue
+        for extremes_MPW, new_CPW in zip(extremes_SMPW, _drawn(new_P, draws_CW, below_NPW, keep), strict=True):
+            _merge(extremes_MPW, new_CPW)
+        low_MPW, high_MPW = extremes_SMPW[:, :keep]
+        variance_JPW[j] = _best_variance(low_MPW, high_MPW)
     return np.moveaxis(variance_JPW, 0, -1).astype(np.float64)
 
 
-def _none(kind: np.dtype[Any]) -> int:
-    """The rank of no reward: behind all others."""
-    return int(np.iinfo(kind).max)
+def _extremes(arms: Sequence[Arm], keep: int, worlds: int) -> Narrow:
+    """The lowest scored rewards, and the highest with their sign changed, both ascending: (S, M, P, W).
 
-
-def _extremes(arms: Sequence[Arm], values_V: Narrow, keep: int, worlds: int) -> NDArray[Any]:
-    """Ranks among the values of the lowest scored rewards, and, from the other end, of the highest, ascending.
-
-    Shape (M, S, P, W). Ranks, in one byte where that is enough, are compared faster than rewards. The last one
-    stands for no reward, where there are too few.
+    There is room for M = 2, 4, 8, ... of them, no fewer than are kept; where there are fewer, infinity stands for none.
     """
-    kind: type[np.unsignedinteger[Any]] = np.uint8 if len(values_V) < 256 else np.uint32
-    columns = max(keep, *(len(arm.rewards) for arm in arms))
-    both = np.full((2, len(arms), columns), _none(np.dtype(kind)), dtype=kind)
+    room = 1 << (keep - 1).bit_length()
+    both_SPM = np.full((2, len(arms), max(room, *(len(arm.rewards) for arm in arms))), np.inf, dtype=np.float32)
     for p, arm in enumerate(arms):
-        ranks = np.searchsorted(values_V, np.array(arm.rewards, dtype=np.float32))
-        both[:, p, : len(arm.rewards)] = ranks, len(values_V) - 1 - ranks
-    both.sort(axis=-1)
-    return np.repeat(np.moveaxis(both, -1, 0)[:keep, :, :, None], worlds, axis=-1)
+        rewards = np.array(arm.rewards, dtype=np.float32)
+        both_SPM[:, p, : len(rewards)] = rewards, -rewards
+    both_SPM.sort(axis=-1)
+    return np.repeat(np.moveaxis(both_SPM, -1, 1)[:, :room, :, None], worlds, axis=-1)
 
 
-def _insert(lowest_MSPW: NDArray[Any], new_SPW: NDArray[Any]) -> None:
-    """A new value among the lowest, which stay ascending: what it displaces moves up. It is overwritten."""
-    larger_SPW = np.empty_like(new_SPW)
-    for value_SPW in lowest_MSPW:
-        np.maximum(value_SPW, new_SPW, out=larger_SPW)
-        np.minimum(value_SPW, new_SPW, out=value_SPW)
-        new_SPW, larger_SPW = larger_SPW, new_SPW
+def _drawn(new_P: NDArray[Any], draws_CW: Narrow, below_NPW: Narrow, keep: int) -> tuple[Narrow, Narrow]:
+    """The lowest rewards that are new, and the highest with their sign changed, both ascending: (C, P, W) each.
+
+    Larger uniform numbers make no smaller rewards, so that these are sorted, for all prompts at once, and what will be
+    neither among the lowest nor among the highest is left out.
+    """
+    counts, room = np.unique(new_P), 1 << (keep - 1).bit_length()
+    if len(counts) == 1 and counts[0] <= room:
+        low_CPW = _rewards(np.sort(draws_CW[: counts[0]], axis=0)[:, None], below_NPW)
+        return low_CPW, -low_CPW[::-1]
+    most = min(room, counts[-1])
+    low_CPW, high_CPW = (np.zeros((most, *below_NPW.shape[1:]), dtype=np.float32) for _ in range(2))
+    absent_CP = np.arange(most)[:, None] >= new_P
+    for count in counts:
+        sorted_CW, those_P = np.sort(draws_CW[:count], axis=0), new_P == count
+        low_CPW[:count, those_P] = sorted_CW[:most, None]
+        high_CPW[:count, those_P] = sorted_CW[::-1][:most, None]
+    low_CPW, high_CPW = _rewards(low_CPW, below_NPW), -_rewards(high_CPW, below_NPW)
+    low_CPW[absent_CP] = high_CPW[absent_CP] = np.inf
+    return low_CPW, high_CPW
+
+
+def _rewards(uniform_CPW: Narrow, below_NPW: Narrow) -> Narrow:
+    """The node of each world's reward for each uniform number."""
+    rewards_CPW = np.empty((len(uniform_CPW), *below_NPW.shape[1:]), dtype=np.float32)
+    for uniform_PW, rewards_PW in zip(uniform_CPW, rewards_CPW, strict=True):
+        node_PW = (below_NPW < uniform_PW).view(np.uint8).sum(axis=0, dtype=np.uint8)
+        np.take(GRID_V, node_PW, out=rewards_PW, mode="clip")
+    return rewards_CPW
+
+
+def _merge(lowest_MPW: Narrow, new_CPW: Narrow) -> None:
+    """New values among the lowest, both ascending: the lowest of all stay, ascending.
+
+    The lesser of the i-th lowest and the i-th highest new one, for all i, are the M lowest of both, first rising and
+    then falling; they are sorted by comparing those at distance M / 2, M / 4, ... 1 (a bitonic merge).
+    """
+    room, count = len(lowest_MPW), len(new_CPW)
+    np.minimum(lowest_MPW[room - count :], new_CPW[::-1], out=lowest_MPW[room - count :])
+    distance = room // 2
+    while distance:
+        pairs = lowest_MPW.reshape(-1, 2, distance, *lowest_MPW.shape[1:])
+        lesser = np.minimum(pairs[:, 0], pairs[:, 1])
+        np.maximum(pairs[:, 0], pairs[:, 1], out=pairs[:, 1])
+        pairs[:, 0] = lesser
+        distance //= 2
 
 
 def _best_variance(low_MPW: Narrow, high_MPW: Narrow) -> Narrow:
-    """The largest variance of M rewards, given the M lowest ascending and the M highest descending."""
+    """The largest variance of M rewards, given the M lowest, and the M highest with their sign changed, both ascending.
+
+    It is that of the i lowest and the M - i highest, for some i from 0 to M.
+    """
     keep = len(low_MPW)
-    means, variances = _splits(low_MPW, high_MPW), _splits(low_MPW**2, high_MPW**2)
-    means /= keep
-    variances /= keep
-    variances -= np.square(means, out=means)
-    best: Narrow = variances.max(axis=0)
-    return best
+    means_IPW = _sums(low_MPW)
+    means_IPW -= _sums(high_MPW)[::-1]
+    variances_IPW = _sums(np.square(low_MPW))
+    variances_IPW += _sums(np.square(high_MPW))[::-1]
+    means_IPW /= keep
+    variances_IPW /= keep
+    variances_IPW -= np.square(means_IPW, out=means_IPW)
+    best_PW: Narrow = variances_IPW.max(axis=0)
+    return best_PW
 
 
-def _splits(low_MPW: Narrow, high_MPW: Narrow) -> Narrow:
-    """Sums of the i lowest and the M - i highest, for i from 0 to M."""
-    keep, high_PW = len(low_MPW), np.zeros_like(low_MPW[0])
-    sums_IPW = np.zeros((keep + 1, *high_PW.shape), dtype=np.float32)
-    for i in range(keep):
-        np.add(sums_IPW[i], low_MPW[i], out=sums_IPW[i + 1])
-    for i in range(keep):
-        high_PW += high_MPW[i]
-        sums_IPW[keep - 1 - i] += high_PW
+def _sums(values_MPW: Narrow) -> Narrow:
+    """Of the first i values, for i from 0 to M."""
+    sums_IPW = np.empty((len(values_MPW) + 1, *values_MPW.shape[1:]), dtype=np.float32)
+    sums_IPW[0] = 0.0
+    for before_PW, value_PW, after_PW in zip(sums_IPW, values_MPW, sums_IPW[1:], strict=False):
+        np.add(before_PW, value_PW, out=after_PW)
     return sums_IPW

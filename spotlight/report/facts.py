@@ -10,18 +10,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from zipfile import BadZipFile
+from typing import get_args
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from spotlight.config import Config
-from spotlight.market.ledger import Ledger, Price, absolute, busy_intervals, pool_usd, segments
-from spotlight.records import Interval, Quarantined, Span, WorkerLife
+from spotlight.market.ledger import Ledger, Price, absolute, busy_intervals, pool_usd, reserved_price, segments
+from spotlight.records import Interval, Pool, Quarantined, Span, WorkerLife
 from spotlight.report.palette import PHASE_COLOURS, base_phase
 from spotlight.store.accounts import pool_prices, read_lives, read_spans, run_ledger
 from spotlight.store.rundir import HistoryRow, RunDir, Summary, ValidationRow
+from spotlight.store.thumbnails import validation_images
 
 Lane = tuple[str, str]
 """``(pool, worker)``: a row of a timeline."""
@@ -139,13 +140,18 @@ class Facts:
         """Times, the dollars spent by then in each pool, and the reserved-only price of the work by then."""
         at_s = np.linspace(*self.whole, MONEY_POINTS)
         spent = [pool_usd(self.workers, self.prices, (0.0, until_s)) for until_s in at_s]
-        pools = {pool: np.array([usd.get(pool, 0.0) for usd in spent]) for pool in self.prices}
+        pools = {pool: np.array([usd.get(pool, 0.0) for usd in spent]) for pool in self._pools()}
         reserved_only = np.zeros_like(at_s)
         for part in segments(self.spans, self.workers, self.whole):
             if part.kind == "useful":
                 done = np.clip((at_s - part.start_s) / (part.stop_s - part.start_s), 0, 1)
-                reserved_only += done * self.prices["reserved"].usd(part.start_s, part.stop_s)
+                reserved_only += done * reserved_price(self.prices, part.pool).usd(part.start_s, part.stop_s)
         return at_s, pools, reserved_only
+
+    def _pools(self) -> list[str]:
+        """Those that denoise or train, and others that had workers."""
+        had = {life.pool for life in self.workers}
+        return [pool for pool in self.prices if pool in had or pool in get_args(Pool)]
 
     def curve(self, name: str) -> pd.Series[float] | None:
         """A metric over iterations, where the run has it at all and it is a number."""
@@ -162,11 +168,7 @@ class Facts:
         path = (self.dir / line.images).resolve()
         if self.simulated == "modelled" or not path.is_file() or not path.is_relative_to(self.dir):
             return None
-        try:
-            with np.load(path) as file:
-                return file["images"], [str(text) for text in file["texts"]]
-        except (OSError, KeyError, ValueError, BadZipFile):
-            return None
+        return validation_images(path)
 
 
 def read(run_dir: str | Path) -> Facts:

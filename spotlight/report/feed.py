@@ -12,16 +12,13 @@ from dataclasses import asdict
 from random import Random
 from statistics import fmean, pvariance
 from typing import Any
-from zipfile import BadZipFile
-
-import numpy as np
 
 from spotlight.config import Config
 from spotlight.plan.subset import max_variance_subset, most_varied
 from spotlight.records import Selection
 from spotlight.report.money import simulation
 from spotlight.store.rundir import HISTORY, VALIDATION, HistoryRow, RunDir, ValidationRow
-from spotlight.store.thumbnails import Picture, pictures, thumbnail
+from spotlight.store.thumbnails import Picture, pictures, thumbnail, validation_images
 
 Row = dict[str, Any]
 
@@ -170,11 +167,9 @@ def _images(run: RunDir, row: ValidationRow) -> list[Row]:
     """The first image of each prompt of a validation; none where the file cannot be read."""
     if not re.fullmatch(r"images/[\w.-]+", row.images):
         return []
-    try:
-        with np.load(run.fetch(row.images)) as file:
-            images, texts = file["images"], [str(text) for text in file["texts"]]
-    except (OSError, KeyError, ValueError, BadZipFile):
+    if (found := validation_images(run.fetch(row.images))) is None:
         return []
+    images, texts = found
     firsts = [texts.index(text) for text in dict.fromkeys(texts)][:IMAGES_SHOWN]
     return [
         {"prompt": texts[at][:TEXT_SHOWN], "reward": row.rewards[at], "url": thumbnail(images[at])} for at in firsts

@@ -8,7 +8,7 @@ roll out, and the end of training ends exploration.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
@@ -47,13 +47,19 @@ class Layered(Protocol):
 SUFFIXES = (".svg", ".png")
 BOXES_MAX = 8
 """Tasks drawn one by one; more are drawn as this many and counted in the label."""
-LANES = {"reserved": ("reserved",), "spot": ("explore", "explore-score"), "head": ("head",)}
-"""Lanes, and the rows in each, from top to bottom."""
+LANES = {
+    "reserved": ("reserved",),
+    "spot": ("explore", "explore-score"),
+    "reward": ("reward",),
+    "head": ("head",),
+}
+"""Lanes, and the rows in each, from top to bottom; that of workers that only score, where there are such."""
 MAKES = {"publish": "weights {}", "select": "kept seeds {}"}
 """What the next iteration takes from this one; both carry the next iteration's number."""
 TITLES = {
     "reserved": ("reserved workers", "roll out,\nthen train"),
     "spot": ("spot workers", "roll out, then explore\nwith weights that are\none version old"),
+    "reward": ("reward workers", "score what the\nothers drew"),
     "head": ("head", "decides, beside\nthe scheduler"),
 }
 POOL_LANES = {
@@ -63,6 +69,7 @@ POOL_LANES = {
     "gradient-any": {"reserved"},
     "training": {"reserved"},
     "spot": {"spot"},
+    "reward": {"reward"},
     "head": {"head"},
 }
 """Where a pool's tasks run; tasks of ``engine`` go where their input is, and all others to both kinds of worker."""
@@ -122,7 +129,7 @@ def _read(graph: Layered) -> dict[str, _Layer]:
         annotations = layer.annotations or {}
         parts = re.fullmatch(r"(?P<phase>.+?)(?:-r(\d+))?-(?P<iteration>\d+)(?:-r(\d+))?\+*", name)
         pool = annotations.get("pool", "any")
-        above = {lane for before in graph.dependencies[name] for lane in layers[before].lanes} - {"head"}
+        above = {lane for before in graph.dependencies[name] for lane in layers[before].lanes} - {"reward", "head"}
         lanes = above if pool == "engine" and above else POOL_LANES.get(pool, {"reserved", "spot"})
         layers[name] = _Layer(
             phase=parts["phase"] if parts else name,
@@ -178,7 +185,7 @@ def _waits(layers: Mapping[str, _Layer], dependencies: Mapping[str, set[str]]) -
         beside = {
             name
             for name, layer in layers.items()
-            if layer.phase in ("allocate", "explore", "explore-score")
+            if layer.phase in ("allocate", "explore", "explore-draw", "explore-score")
             and name not in above[train]
             and train not in above[name]
         }
@@ -201,14 +208,15 @@ def _picture(
     layers: Mapping[str, _Layer], dependencies: Mapping[str, set[str]], columns: Mapping[str, range]
 ) -> Figure:
     last = max(span.stop for span in columns.values())
-    rows = sum(len(rows) for rows in LANES.values())
-    width, height = LEFT + last * (COLUMN + GAP) + 0.1, TOP + rows * ROW + len(LANES) * 2.5 * PAD + 0.1
+    lanes = [lane for lane in LANES if lane != "reward" or any("reward" in layer.lanes for layer in layers.values())]
+    rows = sum(len(LANES[lane]) for lane in lanes)
+    width, height = LEFT + last * (COLUMN + GAP) + 0.1, TOP + rows * ROW + len(lanes) * 2.5 * PAD + 0.1
     picture = Figure(figsize=(width, height))
     ax = picture.add_axes((0, 0, 1, 1))
     ax.set(xlim=(0, width), ylim=(0, height))
     ax.set_axis_off()
     explores = any(layer.phase == "explore" for layer in layers.values())
-    tops = _lanes(ax, width, height, explores=explores)
+    tops = _lanes(ax, lanes, width, height, explores=explores)
     boxes = {name: _place(layer, columns[name], tops) for name, layer in layers.items()}
     above = _ancestors(dependencies)
     for name, before in dependencies.items():
@@ -231,11 +239,12 @@ def _title(iterations: Mapping[str, str]) -> str:
     return f"Iteration {now or following}" if now or following else "Task graph"
 
 
-def _lanes(ax: Axes, width: float, height: float, *, explores: bool) -> dict[str, float]:
+def _lanes(ax: Axes, lanes: Iterable[str], width: float, height: float, *, explores: bool) -> dict[str, float]:
     """Draw the lanes; return the top of every row."""
     tops: dict[str, float] = {}
     y = height - TOP
-    for lane, rows in LANES.items():
+    for lane in lanes:
+        rows = LANES[lane]
         lane_height = ROW * len(rows) + PAD * 2
         colour = POOL_COLOURS.get(lane, FAINT)
         style = "round,pad=0,rounding_size=0.12"

@@ -19,7 +19,7 @@ PHASE_COLOURS = {
     "validate": "#8a9a5b",
 }
 """Blue makes samples, violet learns from them, amber explores; in the order of an iteration."""
-POOL_COLOURS = {"reserved": "#475569", "spot": "#1f9e8f"}
+POOL_COLOURS = {"reserved": "#475569", "spot": "#1f9e8f", "reward": "#b07d3a"}
 INK, FAINT, AXIS, RULE = "#1d2433", "#6b7485", "#b4bac5", "#eceef2"
 """Text, its fainter kind, axes, and the lines of grids and tables."""
 OTHER, LOST, ALIVE = "#c3c9d2", "#d3323a", "#e9ecf1"

@@ -13,9 +13,9 @@ from json import dumps
 from math import inf, isfinite
 from operator import itemgetter
 from statistics import median
-from typing import Any, get_args
+from typing import Any
 
-from spotlight.config import Config
+from spotlight.config import Config, PoolsSection
 from spotlight.files import shown
 from spotlight.market.ledger import (
     Entry,
@@ -31,7 +31,7 @@ from spotlight.market.ledger import (
 )
 from spotlight.market.prices import read_prices
 from spotlight.plan.offload import Balance, balance
-from spotlight.records import Interval, Pool, Span, SpotlightError, WorkerLife, row_of
+from spotlight.records import Interval, Span, SpotlightError, WorkerLife, row_of
 from spotlight.store.objects import atomic_write
 from spotlight.store.rundir import EVENTS, SPANS, WORKERS, HistoryRow, RunDir, ValidationRow
 
@@ -272,8 +272,8 @@ def _check_rows(run: RunDir, journal: str, rows: Sequence[Span | WorkerLife], *m
     for number, row in enumerate(rows, 1):
         wrong = [name for name in moments if not 0 <= (getattr(row, name) or 0.0) <= LATEST_S]
         found = [f"{name}: expected seconds from 0 to {LATEST_S:.0e}, found {getattr(row, name)}" for name in wrong]
-        if row.pool not in get_args(Pool):
-            found.append(f"pool: expected one of {get_args(Pool)}, found {shown(row.pool)}")
+        if row.pool not in PoolsSection.model_fields:
+            found.append(f"pool: expected one of {tuple(PoolsSection.model_fields)}, found {shown(row.pool)}")
         if found:
             raise SpotlightError(
                 f"{run.path / journal}:{number}: {'; '.join(found)}; restore the file or delete the line"
@@ -345,6 +345,6 @@ def _ended(life: WorkerLife, now_s: float) -> WorkerLife:
 
 def _phase(span: Span) -> str:
     """Phases as people count them: scoring is scoring, whatever was scored."""
-    if "score" in span.phase:
+    if "score" in span.phase or "draw" in span.phase:
         return "score"
     return "explore" if span.phase.startswith("explore") else span.phase

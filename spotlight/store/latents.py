@@ -8,6 +8,7 @@ It knows nothing of models or devices. Under the store's URL lie ::
     commits/00003/<request>/
       claim.2                         epoch 2 is taken; holds its owner's token
       commit.2.5                      step 5 of epoch 2 is complete: digest, hash of the bytes, log-probs
+    images/00003/<request>            decoded images of a request, from their decoding until it is scored elsewhere
     records/<name>                    small JSON values
       scores/<request>                what a request was scored
       scores-00003                    the same of all requests of a compacted iteration
@@ -38,7 +39,7 @@ from typing import Any, Literal, Self
 from uuid import uuid4
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from spotlight.records import Request
 from spotlight.store import compaction
@@ -213,9 +214,18 @@ class LatentStore:
         """The value put under a name; None if there is none or it does not verify. Tuples come back as lists."""
         return unseal(run(self._store.get(_record_key(name))))
 
-    def put_scores(self, request: Request, value: Mapping[str, Any]) -> None:
-        """Store what a request was scored, as a small JSON value."""
-        self.put_record(f"scores/{request.id}", value)
+    def put_scores(self, request: Request, value: Mapping[str, Any]) -> dict[str, Any]:
+        """Store what a request was scored, as a small JSON value with the request's ``digest``; returns what is stored.
+
+        Of two who score a request, the first counts: what it was scored never changes.
+        """
+        name = f"scores/{request.id}"
+        run(self._store.create(_record_key(name), seal(value)))
+        found = self.get_record(name)
+        if found is None or found["digest"] != value["digest"]:  # damaged, or of another request of this name
+            self.put_record(name, value)
+            found = dict(value)
+        return found
 
     def scores(self, request: Request) -> dict[str, Any] | None:
         """What `put_scores` was given, also after the iteration was compacted; None as of `get_record`."""
@@ -226,14 +236,41 @@ class LatentStore:
         found = self.get_record(f"scores/{request}")
         return found or (self.get_record(_scores_of(iteration)) or {}).get(request)
 
+    def put_images(self, request: Request, images_BHWC: NDArray[np.uint8], finite_B: NDArray[np.bool_]) -> None:
+        """Keep decoded images until somebody elsewhere has scored them; written again, they are the same bytes.
+
+        Args:
+            finite_B: which of them are any: those of finite latents.
+        """
+        content = np.ascontiguousarray(images_BHWC).tobytes()
+        head = {
+            "digest": request.digest,
+            "shape": list(images_BHWC.shape),
+            "sha256": sha256(content).hexdigest(),
+            "finite": [bool(value) for value in finite_B],
+        }
+        run(self._store.set(_images_key(request), seal(head) + b"\n" + content))
+
+    def images(self, request: Request) -> tuple[NDArray[np.uint8], NDArray[np.bool_]] | None:
+        """What `put_images` was given; None if there is nothing of this very request that verifies."""
+        sealed, _, content = (run(self._store.get(_images_key(request))) or b"").partition(b"\n")
+        head = unseal(sealed)
+        if head is None or head["digest"] != request.digest or sha256(content).hexdigest() != head["sha256"]:
+            return None
+        return np.frombuffer(content, np.uint8).reshape(head["shape"]), np.array(head["finite"], np.bool_)
+
+    def drop_images(self, request: Request) -> None:
+        """Nobody needs the images of a request any more, if there are any."""
+        run(self._store.delete(_images_key(request)))
+
     def finish_iteration(self, iteration: int, keep: Literal["clean", "all", "none"]) -> None:
         """Compact an iteration that nobody works on any more, and remove what is not kept.
 
         ``clean`` moves the clean latents of its complete requests into one sharded array (one per latent
         shape, should they differ) and removes everything else; ``all`` keeps every step; ``none`` removes
         the iteration. Call it again after a kill: old data goes only after its copy verifies.
-        Orphan ``.partial`` files of killed writers go in any case. Scores, a record for each request, become one of
-        the iteration; other records stay.
+        Orphan ``.partial`` files of killed writers go in any case, and images that nobody scored. Scores, a record for
+        each request, become one of the iteration; other records stay.
 
         Raises:
             SpotlightError: the compacted copy does not read back as written; nothing was removed.
@@ -241,6 +278,7 @@ class LatentStore:
         root, commits = iteration_path(iteration), f"commits/{iteration:05d}"
         for prefix in (root, commits):
             run(self._store.delete_partials(prefix))
+        run(self._store.delete_all(f"images/{iteration:05d}"))
         self._compact_scores(iteration)
         if keep == "all":
             return
@@ -416,6 +454,10 @@ def _chunk_key(commit: _Commit) -> str:
 
 def _commits_path(iteration: int, request_id: str) -> str:
     return f"commits/{iteration:05d}/{request_id}"
+
+
+def _images_key(request: Request) -> str:
+    return f"images/{request.iteration:05d}/{request.id}"
 
 
 def _scores_of(iteration: int) -> str:

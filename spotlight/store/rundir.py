@@ -677,7 +677,8 @@ def indented(value: Any, line: str = "\n") -> str:
 
 
 def _lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    encode = json.JSONEncoder(sort_keys=True).encode  # `json.dumps` would make one for each row
+    # `json.dumps` would make one for each row; rows hold plain values, so none can hold itself
+    encode = json.JSONEncoder(sort_keys=True, check_circular=False).encode
     return b"".join([encode(row).encode() + b"\n" for row in rows])
 
 

@@ -25,16 +25,18 @@ class Slot:
 
     Args:
         root: a directory in the machine's memory, the same for all its processes.
+        kind: numbers of a kind are counted apart: a process that only scores takes no GPU's from one that denoises.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, kind: str = "") -> None:
         for number in count():
-            descriptor = os.open(root / f"slot-{number}", _OPEN, 0o600)
+            path = root / f"{kind}slot-{number}"
+            descriptor = os.open(path, _OPEN, 0o600)
             if _locks(descriptor):
                 break
             os.close(descriptor)
         _end_recorded(descriptor)
-        self._path = root / f"slot-{number}"
+        self._path = path
         self.number, self._descriptor = number, descriptor
 
     def record(self, pid: int) -> None:
@@ -59,7 +61,7 @@ class Slot:
 
 def end_leftovers(root: Path) -> None:
     """End what still works on devices that no process has any more."""
-    for path in root.glob("slot-*"):
+    for path in root.glob("*slot-*"):
         with contextlib.suppress(OSError), _opened(path) as descriptor:  # it may go, or be a link of somebody's
             if _locks(descriptor):
                 _end_recorded(descriptor)

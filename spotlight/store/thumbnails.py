@@ -9,6 +9,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +38,15 @@ class Picture:
     reward: float | None
     url: str
     """A data URL; empty where there is no picture."""
+
+
+def validation_images(file: Path) -> tuple[NDArray[np.uint8], list[str]] | None:
+    """Images (B, height, width, 3) and prompts of one validation; None where the file cannot be read."""
+    try:
+        with file.open("rb") as opened, np.load(opened) as arrays:
+            return arrays["images"], [str(text) for text in arrays["texts"]]
+    except Exception:  # a damaged archive raises a dozen kinds: of NumPy, of ZIP files, of what is compressed in them
+        return None
 
 
 def thumbnails(images_BHWC: NDArray[np.uint8]) -> list[str]:

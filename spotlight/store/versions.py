@@ -18,6 +18,7 @@ import re
 import shutil
 from collections.abc import Collection
 from hashlib import file_digest
+from io import BufferedReader
 from pathlib import Path
 from typing import Protocol
 
@@ -136,7 +137,7 @@ class DirectoryVersions:
         return (self._path(version, staged=staged) / MANIFEST).read_bytes()
 
     def found(self, version: int, name: str, sha256: str, *, staged: bool = False) -> tuple[int, str]:
-        with (self._path(version, staged=staged) / name).open("rb") as file:
+        with _opened(self._path(version, staged=staged) / name) as file:
             return os.fstat(file.fileno()).st_size, file_digest(file, "sha256").hexdigest()
 
     def publish(self, version: int) -> None:
@@ -148,7 +149,8 @@ class DirectoryVersions:
         shutil.rmtree(self._path(version, staged=True), ignore_errors=True)
 
     def read(self, version: int, name: str, sha256: str) -> bytes:
-        return (self._path(version) / name).read_bytes()
+        with _opened(self._path(version) / name) as file:
+            return file.read()
 
     def source(self, version: int, name: str, sha256: str) -> Source:
         return from_file(self._path(version) / name)
@@ -168,6 +170,17 @@ class DirectoryVersions:
             shutil.rmtree(removed, ignore_errors=True)
             directory.rename(removed)
             shutil.rmtree(removed)
+
+
+def _opened(path: Path) -> BufferedReader:
+    """
+    Raises:
+        FileNotFoundError: there is none; a directory in its place is no file either.
+    """
+    try:
+        return path.open("rb")
+    except (IsADirectoryError, NotADirectoryError) as error:
+        raise FileNotFoundError(str(error)) from None
 
 
 class BucketVersions:

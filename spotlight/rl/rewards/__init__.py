@@ -72,6 +72,12 @@ def _chat_ocr(settings: RewardSection) -> Scorer:
     return ChatOcrScorer(settings.url, timeout_s=settings.timeout_s, **settings.options)
 
 
+def _reader(settings: RewardSection) -> Scorer:
+    from spotlight.rl.rewards.reader import ReaderScorer
+
+    return ReaderScorer(settings.path, **settings.options)
+
+
 MADE: dict[str, Callable[[RewardSection], Scorer]] = {
     "aesthetic": _aesthetic,
     "chat": _chat,
@@ -80,6 +86,7 @@ MADE: dict[str, Callable[[RewardSection], Scorer]] = {
     "geneval": _geneval,
     "http": _http,
     "pickscore": _pick,
+    "vlm-ocr": _reader,
 }
 """By name: scorers that are made from more of the settings."""
 

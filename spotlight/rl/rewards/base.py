@@ -49,7 +49,7 @@ class Scorer(ABC):
 
 
 def score(
-    scorer: Scorer, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt | str], *, attempts: int
+    scorer: Scorer, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt | str], *, attempts: int, batch: int = 0
 ) -> tuple[list[float | None], list[str]]:
     """Rewards in order, None where there is none, and one text for each of those.
 
@@ -58,6 +58,7 @@ def score(
     Args:
         images_BHWC: one image per prompt.
         attempts: times that a batch or an image is tried, at least 1.
+        batch: most images that the scorer is given at once; 0: all of them.
 
     Raises:
         SpotlightError: from the scorer: trying again helps nobody, a person must put it right.
@@ -65,6 +66,9 @@ def score(
     asked = [prompt if isinstance(prompt, Prompt) else Prompt(id=0, text=prompt) for prompt in prompts]
     if not asked:
         return [], []
+    if 0 < batch < len(asked):
+        rows = [slice(first, first + batch) for first in range(0, len(asked), batch)]
+        return _joined([score(scorer, images_BHWC[row], asked[row], attempts=attempts) for row in rows])
     for attempt in range(attempts):
         if attempt:
             time.sleep(BACK_OFF_S * 2 ** (attempt - 1))
@@ -79,8 +83,11 @@ def score(
     if len(asked) == 1:
         return [None], [error]
     rows = [slice(row, row + 1) for row in range(len(asked))]
-    singles = [score(scorer, images_BHWC[row], asked[row], attempts=attempts) for row in rows]
-    return [reward for rewards, _ in singles for reward in rewards], [text for _, errors in singles for text in errors]
+    return _joined([score(scorer, images_BHWC[row], asked[row], attempts=attempts) for row in rows])
+
+
+def _joined(scored: Sequence[tuple[list[float | None], list[str]]]) -> tuple[list[float | None], list[str]]:
+    return [reward for rewards, _ in scored for reward in rewards], [text for _, errors in scored for text in errors]
 
 
 def checked(rewards: Any, expected: int, within: tuple[float, float]) -> list[float]:

@@ -1,0 +1,189 @@
+"""What follows, given what is known: who is dismissed, launched, scored, trained or formed anew, each with its cause.
+
+A decision looks at all that waits, whatever happened last. What happens is noted in `dispatch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from heapq import nsmallest
+from itertools import islice
+from operator import attrgetter
+
+from cluster.events import Dismiss, Dismissals, Instruction, Key, Launch, Member, Regroup, Score, Train
+from cluster.gangs import TRAINING, GangState
+from cluster.state import State, Task
+from spotlight.plan.offload import PhaseDecision
+from spotlight.plan.placement import View, Waiting, plan, widen
+from spotlight.records import Placement, Surplus
+
+
+class Decisions(State):
+    """What follows from a state, and the state that follows from that."""
+
+    def _decide(self, at_s: float) -> Iterator[Instruction]:
+        """All that is to be done now."""
+        self._decided_s = at_s
+        for gang in list(self._requests.over.values()):
+            yield from self._dismiss(gang, at_s)
+        yield from self._score()
+        if not (self._roster.idle or self._requests.rollouts_reserved):
+            return
+        phase = self._phase(at_s)
+        if "reserved" not in phase.pools and self._requests.rollouts_reserved and self.rules.moves:
+            yield from self._move_rollouts(at_s)
+        yield from self._train(phase)
+        if self._ready and self._requests.rollouts_waiting:  # rollouts, then gradients, then exploration
+            yield from self._place(phase, at_s, explores=False)
+            yield from self._train(self._phase(at_s))
+        yield from self._place(phase, at_s)
+        yield from self._train(self._phase(at_s))  # perhaps no rollout waits any more
+        yield from self._widen(at_s)
+
+    def _place(self, phase: PhaseDecision, at_s: float, *, explores: bool = True) -> Iterator[Instruction]:
+        """Admit gangs for what waits; but for exploration, where that is to wait longer."""
+        if self._roster.idle and self._requests.any_waits:
+            for launch in plan(self._view(phase, explores=explores)):
+                yield self._launch(self._gangs[launch.request], launch.workers, at_s)
+
+    def _dismiss(self, gang: GangState, at_s: float) -> Iterator[Instruction]:
+        head = self._roster.head
+        if head is None:
+            return
+        gated = gang.gated
+        if gated and gated[0][0] == 0:
+            yield self._dismiss_first(gang, head.address, at_s)
+            gated = gated[1:]
+        if not gated:
+            return
+        shard, key = gated[0]
+        tell, cause, others = Surplus(), "its request needs it no more", self._tasks[key].alike
+        if others:
+            yield Dismissals(keys=others, address=head.address, gang=gang.name, first=shard, tell=tell, cause=cause)
+            return
+        for shard, key in gated:
+            yield Dismiss(key=key, address=head.address, gang=gang.name, shard=shard, tell=tell, cause=cause)
+
+    def _dismiss_first(self, gang: GangState, address: str, at_s: float) -> Dismiss:
+        """The first shard returns the request's result, and is told what became of it."""
+        tell: Surplus | int | None = Surplus()
+        cause = "its request needs it no more"
+        if gang.quarantined:
+            tell, cause = gang.preemptions, f"its request was preempted {gang.fruitless} times without a new step"
+            self.journal.event(at_s, "quarantined", gang=gang)
+        elif self._called_off(gang):
+            tell, cause = None, "exploration is closed"
+        return Dismiss(key=gang.keys[0], address=address, gang=gang.name, shard=0, tell=tell, cause=cause)
+
+    def _move_rollouts(self, at_s: float) -> Iterator[Instruction]:
+        for gang in self._requests.with_gang():
+            if gang.windowed and gang.pool == "reserved" and not (gang.breaking or gang.planned):
+                yield from self._regroup(gang, at_s, "moves", "the rollout window of reserved workers is over")
+
+    def _score(self) -> Iterator[Instruction]:
+        """Let scoring go, what training waits for first; what was called off ends beside the scheduler."""
+        head, free = self._roster.head, sorted(self._roster.idle_scorers.values(), key=attrgetter("worker"))
+        for task in self._unbegun(self._unwanted) if head and self._unwanted else ():
+            assert head
+            self._burden(task.key, head.address)
+            cause = "exploration is closed"
+            yield Dismiss(key=task.key, address=head.address, gang="", shard=0, tell=None, cause=cause)
+        if not (free and self._unscored):
+            return
+        waiting = self._unbegun(self._unscored)
+        for task, idle in zip(nsmallest(len(free), waiting, key=_scoring_order), free, strict=False):
+            address = self._roster.by_name[idle.worker].address
+            self._burden(task.key, address)
+            yield Score(key=task.key, address=address, cause=f"it is free, and {len(waiting)} wait to be scored")
+
+    def _train(self, phase: PhaseDecision) -> Iterator[Instruction]:
+        """Let updates that are ready go, then gradients, as many as there are free workers.
+
+        An update goes to the worker that took the one before, if it is free, and gradients to that one last.
+        """
+        if not (self._ready and self._roster.idle):
+            return
+        may = self._may_train(phase)
+        free = sorted(
+            self._roster.idle.values(), key=lambda idle: (idle.pool, idle.worker == self._trainer, idle.worker)
+        )
+        for task in sorted(self._unbegun(self._ready), key=_training_order):
+            pools, is_update = may.intersection(TRAINING[task.label.pool]), task.label.pool == "training"
+            able = (each for each in free if each.pool in pools and (not is_update or each.worker == self._trainer))
+            found, cause = next(able, None), "it has the optimizer's state" if is_update else "it is free"
+            if found is None and is_update:
+                found, cause = next((each for each in free if each.pool in pools), None), "it is free"
+            if found is None:
+                continue
+            free.remove(found)
+            self._trainer = found.worker if is_update else self._trainer
+            address = self._roster.by_name[found.worker].address
+            self._burden(task.key, address)
+            yield Train(key=task.key, address=address, cause=cause)
+
+    def _view(self, phase: PhaseDecision, *, explores: bool) -> View:
+        """What the plan looks at, less what could not change it: those who cannot use each other, and the far queue.
+
+        Fresh requests of a kind are alike. With more than twice as many of them as there are idle workers each gets
+        the narrowest gang, however many more there are, and the last ones get none.
+        """
+        enough = 2 * len(self._roster.idle) + 1
+        pools = {worker.pool for worker in self._roster.idle.values()}
+        names = [name for name, gang in self._requests.broken.items() if explores or not gang.exploring]
+        for queue in self._requests.queues.values():
+            first = self._gangs[queue[0][1]]
+            if (explores or not first.exploring) and not pools.isdisjoint(self._pools_of(first, phase)):
+                names += (name for _, name in islice(queue, enough))
+        waiting = tuple(self._waiting(self._gangs[name], phase) for name in names)
+        wanted = {pool for request in waiting for pool in request.pools}
+        idle = tuple(worker for worker in self._roster.idle.values() if worker.pool in wanted)
+        return View(idle=idle, waiting=waiting, nodes=self._roster.nodes)
+
+    def _waiting(self, gang: GangState, phase: PhaseDecision) -> Waiting:
+        pools = self._pools_of(gang, phase)
+        moved = gang.windowed and pools != gang.pools  # its survivors are where it may not run
+        return gang.waiting(pools, held=() if moved else gang.held)
+
+    def _launch(self, gang: GangState, names: Sequence[str], at_s: float) -> Launch:
+        """Admit a whole gang."""
+        workers = [self._roster.by_name[name] for name in names]
+        chosen = list(zip(gang.gated, [worker.address for worker in workers], strict=False))
+        members = {key: address for (_, key), address in chosen}
+        cause = f"forming {gang.epoch + 1}: {len(workers)} of {len(self._roster.idle)} idle workers"
+        gang.form(members, {w.address: w.name for w in workers}, workers[0].idle.pool, workers[0].idle.node)
+        for key, address in members.items():
+            self._burden(key, address)
+        self._file(gang)
+        self.journal.gang_event(at_s, "formed", gang)
+        launched = [
+            Member(
+                key=key,
+                shard=shard,
+                address=address,
+                place=Placement(gang=gang.name, epoch=gang.epoch, rank=rank, width=len(members)),
+            )
+            for rank, ((shard, key), address) in enumerate(chosen)
+        ]
+        return Launch(gang=gang.name, members=tuple(launched), cause=cause)
+
+    def _widen(self, at_s: float) -> Iterator[Instruction]:
+        """Gangs beside idle workers that nobody waits for form anew, wider, if that pays."""
+        running = tuple(gang.running(len(gang.members) + gang.parked, at_s) for gang in self._beside_idle())
+        for name in widen(View(idle=tuple(self._roster.idle.values()), waiting=(), running=running)) if running else ():
+            yield from self._regroup(self._gangs[name], at_s, "regroup", "idle workers make it wider")
+
+    def _regroup(self, gang: GangState, at_s: float, event: str, cause: str) -> Iterator[Instruction]:
+        """Have a gang form anew at its next step boundary: wider, or elsewhere."""
+        gang.planned = True
+        self.journal.event(at_s, event, gang=gang)
+        for address in gang.members.values():
+            yield Regroup(gang=gang.name, epoch=gang.epoch, address=address, cause=cause)
+
+
+def _training_order(task: Task) -> tuple[bool, int, Key]:
+    return task.label.pool != "training", len(task.key[0]), task.key
+
+
+def _scoring_order(task: Task) -> tuple[bool, int, int, Key]:
+    """What training waits for, then what was submitted first: layers of later rounds have no shorter names."""
+    return task.explores, task.label.iteration, len(task.key[0]), task.key

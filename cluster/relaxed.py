@@ -1,0 +1,49 @@
+"""Has a scheduler take losses for normal and move no work by itself, and a loop go on when the clock is set back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from distributed import Scheduler
+from tornado.ioloop import IOLoop
+
+from spotlight.clock import wall_clock
+
+FAILURES = 1_000_000
+"""Losses of its worker that a task survives."""
+
+
+def relaxed(scheduler: Scheduler) -> Callable[[], None]:
+    """Set a scheduler so that losses are normal and only the dispatcher moves work; returns what undoes that."""
+    names = ("allowed_failures", "worker_ttl", "no_workers_timeout")
+    before = {name: getattr(scheduler, name) for name in names}
+    scheduler.allowed_failures = FAILURES  # losing spot workers is normal; see `DispatchPlugin.log_event`
+    if scheduler.worker_ttl is not None:
+        scheduler.worker_ttl = inf  # see `DispatchPlugin._watch`, which knows a pause from a loss
+    scheduler.no_workers_timeout = None  # tasks behind the gate wait as long as it takes
+    stealing = "stealing" in scheduler.periodic_callbacks
+    if stealing:  # the dispatcher alone moves work
+        scheduler.loop.add_callback(scheduler.extensions["stealing"].stop)
+    manager: Any = scheduler.extensions.get("amm")
+    managed = manager is not None and manager.running
+    if managed:  # results are small, and each is wanted where it is
+        manager.stop()
+
+    def restore() -> None:
+        for name, value in before.items():
+            setattr(scheduler, name, value)
+        if stealing:
+            scheduler.loop.add_callback(scheduler.extensions["stealing"].start)
+        if managed:
+            manager.start()
+
+    return restore
+
+
+def steady(loop: IOLoop) -> None:
+    """Have what a loop does time and again go on when the system's clock is set back: it would wait until that has
+    caught up."""
+    ahead_s = loop.time() - wall_clock()
+    loop.time = lambda: ahead_s + wall_clock()  # type: ignore[method-assign]

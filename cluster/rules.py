@@ -1,0 +1,35 @@
+"""What the settings of a run say about dispatching: the little of them that the dispatcher knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spotlight.config import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How a cluster is dispatched; the defaults are those of `spotlight.config`."""
+
+    close_with_training: bool = True
+    """The end of training closes exploration."""
+    hang_after_s: float = 60.0
+    """A worker that is silent for longer is ended."""
+    quarantine_after: int = 5
+    """Preemptions in a row without a new step, after which nobody runs a request any more."""
+    widens: bool = True
+    """A gang at work forms anew when idle workers could make it wider; it then resumes its steps."""
+    moves: bool = True
+    """A rollout at work on reserved workers goes on elsewhere, from its last step, once their window is over."""
+
+
+def rules_of(config: Config) -> Rules:
+    """What the settings say about dispatching."""
+    strategy = config.strategy
+    return Rules(
+        close_with_training=strategy.exploration == "stale" and config.exploration.budget != "fixed",
+        hang_after_s=config.cluster.hang_after_s,
+        quarantine_after=config.cluster.quarantine_after,
+        widens=strategy.elastic and strategy.on_preemption == "resume",
+        moves=strategy.on_preemption == "resume",
+    )

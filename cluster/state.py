@@ -1,0 +1,267 @@
+"""What the dispatcher knows of a cluster, and what may be asked of that; it decides and sends nothing.
+
+Knows no Dask and no clock. Questions that look often cost little: see `doing`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any, get_args
+
+from cluster.events import Key, TaskPhase
+from cluster.gangs import SCORING, TRAINING, GangState
+from cluster.journal import Journal, Label
+from cluster.requests import Requests
+from cluster.roster import Roster, WorkerState
+from cluster.rules import Rules
+from cluster.snapshot import Doing, Snapshot, view_of
+from spotlight.plan.offload import PhaseDecision, PhaseView, decide_phase
+from spotlight.records import Pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutWindow:
+    """How long reserved workers roll out, from when an iteration's graph came."""
+
+    began_s: float = 0.0
+    window_s: float = inf
+    pools: tuple[Pool, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Task:
+    """A task of ours, and how far it is."""
+
+    key: Key
+    label: Label
+    gang: GangState | None
+    state: TaskPhase = "released"
+    worker: str = ""
+    alike: tuple[Key, ...] = ()
+    """Of a `Task` that stands for the shards of a request but its first one, all of them: what has happened to one of
+    them so far has happened to all. Its key is the first of these."""
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        return self.alike or (self.key,)
+
+    @property
+    def explores(self) -> bool:
+        return self.label.phase.startswith("explore")
+
+
+class State:
+    """What is known of workers, tasks and requests.
+
+    Args:
+        rules: what the settings say.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.journal = Journal()
+        self._roster = Roster()
+        self._requests = Requests()
+        self._tasks: dict[Key, Task] = {}
+        self._gangs: dict[str, GangState] = {}
+        self._order = 0
+        self._window = RolloutWindow()
+        self._training: dict[Key, Task] = {}
+        """Gradients of parts, and updates."""
+        self._ready: dict[Key, Task] = {}
+        """Those that wait behind the gate."""
+        self._unscored: dict[Key, Task] = {}
+        """Scoring that waits behind the gate for a worker that only scores."""
+        self._unwanted: dict[Key, Task] = {}
+        """The same of exploration that is closed."""
+        self._trainer = ""
+        self._trained = -1
+        self._stopping = False
+        self._decided_s = 0.0
+
+    # Of requests
+
+    def _file(self, gang: GangState) -> None:
+        """Keep a request where `_decide` looks for it."""
+        self._requests.file(gang, over=self._is_over(gang))
+
+    def _is_over(self, gang: GangState) -> bool:
+        """Whether what is behind the gate has nothing to do any more: done, called off, or quarantined."""
+        return gang.is_done or gang.quarantined or self._called_off(gang)
+
+    def _called_off(self, gang: GangState) -> bool:
+        return gang.exploring and self._is_closed(gang.iteration)
+
+    def _is_closed(self, iteration: int) -> bool:
+        """Whether exploration for an iteration is closed."""
+        return self.rules.close_with_training and self._trained >= 0 and iteration <= self._trained + 1
+
+    def _pools_of(self, gang: GangState, phase: PhaseDecision) -> tuple[Pool, ...]:
+        """Rollouts run where it is their turn; once training has ended, reserved workers help with exploration."""
+        if gang.windowed and "reserved" in gang.pools and "reserved" not in phase.pools:
+            return ("spot",)
+        if gang.exploring and gang.iteration <= self._trained + 1:
+            return ("spot", "reserved")
+        return gang.pools
+
+    def _beside_idle(self) -> Iterator[GangState]:
+        """Gangs that idle workers, for whom nobody waits, might make wider."""
+        if not self.rules.widens or self._requests.any_waits:
+            return
+        for node in dict.fromkeys(idle.node for idle in self._roster.idle.values()):
+            for gang in self._requests.at_work.get(node, {}).values():
+                if gang.widths[-1] > gang.width and not (gang.breaking or gang.planned):
+                    yield gang
+
+    # Of phases
+
+    def _phase(self, at_s: float) -> PhaseDecision:
+        """Who may roll out and whether training may begin; everybody, where no rollout needs a reserved worker."""
+        if not self._requests.rollouts:
+            return PhaseDecision(pools=self._window.pools, train=True)
+        elapsed_s, window_s = at_s - self._window.began_s, self._window.window_s
+        view = PhaseView(
+            pools=self._window.pools,
+            elapsed_s=elapsed_s,
+            window_s=window_s,
+            spot=self._spot_for_rollouts() if elapsed_s >= window_s else 0,  # of no interest while the window is open
+            waiting=self._requests.rollouts_waiting,
+        )
+        return decide_phase(view)
+
+    def _spot_for_rollouts(self) -> int:
+        """Spot workers that stay, on nodes where there are enough of them for a gang."""
+        narrowest = self._gangs[next(iter(self._requests.rollouts))].widths[0]
+        return self._roster.spot_on_nodes(of_at_least=narrowest)
+
+    # Of training and workers
+
+    def _unbegun(self, tasks: Mapping[Key, Task]) -> list[Task]:
+        """Of what waits behind the gate, that for which no worker was named just now."""
+        return [task for task in tasks.values() if not self._roster.has(task.key, task.worker)]
+
+    def _may_train(self, phase: PhaseDecision) -> set[str]:
+        """Pools whose free workers no rollout needs."""
+        waits = self._requests.rollouts_waiting > 0
+        return {pool for pool, may in (("reserved", phase.train), ("spot", not waits)) if may}
+
+    def _burden(self, key: Key, address: str) -> None:
+        """Count on the worker for a task before it begins, so that it gets no other."""
+        self._roster.burden(key, address)
+        self._alone(key).worker = address
+
+    def _alone(self, key: Key) -> Task:
+        """The task of a key, which stands for no other."""
+        task = self._tasks[key]
+        if task.alike:
+            self._split(task)
+        return self._tasks[key]
+
+    def _split(self, task: Task) -> None:
+        """Something happens to some of those that it stands for: from now on, each is a task of its own."""
+        if task.gang:
+            task.gang.split()
+        at_work = self._roster.has(task.key, task.worker)
+        started_s = self._roster.unburden(task.key, task.worker) if at_work else 0.0
+        for key in task.alike:
+            self._tasks[key] = Task(key=key, label=task.label, gang=task.gang, state=task.state, worker=task.worker)
+            if at_work:
+                self._roster.burden(key, task.worker, started_s)
+
+    # What may be asked
+
+    def widenable(self) -> list[str]:
+        """Requests whose gangs might form anew, wider, with workers that are idle now: how far they are matters."""
+        return [gang.name for gang in self._beside_idle()]
+
+    def epoch(self, gang: str) -> int:
+        """Formings of a gang so far."""
+        return self._gangs[gang].epoch if gang in self._gangs else 0
+
+    def step(self, gang: str) -> int:
+        """Of a gang's present forming, as far as was reported."""
+        return self._gangs[gang].step if gang in self._gangs else 0
+
+    def idle_beside_waiting(self) -> Iterator[str]:
+        """Requests and training that wait although idle workers could do them, as sentences; after a decision none are.
+
+        Looked at are requests that a single worker may run: of wider ones, workers may be kept for the first.
+        """
+        for gang in self._gangs.values() if self._roster.idle and not self._stopping else ():
+            if gang.behind and not gang.members and gang.widths[0] == 1 and gang.parked and not self._is_over(gang):
+                pools = self._pools_of(gang, self._phase(self._decided_s))
+                if idle := sorted(worker.worker for worker in self._roster.idle.values() if worker.pool in pools):
+                    yield f"request {gang.name} waits for a worker of {pools} and {', '.join(idle)} are idle"
+        may = self._may_train(self._phase(self._decided_s)) if self._ready and not self._stopping else set()
+        for task in self._unbegun(self._ready):
+            admitted = sorted(may.intersection(TRAINING[task.label.pool]))
+            if idle := sorted(worker.worker for worker in self._roster.idle.values() if worker.pool in admitted):
+                yield f"{task.key} waits for a worker of {admitted} and {', '.join(idle)} are idle"
+        if self._roster.idle_scorers and not self._stopping:
+            idle = sorted(worker.worker for worker in self._roster.idle_scorers.values())
+            for task in self._unbegun(self._unscored):
+                yield f"{task.key} waits for a worker that scores and {', '.join(idle)} are idle"
+
+    def holders(self, sha256: str) -> list[str]:
+        """Workers, one a node, whose nodes hold a file of weights; the latest to get it first: it serves fewest."""
+        return self._roster.holders(sha256)
+
+    def knows(self, key: object) -> bool:
+        """Whether a task is one of ours."""
+        return key in self._tasks
+
+    def doing(self) -> list[Doing]:
+        """What each worker is at now; for displays, which look often: it costs a microsecond a worker."""
+        return [self._doing(worker) for worker in self._roster.by_name.values()]
+
+    def _doing(self, worker: WorkerState) -> Doing:
+        who: dict[str, Any] = {
+            "worker": worker.name,
+            "pool": worker.pool,
+            "leaving": worker.name in self._roster.leaving,
+        }
+        at_work = [(key, since_s) for key, since_s in worker.tasks.items() if since_s and key in self._tasks]
+        if not at_work:
+            return Doing(**who)
+        key, since_s = at_work[0]
+        task = self._tasks[key]
+        return Doing(
+            **who,
+            phase=task.label.phase,
+            iteration=task.label.iteration,
+            key=str(key),
+            forming=task.gang.forming if task.gang else "",
+            since_s=since_s,
+        )
+
+    def missing_pools(self) -> tuple[str, ...]:
+        """Pools that requests wait for, and that have no worker at all now."""
+        alive = {worker.pool for worker in self._roster.by_name.values()}
+        missing: set[str] = {SCORING} if self._unscored and SCORING not in alive else set()
+        if not alive.issuperset(get_args(Pool)):
+            waiting = (gang for gang in self._gangs.values() if not gang.members and gang.parked)
+            missing |= {pool for gang in waiting if alive.isdisjoint(gang.pools) for pool in gang.pools}
+        return tuple(sorted(missing))
+
+    def snapshot(self) -> Snapshot:
+        """The state now; plain values."""
+        lives = self.journal.lives.values()
+        waiting = [gang for gang in self._gangs.values() if not gang.members and gang.parked]
+        return Snapshot(
+            workers={name: worker.address for name, worker in self._roster.by_name.items()},
+            pools=dict(Counter(worker.pool for worker in self._roster.by_name.values())),
+            running=dict(Counter(task.label.phase for task in self._tasks.values() if task.state == "processing")),
+            waiting=len(waiting),
+            waiting_for=self.missing_pools(),
+            narrowest=max((gang.widths[0] for gang in waiting), default=0),
+            widths=dict(Counter(gang.width for gang in self._requests.with_gang())),
+            gangs={name: view_of(gang) for name, gang in self._gangs.items()},
+            leaving=frozenset(self._roster.leaving),
+            trained=self._trained,
+            trainer=self._trainer,
+            preemptions=sum(life.reason in ("lost", "left") and life.pool == "spot" for life in lives),
+            stopping=self._stopping,
+        )

@@ -1,0 +1,274 @@
+"""Tasks on virtual workers: each is begun, lasts what `Timing` says, and is then really called, or is handed back.
+
+It is told who runs what, and decides only what Dask's scheduler does: where a task goes that waits behind no gate.
+
+Invariant: a worker runs no more tasks than it has threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from cluster.events import Dismiss, Dismissals, Key, Launch, TaskPhase
+from cluster.virtual.clock import VirtualClock
+from cluster.virtual.formings import Forming, Formings
+from cluster.virtual.messages import Messages
+from cluster.virtual.tasks import Task, Tasks, parts
+from cluster.virtual.timing import Fixed, Timing
+from cluster.virtual.workers import VirtualWorker
+from spotlight.device.signals import signals
+from spotlight.records import Placement, Stopped, Surplus
+
+BACK_OFF_S = 0.01
+"""Before a task is handed back; as live, so that the scheduler sees why first."""
+
+
+class Executor:
+    """The tasks of graphs, on workers.
+
+    Args:
+        resumes: whether a request that lost its gang goes on after its committed steps; else it begins anew.
+        changed: is told of tasks that are in another state now.
+        failed: is told what a call raised.
+        ended: is told of a worker that has ended a task.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        messages: Messages,
+        timing: Timing,
+        workers: dict[str, VirtualWorker],
+        *,
+        resumes: bool,
+        changed: Callable[[Sequence[Task], TaskPhase], None],
+        failed: Callable[[BaseException], None],
+        ended: Callable[[VirtualWorker], None],
+    ) -> None:
+        self._clock, self._messages, self._timing, self._workers = clock, messages, timing, workers
+        self._resumes, self._failed, self._ended = resumes, failed, ended
+        self.tasks = Tasks(changed, self._choose)
+
+    # Where
+
+    def _choose(self, task: Task) -> str:
+        """As Dask chooses: the one that it is bound to; else where its inputs are; else the least busy one."""
+        if task.bound:
+            only = self._workers.get(task.bound)
+            return task.bound if only and not only.paused else ""
+        holders = dict.fromkeys([needed.worker for needed in parts(task.inputs)])
+        near = [self._workers[address] for address in holders if address in self._workers]
+        for workers in (near, self._workers.values()):
+            able = [worker for worker in workers if worker.can(task.needs) and not (worker.leaving or worker.paused)]
+            if able:
+                return min(able, key=lambda worker: worker.load).address
+        return ""
+
+    def enqueue(self, task: Task) -> None:
+        worker = self._workers.get(task.worker)
+        if worker:
+            task.given = worker.address
+            worker.queue.append(task.key)
+            if not worker.frozen:
+                self.begin_next(worker)
+
+    def _tell_place(self, address: str, gang: str, shard: int, place: Placement | Surplus | int) -> None:
+        self._workers[address].places[gang, shard] = place
+
+    def open_gate(self, key: Key, address: str) -> None:
+        task = self.tasks.alone(key)
+        task.bound = address
+        self.tasks.start(task, address)
+
+    # From begin to end
+
+    def begin_next(self, worker: VirtualWorker) -> None:
+        while worker.queue and len(worker.running) < worker.threads and worker.can_begin:
+            key = worker.queue.popleft()
+            task = self.tasks.all.get(key)
+            if task is None or task.state != "processing" or task.worker != worker.address:
+                continue
+            worker.running[key] = None
+            worker.reports.pop(key, None)
+            task.began_s = self._clock.now_s
+            if not isinstance(worker.places.get(self._shard_of(task)), Placement):
+                seconds = self._seconds(task, worker)
+                worker.running[key] = self._clock.after(seconds, self.finish, task, worker)
+
+    def _seconds(self, task: Task, worker: VirtualWorker) -> float:
+        """Of a task that no gang runs: a shard without a place has nothing to do, nor has what was dismissed."""
+        if self._shard_of(task)[0] or (task.gated and worker.pool == "head"):
+            return 0.0
+        work = self._timing.work(task.call[0], self.tasks.arguments(task))
+        assert isinstance(work, Fixed), f"{task.key} denoises and is no shard"
+        return work.seconds
+
+    @staticmethod
+    def _shard_of(task: Task) -> tuple[str, int]:
+        """Of a shard, the name of its request within the graph, and its number: the last arguments of its call."""
+        if task.gated and len(task.call) > 3 and isinstance(task.call[-2], str):
+            return task.call[-2], task.call[-1]
+        return "", 0
+
+    def finish(self, task: Task, worker: VirtualWorker) -> None:
+        """Its time is over: have its result arrive."""
+        worker.reports[task.key] = report = object()
+        self._messages.send("result", worker.address, self._arrive, task, worker, report)
+
+    def _arrive(self, task: Task, worker: VirtualWorker, report: object) -> None:
+        """Make the call, unless the worker is gone, gave the task back, or has begun it anew since."""
+        if task.key not in worker.running or worker.reports.get(task.key) is not report:
+            return
+        del worker.running[task.key], worker.reports[task.key]
+        if task.state != "processing" or task.worker != worker.address:
+            self.begin_next(worker)
+            return
+        task.given = ""
+        try:
+            result = self._call(task, worker)
+        except Stopped as stopped:
+            self.tasks.fail(task, stopped)
+            self._failed(stopped)
+        except Exception as error:
+            self.tasks.fail(task, error)
+            self._failed(error)
+        else:
+            self.tasks.finish(task, result)
+        self.begin_next(worker)
+        self._ended(worker)
+
+    def _call(self, task: Task, worker: VirtualWorker) -> Any:
+        with signals.standing_in_for(worker.signals):
+            return self._call_here(task, worker)
+
+    def _call_here(self, task: Task, worker: VirtualWorker) -> Any:
+        """In the place of the worker."""
+        name, shard = self._shard_of(task)
+        told = worker.places.pop((name, shard), None)
+        if isinstance(told, Placement):  # a gang's first rank does it all; there is one process
+            told = Placement(gang=name, epoch=told.epoch, rank=0, width=1) if told.rank == 0 else Surplus()
+        if told is not None:
+            signals.place(name, shard, told)
+        return task.call[0](*self.tasks.arguments(task))
+
+    def hand_back(self, task: Task, worker: VirtualWorker) -> None:
+        """A shard ends without a result, a moment after it was told to."""
+        alarm = worker.running.pop(task.key, None)
+        if alarm:
+            alarm.cancel()
+        if task.state == "processing" and task.worker == worker.address:
+            worker.places.pop(self._shard_of(task), None)
+            self.tasks.hand_back(task)
+        self.begin_next(worker)
+        self._ended(worker)
+
+    # No more
+
+    def take_back(self, task: Task) -> None:
+        """Nobody asks for it any more, or its inputs are lost: its worker ends it."""
+        task.began_s = None
+        worker, task.given = self._workers.get(task.given), ""
+        if worker is None:
+            return
+        for key in task.keys:
+            if key in worker.running or key in worker.queue:
+                alarm = worker.running.pop(key, None)
+                worker.reports.pop(key, None)
+                if alarm:
+                    alarm.cancel()
+                with suppress(ValueError):
+                    worker.queue.remove(key)
+                self._clock.after(0.0, self.begin_next, worker)
+
+    # Dismissed
+
+    def _dismiss_alone(self, dismiss: Dismiss) -> None:
+        if dismiss.tell is not None:
+            self._tell_place(dismiss.address, dismiss.gang, dismiss.shard, dismiss.tell)
+        self.open_gate(dismiss.key, dismiss.address)
+
+    def dismiss(self, dismissed: Sequence[Dismiss | Dismissals]) -> None:
+        """They have nothing to do, so they take no time, and no thread from each other."""
+        if len(dismissed) == 1 and isinstance(dismissed[0], Dismiss):
+            self._dismiss_alone(dismissed[0])
+            return
+        head = self._workers[dismissed[0].address]
+        tasks: dict[Task, None] = {}
+        for dismiss in dismissed:
+            for task, shard in self._dismissed(dismiss):
+                tasks[task] = None
+                if dismiss.tell is not None:
+                    head.places[dismiss.gang, shard] = dismiss.tell
+                task.bound = task.given = head.address
+                head.running.update(dict.fromkeys(task.keys))
+        self.tasks.start_together(list(tasks), head.address)
+        self._clock.after(0.0, self._end_together, list(tasks), head)
+
+    def _dismissed(self, dismiss: Dismiss | Dismissals) -> list[tuple[Task, int]]:
+        """Tasks, each with the number of its shard, or of the first that it stands for."""
+        if isinstance(dismiss, Dismiss):
+            return [(self.tasks.alone(dismiss.key), dismiss.shard)]
+        task = self.tasks.all[dismiss.keys[0]]
+        if tuple(task.alike) == dismiss.keys:
+            return [(task, dismiss.first)]
+        return [(self.tasks.alone(key), shard) for shard, key in enumerate(dismiss.keys, dismiss.first)]
+
+    def _end_together(self, tasks: Sequence[Task], head: VirtualWorker) -> None:
+        done: list[Task] = []
+        results: list[Any] = []
+        with signals.standing_in_for(head.signals):
+            for task in tasks:
+                if task.key not in head.running or task.state != "processing":
+                    continue
+                for key in task.keys:
+                    del head.running[key]
+                task.given = ""
+                try:
+                    results.append(self._call_here(task, head))
+                    done.append(task)
+                except Exception as error:
+                    for key in task.keys:
+                        self.tasks.fail(self.tasks.alone(key), error)
+                    self._failed(error)
+        if done:
+            self.tasks.finish_together(done, results)
+
+    # Gangs
+
+    def launch(self, launch: Launch, gangs: Formings) -> None:
+        """Begin the shards of a gang, all at once."""
+        for member in launch.members:
+            self._tell_place(member.address, launch.gang, member.shard, member.place)
+        for member in launch.members:
+            self.open_gate(member.key, member.address)
+        first = self.tasks.all[launch.members[0].key]
+        members = {member.key: self._workers[member.address] for member in launch.members}
+        leader = members[first.key]
+        work = self._timing.work(first.call[0], self.tasks.arguments(first))
+        if isinstance(work, Fixed):
+            for key, worker in members.items():
+                if key in worker.running:  # else it is about to leave
+                    worker.running[key] = self._clock.after(work.seconds, self.finish, self.tasks.all[key], worker)
+            return
+        width = len(members)
+        overhead_s = self._timing.launch_s + (self._timing.form_s if width > 1 else 0.0)
+        forming = Forming(
+            name=launch.gang,
+            epoch=launch.members[0].place.epoch,
+            work=work,
+            members=members,
+            step_s=self._timing.step_s(work.samples, width, "spot" if leader.pool == "spot" else "reserved"),
+            first=gangs.committed.get(work.request, 0) if self._resumes else 0,
+            from_s=self._clock.now_s + overhead_s,
+            explores=first.phase.startswith("explore"),
+            width=width,
+        )
+        gangs.begin(forming)
+
+    def finish_member(self, key: Key, worker: VirtualWorker) -> None:
+        self.finish(self.tasks.all[key], worker)
+
+    def hand_back_member(self, key: Key, worker: VirtualWorker) -> None:
+        self._clock.after(BACK_OFF_S, self.hand_back, self.tasks.all[key], worker)

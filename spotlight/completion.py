@@ -1,0 +1,45 @@
+"""What bash and zsh need to complete the command line: a script made from the parser and the settings."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from spotlight.config import Config, Section
+
+SCRIPT = """\
+# Completion of `spotlight`, for bash and zsh.
+[ -z "$ZSH_VERSION" ] || {{ autoload -U +X compinit bashcompinit && compinit -u && bashcompinit; }}
+_spotlight() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words=""
+    case "$COMP_CWORD:$before:${{COMP_WORDS[1]}}:$word" in
+        1:*) words="{verbs} --help" ;;
+        *:--set:*) words="{settings}"; compopt -o nospace 2> /dev/null ;;
+{options}
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -o default -F _spotlight spotlight
+"""
+"""Where no word of these fits, a shell completes names of files."""
+
+
+def script(parser: argparse.ArgumentParser) -> str:
+    """For ``eval`` in a shell."""
+    (verbs,) = (action.choices for action in parser._actions if isinstance(action.choices, dict))
+    options = (f'        *:{name}:-*) words="{" ".join(_options(verb))}" ;;' for name, verb in verbs.items())
+    return SCRIPT.format(verbs=" ".join(verbs), settings=" ".join(_settings(Config)), options="\n".join(options))
+
+
+def _options(verb: argparse.ArgumentParser) -> Iterator[str]:
+    for action in verb._actions:
+        yield from action.option_strings
+
+
+def _settings(kind: type[Section], prefix: str = "") -> Iterator[str]:
+    """``section.key=`` of every setting."""
+    for name, field in kind.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _settings(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}="

@@ -1,0 +1,77 @@
+"""A driver in a process of its own: the run goes on when the notebook or the script that began it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from spotlight.records import SpotlightError
+from spotlight.store.rundir import RunDir
+
+if TYPE_CHECKING:
+    from cluster.standing import Standing
+
+LOG = "driver.log"
+"""In the run's directory: what such a driver says."""
+STOPPED = 130
+"""Exit status of a driver that was stopped: see `spotlight.__main__`."""
+POLL_S = 0.05
+TLS = "DASK_DISTRIBUTED__COMM__TLS__"
+
+
+def begin(run: RunDir, cluster: Standing | None) -> subprocess.Popen[bytes]:
+    """Have a new process go on with a run; returns once it has it.
+
+    Raises:
+        SpotlightError: it could not; in its own words.
+    """
+    if holder := run.holder():
+        raise SpotlightError(f"{run.url}: {holder} is running this run: wait for it, or stop it first")
+    command, environment = [sys.executable, "-m", "spotlight", "resume", run.url, "--json"], dict(os.environ)
+    if cluster is not None:
+        from distributed import Security
+
+        from cluster.standing import where
+
+        address, security = where(cluster)
+        command += ["--cluster", address]
+        environment |= certificates_of(security or Security())
+    with (run.path / LOG).open("wb") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    while not run.holder() and process.poll() is None:
+        time.sleep(POLL_S)
+    if process.poll():
+        raise SpotlightError(_last_words(run))
+    return process
+
+
+def end_of(process: subprocess.Popen[bytes], run: RunDir, timeout_s: float | None) -> None:
+    """Wait for the end of such a driver, at most so long.
+
+    Raises:
+        SpotlightError: it could not go on; in its own words.
+    """
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        if process.wait(timeout_s) not in (0, STOPPED):
+            raise SpotlightError(_last_words(run))
+
+
+def certificates_of(security: Any) -> Mapping[str, str]:
+    """The environment in which Dask finds them again, whether they are files or texts; this user alone can read it."""
+    roles = {f"{role}__{part}": f"tls_{role}_{part}" for role in ("client", "worker") for part in ("cert", "key")}
+    found = {name: getattr(security, field) for name, field in {"ca_file": "tls_ca_file", **roles}.items()}
+    given = {f"{TLS}{name.upper()}": value for name, value in found.items() if value}
+    return {"DASK_DISTRIBUTED__COMM__REQUIRE_ENCRYPTION": str(bool(security.require_encryption)), **given}
+
+
+def _last_words(run: RunDir) -> str:
+    """What a driver that ended by itself said."""
+    said = (run.path / LOG).read_text(errors="replace").strip().splitlines()
+    return f"the driver ended: {said[-1].removeprefix('spotlight: ') if said else 'it said nothing'} ({run.path / LOG})"

@@ -1,0 +1,104 @@
+"""Rewards text that a vision-language model reads in an image, from a local checkpoint through transformers.
+
+Any class that transformers knows as image-text-to-text will do, if its processor needs nothing that is not installed;
+code that a checkpoint brings along is never run. Images are read one by one, and greedily, so that what is read in one
+does not depend on what else is in its batch. Not verified on a GPU, nor with published weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spotlight.config import ModelSection
+from spotlight.records import SpotlightError
+from spotlight.rl.checkpoints import require_class, weight_files
+from spotlight.rl.rewards.base import Scorer
+from spotlight.rl.rewards.ocr import ocr_score, quoted_target
+
+READ = "Write down all text in this image, exactly as it is written, and nothing else."
+TOKENS_MAX = 64
+"""Of an answer: more than the targets of published prompts take."""
+
+
+class ReaderScorer(Scorer):
+    """Has a model write down the text in an image, and compares it with the prompt's quoted target.
+
+    Args:
+        path: of the checkpoint, in safetensors.
+        question: what the model is asked, in its chat template.
+        text: the whole text that it is given instead, with its own sign for the image, such as
+            ``<image>\\nFree OCR.``; a checkpoint without a chat template needs one.
+        tokens: most that it may answer.
+    """
+
+    def __init__(self, path: str, *, question: str = READ, text: str = "", tokens: int = TOKENS_MAX) -> None:
+        self._path, self._question, self._text, self._tokens = Path(path), question, text, tokens
+        require_class(self._path, None)
+        weight_files(self._path)
+
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        targets = [quoted_target(prompt) for prompt in prompts]
+        return [ocr_score(self.read(image), target) for image, target in zip(images_BHWC, targets, strict=True)]
+
+    def check(self, prompt: str) -> None:
+        quoted_target(prompt)
+
+    def read(self, image_HWC: NDArray[np.uint8]) -> str:
+        """What the model says is written in an image."""
+        import torch
+        from PIL import Image
+
+        given = self._processor(images=[Image.fromarray(image_HWC)], text=[self._asked], return_tensors="pt")
+        given = given.to(self._model.device, self._model.dtype)
+        with torch.no_grad():
+            answer = self._model.generate(**given, do_sample=False, num_beams=1, max_new_tokens=self._tokens)
+        said = answer[:, given["input_ids"].shape[1] :]
+        return str(self._processor.batch_decode(said, skip_special_tokens=True)[0])
+
+    @cached_property
+    def _asked(self) -> str:
+        if self._text:
+            return self._text
+        if not getattr(self._processor, "chat_template", None):
+            raise SpotlightError(
+                f"{self._path}: the checkpoint has no chat template: set reward.options.text to the whole text that it "
+                "is to be given, with its own sign for the image"
+            )
+        content = [{"type": "image"}, {"type": "text", "text": self._question}]
+        asked = [{"role": "user", "content": content}]
+        return str(self._processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers import AutoProcessor
+
+        try:
+            return AutoProcessor.from_pretrained(self._path, local_files_only=True, trust_remote_code=False)
+        except (ImportError, OSError, ValueError) as error:
+            raise SpotlightError(
+                f"{self._path}: its processor cannot be loaded ({error}); take a checkpoint whose classes transformers "
+                "has, with its processor's files, and install what they need"
+            ) from None
+
+    @cached_property
+    def _model(self) -> Any:
+        from transformers import AutoModelForImageTextToText
+
+        from spotlight.rl.models import device_of
+
+        try:
+            model = AutoModelForImageTextToText.from_pretrained(
+                self._path, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype="auto"
+            )
+        except (ImportError, ValueError) as error:
+            raise SpotlightError(
+                f"{self._path}: is no model that reads images and writes text ({error}); take one that transformers "
+                "has a class for"
+            ) from None
+        return model.eval().to(device_of(ModelSection()))

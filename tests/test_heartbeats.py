@@ -1,0 +1,59 @@
+"""Claims about who counts as silent: the time since a new heartbeat was seen, less the pauses of whoever looks."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.heartbeats import Heartbeats
+
+EVERY_S, LIMIT_S = 0.5, 4.0
+
+
+def heartbeats() -> Heartbeats:
+    return Heartbeats(limit_s=LIMIT_S, every_s=EVERY_S, now_s=0.0)
+
+
+def test_a_worker_is_silent_from_its_last_new_heartbeat_on() -> None:
+    seen = heartbeats()
+    silent_s = []
+
+    for now_s, last_seen in ((0.5, 7.0), (1.0, 7.4), (1.5, 7.4), (2.0, 7.4)):
+        seen.look(now_s)
+        silent_s.append(seen.silent_s("a", last_seen))
+
+    assert silent_s == [0.0, 0.0, 0.5, 1.0]
+
+
+def test_a_pause_of_whoever_looks_makes_nobody_silent_or_overdue() -> None:
+    seen = heartbeats()
+    seen.look(0.5)
+    seen.silent_s("a", 7.0)
+    seen.overdue_s("b")
+
+    paused_s = seen.look(0.5 + EVERY_S + 100.0)
+
+    assert paused_s == pytest.approx(100.0)
+    assert seen.is_worth_telling(paused_s)
+    assert seen.silent_s("a", 7.0) == pytest.approx(EVERY_S)
+    assert seen.overdue_s("b") == 0.0
+
+
+def test_a_look_that_comes_a_little_late_is_no_pause() -> None:
+    seen = heartbeats()
+
+    assert seen.look(EVERY_S + 1.9) == 0.0
+
+
+def test_a_worker_is_overdue_after_ten_limits_unless_it_is_ready_or_gone() -> None:
+    seen = heartbeats()
+    for address in ("late", "ready"):
+        seen.overdue_s(address)
+    seen.note_ready("ready")
+
+    for look in range(1, 100):
+        seen.look(look * EVERY_S)
+
+    assert seen.overdue_s("late") == pytest.approx(99 * EVERY_S)
+    assert seen.overdue_s("ready") == 0.0
+    seen.forget("late")
+    assert seen.overdue_s("late") == 0.0
