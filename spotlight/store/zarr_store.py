@@ -125,16 +125,16 @@ def check_url(url: str) -> None:
     Raises:
         SpotlightError: it cannot be used.
     """
+    store = ZarrStore(url)
     try:
-        sync(_probe(ZarrStore(url)))
-    except SpotlightError:
-        raise
+        sync(_probe(store))
     except TimeoutError:
         raise SpotlightError(
             f"latents.url = {url!r} cannot be used: no answer within {PROBE_S:g} s; check the address and the network"
         ) from None
     except Exception as error:  # each kind of store has errors of its own
-        said = str(error).strip().splitlines() or [type(error).__name__]
+        why = error.__cause__ if isinstance(error, SpotlightError) and error.__cause__ else error
+        said = str(why).strip().splitlines() or [type(why).__name__]
         raise SpotlightError(
             f"latents.url = {url!r} cannot be used: {said[0]}; give a place that this user may write to"
         ) from error
@@ -156,13 +156,13 @@ def _open(url: str) -> Store:
         return LocalStore(Path(url))
     if scheme in OBJECT_SCHEMES and find_spec("obstore"):
         return ObjectStore(object_store(url))
-    if scheme == "file" and find_spec("obstore"):
-        from obstore.store import from_url
-
-        return ObjectStore(from_url(url, mkdir=True))
     try:
+        if scheme == "file" and find_spec("obstore"):
+            from obstore.store import from_url
+
+            return ObjectStore(from_url(url, mkdir=True))
         return FsspecStore.from_url(url)
-    except (ImportError, ValueError) as error:
+    except (ImportError, ValueError, OSError) as error:
         raise SpotlightError(
             f"latents.url = {url!r} cannot be opened: {error}; give a local path, install obstore for "
             f"{', '.join(OBJECT_SCHEMES)}, or the fsspec package of {scheme}"
