@@ -13,8 +13,8 @@ from cluster.events import Key
 from cluster.gangs import GangState
 from spotlight.records import Span, WorkerLife, row_of
 
-SHOWN, RECENT = 8_000, 500
-"""Spans and events that a display may look back at: some minutes of a hundred workers, in 3 MB."""
+SHOWN, RECENT = 4_000, 500
+"""Spans and events that a display may look back at: some minutes of a hundred workers, in 2 MB."""
 
 
 @dataclass(frozen=True, slots=True)

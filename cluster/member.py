@@ -29,7 +29,7 @@ from distributed import Status, Worker, WorkerPlugin
 
 from cluster import peers
 from cluster.messages import ORDER, PLACE, READY, REFUSED
-from cluster.node_parent import end_with_this_process, node_parent
+from cluster.node_parent import continue_node_parent, end_with_this_process, node_parent
 from cluster.notices import SIGNALS, Notice, first_notice, sources
 from cluster.relaxed import steady
 from cluster.worker_device import WorkerDevice
@@ -142,6 +142,7 @@ class Member:
         self._turn = _turns.setdefault(worker, asyncio.Lock())
         self._has_turn = self._noticed = False
         self._keeping: asyncio.Task[None] | None = None
+        self._kept: tuple[Node | Slot, ...] = ()
 
     def begin(self) -> None:
         """Take part as soon as possible; returns at once."""
@@ -157,6 +158,7 @@ class Member:
         self._worker.stream_handlers[PLACE] = _place
         node = ""
         if self._pool != "head":
+            self._keeping = asyncio.create_task(self._keep())
             try:
                 self._opening = asyncio.ensure_future(asyncio.to_thread(self._open))
                 node = await asyncio.shield(self._opening)
@@ -164,7 +166,6 @@ class Member:
                 logger.warning("this worker takes no part in %s: %s", self._terms.run, error)
                 self._tell(REFUSED, reason=str(error) or repr(error))
                 return
-            self._keeping = asyncio.create_task(self._keep())
             if self._pool != "reward":  # what asks for an engine denoises or trains
                 await self._worker.set_resources(engine=1)
         host, job = socket.gethostname(), os.environ.get("SLURM_JOB_ID", "")
@@ -210,10 +211,12 @@ class Member:
         return node.name
 
     async def _keep(self) -> None:
-        """If somebody removes the memory under a run (a logout may), make it again before the next worker comes."""
+        """Mend what others did to the node: removed its memory under a run (a logout may), stopped its warm parent."""
         while True:
             await asyncio.sleep(KEEP_S)
             key_split.cache_clear()  # remembers 100,000 keys, and no key comes again
+            if continue_node_parent():
+                logger.warning("the process that engines are forked from was stopped: it goes on")
             for each in self._kept:
                 with contextlib.suppress(OSError, SpotlightError):  # the next time
                     each.keep()

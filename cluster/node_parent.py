@@ -28,7 +28,7 @@ import spotlight
 from cluster import janitor
 from cluster.workers import FOR_OTHERS, fork_context, has_warm_parent, warm_parent
 from spotlight.store.node import hold, shared_root, sweep
-from spotlight.store.slots import began
+from spotlight.store.slots import began, is_stopped
 
 OWN = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "RANK", "SHLVL", "_", "__DASK_PARENT_PID")
 """What the environments of workers of a node may differ in: it is read when a device is first used, or never."""
@@ -97,6 +97,18 @@ def _modules() -> list[str]:
     return [path for path in sys.path if OWN_FOLDER not in path]
 
 
+def continue_node_parent() -> bool:
+    """Have the parent go on if it was stopped, since what asks it would wait as long; whether it had been."""
+    try:
+        pid = int((_joined[-1].root / "pid").read_text()) if _joined and _joined[-1].is_there else 0
+    except (OSError, ValueError):
+        pid = 0
+    if not pid or not is_stopped(pid):
+        return False
+    os.kill(pid, signal.SIGCONT)
+    return True
+
+
 def end_with_this_process(pid: int) -> None:
     """Have an engine end when this process does, though the parent that it was forked from goes on."""
     if _joined:
@@ -119,7 +131,7 @@ def _join(root: Path) -> _Joined:
 
 def _start(root: Path) -> int:
     """Start the parent; returns the writing end of its pipe. Who asks it waits for its imports."""
-    for name in ("socket", "alive"):
+    for name in ("socket", "alive", "pid"):
         (root / name).unlink(missing_ok=True)
     os.mkfifo(root / "alive", 0o600)
     reads = os.open(root / "alive", os.O_RDONLY | os.O_NONBLOCK)
@@ -131,9 +143,10 @@ def _start(root: Path) -> int:
             listener.listen()
             code = f"import sys; sys.path[:] = {_modules()!r}; from cluster.node_parent import serve; "
             code += f"serve({listener.fileno()}, {reads}, {str(root)!r})"
-            util.spawnv_passfds(
+            pid = util.spawnv_passfds(
                 os.fsencode(sys.executable), [sys.executable, "-B", "-c", code], [listener.fileno(), reads]
             )
+            (root / "pid").write_text(str(pid))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reads)

@@ -35,12 +35,12 @@ def follow(run: Run, console: Console | None = None) -> None:
         Stopped, SpotlightError: as `Run.wait` does.
     """
     console = console or Console()
-    with _ending_like_ctrl_c():
+    with _asked_to_stop(run) as asked:
         run.start()
         try:
             console.print(f"run directory   {run.directory.url}", soft_wrap=True)
             with _Display(console) as display:
-                _watch(run, display, console)
+                _watch(run, display, console, asked)
         finally:
             run.stop()  # whatever ended the display: a run does not go on unseen
         run.wait()
@@ -49,36 +49,36 @@ def follow(run: Run, console: Console | None = None) -> None:
 
 
 @contextmanager
-def _ending_like_ctrl_c() -> Iterator[None]:
-    """Take SIGTERM and SIGHUP for Ctrl-C; after SIGHUP there is no terminal left to write to."""
+def _asked_to_stop(run: Run) -> Iterator[list[int]]:
+    """What Ctrl-C, SIGTERM and SIGHUP asked of a run that is alive.
 
-    def hang_up(number: int, frame: object) -> None:
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(nowhere, stream)
-        os.close(nowhere)
-        raise KeyboardInterrupt
+    The first is noted, and nothing is interrupted: Python drops what a handler raises within a destructor. The next one
+    interrupts, as does the first where there is nothing to be stopped in order.
+    """
+    asked: list[int] = []
 
-    before = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, signal.default_int_handler),
-        signal.SIGHUP: signal.signal(signal.SIGHUP, hang_up),
-    }
+    def hear(number: int, frame: object) -> None:
+        if number == signal.SIGHUP:  # there is no terminal left to write to
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(nowhere, stream)
+            os.close(nowhere)
+        asked.append(number)
+        if len(asked) > 1 or not run.alive:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _watch(run: Run, display: _Display, console: Console) -> None:
+def _watch(run: Run, display: _Display, console: Console, asked: Sequence[int]) -> None:
     stopping = False
     while run.alive:
-        try:
-            display.show(run.status)
-            time.sleep(REFRESH_S)
-        except KeyboardInterrupt:
-            if stopping:
-                raise
+        if asked and not stopping:
             stopping = True
             run.stop()
             console.print(
@@ -86,6 +86,8 @@ def _watch(run: Run, display: _Display, console: Console) -> None:
                 f"`spotlight resume {run.directory.url}` goes on",
                 soft_wrap=True,
             )
+        display.show(run.status)
+        time.sleep(REFRESH_S)
 
 
 def follow_simulation(begin: Callable[[Callable[[str, int, float], None]], Iterator[Outcome]]) -> None:

@@ -116,6 +116,6 @@ class Chaos:
         return None
 
     def _joined(self) -> dict[str, str]:
-        """Addresses of the spot workers, by name."""
-        workers = self._run.client.scheduler_info(n_workers=-1)["workers"]
+        """Addresses of the spot workers, by name; none of a run that is ending."""
+        workers = self._run.client.scheduler_info(n_workers=-1).get("workers", {})
         return {worker["name"]: address for address, worker in workers.items() if worker["name"].startswith("spot")}

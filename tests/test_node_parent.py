@@ -18,9 +18,15 @@ from cluster import node_parent
 from runs import ROOT, wait_for
 
 WORKER = """
-import sys, time
-from cluster.node_parent import end_with_this_process, node_parent, place
+import sys, threading, time
+from cluster.node_parent import continue_node_parent, end_with_this_process, node_parent, place
 
+def keep():
+    while True:
+        time.sleep(0.5)
+        continue_node_parent()
+
+threading.Thread(target=keep, daemon=True).start()
 for _ in sys.stdin:
     child = node_parent().Process(target=time.sleep, args=(1000,))
     child.start()
@@ -108,6 +114,16 @@ def test_a_parent_whose_place_was_removed_or_that_was_killed_is_followed_by_anot
     parents.append(worker.engine()[0].parent())
 
     assert len(set(parents)) == 3
+
+
+def test_a_parent_that_was_stopped_goes_on(start: Start) -> None:
+    worker = start()
+    parent = worker.engine()[0].parent()
+    assert parent
+    parent.send_signal(signal.SIGSTOP)
+    wait_for(lambda: parent.status() == psutil.STATUS_STOPPED)
+
+    assert worker.engine()[0].parent() == parent
 
 
 def test_only_workers_of_the_same_environment_share_a_parent(monkeypatch: pytest.MonkeyPatch) -> None:

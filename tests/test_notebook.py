@@ -59,6 +59,7 @@ def test_the_view_of_a_run_follows_it_to_its_end(tmp_path: Path, monkeypatch: py
     from IPython.core.interactiveshell import InteractiveShell
 
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)  # of another one it would warn
     monkeypatch.setattr(notebook, "REFRESH_S", 0.05)
     directory = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
     shell = InteractiveShell.instance()

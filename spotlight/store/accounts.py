@@ -39,8 +39,8 @@ LATEST_S = 1e12
 """The year 33658: times are Unix seconds, or a virtual clock's."""
 
 
-FOLD_SPANS = 5_000
-"""Spans that are kept before old ones are summed up: a megabyte or two."""
+FOLD_SPANS = 2_000
+"""Spans that are kept before old ones are summed up: half a megabyte."""
 
 
 class Accounts:
