@@ -199,6 +199,7 @@ class Member:
             slot.number,
             node=root,
             hang_after_s=terms.hang_after_s,
+            run_dir="" if scores else terms.run_dir,
             on_start=started,
             renew=node_parent,
         )

@@ -20,6 +20,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by torch's import:
 import cluster.member
 import cluster.workers
 import spotlight.device.engine
+import spotlight.rl.models.tiny_text  # brings the transformers of all models, for an engine to start at once
 
 signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal is for the driver, which stops its workers in order
 

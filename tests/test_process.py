@@ -114,6 +114,26 @@ def test_an_engine_knows_what_its_caller_was_told_after_the_parent_began(
     assert known["LOCAL_RANK"] == "1"
 
 
+class LoadedCall:
+    def on(self, device: Any, run_dir: str) -> list[str]:
+        return [run for run, engine in device._engines.items() if "model" in vars(engine.resident)]
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_an_engine_has_the_model_of_a_prepared_run_before_it_is_called(
+    tmp_path: Path, run: RunDir, slow: Request, is_prepared: bool
+) -> None:
+    """Who prepares a run makes what the others only read."""
+    where = run.path if is_prepared else RunDir.create(config.load(settings_file(tmp_path)), time.time()).path
+    process = EngineProcess(warm_parent(), 0, node=tmp_path / "node", hang_after_s=HANG_AFTER_S, run_dir=str(where))
+    call: Any = LoadedCall()
+
+    loaded = process.call(str(where), call, lambda beat: None)
+    process.close()
+
+    assert loaded == ([str(where)] if is_prepared else [])
+
+
 def test_a_notice_that_comes_to_all_processes_of_a_job_ends_no_engine(engine: EngineProcess, tmp_path: Path) -> None:
     """As Slurm sends it, more than once if need be."""
     first, parent, call = engine.pid, warm_parent_pid(), EnvironmentCall()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from spotlight.store.node import sweep
 from spotlight.store.slots import Slot, end_leftovers
 
 
@@ -50,6 +51,20 @@ def test_what_is_left_at_the_end_is_ended_unless_its_device_is_in_use(
     slot.close()
     end_leftovers(tmp_path)
 
+    assert frozen.wait(timeout=10) == -signal.SIGKILL
+
+
+def test_nobody_forgets_who_is_left_by_removing_the_record(tmp_path: Path, frozen: subprocess.Popen[bytes]) -> None:
+    """The last worker to leave removes the memory; one that was killed a moment before has left its engine."""
+    root = tmp_path / "memory"
+    root.mkdir(mode=0o700)
+    slot = Slot(root)
+    slot.record(frozen.pid)
+    slot.close()
+
+    assert sweep(root)
+
+    assert not root.exists()
     assert frozen.wait(timeout=10) == -signal.SIGKILL
 
 

@@ -36,11 +36,11 @@ for number in range(int(sys.argv[2])):
         sys.exit("no answer, and no end")
     if not times_s:
         print("answered", flush=True)
-        there.settimeout(2)
+        there.settimeout(float(sys.argv[3]))
     times_s.append(time.monotonic() - began_s)
 print(min(times_s), max(times_s))
 """
-"""Says how long answers took."""
+"""Says how long so many answers took; after the first one, it waits for each for so long at most."""
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 
 def call(hosts: Hosts, times: int = 1) -> subprocess.CompletedProcess[str]:
-    return hosts.run("a", [sys.executable, "-c", CALL, hosts.address("b"), str(times)])
+    return hosts.run("a", [sys.executable, "-c", CALL, hosts.address("b"), str(times), "100"])
 
 
 def test_a_cable_delays_and_drops_as_it_is_told_and_says_nothing_when_it_is_pulled(hosts: Hosts) -> None:
@@ -67,7 +67,7 @@ def test_a_cable_delays_and_drops_as_it_is_told_and_says_nothing_when_it_is_pull
     hosts.spoil("b", delay_s=0.0, drop=0.2)
     lossy = call(hosts, times=30)
     hosts.spoil("b", drop=0.0)
-    calling = hosts.start("a", [sys.executable, "-c", CALL, hosts.address("b"), "1000000000"], os.environ)
+    calling = hosts.start("a", [sys.executable, "-c", CALL, hosts.address("b"), "1000000000", "2"], os.environ)
     wait_for(lambda: "answered" in hosts.log("a") or calling.poll() is not None)
     assert hosts.log("a") == "answered\n"
     hosts.pull("b")

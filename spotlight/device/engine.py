@@ -40,6 +40,7 @@ from spotlight.store.latents import LatentStore
 from spotlight.store.node import Node
 from spotlight.store.rundir import RunDir
 from spotlight.store.thumbnails import thumbnails
+from spotlight.store.weights import published
 
 
 class InProcess:
@@ -59,6 +60,11 @@ class InProcess:
         if run_dir not in self._engines:
             self._engines[run_dir] = Engine(run_dir, self._on_beat, self._node, paced=self._paced)
         return self._engines[run_dir]
+
+    def load(self, run_dir: str) -> None:
+        """Have the run's model ready, unless the run is still to be prepared: who does that makes what others read."""
+        if published(run_dir, 0):
+            _ = self.engine(run_dir).model
 
     def prepare(self, run_dir: str) -> Prepared:
         return self.engine(run_dir).prepare()

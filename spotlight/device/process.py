@@ -73,6 +73,7 @@ class EngineProcess:
         node: root of the node's shared memory, for weights; see `spotlight.store.node`.
         hang_after_s: a call that sent a beat, and then none for so long, is ended with its process; so is one whose
             process is stopped. Time in which the caller was paused does not count.
+        run_dir: a run whose model each process loads as it begins, so that the first call need not; "" for none.
         on_start: is called with the id of each process that is started.
         renew: makes sure, before each start, that the parent can be reached.
     """
@@ -84,6 +85,7 @@ class EngineProcess:
         *,
         node: Path,
         hang_after_s: float,
+        run_dir: str = "",
         on_start: Callable[[int], None] = lambda pid: None,
         renew: Callable[[], object] = lambda: None,
     ) -> None:
@@ -93,6 +95,7 @@ class EngineProcess:
         self._number = number
         self._node = node
         self._hang_after_s = hang_after_s
+        self._run_dir = run_dir
         self._telling = threading.Lock()
         self._changing = threading.Lock()
         """Held while the process is replaced or ended: a worker may leave while its engine comes up anew."""
@@ -108,7 +111,7 @@ class EngineProcess:
         calls, self._calls = self._context.Pipe()
         orders, told = self._context.Pipe(duplex=False)
         says = [Connection(os.dup(output), readable=False) for output in (1, 2)]
-        arguments = (self._number, self._node, calls, orders, signals, dict(os.environ), says)
+        arguments = (self._number, self._node, self._run_dir, calls, orders, signals, dict(os.environ), says)
         self._renew()
         process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
             target=serve, args=arguments, daemon=True
@@ -213,6 +216,7 @@ def _meaning(code: int | None) -> str:
 def serve(
     number: int,
     node: Path,
+    run_dir: str,
     calls: Connection,
     orders: Connection,
     asked: Signals,
@@ -222,6 +226,7 @@ def serve(
     """The body of an engine process: answer calls until the other end is gone.
 
     Args:
+        run_dir: the run whose model is loaded before the first call; "" for none.
         environment: the caller's, as is where it ``says`` things, for output and errors; the parent, from which this
             process has its own, is older, and may be that of other callers, too.
     """
@@ -237,6 +242,9 @@ def serve(
     from spotlight.device.engine import InProcess
 
     device = InProcess(on_beat=_BeatSender(calls).on_beat, node=Node(node))
+    if run_dir:
+        with contextlib.suppress(Exception):  # the first call meets it again, and tells who called
+            device.load(run_dir)
     while True:
         try:
             run_dir, call = _received(calls)

@@ -48,6 +48,7 @@ from uuid import uuid4
 from safetensors import SafetensorError
 
 from spotlight.records import SpotlightError
+from spotlight.store.slots import end_leftovers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -283,6 +284,7 @@ def sweep(root: Path) -> bool:
             if not stat.S_ISREG(os.fstat(alive).st_mode):
                 return False
             fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            end_leftovers(root)  # with it goes who they are: frozen ones would stay for ever
             swept = root.with_name(f"{root.name}.swept")
             root.rename(swept)  # at once, so that whoever comes now makes it anew
             shutil.rmtree(swept)
