@@ -46,6 +46,7 @@ from spotlight.records import (
 )
 from spotlight.store import updates, weights
 from spotlight.store.node import Node, NotOnNode
+from spotlight.store.rundir import RunDir
 
 BACK_OFF_S = 0.01
 """Before a task is sent back: it comes again at once, and the scheduler needs a moment to see why."""
@@ -97,6 +98,11 @@ class WorkerDevice:
         except TimedOut as error:  # a missing reward is no number
             seeds = len(request.seeds)
             return Scored(request=request, rewards=(None,) * seeds, errors=(f"{request.prompt.text!r}: {error}",))
+
+    def has_scores(self, run_dir: str, request: Request) -> bool:
+        from spotlight.store.latents import LatentStore  # imports Zarr, which a worker need not
+
+        return LatentStore(RunDir(run_dir).latents_url).known_scores(request) is not None
 
     def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
         self._bring(run_dir, request.weights, request.policy)

@@ -146,8 +146,8 @@ def _scored_before(run_dir: str, request: Request) -> Rollout | None:
 
 def _stored_scores(run_dir: str, request: Request) -> Scored | None:
     store = _latents(run_dir)
-    known = store.scores(request) if store else None
-    if not known or known["digest"] != request.digest:
+    known = store.known_scores(request) if store else None
+    if known is None:
         return None
     return Scored(request=request, rewards=tuple(known["rewards"]), errors=tuple(known["errors"]))
 

@@ -243,16 +243,17 @@ class TaskTiming:
         return Fixed(seconds=self._seconds(function, arguments))
 
     def _seconds(self, function: Callable[..., Any], arguments: Sequence[Any]) -> float:
-        durations = self._durations
-        if function is tasks.score:
-            done = arguments[1]
-            return durations.score_s(len(done.request.seeds)) if isinstance(done, Rollout) else 0.0
-        if function is tasks.score_all:
-            return durations.score_s(sum(len(done.request.seeds) for done in arguments[1]))
+        durations, device = self._durations, protocol.current()
+        if function is tasks.score or function is tasks.score_all:
+            run_dir, given = arguments[:2]
+            drawn = [
+                done.request for done in ([given] if function is tasks.score else given) if isinstance(done, Rollout)
+            ]
+            return durations.score_s(sum(len(each.seeds) for each in drawn if not device.has_scores(run_dir, each)))
         if function is tasks.gradient:
             run_dir, *which = arguments
             part = tasks.gradient_part(*which)
-            if protocol.current().has_gradient(run_dir, part):
+            if device.has_gradient(run_dir, part):
                 return 0.0
             return durations.train_s(len(part.samples)) + durations.gradient_s
         if function is tasks.update:

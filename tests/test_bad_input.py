@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -236,6 +237,10 @@ def test_what_nobody_foresaw_says_how_to_go_on(stopped: RunDir) -> None:
     assert failed.returncode == 70
     assert "FileExistsError" in failed.stderr
     assert f"`spotlight resume {stopped.path}` goes on" in failed.stderr
+    told = re.search(r"where it happened is in (\S+);", failed.stderr)
+    assert told
+    assert "Traceback" in Path(told[1]).read_text()
+    Path(told[1]).unlink()
 
 
 def test_ctrl_c_twice_leaves_at_once(tmp_path: Path) -> None:

@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 import torch
 
+from cluster.virtual.timing import Fixed
 from graphs import tasks
 from graphs.iteration import rollout_requests, unexplored
 from graphs.tasks import RunContext, TrainingSet
 from runs import settings_file
 from spotlight import config
+from spotlight.device import protocol
 from spotlight.device.engine import Engine, InProcess
+from spotlight.device.modelled import ModelledDevice
 from spotlight.device.pace import Pace
+from spotlight.device.protocol import Device
 from spotlight.device.signals import Clear, CloseExploration, Stop, signals
 from spotlight.plan.durations import SCORE_S
 from spotlight.records import (
@@ -36,6 +40,7 @@ from spotlight.records import (
 )
 from spotlight.rl.parts import Cut
 from spotlight.rl.prompts import read_prompts
+from spotlight.simulation import TaskTiming
 from spotlight.store import updates as kept_updates
 from spotlight.store.latents import MissingLatents
 from spotlight.store.rundir import RunDir
@@ -335,6 +340,25 @@ def test_an_engine_on_another_clock_does_not_wait_though_the_settings_pace_it(tm
 
     assert isinstance(scored, Scored)
     assert took_s < Pace(settings).step_s(len(request.seeds), 1)
+
+
+@pytest.mark.parametrize("device", [InProcess(paced=False), ModelledDevice()], ids=["real", "modelled"])
+def test_on_the_virtual_clock_scores_that_are_kept_take_no_time(tmp_path: Path, device: Device) -> None:
+    """As live: a score whose result was lost with its worker is read again, not computed again."""
+    settings = config.load(settings_file(tmp_path), ["pace.gpu=h100", "pace.score_s=0.5"])
+    run = str(RunDir.create(settings, time.time()).path)
+    with protocol.using(device):
+        context, prompts = tasks.prepare(run), read_prompts(settings.data.train_prompts)[:1]
+        request = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
+        done, timing = device.rollout(run, request), TaskTiming(settings)
+
+        first = timing.work(tasks.score, (run, done))
+        tasks.score(run, done)
+        again = timing.work(tasks.score, (run, done))
+        all_again = timing.work(tasks.score_all, (run, [done]))
+
+    assert first == Fixed(seconds=0.5 * len(request.seeds))
+    assert again == all_again == Fixed(seconds=0.0)
 
 
 def test_widths_that_the_model_cannot_be_split_into_are_refused_with_those_that_it_can(tmp_path: Path) -> None:

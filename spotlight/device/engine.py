@@ -78,6 +78,9 @@ class InProcess:
     def score(self, run_dir: str, request: Request) -> Scored | Dropped:
         return self.engine(run_dir).score(request)
 
+    def has_scores(self, run_dir: str, request: Request) -> bool:
+        return self.engine(run_dir).store.known_scores(request) is not None
+
     def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
         return self.engine(run_dir).images(request)
 
@@ -173,7 +176,7 @@ class Engine:
 
         Exploration that is closed meanwhile is dropped: the next rollout needs the device.
         """
-        if self._known(request) or self.store.images(request):
+        if self.store.known_scores(request) or self.store.images(request):
             return None
         try:
             _still_wanted(request)
@@ -188,7 +191,7 @@ class Engine:
         Images that `draw` kept are not decoded again, and go once the scores are stored. Exploration that is closed
         meanwhile is dropped: the next rollout needs the device.
         """
-        known = self._known(request)
+        known = self.store.known_scores(request)
         try:
             if known is None:
                 _still_wanted(request)
@@ -201,15 +204,10 @@ class Engine:
             self.store.drop_images(request)
         return Scored(request=request, rewards=tuple(known["rewards"]), errors=tuple(known["errors"]))
 
-    def _known(self, request: Request) -> dict[str, Any] | None:
-        """What this very request was scored before."""
-        known = self.store.scores(request)
-        return known if known and known["digest"] == request.digest else None
-
     def _scores(self, request: Request) -> dict[str, Any]:
         """What is to be stored of it: its rewards, or what another worker has stored meanwhile."""
         kept = self.store.images(request) if self._config.scores_apart else None
-        if kept is None and self._config.scores_apart and (known := self._known(request)):
+        if kept is None and self._config.scores_apart and (known := self.store.known_scores(request)):
             return known  # whoever stored it took the images away
         images, finite_B = kept or self._images(request)
         values, errors = self._rewards(request, images, finite_B)

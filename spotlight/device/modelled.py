@@ -82,6 +82,7 @@ class ModelledDevice:
         if reason:
             return Dropped(reason=reason)
         run = self._run(run_dir)
+        run.note_scored(request)
         rewards = learning_model.rewards(
             run.score(request.weights),
             request.seeds,
@@ -91,6 +92,9 @@ class ModelledDevice:
             stale=request.purpose == "explore" and request.weights.version < request.iteration,
         )
         return Scored(request=request, rewards=tuple(rewards.tolist()))
+
+    def has_scores(self, run_dir: str, request: Request) -> bool:
+        return request in self._run(run_dir).scored.get(request.iteration, ())
 
     def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
         return np.full((len(request.seeds), EDGE_PX, EDGE_PX, 3), 128, dtype=np.uint8)
@@ -147,6 +151,13 @@ class _Run:
     scores: dict[WeightsRef, float] = field(default_factory=dict)
     gradients: dict[tuple[int, int], tuple[GradientPart, Gradient]] = field(default_factory=dict)
     """Of each part, by its update and its number, the last one."""
+    scored: dict[int, set[Request]] = field(default_factory=dict)
+    """Requests, by their iteration: of the latest two."""
+
+    def note_scored(self, request: Request) -> None:
+        self.scored.setdefault(request.iteration, set()).add(request)
+        while len(self.scored) > 2:
+            del self.scored[min(self.scored)]
 
     def has_gradient(self, part: GradientPart) -> bool:
         known = self.gradients.get((part.update, part.number))

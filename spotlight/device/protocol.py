@@ -79,6 +79,10 @@ class Device(Protocol):
         """Rewards of a finished request."""
         ...
 
+    def has_scores(self, run_dir: str, request: Request) -> bool:
+        """Whether the rewards of a request are kept, so that `score` only finds them."""
+        ...
+
     def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
         """The images of a finished request, shape (B, height, width, 3)."""
         ...

@@ -231,6 +231,11 @@ class LatentStore:
         """What `put_scores` was given, also after the iteration was compacted; None as of `get_record`."""
         return self.scores_of(request.iteration, request.id)
 
+    def known_scores(self, request: Request) -> dict[str, Any] | None:
+        """As `scores`, of this very request alone: another one may have had its id."""
+        known = self.scores(request)
+        return known if known and known["digest"] == request.digest else None
+
     def scores_of(self, iteration: int, request: str) -> dict[str, Any] | None:
         """As `scores`, of a request that is known by its id alone."""
         found = self.get_record(f"scores/{request}")
