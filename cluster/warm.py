@@ -8,11 +8,13 @@ has the address of this one.
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
+import socket
 import sys
-from multiprocessing import forkserver, spawn
+from multiprocessing import forkserver, reduction, spawn
 from types import TracebackType
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by torch's import: losing a peer is no news here
@@ -41,6 +43,20 @@ def _ensure_running(server: forkserver.ForkServer) -> None:
         _start_server(server)
 
 
+class _Vanished(ConnectionAbortedError, EOFError):
+    """Who asked was killed in the middle of asking. The library takes an end of file for its own, and all that was
+    forked from this process would end with it; an aborted connection it passes over."""
+
+
+def _received(sock: socket.socket, size: int) -> list[int]:
+    try:
+        return _receive(sock, size)
+    except EOFError:
+        raise _Vanished(errno.ECONNABORTED, "vanished while it asked for a process") from None
+
+
+_receive = reduction.recvfds
+reduction.recvfds = _received
 _start_server = forkserver.ForkServer.ensure_running
 forkserver.ForkServer.ensure_running = _ensure_running  # type: ignore[assignment,method-assign]
 sys.excepthook = _report

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -132,6 +134,19 @@ def test_an_engine_has_the_model_of_a_prepared_run_before_it_is_called(
     process.close()
 
     assert loaded == ([str(where)] if is_prepared else [])
+
+
+def test_who_is_killed_while_it_asks_for_a_process_takes_no_others_with_it(engine: EngineProcess) -> None:
+    """The parent takes the end of a connection for its own, and what was forked from it would end."""
+    parent, server = warm_parent_pid(), cast("Any", forkserver._forkserver)
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(server._forkserver_address)
+
+    other = EngineProcess(warm_parent(), 1, node=engine._node, hang_after_s=HANG_AFTER_S)
+    came_from = psutil.Process(other.pid).ppid()
+    other.close()
+
+    assert came_from == parent == psutil.Process(engine.pid).ppid()
 
 
 def test_a_notice_that_comes_to_all_processes_of_a_job_ends_no_engine(engine: EngineProcess, tmp_path: Path) -> None:
