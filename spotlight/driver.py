@@ -105,7 +105,7 @@ class Driver:
         packed = self.pools.client.get(graph.graph, list(graph.outputs.values()), sync=False)
         futures = _flatten(packed)
         try:
-            while any(future.status == "pending" for future in futures):
+            while any(future.status in ("pending", "lost") for future in futures):  # what is lost is made again
                 _wait(self.pools.client, futures)
                 self._follow()
                 failed = next((future for future in futures if future.status == "error"), None)
@@ -113,7 +113,7 @@ class Driver:
                     failed.result()
                 if self._stop.is_set():
                     self._end_steps()
-            if any(future.status in ("cancelled", "lost") for future in futures):
+            if any(future.status == "cancelled" for future in futures):
                 raise SpotlightError(
                     f"the cluster lost the run's tasks: its scheduler ended, or was restarted; what was committed is "
                     f"kept: `spotlight resume {self._run.url}` goes on, with --cluster on another one"

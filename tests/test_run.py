@@ -6,9 +6,12 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +21,7 @@ from kills import KillWorkers, client_of
 from leftovers import Watched
 from runs import ROOT, NoWatch, outcome, settings_file, spotlight, start, wait_for
 from spotlight import config
+from spotlight.driver import Driver
 from spotlight.plan.replay import Allocation, differing
 from spotlight.records import Stopped
 from spotlight.run import Run
@@ -200,6 +204,32 @@ def test_ctrl_c_and_its_like_stop_cleanly_leave_nothing_and_say_how_to_resume(
     assert done.returncode == 0, done.stderr
     assert "report.html" in done.stdout
     assert outcome(run_dir) == outcome(undisturbed)
+
+
+def test_a_result_that_is_lost_with_its_worker_is_waited_for_until_it_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Dask says that it is lost, has it made again since somebody wants it, and says that it is there."""
+    future = SimpleNamespace(status="pending", release=lambda: None)
+    came, told = iter(["finished", "lost", "lost", "finished"]), list[str]()
+    other = SimpleNamespace(status="pending", release=lambda: None)
+
+    def follow(driver: Driver) -> None:
+        future.status = next(came)
+        other.status = "pending" if len(told) < 2 else "finished"
+        told.append(future.status)
+
+    client = SimpleNamespace(get=lambda graph, keys, sync: [future, other], gather=lambda packed: ["found", "other"])
+    monkeypatch.setattr("spotlight.driver._wait", lambda client, futures: None)
+    monkeypatch.setattr(Driver, "_follow", follow)
+    none: Any = None
+    driver = Driver(none, none, none, threading.Event(), began_s=0.0)
+    driver.pools = cast("Any", SimpleNamespace(client=client))
+
+    found = driver._compute(cast("Any", SimpleNamespace(graph=None, outputs={"a": "x", "b": "y"})))
+
+    assert found == {"a": "found", "b": "other"}
+    assert told == ["finished", "lost", "lost", "finished"]
 
 
 def test_stop_ends_a_run_that_start_takes_up_again(undisturbed: Path, tmp_path: Path) -> None:
