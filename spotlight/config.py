@@ -105,19 +105,19 @@ class RunSection(Section):
         return self
 
 
-EMBEDDED = ("tiny-text", "tiny-mixed")
+EMBEDDED = ("tiny-text", "tiny-mixed", "tiny-shapes")
 
 
 class ModelSection(Section):
     """What is trained, and the size of its images."""
 
-    name: Literal["tiny-text", "tiny-mixed", "qwen-image", "sd3", "flux"] = "tiny-text"
-    """An embedded model (of two digits; of one to four digits and capitals), or a checkpoint of Qwen-Image, Stable
-    Diffusion 3.5 or FLUX.1."""
+    name: Literal["tiny-text", "tiny-mixed", "tiny-shapes", "qwen-image", "sd3", "flux"] = "tiny-text"
+    """An embedded model (of two digits; of one to four digits and capitals; of coloured shapes), or a checkpoint of
+    Qwen-Image, Stable Diffusion 3.5 or FLUX.1."""
     path: str = ""
     """Directory of a diffusers pipeline; or, of an embedded model, a file of other weights, else empty."""
     height_px: int = Field(16, ge=4, le=PX_MAX)
-    """Of an image. "tiny-text" draws 16 x 32 only, "tiny-mixed" 16 x 48."""
+    """Of an image. "tiny-text" draws 16 x 32 only, "tiny-mixed" 16 x 48, "tiny-shapes" 24 x 24."""
     width_px: int = Field(32, ge=4, le=PX_MAX)
     """As ``height_px``."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -227,6 +227,10 @@ class ExplorationSection(Section):
     could also roll out or train (``strategy.train_pools``)."""
 
 
+FILES_IN_OPTIONS = {"aesthetic": ("head",), "geneval": ("clip",)}
+"""By the name of a reward: those of its options that are paths, relative to the settings file."""
+
+
 class RewardSection(Section):
     """What scores images. Several ``[[reward]]`` tables are added up, each times its weight."""
 
@@ -246,15 +250,16 @@ class RewardSection(Section):
     range: tuple[float, float] | None = None
     """Least and largest score; one outside is a fault. Left out, it is the scorer's own."""
     path: str = ""
-    """Checkpoint directory of "clip-score", "pickscore", "aesthetic" and "vlm-ocr"; relative to the settings file."""
+    """Checkpoint directory of "clip-score", "pickscore", "aesthetic", "vlm-ocr" and the detector "mask2former";
+    relative to the settings file."""
     url: str = ""
     """Server of "http" (``POST URL/compute``), "chat" and "chat-ocr" (``POST URL/v1/chat/completions``)."""
     timeout_s: float = Field(60.0, gt=0, le=3600)
     """Longest that a server may take for one answer."""
     options: dict[str, Any] = {}
     """Further arguments: ``head`` of "aesthetic"; ``model`` and ``question`` of "chat"; ``question``, ``text`` and
-    ``tokens`` of "vlm-ocr"; ``detector = "module:Class"`` and ``graded`` of "geneval", the rest being the detector's;
-    those of your own class."""
+    ``tokens`` of "vlm-ocr"; ``detector`` ("shapes", "mask2former" or ``module:Class``) and ``graded`` of "geneval", the
+    rest being the detector's, as ``clip`` of "mask2former"; those of your own class."""
     also: tuple[RewardSection, ...] = ()
     """The further ``[[reward]]`` tables."""
 
@@ -289,6 +294,9 @@ class TrainSection(Section):
     """Parts that each update's samples are cut into, never the number of workers: each part's gradient is a task of its
     own, on whichever worker is free, and the same bits wherever it is computed. More parts than workers that train, so
     that none waits long for the last; fewer where a part takes no longer than what it costs to launch it."""
+    width: int = Field(1, ge=1, le=WIDTH_MAX)
+    """Workers of a node that share the passes of a part (sequence parallelism), where one GPU does not hold the
+    activations. The same bits whoever they are, but others than with another width."""
     micro_batch: int = Field(64, ge=1, le=100_000)
     """Rows (samples x timesteps) in one forward pass; no effect on the result beyond rounding."""
     lora_rank: int = Field(0, ge=0, le=4096)
@@ -767,6 +775,12 @@ class Config(Section):
                     f"strategy.widths = {list(widths)} needs {narrowest} workers on one machine, and {work} have "
                     f"machines of {largest}: add a narrower width, or workers to pools.{where[0]} (workers_per_node)"
                 )
+        largest = max(sizes[name] for name in self.strategy.train_pools)
+        if largest < self.train.width:
+            raise ValueError(
+                f"train.width = {self.train.width} needs as many workers on one machine, and training has machines of "
+                f"{largest}: make it smaller, or add workers to pools.{self.strategy.train_pools[0]} (workers_per_node)"
+            )
 
 
 def _check_url(name: str, url: str, schemes: Sequence[str]) -> None:
@@ -848,7 +862,12 @@ def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Co
 def _with_checkpoints(reward: RewardSection, base: Path, source: str) -> RewardSection:
     """The tables of rewards with their checkpoints as absolute paths."""
     also = tuple(_with_checkpoints(table, base, source) for table in reward.also)
-    return _with_paths(reward, base, source, "reward", "path").model_copy(update={"also": also})
+    named = FILES_IN_OPTIONS.get(reward.name, ())
+    options = {
+        name: absolute(base, value) if name in named and isinstance(value, str) else value
+        for name, value in reward.options.items()
+    }
+    return _with_paths(reward, base, source, "reward", "path").model_copy(update={"also": also, "options": options})
 
 
 def _with_paths(section: SectionT, base: Path, source: str, name: str, *fields: str) -> SectionT:

@@ -5,6 +5,7 @@ Same bytes on every call: the seed is fixed.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import (
+    CLIPConfig,
+    CLIPModel,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
@@ -240,3 +243,17 @@ def _t5_tokenizer() -> T5Tokenizer:
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
     letters = [("\u2581", -1.0), *((chr(code), -2.0) for code in range(ord("!"), ord("~") + 1))]
     return T5Tokenizer(vocab=[*special, *letters], extra_ids=0, model_max_length=512)
+
+
+def write_clip(path: Path) -> Path:
+    """A tiny CLIP of random weights, in the real layout."""
+    layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**layers, "vocab_size": 514, "max_position_embeddings": 77, "bos_token_id": 512, "eos_token_id": 513}
+    vision = {**layers, "image_size": 32, "patch_size": 8}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
+    model.save_pretrained(path)
+    clip_tokenizer().save_pretrained(path)
+    (path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.25] * 3}))
+    return path

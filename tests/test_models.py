@@ -25,8 +25,12 @@ from spotlight.rl.models import device_of, load
 from spotlight.rl.models.base import Conditioning
 from spotlight.rl.models.pipeline import TEXT_MULTIPLE, Loading
 from spotlight.rl.models.qwen_image import QwenImage
-from spotlight.rl.models.tiny_text import MIXED, SHAPES, TWO_DIGITS, Shape, TinyText, patches
+from spotlight.rl.models.tiny import Tiny, Variant, patches
+from spotlight.rl.models.tiny_shapes import SCENES, TinyShapes
+from spotlight.rl.models.tiny_text import MIXED, TWO_DIGITS, TinyText
 from spotlight.store.node import Node
+
+EmbeddedName = Literal["tiny-text", "tiny-mixed", "tiny-shapes"]
 
 HEIGHT_PX, WIDTH_PX = 16, 32
 SHORT, LONG = 'a "4"', 'a shop sign that reads "47 é"'
@@ -193,15 +197,22 @@ def test_the_embedded_model_is_a_view_of_the_nodes_memory(tmp_path: Path, dtype:
         assert not model.parameters()
 
 
-@pytest.mark.parametrize("shape", [TWO_DIGITS, MIXED])
-def test_an_embedded_model_is_small_and_its_latents_are_pixels(shape: Shape) -> None:
-    model, size = TinyText(shape), (shape.height_px, shape.width_px)
-    images = np.random.default_rng(0).integers(0, 256, (3, *size), dtype=np.uint8)
+EMBEDDED: dict[EmbeddedName, tuple[type[Tiny], Variant]] = {
+    "tiny-text": (TinyText, TWO_DIGITS),
+    "tiny-mixed": (TinyText, MIXED),
+    "tiny-shapes": (TinyShapes, SCENES),
+}
+
+
+@pytest.mark.parametrize(("kind", "variant"), EMBEDDED.values())
+def test_an_embedded_model_is_small_and_its_latents_are_pixels(kind: type[Tiny], variant: Variant) -> None:
+    model, size = kind(variant), (variant.height_px, variant.width_px)
+    images = np.random.default_rng(0).integers(0, 256, (3, *size, variant.colours), dtype=np.uint8)
 
     latents_BNC = patches(images)
 
     assert latents_BNC.shape == (3, *model.latent_shape(*size))
-    assert np.array_equal(model.decode(latents_BNC, *size), np.repeat(images[..., None], 3, axis=-1))
+    assert np.array_equal(model.decode(latents_BNC, *size), np.repeat(images, 3 // variant.colours, axis=-1))
     assert sum(value.numel() for value in model.state().values()) < 2e6
     with pytest.raises(SpotlightError, match=f"draws {size[0]} x {size[1]} px only"):
         model.grid(64, 64)
@@ -618,14 +629,15 @@ def test_weights_that_a_file_lacks_are_named_and_never_random(directory: Path, t
         QwenImage.load(str(incomplete), Loading(device=CPU, dtype=torch.float32))
 
 
-@pytest.mark.parametrize(("name", "shape"), SHAPES.items())
-def test_an_embedded_models_weights_are_in_the_package(name: Literal["tiny-text", "tiny-mixed"], shape: Shape) -> None:
-    settings = ModelSection(name=name, width_px=shape.width_px)
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_an_embedded_models_weights_are_in_the_package(name: EmbeddedName) -> None:
+    kind, variant = EMBEDDED[name]
+    settings = ModelSection(name=name, height_px=variant.height_px, width_px=variant.width_px)
 
     model = load(settings)
 
-    assert isinstance(model, TinyText)
-    assert model.state().keys() == TinyText(shape).state().keys()
+    assert isinstance(model, kind)
+    assert model.state().keys() == kind(variant).state().keys()
     assert not settings.gradient_checkpointing
 
 

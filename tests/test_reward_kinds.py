@@ -17,7 +17,6 @@ from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
-    CLIPConfig,
     CLIPImageProcessorPil,
     CLIPModel,
     CLIPVisionConfig,
@@ -27,7 +26,7 @@ from transformers import (
     LlavaProcessor,
 )
 
-from pipelines import clip_tokenizer
+from pipelines import clip_tokenizer, write_clip
 from spotlight import config
 from spotlight.config import RewardSection
 from spotlight.records import Prompt, SpotlightError
@@ -204,18 +203,7 @@ def test_all_published_geneval_prompts_are_accepted(shared_data: Path) -> None:
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny CLIP of random weights, in the real layout."""
-    path = tmp_path_factory.mktemp("clip")
-    layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {**layers, "vocab_size": 514, "max_position_embeddings": 77, "bos_token_id": 512, "eos_token_id": 513}
-    vision = {**layers, "image_size": 32, "patch_size": 8}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
-    model.save_pretrained(path)
-    clip_tokenizer().save_pretrained(path)
-    (path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.25] * 3}))
-    return path
+    return write_clip(tmp_path_factory.mktemp("clip"))
 
 
 def pictures() -> NDArray[np.uint8]:

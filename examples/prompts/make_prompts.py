@@ -1,5 +1,6 @@
 """Writes prompt files: a sentence for each two-digit (digits-*.txt) or three-digit (numbers-*.txt) number, in quotes;
-and for texts of one to four digits and capitals (mixed-*.txt), by kind.
+for texts of one to four digits and capitals (mixed-*.txt), by kind; and for scenes of shapes, as GenEval writes its own
+(shapes-*.jsonl), by tag.
 
 The same bytes on every run. Validation texts never occur in training.
 """
@@ -7,8 +8,11 @@ The same bytes on every run. Validation texts never occur in training.
 from __future__ import annotations
 
 import itertools
+import json
 import string
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +25,15 @@ CAPITALS = "".join(letter for letter in string.ascii_uppercase if letter not in 
 """Without those that nobody tells from digits."""
 KIND, KIND_HELD_OUT = 32, 4
 """Texts of a kind, and how many of them are held out; of single digits and capitals there are fewer."""
+SHAPES = {"circle": "circles", "square": "squares", "triangle": "triangles", "cross": "crosses"}
+COLOURS = ("red", "green", "blue", "yellow", "purple")
+RELATIONS = ("left of", "right of", "above", "below")
+NUMBERS = {2: "two", 3: "three", 4: "four"}
+TAG, TAG_HELD_OUT = (
+    48,
+    {"single_object": 1, "two_object": 3, "counting": 3, "colors": 5, "position": 10, "color_attr": 10},
+)
+"""Scenes of a tag, at most, and how many of them are held out."""
 
 SENTENCES = (
     'A weathered wooden door with the house number "{}" painted above the brass knocker.',
@@ -82,8 +95,56 @@ def _kind(text: str) -> str:
     return "digits" if text.isdigit() else "capitals" if text.isalpha() else "mixed"
 
 
+def make_shapes() -> tuple[list[str], list[str]]:
+    """Training and validation prompts with their metadata, as JSON lines: tag by tag, so many of each held out."""
+    generator = np.random.Generator(np.random.Philox(key=[SEED, 2]))
+    train, validation = [], []
+    for tag, held_out in TAG_HELD_OUT.items():
+        scenes = [{"tag": tag, **scene} for scene in _scenes(tag)]
+        chosen = [json.dumps(scenes[index]) for index in generator.permutation(len(scenes))[:TAG]]
+        validation += chosen[:held_out]
+        train += chosen[held_out:]
+    return train, validation
+
+
+def _scenes(tag: str) -> Iterator[dict[str, Any]]:
+    """All scenes of a tag, in the words of GenEval's prompts."""
+    pairs = list(itertools.permutations(SHAPES, 2))
+    match tag:
+        case "single_object":
+            for name in SHAPES:
+                yield {"include": [_clause(name)], "prompt": f"a photo of a {name}"}
+        case "two_object":
+            for one, other in pairs:
+                yield {"include": [_clause(one), _clause(other)], "prompt": f"a photo of a {one} and a {other}"}
+        case "counting":
+            for (count, number), name in itertools.product(NUMBERS.items(), SHAPES):
+                yield {
+                    "include": [_clause(name, count)],
+                    "exclude": [_clause(name, count + 1)],
+                    "prompt": f"a photo of {number} {SHAPES[name]}",
+                }
+        case "colors":
+            for colour, name in itertools.product(COLOURS, SHAPES):
+                yield {"include": [_clause(name, color=colour)], "prompt": f"a photo of a {colour} {name}"}
+        case "position":
+            for (one, other), relation in itertools.product(pairs, RELATIONS):
+                include = [_clause(other), _clause(one, position=[relation, 0])]
+                yield {"include": include, "prompt": f"a photo of a {one} {relation} a {other}"}
+        case _:
+            for (one, other), (first, second) in itertools.product(pairs, itertools.permutations(COLOURS, 2)):
+                include = [_clause(one, color=first), _clause(other, color=second)]
+                yield {"include": include, "prompt": f"a photo of a {first} {one} and a {second} {other}"}
+
+
+def _clause(name: str, count: int = 1, **more: Any) -> dict[str, Any]:
+    return {"class": name, "count": count, **more}
+
+
 def main() -> None:
     here = Path(__file__).parent
+    for name, prompts in zip(("train", "validation"), make_shapes(), strict=True):
+        (here / f"shapes-{name}.jsonl").write_text("\n".join(prompts) + "\n", encoding="utf-8")
     for name, prompts in zip(("train", "validation"), make_mixed(), strict=True):
         (here / f"mixed-{name}.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
     for files, (digits, held_out) in HELD_OUT.items():

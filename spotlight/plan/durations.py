@@ -55,9 +55,10 @@ class Gpu:
 TRANSFORMERS = {
     # Published: the checkpoint's own settings; 20.43e9 parameters in bfloat16. About 100 text tokens is inferred.
     "qwen-image": Transformer(layers=60, dim=3072, heads=24, px_per_token=16, text_tokens=100, weights_bytes=40.9e9),
-    # The embedded models, as `rl.models.tiny_text` builds them, in float32.
+    # The embedded models, as `rl.models.tiny` builds them, in float32.
     "tiny-text": Transformer(layers=3, dim=64, heads=4, px_per_token=4, text_tokens=8, weights_bytes=1.97e6),
     "tiny-mixed": Transformer(layers=3, dim=128, heads=4, px_per_token=4, text_tokens=8, weights_bytes=7.54e6),
+    "tiny-shapes": Transformer(layers=3, dim=96, heads=4, px_per_token=4, text_tokens=8, weights_bytes=4.34e6),
 }
 GPUS = {  # published: the makers' data sheets
     "a100": Gpu(flops_per_s=312e12, bytes_per_s=2.04e12, link_bytes_per_s=300e9),
@@ -225,8 +226,8 @@ class TaskDurations:
         """Seconds of scoring a batch of images."""
         return samples * self._score_s / self._speedup
 
-    def train_s(self, samples: float) -> float:
-        """Seconds that one worker takes for the gradient of so many samples.
+    def train_s(self, samples: float, width: int = 1) -> float:
+        """Seconds that so many workers together take for the gradient of so many samples.
 
         To compare with an older policy takes one more forward pass, and with the reference another. DiffusionNFT does
         without the older one in one update of the very policy that sampled.
@@ -240,7 +241,9 @@ class TaskDurations:
             lora=self._lora,
             looks=self._looks,
         )
-        return samples * per_sample_s / self._speedup
+        gpu = self._gpus["reserved"]
+        efficiency = parallel_efficiency(self._model, *self._size, width=width, gpu=gpu) if width > 1 else 1.0
+        return samples * per_sample_s / (width * efficiency * self._speedup)
 
     # What the system itself costs, on top of the work
 

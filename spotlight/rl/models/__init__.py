@@ -45,9 +45,14 @@ def load(settings: ModelSection, node: Node | None = None) -> Model:
     )
     match settings.name:
         case "tiny-text" | "tiny-mixed":
-            from spotlight.rl.models.tiny_text import SHAPES, TinyText
+            from spotlight.rl.models.tiny_text import MIXED, TWO_DIGITS, TinyText
 
-            return TinyText.load(settings.path, loading.device, loading.dtype, node, SHAPES[settings.name])
+            variant = MIXED if settings.name == "tiny-mixed" else TWO_DIGITS
+            return TinyText.load(settings.path, loading.device, loading.dtype, node, variant)
+        case "tiny-shapes":
+            from spotlight.rl.models.tiny_shapes import TinyShapes
+
+            return TinyShapes.load(settings.path, loading.device, loading.dtype, node)
         case "qwen-image":
             from spotlight.rl.models.qwen_image import QwenImage
 

@@ -54,8 +54,11 @@ def _aesthetic(settings: RewardSection) -> Scorer:
 
 def _geneval(settings: RewardSection) -> Scorer:
     options = dict(settings.options)
-    detector = imported(options.pop("detector", ""), "reward.options.detector")
+    name = str(options.pop("detector", ""))
+    detector = imported(DETECTORS.get(name, name), "reward.options.detector")
     graded = options.pop("graded", True)
+    if settings.path:
+        options["path"] = settings.path
     return GenEvalScorer(detector(**options), graded=graded)
 
 
@@ -77,6 +80,12 @@ def _reader(settings: RewardSection) -> Scorer:
 
     return ReaderScorer(settings.path, **settings.options)
 
+
+DETECTORS = {
+    "mask2former": "spotlight.rl.rewards.mask2former:Mask2FormerDetector",
+    "shapes": "spotlight.rl.rewards.shapes:ShapeDetector",
+}
+"""Of objects, for GenEval's rewards: by the name that ``reward.options.detector`` gives."""
 
 MADE: dict[str, Callable[[RewardSection], Scorer]] = {
     "aesthetic": _aesthetic,

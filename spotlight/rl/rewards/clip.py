@@ -37,11 +37,12 @@ class ClipScorer(Scorer):
         weight_files(self._path)
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
-        image_BE, text_BE = self._image_features(images_BHWC), self._text_features(prompts)
+        image_BE, text_BE = self.image_features(images_BHWC), self.text_features(prompts)
         cosine_B = (image_BE * text_BE).sum(-1).astype(np.float64)
         return [float(value) for value in np.clip(cosine_B, -1, 1)]  # rounding may leave the range
 
-    def _image_features(self, images_BHWC: NDArray[np.uint8]) -> NDArray[np.float32]:
+    def image_features(self, images_BHWC: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Embeddings of length 1, of shape (B, E)."""
         import torch
 
         parts = []
@@ -51,7 +52,8 @@ class ClipScorer(Scorer):
                 parts.append(self._embedding(self._model.get_image_features(pixel_values=x)))
         return np.concatenate(parts)
 
-    def _text_features(self, prompts: Sequence[str]) -> NDArray[np.float32]:
+    def text_features(self, prompts: Sequence[str]) -> NDArray[np.float32]:
+        """As `image_features`; what is too long for the model is cut off."""
         import torch
 
         features = {}
@@ -135,7 +137,7 @@ class AestheticScorer(ClipScorer):
             )
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
-        x_BE = self._image_features(images_BHWC).astype(np.float64)
+        x_BE = self.image_features(images_BHWC).astype(np.float64)
         for weight, bias in self._layers:
             x_BE = x_BE @ weight.T + bias
         return [float(value) for value in x_BE[:, 0]]
