@@ -188,12 +188,20 @@ class State:
     def idle_beside_waiting(self) -> Iterator[str]:
         """Requests and training that wait although idle workers could do them, as sentences; after a decision none are.
 
-        Looked at are requests that a single worker may run: of wider ones, workers may be kept for the first.
+        Looked at are requests that a single worker may run, on pools where none waits that needs several: workers may
+        be kept for that.
         """
-        for gang in self._gangs.values() if self._roster.idle and not self._stopping else ():
-            if gang.behind and not gang.members and gang.widths[0] == 1 and gang.parked and not self._is_over(gang):
-                pools = self._pools_of(gang, self._phase(self._decided_s))
-                if idle := sorted(worker.worker for worker in self._roster.idle.values() if worker.pool in pools):
+        phase = self._phase(self._decided_s)
+        waiting = [
+            (gang, self._pools_of(gang, phase))
+            for gang in (self._gangs.values() if self._roster.idle and not self._stopping else ())
+            if gang.behind and not gang.members and gang.parked and not self._is_over(gang)
+        ]
+        kept = {pool for gang, pools in waiting if gang.widths[0] > 1 for pool in pools}
+        for gang, pools in waiting:
+            if gang.widths[0] == 1:
+                free = set(pools) - kept
+                if idle := sorted(worker.worker for worker in self._roster.idle.values() if worker.pool in free):
                     yield f"request {gang.name} waits for a worker of {pools} and {', '.join(idle)} are idle"
         may = self._may_train(self._phase(self._decided_s)) if self._ready and not self._stopping else set()
         for task in self._unbegun(self._ready):

@@ -108,14 +108,13 @@ class WorkerDevice:
         self._bring(run_dir, request.weights, request.policy)
         return self._call(run_dir, ImagesCall(request=request))
 
-    def gradient(self, run_dir: str, part: GradientPart) -> Gradient:
-        found = updates.find(run_dir, part)
-        if found is None:
-            policies: set[Policy] = {"trained", *(sample.request.policy for sample in part.samples)}
-            for policy in sorted(policies):
-                self._bring(run_dir, part.weights, policy)
-            found = self._call(run_dir, GradientCall(part=part))
-        return found
+    def gradient(self, run_dir: str, part: GradientPart, place: Placement = ALONE) -> Gradient | Surplus:
+        if place.width == 1 and (found := updates.find(run_dir, part)):
+            return found
+        policies: set[Policy] = {"trained", *(sample.request.policy for sample in part.samples)}
+        for policy in sorted(policies):
+            self._bring(run_dir, part.weights, policy)
+        return self._call(run_dir, GradientCall(part=part, place=place), place if place.gang else None)
 
     def has_gradient(self, run_dir: str, part: GradientPart) -> bool:
         return updates.find(run_dir, part) is not None

@@ -349,14 +349,36 @@ def _add_training(
     gradients: list[list[Key]] = []
     before: list[Key] = []
     for update in range(cut.updates):
-        calls: Calls = [
-            (tasks.gradient, run_dir, weights, k, cut, update, part, _sets(training, cut, part), *before)
-            for part in range(cut.count)
-        ]
-        gradients.append(layers.add("train", k, calls, pool=_gradient_pool(config), after=[*training, *before]))
-        call = (tasks.update, run_dir, weights, k, list(gradients), *before)
-        before = layers.add("update", k, [call], pool="training", after=[*chain(*gradients), *before])
+        wanted = [(weights, k, cut, update, part, _sets(training, cut, part)) for part in range(cut.count)]
+        firsts, surplus = _add_gradients(layers, config, run_dir, k, wanted, before, after=[*training, *before])
+        gradients.append(firsts)
+        call = (tasks.update, run_dir, weights, k, list(gradients), before[0] if before else None, surplus)
+        before = layers.add("update", k, [call], pool="training", after=[*chain(*gradients), *surplus, *before])
     return training, before[0]
+
+
+def _add_gradients(
+    layers: Layers,
+    config: Config,
+    run_dir: str,
+    k: int,
+    wanted: Sequence[tuple[Any, ...]],
+    before: list[Key],
+    *,
+    after: Sequence[Key],
+) -> tuple[list[Key], list[Key]]:
+    """The gradients of an update's parts, each on one worker, or on a gang that shares its passes.
+
+    Returns the keys of the gradients, and of the other ranks' tasks.
+    """
+    trains_on_spot = "spot" in config.strategy.train_pools
+    if config.train.width == 1:
+        calls: Calls = [(tasks.gradient, run_dir, *part, *before) for part in wanted]
+        return layers.add("train", k, calls, pool="gradient-any" if trains_on_spot else "gradient", after=after), []
+    calls = [(tasks.gradient_shard, run_dir, *part, before[0] if before else None) for part in wanted]
+    pool, widths = "any" if trains_on_spot else "reserved", (config.train.width,)
+    gangs = layers.add_requests("train", k, calls, pool=pool, widths=widths, after=after)
+    return _first(gangs), _surplus(gangs)
 
 
 def _add_refill(
@@ -385,10 +407,6 @@ def _add_refill(
 def _sets(training: list[Key], cut: Cut, part: int) -> list[Key]:
     """The training sets that a part has samples of."""
     return training if len(training) == 1 else [training[chunk] for chunk in cut.needs(part)]
-
-
-def _gradient_pool(config: Config) -> str:
-    return "gradient-any" if "spot" in config.strategy.train_pools else "gradient"
 
 
 def _widths(config: Config) -> tuple[int, ...]:

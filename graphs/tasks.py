@@ -336,7 +336,43 @@ def gradient(
         sets: of the chunks that the part has samples of, in order.
         before: the update before this one.
     """
-    return device.current().gradient(run_dir, gradient_part(weights, iteration, cut, update, part, sets, before))
+    found = device.current().gradient(run_dir, gradient_part(weights, iteration, cut, update, part, sets, before))
+    assert isinstance(found, Gradient), "whoever works alone answers for all"
+    return found
+
+
+def gradient_shard(
+    run_dir: str,
+    weights: WeightsRef,
+    iteration: int,
+    cut: Cut,
+    update: int,
+    part: int,
+    sets: Sequence[TrainingSet],
+    before: Updated | None,
+    gang: str,
+    shard: int,
+) -> Gradient | Surplus:
+    """As `gradient`, of one rank of the gang that shares the passes; the first rank's is the part's.
+
+    Args:
+        gang: names the part within the graph.
+        shard: of all ranks.
+
+    Raises:
+        SpotlightError: its gang was lost again and again.
+    """
+    place = signals.told(gang, shard)
+    if isinstance(place, Surplus):
+        return place
+    if isinstance(place, int):
+        raise SpotlightError(
+            f"part {part} of iteration {iteration}'s training lost its gang {place} times: if memory is short, make "
+            "train.micro_batch smaller; if workers leave too soon, cut training into more train.parts, or train on "
+            'reserved workers only (strategy.train_pools = ["reserved"]); then resume the run'
+        )
+    wanted = gradient_part(weights, iteration, cut, update, part, sets, before)
+    return device.current().gradient(run_dir, wanted, place)
 
 
 def gradient_part(
@@ -372,12 +408,14 @@ def update(
     iteration: int,
     gradients: Sequence[Sequence[Gradient]],
     before: Updated | None = None,
+    surplus: Sequence[Gradient | Surplus] = (),
 ) -> Updated:
     """Take an optimizer step with the sum of its parts' gradients; the last one leaves the next version staged.
 
     Args:
         gradients: of this update and of those before it, which another worker may have taken.
         before: the update before this one.
+        surplus: the other ranks of gangs. Dask forgets a task that nobody depends on.
     """
     known = tuple(tuple(parts) for parts in gradients)
     after = before.weights_sha256 if before else ""

@@ -31,7 +31,7 @@ from spotlight.market.ledger import SECONDS_PER_H, Ledger
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches, preemption_kinds, ups
 from spotlight.plan.durations import TaskDurations
-from spotlight.records import Pool, Rollout, WorkerLife
+from spotlight.records import GradientPart, Pool, Rollout, WorkerLife
 from spotlight.store.accounts import Accounts, pool_prices, read_lives
 from spotlight.store.rundir import DECISIONS, HISTORY, SIMULATED, RunDir
 from spotlight.strategies import strategies
@@ -227,7 +227,8 @@ class TaskTiming:
     """How long the calls of `graphs.tasks` last, as `plan.durations` has it for a run's settings."""
 
     def __init__(self, config: Config) -> None:
-        self._durations = durations = TaskDurations(config)
+        self._durations, self._train_width = TaskDurations(config), config.train.width
+        durations = self._durations
         self.launch_s, self.form_s = durations.launch_s, durations.form_s
         self.graph_s, self.start_up_s = durations.graph_s, durations.start_up_s
 
@@ -240,7 +241,15 @@ class TaskTiming:
         if function is tasks.explore_slot:
             allocation, slot = arguments[1], arguments[2]
             return _denoising(allocation[slot]) if slot < len(allocation) else Fixed(seconds=0.0)
+        if function is tasks.gradient_shard:
+            return self._shared_gradient(tasks.gradient_part(*arguments[1:-2]))
         return Fixed(seconds=self._seconds(function, arguments))
+
+    def _shared_gradient(self, part: GradientPart) -> Denoising:
+        """One step of the gang that shares a part's passes; once it is kept, it is not done again."""
+        samples, durations = len(part.samples), self._durations
+        seconds = durations.train_s(samples, self._train_width) + durations.gradient_s
+        return Denoising(request=part.name, samples=samples, steps=1, step_s=seconds)
 
     def _seconds(self, function: Callable[..., Any], arguments: Sequence[Any]) -> float:
         durations, device = self._durations, protocol.current()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.records import Prompt, Request, WeightsRef
+from spotlight.records import Gradient, Prompt, Request, Surplus, WeightsRef
 
 
 def make_request(**overrides: Any) -> Request:
@@ -38,6 +38,12 @@ def make_request(**overrides: Any) -> Request:
     unknown = overrides.keys() - fields.keys()
     assert not unknown, f"Request has no {sorted(unknown)}; it has {sorted(fields)}"
     return Request(**{**fields, **overrides})
+
+
+def answer(found: Gradient | Surplus) -> Gradient:
+    """What the first rank of a gang, or a worker alone, answers."""
+    assert isinstance(found, Gradient)
+    return found
 
 
 def make_latents(request: Request, step: int, *, tokens: int = 3, channels: int = 2) -> NDArray[np.float32]:

@@ -50,6 +50,39 @@ def velocity(model: TinyText) -> NDArray[np.float32]:
     return model.velocity(x_BNC, torch.tensor([0.9, 0.3]), texts, guidance=4.0, **size).numpy()
 
 
+def gradients(model: TinyText, gang: Gang | None = None, *, checkpointed: bool = False) -> list[NDArray[np.float32]]:
+    """Of a loss of one prediction for two samples, for each parameter that is trained."""
+    if checkpointed:
+        model.transformer.enable_gradient_checkpointing()
+    model.transformer.train(checkpointed)
+    tokens, channels = model.latent_shape(HEIGHT_PX, WIDTH_PX)
+    x_BNC, aim_BNC = torch.randn(2, 2, tokens, channels, generator=torch.Generator().manual_seed(2))
+    size = {"height_px": HEIGHT_PX, "width_px": WIDTH_PX}
+    texts = model.encode(['a "47"', 'a "Hello 47"'])
+    for parameter in model.parameters():
+        parameter.grad = None
+    v_BNC = model.velocity(x_BNC, torch.tensor([0.9, 0.3]), texts, guidance=1.0, **size)
+    (v_BNC - aim_BNC).square().mean().backward()
+    found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+    return [(gang.sum(each) if gang else each).numpy() for each in found]
+
+
+def kept_for_backward(model: TinyText) -> int:
+    """Values that a loss's backward keeps, the weights left out."""
+    weights = {tensor.untyped_storage().data_ptr() for tensor in model.transformer.state_dict(keep_vars=True).values()}
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes() // x.element_size()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        gradients(model)
+    return sum(kept.values())
+
+
 class Member:
     """A process that can be in a gang. What `ask` started, `answer` waits for."""
 
@@ -166,6 +199,12 @@ class _Life:
 
     def velocity(self) -> NDArray[np.float32]:
         return velocity(self._model)
+
+    def gradients(self, checkpointed: bool) -> list[NDArray[np.float32]]:
+        return gradients(self._model, self._gang, checkpointed=checkpointed)
+
+    def kept_for_backward(self) -> int:
+        return kept_for_backward(self._model)
 
     def velocity_until(self, end: int) -> NDArray[np.float32]:
         """Sends itself a signal in the middle of a forward pass."""

@@ -283,6 +283,7 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
         (["strategy.widths=[2, 1]"], ["strategy.widths = [2, 1]", "ascending", "[1, 2, 4]"]),
         (["strategy.widths=[]"], ["strategy.widths = []", "from 1 on"]),
         (["strategy.widths=[4]"], ["needs 4 workers on one machine", "rollouts have machines of 2"]),
+        (["train.width=4"], ["train.width = 4 needs as many workers", "machines of 1"]),
         (["strategy.widths=[1, 4]", "strategy.elastic=false"], ["needs 4 workers on one machine", "narrower"]),
         (
             [

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cluster.virtual.timing import Fixed
+from factories import answer
 from graphs import tasks
 from graphs.iteration import rollout_requests, unexplored
 from graphs.tasks import RunContext, TrainingSet
@@ -408,7 +409,8 @@ def test_training_in_parts_gives_the_same_bytes_whoever_does_them_and_however_of
         for u in range(updates):
             sets = [TrainingSet(samples=samples, metrics={})]
             parts = [tasks.gradient_part(context.start, 0, cut, u, part, sets, updated) for part in range(3)]
-            gradients.append(tuple(engines[who].gradient(part) for who, part in zip(of_parts, parts, strict=True)))
+            done = (engines[who].gradient(part) for who, part in zip(of_parts, parts, strict=True))
+            gradients.append(tuple(map(answer, done)))
             after = updated.weights_sha256 if updated else ""
             for who in of_updates[u]:
                 updated = engines[who].update(context.start, gradients, 0, after)
@@ -425,7 +427,7 @@ def test_a_gradient_that_was_computed_is_found_and_a_damaged_one_is_named(run: R
     cut = replace(Cut.of(run.config()), prompts=2, parts=1)
     part = tasks.gradient_part(context.start, 0, cut, 0, 0, [TrainingSet(samples=samples, metrics={})])
 
-    found = engine.gradient(part)
+    found = answer(engine.gradient(part))
     shutil.rmtree(run.path / "latents")
     again = Engine(run.path).gradient(part)  # without a latent it cannot be computed
     (file,) = (run.path / "updates" / "00000").glob("*.safetensors")

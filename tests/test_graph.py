@@ -195,6 +195,20 @@ def test_a_second_updates_gradients_wait_for_the_first_update() -> None:
     assert list(keys_in(calls["publish-1", 0])) == [("update-1+", 0)]
 
 
+@pytest.mark.parametrize(("pools", "pool"), [('["reserved"]', "reserved"), ('["reserved","spot"]', "any")])
+def test_the_parts_of_training_that_gangs_share_are_requests_of_one_width(pools: str, pool: str) -> None:
+    settings = ("train.width=2", "train.parts=3", "train.updates=2", f"strategy.train_pools={pools}")
+    graph = example_graph(load(*settings, "pools.reserved.workers=2"))
+    calls, noted = calls_of(graph), notes(graph)["train-1"]
+
+    assert (noted["pool"], noted["shards"], noted["widths"]) == (pool, 2, [2])
+    ranks = [("train-1", at) for at in range(6)]
+    assert [calls[key][-2:] for key in ranks] == [(f"train-1/{at // 2}", at % 2) for at in range(6)]
+    assert set(ranks) <= set(keys_in(calls["update-1", 0]))  # Dask forgets what nobody depends on
+    assert list(calls["update-1", 0][4]) == [ranks[0::2]]
+    assert all(("update-1", 0) in keys_in(calls["train-1+", at]) for at in range(6))
+
+
 def test_exploration_waits_for_nothing_of_the_training_beside_it() -> None:
     graph = example_graph(load())
 

@@ -148,6 +148,15 @@ def test_training_the_published_model_needs_what_was_reckoned_for_it(
     assert training.parts["what is trained"] == pytest.approx(16 * 424.7e6, rel=0.01)
 
 
+def test_the_ranks_of_a_gang_share_what_training_keeps() -> None:
+    survey, settings = qwen_image(height_px=1280, width_px=1280, gradient_checkpointing=False)
+    shared = settings.model_copy(update={"train": settings.train.model_copy(update={"width": 4})})
+
+    alone, together = (memory.estimate(survey, each, QwenImage.lora_targets)[-1].parts for each in (settings, shared))
+
+    assert together == {**alone, "activations": alone["activations"] / 4}
+
+
 def test_what_does_not_fit_is_refused_with_a_way_out() -> None:
     survey, settings = qwen_image(height_px=1280, width_px=1280, gradient_checkpointing=False)
     phases = memory.estimate(survey, settings, QwenImage.lora_targets)

@@ -11,7 +11,7 @@ from statistics import fmean
 import pytest
 from dask.callbacks import Callback
 
-from factories import make_request
+from factories import answer, make_request
 from graphs.loop import Loop, synchronous
 from runs import ROOT, NoWatch, outcome, settings_file
 from spotlight import config
@@ -179,7 +179,7 @@ def test_an_update_stages_a_version_once(tmp_path: Path, device: ModelledDevice)
         for at, sample in enumerate(samples)
     ]
 
-    gradients = tuple(device.gradient(run_dir, part) for part in parts)
+    gradients = tuple(answer(device.gradient(run_dir, part)) for part in parts)
     with pytest.raises(SpotlightError, match="never staged"):
         weights.publish(run.path, 1)
     device.update(run_dir, start, (gradients,), 0)

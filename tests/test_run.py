@@ -141,6 +141,24 @@ def test_workers_killed_in_the_middle_of_a_task_change_nothing(
     assert outcome(run.directory.path) == outcome(undisturbed)
 
 
+def test_gangs_that_share_training_and_are_killed_at_it_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
+    shared = ("train.width=2", "train.parts=3", 'strategy.train_pools=["reserved","spot"]', "pools.reserved.workers=2")
+    quiet, struck = (Run(settings_file(tmp_path / name), shared).start() for name in ("quiet", "struck"))
+    client_of(struck).register_plugin(KillWorkers("train", pool="reserved", count=2))
+    client_of(struck).register_plugin(KillWorkers("train", pool="spot", count=1), name="kill-spot")
+
+    for run in (quiet, struck):
+        run.wait()
+
+    lost = [row for row in struck.directory.rows(SPANS) if row["outcome"] == "lost" and row["phase"] == "train"]
+    assert lost
+    assert outcome(struck.directory.path) == outcome(quiet.directory.path)
+    trained = [row for row in quiet.directory.rows(SPANS) if row["phase"] == "train" and row["outcome"] == "done"]
+    assert len(trained) == 3 * 3 * 2  # iterations, parts, ranks
+    for together, alone in zip(_scores(quiet.directory.path), _scores(undisturbed), strict=True):
+        assert together == pytest.approx(alone, abs=FREE_WIDTHS)
+
+
 @pytest.mark.live
 def test_workers_that_only_score_and_are_killed_at_it_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
     apart = ("pools.reward.workers=1", "pools.reward.usd_per_h=0.5", "pools.reward.replace_after_s=0.5")

@@ -21,7 +21,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from numpy.typing import NDArray
 from torch import distributed
 
-from gangs import Member, ask, errors, form, members, tiny_model, together, velocity
+from gangs import Member, ask, errors, form, gradients, kept_for_backward, members, tiny_model, together, velocity
 from runs import wait_for
 from spotlight.device.sequence_parallel import REPLACED, GangBroken, check_widths
 from spotlight.records import SpotlightError
@@ -53,6 +53,35 @@ def test_a_gang_predicts_what_one_device_does_with_the_same_bits_on_all_ranks(
 
     assert difference(first, alone) <= TOLERANCE
     assert all(np.array_equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_gang_has_the_gradients_of_one_device_with_the_same_bits_on_all_ranks(
+    folder: Path, width: int, checkpointed: bool
+) -> None:
+    alone = gradients(tiny_model(lora=True))
+
+    with members(width, lora=True) as gang:
+        form(gang, folder, "gradients")
+        first, *others = together(gang, "gradients", checkpointed)
+        again = together(gang, "gradients", checkpointed)[0]
+
+    assert sum(abs(each).max() > 0 for each in alone) > 40
+    largest = max(abs(each).max() for each in alone)
+    assert all(abs(ours - theirs).max() <= TOLERANCE * largest for ours, theirs in zip(first, alone, strict=True))
+    for other in (*others, again):
+        assert all(np.array_equal(ours, theirs) for ours, theirs in zip(first, other, strict=True))
+
+
+def test_each_rank_keeps_its_share_of_the_activations(folder: Path) -> None:
+    alone = kept_for_backward(tiny_model(lora=True))
+
+    with members(4, lora=True) as gang:
+        form(gang, folder, "activations")
+        kept = together(gang, "kept_for_backward")
+
+    assert max(kept) < 0.4 * alone  # what is the same for all tokens is kept by each
 
 
 def difference(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> float:

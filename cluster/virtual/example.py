@@ -40,6 +40,8 @@ class Example:
     train_pool: str = "gradient"
     """Of gradients, as a task's annotation has it."""
     window_s: float = inf
+    train_width: int = 1
+    """Workers that compute a gradient together."""
     score_pool: str = "engine"
     """Where scores are computed: where a request was denoised; or, with "reward", by workers that only score."""
 
@@ -58,9 +60,10 @@ class Example:
         gradients: list[list[Key]] = []
         before: list[Key] = []
         for u in range(self.updates):
-            name, shares = "+" * u, [(_gradient, u, p, samples[p], *before) for p in self._parts]
-            gradients.append(layers.add(f"train{name}", self.train_pool, shares, phase="train"))
-            call = (_update, u, list(gradients), *before)
+            name, shares = "+" * u, [(u, p, samples[p], before[0] if before else ()) for p in self._parts]
+            firsts, others = self._add_gradients(layers, f"train{name}", shares)
+            gradients.append(firsts)
+            call = (_update, u, list(gradients), before[0] if before else (), others)
             before = layers.add(f"update{name}", "training", [call], phase="update")
         outputs = layers.add("publish", "trainer", [(_publish, before[0])])
         if self.rounds:
@@ -83,6 +86,18 @@ class Example:
             scores.append(self._add_scores(layers, f"explore-{{}}-r{r}", results, iteration=1))
             others += _others(explored)
         return layers.add("select", "head", [(_collect, _nothing, sum(scores, []), others)], iteration=1)
+
+    def _add_gradients(
+        self, layers: _Layers, name: str, shares: Sequence[tuple[Any, ...]]
+    ) -> tuple[list[Key], list[Key]]:
+        if self.train_width == 1:
+            return layers.add(name, self.train_pool, [(_gradient, *share) for share in shares], phase="train"), []
+        pool, calls = (
+            "any" if self.train_pool == "gradient-any" else "reserved",
+            [(_shared, *share) for share in shares],
+        )
+        gangs = layers.add_requests(name, pool, calls, widths=(self.train_width,), phase="train")
+        return [keys[0] for keys in gangs], _others(gangs)
 
     def _add_scores(self, layers: _Layers, phase: str, results: list[Key], iteration: int = 0) -> list[Key]:
         if self.score_pool != "engine":
@@ -137,11 +152,14 @@ class _Layers:
         self.layers[name] = MaterializedLayer(tasks, annotations=annotations)
         return list(tasks)
 
-    def add_requests(self, name: str, pool: str, calls: Sequence[tuple[Any, ...]], **more: Any) -> list[list[Key]]:
+    def add_requests(
+        self, name: str, pool: str, calls: Sequence[tuple[Any, ...]], widths: Sequence[int] = (), **more: Any
+    ) -> list[list[Key]]:
         """As many tasks of each as the widest gang has ranks; returns their keys, request by request."""
-        shards = self._widths[-1]
+        widths = widths or self._widths
+        shards = widths[-1]
         sharded = [(*call, f"{name}/{at}", shard) for at, call in enumerate(calls) for shard in range(shards)]
-        keys = self.add(name, pool, sharded, shards=shards, widths=list(self._widths), **more)
+        keys = self.add(name, pool, sharded, shards=shards, widths=list(widths), **more)
         return [keys[first : first + shards] for first in range(0, len(keys), shards)]
 
 
@@ -216,7 +234,14 @@ def _gradient(update: int, part: int, samples: Any, before: Any = ()) -> Any:
     return ("gradient", update, part, samples, before)
 
 
-def _update(update: int, gradients: Sequence[Sequence[Any]], before: Any = ()) -> Any:
+def _shared(update: int, part: int, samples: Any, before: Any, gang: str, shard: int) -> Any:
+    """One rank's part of a gradient that a gang computes."""
+    place = signals.told(gang, shard)
+    return _gradient(update, part, samples, before) if isinstance(place, Placement) else place
+
+
+def _update(update: int, gradients: Sequence[Sequence[Any]], before: Any, others: Sequence[Any]) -> Any:
+    assert all(isinstance(other, Surplus) for other in others), others
     return ("updated", update, tuple(gradients[update]), before)
 
 
@@ -256,6 +281,8 @@ class ExampleTiming:
         if function is _denoise or function is _explore:
             asked = arguments[0] if function is _denoise else arguments[0][arguments[1]]
             return Denoising(request=asked.id, samples=len(asked.seeds), steps=asked.steps)
+        if function is _shared:
+            return Denoising(request=f"u{arguments[0]}-p{arguments[1]}", samples=1, steps=1, step_s=self._train_s)
         if function is _gradient or function is _update:
             return Fixed(seconds=self._train_s)
         return Fixed(seconds=0.05 if function is _score else 0.0)

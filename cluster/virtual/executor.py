@@ -16,7 +16,7 @@ from cluster.virtual.clock import VirtualClock
 from cluster.virtual.formings import Forming, Formings
 from cluster.virtual.messages import Messages
 from cluster.virtual.tasks import Task, Tasks, parts
-from cluster.virtual.timing import Fixed, Timing
+from cluster.virtual.timing import Denoising, Fixed, Timing
 from cluster.virtual.workers import VirtualWorker
 from spotlight.device.signals import signals
 from spotlight.records import Placement, Stopped, Surplus
@@ -259,13 +259,18 @@ class Executor:
             epoch=launch.members[0].place.epoch,
             work=work,
             members=members,
-            step_s=self._timing.step_s(work.samples, width, "spot" if leader.pool == "spot" else "reserved"),
+            step_s=self._step_s(work, width, leader),
             first=gangs.committed.get(work.request, 0) if self._resumes else 0,
             from_s=self._clock.now_s + overhead_s,
             explores=first.phase.startswith("explore"),
             width=width,
         )
         gangs.begin(forming)
+
+    def _step_s(self, work: Denoising, width: int, leader: VirtualWorker) -> float:
+        if work.step_s is not None:
+            return work.step_s
+        return self._timing.step_s(work.samples, width, "spot" if leader.pool == "spot" else "reserved")
 
     def finish_member(self, key: Key, worker: VirtualWorker) -> None:
         self.finish(self.tasks.all[key], worker)

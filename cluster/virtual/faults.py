@@ -116,8 +116,12 @@ def draw(seed: int) -> Schedule:
     )
     scorers = Random(f"{seed} scores").choice([0, 0, 1, 2])
     example = replace(example, score_pool="reward" if scorers else "engine")
+    largest = max(reserved, per_node) if example.train_pool == "gradient-any" else reserved
+    train_width = Random(f"{seed} train width").choice([1, 1, 2, 3])
     cursed = chance.randrange(example.rollouts) if chance.random() < 0.15 else None
     resumes = chance.random() < 0.8
+    if cursed is None and train_width <= largest:  # else a gradient, too, might be lost too often
+        example = replace(example, train_width=train_width)
     return Schedule(
         seed=seed,
         example=example,

@@ -12,12 +12,14 @@ from spotlight.records import Pool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denoising:
-    """A call that denoises a request, step by step, and commits each step."""
+    """A call that denoises a request, step by step, and commits each step; or other work that a gang does together."""
 
     request: str
     """Names what is committed: the same for whoever does it again."""
     samples: int
     steps: int
+    step_s: float | None = None
+    """Of each step, where it is not what `Timing.step_s` says: of other work that a gang does together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,9 +85,10 @@ class ImagesCall:
 class GradientCall:
     verb: ClassVar[str] = "gradient"
     part: GradientPart
+    place: Placement
 
-    def on(self, device: Device, run_dir: str) -> Gradient:
-        return device.gradient(run_dir, self.part)
+    def on(self, device: Device, run_dir: str) -> Gradient | Surplus:
+        return device.gradient(run_dir, self.part, self.place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from spotlight.device.pace import Pace
 from spotlight.device.process import Beat
 from spotlight.device.protocol import ALONE
 from spotlight.device.residency import Residency
-from spotlight.device.sequence_parallel import Gang, GangBroken
+from spotlight.device.sequence_parallel import Gang, GangBroken, Share
 from spotlight.device.signals import signals
 from spotlight.records import Dropped, Interrupted, Placement, Request, Rollout, Stopped, Surplus
 from spotlight.rl import flow
@@ -40,6 +40,34 @@ OnBeat = Callable[[Beat | None], None]
 
 def ignore_beat(beat: Beat | None) -> None:
     """Does nothing: for work that nobody watches."""
+
+
+def join_gang(
+    resident: Residency,
+    node: Node | None,
+    place: Placement,
+    *,
+    called_off: Callable[[], str | None],
+    share: Share | None = None,
+) -> Gang:
+    """This process's membership in the gang that a placement names; the ranks meet in their node's memory.
+
+    Args:
+        called_off: looked at while waiting: why the gang is to be left, or None.
+        share: splits the passes of the transformer; by default, as diffusers does.
+    """
+    assert node, "the ranks of a gang meet in their node's memory"
+    return Gang(
+        resident.model.transformer,
+        meeting=node.meeting(place.name),
+        name=place.name,
+        rank=place.rank,
+        width=place.width,
+        device=resident.model.device,
+        called_off=called_off,
+        timeout_s=JOIN_TIMEOUT_S,
+        share=share,
+    )
 
 
 class Denoiser:
@@ -105,7 +133,7 @@ class Denoiser:
         self._resident.use(request.weights, request.policy)
         text = self._resident.model.encode([request.prompt.text]).rows([0] * len(request.seeds))
         with ExitStack() as stack:
-            gang = stack.enter_context(self._gang(request, place)) if place.width > 1 else None
+            gang = stack.enter_context(self._gang_of(request, place)) if place.width > 1 else None
             first, x_BNC, writer = self._begin(request, place, gang, stack, resume=resume)
             step_s = self._pace.step_s(len(request.seeds), place.width)
             for step in range(first, request.steps):
@@ -123,18 +151,14 @@ class Denoiser:
                 gang.agree(GO_ON)  # nobody is done before the last step is committed: what is done is never redone
         return Surplus() if place.rank else self._rolled_out(request, resumed=first)
 
-    def _gang(self, request: Request, place: Placement) -> Gang:
-        assert self._node, "the ranks of a gang meet in their node's memory"
-        return Gang(
-            self._resident.model.transformer,
-            meeting=self._node.meeting(place.name),
-            name=place.name,
-            rank=place.rank,
-            width=place.width,
-            device=self._resident.model.device,
+    def _gang_of(self, request: Request, place: Placement) -> Gang:
+        xfuser = self._resident.sp_backend == "xfuser"
+        return join_gang(
+            self._resident,
+            self._node,
+            place,
             called_off=lambda: self._called_off(request, place),
-            timeout_s=JOIN_TIMEOUT_S,
-            share=xfuser_backend.shared if self._resident.sp_backend == "xfuser" else None,
+            share=xfuser_backend.shared if xfuser else None,
         )
 
     def _called_off(self, request: Request, place: Placement) -> str | None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from spotlight.device import sequence_parallel, xfuser_backend
 from spotlight.device.denoise import Denoiser, OnBeat, ignore_beat
 from spotlight.device.pace import Pace
+from spotlight.device.process import keep_freed_memory
 from spotlight.device.protocol import ALONE, Prepared
 from spotlight.device.residency import Residency
 from spotlight.device.signals import signals
@@ -84,8 +85,8 @@ class InProcess:
     def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
         return self.engine(run_dir).images(request)
 
-    def gradient(self, run_dir: str, part: GradientPart) -> Gradient:
-        return self.engine(run_dir).gradient(part)
+    def gradient(self, run_dir: str, part: GradientPart, place: Placement = ALONE) -> Gradient | Surplus:
+        return self.engine(run_dir).gradient(part, place)
 
     def has_gradient(self, run_dir: str, part: GradientPart) -> bool:
         return updates.find(run_dir, part) is not None
@@ -113,6 +114,7 @@ class Engine:
         self, run_dir: str | Path, on_beat: OnBeat = ignore_beat, node: Node | None = None, *, paced: bool = True
     ) -> None:
         torch.set_num_threads(1)  # one thread per worker process: several workers share a machine's cores
+        keep_freed_memory()
         run = RunDir(run_dir, copy=node.root / "run" if node else None)
         run.fetch("prompts")
         self._config = run.config()
@@ -121,7 +123,7 @@ class Engine:
         self.resident = Residency(run, self._config, node)
         resumes = self._config.strategy.on_preemption == "resume"
         self._denoiser = Denoiser(self.resident, self.store, self._pace, on_beat, node, resumes=resumes)
-        self._training = Training(run.url, self._config, self.resident, self._denoiser, self._pace)
+        self._training = Training(run.url, self._config, self.resident, self._denoiser, self._pace, on_beat, node)
         self.rollout = self._denoiser.rollout
         self.gradient = self._training.gradient
         self.update = self._training.update
@@ -146,7 +148,8 @@ class Engine:
         size = settings.model.height_px, settings.model.width_px
         rows, columns = self.model.grid(*size)
         text_tokens = self.model.encode([next(iter(self.resident.prompts())).text]).mask_BT.shape[1]
-        sequence_parallel.check_widths(self.model.transformer, rows * columns, text_tokens, settings.strategy.widths)
+        widths = [*settings.strategy.widths, settings.train.width]
+        sequence_parallel.check_widths(self.model.transformer, rows * columns, text_tokens, widths)
         steps, explore_steps = settings.rollout.steps, settings.exploration.steps or settings.rollout.steps
         return Prepared(
             sigmas=self.model.sigmas(steps, *size),

@@ -99,8 +99,10 @@ class ModelledDevice:
     def images(self, run_dir: str, request: Request) -> NDArray[np.uint8]:
         return np.full((len(request.seeds), EDGE_PX, EDGE_PX, 3), 128, dtype=np.uint8)
 
-    def gradient(self, run_dir: str, part: GradientPart) -> Gradient:
+    def gradient(self, run_dir: str, part: GradientPart, place: Placement = ALONE) -> Gradient | Surplus:
         """What a step learns from it: the rewards, each by its prompt and its position."""
+        if place.rank:
+            return Surplus()
         run = self._run(run_dir)
         if store.published(run.url, part.weights.version + 1):
             return Gradient(name="")

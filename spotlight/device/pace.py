@@ -33,9 +33,9 @@ class Pace:
         """Real seconds of one denoising step of a batch on a gang."""
         return self._durations.step_s(samples, width) if self._durations else 0.0
 
-    def train_s(self, samples: float) -> float:
-        """Real seconds of the gradient of so many samples."""
-        return self._durations.train_s(samples) if self._durations else 0.0
+    def train_s(self, samples: float, width: int = 1) -> float:
+        """Real seconds of the gradient of so many samples on a gang."""
+        return self._durations.train_s(samples, width) if self._durations else 0.0
 
     def score_s(self, samples: int) -> float:
         """Real seconds of scoring a batch of images."""

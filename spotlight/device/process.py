@@ -32,6 +32,11 @@ from spotlight.store.slots import is_stopped
 POLL_S = 0.5
 _PR_SET_PDEATHSIG = 1
 """Of Linux's <sys/prctl.h>."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's <malloc.h>."""
+_MMAP_THRESHOLD_MAX = 32 * 2**20
+"""The most that glibc takes."""
+KEPT_BYTES = 256 * 2**20
 BEAT_S = 0.1
 """Beats are sent no more often than this, except those that report a step."""
 
@@ -205,6 +210,17 @@ def end_with_parent() -> None:
     """Have the system kill this process, frozen or not, when the process that forked it is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def keep_freed_memory() -> None:
+    """Have memory that is freed stay with this process, up to `KEPT_BYTES`, where its C library is glibc.
+
+    A step's tensors would else be fetched from the system page by page, each time anew: a tenth of its time on a CPU.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_MAX)
+        library.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def _meaning(code: int | None) -> str:

@@ -87,8 +87,15 @@ class Device(Protocol):
         """The images of a finished request, shape (B, height, width, 3)."""
         ...
 
-    def gradient(self, run_dir: str, part: GradientPart) -> Gradient:
-        """Compute the gradient of a part of an update, and keep it."""
+    def gradient(self, run_dir: str, part: GradientPart, place: Placement = ALONE) -> Gradient | Surplus:
+        """Compute the gradient of a part of an update, and keep it.
+
+        Args:
+            place: this device's part in the gang that shares the passes.
+
+        Returns:
+            From the first rank a `Gradient`, from the others a `Surplus`.
+        """
         ...
 
     def has_gradient(self, run_dir: str, part: GradientPart) -> bool:

@@ -7,7 +7,9 @@ called off, so that no lost or halted peer, and no lost host, ever blocks a surv
 - The members of a gang are processes of one node, and each is in one gang at a time.
 - torch's default process group is neither used nor made: a collective that bypasses the gang fails at once.
 - Everything is sent as an all-to-all, so each survivor waits on the lost peer itself and notices.
-- Forward passes only. All ranks get the same bits.
+- Backward passes are shared as forward ones are: each rank has the part of a gradient that comes from its own tokens,
+  and `Gang.sum` adds them.
+- All ranks get the same bits.
 
 Shapes: W ranks, N latent tokens, T text tokens.
 """
@@ -81,7 +83,7 @@ def check_widths(transformer: Any, tokens: int, text_tokens: int, widths: Iterab
 
 
 class Gang:
-    """This process's membership in one gang; inside ``with``, the transformer's forward passes are shared.
+    """This process's membership in one gang; inside ``with``, the transformer's passes are shared, both ways.
 
     Any method may raise `GangBroken`, as may the forward passes; after that only leaving is of use. The same
     process may then join another gang. A gang of one has no peers and joins nothing.
@@ -158,6 +160,16 @@ class Gang:
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The parts of all ranks, joined along a dimension in the order of ranks."""
         return torch.cat(tuple(self.exchange(self._to_each(x))), dim)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Of all ranks' tensors, added in the order of ranks: the same bits on each."""
+        if self.width == 1:
+            return x
+        parts = self.exchange(self._to_each(x.to(self._device)))
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total.to(x.device)
 
     def exchange(self, x: Tensor, *, ahead: int = 0) -> Tensor:
         """Row r goes to rank r; row r of the result came from rank r.
@@ -312,6 +324,19 @@ class _Mesh:
         return self._gang
 
 
+class _Gather(torch.autograd.Function):
+    """The parts of all ranks, joined; backward, a rank's own part of a gradient that all ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, gang: Gang) -> Tensor:
+        ctx.dim, ctx.gang = dim, gang
+        return gang.gather(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].chunk(ctx.gang.width, ctx.dim)[ctx.gang.rank], None, None
+
+
 class _Sharder:
     """Stands in for diffusers' `EquipartitionSharder`."""
 
@@ -322,7 +347,8 @@ class _Sharder:
 
     @staticmethod
     def unshard(tensor: Tensor, dim: int, mesh: _Mesh) -> Tensor:
-        return mesh.get_group().gather(tensor, dim)
+        gathered: Tensor = _Gather.apply(tensor, dim, mesh.get_group())
+        return gathered
 
 
 def _all_to_all_single(x: Tensor, group: Gang) -> Tensor:
@@ -368,7 +394,6 @@ def _checker(width: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Non
     """Looks at what goes in: diffusers only warns of what it cannot split, and then leaves it whole."""
 
     def check(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert not torch.is_grad_enabled(), "a gang's exchanges carry no gradients"
         x, text = kwargs["hidden_states"], kwargs["encoder_hidden_states"]
         mask = kwargs.get("encoder_hidden_states_mask")  # of the families that mask padding
         assert x.ndim == text.ndim == 3, f"shapes {x.shape}, {text.shape}"

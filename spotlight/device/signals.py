@@ -191,11 +191,16 @@ class Signals:
         return placement.epoch <= self._called_off.get(placement.gang, -1)
 
     def placed(self, gang: str, shard: int, request: Request) -> Placement | Surplus | Quarantined:
-        """Where this shard runs, or why it does not. Where nobody places shards, the first one runs alone."""
+        """Where this shard of a request runs, or why it does not."""
+        found = self.told(gang, shard)
+        return Quarantined(request=request, preemptions=found) if isinstance(found, int) else found
+
+    def told(self, gang: str, shard: int) -> Placement | Surplus | int:
+        """What `PlaceShard` said of this shard, once. Where nobody places shards, the first one runs alone."""
         found = self._places.pop((gang, shard), None)
         if found is None:
             return Surplus() if shard else Placement(gang=gang, epoch=0, rank=0, width=1)
-        return Quarantined(request=request, preemptions=found) if isinstance(found, int) else found
+        return found
 
 
 signals = Signals()

@@ -6,6 +6,7 @@ Safe to run twice, anywhere: the same parts on the same version give the same by
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 
@@ -14,14 +15,29 @@ import torch
 from numpy.typing import NDArray
 
 from spotlight.config import Config
-from spotlight.device.denoise import Denoiser
+from spotlight.device.denoise import Denoiser, OnBeat, ignore_beat, join_gang
 from spotlight.device.pace import Pace
+from spotlight.device.process import Beat
+from spotlight.device.protocol import ALONE
 from spotlight.device.residency import Residency
-from spotlight.records import Gradient, GradientPart, Request, Sample, Updated, WeightsRef
+from spotlight.device.sequence_parallel import Gang, GangBroken
+from spotlight.device.signals import signals
+from spotlight.records import (
+    Gradient,
+    GradientPart,
+    Interrupted,
+    Placement,
+    Request,
+    Sample,
+    Surplus,
+    Updated,
+    WeightsRef,
+)
 from spotlight.rl.algorithms import TrainingBatch
 from spotlight.rl.gradients import PartGradient, part_gradient
 from spotlight.rl.trainer import Trainer
 from spotlight.store import updates, weights
+from spotlight.store.node import Node
 
 
 class Training:
@@ -29,10 +45,22 @@ class Training:
 
     Args:
         drawn: gives the latents of finished requests.
+        on_beat: is called with None while waiting for others.
+        node: where the ranks of a gang meet; None where there are no gangs.
     """
 
-    def __init__(self, run_dir: str, config: Config, resident: Residency, drawn: Denoiser, pace: Pace) -> None:
+    def __init__(
+        self,
+        run_dir: str,
+        config: Config,
+        resident: Residency,
+        drawn: Denoiser,
+        pace: Pace,
+        on_beat: OnBeat = ignore_beat,
+        node: Node | None = None,
+    ) -> None:
         self._run_dir, self._config, self._resident, self._drawn, self._pace = run_dir, config, resident, drawn, pace
+        self._on_beat, self._node = on_beat, node
         self._at: tuple[int, int] | None = None  # the version, and updates since, that the optimizer's state belongs to
         self._norms: list[float] = []  # of these updates
 
@@ -48,18 +76,58 @@ class Training:
             found = weights.publish(self._run_dir, 0)
         return found.weights
 
-    def gradient(self, part: GradientPart) -> Gradient:
-        """Compute the gradient of a part of an update, and keep it; nothing, if it is kept or needed no more."""
-        if weights.published(self._run_dir, part.weights.version + 1):
-            return Gradient(name="")
-        found = updates.find(self._run_dir, part)
-        if found is None:
-            made = self._gradient(part) if part.samples else PartGradient()
-            measured = Gradient(name="", rows=made.rows, loss=made.loss, metrics=made.metrics)
-            found = updates.put(self._run_dir, part, measured, made.tensors)
+    def gradient(self, part: GradientPart, place: Placement = ALONE) -> Gradient | Surplus:
+        """Compute the gradient of a part of an update, and keep it; nothing, if it is kept or needed no more.
+
+        Args:
+            place: this process's part in the gang that shares the passes.
+
+        Returns:
+            From the first rank the gradient, from the others a `Surplus`.
+
+        Raises:
+            Interrupted: the gang broke; it is to be formed anew.
+        """
+        if place.width == 1:
+            return self._known(part) or self._keep(part, self._gradient(part))
+        try:
+            with join_gang(self._resident, self._node, place, called_off=lambda: self._called_off(part, place)) as gang:
+                if place.rank == 0:
+                    self._on_beat(Beat(step=0, steps=1, resumed=True))
+                known = self._known(part)
+                if not gang.agree(int(known is not None)):  # others may have looked earlier, or later
+                    made = self._gradient(part, gang)
+                    known = self._keep(part, made) if place.rank == 0 else None
+                    self._on_beat(Beat(step=1, steps=1))
+                    gang.agree(0)  # nobody is done before it is kept: what is done is never redone
+        except GangBroken as error:
+            raise Interrupted(str(error)) from error
+        if place.rank:
+            return Surplus()
+        found = known or self._known(part)
+        assert found, f"another rank found {part.name}"
         return found
 
-    def _gradient(self, part: GradientPart) -> PartGradient:
+    def _called_off(self, part: GradientPart, place: Placement) -> str | None:
+        """Looked at while waiting for the other ranks."""
+        self._on_beat(None)
+        if signals.is_called_off(place):
+            return f"{place.name} was called off"
+        return "the run is being stopped" if part.samples and signals.is_stopping(part.samples[0].request.run) else None
+
+    def _known(self, part: GradientPart) -> Gradient | None:
+        if weights.published(self._run_dir, part.weights.version + 1):
+            return Gradient(name="")
+        return updates.find(self._run_dir, part)
+
+    def _keep(self, part: GradientPart, made: PartGradient) -> Gradient:
+        measured = Gradient(name="", rows=made.rows, loss=made.loss, metrics=made.metrics)
+        return updates.put(self._run_dir, part, measured, made.tensors)
+
+    def _gradient(self, part: GradientPart, gang: Gang | None = None) -> PartGradient:
+        """Of a gang, each rank's own gradients are added: they come from its own tokens."""
+        if not part.samples:
+            return PartGradient()
         resident = self._resident
         current = updates.load_weights(self._run_dir, part.iteration, part.after) if part.after else None
         old = resident.old(part.weights)
@@ -68,8 +136,9 @@ class Training:
         if current is not None:
             resident.changed()
         what = f"part {part.number} of iteration {part.iteration}'s training ({len(part.samples)} samples)"
-        with resident.memory(what), self._pace.lasting(self._pace.train_s(len(part.samples))):
-            return part_gradient(
+        width = gang.width if gang else 1
+        with resident.memory(what), self._pace.lasting(self._pace.train_s(len(part.samples), width)):
+            made = part_gradient(
                 resident.model,
                 self._config.train,
                 batch,
@@ -78,6 +147,9 @@ class Training:
                 old=old,
                 current=current,
             )
+            if gang is None:
+                return made
+            return replace(made, tensors={name: gang.sum(made.tensors[name]) for name in sorted(made.tensors)})
 
     def update(
         self, ref: WeightsRef, gradients: Sequence[Sequence[Gradient]], iteration: int, after: str = ""

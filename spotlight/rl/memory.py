@@ -61,6 +61,7 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
     pixels = (min(model.height_px, 512) * min(model.width_px, 512)) if model.vae_tiling else _pixels(settings)
     encoders = sum(network.parameters for network in survey.encoders) * size
     kept = _saved(survey.transformer, checkpointed=model.gradient_checkpointing) * row * passes * train.micro_batch
+    kept /= train.width  # each rank of a gang keeps those of its own tokens
     size_px = f"{model.height_px} x {model.width_px} px"
     return (
         Phase(
@@ -85,7 +86,7 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
         Phase(
             name=f"training at {size_px} with{'' if model.gradient_checkpointing else 'out'} checkpointing",
             parts={**weights, "what is trained": trained, "activations": kept},
-            way_out="make train.micro_batch smaller"
+            way_out="make train.micro_batch smaller, share its passes (train.width)"
             if model.gradient_checkpointing
             else "set model.gradient_checkpointing = true, or make train.micro_batch smaller",
         ),
