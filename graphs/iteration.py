@@ -345,7 +345,9 @@ def _add_training(
     chunks = cut.chunks if config.trains_as_scored else [range(cut.prompts)]
     parts = [slice(requests * chunk.start, requests * chunk.stop) for chunk in chunks]
     refill = _add_refill(layers, config, context, k, [(scores[part], _surplus(rollouts[part])) for part in parts])
-    training = layers.add("advantage", k, [(tasks.advantage, std, key) for key in refill], pool="trainer", after=refill)
+    weighed = tuple(table.weight for table in (config.reward, *config.reward.also)) if config.adds_advantages else ()
+    calls: Calls = [(tasks.advantage, std, key, weighed) for key in refill]
+    training = layers.add("advantage", k, calls, pool="trainer", after=refill)
     gradients: list[list[Key]] = []
     before: list[Key] = []
     for update in range(cut.updates):

@@ -149,7 +149,8 @@ def _stored_scores(run_dir: str, request: Request) -> Scored | None:
     known = store.known_scores(request) if store else None
     if known is None:
         return None
-    return Scored(request=request, rewards=tuple(known["rewards"]), errors=tuple(known["errors"]))
+    parts = tuple(map(tuple, known.get("parts", ())))
+    return Scored(request=request, rewards=tuple(known["rewards"]), errors=tuple(known["errors"]), parts=parts)
 
 
 def draw(run_dir: str, done: ShardResult) -> ShardResult:
@@ -273,21 +274,32 @@ def _rewarded(scored: Scored, again: Scored) -> Scored:
     return again
 
 
-def advantage(settings_std: str, scored: Sequence[Scored]) -> TrainingSet:
-    """Advantages of all samples that have a reward, in request order."""
+def advantage(settings_std: str, scored: Sequence[Scored], weights: Sequence[float] = ()) -> TrainingSet:
+    """Advantages of all samples that have a reward, in request order.
+
+    Args:
+        weights: of the rewards that are added up, where it is their advantages that are; a model of rewards has no
+            parts, and so those of the sum.
+    """
     rows = [
-        (result.request, index, reward)
+        (result, index, reward)
         for result in scored
         for index, reward in enumerate(result.rewards)
         if reward is not None
     ]
     rewards = [reward for _, _, reward in rows]
-    groups = [request.prompt.id for request, _, _ in rows]
-    advantages = group_advantages(rewards, groups, std="group" if settings_std == "group" else "global")
+    groups = [result.request.prompt.id for result, _, _ in rows]
+    std: Literal["global", "group"] = "group" if settings_std == "group" else "global"
+    if weights and all(result.parts for result, _, _ in rows):
+        parts = [[result.parts[at][index] or 0.0 for result, index, _ in rows] for at in range(len(weights))]
+        each = [weight * group_advantages(part, groups, std=std) for weight, part in zip(weights, parts, strict=True)]
+        advantages = [float(sum(values)) for values in zip(*each, strict=True)]
+    else:
+        advantages = group_advantages(rewards, groups, std=std).tolist()
     return TrainingSet(
         samples=tuple(
-            Sample(request=request, index=index, reward=reward, advantage=float(value))
-            for (request, index, reward), value in zip(rows, advantages, strict=True)
+            Sample(request=result.request, index=index, reward=reward, advantage=value)
+            for (result, index, reward), value in zip(rows, advantages, strict=True)
         ),
         metrics={
             "reward_mean": fmean(rewards),

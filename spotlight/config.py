@@ -308,6 +308,10 @@ class TrainSection(Section):
     advantage_std: Literal["global", "group"] = "global"
     """Spread that advantages are divided by: that of all rewards of the iteration, so that training waits for the last
     of them; or of each prompt's own, so that training may begin with the first prompts that are scored."""
+    combine: Literal["rewards", "advantages"] = "rewards"
+    """What is added up where there are several ``[[reward]]`` tables, each times its weight: rewards, of whose sum
+    advantages are made; or advantages, made of each reward by itself, so that no reward's scale outweighs another's
+    (as DanceGRPO does). Seeds are chosen by the sum of rewards."""
     advantage_clip: float = Field(5.0, gt=0, le=1000)
     """Advantages are cut off at plus and minus this."""
     kl: float = Field(0.0, ge=0, le=1e4)
@@ -725,6 +729,11 @@ class Config(Section):
                 "rollout.guidance = 1",
             )
         return ()
+
+    @property
+    def adds_advantages(self) -> bool:
+        """Whether advantages are made of each of several rewards by itself."""
+        return self.train.combine == "advantages" and bool(self.reward.also)
 
     @property
     def scores_apart(self) -> bool:

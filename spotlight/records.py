@@ -167,6 +167,8 @@ class Scored:
     rewards: tuple[float | None, ...]
     """None where the scorer failed for good: a missing reward is never a number."""
     errors: tuple[str, ...] = ()
+    parts: tuple[tuple[float | None, ...], ...] = ()
+    """Of several rewards that are added up, each by itself, in the order of their tables."""
     steps_resumed: int = 0
     """Of the rollout: steps that were found committed."""
 

@@ -20,6 +20,7 @@ from graphs.iteration import rollout_requests, unexplored
 from graphs.tasks import RunContext, TrainingSet
 from runs import settings_file
 from spotlight import config
+from spotlight.config import RewardSection
 from spotlight.device import protocol
 from spotlight.device.engine import Engine, InProcess
 from spotlight.device.modelled import ModelledDevice
@@ -419,6 +420,22 @@ def test_training_in_parts_gives_the_same_bytes_whoever_does_them_and_however_of
         shutil.rmtree(run.path / "updates")
 
     assert len(set(published)) == 1
+
+
+def test_each_of_several_rewards_is_stored_beside_their_sum(run: RunDir, context: RunContext) -> None:
+    twice = RewardSection(weight=1.0, also=(RewardSection(weight=0.5),))
+    (run.path / config.RESOLVED).write_text(config.dump(run.config().model_copy(update={"reward": twice})))
+    selection = unexplored(run.config(), context, 0, read_prompts(run.config().data.train_prompts)[:1])
+    request = rollout_requests(run.config(), context, selection, context.start)[0]
+    engine = Engine(run.path)
+    engine.rollout(request)
+
+    scored, again = engine.score(request), Engine(run.path).score(request)
+
+    assert isinstance(scored, Scored)
+    assert scored == again
+    assert scored.parts[0] == scored.parts[1]
+    assert scored.rewards == tuple(1.5 * (reward or 0.0) for reward in scored.parts[0])
 
 
 def test_a_gradient_that_was_computed_is_found_and_a_damaged_one_is_named(run: RunDir, context: RunContext) -> None:

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.gangs import GATED, SCORING, TRAINING
+from factories import make_request
 from graphs import tasks
 from graphs.iteration import (
     RESOURCES,
@@ -40,6 +41,7 @@ from runs import ROOT, settings_file, wait_for
 from spotlight import config
 from spotlight.config import Config
 from spotlight.records import Dropped, Prompt, Request, Scored, WeightsRef
+from spotlight.rl.advantages import group_advantages
 from spotlight.run import Run
 
 VERSION = WeightsRef(version=1, sha256="1" * 64)
@@ -360,6 +362,38 @@ def test_the_bandit_leaves_a_prompt_alone_whose_kept_seeds_cannot_differ_more(jo
 
     assert chosen[PROMPTS[0]] == 0  # two zeros and two ones are kept already
     assert min(chosen[PROMPTS[1]], chosen[PROMPTS[2]]) > 0
+
+
+def test_advantages_of_several_rewards_are_added_where_the_settings_ask_for_it() -> None:
+    requests = [make_request(prompt_id=at, seeds=(1, 2, 3)) for at in range(2)]
+    parts = [((0.0, 0.5, 1.0), (9.0, 3.0, None)), ((0.2, 0.2, 0.9), (0.0, 100.0, 50.0))]
+    scored = [
+        Scored(request=request, rewards=(1.0, 2.0, None if first[-1] is None else 3.0), parts=(rewards, first))
+        for request, (rewards, first) in zip(requests, parts, strict=True)
+    ]
+    groups = [0, 0, 1, 1, 1]
+
+    added = tasks.advantage("group", scored, (2.0, -1.0)).samples
+    plain = tasks.advantage("group", scored).samples
+
+    texts, means = (group_advantages(row, groups, std="group") for row in ([0, 0.5, 0.2, 0.2, 0.9], [9, 3, 0, 100, 50]))
+    assert [sample.advantage for sample in added] == pytest.approx(list(2 * texts - means))
+    assert [sample.advantage for sample in plain] == pytest.approx(
+        list(group_advantages([1, 2, 1, 2, 3], groups, std="group"))
+    )
+
+
+def test_the_weights_of_rewards_reach_advantages_only_where_these_are_added() -> None:
+    several = {"reward": [{"name": "ocr", "weight": 2.0}, {"name": "scene-ocr"}]}
+
+    def weights(*overrides: str) -> set[tuple[float, ...]]:
+        settings = load(*overrides)
+        tables = config.resolve({"data": {"train_prompts": "a", "validation_prompts": "b"}, **several}, ROOT).reward
+        calls = calls_of(example_graph(settings.model_copy(update={"reward": tables})))
+        return {call[3] for key, call in calls.items() if key[0] == "advantage-1"}
+
+    assert weights() == {()}
+    assert weights("train.combine=advantages") == {(2.0, 1.0)}
 
 
 def test_a_round_has_a_slot_for_each_request_that_it_allocates() -> None:

@@ -41,6 +41,7 @@ from spotlight.rl.rewards import (
     ocr_score,
     quoted_target,
     score,
+    score_each,
 )
 from spotlight.rl.rewards.clip import AestheticScorer, ClipScorer, PickScorer
 from spotlight.rl.rewards.geneval import Objects, metadata_of, relative_position
@@ -365,6 +366,20 @@ def test_several_tables_are_a_weighted_sum_in_which_nothing_missing_counts_as_a_
     assert scorer.range == (-255.0, 510.0)
     assert values == [2 * 10 - 10, None, 2 * 250 - 100]
     assert len(errors) == 1
+
+
+def test_each_of_several_rewards_is_kept_by_itself_and_tried_again_by_itself() -> None:
+    tables = RewardSection(name="ocr", weight=2.0, also=(RewardSection(name=f"{__name__}:Mean", weight=-1.0),))
+    black = np.zeros((3, 16, 32, 3), dtype=np.uint8)
+    black[1] = 13
+
+    totals, (texts, means), errors = score_each(build(tables), black, ['"x"'] * 3, attempts=2)
+
+    assert texts == [0.0, 0.0, 0.0]
+    assert means == [0.0, None, 0.0]
+    assert totals == [0.0, None, 0.0]
+    assert len(errors) == 1
+    assert score_each(build(RewardSection()), black, ['"x"'] * 3, attempts=1) == ([0.0] * 3, [], [])
 
 
 def test_several_tables_survive_being_written_and_read(tmp_path: Path) -> None:

@@ -205,7 +205,12 @@ class Engine:
             return Dropped(reason=str(error))
         if self._config.scores_apart:
             self.store.drop_images(request)
-        return Scored(request=request, rewards=tuple(known["rewards"]), errors=tuple(known["errors"]))
+        return Scored(
+            request=request,
+            rewards=tuple(known["rewards"]),
+            errors=tuple(known["errors"]),
+            parts=tuple(map(tuple, known.get("parts", ()))),
+        )
 
     def _scores(self, request: Request) -> dict[str, Any]:
         """What is to be stored of it: its rewards, or what another worker has stored meanwhile."""
@@ -213,25 +218,37 @@ class Engine:
         if kept is None and self._config.scores_apart and (known := self.store.known_scores(request)):
             return known  # whoever stored it took the images away
         images, finite_B = kept or self._images(request)
-        values, errors = self._rewards(request, images, finite_B)
-        small = {} if request.purpose == "explore" else {"thumbnails": thumbnails(images)}
+        values, parts, errors = self._rewards(request, images, finite_B)
+        small: dict[str, Any] = {} if request.purpose == "explore" else {"thumbnails": thumbnails(images)}
+        if parts:
+            small["parts"] = parts
         return {"digest": request.digest, "rewards": values, "errors": errors, **small}
 
     def _rewards(
         self, request: Request, images: NDArray[np.uint8], finite_B: NDArray[np.bool_]
-    ) -> tuple[list[float | None], list[str]]:
-        """In order of the seeds, None where there is none, with an error for each of those."""
+    ) -> tuple[rewards.Rewards, list[rewards.Rewards], list[str]]:
+        """In order of the seeds, None where there is none, those of several tables, and an error for each of those."""
         shown = np.flatnonzero(finite_B)
         prompts = [request.prompt] * len(shown)
         settings = self._config.reward
-        found, errors = rewards.score(
+        found, found_parts, errors = rewards.score_each(
             self._scorer, images[shown], prompts, attempts=settings.attempts, batch=settings.batch
         )
-        values: list[float | None] = [None] * len(request.seeds)
-        for index, value in zip(shown, found, strict=True):
-            values[index] = value
+        values, *parts = (_at(shown, each, len(request.seeds)) for each in (found, *found_parts))
         lost = [request.seeds[index] for index in np.flatnonzero(~finite_B)]
-        return values, [f"{request.prompt.text!r}, seed {seed}: latents are not finite" for seed in lost] + errors
+        return (
+            values,
+            parts,
+            [f"{request.prompt.text!r}, seed {seed}: latents are not finite" for seed in lost] + errors,
+        )
+
+
+def _at(indices: NDArray[np.intp], known: rewards.Rewards, count: int) -> rewards.Rewards:
+    """So many rewards, None where none is known."""
+    values: rewards.Rewards = [None] * count
+    for index, value in zip(indices, known, strict=True):
+        values[index] = value
+    return values
 
 
 class _NotWanted(Exception):

@@ -162,23 +162,45 @@ def imported(name: str, where: str) -> Any:
         raise SpotlightError(f"{where} = {name!r} cannot be imported ({error}): give module:Class") from None
 
 
+Rewards = list[float | None]
+"""Of images in order; None where there is none."""
+
+
+def score_each(
+    scorer: Scorer, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt | str], *, attempts: int, batch: int = 0
+) -> tuple[Rewards, list[Rewards], list[str]]:
+    """As `score`, and of a `Weighted` one the rewards of each part, which is tried again by itself."""
+    if not isinstance(scorer, Weighted):
+        rewards, errors = score(scorer, images_BHWC, prompts, attempts=attempts, batch=batch)
+        return rewards, [], errors
+    found = [score(part, images_BHWC, prompts, attempts=attempts, batch=batch) for _, part in scorer.parts]
+    parts = [rewards for rewards, _ in found]
+    return scorer.sums(parts), parts, [error for _, errors in found for error in errors]
+
+
 class Weighted(Scorer):
     """A weighted sum of rewards. One that is missing leaves the sum missing."""
 
     def __init__(self, parts: Sequence[tuple[float, Scorer]]) -> None:
-        self._parts = tuple(parts)
-        ends = [sorted(weight * end for end in scorer.range) for weight, scorer in self._parts]
+        self.parts = tuple(parts)
+        ends = [sorted(weight * end for end in scorer.range) for weight, scorer in self.parts]
         self.range = sum(low for low, _ in ends), sum(high for _, high in ends)  # type: ignore[misc]  # of this one
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         return self.of(images_BHWC, [Prompt(id=0, text=text) for text in prompts])
 
     def of(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt]) -> list[float]:
-        total = np.zeros(len(prompts))
-        for weight, scorer in self._parts:
-            total += weight * np.array(checked(scorer.of(images_BHWC, prompts), len(prompts), scorer.range))
-        return [float(value) for value in np.clip(total, *self.range)]  # rounding may leave the range
+        found = [checked(scorer.of(images_BHWC, prompts), len(prompts), scorer.range) for _, scorer in self.parts]
+        return [value for value in self.sums(found) if value is not None]
+
+    def sums(self, parts: Sequence[Sequence[float | None]]) -> Rewards:
+        """Of each image, if it has all rewards."""
+        total = np.zeros(len(parts[0]))
+        for (weight, _), rewards in zip(self.parts, parts, strict=True):
+            total += weight * np.array(rewards, dtype=np.float64)  # of None it makes what is not finite
+        known = np.clip(total, *self.range)  # rounding may leave the range
+        return [float(value) if np.isfinite(value) else None for value in known]
 
     def check_prompt(self, prompt: Prompt) -> None:
-        for _, scorer in self._parts:
+        for _, scorer in self.parts:
             scorer.check_prompt(prompt)
