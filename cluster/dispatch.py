@@ -374,7 +374,8 @@ class Dispatch(Decisions):
         self.journal.event(at_s, "leaves" if agreed else "broken", gang=gang, lost=member if gone else "")
         if not agreed:
             gang.lose()
-            gang.quarantined |= gang.fruitless >= self.rules.quarantine_after  # for good: a step may be told of late
+            if not gang.ran and gang.fruitless >= self.rules.quarantine_after:
+                gang.quarantined = True  # for good: a step may be told of late
         why = f"{member} is gone" if gone else f"{member} handed its shard back"
         for address in gang.members.values():  # after a leave that was agreed on they have ended already
             yield CallOff(gang=gang.name, epoch=gang.epoch, address=address, cause=why)

@@ -80,6 +80,8 @@ class GangState:
     """Losses in a row without a new step."""
     quarantined: bool = False
     """It is not run any more."""
+    ran: bool = False
+    """It had a result once: if that is lost, it is found again, and never quarantined."""
     started_s: float = 0.0
     resumed_at: int = 0
     stepped_s: float = 0.0
@@ -112,6 +114,7 @@ class GangState:
             shards: how many of them the task stands for, the shard is the first of these.
         """
         before, self.states[key] = self.states.get(key), state
+        self.ran |= state == "memory" and key == self.keys[0] and not self.quarantined
         gated, waiting = (state == "gated") - (before == "gated"), (state == "waiting") - (before == "waiting")
         if gated or waiting:
             self.behind += shards * gated
