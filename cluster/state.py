@@ -203,7 +203,7 @@ class State:
                 free = set(pools) - kept
                 if idle := sorted(worker.worker for worker in self._roster.idle.values() if worker.pool in free):
                     yield f"request {gang.name} waits for a worker of {pools} and {', '.join(idle)} are idle"
-        may = self._may_train(self._phase(self._decided_s)) if self._ready and not self._stopping else set()
+        may = self._may_train(phase) if self._ready and not self._stopping else set()
         for task in self._unbegun(self._ready):
             admitted = sorted(may.intersection(TRAINING[task.label.pool]))
             if idle := sorted(worker.worker for worker in self._roster.idle.values() if worker.pool in admitted):

@@ -374,12 +374,11 @@ def _add_gradients(
     Returns the keys of the gradients, and of the other ranks' tasks.
     """
     trains_on_spot = "spot" in config.strategy.train_pools
+    calls: Calls = [(tasks.gradient, run_dir, *part, before[0] if before else None) for part in wanted]
     if config.train.width == 1:
-        calls: Calls = [(tasks.gradient, run_dir, *part, *before) for part in wanted]
         return layers.add("train", k, calls, pool="gradient-any" if trains_on_spot else "gradient", after=after), []
-    calls = [(tasks.gradient_shard, run_dir, *part, before[0] if before else None) for part in wanted]
-    pool, widths = "any" if trains_on_spot else "reserved", (config.train.width,)
-    gangs = layers.add_requests("train", k, calls, pool=pool, widths=widths, after=after)
+    pool = "any" if trains_on_spot else "reserved"
+    gangs = layers.add_requests("train", k, calls, pool=pool, widths=[config.train.width], after=after)
     return _first(gangs), _surplus(gangs)
 
 

@@ -340,41 +340,23 @@ def gradient(
     part: int,
     sets: Sequence[TrainingSet],
     before: Updated | None = None,
-) -> Gradient:
+    gang: str = "",
+    shard: int = 0,
+) -> Gradient | Surplus:
     """The gradient of one of the fixed parts of an update, which stays in the store.
 
     Args:
         weights: the version that the iteration starts from.
         sets: of the chunks that the part has samples of, in order.
         before: the update before this one.
-    """
-    found = device.current().gradient(run_dir, gradient_part(weights, iteration, cut, update, part, sets, before))
-    assert isinstance(found, Gradient), "whoever works alone answers for all"
-    return found
-
-
-def gradient_shard(
-    run_dir: str,
-    weights: WeightsRef,
-    iteration: int,
-    cut: Cut,
-    update: int,
-    part: int,
-    sets: Sequence[TrainingSet],
-    before: Updated | None,
-    gang: str,
-    shard: int,
-) -> Gradient | Surplus:
-    """As `gradient`, of one rank of the gang that shares the passes; the first rank's is the part's.
-
-    Args:
-        gang: names the part within the graph.
+        gang: names the part within the graph, where several ranks share its passes; the first one's result is the
+            part's.
         shard: of all ranks.
 
     Raises:
         SpotlightError: its gang was lost again and again.
     """
-    place = signals.told(gang, shard)
+    place = signals.told(gang, shard) if gang else device.ALONE
     if isinstance(place, Surplus):
         return place
     if isinstance(place, int):

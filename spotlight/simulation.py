@@ -227,8 +227,8 @@ class TaskTiming:
     """How long the calls of `graphs.tasks` last, as `plan.durations` has it for a run's settings."""
 
     def __init__(self, config: Config) -> None:
-        self._durations, self._train_width = TaskDurations(config), config.train.width
-        durations = self._durations
+        self._durations = durations = TaskDurations(config)
+        self._train_width = config.train.width
         self.launch_s, self.form_s = durations.launch_s, durations.form_s
         self.graph_s, self.start_up_s = durations.graph_s, durations.start_up_s
 
@@ -241,7 +241,7 @@ class TaskTiming:
         if function is tasks.explore_slot:
             allocation, slot = arguments[1], arguments[2]
             return _denoising(allocation[slot]) if slot < len(allocation) else Fixed(seconds=0.0)
-        if function is tasks.gradient_shard:
+        if function is tasks.gradient and self._train_width > 1:
             return self._shared_gradient(tasks.gradient_part(*arguments[1:-2]))
         return Fixed(seconds=self._seconds(function, arguments))
 

@@ -13,17 +13,23 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from spotlight.device.sequence_parallel import Gang, GangBroken
+from spotlight.rl.models import Loading, Model
+from spotlight.rl.models.flux import Flux
 from spotlight.rl.models.tiny_text import HEIGHT_PX, WIDTH_PX, TinyText
 
 NEVER_S = 3600.0
 """A timeout that no test lives to see: what ends earlier was ended by something else."""
+
+TEXTS = ('a "47"', 'a "Hello 47"')
+"""Of different lengths."""
+ModelT = TypeVar("ModelT", bound=Model)
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["spotlight.device.sequence_parallel", "spotlight.rl.models.tiny_text"])
@@ -32,25 +38,35 @@ CONTEXT.set_forkserver_preload(["spotlight.device.sequence_parallel", "spotlight
 def tiny_model(*, lora: bool = False) -> TinyText:
     """The embedded model; its LoRA, if asked for, is one that changes the output."""
     model = TinyText.load("", torch.device("cpu"), torch.float32)
-    if lora:
-        model.make_trainable(rank=4, alpha=0, seed=0)
-        draw = torch.Generator().manual_seed(1)
-        for parameter in model.parameters():
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
+    return _with_lora(model) if lora else model
+
+
+def _with_lora(model: ModelT) -> ModelT:
+    model.make_trainable(rank=4, alpha=0, seed=0)
+    draw = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
     return model
 
 
 @torch.no_grad()
-def velocity(model: TinyText) -> NDArray[np.float32]:
+def velocity(model: Model) -> NDArray[np.float32]:
     """One guided prediction for two samples, whose texts are of different lengths."""
     tokens, channels = model.latent_shape(HEIGHT_PX, WIDTH_PX)
     x_BNC = torch.randn(2, tokens, channels, generator=torch.Generator().manual_seed(2))
-    texts = model.encode(['a "47"', 'a "Hello 47"'])
+    texts = model.encode(TEXTS)
     size = {"height_px": HEIGHT_PX, "width_px": WIDTH_PX}
     return model.velocity(x_BNC, torch.tensor([0.9, 0.3]), texts, guidance=4.0, **size).numpy()
 
 
-def gradients(model: TinyText, gang: Gang | None = None, *, checkpointed: bool = False) -> list[NDArray[np.float32]]:
+def flux_model(checkpoint: str) -> Model:
+    """A tiny pipeline of FLUX with a LoRA that changes the output."""
+    model = Flux.load(checkpoint, Loading(device=torch.device("cpu"), dtype=torch.float32))
+    model.preload(TEXTS)
+    return _with_lora(model)
+
+
+def gradients(model: Model, gang: Gang | None = None, *, checkpointed: bool = False) -> list[NDArray[np.float32]]:
     """Of a loss of one prediction for two samples, for each parameter that is trained."""
     if checkpointed:
         model.transformer.enable_gradient_checkpointing()
@@ -58,7 +74,7 @@ def gradients(model: TinyText, gang: Gang | None = None, *, checkpointed: bool =
     tokens, channels = model.latent_shape(HEIGHT_PX, WIDTH_PX)
     x_BNC, aim_BNC = torch.randn(2, 2, tokens, channels, generator=torch.Generator().manual_seed(2))
     size = {"height_px": HEIGHT_PX, "width_px": WIDTH_PX}
-    texts = model.encode(['a "47"', 'a "Hello 47"'])
+    texts = model.encode(TEXTS)
     for parameter in model.parameters():
         parameter.grad = None
     v_BNC = model.velocity(x_BNC, torch.tensor([0.9, 0.3]), texts, guidance=1.0, **size)
@@ -67,7 +83,7 @@ def gradients(model: TinyText, gang: Gang | None = None, *, checkpointed: bool =
     return [(gang.sum(each) if gang else each).numpy() for each in found]
 
 
-def kept_for_backward(model: TinyText) -> int:
+def kept_for_backward(model: Model) -> int:
     """Values that a loss's backward keeps, the weights left out."""
     weights = {tensor.untyped_storage().data_ptr() for tensor in model.transformer.state_dict(keep_vars=True).values()}
     kept: dict[int, int] = {}
@@ -170,7 +186,7 @@ class _Life:
 
     def __init__(self, off: Any, *, lora: bool) -> None:
         self._off = off
-        self._model = tiny_model(lora=lora)
+        self._model: Model = tiny_model(lora=lora)
         self._gang: Gang | None = None
 
     def join(self, folder: Path, name: str, rank: int, width: int, timeout_s: float = NEVER_S) -> None:
@@ -202,6 +218,10 @@ class _Life:
 
     def gradients(self, checkpointed: bool) -> list[NDArray[np.float32]]:
         return gradients(self._model, self._gang, checkpointed=checkpointed)
+
+    def load_flux(self, checkpoint: str) -> None:
+        """From now on, be one of FLUX."""
+        self._model = flux_model(checkpoint)
 
     def kept_for_backward(self) -> int:
         return kept_for_backward(self._model)

@@ -21,7 +21,20 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from numpy.typing import NDArray
 from torch import distributed
 
-from gangs import Member, ask, errors, form, gradients, kept_for_backward, members, tiny_model, together, velocity
+from gangs import (
+    Member,
+    ask,
+    errors,
+    flux_model,
+    form,
+    gradients,
+    kept_for_backward,
+    members,
+    tiny_model,
+    together,
+    velocity,
+)
+from pipelines import tiny_flux
 from runs import wait_for
 from spotlight.device.sequence_parallel import REPLACED, GangBroken, check_widths
 from spotlight.records import SpotlightError
@@ -72,6 +85,21 @@ def test_a_gang_has_the_gradients_of_one_device_with_the_same_bits_on_all_ranks(
     assert all(abs(ours - theirs).max() <= TOLERANCE * largest for ours, theirs in zip(first, alone, strict=True))
     for other in (*others, again):
         assert all(np.array_equal(ours, theirs) for ours, theirs in zip(first, other, strict=True))
+
+
+def test_a_gang_shares_the_backward_pass_of_flux(folder: Path, tmp_path: Path) -> None:
+    checkpoint = str(tiny_flux(tmp_path / "flux"))
+    alone = gradients(flux_model(checkpoint))
+
+    with members(2) as gang:
+        together(gang, "load_flux", checkpoint)
+        form(gang, folder, "first")
+        first, other = together(gang, "gradients", False)
+
+    largest = max(abs(each).max() for each in alone)
+    assert largest > 0
+    assert all(abs(ours - theirs).max() <= TOLERANCE * largest for ours, theirs in zip(first, alone, strict=True))
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(first, other, strict=True))
 
 
 def test_each_rank_keeps_its_share_of_the_activations(folder: Path) -> None:

@@ -148,8 +148,11 @@ class Engine:
         size = settings.model.height_px, settings.model.width_px
         rows, columns = self.model.grid(*size)
         text_tokens = self.model.encode([next(iter(self.resident.prompts())).text]).mask_BT.shape[1]
-        widths = [*settings.strategy.widths, settings.train.width]
-        sequence_parallel.check_widths(self.model.transformer, rows * columns, text_tokens, widths)
+        for setting, widths in (
+            ("strategy.widths", settings.strategy.widths),
+            ("train.width", (settings.train.width,)),
+        ):
+            sequence_parallel.check_widths(self.model.transformer, rows * columns, text_tokens, widths, setting)
         steps, explore_steps = settings.rollout.steps, settings.exploration.steps or settings.rollout.steps
         return Prepared(
             sigmas=self.model.sigmas(steps, *size),

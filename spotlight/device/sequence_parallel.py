@@ -59,8 +59,13 @@ class GangBroken(Exception):
     """A peer is gone, or the gang was called off: leave it; the work is placed anew."""
 
 
-def check_widths(transformer: Any, tokens: int, text_tokens: int, widths: Iterable[int]) -> None:
+def check_widths(
+    transformer: Any, tokens: int, text_tokens: int, widths: Iterable[int], setting: str = "strategy.widths"
+) -> None:
     """Each rank takes equal parts of heads, latent tokens and text tokens.
+
+    Args:
+        setting: that the widths are from.
 
     Raises:
         SpotlightError: a width cannot; the text says which can.
@@ -69,7 +74,7 @@ def check_widths(transformer: Any, tokens: int, text_tokens: int, widths: Iterab
     if wide and transformer._cp_plan is None:
         raise SpotlightError(
             f"a gang of {_listed(wide)} cannot share a forward pass: diffusers has no plan for splitting a "
-            f"{type(transformer).__name__}; set strategy.widths = [1]"
+            f"{type(transformer).__name__}; make {setting} 1"
         )
     heads = int(transformer.config["num_attention_heads"])
     common = math.gcd(heads, tokens, text_tokens)
@@ -78,7 +83,7 @@ def check_widths(transformer: Any, tokens: int, text_tokens: int, widths: Iterab
         possible = [width for width in range(1, common + 1) if common % width == 0]
         raise SpotlightError(
             f"a gang of {_listed(uneven)} cannot evenly share {heads} attention heads, {tokens} latent tokens and "
-            f"{text_tokens} text tokens: choose among the widths {_listed(possible)} (strategy.widths)"
+            f"{text_tokens} text tokens: choose among the widths {_listed(possible)} ({setting})"
         )
 
 

@@ -89,8 +89,7 @@ class ClipScorer(Scorer):
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        file = self._path / "preprocessor_config.json"
-        return dict(json.loads(file.read_text())) if file.exists() else {}
+        return preprocessing(self._path)
 
     @cached_property
     def _model(self) -> Any:
@@ -106,6 +105,12 @@ class ClipScorer(Scorer):
 
 
 NORMALISED = (("image_mean", MEAN), ("image_std", STD))
+
+
+def preprocessing(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says of how images are prepared; nothing, where it does not."""
+    file = checkpoint / "preprocessor_config.json"
+    return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
 class PickScorer(ClipScorer):

@@ -13,7 +13,6 @@ Mask2Former (arXiv 2112.01527) for a mask's certainty.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from math import ceil, inf
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 
 from spotlight.records import SpotlightError
 from spotlight.rl.checkpoints import require_class, weight_files
-from spotlight.rl.rewards.clip import ClipScorer
+from spotlight.rl.rewards.clip import ClipScorer, preprocessing
 from spotlight.rl.rewards.geneval import MAX_OBJECTS, THRESHOLD, Objects
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
@@ -160,8 +159,7 @@ class Mask2FormerDetector:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        file = self._path / "preprocessor_config.json"
-        return dict(json.loads(file.read_text())) if file.exists() else {}
+        return preprocessing(self._path)
 
     @cached_property
     def _model(self) -> Any:
