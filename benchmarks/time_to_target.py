@@ -3,9 +3,10 @@
 Whole runs on the virtual clock: the embedded model really learns, each step lasts what the cost model says of
 Qwen-Image on H100s. Seconds and dollars are those of the iterations; start-up and validation are left out.
 
-A strategy's recipe is the best of so many trials on tuning seeds: the same trials for each, drawn at random from one
-space. Fresh seeds are then run with it. What nobody explores for learns the same bits whoever rolls it out: such a run
-is made once, and for the other strategies only timed (a test says that the times are the same).
+A strategy's recipe is the best of so many trials on tuning seeds, which end at the target in the middle: the same
+trials for each, drawn at random from one space. Fresh seeds are then run with it, to the last target. What nobody
+explores for learns the same bits whoever rolls it out: such a run is made once, and for the other strategies only timed
+(a test says that the times are the same).
 
 The raw data has a line per run; runs that are there are not made again. ``python -m benchmarks.time_to_target`` makes
 what is missing (days of one core: see ``--estimate``), prints the tables in Markdown and draws the figure; ``--table``
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, pairwise, product
@@ -165,31 +166,34 @@ class _Enough(Exception):
     """The last target was reached."""
 
 
-def measure(case: Case, iterations: int, every: int, rows: Sequence[Row], more: Sequence[str] = ()) -> dict[str, Any]:
-    """Run to the last target or iteration; only time it, if another run has learnt the same."""
-    learnt = next((row for row in rows if case.learns_as(row) and _is_over(row, iterations)), None)
+def measure(
+    case: Case, target: float, iterations: int, every: int, rows: Sequence[Row], more: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Run to the target or the last iteration; only time it, if another run has learnt the same."""
+    learnt = next((row for row in rows if case.learns_as(row) and _is_over(row, target, iterations)), None)
     began_s = time.process_time()
     if learnt is None:
-        found = _simulate(case, "real", iterations, every, more)
+        found = _simulate(case, "real", target, iterations, every, more)
     else:
         scores = {int(version): score for version, score in learnt["scores"].items()}
-        found = _simulate(case, "modelled", max(scores), every, more) | {"scores": scores}
-    return {**asdict(case), **found, "cpu_s": round(time.process_time() - began_s, 1), "limit": iterations}
+        found = _simulate(case, "modelled", target, max(scores), every, more) | {"scores": scores}
+    return {**asdict(case), **found, "cpu_s": round(time.process_time() - began_s, 1)}
 
 
-def _is_over(row: Row, iterations: int) -> bool:
-    """Whether a run is as long as asked for, or came to its last target."""
-    return row["limit"] >= iterations or not isinf(reached(row, TARGETS[row["job"]][-1]))
+def _is_over(row: Row, target: float, iterations: int) -> bool:
+    """Whether a run came to the target, or is as long as asked for."""
+    return max(map(int, row["scores"])) >= iterations or not isinf(reached(row, target))
 
 
-def _simulate(case: Case, learning: Learning, iterations: int, every: int, more: Sequence[str]) -> dict[str, Any]:
-    last = TARGETS[case.job][-1]
+def _simulate(
+    case: Case, learning: Learning, target: float, iterations: int, every: int, more: Sequence[str]
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="time-to-target-") as directory:
         overrides = [f"run.dir={directory}", f"run.iterations={iterations}", f"run.validate_every={every}"]
         settings = config.load(SETTINGS, [*overrides, *case.overrides(), *more])
 
         def follow(name: str, iteration: int, hours: float) -> None:
-            if learning == "real" and _at(run.directory.validation(), last):
+            if learning == "real" and _at(run.directory.validation(), target):
                 raise _Enough
 
         run = Simulation(case.strategy, settings, learning, follow)
@@ -230,7 +234,7 @@ def until(row: Row, target: float, field: str) -> float:
 
 def chosen(rows: Sequence[Row], case: Case, tuning: Sequence[int], trials: int) -> int | None:
     """The trial whose tuning runs came soonest to the target in the middle, then highest; None before all are made."""
-    target = TARGETS[case.job][len(TARGETS[case.job]) // 2]
+    target = middle(case.job)
     ranks = []
     for trial in range(trials):
         mine = [row for row in rows if row["trial"] == trial and row["seed"] in tuning and _same(row, case)]
@@ -239,6 +243,11 @@ def chosen(rows: Sequence[Row], case: Case, tuning: Sequence[int], trials: int) 
         times = [until(row, target, "seconds") for row in mine]
         ranks.append((statistics.fmean(times), -statistics.fmean(_curve(row)[-1][1] for row in mine), trial))
     return min(ranks)[-1]
+
+
+def middle(job: str) -> float:
+    """The target that recipes are chosen by."""
+    return TARGETS[job][len(TARGETS[job]) // 2]
 
 
 def _same(row: Row, case: Case) -> bool:
@@ -385,26 +394,33 @@ def make(arguments: argparse.Namespace) -> None:
     with ProcessPoolExecutor(
         arguments.processes, mp_context=get_context("spawn"), max_tasks_per_child=8, initializer=os.nice, initargs=(5,)
     ) as pool:
-        while cases := missing(rows := read(arguments.data), arguments):
-            batch = cases[: arguments.processes]
-            asked = [pool.submit(measure, case, arguments.iterations, arguments.every, rows) for case in batch]
-            for future in asked:
-                row = future.result()
+        running: dict[Future[dict[str, Any]], Case] = {}
+        while True:
+            rows = read(arguments.data)
+            idle = arguments.processes - len(running)
+            for case in [case for case in missing(rows, arguments) if case not in running.values()][:idle]:
+                target = middle(case.job) if case.seed in arguments.tuning_seeds else TARGETS[case.job][-1]
+                running[pool.submit(measure, case, target, arguments.iterations, arguments.every, rows)] = case
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                case, row = running.pop(future), future.result()
                 with arguments.data.open("a") as file:
                     file.write(f"{json.dumps(row)}\n")
-                print({name: row[name] for name in asdict(batch[0])}, row["cpu_s"], "s", _curve(row), file=sys.stderr)
+                print(asdict(case), row["cpu_s"], "s", _curve(row), file=sys.stderr, flush=True)
 
 
 def smoke() -> None:
     """A strategy that learns, one that is only timed, and ours; the timed one must take as long as if it learnt."""
     names = ("reserved only (4)", "reserved + spot, no exploration", OURS)
     cases = [Case(job="digits", regime="2 levels", size="512", strategy=name, trial=0, seed=0) for name in names]
-    first = measure(cases[0], 2, 1, (), SMOKE)
-    timed = measure(cases[1], 2, 1, [first], SMOKE)
-    learnt = measure(cases[1], 2, 1, (), SMOKE)
+    target = TARGETS["digits"][-1]
+    first = measure(cases[0], target, 2, 1, (), SMOKE)
+    timed = measure(cases[1], target, 2, 1, [first], SMOKE)
+    learnt = measure(cases[1], target, 2, 1, (), SMOKE)
     assert timed["scores"] == learnt["scores"] == first["scores"], "strategies that explore nothing learn alike"
     assert timed["seconds"] == learnt["seconds"], "to learn takes no time of the virtual clock"
-    ours = measure(cases[2], 2, 1, (), SMOKE)
+    ours = measure(cases[2], target, 2, 1, (), SMOKE)
     for row in (first, timed, ours):
         print(row)
 

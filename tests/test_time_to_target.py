@@ -44,7 +44,6 @@ def row(
         "spot_busy": [0.0] * last,
         "seeds_scored": [0.0] * last,
         "cpu_s": 1.0,
-        "limit": 60,
     }
 
 
