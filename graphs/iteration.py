@@ -7,9 +7,9 @@ Pools: ``any``, ``spot`` and ``reserved`` tasks are shards of denoising requests
 ranks, parked behind the gate until workers of the pool are free; ``engine`` tasks need a model, and go where their
 input is; ``reward`` tasks score, parked behind the gate until a worker that only scores is free, where there are such;
 ``trainer`` tasks prepare training and publish, on reserved workers; ``gradient`` tasks compute the gradients of an
-update's parts, parked behind the gate until a reserved worker is free that no rollout needs, or (``gradient-any``) a
-spot one; ``training`` tasks take the optimizer's steps, behind the gate too, on the worker that took the one before, if
-it can be had; ``head`` tasks only decide, beside the scheduler.
+update's parts and add them, parked behind the gate until a reserved worker is free that no rollout needs, or
+(``gradient-any``) a spot one; ``training`` tasks take the optimizer's steps, behind the gate too, on the worker that
+took the one before, if it can be had; ``head`` tasks only decide, beside the scheduler.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.stochastic_steps import stochastic_steps
 from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef
 from spotlight.rl import rewards
-from spotlight.rl.parts import Cut
+from spotlight.rl.parts import Cut, additions
 
 Key = tuple[str, int]
 Calls = Sequence[tuple[Any, ...]]
@@ -333,7 +333,7 @@ def _add_training(
     rollouts: list[list[Key]],
     scores: list[Key],
 ) -> tuple[list[Key], Key]:
-    """Refill and advantages, then of each update the gradients of its parts, and the step.
+    """Refill and advantages, then of each update the gradients of its parts, their sums, and the step.
 
     Where samples are trained on as they are scored, the prompts of a part get their advantages by themselves. Returns
     the keys of the training sets, and of the last update.
@@ -349,14 +349,33 @@ def _add_training(
     calls: Calls = [(tasks.advantage, std, key, weighed) for key in refill]
     training = layers.add("advantage", k, calls, pool="trainer", after=refill)
     gradients: list[list[Key]] = []
+    sums: list[list[Key]] = []
     before: list[Key] = []
     for update in range(cut.updates):
         wanted = [(weights, k, cut, update, part, _sets(training, cut, part)) for part in range(cut.count)]
         firsts, surplus = _add_gradients(layers, config, run_dir, k, wanted, before, after=[*training, *before])
         gradients.append(firsts)
-        call = (tasks.update, run_dir, weights, k, list(gradients), before[0] if before else None, surplus)
-        before = layers.add("update", k, [call], pool="training", after=[*chain(*gradients), *surplus, *before])
+        sums.append(_add_sums(layers, config, run_dir, weights, k, firsts))
+        known = list(gradients), list(sums)
+        call = (tasks.update, run_dir, weights, k, *known, before[0] if before else None, surplus)
+        after = [*chain(*gradients, *sums), *surplus, *before]
+        before = layers.add("update", k, [call], pool="training", after=after)
     return training, before[0]
+
+
+def _add_sums(
+    layers: Layers, config: Config, run_dir: str, weights: WeightsRef, k: int, gradients: list[Key]
+) -> list[Key]:
+    """Sums of neighbouring parts' gradients, by whoever is free, where an update would have many to read."""
+    left = gradients
+    for level in additions(len(gradients)):
+        calls: Calls = [(tasks.add_gradients, run_dir, weights, k, [left[part] for part in parts]) for parts in level]
+        left = layers.add("add", k, calls, pool=_gradient_pool(config), after=left)
+    return left
+
+
+def _gradient_pool(config: Config) -> str:
+    return "gradient-any" if "spot" in config.strategy.train_pools else "gradient"
 
 
 def _add_gradients(
@@ -373,11 +392,10 @@ def _add_gradients(
 
     Returns the keys of the gradients, and of the other ranks' tasks.
     """
-    trains_on_spot = "spot" in config.strategy.train_pools
     calls: Calls = [(tasks.gradient, run_dir, *part, before[0] if before else None) for part in wanted]
     if config.train.width == 1:
-        return layers.add("train", k, calls, pool="gradient-any" if trains_on_spot else "gradient", after=after), []
-    pool = "any" if trains_on_spot else "reserved"
+        return layers.add("train", k, calls, pool=_gradient_pool(config), after=after), []
+    pool = "any" if "spot" in config.strategy.train_pools else "reserved"
     gangs = layers.add_requests("train", k, calls, pool=pool, widths=[config.train.width], after=after)
     return _first(gangs), _surplus(gangs)
 

@@ -40,7 +40,7 @@ from spotlight.records import (
     WeightsRef,
 )
 from spotlight.rl.advantages import group_advantages, zero_std_ratio
-from spotlight.rl.parts import Cut
+from spotlight.rl.parts import Cut, tree_sum
 from spotlight.rl.rewards import normalised
 from spotlight.store.rundir import DECISIONS, RunDir
 
@@ -396,11 +396,23 @@ def gradient_part(
     )
 
 
+def add_gradients(run_dir: str, weights: WeightsRef, iteration: int, parts: Sequence[Gradient]) -> Gradient:
+    """The sum of the gradients of neighbouring parts, which stays in the store: the update has fewer to read."""
+    from spotlight.store import updates
+    from spotlight.store.weights import published
+
+    if any(part.sha256 for part in parts) and published(run_dir, weights.version + 1):
+        return Gradient(name="")
+    arrays = (updates.load_arrays(run_dir, iteration, part) for part in parts)
+    return updates.put_sum(run_dir, iteration, parts, tree_sum(arrays))
+
+
 def update(
     run_dir: str,
     weights: WeightsRef,
     iteration: int,
     gradients: Sequence[Sequence[Gradient]],
+    sums: Sequence[Sequence[Gradient]],
     before: Updated | None = None,
     surplus: Sequence[Gradient | Surplus] = (),
 ) -> Updated:
@@ -408,12 +420,13 @@ def update(
 
     Args:
         gradients: of this update and of those before it, which another worker may have taken.
+        sums: of the same updates, what is left to be added: the gradients, or sums of neighbouring ones.
         before: the update before this one.
         surplus: the other ranks of gangs. Dask forgets a task that nobody depends on.
     """
-    known = tuple(tuple(parts) for parts in gradients)
+    known, left = (tuple(tuple(parts) for parts in each) for each in (gradients, sums))
     after = before.weights_sha256 if before else ""
-    return device.current().update(run_dir, weights, known, iteration, after)
+    return device.current().update(run_dir, weights, known, left, iteration, after)
 
 
 def publish(run_dir: str, updated: Updated) -> Published:

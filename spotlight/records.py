@@ -249,13 +249,16 @@ class GradientPart:
             (digests[id(sample.request)], sample.index, sample.advantage, position)
             for sample, position in zip(self.samples, self.positions, strict=True)
         ]
-        content = dumps([self.weights.sha256, self.iteration, self.update, self.number, self.after, rows])
+        content = dumps(["sum", self.weights.sha256, self.iteration, self.update, self.number, self.after, rows])
         return f"u{self.update}-p{self.number}-{sha256(content.encode()).hexdigest()[:16]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
-    """The gradient of a part, which is in the store, and what its computation measured."""
+    """The gradient of a part, or of neighbouring parts together, which is in the store, and what was measured of it.
+
+    It is the gradient of the sum of the losses of its rows, so that gradients are simply added.
+    """
 
     name: str
     """Empty where nobody needs it any more: the next version is published."""
@@ -291,6 +294,7 @@ Interval = tuple[float, float]
 
 
 ALIASES = {
+    "add": "train",
     "draw": "score",
     "explore-draw": "explore-score",
     "refill": "rollout",

@@ -265,8 +265,10 @@ class TaskTiming:
             if device.has_gradient(run_dir, part):
                 return 0.0
             return durations.train_s(len(part.samples)) + durations.gradient_s
+        if function is tasks.add_gradients:
+            return (len(arguments[3]) + 1) * durations.gradient_s
         if function is tasks.update:
-            return len(arguments[3][-1]) * durations.gradient_s
+            return len(arguments[4][-1]) * durations.gradient_s
         if function is tasks.publish:
             return durations.publish_s
         return durations.prepare_s if function is tasks.prepare else 0.0

@@ -39,7 +39,7 @@ class LoopTiming:
         if function is graphs.tasks.explore_slot:
             _, allocation, slot, *_ = arguments
             return self._denoising(allocation[slot]) if slot < len(allocation) else Fixed(seconds=0.0)
-        if function in (graphs.tasks.gradient, graphs.tasks.update):
+        if function in (graphs.tasks.gradient, graphs.tasks.add_gradients, graphs.tasks.update):
             return Fixed(seconds=self._schedule.train_s)
         return Fixed(seconds=0.05)
 

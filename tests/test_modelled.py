@@ -182,9 +182,9 @@ def test_an_update_stages_a_version_once(tmp_path: Path, device: ModelledDevice)
     gradients = tuple(answer(device.gradient(run_dir, part)) for part in parts)
     with pytest.raises(SpotlightError, match="never staged"):
         weights.publish(run.path, 1)
-    device.update(run_dir, start, (gradients,), 0)
+    device.update(run_dir, start, (gradients,), (gradients,), 0)
     first = weights.publish(run.path, 1)
-    device.update(run_dir, start, (gradients,), 0)
+    device.update(run_dir, start, (gradients,), (gradients,), 0)
 
     assert weights.publish(run.path, 1) == first == weights.latest(run.path)
 

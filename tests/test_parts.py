@@ -64,19 +64,26 @@ def went(
     return found, trained
 
 
-@pytest.mark.parametrize("overrides", [(), ("train.updates=2", "train.old_decay=copy", "train.kl=0.1")])
+@pytest.mark.parametrize(
+    ("each", "overrides"),
+    [
+        (6, ()),
+        (6, ("train.updates=2", "train.old_decay=copy", "train.kl=0.1")),
+        (13, ("rollout.prompts=3", "train.parts=9")),  # three of these tasks add gradients
+    ],
+)
 def test_any_number_of_reserved_workers_trains_the_same_bits_whoever_is_killed(
-    tmp_path: Path, overrides: tuple[str, ...]
+    tmp_path: Path, each: int, overrides: tuple[str, ...]
 ) -> None:
     alone, tasks = went(tmp_path / "alone", schedule(reserved=1), *overrides)
-    updates = len(tasks) // 6 // 2
+    updates = len(tasks) // each // 2
 
     for reserved, kills in ((2, ()), (4, ()), (1, (2, 5, 9)), (4, (0, 3, 4, 5, 7, 8, 13))):
         found, trained = went(tmp_path / "more", schedule(reserved=reserved), *overrides, kills=kills)
 
         assert found == alone
         assert len({address.split("#")[0] for address in trained}) == reserved
-        assert len(trained) >= 2 * 6 * updates + len(kills)  # what was lost is done again, and no more than found
+        assert len(trained) >= 2 * each * updates + len(kills)  # what was lost is done again, and no more than found
 
 
 def test_gradients_on_spot_workers_change_no_bit(tmp_path: Path) -> None:

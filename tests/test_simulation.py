@@ -119,6 +119,22 @@ def test_what_is_lost_on_the_way_changes_no_sample_under_a_fixed_budget(tmp_path
     assert outcome(harsh.directory.path) == outcome(calm.directory.path)
 
 
+def test_gradients_are_added_beside_each_other_before_an_update_fetches_what_is_left(tmp_path: Path) -> None:
+    settings = ("rollout.prompts=16", "rollout.seeds_kept=2", "train.parts=32", "simulation.gradient_s=3")
+    run = simulated(tmp_path, *settings, "strategy.exploration=off", "run.iterations=1").directory
+
+    spans = [span for span in run.rows("spans.jsonl") if span["pool"] != "head"]
+    lasted = {
+        phase: [span["stop_s"] - span["start_s"] for span in spans if span["phase"] == phase]
+        for phase in ("train", "add", "update")
+    }
+
+    assert len(lasted["train"]) == 32
+    assert min(lasted["train"]) > 3
+    assert lasted["add"] == pytest.approx([15] * 8)  # four to fetch, one to keep
+    assert lasted["update"] == pytest.approx([24])
+
+
 SCORES_APART = ("pools.reward.workers=2", "pools.reward.usd_per_h=0.5")
 STRUCK = ("pools.reward.trace_model=bursty", "pools.reward.preemption=mixed", "pools.reward.speedup=20000")
 

@@ -41,7 +41,7 @@ from spotlight.rl.flow import initial_noise, sde_step
 from spotlight.rl.gradients import part_gradient
 from spotlight.rl.models.tiny_text import TinyText
 from spotlight.rl.objectives import nft_loss
-from spotlight.rl.parts import Cut, preference_pairs
+from spotlight.rl.parts import LEFT, Cut, additions, preference_pairs, tree_sum
 from spotlight.rl.trainer import Trainer, old_decay
 
 ALGORITHMS = ("nft", "grpo")
@@ -165,9 +165,25 @@ def share_out(
         parts = [made[part] for part in range(cut.count)]
         models[0].load_trainable(current)
         tensors = [part.tensors for part in parts]
-        norms.append(trainer.step([part.rows for part in parts], tensors, iteration=iteration, update=u))
+        norms.append(trainer.step(sum(part.rows for part in parts), tensors, iteration=iteration, update=u))
         updates.append([(part.rows, part.loss, part.metrics) for part in parts])
     return trainer.finish(updates, norms, iteration=iteration)
+
+
+@given(st.lists(st.integers(0, 2**24), min_size=1, max_size=300))
+def test_the_bits_of_a_sum_do_not_depend_on_whether_neighbours_were_added_first(drawn: list[int]) -> None:
+    values = np.random.Generator(np.random.Philox(len(drawn))).normal(size=len(drawn)).astype(np.float32)
+    left = [
+        {"0": value, "1": value} if number % 3 else {"0": value} for number, value in zip(drawn, values, strict=True)
+    ]
+    at_once = tree_sum(left)
+
+    for level in additions(len(left)):
+        left = [tree_sum([left[at] for at in neighbours]) for neighbours in level]
+
+    assert len(left) <= LEFT
+    assert tree_sum(left) == at_once
+    assert at_once["0"] == pytest.approx(float(values.astype(np.float64).sum()), abs=1e-3)
 
 
 @given(

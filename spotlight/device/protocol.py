@@ -107,6 +107,7 @@ class Device(Protocol):
         run_dir: str,
         weights: WeightsRef,
         gradients: tuple[tuple[Gradient, ...], ...],
+        sums: tuple[tuple[Gradient, ...], ...],
         iteration: int,
         after: str = "",
     ) -> Updated:
@@ -116,6 +117,7 @@ class Device(Protocol):
             weights: that the iteration starts from.
             gradients: of all parts, in order, of this update and of those before it, which a device that did not take
                 their steps takes too.
+            sums: of the same updates, what is left to be added: the gradients, or sums of neighbouring ones.
             after: hash of the weights after the update before; empty in the first.
         """
         ...

@@ -152,7 +152,12 @@ class Training:
             return replace(made, tensors={name: gang.sum(made.tensors[name]) for name in sorted(made.tensors)})
 
     def update(
-        self, ref: WeightsRef, gradients: Sequence[Sequence[Gradient]], iteration: int, after: str = ""
+        self,
+        ref: WeightsRef,
+        gradients: Sequence[Sequence[Gradient]],
+        sums: Sequence[Sequence[Gradient]],
+        iteration: int,
+        after: str = "",
     ) -> Updated:
         """Take an optimizer step; after an iteration's last, stage the version after ``ref``.
 
@@ -161,6 +166,7 @@ class Training:
 
         Args:
             gradients: of all parts of this update, and of those before it in the iteration.
+            sums: of the same updates, what is left to be added: the gradients, or sums of neighbouring ones.
             after: hash of the weights after the update before; empty in the first.
         """
         version, update = ref.version + 1, len(gradients) - 1
@@ -168,7 +174,7 @@ class Training:
         if weights.published(self._run_dir, version):
             return Updated(version=version, update=update)
         for step in range(self._begin(ref, update, iteration, after), update + 1):
-            self._step(ref, gradients, step, iteration)
+            self._step(ref, sums[step], step, iteration)
         if last:
             parts = [[(part.rows, part.loss, part.metrics) for part in each] for each in gradients]
             metrics, self._at = self._trainer.finish(parts, self._norms, iteration=iteration), None
@@ -195,14 +201,13 @@ class Training:
             self._at, self._norms = (ref.version, 0), []
         return 0
 
-    def _step(self, ref: WeightsRef, gradients: Sequence[Sequence[Gradient]], step: int, iteration: int) -> None:
+    def _step(self, ref: WeightsRef, sums: Sequence[Gradient], step: int, iteration: int) -> None:
         if step == 0:
             self._resident.use(ref)
         self._resident.changed()
         self._at = None  # half-way through a step, the optimizer's state belongs to none
-        parts = gradients[step]
-        tensors = (updates.load(self._run_dir, iteration, part) for part in parts)
-        norm = self._trainer.step([part.rows for part in parts], tensors, iteration=iteration, update=step)
+        tensors = (updates.load(self._run_dir, iteration, each) for each in sums)
+        norm = self._trainer.step(sum(each.rows for each in sums), tensors, iteration=iteration, update=step)
         self._norms.append(norm)
         self._at = (ref.version, step + 1)
 

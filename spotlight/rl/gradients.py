@@ -1,12 +1,12 @@
-"""Computes the gradient of one part of an update, and adds those of several; knows no optimizer, no files, no Dask.
+"""Computes the gradient of one part of an update; knows no optimizer, no files, no Dask.
 
 A gradient is a pure function of the weights, the part's samples and what is drawn for them: the same bits wherever it
-is computed, on machines that compute alike. Sums are in float32, in an order that only the number of parts decides.
+is computed, on machines that compute alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -21,13 +21,14 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartGradient:
-    """Of the mean loss over a part's rows."""
+    """Of a part's rows."""
 
     rows: int = 0
     loss: float = 0.0
+    """Mean over the rows."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     tensors: Tensors = field(default_factory=dict)
-    """float32."""
+    """The gradient of the sum of the rows' losses, float32."""
 
 
 def part_gradient(
@@ -64,7 +65,7 @@ def part_gradient(
         loss = goal.loss(each) * (len(each.samples) / total)
         loss.backward()
         loss_sum += loss.item()
-    tensors = {str(at): p.grad.float() for at, p in enumerate(model.parameters()) if p.grad is not None}
+    tensors = {str(at): p.grad.float() * total for at, p in enumerate(model.parameters()) if p.grad is not None}
     _forget(model)
     return PartGradient(rows=total, loss=loss_sum, metrics=goal.metrics(), tensors=tensors)
 
@@ -84,32 +85,6 @@ def micro_batches(units: int, slots: int, size: int, *, mixed: bool) -> list[Row
     runs = [rows] if mixed else [rows[slot * units : (slot + 1) * units] for slot in range(slots)]
     batches = [run[first : first + size] for run in runs for first in range(0, len(run), size)]
     return [Rows(samples=tuple(unit for unit, _ in each), slots=tuple(slot for _, slot in each)) for each in batches]
-
-
-def tree_sum(parts: Iterable[tuple[float, Tensors]]) -> dict[str, Tensor]:
-    """``sum of share_p g_p``, by a binary tree: ((g0 + g1) + (g2 + g3)) + ...; log2(K) + 1 of them are held at once.
-
-    Args:
-        parts: ``(share, gradient)`` of each part, in order.
-    """
-    held: list[tuple[int, dict[str, Tensor]]] = []
-    for share, tensors in parts:
-        leaves, total = 1, {name: value * share for name, value in tensors.items()}
-        while held and held[-1][0] == leaves:
-            total = _added(held.pop()[1], total)
-            leaves *= 2
-        held.append((leaves, total))
-    while len(held) > 1:
-        _, right = held.pop()
-        leaves, left = held.pop()
-        held.append((leaves, _added(left, right)))
-    return held[0][1] if held else {}
-
-
-def _added(left: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of two gradients; one that lacks a parameter has nothing to add to it."""
-    both = {name: left[name] + right[name] for name in left if name in right}
-    return {**left, **right, **both}
 
 
 def merged(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:

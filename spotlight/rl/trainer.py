@@ -17,9 +17,9 @@ from torch import Tensor
 from spotlight.config import TrainSection
 from spotlight.records import SpotlightError
 from spotlight.rl.algorithms import TrainingBatch
-from spotlight.rl.gradients import PartGradient, Tensors, merged, part_gradient, tree_sum
+from spotlight.rl.gradients import PartGradient, Tensors, merged, part_gradient
 from spotlight.rl.models.base import Model
-from spotlight.rl.parts import Cut
+from spotlight.rl.parts import Cut, tree_sum
 
 DECAY_LINEAR, DECAY_LINEAR_MAX = 0.001, 0.5
 """Of the old policy: growth per update, and its end. NVlabs/DiffusionNFT, ``decay_type = 1`` (GenEval)."""
@@ -108,7 +108,7 @@ class Trainer:
                 parts.append(self.gradient(chosen, iteration=iteration, current=current if u else None))
             self._model.load_trainable(current)
             tensors = (part.tensors for part in parts)
-            norms.append(self.step([part.rows for part in parts], tensors, iteration=iteration, update=u))
+            norms.append(self.step(sum(part.rows for part in parts), tensors, iteration=iteration, update=u))
             updates.append([(part.rows, part.loss, part.metrics) for part in parts])
         return self.finish(updates, norms, iteration=iteration)
 
@@ -126,25 +126,25 @@ class Trainer:
             current=current,
         )
 
-    def step(self, rows: Sequence[int], gradients: Iterable[Tensors], *, iteration: int, update: int) -> float:
+    def step(self, rows: int, gradients: Iterable[Tensors], *, iteration: int, update: int) -> float:
         """Take one optimizer step with the gradients of all parts of an update; returns its norm before clipping.
 
         Without a row in any part there is nothing to learn, and no step.
 
         Args:
-            rows: of each part.
-            gradients: of each part, in the same order; read one after the other.
+            rows: of all parts.
+            gradients: of the sums of the losses of each part, or of neighbouring parts together, in the order of the
+                parts; read one after the other.
 
         Raises:
             SpotlightError: the gradient is not finite; the weights are left as they were.
         """
-        total = sum(rows)
-        if not total:
+        if not rows:
             return 0.0
-        found = tree_sum((count / total, tensors) for count, tensors in zip(rows, gradients, strict=True) if count)
+        found = tree_sum(gradients)
         for at, parameter in enumerate(self._model.parameters()):
             value = found.get(str(at))
-            parameter.grad = None if value is None else value.to(parameter.device, parameter.dtype)
+            parameter.grad = None if value is None else (value / rows).to(parameter.device, parameter.dtype)
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._settings.max_grad_norm).item()
         if not math.isfinite(norm):
             raise SpotlightError(

@@ -4,7 +4,8 @@ With the run, in its directory or at its URL, lie until the version that they ma
 
     updates/00003/u0-p2-<16 digits>.safetensors     a gradient, float32; the digits name all that it depends on
                   u0-p2-<16 digits>.json            what its computation measured, and its hash; written last
-                  <sha256>.safetensors              the weights after an update that is not the last
+                  <sha256>.safetensors              a sum of neighbouring parts' gradients, or the weights after an
+                                                    update that is not the last
 
 Invariants: a file appears whole; written again, it has the same bytes; what is read has the hash that it was announced
 with. Nothing is flushed to the disk: who loses it computes it again.
@@ -13,7 +14,7 @@ with. Nothing is flushed to the disk: who loses it computes it again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ from spotlight.store.objects import objects_at
 from spotlight.store.weights import RunAt
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor  # only those who touch tensors pay for torch
 
 
@@ -63,6 +66,29 @@ def load(run: RunAt, iteration: int, gradient: Gradient) -> dict[str, Tensor]:
     return _load(run, iteration, gradient.name, gradient.sha256) if gradient.sha256 else {}
 
 
+def load_arrays(run: RunAt, iteration: int, gradient: Gradient) -> dict[str, NDArray[np.float32]]:
+    """As `load`, without torch."""
+    from safetensors.numpy import load as from_bytes
+
+    if not gradient.sha256:
+        return {}
+    arrays: dict[str, NDArray[np.float32]] = from_bytes(_content(run, iteration, gradient.name, gradient.sha256))
+    return arrays
+
+
+def put_sum(
+    run: RunAt, iteration: int, parts: Sequence[Gradient], arrays: Mapping[str, NDArray[np.float32]]
+) -> Gradient:
+    """Keep the sum of several gradients."""
+    from safetensors.numpy import save
+
+    rows = sum(part.rows for part in parts)
+    if not arrays:
+        return Gradient(name=parts[0].name, rows=rows)
+    digest = _write(run, iteration, save({each: arrays[each] for each in sorted(arrays)}))
+    return Gradient(name=digest, rows=rows, sha256=digest)
+
+
 def put_weights(run: RunAt, iteration: int, tensors: Mapping[str, Tensor]) -> str:
     """Keep the weights after an update; returns their hash."""
     return _write_tensors(run, iteration, tensors)
@@ -91,6 +117,10 @@ def _write_tensors(run: RunAt, iteration: int, tensors: Mapping[str, Tensor], na
     from safetensors.torch import save
 
     content = save({each: tensors[each].detach().cpu().contiguous() for each in sorted(tensors)})
+    return _write(run, iteration, content, name)
+
+
+def _write(run: RunAt, iteration: int, content: bytes, name: str = "") -> str:
     digest = sha256(content).hexdigest()
     objects_at(run).put(f"{_folder(iteration)}/{name or digest}.safetensors", content, durable=False)
     return digest
@@ -99,6 +129,10 @@ def _write_tensors(run: RunAt, iteration: int, tensors: Mapping[str, Tensor], na
 def _load(run: RunAt, iteration: int, name: str, digest: str) -> dict[str, Tensor]:
     from safetensors.torch import load as from_bytes
 
+    return from_bytes(_content(run, iteration, name, digest))
+
+
+def _content(run: RunAt, iteration: int, name: str, digest: str) -> bytes:
     objects, key = objects_at(run), f"{_folder(iteration)}/{name}.safetensors"
     content = objects.get(key)
     found = "no such file" if content is None else f"sha256 {sha256(content).hexdigest()}"
@@ -108,4 +142,4 @@ def _load(run: RunAt, iteration: int, name: str, digest: str) -> dict[str, Tenso
             f"{objects.where(key)}: expected sha256 {digest}, found {found}; it was removed: `spotlight resume` "
             "computes it again"
         )
-    return from_bytes(content)
+    return content
