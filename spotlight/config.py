@@ -594,8 +594,8 @@ class SimulationSection(Section):
     prepare_s: float = Field(0.4, ge=0, le=DAY_S)
     """From then, and the workers' own ``start_up_s``, to the run's first graph. Measured: as ``form_s``."""
     gradient_s: float | None = Field(None, ge=0, le=DAY_S)
-    """To keep the gradient of a part where others find it, and again to fetch it for the update. Left out, it is
-    0.015 s where the workers are processes of one machine (measured), and else what it takes at 10 Gb/s."""
+    """To keep the gradient of a part, or a sum of some, where others find it, or to fetch one. Left out, it is 0.015 s
+    where the workers are processes of one machine (measured), and else what it takes at 10 Gb/s."""
     publish_s: float | None = Field(None, ge=0, le=DAY_S)
     """From the last update to new weights on every worker. Left out, it is 0.084 s where the workers are processes of
     one machine (the embedded model, paced or not; measured: as ``form_s``), and else what a LoRA of 0.85 GB or all
