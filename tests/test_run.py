@@ -142,10 +142,11 @@ def test_workers_killed_in_the_middle_of_a_task_change_nothing(
 
 
 def test_gangs_that_share_training_and_are_killed_at_it_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
-    shared = ("train.width=2", "train.parts=3", 'strategy.train_pools=["reserved","spot"]', "pools.reserved.workers=2")
+    shared = ("train.width=2", "train.parts=9", 'strategy.train_pools=["reserved","spot"]', "pools.reserved.workers=2")
     quiet, struck = (Run(settings_file(tmp_path / name), shared).start() for name in ("quiet", "struck"))
     client_of(struck).register_plugin(KillWorkers("train", pool="reserved", count=2))
     client_of(struck).register_plugin(KillWorkers("train", pool="spot", count=1), name="kill-spot")
+    client_of(struck).register_plugin(KillWorkers("add", pool="reserved", count=1), name="kill-adding")
 
     for run in (quiet, struck):
         run.wait()
@@ -154,7 +155,9 @@ def test_gangs_that_share_training_and_are_killed_at_it_change_nothing(undisturb
     assert lost
     assert outcome(struck.directory.path) == outcome(quiet.directory.path)
     trained = [row for row in quiet.directory.rows(SPANS) if row["phase"] == "train" and row["outcome"] == "done"]
-    assert len(trained) == 3 * 3 * 2  # iterations, parts, ranks
+    assert len(trained) == 3 * 9 * 2  # iterations, parts, ranks
+    added = [row for row in quiet.directory.rows(SPANS) if row["phase"] == "add" and row["outcome"] == "done"]
+    assert len(added) == 3 * 3
     for together, alone in zip(_scores(quiet.directory.path), _scores(undisturbed), strict=True):
         assert together == pytest.approx(alone, abs=FREE_WIDTHS)
 
