@@ -380,7 +380,8 @@ def missing(rows: Sequence[Row], arguments: argparse.Namespace) -> list[Case]:
 def estimate(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     """CPU time of all that is asked for, by what runs like it took; an hour for each where none is there."""
     cells = len(arguments.jobs) * len(arguments.regimes) * len(arguments.sizes)
-    runs = arguments.trials * len(arguments.tuning_seeds) + len(arguments.seeds)
+    tuning = arguments.trials * len(arguments.tuning_seeds) if arguments.trials > 1 else 0
+    runs = tuning + len(arguments.seeds)
     lines = []
     for strategy in arguments.strategies:
         took = [row["cpu_s"] / max(1, len(row["seconds"]) - 1) for row in rows if row["strategy"] == strategy]
@@ -434,7 +435,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, known in (("jobs", JOBS), ("regimes", REGIMES), ("sizes", SIZES), ("strategies", STRATEGIES)):
         parser.add_argument(f"--{name}", nargs="*", default=list(known), choices=list(known), metavar="NAME")
-    parser.add_argument("--trials", type=int, default=TRIALS, help="recipes that each strategy tries; 1 is the demo's")
+    parser.add_argument(
+        "--trials", type=int, default=TRIALS, help="recipes that each strategy tries; 1: the demo's only"
+    )
     parser.add_argument("--tuning-seeds", type=int, nargs="*", default=list(TUNING_SEEDS), help="run seeds of trials")
     parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="fresh run seeds")
     parser.add_argument("--iterations", type=int, default=60, help="at most")

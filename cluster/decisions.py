@@ -97,7 +97,7 @@ class Decisions(State):
             yield Score(key=task.key, address=address, cause=f"it is free, and {len(waiting)} wait to be scored")
 
     def _train(self, phase: PhaseDecision) -> Iterator[Instruction]:
-        """Let updates that are ready go, then gradients, as many as there are free workers.
+        """Let updates that are ready go, then sums of gradients, then gradients, as many as there are free workers.
 
         An update goes to the worker that took the one before, if it is free, and gradients to that one last.
         """

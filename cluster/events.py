@@ -273,7 +273,7 @@ class Dismissals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train:
-    """Begin to compute the gradient of a part, or an update."""
+    """Begin to compute the gradient of a part, to add several, or an update."""
 
     key: Key
     address: str

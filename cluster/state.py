@@ -70,7 +70,7 @@ class State:
         self._order = 0
         self._window = RolloutWindow()
         self._training: dict[Key, Task] = {}
-        """Gradients of parts, and updates."""
+        """Gradients of parts, their sums, and updates."""
         self._ready: dict[Key, Task] = {}
         """Those that wait behind the gate."""
         self._unscored: dict[Key, Task] = {}

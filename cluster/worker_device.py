@@ -124,11 +124,11 @@ class WorkerDevice:
         run_dir: str,
         weights: WeightsRef,
         gradients: tuple[tuple[Gradient, ...], ...],
-        sums: tuple[tuple[Gradient, ...], ...],
+        terms: tuple[tuple[Gradient, ...], ...],
         iteration: int,
         after: str = "",
     ) -> Updated:
-        call = UpdateCall(weights=weights, gradients=gradients, sums=sums, iteration=iteration, after=after)
+        call = UpdateCall(weights=weights, gradients=gradients, terms=terms, iteration=iteration, after=after)
         return self._call(run_dir, call)
 
     def _call(self, run_dir: str, call: Call[T], gang: Placement | None = None, limit_s: float = inf) -> T:

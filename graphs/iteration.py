@@ -31,7 +31,8 @@ from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.stochastic_steps import stochastic_steps
 from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef
 from spotlight.rl import rewards
-from spotlight.rl.parts import Cut, additions
+from spotlight.rl.parts import Cut
+from spotlight.rl.sums import additions
 
 Key = tuple[str, int]
 Calls = Sequence[tuple[Any, ...]]
@@ -349,16 +350,16 @@ def _add_training(
     calls: Calls = [(tasks.advantage, std, key, weighed) for key in refill]
     training = layers.add("advantage", k, calls, pool="trainer", after=refill)
     gradients: list[list[Key]] = []
-    sums: list[list[Key]] = []
+    terms: list[list[Key]] = []
     before: list[Key] = []
     for update in range(cut.updates):
         wanted = [(weights, k, cut, update, part, _sets(training, cut, part)) for part in range(cut.count)]
         firsts, surplus = _add_gradients(layers, config, run_dir, k, wanted, before, after=[*training, *before])
         gradients.append(firsts)
-        sums.append(_add_sums(layers, config, run_dir, weights, k, firsts))
-        known = list(gradients), list(sums)
+        terms.append(_add_sums(layers, config, run_dir, weights, k, firsts))
+        known = list(gradients), list(terms)
         call = (tasks.update, run_dir, weights, k, *known, before[0] if before else None, surplus)
-        after = [*chain(*gradients, *sums), *surplus, *before]
+        after = [*chain(*gradients, *terms), *surplus, *before]
         before = layers.add("update", k, [call], pool="training", after=after)
     return training, before[0]
 
@@ -367,11 +368,13 @@ def _add_sums(
     layers: Layers, config: Config, run_dir: str, weights: WeightsRef, k: int, gradients: list[Key]
 ) -> list[Key]:
     """Sums of neighbouring parts' gradients, by whoever is free, where an update would have many to read."""
-    left = gradients
+    terms = gradients
     for level in additions(len(gradients)):
-        calls: Calls = [(tasks.add_gradients, run_dir, weights, k, [left[part] for part in parts]) for parts in level]
-        left = layers.add("add", k, calls, pool=_gradient_pool(config), after=left)
-    return left
+        several = [[terms[at] for at in neighbours] for neighbours in level if len(neighbours) > 1]
+        alone = [terms[at] for neighbours in level if len(neighbours) == 1 for at in neighbours]  # at most the last
+        calls: Calls = [(tasks.add_gradients, run_dir, weights, k, neighbours) for neighbours in several]
+        terms = [*layers.add("add", k, calls, pool=_gradient_pool(config), after=terms), *alone]
+    return terms
 
 
 def _gradient_pool(config: Config) -> str:

@@ -40,8 +40,9 @@ from spotlight.records import (
     WeightsRef,
 )
 from spotlight.rl.advantages import group_advantages, zero_std_ratio
-from spotlight.rl.parts import Cut, tree_sum
+from spotlight.rl.parts import Cut
 from spotlight.rl.rewards import normalised
+from spotlight.rl.sums import tree_sum
 from spotlight.store.rundir import DECISIONS, RunDir
 
 if TYPE_CHECKING:
@@ -401,10 +402,22 @@ def add_gradients(run_dir: str, weights: WeightsRef, iteration: int, parts: Sequ
     from spotlight.store import updates
     from spotlight.store.weights import published
 
-    if any(part.sha256 for part in parts) and published(run_dir, weights.version + 1):
+    def is_over() -> bool:
+        return published(run_dir, weights.version + 1) is not None
+
+    if not any(part.sha256 for part in parts):
+        return updates.put_sum(run_dir, iteration, parts, {})
+    if is_over():
         return Gradient(name="")
+    if found := updates.find_sum(run_dir, iteration, parts):
+        return found
     arrays = (updates.load_arrays(run_dir, iteration, part) for part in parts)
-    return updates.put_sum(run_dir, iteration, parts, tree_sum(arrays))
+    try:
+        return updates.put_sum(run_dir, iteration, parts, tree_sum(arrays))
+    except SpotlightError:
+        if is_over():  # by now, and what it was made of is removed
+            return Gradient(name="")
+        raise
 
 
 def update(
@@ -412,21 +425,21 @@ def update(
     weights: WeightsRef,
     iteration: int,
     gradients: Sequence[Sequence[Gradient]],
-    sums: Sequence[Sequence[Gradient]],
+    terms: Sequence[Sequence[Gradient]],
     before: Updated | None = None,
     surplus: Sequence[Gradient | Surplus] = (),
 ) -> Updated:
     """Take an optimizer step with the sum of its parts' gradients; the last one leaves the next version staged.
 
     Args:
-        gradients: of this update and of those before it, which another worker may have taken.
-        sums: of the same updates, what is left to be added: the gradients, or sums of neighbouring ones.
+        gradients: what the parts of this update measured, and of those before it, which another worker may have taken.
+        terms: what each of these updates adds: its parts' gradients, or sums of neighbouring ones.
         before: the update before this one.
         surplus: the other ranks of gangs. Dask forgets a task that nobody depends on.
     """
-    known, left = (tuple(tuple(parts) for parts in each) for each in (gradients, sums))
+    known, added = (tuple(tuple(parts) for parts in each) for each in (gradients, terms))
     after = before.weights_sha256 if before else ""
-    return device.current().update(run_dir, weights, known, left, iteration, after)
+    return device.current().update(run_dir, weights, known, added, iteration, after)
 
 
 def publish(run_dir: str, updated: Updated) -> Published:

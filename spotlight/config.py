@@ -293,7 +293,8 @@ class TrainSection(Section):
     parts: int = Field(8, ge=1, le=1024)
     """Parts that each update's samples are cut into, never the number of workers: each part's gradient is a task of its
     own, on whichever worker is free, and the same bits wherever it is computed. More parts than workers that train, so
-    that none waits long for the last; fewer where a part takes no longer than what it costs to launch it."""
+    that none waits long for the last; fewer where a part takes no longer than what it costs to launch it. Of more than
+    eight, neighbours' gradients are added on the way, so that the update has fewer to fetch."""
     width: int = Field(1, ge=1, le=WIDTH_MAX)
     """Workers of a node that share the passes of a part (sequence parallelism), where one GPU does not hold the
     activations. The same bits whoever they are, but others than with another width."""
@@ -458,9 +459,9 @@ class StrategySection(Section):
     rollout_pools: tuple[Literal["reserved", "spot"], ...] = ("reserved", "spot")
     """Which workers roll out. Stale exploration runs on spot workers."""
     train_pools: tuple[Literal["reserved", "spot"], ...] = ("reserved",)
-    """Which workers compute the gradients of an update's parts (``train.parts``); the update itself is taken on a
-    reserved one, which keeps all state. With "spot" too, a spot worker that no rollout needs prefers a part to
-    exploration; no bit changes, and a part whose worker is lost is computed again elsewhere."""
+    """Which workers compute the gradients of an update's parts (``train.parts``), and add them; the update itself is
+    taken on a reserved one, which keeps all state. With "spot" too, a spot worker that no rollout needs prefers a part
+    to exploration; no bit changes, and a part whose worker is lost is computed again elsewhere."""
     on_preemption: Literal["resume", "restart"] = "resume"
     """"resume": a request whose worker is lost goes on after its last committed step. "restart": it begins anew."""
     elastic: bool = True
@@ -594,7 +595,7 @@ class SimulationSection(Section):
     prepare_s: float = Field(0.4, ge=0, le=DAY_S)
     """From then, and the workers' own ``start_up_s``, to the run's first graph. Measured: as ``form_s``."""
     gradient_s: float | None = Field(None, ge=0, le=DAY_S)
-    """To keep the gradient of a part, or a sum of some, where others find it, or to fetch one. Left out, it is 0.015 s
+    """To write a gradient, or a sum of some, where others find it; to read it takes as long. Left out, it is 0.015 s
     where the workers are processes of one machine (measured), and else what it takes at 10 Gb/s."""
     publish_s: float | None = Field(None, ge=0, le=DAY_S)
     """From the last update to new weights on every worker. Left out, it is 0.084 s where the workers are processes of

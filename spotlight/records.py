@@ -265,6 +265,7 @@ class Gradient:
     rows: int = 0
     """That the loss is a mean over; 0 where there is nothing to learn."""
     loss: float = 0.0
+    """Of a part; 0 for a sum of several, which has no metrics either."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     sha256: str = ""
     """Of its file; empty where it has no tensors."""

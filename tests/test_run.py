@@ -146,18 +146,19 @@ def test_gangs_that_share_training_and_are_killed_at_it_change_nothing(undisturb
     quiet, struck = (Run(settings_file(tmp_path / name), shared).start() for name in ("quiet", "struck"))
     client_of(struck).register_plugin(KillWorkers("train", pool="reserved", count=2))
     client_of(struck).register_plugin(KillWorkers("train", pool="spot", count=1), name="kill-spot")
-    client_of(struck).register_plugin(KillWorkers("add", pool="reserved", count=1), name="kill-adding")
+    for pool in ("reserved", "spot"):
+        client_of(struck).register_plugin(KillWorkers("add", pool=pool, count=1), name=f"kill-adding-{pool}")
 
     for run in (quiet, struck):
         run.wait()
 
-    lost = [row for row in struck.directory.rows(SPANS) if row["outcome"] == "lost" and row["phase"] == "train"]
-    assert lost
+    lost = [row["phase"] for row in struck.directory.rows(SPANS) if row["outcome"] == "lost"]
+    assert {"train", "add"} <= set(lost)
     assert outcome(struck.directory.path) == outcome(quiet.directory.path)
     trained = [row for row in quiet.directory.rows(SPANS) if row["phase"] == "train" and row["outcome"] == "done"]
     assert len(trained) == 3 * 9 * 2  # iterations, parts, ranks
     added = [row for row in quiet.directory.rows(SPANS) if row["phase"] == "add" and row["outcome"] == "done"]
-    assert len(added) == 3 * 3
+    assert len(added) == 3 * 2
     for together, alone in zip(_scores(quiet.directory.path), _scores(undisturbed), strict=True):
         assert together == pytest.approx(alone, abs=FREE_WIDTHS)
 

@@ -41,7 +41,8 @@ from spotlight.rl.flow import initial_noise, sde_step
 from spotlight.rl.gradients import part_gradient
 from spotlight.rl.models.tiny_text import TinyText
 from spotlight.rl.objectives import nft_loss
-from spotlight.rl.parts import LEFT, Cut, additions, preference_pairs, tree_sum
+from spotlight.rl.parts import Cut, preference_pairs
+from spotlight.rl.sums import ADDED_BY_UPDATE, additions, tree_sum
 from spotlight.rl.trainer import Trainer, old_decay
 
 ALGORITHMS = ("nft", "grpo")
@@ -181,7 +182,7 @@ def test_the_bits_of_a_sum_do_not_depend_on_whether_neighbours_were_added_first(
     for level in additions(len(left)):
         left = [tree_sum([left[at] for at in neighbours]) for neighbours in level]
 
-    assert len(left) <= LEFT
+    assert len(left) <= ADDED_BY_UPDATE
     assert tree_sum(left) == at_once
     assert at_once["0"] == pytest.approx(float(values.astype(np.float64).sum()), abs=1e-3)
 

@@ -143,6 +143,15 @@ def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) 
     kept = updates.put(bucket, part, Gradient(name="", rows=2), {"0": torch.ones(3)})
     digest = updates.put_weights(bucket, 0, {"a": torch.zeros(2)})
 
+    parts = [kept, Gradient(name="without a row")]
+    assert updates.find_sum(bucket, 0, parts) is None
+    summed = updates.put_sum(bucket, 0, parts, {"0": 2 * updates.load_arrays(bucket, 0, kept)["0"]})
+    assert updates.find_sum(bucket, 0, parts) == summed
+    assert summed.rows == 2
+    assert updates.load(bucket, 0, summed)["0"].tolist() == [2, 2, 2]
+    BucketObjects(bucket).delete(f"updates/00000/{summed.name}.safetensors")
+    assert updates.find_sum(bucket, 0, parts) is None  # its rows alone are no use
+
     assert updates.find(bucket, part) == kept
     assert updates.load(bucket, 0, kept)["0"].tolist() == [1, 1, 1]
     assert updates.load_weights(bucket, 0, digest)["a"].tolist() == [0, 0]

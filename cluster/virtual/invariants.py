@@ -4,7 +4,8 @@ At an instruction:
 
 - a gang is launched whole, on workers of one node that are there, stay, and have nothing else to do;
 - no worker still has a shard of an earlier forming of the gang, and the forming has a new number;
-- a gradient, or an update, begins on a free worker of a pool that trains, and scoring on one that only scores.
+- a gradient, a sum of some, or an update begins on a free worker of a pool that trains, and scoring on one that only
+  scores.
 
 After a moment:
 

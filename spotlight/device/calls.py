@@ -96,9 +96,9 @@ class UpdateCall:
     verb: ClassVar[str] = "update"
     weights: WeightsRef
     gradients: tuple[tuple[Gradient, ...], ...]
-    sums: tuple[tuple[Gradient, ...], ...]
+    terms: tuple[tuple[Gradient, ...], ...]
     iteration: int
     after: str
 
     def on(self, device: Device, run_dir: str) -> Updated:
-        return device.update(run_dir, self.weights, self.gradients, self.sums, self.iteration, self.after)
+        return device.update(run_dir, self.weights, self.gradients, self.terms, self.iteration, self.after)

@@ -96,11 +96,11 @@ class InProcess:
         run_dir: str,
         weights: WeightsRef,
         gradients: tuple[tuple[Gradient, ...], ...],
-        sums: tuple[tuple[Gradient, ...], ...],
+        terms: tuple[tuple[Gradient, ...], ...],
         iteration: int,
         after: str = "",
     ) -> Updated:
-        return self.engine(run_dir).update(weights, gradients, sums, iteration, after)
+        return self.engine(run_dir).update(weights, gradients, terms, iteration, after)
 
 
 class Engine:

@@ -121,7 +121,7 @@ class ModelledDevice:
         run_dir: str,
         weights: WeightsRef,
         gradients: tuple[tuple[Gradient, ...], ...],
-        sums: tuple[tuple[Gradient, ...], ...],
+        terms: tuple[tuple[Gradient, ...], ...],
         iteration: int,
         after: str = "",
     ) -> Updated:

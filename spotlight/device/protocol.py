@@ -107,7 +107,7 @@ class Device(Protocol):
         run_dir: str,
         weights: WeightsRef,
         gradients: tuple[tuple[Gradient, ...], ...],
-        sums: tuple[tuple[Gradient, ...], ...],
+        terms: tuple[tuple[Gradient, ...], ...],
         iteration: int,
         after: str = "",
     ) -> Updated:
@@ -115,9 +115,9 @@ class Device(Protocol):
 
         Args:
             weights: that the iteration starts from.
-            gradients: of all parts, in order, of this update and of those before it, which a device that did not take
-                their steps takes too.
-            sums: of the same updates, what is left to be added: the gradients, or sums of neighbouring ones.
+            gradients: what all parts, in order, of this update and of those before it measured.
+            terms: what each of these updates adds: its parts' gradients, or sums of neighbouring ones. A device that
+                did not take the steps before takes them too.
             after: hash of the weights after the update before; empty in the first.
         """
         ...

@@ -155,7 +155,7 @@ class Training:
         self,
         ref: WeightsRef,
         gradients: Sequence[Sequence[Gradient]],
-        sums: Sequence[Sequence[Gradient]],
+        terms: Sequence[Sequence[Gradient]],
         iteration: int,
         after: str = "",
     ) -> Updated:
@@ -165,8 +165,8 @@ class Training:
         taken the step before; else it comes from the checkpoint, and the steps since then are taken again.
 
         Args:
-            gradients: of all parts of this update, and of those before it in the iteration.
-            sums: of the same updates, what is left to be added: the gradients, or sums of neighbouring ones.
+            gradients: what all parts of this update, and of those before it in the iteration, measured.
+            terms: what each of these updates adds: its parts' gradients, or sums of neighbouring ones.
             after: hash of the weights after the update before; empty in the first.
         """
         version, update = ref.version + 1, len(gradients) - 1
@@ -174,7 +174,7 @@ class Training:
         if weights.published(self._run_dir, version):
             return Updated(version=version, update=update)
         for step in range(self._begin(ref, update, iteration, after), update + 1):
-            self._step(ref, sums[step], step, iteration)
+            self._step(ref, terms[step], step, iteration)
         if last:
             parts = [[(part.rows, part.loss, part.metrics) for part in each] for each in gradients]
             metrics, self._at = self._trainer.finish(parts, self._norms, iteration=iteration), None
@@ -201,13 +201,13 @@ class Training:
             self._at, self._norms = (ref.version, 0), []
         return 0
 
-    def _step(self, ref: WeightsRef, sums: Sequence[Gradient], step: int, iteration: int) -> None:
+    def _step(self, ref: WeightsRef, terms: Sequence[Gradient], step: int, iteration: int) -> None:
         if step == 0:
             self._resident.use(ref)
         self._resident.changed()
         self._at = None  # half-way through a step, the optimizer's state belongs to none
-        tensors = (updates.load(self._run_dir, iteration, each) for each in sums)
-        norm = self._trainer.step(sum(each.rows for each in sums), tensors, iteration=iteration, update=step)
+        tensors = (updates.load(self._run_dir, iteration, each) for each in terms)
+        norm = self._trainer.step(sum(each.rows for each in terms), tensors, iteration=iteration, update=step)
         self._norms.append(norm)
         self._at = (ref.version, step + 1)
 

@@ -274,7 +274,7 @@ class TaskDurations:
 
     @property
     def gradient_s(self) -> float:
-        """To keep a part's gradient, or to fetch it."""
+        """To write a gradient, or a sum of some, where others find it; or to read it."""
         if self._fixed.gradient_s is not None:
             return self._fixed.gradient_s
         large_s = GRADIENT_LORA_S if self._lora else 2 * load_s(self._model)  # weights are in bfloat16

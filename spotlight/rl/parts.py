@@ -1,5 +1,4 @@
-"""Cuts an iteration's samples into the fixed parts of its updates, and adds the parts; knows no torch, no model and no
-worker.
+"""Cuts an iteration's samples into the fixed parts of its updates; knows no torch, no model and no worker.
 
 Which samples a part has depends on the settings, the run's seed, the iteration and the samples' order alone: never on
 how many workers there are, nor on who was ready first.
@@ -7,21 +6,14 @@ how many workers there are, nor on who was ready first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spotlight.config import Config
-
-ADDED = 4
-"""Gradients of neighbouring parts that a task adds. A power of two, so that the tree of all adds stays the same."""
-LEFT = 8
-"""Gradients that an update adds by itself; of more, neighbours are added before."""
-Value = TypeVar("Value", bound=Any)
-"""An array or a tensor."""
 
 
 def stream(seed: int, iteration: int, *, sample: int | None = None, slot: int = 0) -> np.random.Generator:
@@ -137,48 +129,3 @@ class Cut:
         start, stop = (len(units) * at // self.updates for at in (update, update + 1))
         first, end = (start + (stop - start) * at // self.count for at in (part, part + 1))
         return tuple(sorted(sample for unit in order[first:end] for sample in units[unit]))
-
-
-def additions(count: int) -> list[list[range]]:
-    """Which gradients are added before an update adds what is left, level by level.
-
-    The update would read one gradient after the other; adds run beside each other, wherever somebody is free.
-
-    Args:
-        count: parts of the update.
-
-    Returns:
-        For each level, the neighbours that each add takes of the level before it; nothing for few parts.
-    """
-    levels = []
-    while count > LEFT:
-        levels.append([range(first, min(first + ADDED, count)) for first in range(0, count, ADDED)])
-        count = len(levels[-1])
-    return levels
-
-
-def tree_sum(gradients: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
-    """The sum by a binary tree, ((g0 + g1) + (g2 + g3)) + ...; of K gradients, log2(K) + 1 are held at once.
-
-    Where neighbours are added first, as `additions` says, the bits are the same.
-
-    Args:
-        gradients: in the order of their parts; what one of them lacks, it adds nothing to.
-    """
-    held: list[tuple[int, dict[str, Value]]] = []
-    for gradient in gradients:
-        leaves, total = 1, dict(gradient)
-        while held and held[-1][0] == leaves:
-            total = _added(held.pop()[1], total)
-            leaves *= 2
-        held.append((leaves, total))
-    while len(held) > 1:
-        _, right = held.pop()
-        leaves, left = held.pop()
-        held.append((leaves, _added(left, right)))
-    return held[0][1] if held else {}
-
-
-def _added(left: dict[str, Value], right: dict[str, Value]) -> dict[str, Value]:
-    both = {name: left[name] + right[name] for name in left if name in right}
-    return {**left, **right, **both}

@@ -19,7 +19,8 @@ from spotlight.records import SpotlightError
 from spotlight.rl.algorithms import TrainingBatch
 from spotlight.rl.gradients import PartGradient, Tensors, merged, part_gradient
 from spotlight.rl.models.base import Model
-from spotlight.rl.parts import Cut, tree_sum
+from spotlight.rl.parts import Cut
+from spotlight.rl.sums import tree_sum
 
 DECAY_LINEAR, DECAY_LINEAR_MAX = 0.001, 0.5
 """Of the old policy: growth per update, and its end. NVlabs/DiffusionNFT, ``decay_type = 1`` (GenEval)."""

@@ -4,8 +4,9 @@ With the run, in its directory or at its URL, lie until the version that they ma
 
     updates/00003/u0-p2-<16 digits>.safetensors     a gradient, float32; the digits name all that it depends on
                   u0-p2-<16 digits>.json            what its computation measured, and its hash; written last
-                  <sha256>.safetensors              a sum of neighbouring parts' gradients, or the weights after an
-                                                    update that is not the last
+                  sum-<16 digits>.safetensors       the sum of neighbouring parts' gradients, which the digits name
+                  sum-<16 digits>.json              its rows and its hash; written last
+                  <sha256>.safetensors              the weights after an update that is not the last
 
 Invariants: a file appears whole; written again, it has the same bytes; what is read has the hash that it was announced
 with. Nothing is flushed to the disk: who loses it computes it again.
@@ -40,7 +41,9 @@ def _found(run: RunAt, iteration: int, name: str) -> Gradient | None:
     content = objects.get(key)
     if content is None:
         return None
-    return from_json(Gradient, content, objects.where(key), "delete it, and `spotlight resume` computes it again")
+    found = from_json(Gradient, content, objects.where(key), "delete it, and `spotlight resume` computes it again")
+    lost = found.sha256 and objects.size(f"{_folder(iteration)}/{name}.safetensors") is None
+    return None if lost else found
 
 
 def put(run: RunAt, part: GradientPart, gradient: Gradient, tensors: Mapping[str, Tensor]) -> Gradient:
@@ -51,10 +54,13 @@ def put(run: RunAt, part: GradientPart, gradient: Gradient, tensors: Mapping[str
     """
     name = part.name
     digest = _write_tensors(run, part.iteration, tensors, name) if tensors else ""
-    kept = replace(gradient, name=name, sha256=digest)
-    key = f"{_folder(part.iteration)}/{name}.json"
-    objects_at(run).put(key, json.dumps(asdict(kept)).encode(), durable=False)
-    return kept
+    return _announced(run, part.iteration, replace(gradient, name=name, sha256=digest))
+
+
+def _announced(run: RunAt, iteration: int, gradient: Gradient) -> Gradient:
+    key = f"{_folder(iteration)}/{gradient.name}.json"
+    objects_at(run).put(key, json.dumps(asdict(gradient)).encode(), durable=False)
+    return gradient
 
 
 def load(run: RunAt, iteration: int, gradient: Gradient) -> dict[str, Tensor]:
@@ -76,17 +82,27 @@ def load_arrays(run: RunAt, iteration: int, gradient: Gradient) -> dict[str, NDA
     return arrays
 
 
+def find_sum(run: RunAt, iteration: int, parts: Sequence[Gradient]) -> Gradient | None:
+    """The sum of several gradients that were added before."""
+    return _found(run, iteration, _sum_name(parts))
+
+
 def put_sum(
     run: RunAt, iteration: int, parts: Sequence[Gradient], arrays: Mapping[str, NDArray[np.float32]]
 ) -> Gradient:
-    """Keep the sum of several gradients."""
+    """Keep the sum of several gradients; where none has tensors, there is nothing to keep."""
+    summed = Gradient(name=_sum_name(parts), rows=sum(part.rows for part in parts))
+    if not arrays:
+        return summed
     from safetensors.numpy import save
 
-    rows = sum(part.rows for part in parts)
-    if not arrays:
-        return Gradient(name=parts[0].name, rows=rows)
-    digest = _write(run, iteration, save({each: arrays[each] for each in sorted(arrays)}))
-    return Gradient(name=digest, rows=rows, sha256=digest)
+    digest = _write(run, iteration, save({each: arrays[each] for each in sorted(arrays)}), summed.name)
+    return _announced(run, iteration, replace(summed, sha256=digest))
+
+
+def _sum_name(parts: Sequence[Gradient]) -> str:
+    named = json.dumps([(part.name, part.sha256) for part in parts])
+    return f"sum-{sha256(named.encode()).hexdigest()[:16]}"
 
 
 def put_weights(run: RunAt, iteration: int, tensors: Mapping[str, Tensor]) -> str:
