@@ -97,7 +97,7 @@ class Decisions(State):
             yield Score(key=task.key, address=address, cause=f"it is free, and {len(waiting)} wait to be scored")
 
     def _train(self, phase: PhaseDecision) -> Iterator[Instruction]:
-        """Let updates that are ready go, then sums of gradients, then gradients, as many as there are free workers.
+        """Let updates that are ready go, then gradients, then sums of some, as many as there are free workers.
 
         An update goes to the worker that took the one before, if it is free, and gradients to that one last.
         """
@@ -180,8 +180,9 @@ class Decisions(State):
             yield Regroup(gang=gang.name, epoch=gang.epoch, address=address, cause=cause)
 
 
-def _training_order(task: Task) -> tuple[bool, int, Key]:
-    return task.label.pool != "training", len(task.key[0]), task.key
+def _training_order(task: Task) -> tuple[bool, bool, int, Key]:
+    """Updates, gradients, then sums of gradients: most of these fit beside the last gradients."""
+    return task.label.pool != "training", task.label.phase == "add", len(task.key[0]), task.key
 
 
 def _scoring_order(task: Task) -> tuple[bool, int, int, Key]:

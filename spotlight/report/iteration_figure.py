@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, PathPatch, Polygon
 from matplotlib.path import Path as Line
 
-from spotlight.records import SpotlightError
+from spotlight.records import SpotlightError, base_phase
 from spotlight.report.palette import FAINT, INK, POOL_COLOURS, phase_colour
 
 
@@ -341,7 +341,8 @@ def _deadline(ax: Axes, layers: Mapping[str, _Layer], boxes: Mapping[str, _Box],
     for name, layer in layers.items():
         box = boxes[name]
         if layer.phase == "train" and any(box.left < other.right <= box.right + 0.01 for other in explored):
-            x, bottom = box.right + 0.08, tops["explore-score"] - ROW - PAD
+            ends = max(boxes[last].right for last, other in layers.items() if base_phase(other.phase) == "train")
+            x, bottom = ends + 0.08, tops["explore-score"] - ROW - PAD
             ax.plot([x, x], [box.bottom, bottom], color=phase_colour("train"), lw=1.6, ls=(0, (3, 2)), zorder=2)
             text = "training ends:\nexploration\ncloses"
             ax.text(x + 0.12, tops["explore"] - LABEL, text, color=phase_colour("train"), fontsize=10, va="top")
