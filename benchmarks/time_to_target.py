@@ -71,19 +71,18 @@ SIZES = {"512": ["pace.height_px=512", "pace.width_px=512"], "1280": ["pace.heig
 
 ON_RESERVED = ["pools.spot.workers=0", 'strategy.rollout_pools=["reserved"]']
 ON_SPOT = ['strategy.train_pools=["reserved","spot"]']
-OURS = "Spotlight"
+OURS = "Spotlight, gradients on spot (1 + 11)"
+"""What all are compared with."""
 STRATEGIES: dict[str, list[str]] = {
     "reserved only (4)": [*ON_RESERVED, "strategy.exploration=off"],
     "reserved only (4), blocking exploration": [*ON_RESERVED, "strategy.exploration=blocking"],
     "all reserved (12)": [*ON_RESERVED, "strategy.exploration=off", "pools.reserved.workers=12"],
     "reserved + spot, no exploration": ["strategy.exploration=off"],
     "restart on preemption": ["strategy.on_preemption=restart", "strategy.elastic=false"],
-    OURS: [],
+    "Spotlight": [],
     "no exploration, gradients on spot": ["strategy.exploration=off", *ON_SPOT],
     "Spotlight, gradients on spot (4 + 8)": [*ON_SPOT, "exploration.budget=worth"],
-    "Spotlight, gradients on spot (1 + 11)": [
-        *(*ON_SPOT, "exploration.budget=worth", "pools.reserved.workers=1", "pools.spot.workers=11")
-    ],
+    OURS: [*(*ON_SPOT, "exploration.budget=worth", "pools.reserved.workers=1", "pools.spot.workers=11")],
 }
 """The fourth streams where its recipe divides by the spread of each prompt's own rewards (as RLBoost); the fifth is
 Spotlight but for what it does about a loss. With gradients on spot GPUs too, what is explored is what is worth its
@@ -342,10 +341,12 @@ def draw(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
         for (job, regime, size), (left, right) in zip(shown, panels, strict=True):
             for axis, field, unit in ((left, "seconds", 60), (right, "usd", 1)):
                 for name, colour in zip(STRATEGIES, COLOURS, strict=True):
-                    for row in _fresh(rows, job, regime, size, name, arguments).values():
+                    found = _fresh(rows, job, regime, size, name, arguments)
+                    for row in found.values():
                         curve = [(row[field][version] / unit, score) for version, score in _curve(row)]
                         axis.plot(*zip(*curve, strict=True), color=colour, lw=1)
-                    axis.plot([], [], color=colour, label=name)
+                    if found:
+                        axis.plot([], [], color=colour, label=name)
                 for target in TARGETS[job]:
                     axis.axhline(target, color=AXIS, lw=0.6, ls="--")
                 axis.set_xlim(left=0)
@@ -431,7 +432,8 @@ def smoke() -> None:
         print(row)
 
 
-def main() -> None:
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """What is asked for: of the command line, if nothing is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, known in (("jobs", JOBS), ("regimes", REGIMES), ("sizes", SIZES), ("strategies", STRATEGIES)):
         parser.add_argument(f"--{name}", nargs="*", default=list(known), choices=list(known), metavar="NAME")
@@ -443,13 +445,26 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=60, help="at most")
     parser.add_argument("--every", type=int, default=2, help="iterations between validations")
     parser.add_argument("--processes", type=int, default=1, help="runs at a time")
-    parser.add_argument("--data", type=Path, default=DATA, help="raw data, read and added to")
+    parser.add_argument("--data", type=Path, default=DATA, help="raw data, read and added to; tables go beside it")
     parser.add_argument("--figure", type=Path, default=FIGURE)
     parser.add_argument("--table", action="store_true", help="make no runs")
     parser.add_argument("--estimate", action="store_true", help="say what the runs would take, and make none")
     parser.add_argument("--smoke", action="store_true", help="four runs of two iterations, and nothing is kept")
-    arguments = parser.parse_args()
+    return parser.parse_args(given)
 
+
+def tables(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
+    """Those of all cells that were run, in Markdown."""
+    told = [
+        f"## {job}, {regime}, {size} px\n\n{table(rows, job, regime, size, arguments)}\n"
+        for job, regime, size in product(arguments.jobs, arguments.regimes, arguments.sizes)
+        if any(_fresh(rows, job, regime, size, name, arguments) for name in STRATEGIES)
+    ]
+    return "\n".join(told)
+
+
+def main() -> None:
+    arguments = parse()
     if arguments.smoke:
         smoke()
         return
@@ -459,8 +474,9 @@ def main() -> None:
     if not arguments.table:
         make(arguments)
     rows = read(arguments.data)
-    for job, regime, size in product(arguments.jobs, arguments.regimes, arguments.sizes):
-        print(f"\n{job}, {regime}, {size} px\n\n{table(rows, job, regime, size, arguments)}")
+    found = tables(rows, arguments)
+    print(found)
+    arguments.data.with_suffix(".md").write_text(found)
     draw(rows, arguments)
 
 

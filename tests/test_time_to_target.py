@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import time_to_target
-from benchmarks.time_to_target import SEEDS, SPACE, STRATEGIES, TRIALS, TUNING_SEEDS, Case, Row
+from benchmarks.time_to_target import OURS, SEEDS, SPACE, STRATEGIES, TRIALS, TUNING_SEEDS, Case, Row
 from spotlight import config
 
 CELL = {"job": "digits", "regime": "2 levels", "size": "512"}
@@ -126,11 +126,18 @@ def test_a_target_is_reached_by_two_validations_in_a_row() -> None:
 
 
 def test_the_table_has_a_line_for_each_strategy_that_was_run(tmp_path: Path) -> None:
-    runs = [row("Spotlight", 0, seed) for seed in (*TUNING_SEEDS, 0, 1)]
+    runs = [row(OURS, 0, seed) for seed in (*TUNING_SEEDS, 0, 1)]
     runs += [row("reserved only (4)", 0, seed, second_s=4.0) for seed in (*TUNING_SEEDS, 0, 1)]
 
     lines = time_to_target.table(runs, **CELL, arguments=asked(trials=1)).splitlines()
 
     middle = [line for line in lines if "| 0.85 |" in line]
-    assert [line.split(" | ")[0] for line in middle] == ["| reserved only (4)", "| Spotlight"]
+    assert [line.split(" | ")[0] for line in middle] == ["| reserved only (4)", f"| {OURS}"]
     assert "4.00 [4.00, 4.00]" in middle[0]
+
+
+def test_the_tables_are_those_of_the_raw_data() -> None:
+    """Of what was measured with one recipe for all; ``--trials 1 --table`` writes them again."""
+    rows, kept = time_to_target.read(time_to_target.DATA), time_to_target.DATA.with_suffix(".md")
+
+    assert time_to_target.tables(rows, time_to_target.parse(["--trials", "1"])) == kept.read_text()
