@@ -30,19 +30,19 @@ class KillDriver(SchedulerPlugin):
 
 
 class KillWorkers(SchedulerPlugin):
-    """Kills the first so many workers of a pool that are in the middle of a task of a phase."""
+    """Kills the first so many workers of a pool that have a task of a phase, so long after they were given it."""
 
     name = "kill-workers"
 
-    def __init__(self, phase: str, *, pool: str, count: int) -> None:
-        self._phase, self._pool, self._left = phase, pool, count
+    def __init__(self, phase: str, *, pool: str, count: int, after_s: float = MID_TASK_S) -> None:
+        self._phase, self._pool, self._left, self._after_s = phase, pool, count, after_s
 
     async def start(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, stimulus_id: str, **facts: Any) -> None:
         if isinstance(key, tuple) and key[0].startswith(self._phase) and finish == "processing":
-            self._scheduler.loop.call_later(MID_TASK_S, self._kill, key)
+            self._scheduler.loop.call_later(self._after_s, self._kill, key)
 
     def _kill(self, key: Any) -> None:
         task = self._scheduler.tasks.get(key)

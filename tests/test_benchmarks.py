@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ SMALL = {
     "recovery": ("--parts", "weights", "--weights-gb", "0.01"),
     "scale": ("--turns", "1", "--hours", "0"),
     "soak": ("--iterations", "30"),
-    "time_to_target": ("--table", "--figure", "{tmp}/figure.png"),
+    "time_to_target": ("--table", "--data", "{tmp}/data/time_to_target.jsonl", "--figure", "{tmp}/figure.png"),
 }
 """Takes seconds: what is recorded is shown, what is pure is computed, and what is live is tried once."""
 LIVE = {
@@ -72,6 +73,7 @@ def test_a_live_benchmark_runs_to_its_end(name: str, tmp_path: Path) -> None:
 
 
 def run(name: str, arguments: tuple[str, ...], directory: Path, limit_s: float = 280) -> str:
+    shutil.copytree(ROOT / "benchmarks" / "data", directory / "data")
     command = [sys.executable, "-m", f"benchmarks.{name}", *(each.format(tmp=directory) for each in arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=limit_s)
     assert done.returncode == 0, done.stdout + done.stderr

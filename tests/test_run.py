@@ -146,8 +146,9 @@ def test_gangs_that_share_training_and_are_killed_at_it_change_nothing(undisturb
     quiet, struck = (Run(settings_file(tmp_path / name), shared).start() for name in ("quiet", "struck"))
     client_of(struck).register_plugin(KillWorkers("train", pool="reserved", count=2))
     client_of(struck).register_plugin(KillWorkers("train", pool="spot", count=1), name="kill-spot")
-    for pool in ("reserved", "spot"):
-        client_of(struck).register_plugin(KillWorkers("add", pool=pool, count=1), name=f"kill-adding-{pool}")
+    for pool in ("reserved", "spot"):  # at once: to add little gradients takes a few milliseconds
+        adding = KillWorkers("add", pool=pool, count=1, after_s=0)
+        client_of(struck).register_plugin(adding, name=f"kill-adding-{pool}")
 
     for run in (quiet, struck):
         run.wait()

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import time_to_target
 from benchmarks.time_to_target import OURS, SEEDS, SPACE, STRATEGIES, TRIALS, TUNING_SEEDS, Case, Row
+from runs import ROOT
 from spotlight import config
 
 CELL = {"job": "digits", "regime": "2 levels", "size": "512"}
@@ -136,8 +137,20 @@ def test_the_table_has_a_line_for_each_strategy_that_was_run(tmp_path: Path) -> 
     assert "4.00 [4.00, 4.00]" in middle[0]
 
 
-def test_the_tables_are_those_of_the_raw_data() -> None:
-    """Of what was measured with one recipe for all; ``--trials 1 --table`` writes them again."""
-    rows, kept = time_to_target.read(time_to_target.DATA), time_to_target.DATA.with_suffix(".md")
+def test_what_is_told_of_the_raw_data_is_what_it_says() -> None:
+    """``python -m benchmarks.time_to_target --table`` writes the tables again, and prints the row of the README."""
+    rows, arguments = time_to_target.read(time_to_target.DATA), time_to_target.parse([])
 
-    assert time_to_target.tables(rows, time_to_target.parse(["--trials", "1"])) == kept.read_text()
+    assert time_to_target.tables(rows, arguments) == time_to_target.DATA.with_suffix(".md").read_text()
+    assert time_to_target.headline(rows, arguments) in (ROOT / "README.md").read_text().splitlines()
+
+
+def test_a_strategy_whose_trials_are_not_all_there_is_shown_with_the_recipe_of_the_demo() -> None:
+    runs = [row(OURS, trial, seed) for trial in range(TRIALS) for seed in TUNING_SEEDS][:-1]
+    runs += [row(OURS, trial, seed, second_s=2.0 - trial) for trial in (0, 1) for seed in SEEDS]
+
+    before = time_to_target.table(runs, **CELL, arguments=asked())
+    after = time_to_target.table([*runs, row(OURS, TRIALS - 1, TUNING_SEEDS[-1], there=8)], **CELL, arguments=asked())
+
+    assert "| untuned |" in before
+    assert "untuned" not in after
