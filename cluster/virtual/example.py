@@ -1,7 +1,7 @@
 """A small iteration to try faults on: its graph, how long its work takes, and what must come of it.
 
-It has the shape of a real one: roll out, score, train, publish, and explore for the next iteration beside it. Its
-results name their inputs, so that one that is missing, or made of something else, shows.
+It has the shape of a real one: roll out, score, train (gradients, their sums, updates), publish, and explore for the
+next iteration beside it. Its results name their inputs, so that one that is missing, or made of something else, shows.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Example:
     window_s: float = inf
     train_width: int = 1
     """Workers that compute a gradient together."""
+    added_together: int = 0
+    """Gradients of neighbouring parts that one task adds, level by level, until one sum is left; 0: updates add all."""
     score_pool: str = "engine"
     """Where scores are computed: where a request was denoised; or, with "reward", by workers that only score."""
 
@@ -63,7 +65,8 @@ class Example:
             name, shares = "+" * u, [(u, p, samples[p], before[0] if before else ()) for p in self._parts]
             firsts, others = self._add_gradients(layers, f"train{name}", shares)
             gradients.append(firsts)
-            call = (_update, u, list(gradients), before[0] if before else (), others)
+            terms = self._add_sums(layers, f"add{name}", firsts)
+            call = (_update, u, list(gradients), terms, before[0] if before else (), others)
             before = layers.add(f"update{name}", "training", [call], phase="update")
         outputs = layers.add("publish", "trainer", [(_publish, before[0])])
         if self.rounds:
@@ -96,6 +99,15 @@ class Example:
         calls = [(_shared, *share) for share in shares]
         gangs = layers.add_requests(name, pool, calls, widths=(self.train_width,), phase="train")
         return [keys[0] for keys in gangs], _others(gangs)
+
+    def _add_sums(self, layers: _Layers, name: str, gradients: list[Key]) -> list[Key]:
+        terms, size = gradients, self.added_together
+        while size and len(terms) > 1:
+            name, groups = f"{name}-", [terms[first : first + size] for first in range(0, len(terms), size)]
+            calls = [(_add, group) for group in groups if len(group) > 1]
+            alone = [key for group in groups if len(group) == 1 for key in group]
+            terms = [*layers.add(name, self.train_pool, calls, phase="add"), *alone]
+        return terms
 
     def _add_scores(self, layers: _Layers, phase: str, results: list[Key], iteration: int = 0) -> list[Key]:
         if self.score_pool != "engine":
@@ -238,9 +250,21 @@ def _shared(update: int, part: int, samples: Any, before: Any, gang: str, shard:
     return _gradient(update, part, samples, before) if isinstance(place, Placement) else place
 
 
-def _update(update: int, gradients: Sequence[Sequence[Any]], before: Any, others: Sequence[Any]) -> Any:
+def _add(terms: Sequence[Any]) -> Any:
+    """A sum is the gradients that it adds, in order."""
+    return ("sum", *_added(terms))
+
+
+def _added(terms: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(gradient for term in terms for gradient in (term[1:] if term[0] == "sum" else (term,)))
+
+
+def _update(
+    update: int, gradients: Sequence[Sequence[Any]], terms: Sequence[Any], before: Any, others: Sequence[Any]
+) -> Any:
     assert all(isinstance(other, Surplus) for other in others), others
-    return ("updated", update, tuple(gradients[update]), before)
+    assert _added(terms) == tuple(gradients[update]), terms
+    return ("updated", update, _added(terms), before)
 
 
 def _publish(updated: Any) -> Any:
@@ -264,7 +288,7 @@ class ExampleTiming:
 
     Args:
         step_s: of a denoising step of one sample on one worker.
-        train_s: of a gradient, or an update.
+        train_s: of a gradient, or an update; a sum of gradients takes a quarter of it.
         start_up_s: from a machine's coming until its worker works.
     """
 
@@ -283,6 +307,8 @@ class ExampleTiming:
             return Denoising(request=f"u{arguments[0]}-p{arguments[1]}", samples=1, steps=1, step_s=self._train_s)
         if function is _gradient or function is _update:
             return Fixed(seconds=self._train_s)
+        if function is _add:
+            return Fixed(seconds=self._train_s / 4)
         return Fixed(seconds=0.05 if function is _score else 0.0)
 
     def step_s(self, samples: int, width: int, pool: str) -> float:

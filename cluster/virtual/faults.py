@@ -32,7 +32,8 @@ BLOWS: tuple[Blow, ...] = ("kill", "notice", "hang", "engine", "pause", "suspect
 LIKELY = (5, 4, 2, 3, 2, 1, 1, 1, 1, 1)
 """How often each, beside the others."""
 Moment = Literal["launched", "boundary", "trained", "came"]
-"""A gang is launched; it is about to end a step, does, or just did; a gradient or an update ends; a worker joins."""
+"""A gang is launched; it is about to end a step, does, or just did; a gradient, a sum of some or an update ends; a
+worker joins."""
 MOMENTS: tuple[Moment, ...] = ("launched", "boundary", "trained", "came")
 MOST_MOMENTS = 20_000
 """After so many a run is taken to go on for ever; the longest that ends has some thousand."""
@@ -118,6 +119,7 @@ def draw(seed: int) -> Schedule:
     example = replace(example, score_pool="reward" if scorers else "engine")
     largest = max(reserved, per_node) if example.train_pool == "gradient-any" else reserved
     train_width = Random(f"{seed} train width").choice([1, 1, 2, 3])
+    example = replace(example, added_together=Random(f"{seed} sums").choice([0, 2]))
     cursed = chance.randrange(example.rollouts) if chance.random() < 0.15 else None
     resumes = chance.random() < 0.8
     if cursed is None and train_width <= largest:  # else a gradient, too, might be lost too often
@@ -299,7 +301,7 @@ class _Trial:
         """After every event, before what follows is done."""
         self.events += len(event.keys) if isinstance(event, TasksChanged) else 1
         if isinstance(event, TaskChanged):
-            if event.state == "memory" and event.key[0].startswith(("train", "update")):
+            if event.state == "memory" and event.key[0].startswith(("train", "add", "update")):
                 self._happens("trained", "")
         elif isinstance(event, WorkerNoticed):
             self._invariants.noticed.add(event.address)
