@@ -3,7 +3,8 @@
 Nothing is fitted: durations come from the cost model, what happens when from the settings and the trace, and what the
 system itself costs from the defaults of ``[simulation]``, or as ``benchmarks.fixed_costs`` measured it on another
 cluster. Seconds and dollars count from the start of the first iteration to the end of the last. ``python -m
-benchmarks.fidelity`` prints a table in Markdown; the rows go to ``benchmarks/data/fidelity.jsonl``.
+benchmarks.fidelity`` prints a table in Markdown; the rows go to ``benchmarks/data/fidelity.jsonl``. ``--headline`` does
+the same for two rows of ``benchmarks.time_to_target``.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks import time_to_target
 from spotlight import config
 from spotlight.config import Config
 from spotlight.market.ledger import pool_usd
@@ -38,6 +42,9 @@ TRACE_S = 240.0
 """Emulated seconds of a trace: about as long as a run."""
 PREEMPTIONS = 3
 """At least so many workers are lost in a run: traces are drawn until one has them."""
+
+HEADLINE = ("reserved only (4)", time_to_target.OURS)
+HEADLINE_SPEEDUP = 3.0
 
 Row = dict[str, Any]
 
@@ -63,7 +70,7 @@ SHAPES = (
 )
 
 
-def settings(shape: Shape, directory: Path, trace: Path) -> Config:
+def settings(shape: Shape, model: str, directory: Path) -> Config:
     """A paced run of the tiny model, shaped like Qwen-Image at 512 px on H100."""
     validation = directory / "validation.txt"
     prompts = read_prompts(SETTINGS.parent / "prompts" / "digits-validation.txt")[:VALIDATION_PROMPTS]
@@ -90,7 +97,7 @@ def settings(shape: Shape, directory: Path, trace: Path) -> Config:
             f"pools.reserved.workers_per_node={min(shape.per_node, shape.reserved)}",
             f"pools.spot.workers={shape.spot}",
             f"pools.spot.workers_per_node={shape.per_node}",
-            f"pools.spot.trace={trace}",
+            f"pools.spot.trace={trace_of(shape, model, directory)}",
             f"pools.spot.speedup={shape.speedup}",
             f"strategy.widths={list(shape.widths)}",
             "cluster.dashboard_port=0",
@@ -118,25 +125,41 @@ def spent(run: RunDir, settings: Config) -> tuple[float, float]:
     return settings.pace.speedup * (ended_s - began_s), settings.pace.speedup * usd
 
 
-def case(shape: Shape, model: str, directory: Path, costs: Mapping[str, float]) -> Row:
+def headline(strategy: str, directory: Path) -> Config:
+    """Three iterations of a row of the headline, but with what the system itself costs on this machine."""
+    row = time_to_target.Case(job="digits", regime="2 levels", size="512", strategy=strategy, trial=0, seed=0)
+    of_other_machines = ("simulation.", "pace.speedup", "pools.spot.speedup")
+    return config.load(
+        time_to_target.SETTINGS,
+        [
+            *(override for override in row.overrides() if not override.startswith(of_other_machines)),
+            f"pace.speedup={HEADLINE_SPEEDUP}",
+            f"pools.spot.speedup={HEADLINE_SPEEDUP * time_to_target.TRACE_SPEEDUP}",
+            f"run.dir={directory}",
+            "run.iterations=3",
+            "run.validate_every=1000",
+            "run.validation_seeds=1",
+        ],
+    )
+
+
+def compare(configured: Callable[[Path], Config], directory: Path, costs: Mapping[str, float]) -> Row:
     """Run it live, unless that was done in this directory, and on the virtual clock, with real learning in both."""
     done = [RunDir.open(path) for path in sorted(directory.glob("*/")) if not (path / SIMULATED).exists()]
     if done:
         live, load = done[0], None
-        configured = live.config()
+        asked = live.config()
     else:
-        configured = settings(shape, directory, trace_of(shape, model, directory))
-        run = Run.of(configured).start()
+        asked = configured(directory)
+        run = Run.of(asked).start()
         run.wait()
         live, load = run.directory, os.getloadavg()[0]
-    known = configured.simulation.model_copy(update=dict(costs))
-    simulated = Simulation("as configured", configured.model_copy(update={"simulation": known}), "real")
+    known = asked.simulation.model_copy(update=dict(costs))
+    simulated = Simulation("as configured", asked.model_copy(update={"simulation": known}), "real")
     outcome = simulated.go(report=False)
-    (live_s, live_usd), (virtual_s, virtual_usd) = (spent(each, configured) for each in (live, simulated.directory))
+    (live_s, live_usd), (virtual_s, virtual_usd) = (spent(each, asked) for each in (live, simulated.directory))
     lost = sum(life.reason in ("lost", "left") for life in read_lives(live))
     return {
-        "shape": shape.name,
-        "model": model,
         "live_s": live_s,
         "virtual_s": virtual_s,
         "live_usd": live_usd,
@@ -164,10 +187,21 @@ def table(rows: list[Row]) -> Iterator[str]:
     yield f"\nWithin {GOAL:.0%} in seconds and dollars: {within} of {len(rows)}."
 
 
+def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[Path], Config]]]:
+    """The cluster and the trace of each, and how its settings come about."""
+    if arguments.headline:
+        for strategy in HEADLINE:
+            yield strategy, "bursty", partial(headline, strategy)
+        return
+    for shape, model in product((SHAPES[number] for number in arguments.shapes), arguments.models):
+        yield shape.name, model, partial(settings, shape, model)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="which of the clusters")
     parser.add_argument("--models", nargs="*", default=sorted(MODELS), choices=sorted(MODELS))
+    parser.add_argument("--headline", action="store_true", help="two rows of the headline instead of the clusters")
     parser.add_argument(
         "--keep", type=Path, metavar="DIRECTORY", help="where run directories stay; a live one that is there is kept"
     )
@@ -180,16 +214,14 @@ def main() -> None:
     )
     parser.add_argument("--table", action="store_true", help="print the recorded rows; run nothing")
     arguments = parser.parse_args()
-    if not arguments.table:
-        for number in arguments.shapes:
-            for model in arguments.models:
-                with tempfile.TemporaryDirectory(prefix="fidelity-") as name:
-                    directory = arguments.keep / f"{number}-{model}" if arguments.keep else Path(name)
-                    directory.mkdir(parents=True, exist_ok=True)
-                    row = case(SHAPES[number], model, directory, arguments.costs)
-                with DATA.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                print("\n".join(table([row])), file=sys.stderr, flush=True)
+    for shape, model, configured in () if arguments.table else cases(arguments):
+        with tempfile.TemporaryDirectory(prefix="fidelity-") as name:
+            directory = arguments.keep / f"{shape} {model}" if arguments.keep else Path(name)
+            directory.mkdir(parents=True, exist_ok=True)
+            row = {"shape": shape, "model": model} | compare(configured, directory, arguments.costs)
+        with DATA.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print("\n".join(table([row])), file=sys.stderr, flush=True)
     recorded = DATA.read_text().splitlines() if DATA.exists() else []
     print("\n".join(table([json.loads(line) for line in recorded])))
 

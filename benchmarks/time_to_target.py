@@ -49,7 +49,8 @@ FIGURE = ROOT / "docs" / "time_to_target.png"
 
 COMMON = ["pace.speedup=1", "latents.keep=none", "rollout.request_seeds=4", "rollout.steps=16", "exploration.steps=6"]
 COMMON += ["train.old_decay=0.5", "train.nft_beta=0.1", "train.levels=sampler", "pace.guidance=1.0"]
-COMMON += ["pools.spot.trace_model=bursty", "pools.spot.trace_takes=node", "pools.spot.speedup=5.33"]
+TRACE_SPEEDUP = 5.33
+COMMON += ["pools.spot.trace_model=bursty", "pools.spot.trace_takes=node", f"pools.spot.speedup={TRACE_SPEEDUP}"]
 COMMON += ["simulation.start_up_s=28.6", "simulation.publish_s=0.19", "simulation.gradient_s=0.26", "train.parts=24"]
 """An iteration has 96 samples where the paper's has 512: the trace passes, and machines start, 5.33 times as fast.
 As many parts as twelve GPUs can share."""
