@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from spotlight import config
-from spotlight.report.palette import AXIS, FAINT, LOST, OTHER, PHASE_COLOURS
+from spotlight.report.palette import AXIS, FAINT, LOST, OTHER, PHASE_COLOURS, POOL_COLOURS
 from spotlight.rl.parts import Cut
 from spotlight.simulation import Learning, Simulation
 from spotlight.store.rundir import ValidationRow
@@ -73,6 +73,7 @@ SIZES = {"512": ["pace.height_px=512", "pace.width_px=512"], "1280": ["pace.heig
 
 ON_RESERVED = ["pools.spot.workers=0", 'strategy.rollout_pools=["reserved"]']
 ON_SPOT = ['strategy.train_pools=["reserved","spot"]']
+ONE_RESERVED = ["pools.reserved.workers=1", "pools.spot.workers=11"]
 OURS = "Spotlight, gradients on spot (1 + 11)"
 """What all are compared with."""
 STRATEGIES: dict[str, list[str]] = {
@@ -83,8 +84,9 @@ STRATEGIES: dict[str, list[str]] = {
     "restart on preemption": ["strategy.on_preemption=restart", "strategy.elastic=false"],
     "Spotlight": [],
     "no exploration, gradients on spot": ["strategy.exploration=off", *ON_SPOT],
+    "no exploration, gradients on spot (1 + 11)": ["strategy.exploration=off", *ON_SPOT, *ONE_RESERVED],
     "Spotlight, gradients on spot (4 + 8)": [*ON_SPOT, "exploration.budget=worth"],
-    OURS: [*(*ON_SPOT, "exploration.budget=worth", "pools.reserved.workers=1", "pools.spot.workers=11")],
+    OURS: [*ON_SPOT, *ONE_RESERVED, "exploration.budget=worth"],
 }
 """The fourth streams where its recipe divides by the spread of each prompt's own rewards (as RLBoost); the fifth is
 Spotlight but for what it does about a loss. With gradients on spot GPUs too, what is explored is what is worth its
@@ -94,7 +96,7 @@ GOALS = {"reserved only (4)": (4.0, 1.5), "all reserved (12)": (0.0, 6.4)}
 UNITS = {"seconds": 60.0, "usd": 1.0}
 COLOURS = (
     *(FAINT, OTHER, AXIS, PHASE_COLOURS["rollout"], LOST, PHASE_COLOURS["explore"]),
-    *(PHASE_COLOURS["score"], PHASE_COLOURS["train"], PHASE_COLOURS["publish"]),
+    *(PHASE_COLOURS["score"], POOL_COLOURS["spot"], PHASE_COLOURS["train"], PHASE_COLOURS["publish"]),
 )
 
 SPACE: dict[str, dict[str, list[str]]] = {
