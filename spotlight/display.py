@@ -126,8 +126,8 @@ def comparison(outcomes: Sequence[Outcome]) -> Table:
         short = "> " if to_target and outcome.target_h is None else ""
         table.add_row(
             outcome.name,
-            f"{short}{outcome.hours if outcome.target_h is None else outcome.target_h:.2f}",
-            f"{short}{outcome.usd if outcome.target_usd is None else outcome.target_usd:.1f}",
+            short + _three_digits(outcome.hours if outcome.target_h is None else outcome.target_h),
+            short + _three_digits(outcome.usd if outcome.target_usd is None else outcome.target_usd),
             f"{outcome.score:.3f}",
             str(outcome.iterations),
             str(outcome.preemptions),
@@ -135,6 +135,11 @@ def comparison(outcomes: Sequence[Outcome]) -> Table:
             f"{outcome.seeds_explored:.1f}",
         )
     return table
+
+
+def _three_digits(value: float) -> str:
+    """A short run costs cents and takes minutes, a long one neither."""
+    return f"{value:#.3g}" if value < 99.95 else f"{value:,.0f}"
 
 
 class _Display:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spotlight.clock import wall_clock
+from spotlight.config import Config
 from spotlight.records import SpotlightError, Stopped
 from spotlight.report.feed import Feed
 from spotlight.report.tracking import Tracking
@@ -57,14 +58,22 @@ class Driver:
 
     def go(self, cluster: Standing | None) -> None:
         """Run all iterations that the directory does not hold yet, on this cluster, or on one of its own."""
-        from cluster.pools import Pools
-        from graphs.loop import Loop
-
         run, config = self._run, self._run.config()
         if removed := remove_half_written(run.path):
             logger.warning("removed what a killed process had begun to write: %s", ", ".join(map(str, removed)))
         self._rewind()
-        done = len(run.history())
+        if not resuming.is_over(run, config):
+            self._iterate(config, cluster)
+        self.phase = "report"
+        from spotlight.report import write_report  # draws: workers should not wait for its imports at the start
+
+        write_report(run.url)
+
+    def _iterate(self, config: Config, cluster: Standing | None) -> None:
+        from cluster.pools import Pools
+        from graphs.loop import Loop
+
+        run, done = self._run, len(self._run.history())
         self.pools = Pools(config, run.url, cluster)
         try:
             self._lease.names(self.pools.client.scheduler.address)
@@ -75,10 +84,6 @@ class Driver:
             self._close()
         if len(run.history()) > done or run.objects.size(SUMMARY) is None:
             summarise(run, self._accounts, now_s=wall_clock(), began_s=self._began_s)
-        self.phase = "report"
-        from spotlight.report import write_report  # draws: workers should not wait for its imports at the start
-
-        write_report(run.url)
 
     def _rewind(self) -> None:
         """Take back the last iterations if their weights were deleted, being damaged: they are done again."""

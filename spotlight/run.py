@@ -248,8 +248,7 @@ class Run:
             return "running" if is_up else self._state
         if self._is_elsewhere:
             return "running"
-        done = len(self._directory.history()) >= self.config.run.iterations and self._directory.summary() is not None
-        return "finished" if done else "stopped"
+        return "finished" if resuming.is_over(self._directory, self.config) else "stopped"
 
     def wait(self, timeout_s: float | None = None) -> Status:
         """Wait for the end.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +36,30 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = Run(settings_file(tmp_path_factory.mktemp("undisturbed"))).start()
     run.wait()
     return run.directory.path
+
+
+def test_a_run_that_is_over_is_resumed_without_a_worker_and_gets_its_report_again(undisturbed: Path) -> None:
+    (undisturbed / "report.html").unlink()
+    directory = RunDir.open(undisturbed)
+    before = read_lives(directory), directory.rows(SPANS), outcome(undisturbed)
+
+    status = Run.resume(undisturbed).start().wait()
+
+    assert status.state == "finished"
+    assert (undisturbed / "report.html").is_file()
+    assert (read_lives(directory), directory.rows(SPANS), outcome(undisturbed)) == before
+
+
+def test_a_run_that_lacks_its_last_validation_is_not_over(undisturbed: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(undisturbed, copy)
+    lines = (copy / VALIDATION).read_text().splitlines(keepends=True)
+    states = []
+    for kept in (lines, lines[:-1], lines[1:]):
+        (copy / VALIDATION).write_text("".join(kept))
+        states.append(Run.attach(copy).state)
+
+    assert states == ["finished", "stopped", "stopped"]
 
 
 def test_a_run_leaves_what_a_person_looks_for(undisturbed: Path) -> None:

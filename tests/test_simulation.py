@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from cluster.dispatch import differing
 from runs import PROMPTS, ROOT, little_file, outcome, settings_file
 from spotlight import config
+from spotlight.display import comparison
 from spotlight.records import SpotlightError
 from spotlight.run import Run
 from spotlight.simulation import Learning, Simulation, simulate
@@ -255,3 +259,13 @@ def test_the_shell_compares_with_what_the_settings_name(tmp_path: Path) -> None:
     assert "…" not in done.stdout, "what does not fit is left out"
     assert "no exploration" in done.stdout
     assert PROMPTS.is_dir()
+
+
+def test_what_short_and_long_runs_take_and_cost_is_told_to_three_digits(tmp_path: Path) -> None:
+    (run,) = simulate(settings_file(tmp_path), ["run.iterations=1"], compare=False, report=False)
+    shown = io.StringIO()
+
+    for hours, usd in ((0.02141, 0.0), (99.96, 1234.5)):
+        Console(file=shown, width=80).print(comparison([replace(run, hours=hours, usd=usd)]))
+
+    assert {"0.0214", "0.00", "100", "1,234"} <= set(shown.getvalue().split())

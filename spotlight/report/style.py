@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from bokeh.models import WheelZoomTool
@@ -13,6 +14,10 @@ Plot = Any
 """One Bokeh figure or several; Bokeh's types know neither factors of two levels nor all of an axis's properties."""
 CLOCK = "00:00:00"
 """How seconds are written on an axis: h:mm:ss."""
+
+
+LEGEND_ROW_MAX = 10
+"""Names in a row of a legend: more would leave a page of 1,000 px."""
 
 
 def empty_plot(height: int, **options: Any) -> Plot:
@@ -46,4 +51,7 @@ def legend_above(plot: Plot) -> None:
         legend.location = "top_left"
         legend.padding = legend.margin = 0
         legend.spacing = 14
+        rows = math.ceil(len(legend.items) / LEGEND_ROW_MAX)
+        if rows > 1:
+            legend.ncols = math.ceil(len(legend.items) / rows)
         plot.add_layout(legend, "above")

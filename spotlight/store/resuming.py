@@ -12,7 +12,7 @@ from pathlib import Path
 from spotlight.config import RESOLVED, Config, not_written
 from spotlight.files import digest, read_files
 from spotlight.records import SpotlightError
-from spotlight.store.rundir import HISTORY, PROMPTS, VALIDATION, HistoryRow, RunDir, made_again
+from spotlight.store.rundir import HISTORY, PROMPTS, SUMMARY, VALIDATION, HistoryRow, RunDir, made_again
 from spotlight.store.weights import published
 
 NAMED_MAX = 5
@@ -79,6 +79,13 @@ def unvalidated(run: RunDir, config: Config, done: int) -> Iterator[int]:
     validated = {row.version for row in run.validation()}
     due = range(0, done, config.run.validate_every)
     return (version for version in due if version not in validated)
+
+
+def is_over(run: RunDir, config: Config) -> bool:
+    """Whether all iterations are done and validated, and what came of them is summed up: nothing is left to do."""
+    last = config.run.iterations
+    validated = any(row.version == last for row in run.validation()) and not list(unvalidated(run, config, last))
+    return validated and len(run.history()) >= last and run.objects.size(SUMMARY) is not None
 
 
 def _check_settings(run: RunDir, config: Config) -> None:
