@@ -163,7 +163,8 @@ class Loop:
         config = self._config
         if set(config.strategy.rollout_pools) != {"reserved", "spot"} or not config.pools.spot.workers:
             return inf
-        return rollout_window_s(config.strategy.offload, self._offload(k), streams=config.trains_as_scored)
+        streams, spot_trains = config.trains_as_scored, "spot" in config.strategy.train_pools
+        return rollout_window_s(config.strategy.offload, self._offload(k), streams=streams, spot_trains=spot_trains)
 
     def _offload(self, k: int) -> Offload:
         return self._run.offload(k) or Offload(window_s=FIRST_WINDOW_S / self._config.emulated_per_real_s)

@@ -473,7 +473,8 @@ class StrategySection(Section):
     that are left when a window is over, which adapts itself so that neither side waits; training begins with the first
     samples. "all": every rollout; training begins as well. "none": nothing; both roll out, then training begins.
     Where training needs all samples at once (`Config.trains_as_scored`), there is nothing to begin early, and
-    "adaptive" is "none"."""
+    "adaptive" is "none". With "spot" in ``train_pools``, "adaptive" has no window: all workers roll out first, and each
+    that no rollout needs any more trains."""
 
 
 class SpSection(Section):

@@ -58,10 +58,11 @@ def test_whose_turn_it_is(change: dict[str, Any], pools: tuple[Pool, ...], train
 def test_the_window_is_as_the_strategy_says() -> None:
     state = Offload(window_s=60.0)
 
-    assert rollout_window_s("adaptive", state, streams=True) == 60.0
-    assert rollout_window_s("adaptive", state, streams=False) == inf  # nothing could begin early
-    assert rollout_window_s("none", state, streams=True) == inf
-    assert rollout_window_s("all", state, streams=True) == 0.0
+    assert rollout_window_s("adaptive", state, streams=True, spot_trains=False) == 60.0
+    assert rollout_window_s("adaptive", state, streams=False, spot_trains=False) == inf  # nothing could begin early
+    assert rollout_window_s("adaptive", state, streams=True, spot_trains=True) == inf  # nobody has to begin early
+    assert rollout_window_s("none", state, streams=True, spot_trains=False) == inf
+    assert rollout_window_s("all", state, streams=True, spot_trains=True) == 0.0
 
 
 def make_span(worker: str, phase: str, start_s: float, stop_s: float, iteration: int = 3) -> Span:

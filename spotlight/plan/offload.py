@@ -83,14 +83,17 @@ def adapt(state: Offload, measured: Measured, *, eta: float = ETA, floor_s: floa
     return replace(state, window_s=state.memory.get(measured.spot, window_s))
 
 
-def rollout_window_s(offload: Literal["adaptive", "all", "none"], state: Offload, *, streams: bool) -> float:
+def rollout_window_s(
+    offload: Literal["adaptive", "all", "none"], state: Offload, *, streams: bool, spot_trains: bool
+) -> float:
     """Seconds that reserved GPUs roll out while there are spot GPUs, as ``strategy.offload`` has it.
 
-    To stop early gains nothing where training needs all samples at once.
+    To stop early gains nothing where training needs all samples at once, nor where spot GPUs train as well: the last
+    rollouts would only begin later, and training ends after them.
     """
     if offload == "all":
         return 0.0
-    return state.window_s if offload == "adaptive" and streams else inf
+    return state.window_s if offload == "adaptive" and streams and not spot_trains else inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
