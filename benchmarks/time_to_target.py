@@ -8,7 +8,7 @@ trials for each, drawn at random from one space. Fresh seeds are then run with i
 explores for learns the same bits whoever rolls it out: such a run is made once, and for the other strategies only timed
 (a test says that the times are the same).
 
-The tables show the demo's recipe ("untuned") of a strategy whose trials are not all there. The raw data has a line per
+The tables show the base recipe ("untuned") of a strategy whose trials are not all there. The raw data has a line per
 run; runs that are there are not made again. ``python -m benchmarks.time_to_target`` makes
 what is missing (days of one core: see ``--estimate``), prints the tables in Markdown and draws the figure; ``--table``
 makes no runs, and ``--smoke`` takes a minute and keeps nothing.
@@ -88,7 +88,7 @@ STRATEGIES: dict[str, list[str]] = {
     "Spotlight, gradients on spot (4 + 8)": [*ON_SPOT, "exploration.budget=worth"],
     OURS: [*ON_SPOT, *ONE_RESERVED, "exploration.budget=worth"],
 }
-"""The fourth streams where its recipe divides by the spread of each prompt's own rewards (as RLBoost); the fifth is
+"""The fourth streams, as RLBoost, unless its recipe divides advantages by the spread of all rewards; the fifth is
 Spotlight but for what it does about a loss. With gradients on spot GPUs too, what is explored is what is worth its
 seconds."""
 GOALS = {"reserved only (4)": (4.0, 1.5), "all reserved (12)": (0.0, 6.4)}
@@ -101,7 +101,7 @@ COLOURS = (
 
 SPACE: dict[str, dict[str, list[str]]] = {
     "learning rate": {f"{rate:g}": [f"train.learning_rate={rate}"] for rate in (3e-4, 2e-4, 4.5e-4)},
-    "advantages by": {"global": ["train.advantage_std=global"], "group": ["train.advantage_std=group"]},
+    "advantages by": {"group": ["train.advantage_std=group"], "global": ["train.advantage_std=global"]},
     "updates": {"1": ["train.updates=1"], "2": ["train.updates=2"]},
     "groups x samples": {
         "12 x 8": ["rollout.prompts=12", "rollout.seeds_kept=8"],
@@ -109,7 +109,9 @@ SPACE: dict[str, dict[str, list[str]]] = {
     },
     "explored": {"4": ["times=4"], "2": ["times=2"], "2 of twice the prompts": ["times=2", "prompts=2"]},
 }
-"""What a recipe may be, by dimension. The first of each is the demo's. Explored: candidates for each sample kept."""
+"""What a recipe may be, by dimension. The first of each make the base recipe, which is the demo's but for advantages:
+divided by the spread of their own prompt, they let training begin with the first samples. Explored: candidates for each
+sample kept."""
 TRIALS, TUNING_SEEDS, SEEDS = 6, (100, 101), tuple(range(8))
 IN_A_ROW = 2
 """So many validations in succession must reach a target, for a single one may by luck."""
@@ -148,7 +150,7 @@ class Case:
 
 
 def recipes(count: int) -> list[dict[str, str]]:
-    """The demo's, and points of the space at random, each once: the same for every strategy."""
+    """The base one, and points of the space at random, each once: the same for every strategy."""
     points = [dict(zip(SPACE, names, strict=True)) for names in product(*SPACE.values())]
     order = np.random.Generator(np.random.Philox(0)).permutation(np.arange(1, len(points)))
     return [points[0], *(points[index] for index in order)][:count]
@@ -304,12 +306,12 @@ def table(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argp
 
 
 def told(trial: int | None) -> str:
-    """A recipe, by what it has that the demo's has not."""
+    """A recipe, by what it has that the base one has not."""
     if trial is None:
         return "untuned"
     point = recipes(trial + 1)[trial]
     other = [f"{dimension} {choice}" for dimension, choice in point.items() if choice != next(iter(SPACE[dimension]))]
-    return ", ".join(other) or "the demo's"
+    return ", ".join(other) or "base"
 
 
 def headline(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
@@ -475,7 +477,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     for name, known in (("jobs", JOBS), ("regimes", REGIMES), ("sizes", SIZES), ("strategies", STRATEGIES)):
         parser.add_argument(f"--{name}", nargs="*", default=list(known), choices=list(known), metavar="NAME")
     parser.add_argument(
-        "--trials", type=int, default=TRIALS, help="recipes that each strategy tries; 1: the demo's only"
+        "--trials", type=int, default=TRIALS, help="recipes that each strategy tries; 1: the base one only"
     )
     parser.add_argument("--tuning-seeds", type=int, nargs="*", default=list(TUNING_SEEDS), help="run seeds of trials")
     parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="fresh run seeds")
