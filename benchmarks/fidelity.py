@@ -45,6 +45,7 @@ PREEMPTIONS = 3
 
 HEADLINE = ("reserved only (4)", time_to_target.OURS)
 HEADLINE_SPEEDUP = 3.0
+"""As a shape's: twelve engines on two cores."""
 
 Row = dict[str, Any]
 

@@ -86,10 +86,14 @@ class Driver:
             summarise(run, self._accounts, now_s=wall_clock(), began_s=self._began_s)
 
     def _rewind(self) -> None:
-        """Take back the last iterations if their weights were deleted, being damaged: they are done again."""
+        """Take back the last iterations if their weights were deleted, being damaged: they are done again.
+
+        The summary goes first, being that of a run which came to its end.
+        """
         run = self._run
         done = resuming.rows_that_stay(run)
         if len(done) != len(run.history()):
+            run.objects.delete(SUMMARY)
             run.rewrite(HISTORY, run.rows(HISTORY)[: len(done)])
 
     def _close(self) -> None:

@@ -27,7 +27,7 @@ from spotlight.plan.replay import Allocation, differing
 from spotlight.records import Stopped
 from spotlight.run import Run
 from spotlight.store.accounts import read_lives
-from spotlight.store.rundir import DECISIONS, EVENTS, HISTORY, SPANS, VALIDATION, RunDir
+from spotlight.store.rundir import DECISIONS, EVENTS, HISTORY, SPANS, SUMMARY, VALIDATION, RunDir
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,21 @@ def test_a_run_that_lacks_its_last_validation_is_not_over(undisturbed: Path, tmp
         states.append(Run.attach(copy).state)
 
     assert states == ["finished", "stopped", "stopped"]
+
+
+def test_a_run_whose_last_weights_are_gone_makes_them_again_and_has_no_summary_till_then(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(undisturbed, copy)
+    shutil.rmtree(copy / "weights" / "v00003")
+
+    run = Run.resume(copy).start()
+    wait_for(lambda: not (copy / SUMMARY).exists())
+    run.wait()
+
+    assert json.loads((copy / SUMMARY).read_text())["iterations"] == 3
+    assert outcome(copy) == outcome(undisturbed)
 
 
 def test_a_run_leaves_what_a_person_looks_for(undisturbed: Path) -> None:

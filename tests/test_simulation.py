@@ -261,6 +261,17 @@ def test_the_shell_compares_with_what_the_settings_name(tmp_path: Path) -> None:
     assert PROMPTS.is_dir()
 
 
+def test_where_spot_workers_train_too_to_begin_training_early_makes_no_rollout_late(tmp_path: Path) -> None:
+    spot_trains = ('strategy.train_pools=["reserved","spot"]', "strategy.exploration=off", "pools.spot.workers=3")
+    work = ("pace.gpu=h100", "rollout.prompts=8", "rollout.seeds_kept=4", "rollout.request_seeds=2", "train.parts=8")
+    lasted_s = {}
+    for std in ("global", "group"):  # training waits for all samples, or begins with the first
+        history = simulated(tmp_path / std, *spot_trains, *work, f"train.advantage_std={std}").directory.history()
+        lasted_s[std] = [row.measured["wall_s"] for row in history]
+
+    assert all(early <= late + 0.01 for early, late in zip(lasted_s["group"], lasted_s["global"], strict=True))
+
+
 def test_what_short_and_long_runs_take_and_cost_is_told_to_three_digits(tmp_path: Path) -> None:
     (run,) = simulate(settings_file(tmp_path), ["run.iterations=1"], compare=False, report=False)
     shown = io.StringIO()

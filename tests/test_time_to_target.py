@@ -145,7 +145,7 @@ def test_what_is_told_of_the_raw_data_is_what_it_says() -> None:
     assert time_to_target.headline(rows, arguments) in (ROOT / "README.md").read_text().splitlines()
 
 
-def test_a_strategy_whose_trials_are_not_all_there_is_shown_with_the_recipe_of_the_demo() -> None:
+def test_a_strategy_whose_trials_are_not_all_there_is_shown_untuned() -> None:
     runs = [row(OURS, trial, seed) for trial in range(TRIALS) for seed in TUNING_SEEDS][:-1]
     runs += [row(OURS, trial, seed, second_s=2.0 - trial) for trial in (0, 1) for seed in SEEDS]
 

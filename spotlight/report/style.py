@@ -15,7 +15,6 @@ Plot = Any
 CLOCK = "00:00:00"
 """How seconds are written on an axis: h:mm:ss."""
 
-
 LEGEND_ROW_MAX = 10
 """Names in a row of a legend: more would leave a page of 1,000 px."""
 
