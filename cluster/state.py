@@ -270,6 +270,6 @@ class State:
             leaving=frozenset(self._roster.leaving),
             trained=self._trained,
             trainer=self._trainer,
-            preemptions=sum(life.reason in ("lost", "left") and life.pool == "spot" for life in lives),
+            preemptions=sum(life.was_taken and life.pool == "spot" for life in lives),
             stopping=self._stopping,
         )

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from spotlight.run import Run, Status
+from spotlight.store.accounts import read_lives
 from spotlight.store.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def follow(run: Run, console: Console | None = None) -> None:
         finally:
             run.stop()  # whatever ended the display: a run does not go on unseen
         run.wait()
-    console.print(_summary(run.directory))
+    console.print(summary_table(run.directory))
     console.print(f"report          {run.directory.path / 'report.html'}", soft_wrap=True)
 
 
@@ -252,7 +253,7 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def _summary(run: RunDir) -> Table:
+def summary_table(run: RunDir) -> Table:
     """The end of a run in a few lines."""
     summary = run.summary()
     assert summary
@@ -266,4 +267,6 @@ def _summary(run: RunDir) -> Table:
         f"${summary.usd:.4f}; the same work on reserved workers alone: at least ${summary.usd_reserved_only:.4f}",
     )
     table.add_row("preemptions survived", str(summary.preemptions))
+    if reserved := sum(life.pool == "reserved" and life.was_taken for life in read_lives(run)):
+        table.add_row("reserved workers lost", f"{reserved}, and survived")
     return table

@@ -342,6 +342,11 @@ class WorkerLife:
     reason: str
     """``lost``, ``left`` (on notice) or ``end`` (of the run)."""
 
+    @property
+    def was_taken(self) -> bool:
+        """Whether it went before the run's end, with or without a notice."""
+        return self.reason in ("lost", "left")
+
 
 def row_of(record: Any) -> dict[str, Any]:
     """A record's fields by name; `dataclasses.asdict` copies what needs no copy, and takes ten times as long."""

@@ -23,13 +23,14 @@ from runs import settings_file
 from spotlight import config
 from spotlight.__main__ import main
 from spotlight.device.learning_model import MODEL
+from spotlight.display import summary_table
 from spotlight.records import Prompt, Quarantined, SpotlightError
 from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, write_report
 from spotlight.report.facts import read
 from spotlight.report.money import WASTE, bought, rows
 from spotlight.report.page import HIDDEN, METRICS
 from spotlight.simulation import Learning, Simulation
-from spotlight.store.rundir import SIMULATED
+from spotlight.store.rundir import SIMULATED, RunDir
 from spotlight.store.thumbnails import validation_images
 
 START_S = 1_700_000_000.0
@@ -234,6 +235,26 @@ def test_without_a_summary_the_records_are_added_up(tmp_path: Path) -> None:
     usd = (33 * 10.47 + (17.4 - 0.25 + 33 - 24.4) * 2.66) / 3600
 
     assert f"${usd:.2f}" in page_of(run_dir)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_reserved_worker_that_was_lost_is_no_preemption_but_is_told(tmp_path: Path, ended: bool) -> None:
+    run_dir = write_run(tmp_path / "run")
+    lives = [json.loads(line) for line in (run_dir / "workers.jsonl").read_text().splitlines()]
+    (reserved,) = [life for life in lives if life["pool"] == "reserved"]
+    write_jsonl(run_dir / "workers.jsonl", [*lives, reserved | {"left_s": START_S + 9, "reason": "lost"}])
+    if not ended:
+        (run_dir / "summary.json").unlink()
+
+    page = page_of(run_dir)
+
+    assert "<h3>Preemptions</h3><b>1</b><span>spot workers lost on the way; 1 reserved, too</span>" in page
+    if ended:
+        told = [list(column.cells) for column in summary_table(RunDir(run_dir)).columns]
+        assert list(zip(*told, strict=True))[-2:] == [
+            ("preemptions survived", "1"),
+            ("reserved workers lost", "1, and survived"),
+        ]
 
 
 def test_the_page_says_where_every_dollar_went(finished: Path) -> None:

@@ -138,7 +138,7 @@ class Lanes:
                 )
                 for life in lives
             )
-            gone = [life for life in lives if life.reason in ("lost", "left")]
+            gone = [life for life in lives if life.was_taken]
             self._losses.data = {
                 "lane": [(life.pool, life.worker) for life in gone],
                 "at": [(life.left_s or 0.0) - zero_s for life in gone],

@@ -89,7 +89,7 @@ class Counts:
         self.running = {phase: phases.count(phase) for phase in dict.fromkeys(sorted(phases))}
         self.phase = escape(", ".join(f"{phase} × {count}" for phase, count in self.running.items())) or "nothing to do"
         lives = facts.lives()
-        self.preemptions = sum(life.pool == "spot" and life.reason in ("lost", "left") for life in lives)
+        self.preemptions = sum(life.pool == "spot" and life.was_taken for life in lives)
         self.waiting_for = facts.dispatch.missing_pools()
 
 

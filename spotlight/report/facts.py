@@ -127,7 +127,7 @@ class Facts:
         return [
             ((life.pool, life.worker), life.left_s)
             for life in self.workers
-            if life.left_s is not None and life.reason in ("lost", "left")
+            if life.left_s is not None and life.was_taken
         ]
 
     def losses(self) -> list[tuple[Lane, float]]:

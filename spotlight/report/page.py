@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import base64
 import html
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from string import Template
@@ -190,6 +192,7 @@ def _cards(facts: Facts) -> str:
     """The headline numbers, from the summary where there is one, else worked out from the records."""
     scores = [line.score for line in facts.validation]
     ledger = facts.ledger
+    lost = Counter(life.pool for life in facts.workers if life.was_taken)
     known: dict[str, Any] = {
         "score_before": scores[0] if scores else None,
         "score_after": scores[-1] if len(scores) > 1 else None,
@@ -197,7 +200,7 @@ def _cards(facts: Facts) -> str:
         "wall_s": facts.whole[1] or None,
         "usd": ledger.usd() if ledger.entries else None,
         "usd_reserved_only": ledger.usd_reserved_only if facts.spans else None,
-        "preemptions": len(facts.departures()),
+        "preemptions": lost["spot"],
         "first_image_s": None,
     } | (asdict(facts.summary) if facts.summary else {})
     before, after, usd, alone = (known[name] for name in ("score_before", "score_after", "usd", "usd_reserved_only"))
@@ -219,12 +222,16 @@ def _cards(facts: Facts) -> str:
         ("Iterations", str(known["iterations"]), f"of {facts.settings.run.iterations} asked for"),
         ("Cost", _number(usd, ".2f", "$"), f"reserved workers alone: {_number(alone, '.2f', '$')}{times}"),
         ("Spot workers busy", busy, "of the seconds that were paid for"),
-        ("Preemptions", str(known["preemptions"]), "spot workers lost on the way"),
+        ("Preemptions", str(known["preemptions"]), f"spot workers lost on the way{_reserved_too(lost)}"),
     ]
     return "".join(
         f"<div><h3>{name}</h3><b>{html.escape(value)}</b><span>{html.escape(note)}</span></div>"
         for name, value, note in cards
     )
+
+
+def _reserved_too(lost: Mapping[str, int]) -> str:
+    return f"; {lost['reserved']} reserved, too" if lost["reserved"] else ""
 
 
 def _paused(facts: Facts) -> str:

@@ -128,7 +128,7 @@ class Accounts:
         busy = dict.fromkeys(self._worked, 0.0)
         for worker, intervals in busy_intervals(spans).items():
             busy[worker] = sum(overlap_s(*interval, window) for interval in intervals)
-        taken = [life for life in workers if _was_taken(life) and start_s <= (life.left_s or 0) <= stop_s]
+        taken = [life for life in workers if life.was_taken and start_s <= (life.left_s or 0) <= stop_s]
         recoveries_s = [r for at_s, r in self._recoveries if start_s <= at_s <= stop_s]
         lost_s = sum(lost_s for at_s, lost_s in self._pauses if start_s <= at_s <= stop_s)
         firsts = [self._spans[index] for _, index in sorted(self._first_spot.values(), key=itemgetter(1))]
@@ -205,7 +205,7 @@ class Accounts:
         self._recoveries = [(at_s, lasted_s) for at_s, lasted_s in self._recoveries if at_s > until_s]
 
     def preemptions(self) -> int:
-        return sum(life.pool == "spot" and _was_taken(life) for life in self._all())
+        return sum(life.pool == "spot" and life.was_taken for life in self._all())
 
     def lives(self) -> list[WorkerLife]:
         """Of all workers, over all sessions."""
@@ -332,11 +332,6 @@ def recoveries(
 
 def _makes_images(span: Span) -> bool:
     return span.phase.startswith(("rollout", "explore", "validate"))
-
-
-def _was_taken(life: WorkerLife) -> bool:
-    """Whether the worker went before the run's end, with or without a notice."""
-    return life.reason in ("lost", "left")
 
 
 def _ended(life: WorkerLife, now_s: float) -> WorkerLife:
