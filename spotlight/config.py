@@ -257,8 +257,9 @@ class RewardSection(Section):
     timeout_s: float = Field(60.0, gt=0, le=3600)
     """Longest that a server may take for one answer."""
     options: dict[str, Any] = {}
-    """Further arguments: ``head`` of "aesthetic"; ``model`` and ``question`` of "chat"; ``question``, ``text`` and
-    ``tokens`` of "vlm-ocr"; ``detector`` ("shapes", "mask2former" or ``module:Class``) and ``graded`` of "geneval", the
+    """Further arguments: ``graded`` of those that read text and of "geneval" (false: 1 if all is there that was asked
+    for, else 0); ``head`` of "aesthetic"; ``model`` of "chat-ocr"; ``model`` and ``question`` of "chat"; ``question``,
+    ``text`` and ``tokens`` of "vlm-ocr"; ``detector`` ("shapes", "mask2former" or ``module:Class``) of "geneval", the
     rest being the detector's, as ``clip`` of "mask2former"; those of your own class."""
     also: tuple[RewardSection, ...] = ()
     """The further ``[[reward]]`` tables."""

@@ -314,6 +314,11 @@ def test_what_a_vision_language_model_reads_is_its_most_likely_text_and_is_score
     scores = scorer(pictures(), prompts)
     assert scores == [ocr_score(text, quoted_target(prompt)) for text, prompt in zip(read, prompts, strict=True)]
     assert scorer(pictures()[2:], prompts[2:]) == scores[2:]
+    options = {"question": "read", "tokens": 6, "graded": False}
+    strict = build(RewardSection(name="vlm-ocr", path=str(reader), options=options))
+    more = [f'{prompts[0][:-1]}q"', prompts[1]]
+    assert 0.0 < scorer(pictures()[:1], more[:1])[0] < scores[0] == scores[1] == 1.0
+    assert strict(pictures()[:2], more) == [0.0, 1.0]
 
 
 def test_a_reader_without_a_chat_template_wants_the_whole_text(reader: Path, tmp_path: Path) -> None:

@@ -215,8 +215,10 @@ def test_a_chat_is_asked_with_the_image_and_its_number_is_the_reward(monkeypatch
 def test_a_chat_reads_text_for_the_ocr_reward() -> None:
     with serving(lambda *_: chat("Open  late")) as server:
         values, _ = score(ChatOcrScorer(server.url), IMAGES[:2], ['a "Open Late"', 'a "shut"'], attempts=1)
+        strict, _ = score(ChatOcrScorer(server.url, graded=False), IMAGES[:1], ['a "Open Lane"'], attempts=1)
 
     assert values == [1.0, 0.0]
+    assert strict == [0.0]  # 7 of 8 letters
 
 
 @pytest.mark.parametrize("reply", ["I cannot say.", "between 3 and 5", '{"score": null}', ""])

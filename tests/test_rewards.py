@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from spotlight.config import RewardSection
 from spotlight.records import SpotlightError
 from spotlight.rl import rewards
 from spotlight.rl.prompts import read_prompts
-from spotlight.rl.rewards import Scorer, load, ocr_score, quoted_target, score
+from spotlight.rl.rewards import Scorer, build, load, ocr_score, quoted_target, score
 
 FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans-Bold.ttf"
 
@@ -90,6 +91,19 @@ def test_the_score_follows_the_fields_formula(text: str, target: str) -> None:
     result = ocr_score(text, target)
 
     assert result == pytest.approx(1 - edits / len(plain_target))
+
+
+def test_a_reward_that_is_not_graded_says_whether_all_was_read() -> None:
+    images = np.stack([draw("47")] * 3)
+    strict = build(RewardSection(options={"graded": False}))
+
+    assert strict(images, ['a "47"', 'a "41"', 'a "4"']) == [1.0, 0.0, 1.0]  # the last is in what was read
+    assert load("ocr")(images[:1], ['a "41"']) == [0.5]  # another scorer than the strict one
+
+
+def test_an_option_that_an_ocr_reward_has_not_is_refused() -> None:
+    with pytest.raises(SpotlightError, match="reward 'ocr': its options do not fit: .*'exact'"):
+        build(RewardSection(options={"exact": True}))
 
 
 def test_an_empty_target_is_an_error_and_no_score() -> None:

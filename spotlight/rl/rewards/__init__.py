@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from spotlight.config import RewardSection
 
 SCORERS: dict[str, type[Scorer]] = {"ocr": OcrScorer, "scene-ocr": SceneOcrScorer}
-"""By the name that ``reward.name`` gives: scorers that need nothing else."""
+"""By the name that ``reward.name`` gives: scorers that need nothing but their options."""
 
 
 def _clip(settings: RewardSection) -> Scorer:
@@ -101,16 +101,17 @@ MADE: dict[str, Callable[[RewardSection], Scorer]] = {
 
 
 @cache
-def load(name: str) -> Scorer:
-    """The scorer of that name, one per process.
+def load(name: str, **options: Any) -> Scorer:
+    """The scorer of that name with these options, one per process.
 
     Raises:
         SpotlightError: there is none, or it needs more than a name.
+        TypeError: it has no such option.
     """
     if name not in SCORERS:
         known = ", ".join(map(repr, sorted([*SCORERS, *MADE])))
         raise SpotlightError(f"reward.name = {name!r} is not known; there is {known}, or 'module:Class' of your own")
-    return SCORERS[name]()
+    return SCORERS[name](**options)
 
 
 def build(settings: RewardSection) -> Scorer:
@@ -135,7 +136,7 @@ def _one(settings: RewardSection) -> Scorer:
                 raise SpotlightError(f"reward.name = {settings.name!r} is no subclass of spotlight.rl.rewards.Scorer")
             scorer = kind(**settings.options)
         else:
-            return load(settings.name)
+            return load(settings.name, **settings.options)
     except TypeError as error:
         raise SpotlightError(f"reward {settings.name!r}: its options do not fit: {error}") from None
     if settings.range is not None:

@@ -56,8 +56,8 @@ def quoted_target(text: str) -> str:
     return parts[1]
 
 
-def ocr_score(text: str, target: str) -> float:
-    """How much of the target was read, 0 to 1.
+def ocr_score(text: str, target: str, *, graded: bool = True) -> float:
+    """How much of the target was read, 0 to 1; or (not graded) whether all of it was, 0 or 1.
 
     Space and case do not count. With the edit distance d, 0 where the target occurs anywhere in
     the text::
@@ -77,6 +77,8 @@ def ocr_score(text: str, target: str) -> float:
         raise SpotlightError("the target of an OCR reward is empty: give it at least one letter")
     if target in text:
         return 1.0
+    if not graded:
+        return 0.0
     return 1.0 - min(Levenshtein.distance(text, target), len(target)) / len(target)
 
 
@@ -87,9 +89,13 @@ class OcrScorer(Scorer):
     process on one core keeps to it.
     """
 
+    def __init__(self, *, graded: bool = True) -> None:
+        self._graded = graded
+
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         targets = [quoted_target(prompt) for prompt in prompts]
-        return [ocr_score(text, target) for text, target in zip(self.read(images_BHWC, targets), targets, strict=True)]
+        texts = self.read(images_BHWC, targets)
+        return [ocr_score(text, target, graded=self._graded) for text, target in zip(texts, targets, strict=True)]
 
     def check(self, prompt: str) -> None:
         quoted_target(prompt)

@@ -35,16 +35,21 @@ class ReaderScorer(Scorer):
         text: the whole text that it is given instead, with its own sign for the image, such as
             ``<image>\\nFree OCR.``; a checkpoint without a chat template needs one.
         tokens: most that it may answer.
+        graded: what part of the target was read, not only whether all of it was.
     """
 
-    def __init__(self, path: str, *, question: str = READ, text: str = "", tokens: int = TOKENS_MAX) -> None:
+    def __init__(
+        self, path: str, *, question: str = READ, text: str = "", tokens: int = TOKENS_MAX, graded: bool = True
+    ) -> None:
         self._path, self._question, self._text, self._tokens = Path(path), question, text, tokens
+        self._graded = graded
         require_class(self._path, None)
         weight_files(self._path)
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         targets = [quoted_target(prompt) for prompt in prompts]
-        return [ocr_score(self.read(image), target) for image, target in zip(images_BHWC, targets, strict=True)]
+        texts = [self.read(image) for image in images_BHWC]
+        return [ocr_score(text, target, graded=self._graded) for text, target in zip(texts, targets, strict=True)]
 
     def check(self, prompt: str) -> None:
         quoted_target(prompt)

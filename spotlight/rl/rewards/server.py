@@ -119,12 +119,14 @@ class ChatScorer(Scorer):
 class ChatOcrScorer(ChatScorer):
     """Has a vision-language model read the image, and compares that with the prompt's quoted target."""
 
-    def __init__(self, url: str, *, model: str = "", timeout_s: float = 60.0) -> None:
+    def __init__(self, url: str, *, model: str = "", timeout_s: float = 60.0, graded: bool = True) -> None:
         super().__init__(url, model=model, timeout_s=timeout_s, within=(0.0, 1.0))
+        self._graded = graded
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         targets = [quoted_target(prompt) for prompt in prompts]
-        return [ocr_score(self._ask(image, READ), target) for image, target in zip(images_BHWC, targets, strict=True)]
+        texts = [self._ask(image, READ) for image in images_BHWC]
+        return [ocr_score(text, target, graded=self._graded) for text, target in zip(texts, targets, strict=True)]
 
     def check(self, prompt: str) -> None:
         quoted_target(prompt)
