@@ -23,7 +23,7 @@ from graphs.iteration import (
     unexplored,
     validation_graph,
 )
-from graphs.tasks import RunContext, TrainingSet, whole
+from graphs.tasks import RunContext, TrainingSet, select, whole
 from spotlight.clock import Clock, wall_clock
 from spotlight.config import Config
 from spotlight.plan.bandit import PROBE_SHARE, RECENT, affordable, captured_variance, rank_correlation
@@ -132,7 +132,7 @@ class Loop:
         training = whole(results["training"])
         if candidates:
             run.record_selection(results["selection"])
-        beliefs = _learn(run.beliefs(k), selection, training, rewards.build(config.reward).range)
+        beliefs = learn_from(run.beliefs(k), selection, training, rewards.build(config.reward).range)
         run.record_beliefs(k + 1, beliefs)
         stopped_s = self._clock()
         measured = {
@@ -198,9 +198,11 @@ class Loop:
         prompts = self._prompts(context, k)
         if self._config.strategy.exploration == "off":
             return unexplored(self._config, context, k, prompts)
-        self._watch.begin("explore", k)
         beliefs = self._run.beliefs(k)
         candidates = candidates_for(self._config, context, k, prompts, weights, beliefs=beliefs)
+        if not self._config.explores:
+            return select(candidates, scored=(), allocations=())
+        self._watch.begin("explore", k)
         graph = exploration_graph(self._config, context, candidates)
         selection: Selection = self._compute(graph)["selection"]
         self._run.record_selection(selection)
@@ -271,18 +273,24 @@ def _first_error(results: Sequence[Scored | Quarantined]) -> str:
     return next((error for error, *_ in errors), "all requests were set aside")
 
 
-def _learn(beliefs: Beliefs, selection: Selection, training: TrainingSet, within: tuple[float, float]) -> Beliefs:
-    """What the planner learns from an iteration: all that was explored, and what of it came back in the rollouts."""
-    explored_rewards = {explored.prompt: normalised(within, explored.rewards) for explored in selection.explored}
+def learn_from(beliefs: Beliefs, selection: Selection, training: TrainingSet, within: tuple[float, float]) -> Beliefs:
+    """What the planner learns from an iteration: all that was explored, what of it came back, and what was not chosen.
+
+    Rewards of seeds that nobody explored were not chosen for them, so they tell of their prompt.
+    """
+    seen = {explored.prompt: list(normalised(within, explored.rewards)) for explored in selection.explored}
     by_prompt: dict[int, list[tuple[float, float]]] = {}
-    for prompt, explored, regenerated in _pairs(selection, training):
-        before, after = normalised(within, (explored, regenerated))
-        by_prompt.setdefault(prompt, []).append((before, after))
-    return learn(beliefs, selection.iteration, explored_rewards, by_prompt)
+    for prompt, explored, reward in _pairs(selection, training):
+        if explored is None:
+            seen.setdefault(prompt, []).extend(normalised(within, (reward,)))
+        else:
+            before, after = normalised(within, (explored, reward))
+            by_prompt.setdefault(prompt, []).append((before, after))
+    return learn(beliefs, selection.iteration, seen, by_prompt)
 
 
-def _pairs(selection: Selection, training: TrainingSet) -> list[tuple[int, float, float]]:
-    """``(prompt id, explored reward, regenerated reward)`` of the kept seeds."""
+def _pairs(selection: Selection, training: TrainingSet) -> list[tuple[int, float | None, float]]:
+    """``(prompt id, explored reward, reward)`` of the kept seeds, as they were rolled out."""
     regenerated = {
         (sample.request.prompt.id, sample.request.seeds[sample.index]): sample.reward for sample in training.samples
     }
@@ -290,14 +298,14 @@ def _pairs(selection: Selection, training: TrainingSet) -> list[tuple[int, float
         (kept.prompt.id, explored, regenerated[kept.prompt.id, seed])
         for kept in selection.kept
         for seed, explored in zip(kept.seeds, kept.explored_rewards, strict=True)
-        if explored is not None and (kept.prompt.id, seed) in regenerated
+        if (kept.prompt.id, seed) in regenerated
     ]
 
 
-def _metrics(selection: Selection, training: TrainingSet, after: Published) -> dict[str, float]:
+def _metrics(selection: Selection, training: TrainingSet, published: Published) -> dict[str, float]:
     """What the iteration measured, none of it dependent on time or place."""
-    pairs = [(explored, regenerated) for _, explored, regenerated in _pairs(selection, training)]
-    metrics = dict(training.metrics) | dict(after.metrics)
+    pairs = [(before, after) for _, before, after in _pairs(selection, training) if before is not None]
+    metrics = dict(training.metrics) | dict(published.metrics)
     metrics["seeds_scored"] = float(selection.seeds_scored)
     if selection.reward_mean is not None and selection.reward_std is not None:
         metrics |= {"explored_reward_mean": selection.reward_mean, "explored_reward_std": selection.reward_std}

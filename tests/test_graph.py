@@ -35,12 +35,14 @@ from graphs.iteration import (
     unexplored,
     validation_graph,
 )
+from graphs.loop import learn_from
 from graphs.tasks import Candidates, RunContext
 from kills import KillWorkers, client_of
 from runs import ROOT, settings_file, wait_for
 from spotlight import config
 from spotlight.config import Config
-from spotlight.records import Dropped, Prompt, Request, Scored, WeightsRef
+from spotlight.plan.beliefs import GRID_N, Beliefs, learn
+from spotlight.records import Dropped, Explored, Kept, Prompt, Request, Scored, Selection, WeightsRef
 from spotlight.rl.advantages import group_advantages
 from spotlight.run import Run
 
@@ -508,6 +510,38 @@ def test_of_more_prompts_than_are_rolled_out_those_are_taken_whose_kept_rewards_
         prompt.id for prompt in PROMPTS
     ]  # the planner learns of all
     assert sum(len(each.rewards) for each in selection.explored) == selection.seeds_scored
+
+
+def test_of_prompts_that_nobody_explored_those_are_rolled_out_that_are_believed_to_vary_most() -> None:
+    solved, *varied = PROMPTS
+    seen = {solved.id: [1.0] * 16} | {prompt.id: [0.0, 1.0] * 8 for prompt in varied}
+    candidates = candidates_for(load(), SETTING, 2, PROMPTS, VERSION, beliefs=learn(Beliefs(), 1, seen))
+
+    selection = tasks.select(replace(candidates, groups=2), [Dropped(reason="exploration was closed")], ())
+
+    assert candidates.planner == "bandit"
+    assert [kept.prompt for kept in selection.kept] == varied
+
+
+def test_rewards_of_seeds_that_nobody_explored_are_learnt_and_of_chosen_ones_are_not() -> None:
+    chosen, unseen = PROMPTS[:2]
+    kept = (
+        Kept(prompt=chosen, seeds=(1, 2), explored_rewards=(0.0, 1.0)),
+        Kept(prompt=unseen, seeds=(3, 4), explored_rewards=(None, None)),
+    )
+    explored = (Explored(prompt=chosen.id, rewards=(0.0, 0.5, 0.5, 1.0)),)
+    selection = Selection(iteration=2, kept=kept, seeds_scored=4, seeds_dropped=0, explored=explored)
+    scored = [
+        Scored(request=make_request(prompt=group.prompt, seeds=group.seeds), rewards=(1.0, 0.0)) for group in kept
+    ]
+
+    beliefs = learn_from(Beliefs(), selection, tasks.advantage("global", scored), within=(-1.0, 1.0))
+
+    counted = {
+        seen.prompt: {GRID_N[at]: count for at, count in enumerate(seen.counts) if count} for seen in beliefs.prompts
+    }
+    assert counted == {chosen.id: {0.5: 1, 0.75: 2, 1.0: 1}, unseen.id: {0.5: 1, 1.0: 1}}
+    assert beliefs.fidelity < Beliefs().fidelity  # what was chosen came back the other way round
 
 
 def test_exploration_may_look_at_more_prompts_than_a_rollout_without_it() -> None:

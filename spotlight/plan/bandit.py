@@ -200,8 +200,7 @@ def captured_variance(
 ) -> list[float]:
     """Variance that the kept seeds of an iteration are expected to have, after 0, 1, 2, ... chunks by `allocate`.
 
-    The sum over the ``groups`` prompts that are rolled out. What is not explored is not chosen for its variance, and
-    has that of an average prompt; of what is explored, the prompts that vary most are rolled out.
+    The sum over the ``groups`` prompts that are rolled out: those that are expected to vary most, explored or not.
 
     Args:
         prompts: ids of those that may be explored.
@@ -214,15 +213,32 @@ def captured_variance(
     worlds_PWJ = imagine(arms, chance_PKN, shares_PK, max(1, min(chunks, _ahead(keep, chunk))), chunk, keep, seed)
     slopes_PJ = beliefs.fidelity**2 * _slopes(worlds_PWJ.mean(axis=1))
     expected_P = unexplored_variance(chance_PKN, shares_PK, keep)
-    average, planned = float(expected_P.mean()), [0] * len(arms)
-    captured = [groups * average]
-    for p in _greedy(arms, slopes_PJ, chunks, LEAST_GAIN * average):
+    planned, captured = [0] * len(arms), [float(np.sort(expected_P)[-groups:].sum())]
+    for p in _greedy(arms, slopes_PJ, chunks, LEAST_GAIN * float(expected_P.mean())):
         expected_P[p] += slopes_PJ[p, planned[p]]
         planned[p] += 1
-        known = sorted((variance for variance, count in zip(expected_P.tolist(), planned, strict=True) if count))
-        chosen = known[-groups:]
-        captured.append(sum(chosen) + (groups - len(chosen)) * average)
+        captured.append(float(np.sort(expected_P)[-groups:].sum()))
     return captured
+
+
+def kept_variance(
+    arms: Sequence[Arm], kept: Sequence[Sequence[float]], beliefs: Beliefs, *, iteration: int, keep: int
+) -> list[float]:
+    """Variance that each prompt's seeds are expected to have when they are rolled out.
+
+    Where seeds could be chosen, ``fidelity**2`` of what the choice gained is there again; where they could not, it is
+    what ``keep`` seeds taken unseen are expected to have.
+
+    Args:
+        arms: the prompts, with the rewards of all their candidates.
+        kept: the explored rewards, in [0, 1], of the seeds that each of them keeps.
+        keep: seeds of a prompt.
+    """
+    expected_P = unexplored_variance(*posterior(arms, beliefs, iteration), keep)
+    for p, (arm, rewards) in enumerate(zip(arms, kept, strict=True)):
+        if len(arm.rewards) > len(rewards) > 1:
+            expected_P[p] += beliefs.fidelity**2 * (statistics.pvariance(rewards) - expected_P[p])
+    return [float(variance) for variance in expected_P]
 
 
 def _ahead(keep: int, chunk: int) -> int:
