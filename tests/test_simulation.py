@@ -34,11 +34,17 @@ def weights(run: RunDir) -> list[str]:
     return [row.weights_sha256 for row in run.history()]
 
 
-def test_a_simulated_run_that_really_learns_is_the_live_run_bit_for_bit(tmp_path: Path) -> None:
-    live = Run(settings_file(tmp_path / "live")).start()
+BY_BELIEF = ("strategy.exploration=beliefs", "rollout.prompts=2", "exploration.prompts=80")
+
+
+@pytest.mark.parametrize("strategy", [(), BY_BELIEF])
+def test_a_simulated_run_that_really_learns_is_the_live_run_bit_for_bit(
+    tmp_path: Path, strategy: Sequence[str]
+) -> None:
+    live = Run(settings_file(tmp_path / "live"), overrides=strategy).start()
     live.wait()
 
-    virtual = simulated(tmp_path / "virtual", learning="real").directory
+    virtual = simulated(tmp_path / "virtual", *strategy, learning="real").directory
 
     assert outcome(virtual.path) == outcome(live.directory.path)
     assert weights(virtual) == weights(live.directory)
@@ -50,6 +56,7 @@ def test_a_simulated_run_that_really_learns_is_the_live_run_bit_for_bit(tmp_path
         (),
         ("strategy.exploration=off",),
         ("strategy.exploration=blocking", 'strategy.rollout_pools=["reserved"]'),
+        BY_BELIEF,
         ("strategy.on_preemption=restart", "strategy.elastic=false"),
         ("train.advantage_std=group", "strategy.offload=adaptive"),
         ("exploration.budget=time",),
