@@ -10,7 +10,7 @@ explores for learns the same bits whoever rolls it out: such a run is made once,
 
 The tables show the base recipe ("untuned") of a strategy whose trials are not all there. The raw data has a line per
 run; runs that are there are not made again. ``python -m benchmarks.time_to_target`` makes what is missing (days of one
-core: see ``--estimate``), prints the tables in Markdown and the README's row, and draws the figure; ``--table`` makes
+core: see ``--estimate``), prints the tables in Markdown and the README's rows, and draws the figure; ``--table`` makes
 no runs, and ``--smoke`` takes a minute and keeps nothing.
 """
 
@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, islice, pairwise, product
 from math import inf, isinf
 from multiprocessing import get_context
@@ -68,6 +68,8 @@ JOBS: dict[str, list[str]] = {
     "mixed, strict": [*MIXED, "reward.options.graded=false"],
 }
 """Strict: an image is right or wrong, as in GenEval. So groups are flat where a prompt is solved or hopeless."""
+PROMPTS_MOST = {"digits": 80}
+"""Of jobs that have fewer prompts than a recipe may ask for."""
 TARGETS = {"digits": (0.75, 0.85, 0.92), "mixed": (0.6, 0.7, 0.8), "mixed, strict": (0.3, 0.4, 0.45)}
 """The last is near the plateau of the first two jobs, and as far as time allowed for the third. Recipes are chosen by
 the one in the middle."""
@@ -79,7 +81,6 @@ SIZES = {"512": ["pace.height_px=512", "pace.width_px=512"], "1280": ["pace.heig
 ON_RESERVED = ["pools.spot.workers=0", 'strategy.rollout_pools=["reserved"]']
 ON_SPOT = ['strategy.train_pools=["reserved","spot"]']
 ONE_RESERVED = ["pools.reserved.workers=1", "pools.spot.workers=11"]
-BY_BELIEF = ["strategy.exploration=beliefs", "exploration.prompts=72"]
 OURS = "Spotlight, gradients on spot (1 + 11)"
 """What all are compared with."""
 STRATEGIES: dict[str, list[str]] = {
@@ -89,8 +90,6 @@ STRATEGIES: dict[str, list[str]] = {
     "reserved + spot, no exploration": ["strategy.exploration=off"],
     "restart on preemption": ["strategy.on_preemption=restart", "strategy.elastic=false"],
     "Spotlight": [],
-    "reserved only (4), prompts by belief": [*ON_RESERVED, *BY_BELIEF],
-    "prompts by belief, gradients on spot (1 + 11)": [*BY_BELIEF, *ON_SPOT, *ONE_RESERVED],
     "no exploration, gradients on spot": ["strategy.exploration=off", *ON_SPOT],
     "no exploration, gradients on spot (1 + 11)": ["strategy.exploration=off", *ON_SPOT, *ONE_RESERVED],
     "Spotlight, gradients on spot (4 + 8)": [*ON_SPOT, "exploration.budget=worth"],
@@ -103,7 +102,7 @@ GOALS = {"reserved only (4)": {"seconds": 4.0}, "all reserved (12)": {"usd": 6.4
 """How many times as long, and as dear, they should be."""
 UNITS = {"seconds": 60.0, "usd": 1.0}
 COLOURS = (
-    *(FAINT, OTHER, AXIS, PHASE_COLOURS["rollout"], LOST, PHASE_COLOURS["explore"], "#8c564b", "#17becf"),
+    *(FAINT, OTHER, AXIS, PHASE_COLOURS["rollout"], LOST, PHASE_COLOURS["explore"]),
     *(PHASE_COLOURS["score"], POOL_COLOURS["spot"], PHASE_COLOURS["train"], PHASE_COLOURS["publish"]),
 )
 
@@ -115,26 +114,12 @@ SPACE: dict[str, dict[str, list[str]]] = {
         "12 x 8": ["rollout.prompts=12", "rollout.seeds_kept=8"],
         "6 x 16": ["rollout.prompts=6", "rollout.seeds_kept=16"],
     },
-    "explored": {"4": ["times=4"], "2": ["times=2"], "1 of six times the prompts": ["times=1", "prompts=6"]},
+    "explored": {"4": ["times=4"], "2": ["times=2"], "1 of eight times the prompts": ["times=1", "prompts=8"]},
 }
 """What a recipe may be, by dimension. The first of each make the base recipe, which is the demo's but for advantages:
 divided by the spread of their own prompt, they let training begin with the first samples. Explored: most candidates for
 each sample kept of a prompt; of more prompts than are rolled out, those are that should vary most."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
-    """Which recipes a job's strategies try."""
-
-    dimensions: tuple[str, ...] = tuple(SPACE)
-    """Those that vary; the others are the base recipe's."""
-    trials: int = 6
-    seeds: tuple[int, ...] = (100, 101)
-
-
-TUNING = {"mixed, strict": Tuning(dimensions=("explored",), trials=3, seeds=(100,))}
-"""Of jobs that try less than the rest: all that there was time for."""
-SEEDS = tuple(range(8))
+TRIALS, TUNING_SEEDS, SEEDS = 6, (100, 101), tuple(range(8))
 IN_A_ROW = 2
 """So many validations in succession must reach a target, for a single one may by luck."""
 RESAMPLES = 4000
@@ -158,17 +143,18 @@ class Case:
     seed: int
 
     def overrides(self) -> list[str]:
-        learnt = [*COMMON, *JOBS[self.job], *REGIMES[self.regime], *recipe(self.trial), f"run.seed={self.seed}"]
+        found = recipe(self.trial, PROMPTS_MOST.get(self.job))
+        learnt = [*COMMON, *JOBS[self.job], *REGIMES[self.regime], *found, f"run.seed={self.seed}"]
         return [*learnt, *SIZES[self.size], *STRATEGIES[self.strategy]]
 
     def learns_as(self, row: Row) -> bool:
-        """Whether a run that tries no seeds has learnt these very bits."""
+        """Whether a run that explores nothing has learnt these very bits."""
         if any(row[name] != getattr(self, name) for name in ("job", "regime", "trial", "seed")):
             return False
         other = Case(**{field.name: row[field.name] for field in fields(Case)})
         first, second = (config.load(SETTINGS, case.overrides()) for case in (self, other))
-        alike = first.strategy.exploration == second.strategy.exploration and Cut.of(first) == Cut.of(second)
-        return alike and not first.explores
+        unexplored = first.strategy.exploration == second.strategy.exploration == "off"
+        return unexplored and Cut.of(first) == Cut.of(second)
 
 
 def recipes(count: int) -> list[dict[str, str]]:
@@ -178,30 +164,22 @@ def recipes(count: int) -> list[dict[str, str]]:
     return [points[0], *(points[index] for index in order)][:count]
 
 
-def tried(strategy: str, tuning: Tuning) -> list[int]:
+def tried(strategy: str, trials: int) -> list[int]:
     """Which recipes a strategy tries, by their places. What is explored is no matter where nothing is."""
-    explores = not {"strategy.exploration=off", "strategy.exploration=beliefs"} & set(STRATEGIES[strategy])
-    varied = set(tuning.dimensions) - (set() if explores else {"explored"})
+    explores = "strategy.exploration=off" not in STRATEGIES[strategy]
     points = recipes(math.prod(map(len, SPACE.values())))
-    fitting = (
-        at for at, point in enumerate(points) if all(point[name] == points[0][name] for name in SPACE.keys() - varied)
-    )
-    return list(islice(fitting, tuning.trials))
+    fitting = (at for at, point in enumerate(points) if explores or point["explored"] == points[0]["explored"])
+    return list(islice(fitting, trials))
 
 
-def tuning_of(job: str, arguments: argparse.Namespace) -> Tuning:
-    """What was asked for, else what the job has."""
-    given = {"trials": arguments.trials, "seeds": arguments.tuning_seeds}
-    return replace(TUNING.get(job, Tuning()), **{name: value for name, value in given.items() if value is not None})
-
-
-def recipe(trial: int) -> list[str]:
-    """The overrides of a trial."""
+def recipe(trial: int, prompts_most: int | None = None) -> list[str]:
+    """The overrides of a trial; of so many prompts at most."""
     point = recipes(trial + 1)[trial]
     found = [override for name, choice in point.items() if name != "explored" for override in SPACE[name][choice]]
     rolled = dict(override.rpartition("=")[::2] for override in found)
     explored = dict(override.split("=") for override in SPACE["explored"][point["explored"]])
-    prompts = int(rolled["rollout.prompts"]) * int(explored.get("prompts", 1))
+    asked = int(rolled["rollout.prompts"]) * int(explored.get("prompts", 1))
+    prompts = min(asked, prompts_most or asked)
     tried = int(rolled["rollout.seeds_kept"]) * int(explored["times"])
     return [*found, f"exploration.prompts={prompts}", f"exploration.seeds_tried={tried}", "exploration.request_seeds=8"]
 
@@ -279,19 +257,19 @@ def until(row: Row, target: float, field: str) -> float:
     return inf if isinf(version) else row[field][int(version)]
 
 
-def chosen(rows: Sequence[Row], case: Case, tuning: Tuning) -> int | None:
+def chosen(rows: Sequence[Row], case: Case, tuning: Sequence[int], count: int) -> int | None:
     """The trial whose tuning runs came soonest to the target in the middle, then highest; None before all are made.
 
     A single trial is not chosen, and needs no tuning runs.
     """
-    trials = tried(case.strategy, tuning)
+    trials = tried(case.strategy, count)
     if len(trials) == 1:
         return trials[0]
     target = middle(case.job)
     ranks = []
     for trial in trials:
-        mine = [row for row in rows if row["trial"] == trial and row["seed"] in tuning.seeds and _same(row, case)]
-        if len(mine) < len(tuning.seeds):
+        mine = [row for row in rows if row["trial"] == trial and row["seed"] in tuning and _same(row, case)]
+        if len(mine) < len(tuning):
             return None
         times = [until(row, target, "seconds") for row in mine]
         ranks.append((statistics.fmean(times), -statistics.fmean(_curve(row)[-1][1] for row in mine), trial))
@@ -353,10 +331,12 @@ def told(trial: int | None) -> str:
     return ", ".join(other) or "base"
 
 
-def headline(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
-    """The row of the README's table: of the first cell that was run, to its last target."""
-    run = (cell for cell in _cells_of(arguments) if _fresh(rows, *cell, OURS, arguments))
-    job, regime, size = next(run, (arguments.jobs[0], arguments.regimes[0], arguments.sizes[0]))
+def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
+    """The rows of the README's table: a cell's each, to its last target, where all that has a goal was run."""
+    return [row for cell in _cells_of(arguments) if (row := _headline(rows, *cell, arguments))]
+
+
+def _headline(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
     target, ours = TARGETS[job][-1], _fresh(rows, job, regime, size, OURS, arguments)
     found: dict[str, dict[str, tuple[float, float, float]]] = {}
     for name in GOALS:
@@ -386,8 +366,7 @@ def _fresh(
 ) -> dict[int, Row]:
     case = _case(job, regime, size, name)
     trial = _best(rows, case, arguments) or 0
-    tuned = tuning_of(job, arguments).seeds
-    mine = [row for row in rows if _same(row, case) and row["seed"] not in tuned]
+    mine = [row for row in rows if _same(row, case) and row["seed"] not in arguments.tuning_seeds]
     return {row["seed"]: row for row in mine if row["trial"] == trial}
 
 
@@ -397,7 +376,7 @@ def _case(job: str, regime: str, size: str, name: str) -> Case:
 
 
 def _best(rows: Sequence[Row], case: Case, arguments: argparse.Namespace) -> int | None:
-    return chosen(rows, case, tuning_of(case.job, arguments))
+    return chosen(rows, case, arguments.tuning_seeds, arguments.trials)
 
 
 def _until(runs: Mapping[int, Row], target: float, field: str) -> dict[int, float]:
@@ -460,8 +439,8 @@ def missing(rows: Sequence[Row], arguments: argparse.Namespace) -> list[Case]:
     wanted: list[Case] = []
     for job, regime, size, strategy in cells:
         best = _best(rows, _case(job, regime, size, strategy), arguments)
-        tuning = tuning_of(job, arguments)
-        seeds, trials = (tuning.seeds, tried(strategy, tuning)) if best is None else (arguments.seeds, [best])
+        seeds = arguments.tuning_seeds if best is None else arguments.seeds
+        trials = tried(strategy, arguments.trials) if best is None else [best]
         wanted += [
             Case(job=job, regime=regime, size=size, strategy=strategy, trial=trial, seed=seed)
             for seed, trial in product(seeds, trials)
@@ -472,15 +451,14 @@ def missing(rows: Sequence[Row], arguments: argparse.Namespace) -> list[Case]:
 
 def estimate(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     """CPU time of all that is asked for, by what runs like it took; an hour for each where none is there."""
-    cells = len(arguments.regimes) * len(arguments.sizes)
+    cells = len(arguments.jobs) * len(arguments.regimes) * len(arguments.sizes)
+    tuning = arguments.trials * len(arguments.tuning_seeds) if arguments.trials > 1 else 0
+    runs = tuning + len(arguments.seeds)
     lines = []
-    for strategy, job in product(arguments.strategies, arguments.jobs):
-        tuning = tuning_of(job, arguments)
-        trials = len(tried(strategy, tuning))
-        runs = len(arguments.seeds) + (trials * len(tuning.seeds) if trials > 1 else 0)
+    for strategy in arguments.strategies:
         took = [row["cpu_s"] / max(1, len(row["seconds"]) - 1) for row in rows if row["strategy"] == strategy]
         each = f"{statistics.fmean(took):.1f} s of CPU an iteration ({len(took)} runs)" if took else "not measured"
-        lines.append(f"{strategy}, {job}: {cells} cells x {runs} runs, up to {arguments.iterations} iterations; {each}")
+        lines.append(f"{strategy}: {cells} cells x {runs} runs, up to {arguments.iterations} iterations; {each}")
     return "\n".join(lines)
 
 
@@ -499,8 +477,7 @@ def make(arguments: argparse.Namespace) -> None:
             rows = read(arguments.data)
             idle = arguments.processes - len(running)
             for case in [case for case in missing(rows, arguments) if case not in running.values()][:idle]:
-                tuned = tuning_of(case.job, arguments).seeds
-                target = middle(case.job) if case.seed in tuned else TARGETS[case.job][-1]
+                target = middle(case.job) if case.seed in arguments.tuning_seeds else TARGETS[case.job][-1]
                 running[pool.submit(measure, case, target, arguments.iterations, arguments.every, rows)] = case
             if not running:
                 return
@@ -531,8 +508,10 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, known in (("jobs", JOBS), ("regimes", REGIMES), ("sizes", SIZES), ("strategies", STRATEGIES)):
         parser.add_argument(f"--{name}", nargs="*", default=list(known), choices=list(known), metavar="NAME")
-    parser.add_argument("--trials", type=int, help="recipes that each strategy tries; 1: the base one only")
-    parser.add_argument("--tuning-seeds", type=int, nargs="*", help="run seeds of trials")
+    parser.add_argument(
+        "--trials", type=int, default=TRIALS, help="recipes that each strategy tries; 1: the base one only"
+    )
+    parser.add_argument("--tuning-seeds", type=int, nargs="*", default=list(TUNING_SEEDS), help="run seeds of trials")
     parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="fresh run seeds")
     parser.add_argument("--iterations", type=int, default=60, help="at most")
     parser.add_argument("--every", type=int, default=2, help="iterations between validations")
@@ -566,7 +545,7 @@ def main() -> None:
         make(arguments)
     rows = read(arguments.data)
     found = tables(rows, arguments)
-    print(found, headline(rows, arguments), sep="\n")
+    print(found, *headlines(rows, arguments), sep="\n")
     arguments.data.with_suffix(".md").write_text(found)
     draw(rows, arguments)
 

@@ -23,7 +23,7 @@ from graphs.iteration import (
     unexplored,
     validation_graph,
 )
-from graphs.tasks import RunContext, TrainingSet, select, whole
+from graphs.tasks import RunContext, TrainingSet, whole
 from spotlight.clock import Clock, wall_clock
 from spotlight.config import Config
 from spotlight.plan.bandit import PROBE_SHARE, RECENT, affordable, captured_variance, rank_correlation
@@ -198,11 +198,9 @@ class Loop:
         prompts = self._prompts(context, k)
         if self._config.strategy.exploration == "off":
             return unexplored(self._config, context, k, prompts)
+        self._watch.begin("explore", k)
         beliefs = self._run.beliefs(k)
         candidates = candidates_for(self._config, context, k, prompts, weights, beliefs=beliefs)
-        if not self._config.explores:
-            return select(candidates, scored=(), allocations=())
-        self._watch.begin("explore", k)
         graph = exploration_graph(self._config, context, candidates)
         selection: Selection = self._compute(graph)["selection"]
         self._run.record_selection(selection)

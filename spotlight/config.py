@@ -208,8 +208,9 @@ class ExplorationSection(Section):
     """The search for seeds that the next iteration is trained on."""
 
     prompts: int = Field(0, ge=0, le=100_000)
-    """Prompts of which candidates are tried. Those ``rollout.prompts`` of them whose kept rewards vary most are rolled
-    out, so that no training goes into what is solved or hopeless. 0 means as many as are rolled out."""
+    """Prompts of which candidates may be tried. Those ``rollout.prompts`` of them are rolled out whose samples should
+    vary most, by what was explored now or is known from before, so that no training goes into what is solved or
+    hopeless. 0 means as many as are rolled out."""
     seeds_tried: int = Field(32, ge=1, lt=2**20)
     """Most candidate seeds per prompt and iteration, on average over its prompts. Replacements of samples without a
     reward are numbered from 2^20 on."""
@@ -454,10 +455,9 @@ class PoolsSection(Section):
 class StrategySection(Section):
     """What runs where, and what happens to work when a worker is lost."""
 
-    exploration: Literal["stale", "blocking", "beliefs", "off"] = "stale"
+    exploration: Literal["stale", "blocking", "off"] = "stale"
     """"stale": spot workers explore for the next iteration while this one trains. "blocking": exploration comes before
-    each rollout, with current weights. "beliefs": no seed is tried; of ``exploration.prompts`` prompts, those are
-    rolled out whose rewards should vary most, by what earlier rollouts showed. "off": none."""
+    each rollout, with current weights. "off": none."""
     rollout_pools: tuple[Literal["reserved", "spot"], ...] = ("reserved", "spot")
     """Which workers roll out. Stale exploration runs on spot workers."""
     train_pools: tuple[Literal["reserved", "spot"], ...] = ("reserved",)
@@ -654,7 +654,7 @@ class Config(Section):
         rollout, pools = self.rollout, self.pools
         if pools.reserved.workers < 1:
             raise ValueError("pools.reserved.workers is 0, but training runs only on reserved workers: give it 1")
-        if self.explores and self.exploration.seeds_tried < rollout.seeds_kept:
+        if self.strategy.exploration != "off" and self.exploration.seeds_tried < rollout.seeds_kept:
             raise ValueError(
                 f"exploration.seeds_tried = {self.exploration.seeds_tried} is fewer than "
                 f"rollout.seeds_kept = {rollout.seeds_kept}: nothing could be chosen; raise seeds_tried "
@@ -664,11 +664,6 @@ class Config(Section):
             raise ValueError(
                 f"exploration.prompts = {self.exploration.prompts} is fewer than rollout.prompts = {rollout.prompts}, "
                 "which are taken from them: raise it, or set it to 0 for as many as are rolled out"
-            )
-        if self.strategy.exploration == "beliefs" and self.exploration.planner == "equal":
-            raise ValueError(
-                'strategy.exploration = "beliefs" and exploration.planner = "equal", which believes nothing: set the '
-                'planner to "bandit", or exploration to "off"'
             )
         if self.strategy.exploration == "stale" and pools.spot.workers == 0:
             raise ValueError(
@@ -762,13 +757,8 @@ class Config(Section):
         return "average" if self.train.ema_decay else self.train.sampling_policy
 
     @property
-    def explores(self) -> bool:
-        """Whether seeds are tried at all."""
-        return self.strategy.exploration in ("stale", "blocking")
-
-    @property
     def prompts_drawn(self) -> int:
-        """Prompts of the data set that an iteration looks at: those it chooses from, or else those rolled out."""
+        """Prompts of the data set that an iteration looks at: those explored, or else those rolled out."""
         explored = 0 if self.strategy.exploration == "off" else self.exploration.prompts
         return explored or self.rollout.prompts
 

@@ -103,10 +103,11 @@ def _tasks(config: Config, validation_prompts: int) -> Iterator[Demand]:
     each = max(config.strategy.widths) + 1
     rolled_out = rollout.prompts * ceil(rollout.seeds_kept / request_size(config))
     explored = config.prompts_drawn * ceil(exploration.seeds_tried / exploration.request_seeds)
+    explores = config.strategy.exploration != "off"
     common: dict[str, Any] = {"usual": TASKS_USUAL, "limit": TASKS_MAX, "why": f"a graph may have {TASKS_MAX:,}"}
     yield Demand(
         what="tasks in the graph of an iteration",
-        asked=each * (rolled_out + explored * config.explores),
+        asked=each * (rolled_out + explored * explores),
         settings="rollout.prompts, rollout.seeds_kept, exploration.seeds_tried or strategy.widths, or raise "
         "rollout.request_seeds or exploration.request_seeds",
         **common,
@@ -121,7 +122,8 @@ def _tasks(config: Config, validation_prompts: int) -> Iterator[Demand]:
 
 def _images(config: Config, validation_prompts: int, machine: Machine) -> Iterator[Demand]:
     rollout, exploration, model = config.rollout, config.exploration, config.model
-    per_prompt = exploration.seeds_tried * config.explores
+    explores = config.strategy.exploration != "off"
+    per_prompt = exploration.seeds_tried * explores
     yield Demand(
         what="images in an iteration",
         asked=rollout.prompts * rollout.seeds_kept + config.prompts_drawn * per_prompt,
@@ -131,7 +133,7 @@ def _images(config: Config, validation_prompts: int, machine: Machine) -> Iterat
         settings="rollout.prompts, rollout.seeds_kept or exploration.seeds_tried",
     )
     image_bytes = 3 * model.height_px * model.width_px
-    batch = max(request_size(config), exploration.request_seeds * config.explores, config.run.validation_seeds)
+    batch = max(request_size(config), exploration.request_seeds * explores, config.run.validation_seeds)
     memory = machine.memory_bytes
     common: dict[str, Any] = {"usual": memory / 4, "limit": memory, "why": f"this machine has {memory:,.0f} of memory"}
     yield Demand(

@@ -172,7 +172,7 @@ def test_an_unknown_section_is_refused_with_the_known_ones(file: Path) -> None:
         ("train.learning_rate=nan", "train.learning_rate = nan: input should be a finite number"),
         (
             "strategy.exploration=stall",
-            "strategy.exploration = 'stall': input should be 'stale', 'blocking', 'beliefs' or 'off'",
+            "strategy.exploration = 'stall': input should be 'stale', 'blocking' or 'off'",
         ),
         ("rollout.sde_window=[1, 2, 3]", "rollout.sde_window = [1, 2, 3]: tuple should have at most 2 items"),
         ("rollout.sde_window=['a', 2]", "rollout.sde_window.0 = 'a': input should be a valid integer"),

@@ -42,7 +42,7 @@ from runs import ROOT, settings_file, wait_for
 from spotlight import config
 from spotlight.config import Config
 from spotlight.plan.beliefs import GRID_N, Beliefs, learn
-from spotlight.records import Dropped, Explored, Kept, Prompt, Request, Scored, Selection, SpotlightError, WeightsRef
+from spotlight.records import Dropped, Explored, Kept, Prompt, Request, Scored, Selection, WeightsRef
 from spotlight.rl.advantages import group_advantages
 from spotlight.run import Run
 
@@ -550,11 +550,6 @@ def test_exploration_may_look_at_more_prompts_than_a_rollout_without_it() -> Non
     )
 
     assert (explores.prompts_drawn, off.prompts_drawn) == (6, 2)
-
-
-def test_a_planner_that_believes_nothing_cannot_choose_prompts_by_belief() -> None:
-    with pytest.raises(SpotlightError, match='"equal", which believes nothing: set the planner to "bandit"'):
-        load("strategy.exploration=beliefs", "exploration.planner=equal")
 
 
 @given(data=st.data(), keep=st.integers(1, 7))

@@ -34,10 +34,7 @@ def weights(run: RunDir) -> list[str]:
     return [row.weights_sha256 for row in run.history()]
 
 
-BY_BELIEF = ("strategy.exploration=beliefs", "rollout.prompts=2", "exploration.prompts=80")
-
-
-@pytest.mark.parametrize("strategy", [(), BY_BELIEF])
+@pytest.mark.parametrize("strategy", [(), ("rollout.prompts=2", "exploration.prompts=80", "exploration.seeds_tried=4")])
 def test_a_simulated_run_that_really_learns_is_the_live_run_bit_for_bit(
     tmp_path: Path, strategy: Sequence[str]
 ) -> None:
@@ -56,7 +53,6 @@ def test_a_simulated_run_that_really_learns_is_the_live_run_bit_for_bit(
         (),
         ("strategy.exploration=off",),
         ("strategy.exploration=blocking", 'strategy.rollout_pools=["reserved"]'),
-        BY_BELIEF,
         ("strategy.on_preemption=restart", "strategy.elastic=false"),
         ("train.advantage_std=group", "strategy.offload=adaptive"),
         ("exploration.budget=time",),
