@@ -3,10 +3,10 @@
 Whole runs on the virtual clock: the embedded model really learns, each step lasts what the cost model says of
 Qwen-Image on H100s. Seconds and dollars are those of the iterations; start-up and validation are left out.
 
-A strategy's recipe is the best of so many trials on tuning seeds, which end at the target in the middle: the same
-trials for each, drawn at random from one space. Fresh seeds are then run with it, to the last target. What nobody
-explores for learns the same bits whoever rolls it out: such a run is made once, and for the other strategies only timed
-(a test says that the times are the same).
+A strategy's recipe is the best of so many trials on tuning seeds, which end at the target in the middle: as many for
+each, drawn at random from one space, and the same for all that explore, and for all that do not. Fresh seeds are then
+run with it, to the last target. What nobody explores for learns the same bits whoever rolls it out: such a run is made
+once, and for the other strategies only timed (a test says that the times are the same).
 
 The tables show the base recipe ("untuned") of a strategy whose trials are not all there. The raw data has a line per
 run; runs that are there are not made again. ``python -m benchmarks.time_to_target`` makes what is missing (days of one
@@ -158,7 +158,7 @@ class Case:
 
 
 def recipes(count: int) -> list[dict[str, str]]:
-    """The base one, and points of the space at random, each once: the same for every strategy."""
+    """The base one, and points of the space at random, each once."""
     points = [dict(zip(SPACE, names, strict=True)) for names in product(*SPACE.values())]
     order = np.random.Generator(np.random.Philox(0)).permutation(np.arange(1, len(points)))
     return [points[0], *(points[index] for index in order)][:count]

@@ -274,14 +274,15 @@ def _first_error(results: Sequence[Scored | Quarantined]) -> str:
 def learn_from(beliefs: Beliefs, selection: Selection, training: TrainingSet, within: tuple[float, float]) -> Beliefs:
     """What the planner learns from an iteration: all that was explored, what of it came back, and what was not chosen.
 
-    Rewards of seeds that nobody explored were not chosen for them, so they tell of their prompt.
+    Rewards of seeds that nobody explored were not chosen for them, so they tell of their prompt. A prompt of which
+    nothing new is known is not learnt again. Without exploration nothing is learnt: nobody would ask for it.
     """
-    seen = {explored.prompt: list(normalised(within, explored.rewards)) for explored in selection.explored}
+    seen = {each.prompt: list(normalised(within, each.rewards)) for each in selection.explored if each.rewards}
     by_prompt: dict[int, list[tuple[float, float]]] = {}
     for prompt, explored, reward in _pairs(selection, training):
-        if explored is None:
+        if explored is None and selection.explored:
             seen.setdefault(prompt, []).extend(normalised(within, (reward,)))
-        else:
+        elif explored is not None:
             before, after = normalised(within, (explored, reward))
             by_prompt.setdefault(prompt, []).append((before, after))
     return learn(beliefs, selection.iteration, seen, by_prompt)

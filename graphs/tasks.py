@@ -593,7 +593,7 @@ def select(
     allocations: Sequence[Sequence[Request]],
     surplus: Sequence[ShardResult] = (),
 ) -> Selection:
-    """Keep the seeds of each prompt whose rewards differ most, and the prompts whose kept seeds' do.
+    """Keep the seeds of each prompt whose rewards differ most, and the prompts whose samples should.
 
     Where too few seeds were scored, untried ones fill up.
     """

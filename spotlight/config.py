@@ -209,8 +209,8 @@ class ExplorationSection(Section):
 
     prompts: int = Field(0, ge=0, le=100_000)
     """Prompts of which candidates may be tried. Those ``rollout.prompts`` of them are rolled out whose samples should
-    vary most, by what was explored now or is known from before, so that no training goes into what is solved or
-    hopeless. 0 means as many as are rolled out."""
+    vary most, so that no training goes into what is solved or hopeless: by what was explored, and to "bandit" also by
+    what is known from earlier iterations. 0 means as many as are rolled out."""
     seeds_tried: int = Field(32, ge=1, lt=2**20)
     """Most candidate seeds per prompt and iteration, on average over its prompts. Replacements of samples without a
     reward are numbered from 2^20 on."""
@@ -264,6 +264,13 @@ class RewardSection(Section):
     rest being the detector's, as ``clip`` of "mask2former"; those of your own class."""
     also: tuple[RewardSection, ...] = ()
     """The further ``[[reward]]`` tables."""
+
+    @model_validator(mode="after")
+    def _graded_or_not(self) -> Self:
+        graded = self.options.get("graded", True)
+        if ":" not in self.name and not isinstance(graded, bool):
+            raise ValueError(f"reward.options.graded = {graded!r} of {self.name!r} must be true or false")
+        return self
 
 
 OLD_DECAYS = ("copy", "linear", "delayed")

@@ -468,17 +468,16 @@ def test_the_variance_expected_of_exploration_begins_with_unexplored_prompts_and
 
 
 def test_what_a_choice_of_seeds_gained_is_expected_again_as_far_as_fidelity_goes() -> None:
-    coins = replace(learn(Beliefs(), 0, {prompt: [0.0, 1.0] * 32 for prompt in range(3)}), fidelity=0.5)
+    coins = replace(learn(Beliefs(), 0, {prompt: [0.0, 1.0] * 32 for prompt in range(4)}), fidelity=0.5)
     unexplored, explored = Arm(prompt=0), Arm(prompt=1, rewards=(0.0, 0.0, 0.0, 1.0, 1.0, 1.0))
-    few = Arm(prompt=2, rewards=(0.0, 1.0))
+    few, flat = Arm(prompt=2, rewards=(0.0, 1.0)), Arm(prompt=3, rewards=(1.0, 1.0, 1.0, 1.0))
+    kept = [[], [0.0, 0.0, 1.0, 1.0], [0.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
 
-    variances = kept_variance(
-        [unexplored, explored, few], [[], [0.0, 0.0, 1.0, 1.0], [0.0, 1.0]], coins, iteration=1, keep=4
-    )
+    variances = kept_variance([unexplored, explored, few, flat], kept, coins, iteration=1, keep=4)
 
-    taken_unseen = 0.25 * 3 / 4
-    gained = 0.5**2 * (0.25 - taken_unseen)
-    assert variances == pytest.approx([taken_unseen, taken_unseen + gained, taken_unseen], rel=0.02)
+    unseen = 0.25 * 3 / 4
+    there_again = 0.5**2 * (0.25 - unseen)
+    assert variances == pytest.approx([unseen, unseen + there_again, unseen, 0.75 * unseen], rel=0.04)
 
 
 def test_nothing_is_expected_of_solved_prompts_and_much_where_others_may_be_chosen() -> None:

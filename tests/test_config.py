@@ -170,10 +170,8 @@ def test_an_unknown_section_is_refused_with_the_known_ones(file: Path) -> None:
         ("run.seed=-1", "run.seed = -1: input should be greater than or equal to 0"),
         ("model.path=3", "model.path = 3: input should be a valid string"),
         ("train.learning_rate=nan", "train.learning_rate = nan: input should be a finite number"),
-        (
-            "strategy.exploration=stall",
-            "strategy.exploration = 'stall': input should be 'stale', 'blocking' or 'off'",
-        ),
+        ("strategy.exploration=stall", "strategy.exploration = 'stall': input should be 'stale', 'blocking' or 'off'"),
+        ("reward.options.graded=no", "reward.options.graded = 'no' of 'ocr' must be true or false"),
         ("rollout.sde_window=[1, 2, 3]", "rollout.sde_window = [1, 2, 3]: tuple should have at most 2 items"),
         ("rollout.sde_window=['a', 2]", "rollout.sde_window.0 = 'a': input should be a valid integer"),
     ],

@@ -524,24 +524,30 @@ def test_of_prompts_that_nobody_explored_those_are_rolled_out_that_are_believed_
 
 
 def test_rewards_of_seeds_that_nobody_explored_are_learnt_and_of_chosen_ones_are_not() -> None:
-    chosen, unseen = PROMPTS[:2]
+    chosen, unseen, undrawn = PROMPTS[:3]
     kept = (
         Kept(prompt=chosen, seeds=(1, 2), explored_rewards=(0.0, 1.0)),
         Kept(prompt=unseen, seeds=(3, 4), explored_rewards=(None, None)),
     )
-    explored = (Explored(prompt=chosen.id, rewards=(0.0, 0.5, 0.5, 1.0)),)
+    explored = (
+        Explored(prompt=chosen.id, rewards=(0.0, 0.5, 0.5, 1.0)),
+        *(Explored(prompt=prompt.id, rewards=()) for prompt in (unseen, undrawn)),
+    )
     selection = Selection(iteration=2, kept=kept, seeds_scored=4, seeds_dropped=0, explored=explored)
     scored = [
         Scored(request=make_request(prompt=group.prompt, seeds=group.seeds), rewards=(1.0, 0.0)) for group in kept
     ]
 
-    beliefs = learn_from(Beliefs(), selection, tasks.advantage("global", scored), within=(-1.0, 1.0))
+    training = tasks.advantage("global", scored)
+    beliefs = learn_from(Beliefs(), selection, training, within=(-1.0, 1.0))
+    unexplored = learn_from(Beliefs(), replace(selection, kept=kept[1:], explored=()), training, within=(-1.0, 1.0))
 
     counted = {
         seen.prompt: {GRID_N[at]: count for at, count in enumerate(seen.counts) if count} for seen in beliefs.prompts
     }
     assert counted == {chosen.id: {0.5: 1, 0.75: 2, 1.0: 1}, unseen.id: {0.5: 1, 1.0: 1}}
     assert beliefs.fidelity < Beliefs().fidelity  # what was chosen came back the other way round
+    assert unexplored.prompts == ()  # nobody asks without exploration
 
 
 def test_exploration_may_look_at_more_prompts_than_a_rollout_without_it() -> None:

@@ -152,7 +152,7 @@ def test_what_is_told_of_the_raw_data_is_what_it_says() -> None:
         for line in (ROOT / "README.md").read_text().splitlines()
         if "`python -m benchmarks.time_to_target`" in line
     ]
-    assert time_to_target.headlines(rows, arguments) == rows_of_readme
+    assert time_to_target.headlines(rows, arguments) == rows_of_readme != []
 
 
 def test_a_strategy_whose_trials_are_not_all_there_is_shown_untuned() -> None:

@@ -1,4 +1,4 @@
-"""Decides which seeds to try.
+"""Decides which seeds to try, and which prompts should vary most.
 
 Values in, values out: no clock, no torch, and no randomness but what a seed argument fixes. Ties fall to
 the earlier candidate, so the same rewards always give the same seeds.
@@ -200,7 +200,8 @@ def captured_variance(
 ) -> list[float]:
     """Variance that the kept seeds of an iteration are expected to have, after 0, 1, 2, ... chunks by `allocate`.
 
-    The sum over the ``groups`` prompts that are rolled out: those that are expected to vary most, explored or not.
+    The sum over the ``groups`` prompts that are rolled out: those that are expected to vary most, explored or not. That
+    scores also tell which prompts these are is left out, so that to explore many prompts is worth somewhat more.
 
     Args:
         prompts: ids of those that may be explored.
@@ -226,8 +227,8 @@ def kept_variance(
 ) -> list[float]:
     """Variance that each prompt's seeds are expected to have when they are rolled out.
 
-    Where seeds could be chosen, ``fidelity**2`` of what the choice gained is there again; where they could not, it is
-    what ``keep`` seeds taken unseen are expected to have.
+    Where all of them were explored, ``fidelity**2`` of what sets them apart is there again; else it is what ``keep``
+    seeds taken unseen are expected to have.
 
     Args:
         arms: the prompts, with the rewards of all their candidates.
@@ -235,8 +236,8 @@ def kept_variance(
         keep: seeds of a prompt.
     """
     expected_P = unexplored_variance(*posterior(arms, beliefs, iteration), keep)
-    for p, (arm, rewards) in enumerate(zip(arms, kept, strict=True)):
-        if len(arm.rewards) > len(rewards) > 1:
+    for p, rewards in enumerate(kept):
+        if len(rewards) >= keep > 1:
             expected_P[p] += beliefs.fidelity**2 * (statistics.pvariance(rewards) - expected_P[p])
     return [float(variance) for variance in expected_P]
 
