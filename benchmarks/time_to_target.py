@@ -68,8 +68,6 @@ JOBS: dict[str, list[str]] = {
     "mixed, strict": [*MIXED, "reward.options.graded=false"],
 }
 """Strict: an image is right or wrong, as in GenEval. So groups are flat where a prompt is solved or hopeless."""
-PROMPTS_MOST = {"digits": 80}
-"""Of jobs that have fewer prompts than a recipe may ask for."""
 TARGETS = {"digits": (0.75, 0.85, 0.92), "mixed": (0.6, 0.7, 0.8), "mixed, strict": (0.3, 0.4, 0.45)}
 """The last is near the plateau of the first two jobs, and as far as time allowed for the third. Recipes are chosen by
 the one in the middle."""
@@ -114,11 +112,11 @@ SPACE: dict[str, dict[str, list[str]]] = {
         "12 x 8": ["rollout.prompts=12", "rollout.seeds_kept=8"],
         "6 x 16": ["rollout.prompts=6", "rollout.seeds_kept=16"],
     },
-    "explored": {"4": ["times=4"], "2": ["times=2"], "1 of eight times the prompts": ["times=1", "prompts=8"]},
+    "explored": {"4": ["times=4"], "2": ["times=2"], "2 of twice the prompts": ["times=2", "prompts=2"]},
 }
 """What a recipe may be, by dimension. The first of each make the base recipe, which is the demo's but for advantages:
-divided by the spread of their own prompt, they let training begin with the first samples. Explored: most candidates for
-each sample kept of a prompt; of more prompts than are rolled out, those are that should vary most."""
+divided by the spread of their own prompt, they let training begin with the first samples. Explored: candidates for each
+sample kept."""
 TRIALS, TUNING_SEEDS, SEEDS = 6, (100, 101), tuple(range(8))
 IN_A_ROW = 2
 """So many validations in succession must reach a target, for a single one may by luck."""
@@ -143,8 +141,7 @@ class Case:
     seed: int
 
     def overrides(self) -> list[str]:
-        found = recipe(self.trial, PROMPTS_MOST.get(self.job))
-        learnt = [*COMMON, *JOBS[self.job], *REGIMES[self.regime], *found, f"run.seed={self.seed}"]
+        learnt = [*COMMON, *JOBS[self.job], *REGIMES[self.regime], *recipe(self.trial), f"run.seed={self.seed}"]
         return [*learnt, *SIZES[self.size], *STRATEGIES[self.strategy]]
 
     def learns_as(self, row: Row) -> bool:
@@ -172,14 +169,13 @@ def tried(strategy: str, trials: int) -> list[int]:
     return list(islice(fitting, trials))
 
 
-def recipe(trial: int, prompts_most: int | None = None) -> list[str]:
-    """The overrides of a trial; of so many prompts at most."""
+def recipe(trial: int) -> list[str]:
+    """The overrides of a trial."""
     point = recipes(trial + 1)[trial]
     found = [override for name, choice in point.items() if name != "explored" for override in SPACE[name][choice]]
     rolled = dict(override.rpartition("=")[::2] for override in found)
     explored = dict(override.split("=") for override in SPACE["explored"][point["explored"]])
-    asked = int(rolled["rollout.prompts"]) * int(explored.get("prompts", 1))
-    prompts = min(asked, prompts_most or asked)
+    prompts = int(rolled["rollout.prompts"]) * int(explored.get("prompts", 1))
     tried = int(rolled["rollout.seeds_kept"]) * int(explored["times"])
     return [*found, f"exploration.prompts={prompts}", f"exploration.seeds_tried={tried}", "exploration.request_seeds=8"]
 

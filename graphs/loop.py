@@ -272,24 +272,20 @@ def _first_error(results: Sequence[Scored | Quarantined]) -> str:
 
 
 def learn_from(beliefs: Beliefs, selection: Selection, training: TrainingSet, within: tuple[float, float]) -> Beliefs:
-    """What the planner learns from an iteration: all that was explored, what of it came back, and what was not chosen.
+    """What the planner learns from an iteration: all that was explored, and what of it came back in the rollouts.
 
-    Rewards of seeds that nobody explored were not chosen for them, so they tell of their prompt. A prompt of which
-    nothing new is known is not learnt again. Without exploration nothing is learnt: nobody would ask for it.
+    A prompt of which nothing was explored is left as it is: its past must not count twice.
     """
-    seen = {each.prompt: list(normalised(within, each.rewards)) for each in selection.explored if each.rewards}
+    explored_rewards = {each.prompt: normalised(within, each.rewards) for each in selection.explored if each.rewards}
     by_prompt: dict[int, list[tuple[float, float]]] = {}
-    for prompt, explored, reward in _pairs(selection, training):
-        if explored is None and selection.explored:
-            seen.setdefault(prompt, []).extend(normalised(within, (reward,)))
-        elif explored is not None:
-            before, after = normalised(within, (explored, reward))
-            by_prompt.setdefault(prompt, []).append((before, after))
-    return learn(beliefs, selection.iteration, seen, by_prompt)
+    for prompt, explored, regenerated in _pairs(selection, training):
+        before, after = normalised(within, (explored, regenerated))
+        by_prompt.setdefault(prompt, []).append((before, after))
+    return learn(beliefs, selection.iteration, explored_rewards, by_prompt)
 
 
-def _pairs(selection: Selection, training: TrainingSet) -> list[tuple[int, float | None, float]]:
-    """``(prompt id, explored reward, reward)`` of the kept seeds, as they were rolled out."""
+def _pairs(selection: Selection, training: TrainingSet) -> list[tuple[int, float, float]]:
+    """``(prompt id, explored reward, regenerated reward)`` of the kept seeds."""
     regenerated = {
         (sample.request.prompt.id, sample.request.seeds[sample.index]): sample.reward for sample in training.samples
     }
@@ -297,14 +293,14 @@ def _pairs(selection: Selection, training: TrainingSet) -> list[tuple[int, float
         (kept.prompt.id, explored, regenerated[kept.prompt.id, seed])
         for kept in selection.kept
         for seed, explored in zip(kept.seeds, kept.explored_rewards, strict=True)
-        if (kept.prompt.id, seed) in regenerated
+        if explored is not None and (kept.prompt.id, seed) in regenerated
     ]
 
 
-def _metrics(selection: Selection, training: TrainingSet, published: Published) -> dict[str, float]:
+def _metrics(selection: Selection, training: TrainingSet, after: Published) -> dict[str, float]:
     """What the iteration measured, none of it dependent on time or place."""
-    pairs = [(before, after) for _, before, after in _pairs(selection, training) if before is not None]
-    metrics = dict(training.metrics) | dict(published.metrics)
+    pairs = [(explored, regenerated) for _, explored, regenerated in _pairs(selection, training)]
+    metrics = dict(training.metrics) | dict(after.metrics)
     metrics["seeds_scored"] = float(selection.seeds_scored)
     if selection.reward_mean is not None and selection.reward_std is not None:
         metrics |= {"explored_reward_mean": selection.reward_mean, "explored_reward_std": selection.reward_std}

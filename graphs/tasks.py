@@ -19,7 +19,7 @@ from spotlight.device.signals import signals
 from spotlight.plan import bandit
 from spotlight.plan.beliefs import Arm, Beliefs
 from spotlight.plan.replay import allocation_row
-from spotlight.plan.subset import largest, max_variance_subset, most_varied
+from spotlight.plan.subset import max_variance_subset, most_varied
 from spotlight.records import (
     Dropped,
     Explored,
@@ -593,7 +593,7 @@ def select(
     allocations: Sequence[Sequence[Request]],
     surplus: Sequence[ShardResult] = (),
 ) -> Selection:
-    """Keep the seeds of each prompt whose rewards differ most, and the prompts whose samples should.
+    """Keep the seeds of each prompt whose rewards differ most, and the prompts whose kept seeds' do.
 
     Where too few seeds were scored, untried ones fill up.
     """
@@ -603,7 +603,8 @@ def select(
             pairs = zip(result.request.seeds, result.rewards, strict=True)
             by_prompt[result.request.prompt.id] += [(seed, reward) for seed, reward in pairs if reward is not None]
     groups = [_keep(candidates, prompt, by_prompt[prompt.id]) for prompt in candidates.prompts]
-    kept = tuple(groups[index] for index in _rolled_out(candidates, groups, by_prompt))
+    known = [[reward for reward in group.explored_rewards if reward is not None] for group in groups]
+    kept = tuple(groups[index] for index in most_varied(known, candidates.groups))
     rewards = [reward for pairs in by_prompt.values() for _, reward in pairs]
     return Selection(
         iteration=candidates.iteration,
@@ -616,24 +617,6 @@ def select(
             Explored(prompt=prompt, rewards=tuple(reward for _, reward in pairs)) for prompt, pairs in by_prompt.items()
         ),
     )
-
-
-def _rolled_out(
-    candidates: Candidates, groups: Sequence[Kept], by_prompt: dict[int, list[tuple[int, float]]]
-) -> list[int]:
-    """Which groups vary most: as far as they were explored, else by what is believed of their prompts."""
-    within = candidates.reward_range
-    known = [
-        normalised(within, [reward for reward in group.explored_rewards if reward is not None]) for group in groups
-    ]
-    if candidates.planner == "equal":
-        return most_varied(known, candidates.groups)
-    arms = [
-        Arm(prompt=prompt, rewards=normalised(within, [reward for _, reward in pairs]))
-        for prompt, pairs in by_prompt.items()
-    ]
-    given = {"iteration": candidates.iteration, "keep": candidates.keep}
-    return largest(bandit.kept_variance(arms, known, candidates.beliefs, **given), candidates.groups)
 
 
 def _keep(candidates: Candidates, prompt: Prompt, pairs: list[tuple[int, float]]) -> Kept:

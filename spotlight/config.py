@@ -208,9 +208,8 @@ class ExplorationSection(Section):
     """The search for seeds that the next iteration is trained on."""
 
     prompts: int = Field(0, ge=0, le=100_000)
-    """Prompts of which candidates may be tried. Those ``rollout.prompts`` of them are rolled out whose samples should
-    vary most, so that no training goes into what is solved or hopeless: by what was explored, and to "bandit" also by
-    what is known from earlier iterations. 0 means as many as are rolled out."""
+    """Prompts of which candidates are tried. Those ``rollout.prompts`` of them whose kept rewards vary most are rolled
+    out, so that no training goes into what is solved or hopeless. 0 means as many as are rolled out."""
     seeds_tried: int = Field(32, ge=1, lt=2**20)
     """Most candidate seeds per prompt and iteration, on average over its prompts. Replacements of samples without a
     reward are numbered from 2^20 on."""

@@ -16,15 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.plan.bandit import (
-    PROBE_SHARE,
-    affordable,
-    allocate,
-    captured_variance,
-    equal_shares,
-    kept_variance,
-    rank_correlation,
-)
+from spotlight.plan.bandit import PROBE_SHARE, affordable, allocate, captured_variance, equal_shares, rank_correlation
 from spotlight.plan.beliefs import Arm, Beliefs, learn
 from spotlight.plan.subset import max_variance_subset, most_varied
 
@@ -457,7 +449,7 @@ def captured(beliefs: Beliefs, prompts: int, groups: int) -> list[float]:
     return captured_variance(range(prompts), beliefs, iteration=1, groups=groups, chunks=40, chunk=4, keep=4, seed=0)
 
 
-def test_the_variance_expected_of_exploration_begins_with_unexplored_prompts_and_never_falls() -> None:
+def test_the_variance_expected_of_exploration_begins_with_an_average_prompt_and_never_falls() -> None:
     coins = learn(Beliefs(), 0, {prompt: [0.0, 1.0] * 32 for prompt in range(4)})
 
     curve = captured(coins, prompts=4, groups=4)
@@ -467,25 +459,10 @@ def test_the_variance_expected_of_exploration_begins_with_unexplored_prompts_and
     assert 1.1 * curve[0] < curve[-1] <= 4 * 0.25
 
 
-def test_what_a_choice_of_seeds_gained_is_expected_again_as_far_as_fidelity_goes() -> None:
-    coins = replace(learn(Beliefs(), 0, {prompt: [0.0, 1.0] * 32 for prompt in range(4)}), fidelity=0.5)
-    unexplored, explored = Arm(prompt=0), Arm(prompt=1, rewards=(0.0, 0.0, 0.0, 1.0, 1.0, 1.0))
-    few, flat = Arm(prompt=2, rewards=(0.0, 1.0)), Arm(prompt=3, rewards=(1.0, 1.0, 1.0, 1.0))
-    kept = [[], [0.0, 0.0, 1.0, 1.0], [0.0, 1.0], [1.0, 1.0, 1.0, 1.0]]
-
-    variances = kept_variance([unexplored, explored, few, flat], kept, coins, iteration=1, keep=4)
-
-    unseen = 0.25 * 3 / 4
-    there_again = 0.5**2 * (0.25 - unseen)
-    assert variances == pytest.approx([unseen, unseen + there_again, unseen, 0.75 * unseen], rel=0.04)
-
-
-def test_nothing_is_expected_of_solved_prompts_and_much_where_others_may_be_chosen() -> None:
+def test_nothing_is_expected_of_solved_prompts_and_more_where_the_varied_ones_may_be_chosen() -> None:
     solved: dict[int, list[float]] = {prompt: [1.0] * 64 for prompt in range(4)}
     varied: dict[int, list[float]] = {prompt: [0.0, 0.5, 1.0] * 21 for prompt in range(4, 8)}
 
     assert captured(learn(Beliefs(), 0, solved), prompts=4, groups=4) == pytest.approx([0.0], abs=1e-3)
-    both = learn(Beliefs(), 0, solved | varied)
-    mixed, alone = captured(both, prompts=8, groups=4), captured(both, prompts=4, groups=4)
-    assert mixed[0] > 50 * alone[0]  # without exploration, too
-    assert mixed[-1] > 1.2 * mixed[0]
+    mixed = captured(learn(Beliefs(), 0, solved | varied), prompts=8, groups=4)
+    assert mixed[-1] > 2 * mixed[0]

@@ -41,8 +41,8 @@ from kills import KillWorkers, client_of
 from runs import ROOT, settings_file, wait_for
 from spotlight import config
 from spotlight.config import Config
-from spotlight.plan.beliefs import GRID_N, Beliefs, learn
-from spotlight.records import Dropped, Explored, Kept, Prompt, Request, Scored, Selection, WeightsRef
+from spotlight.plan.beliefs import Beliefs
+from spotlight.records import Dropped, Explored, Prompt, Request, Scored, Selection, WeightsRef
 from spotlight.rl.advantages import group_advantages
 from spotlight.run import Run
 
@@ -512,42 +512,22 @@ def test_of_more_prompts_than_are_rolled_out_those_are_taken_whose_kept_rewards_
     assert sum(len(each.rewards) for each in selection.explored) == selection.seeds_scored
 
 
-def test_of_prompts_that_nobody_explored_those_are_rolled_out_that_are_believed_to_vary_most() -> None:
-    solved, *varied = PROMPTS
-    seen = {solved.id: [1.0] * 16} | {prompt.id: [0.0, 1.0] * 8 for prompt in varied}
-    candidates = candidates_for(load(), SETTING, 2, PROMPTS, VERSION, beliefs=learn(Beliefs(), 1, seen))
-
-    selection = tasks.select(replace(candidates, groups=2), [Dropped(reason="exploration was closed")], ())
-
-    assert candidates.planner == "bandit"
-    assert [kept.prompt for kept in selection.kept] == varied
-
-
-def test_rewards_of_seeds_that_nobody_explored_are_learnt_and_of_chosen_ones_are_not() -> None:
-    chosen, unseen, undrawn = PROMPTS[:3]
-    kept = (
-        Kept(prompt=chosen, seeds=(1, 2), explored_rewards=(0.0, 1.0)),
-        Kept(prompt=unseen, seeds=(3, 4), explored_rewards=(None, None)),
-    )
-    explored = (
-        Explored(prompt=chosen.id, rewards=(0.0, 0.5, 0.5, 1.0)),
-        *(Explored(prompt=prompt.id, rewards=()) for prompt in (unseen, undrawn)),
-    )
-    selection = Selection(iteration=2, kept=kept, seeds_scored=4, seeds_dropped=0, explored=explored)
-    scored = [
-        Scored(request=make_request(prompt=group.prompt, seeds=group.seeds), rewards=(1.0, 0.0)) for group in kept
-    ]
-
+def test_what_is_known_of_a_prompt_counts_once_however_often_it_is_drawn_and_not_explored() -> None:
+    seen, undrawn = PROMPTS[:2]
+    explored = Explored(prompt=seen.id, rewards=(0.0, 1.0))
+    nothing = (Explored(prompt=seen.id, rewards=()), Explored(prompt=undrawn.id, rewards=()))
+    scored = [Scored(request=make_request(prompt=seen, seeds=(1, 2)), rewards=(1.0, 0.0))]
     training = tasks.advantage("global", scored)
-    beliefs = learn_from(Beliefs(), selection, training, within=(-1.0, 1.0))
-    unexplored = learn_from(Beliefs(), replace(selection, kept=kept[1:], explored=()), training, within=(-1.0, 1.0))
 
-    counted = {
-        seen.prompt: {GRID_N[at]: count for at, count in enumerate(seen.counts) if count} for seen in beliefs.prompts
-    }
-    assert counted == {chosen.id: {0.5: 1, 0.75: 2, 1.0: 1}, unseen.id: {0.5: 1, 1.0: 1}}
-    assert beliefs.fidelity < Beliefs().fidelity  # what was chosen came back the other way round
-    assert unexplored.prompts == ()  # nobody asks without exploration
+    def learnt(beliefs: Beliefs, iteration: int, *explored: Explored) -> Beliefs:
+        selection = Selection(iteration=iteration, kept=(), seeds_scored=0, seeds_dropped=0, explored=explored)
+        return learn_from(beliefs, selection, training, within=(0.0, 1.0))
+
+    once = learnt(Beliefs(), 1, explored)
+    later = learnt(once, 2, *nothing)
+
+    assert [known.prompt for known in later.prompts] == [seen.id]
+    assert 0 < sum(later.kinds) < sum(once.kinds)  # what is older counts less, and nothing was added
 
 
 def test_exploration_may_look_at_more_prompts_than_a_rollout_without_it() -> None:

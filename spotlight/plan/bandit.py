@@ -1,4 +1,4 @@
-"""Decides which seeds to try, and which prompts should vary most.
+"""Decides which seeds to try.
 
 Values in, values out: no clock, no torch, and no randomness but what a seed argument fixes. Ties fall to
 the earlier candidate, so the same rewards always give the same seeds.
@@ -200,8 +200,8 @@ def captured_variance(
 ) -> list[float]:
     """Variance that the kept seeds of an iteration are expected to have, after 0, 1, 2, ... chunks by `allocate`.
 
-    The sum over the ``groups`` prompts that are rolled out: those that are expected to vary most, explored or not. That
-    scores also tell which prompts these are is left out, so that to explore many prompts is worth somewhat more.
+    The sum over the ``groups`` prompts that are rolled out. What is not explored is not chosen for its variance, and
+    has that of an average prompt; of what is explored, the prompts that vary most are rolled out.
 
     Args:
         prompts: ids of those that may be explored.
@@ -214,32 +214,15 @@ def captured_variance(
     worlds_PWJ = imagine(arms, chance_PKN, shares_PK, max(1, min(chunks, _ahead(keep, chunk))), chunk, keep, seed)
     slopes_PJ = beliefs.fidelity**2 * _slopes(worlds_PWJ.mean(axis=1))
     expected_P = unexplored_variance(chance_PKN, shares_PK, keep)
-    planned, captured = [0] * len(arms), [float(np.sort(expected_P)[-groups:].sum())]
-    for p in _greedy(arms, slopes_PJ, chunks, LEAST_GAIN * float(expected_P.mean())):
+    average, planned = float(expected_P.mean()), [0] * len(arms)
+    captured = [groups * average]
+    for p in _greedy(arms, slopes_PJ, chunks, LEAST_GAIN * average):
         expected_P[p] += slopes_PJ[p, planned[p]]
         planned[p] += 1
-        captured.append(float(np.sort(expected_P)[-groups:].sum()))
+        known = sorted((variance for variance, count in zip(expected_P.tolist(), planned, strict=True) if count))
+        chosen = known[-groups:]
+        captured.append(sum(chosen) + (groups - len(chosen)) * average)
     return captured
-
-
-def kept_variance(
-    arms: Sequence[Arm], kept: Sequence[Sequence[float]], beliefs: Beliefs, *, iteration: int, keep: int
-) -> list[float]:
-    """Variance that each prompt's seeds are expected to have when they are rolled out.
-
-    Where all of them were explored, ``fidelity**2`` of what sets them apart is there again; else it is what ``keep``
-    seeds taken unseen are expected to have.
-
-    Args:
-        arms: the prompts, with the rewards of all their candidates.
-        kept: the explored rewards, in [0, 1], of the seeds that each of them keeps.
-        keep: seeds of a prompt.
-    """
-    expected_P = unexplored_variance(*posterior(arms, beliefs, iteration), keep)
-    for p, rewards in enumerate(kept):
-        if len(rewards) >= keep > 1:
-            expected_P[p] += beliefs.fidelity**2 * (statistics.pvariance(rewards) - expected_P[p])
-    return [float(variance) for variance in expected_P]
 
 
 def _ahead(keep: int, chunk: int) -> int:

@@ -63,12 +63,7 @@ def most_varied(groups: Sequence[Sequence[float]], count: int) -> list[int]:
     """
     known = {index: statistics.pvariance(rewards) for index, rewards in enumerate(groups) if len(rewards) > 1}
     unknown = statistics.fmean(known.values()) if known else 0.0
-    return largest([known.get(index, unknown) for index in range(len(groups))], count)
-
-
-def largest(values: Sequence[float], count: int) -> list[int]:
-    """Indices of the ``count`` largest values, or of all if there are no more, ascending; of equal ones the earlier."""
-    order = sorted(range(len(values)), key=lambda index: (-values[index], index))
+    order = sorted(range(len(groups)), key=lambda index: (-known.get(index, unknown), index))
     return sorted(order[:count])
 
 
