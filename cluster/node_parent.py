@@ -27,6 +27,7 @@ from typing import Any
 import spotlight
 from cluster import janitor
 from cluster.workers import FOR_OTHERS, fork_context, has_warm_parent, warm_parent
+from spotlight.store.leftovers import SOCKET_BYTES
 from spotlight.store.node import hold, shared_root, sweep
 from spotlight.store.slots import began, is_stopped
 
@@ -35,8 +36,6 @@ OWN = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "RANK", "SHLVL", "_", "__DASK_PAREN
 OWN_FOLDER = "dask-scratch-space"
 """Where Dask gives each worker a folder, and looks for modules that were sent to it; we send none."""
 ENDING_S, POLL_S = 1.0, 0.01
-SOCKET_BYTES = 107
-"""Longest name of a socket that the system takes."""
 
 
 @dataclass(slots=True)

@@ -110,7 +110,7 @@ def _have_it_end_with_this_process() -> None:
     with _starting:
         config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
         if config.get("tempdir") is None:
-            _scratch.append(Scratch())
+            _scratch.append(Scratch(sockets=True))
             config["tempdir"] = str(_scratch[-1].path)
             janitor.leave("folder", config["tempdir"])
         resource_tracker.ensure_running()  # first, because it unblocks SIGINT

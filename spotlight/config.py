@@ -903,8 +903,28 @@ def _with_paths(section: SectionT, base: Path, source: str, name: str, *fields: 
 
 
 def dump(config: Config) -> str:
-    """The settings as TOML, every default written out that has a value."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    """The settings as TOML, every default written out that has a value.
+
+    Raises:
+        SpotlightError: a value is no text, such as a path with bytes that are not UTF-8.
+    """
+    tree = config.model_dump(mode="json", exclude_none=True)
+    for name, value in _leaves(tree):
+        if not _is_text(str(value)):
+            raise SpotlightError(
+                f"{name} = {shown(value)}: has bytes that are not UTF-8, which a file of settings cannot hold: give "
+                "it another name, or a path through another directory"
+            )
+    return tomli_w.dumps(tree)
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be written: bytes of a file's name that are no text become halves of characters."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def differences(first: Config, second: Config) -> Iterator[str]:

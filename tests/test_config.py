@@ -472,6 +472,13 @@ def test_a_directory_for_runs_that_cannot_be_is_refused_by_name(file: Path) -> N
         resolve({"run": {"dir": "a\0b"}, "data": {"train_prompts": "a", "validation_prompts": "b"}}, file.parent)
 
 
+def test_a_path_that_is_no_text_is_refused_by_name_before_it_is_written(file: Path) -> None:
+    settings = load(file, ["run.dir=/tmp/\udcff"])
+
+    with pytest.raises(SpotlightError, match=r"^run\.dir = '/tmp/\\udcff': has bytes that are not UTF-8, which"):
+        dump(settings)
+
+
 @pytest.mark.parametrize(
     "content", ["x = " + "9" * 5000, "x = " + "[" * 5000, "[run]\nseed = " + "9" * 5000, "a = {b = " * 3000]
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -124,6 +125,21 @@ def test_what_is_left_when_everything_was_killed_the_next_start_removes_and_name
         here.close()
         sweep_leftovers(name)
     assert not here.path.exists()
+
+
+@pytest.mark.parametrize("name", ["short", "x" * 150])
+def test_sockets_can_be_made_wherever_temporary_files_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / name))
+    (tmp_path / name).mkdir()
+    scratch = Scratch(sockets=True)
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(scratch.path / "listener-12345678"))
+        assert scratch.path in memory_roots()
+    finally:
+        scratch.close()
 
 
 def test_what_was_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:

@@ -449,7 +449,7 @@ def test_another_users_root_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_node_is_in_memory_if_that_is_large_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spotlight.store.node._SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("spotlight.store.node.SHARED_MEMORY", tmp_path)
 
     small, huge = shared_root("a-test"), shared_root("a-test", size_bytes=1 << 60)
 
@@ -458,7 +458,7 @@ def test_a_node_is_in_memory_if_that_is_large_enough(tmp_path: Path, monkeypatch
 
 
 def test_the_next_run_frees_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spotlight.store.node._SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("spotlight.store.node.SHARED_MEMORY", tmp_path)
     used, left = Node(shared_root("used")), Node(shared_root("left"))
     roots = used.root, left.root
     del left  # as the end of its process would

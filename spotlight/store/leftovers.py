@@ -15,21 +15,31 @@ from contextlib import suppress
 from pathlib import Path
 
 from spotlight.records import SpotlightError
-from spotlight.store.node import PREFIX, hold, is_held, memory_roots, own_directory, sweep
+from spotlight.store.node import PREFIX, SHARED_MEMORY, hold, is_held, memory_roots, own_directory, sweep
 from spotlight.store.slots import end_leftovers
 
 HALF_WRITTEN = (".*.part", "*.partial")
 """Files on their way: ours, and Zarr's."""
+SOCKET_BYTES = 107
+"""Longest name of a socket that the system takes."""
 ENDING_S = 8.0
 """Until processes that were killed are gone, and let go of what they held."""
 POLL_S = 0.05
 
 
 class Scratch:
-    """A directory on this machine's disk for this process alone."""
+    """A directory on this machine's disk for this process alone.
 
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}scratch-{os.getpid()}-"))
+    Args:
+        sockets: whether it will hold some, of names as long as ``/listener-12345678``. The system takes only short
+            ones: where the temporary directory has a long name, this one is in node memory.
+    """
+
+    def __init__(self, *, sockets: bool = False) -> None:
+        prefix = f"{PREFIX}scratch-{os.getpid()}-"
+        longest = Path(tempfile.gettempdir()) / f"{prefix}12345678" / "listener-12345678"
+        moved = sockets and SHARED_MEMORY.is_dir() and len(os.fsencode(longest)) > SOCKET_BYTES
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=SHARED_MEMORY if moved else None))
         self._descriptor = hold(self.path)
 
     def keep(self) -> None:

@@ -65,7 +65,7 @@ KEEP_FILES = 4
 
 PREFIX = f"spotlight-{os.getuid()}-"
 """Of the names of all our directories on a machine."""
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 _NO_TRAPS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """For what another user might have put there: no link is followed, and nobody waits for the other end of a pipe."""
 _SUFFIX = ".safetensors"
@@ -252,8 +252,8 @@ def shared_root(name: str, *, size_bytes: int = 0) -> Path:
         name: of the run, and of the node if several are emulated on one machine.
         size_bytes: about what the node will hold.
     """
-    in_memory = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).total >= size_bytes
-    parent = _SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
+    in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).total >= size_bytes
+    parent = SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
     for root in _roots(parent):
         with suppress(SpotlightError):  # another user's: of no concern here
             sweep(root)
@@ -262,7 +262,7 @@ def shared_root(name: str, *, size_bytes: int = 0) -> Path:
 
 def memory_roots(name: str = "") -> list[Path]:
     """All that `shared_root` has made on this machine for names that begin so."""
-    return [root for parent in (_SHARED_MEMORY, Path(tempfile.gettempdir())) for root in _roots(parent, name)]
+    return [root for parent in (SHARED_MEMORY, Path(tempfile.gettempdir())) for root in _roots(parent, name)]
 
 
 def _roots(parent: Path, name: str = "") -> Iterable[Path]:
