@@ -23,7 +23,7 @@ from graphs.iteration import (
     unexplored,
     validation_graph,
 )
-from graphs.tasks import RunContext, TrainingSet, whole
+from graphs.tasks import RunContext, TrainingSet, forget_unscored, whole
 from spotlight.clock import Clock, wall_clock
 from spotlight.config import Config
 from spotlight.plan.bandit import PROBE_SHARE, RECENT, affordable, captured_variance, rank_correlation
@@ -95,6 +95,7 @@ class Loop:
         """Run all iterations that the directory does not hold yet."""
         config = self._config
         self._watch.begin("prepare", 0)
+        forget_unscored(self._run.url)
         context: RunContext = self._compute(prepare_graph(self._run.url, self._session))["context"]
         done = len(self._run.history())
         for version in resuming.unvalidated(self._run, config, done):

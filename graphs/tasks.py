@@ -570,6 +570,13 @@ def save_images(
     return name
 
 
+def forget_unscored(run_dir: str) -> None:
+    """Have what lacks a reward scored anew: the scorer may have been mended since."""
+    store = _latents(run_dir)
+    if store:
+        store.forget_unscored()
+
+
 def compact(run_dir: str, iteration: int, keep: Literal["clean", "all", "none"]) -> None:
     """Apply the retention setting to the latents of an iteration that training is done with."""
     store = _latents(run_dir)

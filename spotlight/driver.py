@@ -183,14 +183,18 @@ class Driver:
 
 
 def summarise(run: RunDir, accounts: Accounts, *, now_s: float, began_s: float) -> None:
-    """Write the few numbers that a run comes to."""
+    """Write the few numbers that a run comes to.
+
+    Args:
+        began_s: when this session began; those before it count as long as there were workers.
+    """
     validation, ledger = run.validation(), accounts.ledger(now_s)
     run.write_summary(
         Summary(
             score_before=validation[0].score,
             score_after=validation[-1].score,
             iterations=len(run.history()),
-            wall_s=now_s - began_s,
+            wall_s=accounts.worked_s(began_s) + now_s - began_s,
             usd=ledger.usd(),
             usd_wasted=ledger.usd_wasted,
             usd_reserved_only=ledger.usd_reserved_only,

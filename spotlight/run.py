@@ -20,6 +20,7 @@ from spotlight import config as configuration
 from spotlight.clock import wall_clock
 from spotlight.detached import begin, end_of
 from spotlight.driver import POLL_S, Driver
+from spotlight.files import is_url
 from spotlight.inputs import check_inputs, check_port
 from spotlight.records import SpotlightError, Stopped
 from spotlight.report import tracking
@@ -420,6 +421,8 @@ class Run:
     def _work(self) -> None:
         try:
             with self.directory.lock() as lease:
+                if is_url(self.directory.url):  # others may have gone on with it before this machine had it
+                    self._accounts = Accounts(self.directory, self.config)
                 stop, began_s = self._stop, self._began_s
                 self._driver = Driver(self.directory, self._kept, lease, stop, began_s=began_s)
                 self._driver.go(self._cluster)

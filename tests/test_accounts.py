@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from runs import settings_file
 from spotlight import config
 from spotlight.records import SpotlightError
-from spotlight.store.accounts import Accounts
+from spotlight.store.accounts import Accounts, pool_prices
 from spotlight.store.rundir import HISTORY, SPANS, VALIDATION, WORKERS, RunDir
 
 START_S = 1_700_000_000.0
@@ -63,6 +64,8 @@ def test_sessions_add_up(tmp_path: Path) -> None:
     run.append(WORKERS, life("reserved-0", 0, None))
     second = books(run)
 
+    assert second.worked_s(START_S + 190) == 100
+    assert second.first_image_s(START_S + 190) == 100
     second.take({"spans": [span("reserved-0", 250, 300)], "workers": [life("reserved-0", 200, None)], "events": []}, {})
     second.close(START_S + 300)
 
@@ -97,6 +100,42 @@ def test_history_says_what_the_dollars_bought(tmp_path: Path) -> None:
 
     assert (ledger.iterations, ledger.samples, ledger.points) == (2, 24 + 40, 25)
     assert ledger.usd_per_point == pytest.approx(20.0 / 25)
+
+
+def test_prices_pass_as_fast_as_the_clock(tmp_path: Path) -> None:
+    prices = tmp_path / "spot.csv"
+    prices.write_text("since_start_s,usd_per_h\n0,1\n600,100\n")
+    pools = {"spot": {"gpu": "h100", "prices": str(prices)}}
+    paced = config.resolve(
+        {
+            "data": {"train_prompts": "a", "validation_prompts": "b"},
+            "pools": pools,
+            "pace": {"gpu": "h100", "speedup": 8},
+        },
+        tmp_path,
+    )
+
+    assert pool_prices(paced)["spot"].times_s == (0, 75)
+
+    prices.write_text("time,usd_per_h\n2026-01-01,1\n2026-01-02,2\n")
+    with pytest.raises(
+        SpotlightError, match=r"pools\.spot\.prices = .*a calendar, and this run's clock is 8 times as fast"
+    ):
+        pool_prices(paced)
+
+
+def test_a_run_keeps_the_prices_that_it_paid(tmp_path: Path) -> None:
+    prices = tmp_path / "spot.csv"
+    prices.write_text("since_start_s,usd_per_h\n0,1\n")
+    settings = config.load(settings_file(tmp_path), [f"pools.spot.prices={prices}"])
+    run = RunDir.into(tmp_path / "run", settings)
+
+    prices.write_text("since_start_s,usd_per_h\n0,100\n")
+
+    assert pool_prices(run.config())["spot"].usd_per_h == (1.0,)
+    assert RunDir.into(tmp_path / "run", settings).path == run.path  # the same settings still
+    prices.unlink()
+    assert pool_prices(RunDir.open(run.path).config())["spot"].usd_per_h == (1.0,)
 
 
 def test_dollars_follow_a_file_of_prices(tmp_path: Path) -> None:

@@ -154,6 +154,17 @@ def test_the_scores_of_a_finished_iteration_are_one_record(
     assert store.get_record(f"scores/{other.id}") is not None
 
 
+def test_what_lacks_a_reward_may_be_scored_anew(store: LatentStore) -> None:
+    whole, failed = make_request(), make_request(prompt_id=1)
+    for request, reward in ((whole, 0.5), (failed, None)):
+        store.put_scores(request, {"digest": request.digest, "rewards": [0.25, reward]})
+
+    store.forget_unscored()
+
+    assert store.known_scores(failed) is None
+    assert (store.known_scores(whole) or {})["rewards"] == [0.25, 0.5]
+
+
 def test_what_a_request_was_scored_first_is_what_it_was_scored(store: LatentStore) -> None:
     request = make_request()
     other = replace(request, guidance=2.0)

@@ -6,22 +6,27 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 
 from graphs.loop import Loop, synchronous
 from runs import NoWatch, outcome, settings_file
 from spotlight import config
 from spotlight.device import protocol
+from spotlight.device.engine import InProcess
 from spotlight.device.modelled import ModelledDevice
 from spotlight.files import read_files
 from spotlight.records import SpotlightError
 from spotlight.rl.prompts import read_prompts
+from spotlight.rl.rewards import Scorer
 from spotlight.run import Run
 from spotlight.store import resuming
-from spotlight.store.rundir import HISTORY, PROMPTS, SPANS, VALIDATION, RunDir
+from spotlight.store.rundir import HISTORY, PROMPTS, SPANS, STARTED, VALIDATION, RunDir
 
 LAST = 3
 """Iterations of `runs.SETTINGS`, of which every one is validated here."""
@@ -29,6 +34,27 @@ LAST = 3
 
 class Killed(BaseException):
     """The driver ends here."""
+
+
+class Server(Scorer):
+    """A reward server that may be out of reach."""
+
+    is_down = False
+
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        if self.is_down:
+            raise ConnectionRefusedError("nobody answers")
+        return [float(image.mean()) / 255 for image in images_BHWC]
+
+
+class DownFrom(NoWatch):
+    """Has the reward server end when a phase begins."""
+
+    def __init__(self, phase: str) -> None:
+        self._phase = phase
+
+    def begin(self, phase: str, iteration: int) -> None:
+        Server.is_down |= phase == self._phase
 
 
 class KilledAt(NoWatch):
@@ -294,3 +320,47 @@ def test_the_hashes_of_prompts_are_of_the_copies(killed: RunDir) -> None:
 
     assert set(hashes) == {"train_sha256", "validation_sha256"}
     assert killed.config().data.train_prompts == str(killed.path / "prompts" / "train.txt")
+
+
+@pytest.mark.parametrize(("phase", "says"), [("validate", "put that right"), ("iterate", "mend the scorer")])
+def test_what_a_reward_server_failed_to_score_is_scored_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, says: str
+) -> None:
+    monkeypatch.setattr(protocol, "_device", InProcess(paced=False))
+    monkeypatch.setattr(Server, "is_down", False)
+    settings = [f"reward.name={__name__}:Server", "reward.attempts=1", "run.iterations=1", "strategy.exploration=off"]
+    run = RunDir.create(config.load(settings_file(tmp_path), settings), 0.0)
+    with pytest.raises(SpotlightError, match=f"nobody answers; {says}"):
+        Loop(run, synchronous, DownFrom(phase)).go()
+    Server.is_down = False
+
+    go_on(run)
+
+    assert len(run.history()) == 1
+
+
+def test_gradients_that_are_not_finite_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_device", InProcess(paced=False))
+    run = RunDir.create(config.load(settings_file(tmp_path), ["run.iterations=1", "strategy.exploration=off"]), 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.nn.utils.clip_grad_norm_", lambda *_: torch.tensor(torch.nan))
+        with pytest.raises(SpotlightError, match="the gradient's norm is nan"):
+            Loop(run, synchronous, NoWatch()).go()
+    assert not list((run.path / "updates").rglob("*.json"))
+
+    go_on(run)
+
+    assert len(run.history()) == 1
+
+
+def test_latents_at_one_place_are_of_one_run_whatever_its_name(tmp_path: Path) -> None:
+    settings = config.load(settings_file(tmp_path), [f"latents.url={tmp_path}/latents"])
+    mine, yours = (RunDir.into(tmp_path / name / "a", settings) for name in ("mine", "yours"))
+
+    assert mine.latents_url != yours.latents_url
+    assert RunDir.open(mine.path).latents_url == mine.latents_url
+    before = mine.latents_url
+    shutil.rmtree(mine.path)
+    assert RunDir.into(mine.path, settings).latents_url != before
+    (yours.path / STARTED).unlink()  # as runs were before they had one
+    assert yours.latents_url == f"{tmp_path}/latents/a"

@@ -324,7 +324,8 @@ def test_latents_go_where_the_settings_say(tmp_path: Path) -> None:
     run = Run(settings_file(tmp_path), overrides).start()
     run.wait()
 
-    assert list((tmp_path / "store" / run.directory.path.name).iterdir())
+    assert Path(run.directory.latents_url.removeprefix("file://")).parent == tmp_path / "store"
+    assert list(Path(run.directory.latents_url.removeprefix("file://")).iterdir())
     assert not (run.directory.path / "latents").exists()
 
 

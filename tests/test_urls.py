@@ -89,6 +89,20 @@ def test_a_lease_whose_machine_is_gone_ends_and_its_owner_finds_out(objects: Obj
     next_.check()
 
 
+def test_a_machine_that_slept_past_its_lease_finds_out_before_it_writes(objects: Objects) -> None:
+    clock = {"now_s": 1000.0}
+    slept, alone = (Lease(objects, "here", lambda: clock["now_s"]) for _ in range(2))
+    slept.take()
+    clock["now_s"] += LEASE_S + 1
+    slept.check()  # nobody took it meanwhile
+    clock["now_s"] += LEASE_S + 1
+    alone.take()
+    alone.release()
+
+    with pytest.raises(SpotlightError, match="is running this run"):
+        slept.check()
+
+
 def test_who_holds_the_same_files_need_not_wait_for_a_lease_to_end(objects: Objects) -> None:
     Lease(objects, "here", lambda: 1000.0).take()
 
@@ -117,6 +131,51 @@ def test_a_journal_comes_in_parts_and_goes_on_elsewhere(
     reader.pull("rows", anew=True)
 
     assert (there / "rows").read_text() == "row 0 of them\n"
+
+
+def write(journal: Path, of: Journals, rows: range) -> None:
+    for row in rows:
+        with journal.open("a") as file:
+            file.write(f"row {row} of them\n")
+        of.push(journal.name)
+
+
+def test_a_journal_goes_on_after_another_machine_had_it(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journals, "PART_BYTES", 100)
+    first, second, third = (Journals(BucketObjects(bucket), tmp_path / name, ()) for name in "abc")
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    write(tmp_path / "a" / "rows", first, range(3))
+    second.pull("rows", anew=True)
+    write(tmp_path / "b" / "rows", second, range(3, 20))
+
+    first.pull("rows", anew=True)
+    write(tmp_path / "a" / "rows", first, range(20, 40))
+    third.pull("rows", anew=True)
+
+    assert (tmp_path / "c" / "rows").read_text().split("\n")[:-1] == [f"row {row} of them" for row in range(40)]
+
+
+def test_a_journal_whose_replacement_was_cut_short_goes_on(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journals, "PART_BYTES", 100)
+    objects, rows = BucketObjects(bucket), tmp_path / "rows"
+    killed, later = Journals(objects, tmp_path, ()), Journals(objects, tmp_path, ())
+    write(rows, killed, range(30))
+    rows.write_text("row 0 of them\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(BucketObjects, "delete", lambda *_: None)
+        killed.replace("rows")
+
+    later.pull("rows", anew=True)
+    write(rows, later, range(1, 9))
+
+    rows.unlink()
+    Journals(objects, tmp_path, ()).pull("rows", anew=True)
+    assert rows.read_text() == "".join(f"row {row} of them\n" for row in range(9))
 
 
 def test_weights_at_a_url_are_published_by_their_manifest_and_kept_by_version(tmp_path: Path, bucket: str) -> None:

@@ -29,6 +29,7 @@ from spotlight.records import (
     Placement,
     Request,
     Sample,
+    SpotlightError,
     Surplus,
     Updated,
     WeightsRef,
@@ -207,7 +208,11 @@ class Training:
         self._resident.changed()
         self._at = None  # half-way through a step, the optimizer's state belongs to none
         tensors = (updates.load(self._run_dir, iteration, each) for each in terms)
-        norm = self._trainer.step(sum(each.rows for each in terms), tensors, iteration=iteration, update=step)
+        try:
+            norm = self._trainer.step(sum(each.rows for each in terms), tensors, iteration=iteration, update=step)
+        except SpotlightError:
+            updates.clear(self._run_dir, iteration)  # a resumed run, with other settings, would find them again
+            raise
         self._norms.append(norm)
         self._at = (ref.version, step + 1)
 

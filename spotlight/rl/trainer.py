@@ -150,7 +150,8 @@ class Trainer:
         if not math.isfinite(norm):
             raise SpotlightError(
                 f"iteration {iteration}, update {update}: the gradient's norm is {norm}, so the weights were left as "
-                'they are: lower train.learning_rate, or set model.dtype = "float32"'
+                'they are: set model.dtype = "float32" if it is not, and resume the run, or begin another one with a '
+                "lower train.learning_rate"
             )
         self._warm_up(iteration * self._settings.updates + update)
         self._optimizer.step()

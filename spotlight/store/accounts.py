@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from json import dumps
 from math import inf, isfinite
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from statistics import median
 from typing import Any
 
-from spotlight.config import Config, PoolsSection
+from spotlight.config import Config, PoolSection, PoolsSection
 from spotlight.files import shown
 from spotlight.market.ledger import (
     Entry,
@@ -77,7 +77,7 @@ class Accounts:
         self._measured_s = 0.0
         self._measured: dict[Interval, dict[str, float]] = {}
         """The last stretch of time that was measured, until more is reported."""
-        self._first_done_s: float | None = None
+        self._first_done_s = min((span.stop_s for span in self._spans if _makes_images(span)), default=None)
         self.running: Mapping[str, int] = {}
         """Tasks in progress, by phase."""
 
@@ -215,8 +215,18 @@ class Accounts:
         """Workers alive now, by pool."""
         return dict(Counter(life.pool for life in self._lives if life.left_s is None))
 
+    def worked_s(self, until_s: float) -> float:
+        """Seconds before a moment in which there was any worker: how long earlier sessions were."""
+        total_s = reached_s = 0.0
+        for life in sorted(self._earlier, key=attrgetter("joined_s")):
+            stop_s = min(until_s, until_s if life.left_s is None else life.left_s)
+            total_s += max(0.0, stop_s - max(life.joined_s, reached_s))
+            reached_s = max(reached_s, stop_s)
+        return total_s
+
     def first_image_s(self, began_s: float) -> float | None:
-        """Seconds from ``began_s`` to the first finished request."""
+        """Seconds to the first finished request, from ``began_s`` or from the first worker, if that came before."""
+        began_s = min([began_s, *(life.joined_s for life in self._earlier)])
         ends = [span.stop_s for span in self._spans if _makes_images(span)]
         if self._first_done_s is not None:
             ends.append(self._first_done_s)
@@ -286,9 +296,22 @@ def pool_prices(config: Config) -> dict[str, Price]:
     Raises:
         SpotlightError: that file is not usable.
     """
-    return {
-        name: read_prices(pool.prices) if pool.prices else Price.constant(pool.usd_per_h) for name, pool in config.pools
-    }
+    return {name: _price(config, f"pools.{name}.prices", pool) for name, pool in config.pools}
+
+
+def _price(config: Config, setting: str, pool: PoolSection) -> Price:
+    """In seconds of the clock that the run has, of which each may stand for several."""
+    if not pool.prices:
+        return Price.constant(pool.usd_per_h)
+    price, scale = read_prices(pool.prices), config.emulated_per_real_s
+    if scale == 1.0 or len(price.times_s) == 1:
+        return price
+    if not price.since_start:
+        raise SpotlightError(
+            f"{setting} = {pool.prices!r}: its times are those of a calendar, and this run's clock is {scale:g} times "
+            "as fast: give since_start_s instead of time, or set pace.speedup = 1"
+        )
+    return replace(price, times_s=tuple(at_s / scale for at_s in price.times_s))
 
 
 def run_ledger(

@@ -27,11 +27,15 @@ class Journals:
         self._pushed: dict[str, tuple[int, int]] = {}
         """Of each journal, where its last part begins, and how much of it is in the store."""
         self._pulled: set[str] = set()
+        self._stale: dict[str, list[str]] = {}
+        """Of each journal, parts in the store that belong to it no more: whoever writes it next removes them."""
 
     def push(self, name: str) -> None:
         """Put what the store lacks of a journal, which begins with what the store has."""
         path = self._directory / name
         size = path.stat().st_size if path.is_file() else 0
+        if stale := self._stale.pop(name, []):
+            self._objects.delete(*stale)
         start, pushed = self._pushed.get(name) or self._in_store(name)
         if name in self._rewritten:
             content = path.read_bytes() if size else b""
@@ -66,14 +70,21 @@ class Journals:
         parts = self._objects.sizes(_folder(name))
         here = path.stat().st_size if path.is_file() else 0
         known = here if name in self._pulled and not anew and name not in self._rewritten else 0
-        content = b""
+        content, last, ours = b"", (0, 0), 0
         for key, size in parts.items():
             start, at = int(key.rpartition("/")[2]), known + len(content)
             if start + size <= known:
+                ours += 1
                 continue
             if start > at or (start < at and content):  # of a journal before it was replaced
                 break
             content += (self._objects.get(key) or b"")[at - start :]
+            last, ours = (start, start + size), ours + 1
+        if anew:  # another may have written it since this one did
+            self._stale[name] = list(parts)[ours:]
+            self._pushed.pop(name, None)
+            if name not in self._rewritten:
+                self._pushed[name] = (last[1] if last[1] - last[0] >= PART_BYTES else last[0], last[1])
         self._pulled.add(name)
         if known and content:
             with path.open("ab") as file:

@@ -236,6 +236,13 @@ class LatentStore:
         known = self.scores(request)
         return known if known and known["digest"] == request.digest else None
 
+    def forget_unscored(self) -> None:
+        """Have the requests of unfinished iterations that lack a reward scored anew when they are asked for again."""
+        for name in run(self._store.names("records/scores")):
+            known = self.get_record(f"scores/{name}")
+            if known and None in known["rewards"]:
+                run(self._store.delete(_record_key(f"scores/{name}")))
+
     def scores_of(self, iteration: int, request: str) -> dict[str, Any] | None:
         """As `scores`, of a request that is known by its id alone."""
         found = self.get_record(f"scores/{request}")

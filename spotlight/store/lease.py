@@ -97,6 +97,8 @@ class Lease:
         Raises:
             SpotlightError: somebody else has the run now, or may have.
         """
+        if self._mine and not self._lost and self._clock() > self._mine.until_s:  # this machine slept
+            self._keep_on()
         if self._lost:
             raise SpotlightError(self._lost)
 
@@ -111,19 +113,19 @@ class Lease:
                     logger.info("the lease could not be given back: %s", error)
 
     def _keep(self) -> None:
-        while not self._ended.wait(RENEW_S):
-            try:
-                self._renew()
-            except Exception as error:  # the store is out of reach: perhaps not for long
-                logger.info("the lease could not be renewed: %s", error)
-                assert self._mine
-                if self._clock() > self._mine.until_s:
-                    where = self._objects.where(_key(self._number))
-                    self._lost = (
-                        f"{where}: could not be renewed for {LEASE_S:g} s, so another may have the run: {error}"
-                    )
-            if self._lost:
-                return
+        while not (self._lost or self._ended.wait(RENEW_S)):
+            self._keep_on()
+
+    def _keep_on(self) -> None:
+        """Renew it, or find that it is lost."""
+        try:
+            self._renew()
+        except Exception as error:  # the store is out of reach: perhaps not for long
+            logger.info("the lease could not be renewed: %s", error)
+            assert self._mine
+            if self._clock() > self._mine.until_s:
+                where = self._objects.where(_key(self._number))
+                self._lost = f"{where}: could not be renewed for {LEASE_S:g} s, so another may have the run: {error}"
 
     def _renew(self, scheduler: str = "") -> None:
         with self._renewing:

@@ -32,7 +32,7 @@ from uuid import uuid4
 
 from spotlight import config
 from spotlight.clock import wall_clock
-from spotlight.files import digest, is_url, read_files
+from spotlight.files import digest, is_url, read_bytes, read_files
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
@@ -60,7 +60,8 @@ SIMULATED = "simulated.json"
 
 JOURNALS = (HISTORY, VALIDATION, SPANS, WORKERS, EVENTS, DECISIONS, QUARANTINED)
 STARTED = "started.json"
-"""Of a run at a URL: put first, so that no two runs have one name."""
+"""Tells a run from others of its name. At a URL it is put first, so that there is one run of a name; in a directory it
+is only there where latents are elsewhere: a `Started`."""
 PUSH_S = 5.0
 """Between two copies of what only a report needs: what a lost machine takes with it."""
 TURN_S = 10.0
@@ -78,6 +79,16 @@ class Simulated:
 
     learning: Literal["modelled", "real"]
     """By a model of learning, or of the model itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """Who a run is."""
+
+    by: str
+    """Digits that no other run has."""
+    latents: str = ""
+    """What its folder below ``latents.url`` is named; empty: as the run, which was before runs had digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +195,11 @@ class RunDir:
                 cls._create_at_once(place, settings)
         run = cls.open(place)
         there = run.config()
-        ours = {"data": there.data, "run": settings.run.model_copy(update={"dir": there.run.dir})}
+        ours = {
+            "data": there.data,
+            "run": settings.run.model_copy(update={"dir": there.run.dir}),
+            "pools": _with_prices(settings.pools, {name: pool.prices for name, pool in there.pools if pool.prices}),
+        }
         if changed := list(config.differences(there, settings.model_copy(update=ours))):
             raise SpotlightError(
                 f"{place}: this run was begun with other settings: {'; '.join(changed)}; give those, or another "
@@ -216,18 +231,24 @@ class RunDir:
         """
         train = read_files(settings.data.train_prompts, "a prompt file")
         validation = read_files(settings.data.validation_prompts, "a prompt file")
-        run = cls(place)
+        prices = {name: read_bytes(pool.prices, "a CSV file of prices") for name, pool in settings.pools if pool.prices}
+        run, by = cls(place), uuid4().hex
         path = run.path
+        started = json.dumps(asdict(Started(by=by, latents=f"{run.name}-{by[:12]}"))).encode()
         try:
             if run._journals:
-                if not run.objects.create(STARTED, json.dumps({"by": uuid4().hex}).encode()) and anew:
+                if not run.objects.create(STARTED, started) and anew:
                     raise FileExistsError
                 shutil.rmtree(path, ignore_errors=True)  # of a run of this name whose objects were deleted
             _make_folder(path.parent)
             path.mkdir(mode=0o777 if settings.run.shared else 0o700)
+            if settings.latents.url and not run._journals:
+                run.objects.put(STARTED, started)
             data = run._keep_prompts(settings.data, train, validation)
-            run._push_files("prompts")
-            run.objects.put(config.RESOLVED, config.dump(settings.model_copy(update={"data": data})).encode())
+            pools = _with_prices(settings.pools, {name: run._keep_prices(name, prices[name]) for name in prices})
+            run._push_files("prompts", "prices")
+            kept = settings.model_copy(update={"data": data, "pools": pools})
+            run.objects.put(config.RESOLVED, config.dump(kept).encode())
         except (FileExistsError, StoreError):
             raise
         except OSError as error:
@@ -256,6 +277,14 @@ class RunDir:
                     written.write(content)
         self.write_json(PROMPTS, PromptHashes(train_sha256=digest(train), validation_sha256=digest(validation)))
         return config.DataSection(train_prompts=kept["train"], validation_prompts=kept["validation"])
+
+    def _keep_prices(self, pool: str, content: bytes) -> str:
+        """Write a file of prices into the directory, since what was paid stays what it was; where it is."""
+        file = f"prices/{pool}.csv"
+        (self.path / "prices").mkdir(exist_ok=True)
+        with atomic_write(self.path / file) as written:
+            written.write(content)
+        return file
 
     def prompt_hashes(self) -> PromptHashes | None:
         """Of the prompts that the run began with; None where nobody wrote them down."""
@@ -300,6 +329,7 @@ class RunDir:
         if anew:
             self._counted.clear()
             self.fetch("prompts")
+            self.fetch("prices")
 
     def fetch(self, name: str) -> Path:
         """The file, or all files below the directory, of this name; those of a run at a URL are brought here."""
@@ -347,9 +377,13 @@ class RunDir:
 
     @property
     def latents_url(self) -> str:
-        """Where this run's latents are: with it, or below the configured URL under its name."""
+        """Where this run's latents are: with it, or below the configured URL in a folder that no other run has."""
         url = self.config().latents.url
-        return f"{url.rstrip('/')}/{self.name}" if url else f"{self.url}/latents"
+        if not url:
+            return f"{self.url}/latents"
+        content = self.objects.get(STARTED)
+        started = from_json(Started, content, self.objects.where(STARTED), "restore it") if content else None
+        return f"{url.rstrip('/')}/{(started and started.latents) or self.name}"
 
     @property
     def simulated(self) -> Literal["", "modelled", "real"]:
@@ -646,6 +680,14 @@ def _no_own_files(directory: Path, root: Path) -> Iterator[str]:
             yield from _no_own_files(Path(entry.path), root)
         elif not (entry.is_file(follow_symlinks=False) or not os.path.lexists(entry.path)):
             yield f"{entry.path}: is a named pipe, a socket or a device, which no run writes: delete it"
+
+
+def _with_prices(pools: config.PoolsSection, files: Mapping[str, str]) -> config.PoolsSection:
+    """The pools with these as their files of prices, those that have one."""
+    given = {name: pool for name, pool in pools if pool.prices and name in files}
+    return pools.model_copy(
+        update={name: pool.model_copy(update={"prices": files[name]}) for name, pool in given.items()}
+    )
 
 
 def _without_links(path: str, flags: int) -> int:
