@@ -521,8 +521,8 @@ class LatentsSection(Section):
     """Where latents are kept, and for how long."""
 
     url: str = ""
-    """Where steps are committed: a path, relative to the settings file, or an fsspec URL; empty means inside the run
-    directory."""
+    """Where steps are committed, each run's in a folder of its own: a path, relative to the settings file, or an fsspec
+    URL; empty means inside the run directory."""
     keep: Literal["clean", "all", "none"] = "clean"
     """What of a finished iteration stays: clean latents, every committed step, or nothing."""
 
@@ -676,11 +676,12 @@ class Config(Section):
                 'strategy.exploration = "stale" runs on spot workers and pools.spot.workers is 0: '
                 'add spot workers, or set strategy.exploration to "blocking" or "off"'
             )
-        if self.model.dtype == "bfloat16" and not self.train.lora_rank:
+        if self.model.dtype != "float32" and not self.train.lora_rank:
             raise ValueError(
-                'model.dtype = "bfloat16" and train.lora_rank = 0: most updates of full weights would be lost in their '
-                "rounding (in a trial, 93 % of the weights never changed); set train.lora_rank, whose weights are "
-                'float32, or model.dtype = "float32"'
+                f'model.dtype = "{self.model.dtype}" and train.lora_rank = 0: most updates of full weights would be '
+                "lost in their rounding (in a trial with bfloat16, 93 % of the weights never changed; with float16, "
+                "most were no numbers after one update); set train.lora_rank, whose weights are float32, or "
+                'model.dtype = "float32"'
             )
         policy = self.run.validate_policy
         if (policy == "old" and not self.train.keeps_old) or (policy == "average" and not self.train.ema_decay):

@@ -310,7 +310,8 @@ def _replace_after_s(pool: PoolSection) -> float:
 
 def _began_s(config: Config) -> float:
     """Where the clock begins: at 0, or where a series of prices does that has a calendar."""
-    calendars = [price.times_s[0] for price in pool_prices(config).values() if len(price.times_s) > 1]
+    prices = pool_prices(config).values()
+    calendars = [price.times_s[0] for price in prices if len(price.times_s) > 1 and not price.since_start]
     return min((time_s for time_s in calendars if time_s > 0), default=0.0)
 
 

@@ -336,6 +336,7 @@ def test_the_examples_are_valid_and_their_prompts_exist(example: Path) -> None:
     ("overrides", "said"),
     [
         (["model.dtype=bfloat16"], 'model.dtype = "bfloat16" and train.lora_rank = 0'),
+        (["model.dtype=float16"], 'model.dtype = "float16" and train.lora_rank = 0'),
         (["rollout.sde_window=[1, 3]", "rollout.sde_window_size=3"], "sde_window_size = 3 does not fit"),
         (["train.algorithm=grpo-guard", "rollout.sampler=cps"], 'rollout.sampler = "sde", and that is "cps"'),
         (["train.algorithm=grpo-guard"], 'rollout.sampler = "ode" has none'),

@@ -127,6 +127,16 @@ def test_the_embedded_model_takes_what_was_measured_on_a_core() -> None:
     assert embedded.score_s(8) == pytest.approx(8 * OCR_SCORE_S)
 
 
+def test_preferences_are_trained_on_by_pairs_alone() -> None:
+    kept = ["rollout.seeds_kept=24", "rollout.seeds_kept=24", "train.dpo_pairs=3"]
+    pairs, all_of_them = (
+        TaskDurations(config.load(EXAMPLES / "ocr-tiny.toml", [*kept, *more]))
+        for more in (["train.algorithm=dpo"], ["train.algorithm=dpo", "train.dpo_pairs=12"])
+    )
+
+    assert pairs.train_s(24) == pytest.approx(all_of_them.train_s(24) / 4)
+
+
 def test_a_run_of_its_own_model_takes_the_gpus_of_its_pools() -> None:
     overrides = ["pools.reserved.gpu=h100-aws", "pools.spot.gpu=a100-80gb"]
     durations = TaskDurations(config.load(EXAMPLES / "qwen-image-ocr.toml", overrides))

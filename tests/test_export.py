@@ -276,6 +276,17 @@ def test_a_sample_sheet_shows_the_run_before_and_after(pipeline: Path, tmp_path:
     assert not np.array_equal(before[:, :32], before[:, 32 + GAP_PX :])
 
 
+def test_a_sample_is_of_the_policy_that_was_validated(pipeline: Path, tmp_path: Path) -> None:
+    run_dir = make_run(pipeline, tmp_path, versions=3)  # version 2 samples with the weights of version 1
+
+    sheets = [
+        np.asarray(Image.open(sample(run_dir, 'a "4"', tmp_path / f"{version}.png", seeds=[0], version=version)))
+        for version in (1, 2)
+    ]
+
+    assert np.array_equal(sheets[0], sheets[1])
+
+
 def test_a_sample_of_weights_that_are_not_there_says_which_are(pipeline: Path, tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match="no weights version 7; it has 0, 1"):
         sample(make_run(pipeline, tmp_path), 'a "4"', tmp_path / "sheet.png", seeds=[0], version=7)

@@ -30,6 +30,10 @@ def test_a_listed_price_depends_on_gpu_and_pool() -> None:
     assert usd_per_h("h100", "spot") == pytest.approx(5.32 / 2)
 
 
+def test_a_gpu_that_only_scores_costs_what_a_reserved_one_does() -> None:
+    assert usd_per_h("h100", "reward") == usd_per_h("h100", "reserved")
+
+
 def test_an_unlisted_gpu_is_refused_with_those_that_are() -> None:
     with pytest.raises(ValueError, match=r"pools\.spot\.gpu = 'h99'.*'h100'.*pools\.spot\.usd_per_h yourself"):
         usd_per_h("h99", "spot")

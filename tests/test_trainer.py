@@ -35,7 +35,9 @@ from batches import (
 )
 from spotlight.config import TrainSection
 from spotlight.records import Sampler, SpotlightError
-from spotlight.rl.algorithms import Rows, TrainingBatch
+from spotlight.rl import gradients
+from spotlight.rl.algorithms import Rows, TrainingBatch, objective
+from spotlight.rl.algorithms.base import Objective
 from spotlight.rl.algorithms.noising import noised
 from spotlight.rl.flow import initial_noise, sde_step
 from spotlight.rl.gradients import part_gradient
@@ -595,6 +597,36 @@ def test_grpo_without_stochastic_steps_is_refused() -> None:
 
     with pytest.raises(SpotlightError, match=r'sampler "ode" left none: set rollout\.sampler'):
         make_trainer(model, algorithm="grpo").update(make_batch(model, sampler="ode"), iteration=0)
+
+
+class Shrunk:
+    """An objective whose losses are so many times smaller, as those of larger images or parts are."""
+
+    def __init__(self, whole: Objective, times: float) -> None:
+        self._whole, self._times = whole, times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def loss(self, rows: Rows) -> Tensor:
+        return self._whole.loss(rows) / self._times
+
+
+def test_a_float16_network_has_gradients_however_many_rows_their_part_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = 2.0**15
+    settings, found = TrainSection(lora_rank=4), {}
+    for dtype in (torch.float32, torch.float16):
+        model = TinyText.load("", torch.device("cpu"), dtype)
+        model.make_trainable(rank=4, alpha=0, seed=1)
+        batch = make_batch(model, sampler="ode")
+        with monkeypatch.context() as patch:
+            patch.setattr(gradients, "objective", lambda *args, **named: Shrunk(objective(*args, **named), times))
+            made = part_gradient(model, settings, batch, seed=5, iteration=0, old=None)
+        found[dtype] = torch.cat([made.tensors[name].flatten() for name in sorted(made.tensors)]) * times
+
+    cosine = torch.nn.functional.cosine_similarity(found[torch.float16], found[torch.float32], dim=0)
+    assert cosine > 0.99
+    assert found[torch.float16].norm() == pytest.approx(found[torch.float32].norm().item(), rel=0.05)
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone() -> None:

@@ -30,7 +30,7 @@ def price_list() -> Mapping[str, Mapping[str, Any]]:
 
 
 def usd_per_h(gpu: str, pool: str) -> float:
-    """The listed price of one GPU in a pool.
+    """The listed price of one GPU in a pool; in any but "spot", of a reserved one.
 
     Raises:
         ValueError: there is no such GPU in the list; the text names those that are.
@@ -41,7 +41,7 @@ def usd_per_h(gpu: str, pool: str) -> float:
             f"pools.{pool}.gpu = {gpu!r} is not in the price list, which has {known}: "
             f"choose one of them, or give pools.{pool}.usd_per_h yourself"
         )
-    return float(price_list()[gpu][pool])
+    return float(price_list()[gpu]["spot" if pool == "spot" else "reserved"])
 
 
 def read_prices(path: str | Path) -> Price:

@@ -206,6 +206,8 @@ class TaskDurations:
         }
         self._timesteps = config.rollout.stochastic_steps if train.is_stepwise else train.timesteps
         self._looks = _looks(train)
+        pairs = min(train.dpo_pairs, config.rollout.seeds_kept // 2)
+        self._trained_share = 2 * pairs / config.rollout.seeds_kept if train.algorithm == "dpo" else 1.0
         self._score_s = (SCORE_S if pace.score_s is None else pace.score_s) if paced else OCR_SCORE_S
         self._speedup = config.emulated_per_real_s
         self._steps: dict[tuple[int, int, Pool], float] = {}
@@ -230,7 +232,7 @@ class TaskDurations:
         """Seconds that so many workers together take for the gradient of so many samples.
 
         To compare with an older policy takes one more forward pass, and with the reference another. DiffusionNFT does
-        without the older one in one update of the very policy that sampled.
+        without the older one in one update of the very policy that sampled. Diffusion-DPO trains on pairs alone.
         """
         per_sample_s = train_s(
             self._model,
@@ -243,7 +245,7 @@ class TaskDurations:
         )
         gpu = self._gpus["reserved"]
         efficiency = parallel_efficiency(self._model, *self._size, width=width, gpu=gpu) if width > 1 else 1.0
-        return samples * per_sample_s / (width * efficiency * self._speedup)
+        return samples * self._trained_share * per_sample_s / (width * efficiency * self._speedup)
 
     # What the system itself costs, on top of the work
 

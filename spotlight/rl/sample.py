@@ -41,7 +41,7 @@ def sample(
     model.preload([prompt])
     model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
     rows = [draw(model, settings, prompt, seeds, steps)]
-    model.load_trainable(weights.load(run.url, ref, "trainable"))
+    model.load_trainable(weights.load(run.url, ref, weights.PARTS[settings.validation_policy]))
     rows.append(draw(model, settings, prompt, seeds, steps))
     Image.fromarray(sheet(rows)).save(to)
     return to
