@@ -94,7 +94,7 @@ class TasksChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerJoined:
-    """A worker came; its address was never used before, its name may have been."""
+    """A worker came; its name may have been another's, and so may its address."""
 
     at_s: float
     address: str

@@ -42,7 +42,7 @@ class Journal:
 
     def __init__(self) -> None:
         self.lives: dict[str, WorkerLife] = {}
-        """Of all workers there were, by address."""
+        """Of all workers there were, by address; of an earlier one at an address, by that and a time."""
         self.spans: list[Span] = []
         """Since the last `drain`, as are the events."""
         self.events: list[dict[str, Any]] = []
@@ -53,6 +53,8 @@ class Journal:
         self._numbered = 0
 
     def joined(self, at_s: float, address: str, worker: str, pool: str) -> None:
+        if address in self.lives:  # of one that is gone
+            self.lives[f"{address} until {at_s}"] = self.lives.pop(address)
         self.lives[address] = WorkerLife(worker=worker, pool=pool, joined_s=at_s, left_s=None, reason="")
         self.event(at_s, "joined", worker=worker)
 

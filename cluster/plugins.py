@@ -116,6 +116,7 @@ class DispatchPlugin(SchedulerPlugin):
             self._clock,
             run=self._run,
             session=self._session,
+            members=lambda: [*self._nodes, *self._scorers, *self._heads],
             evict=self._evicting.append,
             wake_at=self._wake_at,
         )
@@ -210,6 +211,7 @@ class DispatchPlugin(SchedulerPlugin):
         else:
             self._nodes[worker] = node
         self._heartbeats.note_ready(worker)
+        self._unavailable.discard(worker)  # whoever joins is taken to be available: the dispatcher is told anew
         self._tell(WorkerJoined(at_s=at_s, address=worker, name=name, pool=pool, node=node, host=host, job=job))
         self._scheduler.log_event(HEARD_OF, name)
         # Dask looks for tasks that a worker may run when it comes, and not when it gets its resources.
@@ -272,14 +274,21 @@ class DispatchPlugin(SchedulerPlugin):
         self._tell_availability()
         self._tell(TimePassed(at_s=self._clock()))
 
-    def _tell_availability(self) -> None:
-        """Look at each worker: Dask tells plugins neither of a change in its status nor of tasks that are not ours."""
+    def _tell_availability(self) -> bool:
+        """Look at each worker: Dask tells plugins neither of a change in its status nor of tasks that are not ours.
+
+        Returns:
+            Whether anything has changed.
+        """
+        changed = False
         for address, state in self._scheduler.workers.items():
             available = state in self._scheduler.running and not self._has_foreign_tasks(state)
             if available == (address in self._unavailable):
                 (self._unavailable.discard if available else self._unavailable.add)(address)
                 event = WorkerAvailable(at_s=self._clock(), address=address, available=available)
                 self._calls.carry_out(self._dispatch.handle(event))
+                changed = True
+        return changed
 
     def _has_foreign_tasks(self, state: WorkerState) -> bool:
         return any(not self._dispatch.knows(task.key) for task in state.processing)
@@ -302,6 +311,8 @@ class DispatchPlugin(SchedulerPlugin):
             if self._heartbeats.is_worth_telling(paused_s):
                 self._dispatch.journal.event(now_s, "paused", lost_s=paused_s)
         self._look_at_quiet(now_s)
+        if self._tell_availability():
+            self.schedule_decision()
         for address, state in list(self._scheduler.workers.items()):
             silent_s = self._heartbeats.silent_s(address, state.last_seen)
             if silent_s > self._rules.hang_after_s:
@@ -402,7 +413,9 @@ class DispatchPlugin(SchedulerPlugin):
         """Why the run cannot go on: nothing begins though all is there, or none of the reserved workers that are there
         can take part; else empty."""
         now_s = self._clock()
-        if self._quiet.is_over(now_s) and now.waiting and not self._running(now_s) and not self._waiting_for(now):
+        busy = not self._unavailable.isdisjoint((*self._nodes, *self._scorers))  # with what is not ours
+        idle = not (busy or self._running(now_s) or self._waiting_for(now))
+        if self._quiet.is_over(now_s) and now.waiting and idle:
             return f"{self._waits(now_s)}, and all workers are there; what was committed is kept"
         reserved = {address for address, state in self._scheduler.workers.items() if "reserved" in state.resources}
         if not reserved or "reserved" in now.pools or not reserved <= self._refused.keys():

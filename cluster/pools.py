@@ -247,8 +247,8 @@ class Pools:
         with contextlib.suppress(
             OSError, SpotlightError, ValueError
         ):  # a scheduler that is gone, or back, has ended it too
+            self.client.unregister_scheduler_plugin(PagePlugin.name)  # first, or it would be the next run's
             self._ask("spotlight_close")
-            self.client.unregister_scheduler_plugin(PagePlugin.name)
 
     def _ask(self, name: str, **facts: Any) -> Any:
         """
@@ -285,7 +285,7 @@ class Head:
 
     async def _keep(self) -> None:
         while True:
-            with contextlib.suppress(OSError, TimeoutError, ValueError):  # ValueError: its former self is still there
+            with contextlib.suppress(OSError, TimeoutError, ValueError, RuntimeError):  # its former self is still there
                 async with self._worker() as worker:
                     await worker.finished()
             await asyncio.sleep(RETRY_S)

@@ -1,6 +1,7 @@
 """Which workers there are, which of them are idle, and who holds which weights; it decides and sends nothing.
 
-A worker is idle that takes tasks, has none, and is not under notice. Its address is its own, another may take its name.
+A worker is idle that takes tasks, has none, and is not under notice. Another may take its name, and, where ports are
+few, its address, when it is gone.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Roster:
             idle=Idle(worker=event.name, pool="spot" if event.pool == "spot" else "reserved", node=event.node),
         )
         self.workers[event.address] = worker
+        self.hung.discard(event.address)
         if event.pool != "head":
             self.by_name[event.name] = worker
             self.leaving.discard(event.name)

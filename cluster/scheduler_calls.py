@@ -41,6 +41,7 @@ class SchedulerCalls:
 
     Args:
         run: name of the run, and `session`, which start of it: orders carry both.
+        members: addresses of the workers that take part. Others on the cluster know no orders, and would end of one.
         evict: is told of each worker that is to be ended.
         wake_at: is told when time is to be told of.
     """
@@ -52,11 +53,12 @@ class SchedulerCalls:
         *,
         run: str,
         session: str,
+        members: Callable[[], Iterable[str]],
         evict: Callable[[Evict], None],
         wake_at: Callable[[float], None],
     ) -> None:
         self._scheduler, self._clock, self._run, self._session = scheduler, clock, run, session
-        self._evict, self._wake_at = evict, wake_at
+        self._members, self._evict, self._wake_at = members, evict, wake_at
 
     def carry_out(self, instructions: Iterable[Instruction]) -> None:
         """In their order."""
@@ -110,7 +112,7 @@ class SchedulerCalls:
             task.resource_restrictions, task.worker_restrictions = dict(GATE), None
 
     def _order_all(self, order: Order) -> None:
-        for address in self._scheduler.workers:
+        for address in self._members():
             self._order(address, order)
 
     def _order(self, address: str, order: Order) -> None:

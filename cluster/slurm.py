@@ -119,33 +119,31 @@ class SlurmJobs(ProcessInterface):
         await super().close()
 
     async def _keep(self) -> None:
-        clock = asyncio.get_running_loop().time
         failures = 0
         while failures < FAILURES_MAX:
             await self._wanted.wait()
-            began_s = clock()
-            cause = await self._submit_and_wait()
+            cause, ran_s = await self._submit_and_wait()
             if not self._wanted.is_set():
                 continue
-            well = clock() - began_s > WELL_S
+            well = ran_s > WELL_S
             wait_s = again_s(0 if well else failures)
             failures = 0 if well else failures + 1
             logger.info("%s: its job ended (%s); another is submitted in %.0f s", self._name, cause, wait_s)
             await asyncio.sleep(wait_s)
         self.failure = f"pools.{self._job['pool']}.slurm: {failures} jobs in a row ended at once: {cause}"
 
-    async def _submit_and_wait(self) -> str:
-        """Returns why it is over."""
+    async def _submit_and_wait(self) -> tuple[str, float]:
+        """Returns why it is over, and for how many seconds it ran: its time in the queue does not count."""
         self._running = worker_job(self._scheduler, **self._job)
         self._submitting = asyncio.ensure_future(self._running.start())
         try:
             await asyncio.shield(self._submitting)
-        except RuntimeError as error:
+        except (RuntimeError, OSError, ValueError) as error:  # refused, not to be asked, or no number in the answer
             self._running = None
-            return slurms_words(str(error))
-        await _end_of(str(self._running.job_id))
+            return slurms_words(str(error)), 0.0
+        ran_s = await _end_of(str(self._running.job_id))
         job, self._running = self._running, None
-        return f"job {job.job_id}; its output is in {self._job['run_dir']}/slurm"
+        return f"job {job.job_id}; its output is in {self._job['run_dir']}/slurm", ran_s
 
 
 def again_s(failures: int) -> float:
@@ -162,40 +160,48 @@ async def _scancel(*arguments: str) -> None:
             await asked.wait()
 
 
-async def _end_of(job: str) -> None:
+async def _end_of(job: str) -> float:
+    """Wait for it; returns for how many seconds it was seen to be more than pending."""
+    clock, began_s = asyncio.get_running_loop().time, None
     while True:
         await asyncio.sleep(POLL_S)
         there = await _queue.look()
         if there is not None and job not in there:
-            return
+            return 0.0 if began_s is None else clock() - began_s
+        if there is not None and began_s is None and there[job] not in QUEUED:
+            began_s = clock()
+
+
+QUEUED = ("PENDING", "CONFIGURING")
+"""States of a job that has not begun."""
 
 
 class _Queue:
     """Which of this user's jobs there are; asked at most every `POLL_S`, however many want to know."""
 
     def __init__(self) -> None:
-        self._looking: asyncio.Task[frozenset[str] | None] | None = None
+        self._looking: asyncio.Task[dict[str, str] | None] | None = None
         self._looked_s = 0.0
 
-    async def look(self) -> frozenset[str] | None:
-        """Numbers of the jobs that wait or run; None if Slurm does not answer, which says nothing of the jobs."""
+    async def look(self) -> dict[str, str] | None:
+        """The states of the jobs that wait or run, by number; None if Slurm does not answer, which says nothing."""
         loop = asyncio.get_running_loop()
         if self._looking is None or self._looking.get_loop() is not loop or loop.time() > self._looked_s + POLL_S / 2:
             self._looked_s = loop.time()
             self._looking = loop.create_task(self._ask())
         return await asyncio.shield(self._looking)
 
-    async def _ask(self) -> frozenset[str] | None:
+    async def _ask(self) -> dict[str, str] | None:
         try:
             async with asyncio.timeout(ANSWER_S):
                 pipe = asyncio.subprocess.PIPE
                 asked = await asyncio.create_subprocess_exec(
-                    "squeue", "--me", "--noheader", "--format=%A", stdout=pipe, stderr=pipe
+                    "squeue", "--me", "--noheader", "--format=%A %T", stdout=pipe, stderr=pipe
                 )
                 answer, _ = await asked.communicate()
         except (OSError, TimeoutError):
             return None
-        return frozenset(answer.decode().split()) if asked.returncode == 0 else None
+        return dict(line.split(maxsplit=1) for line in answer.decode().splitlines()) if asked.returncode == 0 else None
 
 
 _queue = _Queue()

@@ -22,8 +22,12 @@ from distributed import Client, Scheduler
 from browser import CHROMIUM, Page, browser
 from cluster.dashboard import text
 from cluster.dashboard.facts import ROWS_MAX, Facts, Recovery, head_count, lanes, recoveries
+from cluster.dashboard.lanes import Lanes
 from cluster.dashboard.metrics import exposition
 from cluster.dashboard.plugin import PAGE, PagePlugin, pages
+from cluster.dispatch import Dispatch
+from cluster.journal import Label
+from cluster.rules import Rules
 from kills import client_of, process_of
 from runs import settings_file, wait_for
 from spotlight.records import Explored, Kept, Prompt, Selection, Stopped, WorkerLife
@@ -220,6 +224,40 @@ def test_the_page_is_mounted_on_a_scheduler_that_already_runs(monkeypatch: pytes
     assert status == 200
     assert "panel-lanes" in page
     assert f'<a href="{PAGE}">' in theirs
+
+
+def test_the_page_is_below_the_prefix_of_dasks_pages() -> None:
+    async def mount() -> dict[str, int]:
+        options: Any = {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0"}
+        async with Scheduler(**options, http_prefix="/hub/me") as scheduler:
+            server: Any = scheduler.http_server
+            async with Client(scheduler.address, asynchronous=True) as client:
+                await client.register_plugin(PagePlugin())
+                paths = ("hub/me/status", f"hub/me/{PAGE}", f"hub/me/individual-{PAGE}-lanes", "hub/me/metrics")
+                return {
+                    path: (await asyncio.to_thread(_get, f"http://127.0.0.1:{server.port}/{path}"))[0] for path in paths
+                }
+
+    assert set(asyncio.run(mount()).values()) == {200}
+
+
+def test_a_page_that_is_open_goes_on_with_the_next_run() -> None:
+    runs = [Dispatch(Rules()), Dispatch(Rules())]
+    facts = Facts(lambda: runs[0], clock=lambda: 100.0)
+    for number, dispatch in enumerate(runs):
+        dispatch.journal.joined(0.0, "tcp://a", f"spot-{number}", "spot")
+        for _ in range(3 - number):
+            label = Label("spot", "rollout", 0)
+            dispatch.journal.span(("rollout", 0), label, None, "tcp://a", 1.0, 2.0, "done")
+    shown = Lanes(facts)
+    shown.update()
+    before = list(shown._done.data["worker"])
+
+    runs.pop(0)
+    shown.update()
+
+    assert before == ["spot-0"] * 3
+    assert list(shown._done.data["worker"]) == ["spot-1"] * 2
 
 
 def _get(url: str) -> tuple[int, str]:

@@ -356,6 +356,19 @@ def test_a_window_that_ends_is_looked_at_then() -> None:
     assert 15.0 < wake.at_s < 15.1
 
 
+def test_a_worker_at_an_address_that_another_had_is_another_worker() -> None:
+    cluster = Cluster(hang_after_s=5.0)
+    silent = WorkerSilent(at_s=9.0, address="tcp://a", silent_s=6.0)
+    for _ in range(2):
+        cluster.join("a")
+        assert [type(i) for i in cluster.tell(silent)] == [Evict]
+        cluster.lose("a")
+
+    lives = [life for life in cluster.dispatch.journal.lives.values() if life.worker == "a"]
+    assert [life.reason for life in lives] == ["lost", "lost"]
+    assert cluster.dispatch.snapshot().preemptions == 2
+
+
 @pytest.mark.parametrize(("silent_s", "ended"), [(3.0, False), (5.1, True)])
 def test_a_worker_is_ended_after_the_limit_of_silence(silent_s: float, ended: bool) -> None:
     cluster = Cluster(hang_after_s=5.0)

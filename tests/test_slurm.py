@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import cluster.slurm
 from cluster.slurm import again_s, worker_line
 from leftovers import OURS, marked
 from private_slurm import missing, private_slurm
@@ -211,6 +213,21 @@ def test_a_worker_that_is_killed_starts_again_in_its_job_and_one_that_fails_or_i
     assert step.startswith("srun --ntasks=2")
     assert (tmp_path / "tries").read_text().split() == ["spot-5"] * tries
     assert done.returncode == status
+
+
+@pytest.mark.parametrize(("states", "ran"), [(["PENDING"] * 4, False), (["PENDING", "RUNNING", "RUNNING"], True)])
+def test_the_time_in_the_queue_is_no_time_that_a_job_ran(
+    monkeypatch: pytest.MonkeyPatch, states: list[str], ran: bool
+) -> None:
+    answers = iter([*({"7": state} for state in states), None, {}])
+
+    async def look() -> dict[str, str] | None:
+        return next(answers)
+
+    monkeypatch.setattr(cluster.slurm, "POLL_S", 0.01)
+    monkeypatch.setattr(cluster.slurm._queue, "look", look)
+
+    assert (asyncio.run(cluster.slurm._end_of("7")) > 0) == ran
 
 
 def test_a_job_is_submitted_again_ever_later() -> None:

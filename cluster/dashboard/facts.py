@@ -76,6 +76,11 @@ class Facts:
         """The dispatcher, or one that knows nothing."""
         return self._find() or NOTHING
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a run goes on."""
+        return self._find() is not None
+
     def take(self, rows: Iterable[Row]) -> None:
         """Add the driver's rows; of the same kind and id, the last counts. A run of another name begins anew."""
         for row in rows:

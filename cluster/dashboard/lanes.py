@@ -36,7 +36,7 @@ class Lanes:
 
     def __init__(self, facts: Facts, *, title: str = "") -> None:
         self._facts = facts
-        self._sent = 0
+        self._sent, self._of = 0, facts.dispatch
         self._lives: list[Any] = []
         self._window_s = WINDOWS_S["5 min"]
         self._x_range = Range1d(start=0.0, end=1.0)
@@ -95,6 +95,8 @@ class Lanes:
 
     def update(self) -> None:
         now_s, zero_s = self._facts.clock(), self._facts.zero_s()
+        if self._facts.has_run and self._facts.dispatch is not self._of:
+            self._begin_anew()
         self._follow(now_s - zero_s)
         self._set_lanes(zero_s)
         self._send_spans(zero_s)
@@ -103,6 +105,12 @@ class Lanes:
         joints = _joints(self._current_joints(doing, zero_s))
         if joints != self._joints_now.data:
             self._joints_now.data = joints
+
+    def _begin_anew(self) -> None:
+        """Another run has the scheduler: its spans are counted from the first again."""
+        self._of, self._sent, self._lives = self._facts.dispatch, 0, []
+        self._formings.clear()
+        self._done.data, self._joints.data = _bars(()), _joints(())
 
     def _send_now(self, doing: Iterable[Doing], zero_s: float) -> None:
         """Bars of what is at work, without an end; sent when it has changed."""

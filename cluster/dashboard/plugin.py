@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from distributed import Scheduler, SchedulerPlugin
 
@@ -42,8 +43,7 @@ class PagePlugin(SchedulerPlugin):
     name = "spotlight-page"
 
     async def start(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self.facts = Facts(self._dispatch)
+        self.facts = _facts(scheduler)
         scheduler.handlers[ROWS] = self.take
         if hasattr(scheduler, "http_application"):
             _mount(scheduler)
@@ -51,10 +51,6 @@ class PagePlugin(SchedulerPlugin):
     def take(self, rows: list[Row]) -> None:
         """Rows of the driver; see `Facts.take`."""
         self.facts.take(rows)
-
-    def _dispatch(self) -> Dispatch | None:
-        found = [plugin for plugin in self._scheduler.plugins.values() if isinstance(plugin, DispatchPlugin)]
-        return found[-1].shown if found else None
 
 
 def pages() -> dict[str, Callable[..., None]]:
@@ -70,7 +66,10 @@ def _mount(scheduler: Scheduler) -> None:
 
     Pages need Bokeh; without it the metrics are there all the same.
     """
-    _mount_metrics(scheduler)
+    prefix = _prefix(scheduler)
+    if scheduler not in _measured:
+        _mount_metrics(scheduler, prefix)
+        _measured.add(scheduler)
     try:
         from distributed.dashboard.core import BokehApplication
         from distributed.dashboard.scheduler import template_variables
@@ -89,16 +88,28 @@ def _mount(scheduler: Scheduler) -> None:
     variables["plots"] += [
         {"url": url, "name": url.removeprefix("individual-").replace("-", " ").title()} for url in added
     ]
-    application = BokehApplication(pages(), scheduler, template_variables=variables)
+    application = BokehApplication(pages(), scheduler, prefix=prefix, template_variables=variables)
     scheduler.http_application.add_application(application)
     application.initialize(IOLoop.current())
     application.start()
 
 
+_measured: WeakSet[Scheduler] = WeakSet()
+"""Those whose metrics have ours beside them."""
+_known: WeakKeyDictionary[Scheduler, Facts] = WeakKeyDictionary()
+
+
 def _facts(scheduler: Scheduler) -> Facts:
-    """Of this scheduler's plugin; of no run, where it has none."""
-    plugin = scheduler.plugins.get(PagePlugin.name)
-    return plugin.facts if isinstance(plugin, PagePlugin) else Facts(lambda: None)
+    """Of this scheduler, whatever run it has: pages that are open go on with the next one."""
+    if scheduler not in _known:
+        _known[scheduler] = Facts(partial(_dispatch, ref(scheduler)))
+    return _known[scheduler]
+
+
+def _dispatch(scheduler: ref[Scheduler]) -> Dispatch | None:
+    there = scheduler()
+    found = [plugin for plugin in there.plugins.values() if isinstance(plugin, DispatchPlugin)] if there else []
+    return found[-1].shown if found else None
 
 
 def _page_document(scheduler: Scheduler, extra: Mapping[str, Any], document: Any) -> None:
@@ -138,7 +149,13 @@ def _add(document: Any, name: str, scheduler: Scheduler, *, titled: bool = False
     return panel
 
 
-def _mount_metrics(scheduler: Scheduler) -> None:
+def _prefix(scheduler: Scheduler) -> str:
+    """What the addresses of Dask's pages begin with, as ``/hub/me``: `dask scheduler --dashboard-prefix` says it."""
+    found = (getattr(app, "prefix", "") for app in scheduler.http_application.applications)
+    return next(("/" + prefix.strip("/") for prefix in found if prefix.strip("/")), "")
+
+
+def _mount_metrics(scheduler: Scheduler, prefix: str) -> None:
     """Add our figures to what Dask says at ``/metrics``, which is nothing where prometheus_client is not installed."""
     from distributed.http.scheduler import prometheus
 
@@ -151,4 +168,6 @@ def _mount_metrics(scheduler: Scheduler) -> None:
             super().get()
             self.write("\n" + exposition(_facts(scheduler)))
 
-    scheduler.http_application.add_handlers(".*$", [(path, Metrics, {"dask_server": scheduler})])
+    scheduler.http_application.add_handlers(
+        ".*$", [(f"{prefix}/{path.strip('/')}", Metrics, {"dask_server": scheduler})]
+    )

@@ -1,0 +1,141 @@
+"""What the plugin on the scheduler does about workers that others use, too: a scheduler and workers in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from distributed import Client, Scheduler, Status, Worker
+
+from cluster.messages import ORDER, PLACE, READY
+from cluster.plugins import WATCH_S, DispatchPlugin
+from cluster.rules import Rules
+
+WAIT_S = 30.0
+
+
+class Live:
+    """A scheduler with the plugin, and workers that say that they are ready as a member of a run does."""
+
+    def __init__(self, scheduler: Scheduler, client: Client, stack: AsyncExitStack) -> None:
+        self.scheduler, self.client, self._stack = scheduler, client, stack
+
+    @property
+    def plugin(self) -> DispatchPlugin:
+        plugin = self.scheduler.plugins[DispatchPlugin.name]
+        assert isinstance(plugin, DispatchPlugin)
+        return plugin
+
+    async def worker(self, name: str, **resources: float) -> Worker:
+        worker = Worker(
+            self.scheduler.address, name=name, nthreads=1, resources=resources, dashboard=False, memory_limit=0
+        )
+        return await self._stack.enter_async_context(worker)
+
+    async def member(self, name: str, pool: str, *, foreign_s: float = 0.0) -> Worker:
+        """
+        Args:
+            foreign_s: how long it is busy with what is no task of the run when it joins.
+        """
+        worker = await self.worker(name, **{pool: 1})
+        if foreign_s:
+            self.foreign = self.client.submit(time.sleep, foreign_s, workers=[worker.address], pure=False)
+            await until(lambda: worker.state.executing_count)
+            self.plugin.schedule_decision()  # it looks at all workers that there are
+            await asyncio.sleep(0.1)
+        await worker.set_resources(engine=1)
+        worker.stream_handlers[ORDER] = worker.stream_handlers[PLACE] = _ignore
+        worker.batched_send({"op": READY, "session": "s", "pool": pool, "node": "n"})
+        await until(lambda: name in self.plugin.snapshot().workers)
+        return worker
+
+    async def rolled_out(self, requests: int, *, name: str = "rollout-0") -> list[str]:
+        """Names of the workers that did each."""
+        keys = [(name, index) for index in range(requests)]
+        annotations: dict[str, Any] = {"pool": "any", "phase": "rollout", "iteration": 0, "shards": 1, "widths": [1]}
+        calls = {key: (_name_of_worker, key[1]) for key in keys}
+        layer = MaterializedLayer(calls, annotations=annotations | {"resources": {"gate": 1}})
+        futures: Any = self.client.get(HighLevelGraph({name: layer}, {name: set()}), keys, sync=False)
+        return list(await asyncio.wait_for(self.client.gather(futures), WAIT_S))
+
+
+def _ignore(**_: Any) -> None:
+    """Takes an order, or a place in a gang."""
+
+
+def _name_of_worker(_: int) -> str:
+    from distributed import get_worker
+
+    time.sleep(0.2)
+    return str(get_worker().name)
+
+
+def _plus_one(value: int) -> int:
+    return value + 1
+
+
+async def until(what: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not what():
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def live() -> AsyncIterator[Live]:
+    async with AsyncExitStack() as stack:
+        scheduler = await stack.enter_async_context(
+            Scheduler(host="127.0.0.1", port=0, dashboard_address=None, protocol="tcp")
+        )
+        client = await stack.enter_async_context(Client(scheduler.address, asynchronous=True, set_as_default=False))
+        plugin = DispatchPlugin("run", "s", Rules(), owner=client.id, driver="me", member="m")
+        await client.register_plugin(plugin)
+        yield Live(scheduler, client, stack)
+
+
+def test_workers_that_take_no_part_are_sent_no_orders() -> None:
+    async def stopped() -> tuple[Status, int]:
+        async with live() as there:
+            await there.member("spot-0", "spot")
+            other = await there.worker("somebody-elses")
+            (data,) = await there.client.scatter([1], workers=[other.address])
+            there.plugin.stop()
+            found = await asyncio.wait_for(there.client.submit(_plus_one, data, workers=[other.address]), WAIT_S)
+            return other.status, found
+
+    assert asyncio.run(stopped()) == (Status.running, 2)
+
+
+def test_a_worker_that_joins_busy_with_something_else_gets_nothing_until_it_is_free() -> None:
+    async def run() -> tuple[set[str], set[str]]:
+        async with live() as there:
+            await there.member("spot-0", "spot", foreign_s=3.0)
+            await there.member("reserved-0", "reserved")
+            beside = await there.rolled_out(4)
+            await there.foreign
+            await asyncio.sleep(3 * WATCH_S)
+            return set(beside), set(await there.rolled_out(4, name="rollout-1"))
+
+    assert asyncio.run(run()) == ({"reserved-0"}, {"reserved-0", "spot-0"})
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_what_waits_for_a_busy_worker_begins_soon_after_it_is_free(paused: bool) -> None:
+    async def run() -> tuple[list[str], str]:
+        async with live() as there:
+            worker = await there.member("spot-0", "spot", foreign_s=0.0 if paused else 2.0)
+            if paused:
+                worker.status = Status.paused
+                there.plugin.schedule_decision()
+                asyncio.get_running_loop().call_later(2.0, setattr, worker, "status", Status.running)
+                await asyncio.sleep(0.2)
+            began_s = time.monotonic()
+            done = await there.rolled_out(2)
+            assert time.monotonic() - began_s > 1.0
+            return done, there.plugin.status()["hopeless"]
+
+    assert asyncio.run(run()) == (["spot-0", "spot-0"], "")
