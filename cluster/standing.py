@@ -36,7 +36,7 @@ def connect(standing: Standing, *, insecure: bool) -> Client:
     refuse_unsafe(address, insecure=insecure)
     try:
         return Client(address, security=security, timeout=CONNECT_S, set_as_default=False)
-    except (OSError, TimeoutError, ValueError, TypeError) as error:
+    except (OSError, TimeoutError, ValueError, TypeError, RuntimeError) as error:  # RuntimeError: tcp, and tls is asked
         raise SpotlightError(_unreachable(address, error)) from None
 
 

@@ -315,7 +315,9 @@ def _cost(parsed: argparse.Namespace) -> None:
         return
     console = Console()
     so_far = "" if run.objects.size(SUMMARY) is not None else ", as far as it is recorded"
-    paced = f" (PACED: {settings.pace.model} on {settings.pace.gpu} is emulated)" if settings.pace.gpu else ""
+    pace, scale = settings.pace, settings.emulated_per_real_s
+    fewer = f", seconds and dollars are {scale:g} times fewer" if scale != 1 else ""
+    paced = f" (PACED: {pace.model} on {pace.gpu} is emulated{fewer})" if pace.gpu else ""
     simulated = f" ({simulation(run.simulated)})" if run.simulated else ""
     console.print(cost_table(ledger, f"{run.name}{simulated}{paced}{so_far}"))
     for name, value in bought(ledger):

@@ -191,6 +191,8 @@ class Run:
         """
         if self._is_ours:
             raise SpotlightError(f"{self.directory.url}: this run is already running")
+        if self._directory is not None and (holder := self._directory.holder()):
+            raise SpotlightError(f"{self.directory.url}: {holder} is running this run: wait for it, or stop it first")
         if not self._checked:  # it was only looked at so far
             resuming.check(self.directory)
             check_inputs(self.config)
@@ -206,7 +208,7 @@ class Run:
         self._began_s = wall_clock()
         if self._directory is None:
             self._directory = RunDir.create(self.config, self._began_s)
-        self._accounts = Accounts(self._directory, self.config)
+        self._accounts = None if detached else Accounts(self._directory, self.config)
         self._stop.clear()
         self._error = None
         if detached:
@@ -222,6 +224,7 @@ class Run:
         """The accounts; those of a run that goes on elsewhere are read again at every look."""
         if self._is_elsewhere:
             self.directory.pull()
+            self._accounts = None  # what is known of it is not the last word
             return Accounts(self.directory, self.config, watched=True)
         if self._accounts is None:
             self._accounts = Accounts(self.directory, self.config)

@@ -31,7 +31,7 @@ from spotlight.market.ledger import SECONDS_PER_H, Ledger
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches, preemption_kinds, ups
 from spotlight.plan.durations import TaskDurations
-from spotlight.records import GradientPart, Pool, Rollout, WorkerLife
+from spotlight.records import GradientPart, Pool, Rollout, SpotlightError, WorkerLife
 from spotlight.store.accounts import Accounts, pool_prices, read_lives
 from spotlight.store.rundir import DECISIONS, HISTORY, SIMULATED, RunDir
 from spotlight.strategies import strategies
@@ -142,6 +142,10 @@ class Simulation:
                 Loop(self.directory, self._compute, self, self._clock).go()
         self._take()
         self._accounts.close(self._clock.now_s)
+        if not self.directory.validation():
+            raise SpotlightError(
+                f"simulation.hours = {self.config.simulation.hours}: nothing is validated in that time: give it more"
+            )
         summarise(self.directory, self._accounts, now_s=self._clock.now_s, began_s=self._began_s)
         if report:
             from spotlight.report import write_report

@@ -276,6 +276,25 @@ def test_a_sample_sheet_shows_the_run_before_and_after(pipeline: Path, tmp_path:
     assert not np.array_equal(before[:, :32], before[:, 32 + GAP_PX :])
 
 
+@pytest.mark.parametrize(
+    ("to", "more", "says"),
+    [
+        ("sheet.txt", {}, r"sheet\.txt: expected the name of an image file, such as .*sheet\.png"),
+        ("sheet", {}, "expected the name of an image file"),
+        ("sheet.png", {"seeds": [-1]}, r"seeds \[-1\]: expected"),
+        ("sheet.png", {"steps": -3}, "steps -3: expected"),
+    ],
+)
+def test_a_sample_that_cannot_be_is_refused_before_anything_is_loaded(
+    tmp_path: Path, to: str, more: dict[str, Any], says: str
+) -> None:
+    settings = config.resolve({"data": {"train_prompts": str(DIGITS), "validation_prompts": str(DIGITS)}}, tmp_path)
+    run = RunDir.into(tmp_path / "run", settings)  # which has no weights
+
+    with pytest.raises(SpotlightError, match=says):
+        sample(run.path, "a", tmp_path / to, **{"seeds": [0]} | more)
+
+
 def test_a_sample_is_of_the_policy_that_was_validated(pipeline: Path, tmp_path: Path) -> None:
     run_dir = make_run(pipeline, tmp_path, versions=3)  # version 2 samples with the weights of version 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from runs import ROOT, settings_file
 from spotlight import config
 from spotlight.config import Config
 from spotlight.inputs import check_inputs
+from spotlight.records import Prompt, SpotlightError
 from spotlight.rl import rewards
 from spotlight.rl.models import Conditioning, Model
 from spotlight.rl.models.flux import Flux
@@ -23,6 +25,8 @@ from spotlight.rl.models.qwen_image import QwenImage
 from spotlight.rl.models.qwen_transformer import QwenTransformer
 from spotlight.rl.models.sd3 import StableDiffusion3
 from spotlight.rl.models.tiny_text import TinyText
+from spotlight.rl.prompts import read_prompts
+from spotlight.rl.rewards import Scorer
 from spotlight.simulation import Simulation
 from spotlight.strategies import strategies
 
@@ -50,6 +54,48 @@ def without_quotes(directory: Path) -> Config:
     prompts.write_text("a bright sign\na dark sign\na grey sign\n")
     changed = [f"data.{name}_prompts={prompts}" for name in ("train", "validation")]
     return config.load(settings_file(directory), [*changed, "reward.name=brightness", "run.iterations=1"])
+
+
+class Counting(Scorer):
+    """A person's own, that wants more of a prompt than its text."""
+
+    def of(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt]) -> list[float]:
+        return [json.loads(prompt.metadata)["count"] / 10 for prompt in prompts]
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        if json.loads(prompt.metadata or "{}").get("count") is None:
+            raise ValueError("it has no count")
+
+
+class Nothing(Scorer):
+    """Scores nothing."""
+
+
+def test_a_reward_may_want_whole_prompts_and_say_so_by_any_error(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a", "count": 3}\n{"prompt": "b"}\n')
+    changed = [f"data.{name}_prompts={prompts}" for name in ("train", "validation")]
+    settings = config.load(settings_file(tmp_path), [*changed, f"reward.name={__name__}:Counting"])
+
+    scorer = rewards.build(settings.reward)
+
+    first, _ = read_prompts(prompts)
+    assert scorer.of(np.zeros((1, 2, 2, 3), np.uint8), [first]) == [0.3]
+    with pytest.raises(
+        SpotlightError, match=r"prompts\.jsonl:2: the reward refuses it: ValueError\('it has no count'\)"
+    ):
+        check_inputs(settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("Nothing", "scores nothing: give it __call__, or of"), ("no:Such", r"PYTHONPATH=\.")]
+)
+def test_what_is_no_reward_is_refused_by_name(tmp_path: Path, name: str, says: str) -> None:
+    named = name if ":" in name else f"{__name__}:{name}"
+    settings = config.load(settings_file(tmp_path), [f"reward.name={named}"])
+
+    with pytest.raises(SpotlightError, match=says):
+        rewards.build(settings.reward)
 
 
 @pytest.mark.usefixtures("brightness")

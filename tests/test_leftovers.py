@@ -142,6 +142,17 @@ def test_sockets_can_be_made_wherever_temporary_files_go(
         scratch.close()
 
 
+def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as writer:
+        parts = [tmp_path / f".report.html.{pid}-1.part" for pid in (writer.pid, os.getpid(), 2**22 + 1)]
+        for part in parts:
+            part.touch()
+        removed = set(remove_half_written(tmp_path))
+        writer.kill()
+
+    assert removed == set(parts[1:])
+
+
 def test_what_was_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     for name in (".a.json.7.part", "images/c0.0.0.12ab.partial", "a.json", "images/part.npz"):

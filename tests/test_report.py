@@ -286,6 +286,18 @@ def test_page_and_shell_list_every_kind_of_waste_and_what_dollars_bought(
     assert [name for text in shown for name in names if name not in text] == []
 
 
+def test_the_account_can_be_read_on_a_narrow_terminal(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    main(["cost", str(finished)])
+
+    said = capsys.readouterr().out
+    assert "100.0%" in said
+    assert "\u2026" not in said
+
+
 def test_the_ledger_and_the_curve_of_dollars_end_alike(finished: Path) -> None:
     facts = read(finished)
 

@@ -353,6 +353,15 @@ def test_gradients_that_are_not_finite_are_computed_again(tmp_path: Path, monkey
     assert len(run.history()) == 1
 
 
+def test_a_run_that_goes_on_elsewhere_is_not_started(killed: RunDir) -> None:
+    looking = Run.attach(killed.path)
+
+    with killed.lock(), pytest.raises(SpotlightError, match="is running this run: wait for it, or stop it first"):
+        looking.start()
+
+    assert looking.state == "stopped"
+
+
 def test_latents_at_one_place_are_of_one_run_whatever_its_name(tmp_path: Path) -> None:
     settings = config.load(settings_file(tmp_path), [f"latents.url={tmp_path}/latents"])
     mine, yours = (RunDir.into(tmp_path / name / "a", settings) for name in ("mine", "yours"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -184,6 +185,20 @@ def test_checking_prompts_loads_no_ocr_engine() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True).stdout
 
     assert not {"onnxruntime", "rapidocr", "cv2", "PIL", "torch", "dask"} & set(loaded.split())
+
+
+def test_reading_text_tells_nobody_and_leaves_nothing(tmp_path: Path) -> None:
+    """Onnxruntime would leave an id of the device, and send what it measures."""
+    code = "import numpy; from spotlight.rl.rewards import load; image = numpy.zeros((1, 32, 32, 3), 'u1'); "
+    code += "load('ocr')(image, ['\"1\"'])"
+    environment = {**os.environ, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")}
+    environment.pop("ORT_DISABLE_TELEMETRY", None)
+    for name in ("home", "tmp"):
+        (tmp_path / name).mkdir()
+
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], env=environment, check=True)
+
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 IMAGES = np.arange(4, dtype=np.uint8).reshape(4, 1, 1, 1)

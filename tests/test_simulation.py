@@ -88,6 +88,11 @@ def test_every_algorithm_trains_in_a_run(tmp_path: Path, algorithm: Sequence[str
     assert row.metrics["grad_norm"] > 0
 
 
+def test_a_time_in_which_nothing_is_validated_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match=r"simulation\.hours = 1e-06: nothing is validated in that time"):
+        simulated(tmp_path, "simulation.hours=1e-6")
+
+
 def test_the_same_settings_give_the_same_run(tmp_path: Path) -> None:
     trace = ("pools.spot.trace_model=bursty", "pools.spot.preemption=mixed", "pools.spot.speedup=2000")
 

@@ -184,6 +184,8 @@ def test_a_detached_driver_that_cannot_go_on_is_told_of_and_one_that_is_stopped_
     with pytest.raises(Stopped, match="spotlight resume"):
         run.wait(WAIT_S)
     assert looked_at.state == "stopped"
+    assert len(run.workers) == len(looked_at.workers) > 0
+    assert run.status.usd == looked_at.status.usd > 0
 
 
 def test_the_certificates_of_a_client_are_found_again_in_the_environment() -> None:

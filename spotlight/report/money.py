@@ -95,13 +95,13 @@ def _points(points: float | None) -> str:
 def cost_table(ledger: Ledger, title: str) -> Table:
     """The account for a terminal."""
     pools = sorted({entry.pool for entry in ledger.entries})
-    table = Table(title=title)
+    table = Table(title=title, box=None, pad_edge=False, collapse_padding=True)
     table.add_column("", no_wrap=True)
     for pool in pools:
         table.add_column(f"{pool} s", justify="right", no_wrap=True)
         table.add_column("$", justify="right", no_wrap=True)
-    table.add_column("both $", justify="right", no_wrap=True)
-    table.add_column("share", justify="right")
+    table.add_column("all $", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
     for row in rows(ledger):
         cells = [text for pool in pools for text in (f"{row.seconds[pool]:,.1f}", f"{row.usd[pool]:.4f}")]
         total = (f"{sum(row.usd.values()):.4f}", f"{row.share:.1%}")

@@ -134,7 +134,7 @@ def check_prompts(prompts: Iterable[Prompt], path: str | Path, check: Callable[[
     Args:
         prompts: of `read_prompts`.
         path: the file they are from.
-        check: raises `SpotlightError` for a prompt that cannot be used, as `rewards.Scorer.check_prompt` does.
+        check: raises for a prompt that cannot be used, as `rewards.Scorer.check_prompt` does.
 
     Raises:
         SpotlightError: from ``check``, with the file and the line.
@@ -142,8 +142,9 @@ def check_prompts(prompts: Iterable[Prompt], path: str | Path, check: Callable[[
     for prompt in prompts:
         try:
             check(prompt)
-        except SpotlightError as error:
-            raise SpotlightError(f"{path}:{line_of(Path(path), prompt.id)}: {error}") from None
+        except Exception as error:  # of a person's own reward, too
+            said = error if isinstance(error, SpotlightError) else f"the reward refuses it: {error!r}"
+            raise SpotlightError(f"{path}:{line_of(Path(path), prompt.id)}: {said}") from None
 
 
 def choose_prompts(count_available: int, per_iteration: int, *, seed: int, iteration: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from spotlight.config import Config
+from spotlight.config import STEPS_MAX, Config
 from spotlight.records import SpotlightError, WeightsRef
 from spotlight.rl import flow, models
 from spotlight.store import weights
@@ -33,9 +33,10 @@ def sample(
         version: of the weights; the latest if negative.
 
     Raises:
-        SpotlightError: no such run or version, or the prompt cannot be encoded.
+        SpotlightError: no such run or version, the prompt cannot be encoded, or the image cannot be written.
     """
     run = RunDir.open(run_dir)
+    _check(run, to, seeds, steps)
     settings, ref = run.config(), find_version(run.url, None if version < 0 else version)
     model = models.load(settings.model)
     model.preload([prompt])
@@ -43,8 +44,23 @@ def sample(
     rows = [draw(model, settings, prompt, seeds, steps)]
     model.load_trainable(weights.load(run.url, ref, weights.PARTS[settings.validation_policy]))
     rows.append(draw(model, settings, prompt, seeds, steps))
+    to.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(sheet(rows)).save(to)
     return to
+
+
+def _check(run: RunDir, to: Path, seeds: Sequence[int], steps: int) -> None:
+    """Before anything is drawn."""
+    if run.simulated:
+        raise SpotlightError(f"{run.url}: a simulated run has no weights to draw with: run its settings")
+    if to.suffix.lower() not in Image.registered_extensions() or to.is_dir():
+        raise SpotlightError(f"{to}: expected the name of an image file, such as {to.with_suffix('.png')}")
+    if wrong := [seed for seed in seeds if not 0 <= seed < 2**64]:
+        raise SpotlightError(f"seeds {wrong}: expected numbers from 0 to 2^64 - 1")
+    if not 0 <= steps <= STEPS_MAX:
+        raise SpotlightError(
+            f"steps {steps}: expected a number from 1 to {STEPS_MAX}, or 0 for as many as a rollout has"
+        )
 
 
 @torch.no_grad()

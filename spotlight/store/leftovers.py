@@ -7,6 +7,7 @@ however the process ends: what nobody holds is left over.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -86,11 +87,17 @@ def _swept(root: Path) -> bool:
 
 
 def remove_half_written(run_dir: Path) -> list[Path]:
-    """Remove files that were being written in a run directory when their writers ended; nobody writes there now."""
-    found = list(_half_written(run_dir))
+    """Remove files that were being written in a run directory when their writers ended; one that lives goes on."""
+    found = [path for path in _half_written(run_dir) if not _is_being_written(path)]
     for path in found:
         path.unlink(missing_ok=True)
     return found
+
+
+def _is_being_written(path: Path) -> bool:
+    """Whether the process lives that the name of a file of ours says, other than this one: as one that reports."""
+    pid = re.search(r"\.(\d+)-\d+\.part$", path.name)
+    return pid is not None and int(pid[1]) != os.getpid() and Path(f"/proc/{pid[1]}").exists()
 
 
 def _half_written(run_dir: Path) -> Iterable[Path]:

@@ -134,6 +134,8 @@ def _one(settings: RewardSection) -> Scorer:
             kind = imported(settings.name, "reward.name")
             if not (isinstance(kind, type) and issubclass(kind, Scorer)):
                 raise SpotlightError(f"reward.name = {settings.name!r} is no subclass of spotlight.rl.rewards.Scorer")
+            if kind.__call__ is Scorer.__call__ and kind.of is Scorer.of:
+                raise SpotlightError(f"reward.name = {settings.name!r} scores nothing: give it __call__, or of")
             scorer = kind(**settings.options)
         else:
             return load(settings.name, **settings.options)
@@ -160,7 +162,10 @@ def imported(name: str, where: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise SpotlightError(f"{where} = {name!r} cannot be imported ({error}): give module:Class") from None
+        raise SpotlightError(
+            f"{where} = {name!r} cannot be imported ({error}): give module:Class, of a module that Python finds (for a "
+            "file in this directory, PYTHONPATH=.)"
+        ) from None
 
 
 Rewards = list[float | None]

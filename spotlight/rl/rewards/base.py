@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -20,17 +19,17 @@ class Refused(Exception):
     """A server will not score this, however often it is asked."""
 
 
-class Scorer(ABC):
+class Scorer:
     """Rewards images. It is called on workers, and checks prompts before a run begins."""
 
     range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     """The least and the largest reward there is; anything outside is a fault of the scorer."""
 
-    @abstractmethod
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         """A reward within `range` for each image and its prompt, in order. It may raise: `score` tries again."""
+        raise SpotlightError(f"{type(self).__name__} is called with the texts of prompts, and wants whole ones")
 
-    def check(self, prompt: str) -> None:  # noqa: B027  # without needs of its own, a scorer accepts any prompt
+    def check(self, prompt: str) -> None:  # without needs of its own, a scorer accepts any prompt
         """Whether images of this prompt can be scored at all.
 
         Raises:

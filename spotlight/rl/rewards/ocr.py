@@ -8,6 +8,7 @@ Shapes: B images, T time steps of the recogniser, K characters it knows.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.metadata import distribution
@@ -23,6 +24,8 @@ from spotlight.rl.rewards.base import Scorer
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read by onnxruntime's import: else it reports to its makers
 
 OCR_MODEL = "PP-OCRv6_rec_small.onnx"
 """The text-line recogniser that the rapidocr wheel carries, so nothing is downloaded."""
