@@ -25,13 +25,11 @@ TLS = "DASK_DISTRIBUTED__COMM__TLS__"
 
 
 def begin(run: RunDir, cluster: Standing | None) -> subprocess.Popen[bytes]:
-    """Have a new process go on with a run; returns once it has it.
+    """Have a new process go on with a run that nobody has; returns once it has it.
 
     Raises:
         SpotlightError: it could not; in its own words.
     """
-    if holder := run.holder():
-        raise SpotlightError(f"{run.url}: {holder} is running this run: wait for it, or stop it first")
     command, environment = [sys.executable, "-m", "spotlight", "resume", run.url, "--json"], dict(os.environ)
     if cluster is not None:
         from distributed import Security

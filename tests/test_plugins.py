@@ -44,15 +44,19 @@ class Live:
         """
         worker = await self.worker(name, **{pool: 1})
         if foreign_s:
-            self.foreign = self.client.submit(time.sleep, foreign_s, workers=[worker.address], pure=False)
-            await until(lambda: worker.state.executing_count)
-            self.plugin.schedule_decision()  # it looks at all workers that there are
-            await asyncio.sleep(0.1)
+            await self.occupy(worker, foreign_s)
         await worker.set_resources(engine=1)
         worker.stream_handlers[ORDER] = worker.stream_handlers[PLACE] = _ignore
         worker.batched_send({"op": READY, "session": "s", "pool": pool, "node": "n"})
         await until(lambda: name in self.plugin.snapshot().workers)
         return worker
+
+    async def occupy(self, worker: Worker, seconds: float) -> None:
+        """Give it what is no task of the run, and have the plugin look at all workers that there are."""
+        self.foreign = self.client.submit(time.sleep, seconds, workers=[worker.address], pure=False)
+        await until(lambda: worker.state.executing_count)
+        self.plugin.schedule_decision()
+        await asyncio.sleep(0.1)
 
     async def rolled_out(self, requests: int, *, name: str = "rollout-0") -> list[str]:
         """Names of the workers that did each."""
@@ -89,7 +93,7 @@ async def until(what: Callable[[], object]) -> None:
 async def live() -> AsyncIterator[Live]:
     async with AsyncExitStack() as stack:
         scheduler = await stack.enter_async_context(
-            Scheduler(host="127.0.0.1", port=0, dashboard_address=None, protocol="tcp")
+            Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", protocol="tcp")
         )
         client = await stack.enter_async_context(Client(scheduler.address, asynchronous=True, set_as_default=False))
         plugin = DispatchPlugin("run", "s", Rules(), owner=client.id, driver="me", member="m")
@@ -127,12 +131,15 @@ def test_a_worker_that_joins_busy_with_something_else_gets_nothing_until_it_is_f
 def test_what_waits_for_a_busy_worker_begins_soon_after_it_is_free(paused: bool) -> None:
     async def run() -> tuple[list[str], str]:
         async with live() as there:
-            worker = await there.member("spot-0", "spot", foreign_s=0.0 if paused else 2.0)
+            worker = await there.member("spot-0", "spot")
             if paused:
                 worker.status = Status.paused
+                await until(lambda: not there.scheduler.running)
                 there.plugin.schedule_decision()
                 asyncio.get_running_loop().call_later(2.0, setattr, worker, "status", Status.running)
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.1)
+            else:
+                await there.occupy(worker, 2.0)
             began_s = time.monotonic()
             done = await there.rolled_out(2)
             assert time.monotonic() - began_s > 1.0
