@@ -132,7 +132,7 @@ class Dispatch(Decisions):
                     yield Wake(at_s=at_s, cause=f"reserved workers roll out for {layer.window_s:g} s")
 
     def _add_tasks(self, layer: Layer) -> None:
-        label = Label(layer.pool, layer.phase, layer.iteration)
+        label = Label(pool=layer.pool, phase=layer.phase, iteration=layer.iteration)
         for _, indices in groupby(sorted(layer.indices), key=lambda index: index // layer.shards):
             keys = [(layer.name, index) for index in indices]
             if layer.pool in GATED:

@@ -7,12 +7,12 @@ them turn into JSON rows and back, so that a log of events can be dispatched aga
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from math import inf
 from typing import Any, ClassVar, Literal
 
-from spotlight.records import Placement, Surplus
+from spotlight.records import Placement, Surplus, record
 
 Key = tuple[str, int]
 """Of a task: its layer, and its number in the layer."""
@@ -21,7 +21,7 @@ TaskPhase = Literal["waiting", "gated", "processing", "memory", "erred", "releas
 WorkerPool = Literal["reserved", "spot", "reward", "head"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Layer:
     """The tasks of one phase in a graph, and what their annotations say of all of them."""
 
@@ -37,7 +37,7 @@ class Layer:
     """How long reserved workers run these requests while there are spot workers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Work:
     """What a worker did for a task that has a result or an error, by the worker's clock."""
 
@@ -50,7 +50,7 @@ class Work:
 # Events
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class GraphCame:
     """A graph was submitted."""
 
@@ -58,7 +58,7 @@ class GraphCame:
     layers: tuple[Layer, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TaskChanged:
     """A task is in another state now."""
 
@@ -71,7 +71,7 @@ class TaskChanged:
     """Of a task that ended: what its worker did; None where the worker reported nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TasksChanged:
     """Several tasks are in another state now, the same for all, and for the same reason.
 
@@ -92,7 +92,7 @@ class TasksChanged:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WorkerJoined:
     """A worker came; its name may have been another's, and so may its address."""
 
@@ -106,7 +106,7 @@ class WorkerJoined:
     """Of the batch system that started it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WorkerAvailable:
     """A worker takes tasks, or takes none for now: it is paused, or runs tasks that are not ours."""
 
@@ -115,7 +115,7 @@ class WorkerAvailable:
     available: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WorkerLeft:
     """A worker is gone; told before its tasks change."""
 
@@ -124,7 +124,7 @@ class WorkerLeft:
     expected: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WorkerNoticed:
     """A worker's machine will be taken away."""
 
@@ -133,7 +133,7 @@ class WorkerNoticed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WorkerSilent:
     """No heartbeat of a worker has come for a while."""
 
@@ -142,7 +142,7 @@ class WorkerSilent:
     silent_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class GangBeat:
     """The first rank of a gang reports how far the gang is."""
 
@@ -156,7 +156,7 @@ class GangBeat:
     """True: the gang begins at this step. False: it has just run the step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class EngineLost:
     """A worker lives, and the engine process that did its work is gone."""
 
@@ -166,7 +166,7 @@ class EngineLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WeightsHeld:
     """A worker's node has a file of weights now."""
 
@@ -175,7 +175,7 @@ class WeightsHeld:
     sha256: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WindowChanged:
     """Reserved workers roll out for so long from when the iteration's graph came; replaces the graph's own window."""
 
@@ -183,14 +183,14 @@ class WindowChanged:
     window_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StopAsked:
     """The run is to end: what runs ends at its next step boundary, and nothing more begins."""
 
     at_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TimePassed:
     """All events up to now have been reported: decide."""
 
@@ -218,7 +218,7 @@ Event = (
 # Instructions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Member:
     """A shard of a gang that is launched."""
 
@@ -228,7 +228,7 @@ class Member:
     place: Placement
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Launch:
     """Begin the shards of a gang, all at once: each worker is told its placement before its task comes."""
 
@@ -238,7 +238,7 @@ class Launch:
     cause: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Dismiss:
     """Run a shard that has nothing to do, or scoring that was called off, on the worker beside the scheduler."""
 
@@ -252,7 +252,7 @@ class Dismiss:
     cause: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Dismissals:
     """Run neighbouring shards of a request that have nothing to do; logged as one `Dismiss` after the other."""
 
@@ -271,7 +271,7 @@ class Dismissals:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Train:
     """Begin to compute the gradient of a part, to add several, or an update."""
 
@@ -280,7 +280,7 @@ class Train:
     cause: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Score:
     """Begin to score a request, on a worker of the reward pool."""
 
@@ -289,7 +289,7 @@ class Score:
     cause: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CallOff:
     """This member leaves its gang at once: another member is gone."""
 
@@ -299,7 +299,7 @@ class CallOff:
     cause: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Regroup:
     """This member leaves its gang at the next step boundary; the gang is formed anew."""
 
@@ -309,7 +309,7 @@ class Regroup:
     cause: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CloseExploration:
     """Exploration for an iteration, and any before it, ends everywhere at the next step boundary."""
 
@@ -317,14 +317,14 @@ class CloseExploration:
     cause: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StopWork:
     """All work ends at its next step boundary, everywhere."""
 
     cause: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CloseGate:
     """A task waits behind the gate again: any worker may be named for it."""
 
@@ -332,7 +332,7 @@ class CloseGate:
     cause: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CloseGates:
     """Several tasks wait behind the gate again; logged as one `CloseGate` after the other."""
 
@@ -343,7 +343,7 @@ class CloseGates:
         return (CloseGate(key=key, cause=self.cause) for key in self.keys)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Evict:
     """End a worker that has hung."""
 
@@ -352,7 +352,7 @@ class Evict:
     cause: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Wake:
     """Send `TimePassed` at this moment at the latest."""
 

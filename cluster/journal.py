@@ -6,18 +6,18 @@ Times are those of the dispatcher's events.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from cluster.events import Key
 from cluster.gangs import GangState
-from spotlight.records import Span, WorkerLife, row_of
+from spotlight.records import Span, WorkerLife, record, row_of
 
 SHOWN, RECENT = 4_000, 500
 """Spans and events that a display may look back at: some minutes of a hundred workers, in 2 MB."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Shown:
     """A span for a display."""
 
@@ -28,7 +28,7 @@ class Shown:
     """Of the gang that it was a part of, the same for all members; empty for a worker alone."""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Label:
     """What the annotations say of a task."""
 
@@ -97,7 +97,7 @@ class Journal:
         )
         self.spans.append(span)
         self._numbered += 1
-        self.shown.append(Shown(self._numbered, span, gang.forming if gang else ""))
+        self.shown.append(Shown(number=self._numbered, span=span, forming=gang.forming if gang else ""))
 
     def drain(self) -> dict[str, list[dict[str, Any]]]:
         """The spans and events since the last call, and the lives of all workers so far."""

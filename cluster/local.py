@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerProcess
@@ -29,6 +29,7 @@ from cluster.workers import FOR_OTHERS, WorkerSpec, serve, warm_parent
 from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches, preemption_kinds, ups
+from spotlight.records import record
 
 RETRY_S = 0.05
 START_ATTEMPTS = 6
@@ -40,7 +41,7 @@ MADE_UP_S = 24 * 3600.0
 """How long a made-up trace lasts; after that, who is there stays."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PreemptionSchedule:
     """When a place has a worker, and how the worker is taken away."""
 

@@ -20,7 +20,6 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,7 +38,7 @@ from spotlight.config import RESOLVED, Config
 from spotlight.device.process import EngineProcess
 from spotlight.device.protocol import install
 from spotlight.device.signals import Clear, Leave, Order, order_from_message, shard_from_message, signals
-from spotlight.records import SpotlightError
+from spotlight.records import SpotlightError, record
 from spotlight.store.node import Node, shared_root, sweep
 from spotlight.store.objects import objects_at
 from spotlight.store.slots import Slot
@@ -56,7 +55,7 @@ TELL_S = 2.0
 logger = logging.getLogger("spotlight.member")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Terms:
     """What a run asks of its workers; plain values, since it travels to them."""
 

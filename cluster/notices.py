@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
 from spotlight.clock import wall_clock
-from spotlight.records import SpotlightError
+from spotlight.records import SpotlightError, record
 
 GRACE_S = 30.0
 """What a preempted GCP machine is given, and Azure at least; SpotServe assumes it too."""
@@ -46,7 +46,7 @@ AZURE_INSTANCE_VERSION = "2021-02-01"
 logger = logging.getLogger("spotlight.notices")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Notice:
     """This machine, or this process, will be taken away."""
 
@@ -98,7 +98,7 @@ async def first_notice(sources: Sequence[Source]) -> Notice:
         await asyncio.gather(*listening, return_exceptions=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Signalled:
     """A signal to this process; needs the event loop of the main thread."""
 
@@ -120,7 +120,7 @@ class Asked(Protocol):
         """The notice, if there is one; raises whatever it likes for an answer of no use."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Polled:
     """A source that is asked time and again."""
 
@@ -140,7 +140,7 @@ class Polled:
             await asyncio.sleep(self.poll_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WatchedFile:
     """A file whose appearance is the notice; JSON in it may hold ``deadline_s`` (Unix) and ``reason``."""
 
@@ -212,7 +212,7 @@ class Gcp:
         return Notice(source="gcp", reason="instance/preempted is TRUE", deadline_s=wall_clock() + self.grace_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Azure:
     """Azure Scheduled Events of type ``Preempt`` that name this machine."""
 
@@ -256,7 +256,7 @@ def _source(setting: str, grace_s: float, poll_s: float) -> Source:
     raise SpotlightError(f"notices: there is no source {setting!r}; there are {KNOWN}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Answer:
     """Of a metadata service, to one question."""
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from spotlight.config import Config
+from spotlight.records import record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Rules:
     """How a cluster is dispatched; the defaults are those of `spotlight.config`."""
 

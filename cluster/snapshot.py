@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from cluster.gangs import GangState
+from spotlight.records import record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class GangView:
     """A request, as `Snapshot` shows it."""
 
@@ -21,7 +21,7 @@ class GangView:
     breaking: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Snapshot:
     """All that may be asked of the dispatcher's state; for displays and tests."""
 
@@ -51,7 +51,7 @@ class Snapshot:
     stopping: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Doing:
     """A worker that is alive, and what it is at."""
 

@@ -19,10 +19,10 @@ from cluster.roster import Roster, WorkerState
 from cluster.rules import Rules
 from cluster.snapshot import Doing, Snapshot, view_of
 from spotlight.plan.offload import PhaseDecision, PhaseView, decide_phase
-from spotlight.records import Pool
+from spotlight.records import Pool, record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RolloutWindow:
     """How long reserved workers roll out, from when an iteration's graph came."""
 

@@ -15,7 +15,6 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -27,6 +26,7 @@ from distributed import Security, Worker
 
 from cluster import janitor
 from spotlight.device.process import end_with_parent
+from spotlight.records import record
 from spotlight.store.leftovers import Scratch
 from spotlight.store.slots import began, is_stopped
 
@@ -35,7 +35,7 @@ FOR_OTHERS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 sends to all processes of a job, are for the workers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class WorkerSpec:
     """All that a worker process needs to know."""
 

@@ -29,7 +29,7 @@ from spotlight.plan import batching
 from spotlight.plan.bandit import equal_shares
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.stochastic_steps import stochastic_steps
-from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef
+from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef, record
 from spotlight.rl import rewards
 from spotlight.rl.parts import Cut
 from spotlight.rl.sums import additions
@@ -125,7 +125,7 @@ class Layers:
         return HighLevelGraph(self.tasks, self.dependencies)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Graph:
     """A graph, and the keys of what the driver wants from it."""
 

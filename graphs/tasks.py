@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from io import BytesIO
 from statistics import fmean, pstdev
@@ -38,6 +38,7 @@ from spotlight.records import (
     Surplus,
     Updated,
     WeightsRef,
+    record,
 )
 from spotlight.rl.advantages import group_advantages, zero_std_ratio
 from spotlight.rl.parts import Cut
@@ -52,7 +53,7 @@ REFILL = 1 << 20
 """Replacements are candidates numbered from here: no exploration tries so many."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RunContext:
     """What all requests of a run share, worked out once by `prepare`."""
 
@@ -67,7 +68,7 @@ class RunContext:
     """Which start of the run this is, where a scheduler may see several."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Candidates:
     """What exploration for one iteration may try."""
 
@@ -90,7 +91,7 @@ class Candidates:
     """Least and largest reward; the planner sees rewards mapped to [0, 1]."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TrainingSet:
     """Samples of an iteration, or of a part of it, in request order, and statistics of their rewards."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import resource
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import ceil, inf
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import psutil
 
 from graphs.iteration import request_size
 from spotlight.config import Config
-from spotlight.records import SpotlightError
+from spotlight.records import SpotlightError, record
 
 TASKS_USUAL, TASKS_MAX = 20_000, 200_000
 """In one graph. A task takes some 10 kB of the driver, which holds the scheduler, and a millisecond of its time."""
@@ -33,7 +32,7 @@ PIDS_MAX = Path("/sys/fs/cgroup/pids.max")
 logger = logging.getLogger("spotlight")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Machine:
     """What there is to be had here."""
 
@@ -43,7 +42,7 @@ class Machine:
     memory_bytes: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Demand:
     """Something that a run asks for, how much of it is usual, and how much there can be."""
 

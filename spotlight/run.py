@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +21,7 @@ from spotlight.detached import begin, end_of
 from spotlight.driver import POLL_S, Driver
 from spotlight.files import is_url
 from spotlight.inputs import check_inputs, check_port
-from spotlight.records import SpotlightError, Stopped
+from spotlight.records import SpotlightError, Stopped, record
 from spotlight.report import tracking
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from spotlight.notebook import Images, Plot
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Status:
     """Where a run is, now."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -31,7 +30,7 @@ from spotlight.market.ledger import SECONDS_PER_H, Ledger
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches, preemption_kinds, ups
 from spotlight.plan.durations import TaskDurations
-from spotlight.records import GradientPart, Pool, Rollout, SpotlightError, WorkerLife
+from spotlight.records import GradientPart, Pool, Rollout, SpotlightError, WorkerLife, record
 from spotlight.store.accounts import Accounts, pool_prices, read_lives
 from spotlight.store.rundir import DECISIONS, HISTORY, SIMULATED, RunDir
 from spotlight.strategies import strategies
@@ -50,7 +49,7 @@ LONGEST_H = 24.0 * 30
 """How long a made-up trace is, in its own time, where no hours are set; what it has at its end stays."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Outcome:
     """What a simulated run came to."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -18,7 +18,7 @@ from cluster.journal import Shown
 from cluster.rules import Rules
 from cluster.snapshot import Doing
 from spotlight.clock import Clock, wall_clock
-from spotlight.records import WorkerLife
+from spotlight.records import WorkerLife, record
 
 Row = Mapping[str, Any]
 Lane = tuple[str, str]
@@ -30,7 +30,7 @@ POINTS = 240
 """Of the curve of dollars; with more, every other is dropped."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Money:
     """What was spent by a moment."""
 
@@ -40,7 +40,7 @@ class Money:
     usd_reserved_only: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Recovery:
     """A worker that was lost, or whose engine died, and how the work went on."""
 

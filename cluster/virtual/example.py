@@ -7,7 +7,6 @@ next iteration beside it. Its results name their inputs, so that one that is mis
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from math import inf
 from typing import Any, Literal
@@ -17,12 +16,12 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from cluster.events import Key
 from cluster.virtual.timing import Denoising, Fixed
 from spotlight.device.signals import signals
-from spotlight.records import Dropped, Placement, Prompt, Quarantined, Request, Surplus, WeightsRef
+from spotlight.records import Dropped, Placement, Prompt, Quarantined, Request, Surplus, WeightsRef, record
 
 RUN = "faults"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Example:
     """How large the iteration is, and of what kind."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from random import Random
@@ -23,7 +23,7 @@ from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.example import RUN, Example, ExampleTiming
 from cluster.virtual.invariants import Invariants
 from cluster.virtual.timing import Stay
-from spotlight.records import SpotlightError, Stopped
+from spotlight.records import SpotlightError, Stopped, record
 
 Blow = Literal["kill", "notice", "hang", "engine", "pause", "suspect", "node", "driver", "stop", "store"]
 """A worker is killed, gets a notice, freezes, loses its engine, takes no tasks for a while, is taken for dead and is
@@ -51,7 +51,7 @@ class StoreFailed(OSError):
     """The store did not answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Aimed:
     """A blow at whoever is concerned when something happens."""
 
@@ -63,7 +63,7 @@ class Aimed:
     blow: Blow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Schedule:
     """What happens to whom."""
 
@@ -180,7 +180,7 @@ def _aimed(chance: Random) -> Aimed:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Verdict:
     """What came of a schedule."""
 

@@ -96,7 +96,8 @@ class Formings:
         work, begun = forming.work, forming.first
         end_s = forming.from_s + (work.steps - begun) * forming.step_s
         self._clock.at(forming.from_s, self._resumed, forming)
-        if begun < work.steps:
+        if begun < work.steps and (forming.width > 1 or forming.epoch > 1 or self._messages.are_late):
+            # of a worker at a fresh request nobody asks when it took its first step
             self._clock.at(forming.from_s + forming.step_s, self._stepped, forming)
         forming.ends = self._clock.at(end_s, self._done, forming)
         if any(key not in worker.running for key, worker in forming.members.items()):
@@ -215,6 +216,7 @@ class Formings:
         """All members leave together; whoever was not told yet hears of it from those who were."""
         if self._is_current(forming) and forming.steps_by(self._clock.now_s) < forming.work.steps:
             self.commit(forming)
+            self.tell_step(forming)
             self.dissolve(forming)
             closed = max((worker.signals for worker in forming.members.values()), key=lambda s: s.closed(self._run))
             for key, worker in forming.members.items():

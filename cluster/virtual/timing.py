@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cluster.events import WorkerPool
-from spotlight.records import Pool
+from spotlight.records import Pool, record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Denoising:
     """A call that denoises a request, step by step, and commits each step; or other work that a gang does together."""
 
@@ -22,7 +21,7 @@ class Denoising:
     """Of each step, where it is not what `Timing.step_s` says: of other work that a gang does together."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Fixed:
     """A call that takes so long, and is done anew if it is interrupted."""
 
@@ -50,7 +49,7 @@ class Timing(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Stay:
     """When one worker's machine is there, and how it is taken away."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -20,6 +19,7 @@ from spotlight.records import (
     Surplus,
     Updated,
     WeightsRef,
+    record,
 )
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Call(Protocol[T_co]):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PrepareCall:
     verb: ClassVar[str] = "prepare"
 
@@ -44,7 +44,7 @@ class PrepareCall:
         return device.prepare(run_dir)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RolloutCall:
     verb: ClassVar[str] = "rollout"
     request: Request
@@ -54,7 +54,7 @@ class RolloutCall:
         return device.rollout(run_dir, self.request, self.place)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class DrawCall:
     verb: ClassVar[str] = "draw"
     request: Request
@@ -63,7 +63,7 @@ class DrawCall:
         return device.draw(run_dir, self.request)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ScoreCall:
     verb: ClassVar[str] = "score"
     request: Request
@@ -72,7 +72,7 @@ class ScoreCall:
         return device.score(run_dir, self.request)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ImagesCall:
     verb: ClassVar[str] = "images"
     request: Request
@@ -81,7 +81,7 @@ class ImagesCall:
         return device.images(run_dir, self.request)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class GradientCall:
     verb: ClassVar[str] = "gradient"
     part: GradientPart
@@ -91,7 +91,7 @@ class GradientCall:
         return device.gradient(run_dir, self.part, self.place)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class UpdateCall:
     verb: ClassVar[str] = "update"
     weights: WeightsRef

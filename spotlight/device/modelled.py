@@ -11,7 +11,7 @@ they are stale (`spotlight.device.learning_model`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from spotlight.records import (
     Surplus,
     Updated,
     WeightsRef,
+    record,
 )
 from spotlight.store import weights as store
 from spotlight.store.rundir import RunDir
@@ -142,7 +143,7 @@ class ModelledDevice:
         return self._runs[run_dir]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class _Run:
     """What is known of one run: its settings, the scores of versions that were asked for, and gradients.
 

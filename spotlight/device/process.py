@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -26,6 +25,7 @@ from typing import Any
 
 from spotlight.device.calls import Call, T
 from spotlight.device.signals import Order, Signals, signals
+from spotlight.records import record
 from spotlight.store.node import Node
 from spotlight.store.slots import is_stopped
 
@@ -57,7 +57,7 @@ class _TooLong(Exception):
     """A call takes longer than it may."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Beat:
     """A message from a call in progress: it goes on, and perhaps how far it is."""
 

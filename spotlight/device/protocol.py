@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -25,13 +24,14 @@ from spotlight.records import (
     Surplus,
     Updated,
     WeightsRef,
+    record,
 )
 
 ALONE = Placement(gang="", epoch=0, rank=0, width=1)
 """The placement of a request that nobody placed: it belongs to no gang."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Prepared:
     """What all requests of a run need to know of its model."""
 

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, assert_never
 
-from spotlight.records import Placement, Quarantined, Request, Stopped, Surplus
+from spotlight.records import Placement, Quarantined, Request, Stopped, Surplus, record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Clear:
     """Forget what was asked of an earlier session of this run."""
 
     run: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Stop:
     """Everything of this run that is in flight ends at its next step boundary."""
 
     run: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CloseExploration:
     """Exploration for this iteration, and any earlier one, ends at its next step boundary."""
 
@@ -36,12 +36,12 @@ class CloseExploration:
     iteration: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Leave:
     """This machine goes away: everything in flight ends at its next step boundary."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Regroup:
     """This forming of the gang ends at its next step boundary; it is formed anew."""
 
@@ -49,7 +49,7 @@ class Regroup:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CallOff:
     """This forming of the gang, and any before it, ends at once: a member is gone."""
 
@@ -57,7 +57,7 @@ class CallOff:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PlaceShard:
     """Where a shard that is about to start runs; a number sets its request aside, after so many losses."""
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from operator import attrgetter
 from typing import Literal, get_args
 
-from spotlight.records import Interval, Pool, Span, WorkerLife, base_phase
+from spotlight.records import Interval, Pool, Span, WorkerLife, base_phase, record
 
 SECONDS_PER_H = 3600.0
 ALWAYS: Interval = (-inf, inf)
@@ -25,7 +25,7 @@ Kind = Literal["useful", "idle", "start-up", "dropped", "lost", "redone"]
 steps that went with their worker before they were committed; steps done a second time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Price:
     """What one worker costs as time goes by: each price holds until the next begins.
 
@@ -143,7 +143,7 @@ def spot_utilisation(spans: Iterable[Span], workers: Iterable[WorkerLife], windo
     return min(1.0, busy_s / alive_s) if alive_s else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Segment:
     """A stretch of one worker's time, in the one column of the ledger that it belongs to."""
 
@@ -227,7 +227,7 @@ def _partition(life: WorkerLife, pieces: Iterable[Segment], window: Interval) ->
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Entry:
     """One column of a ledger."""
 
@@ -259,7 +259,7 @@ def _sum(entry: Entry, other: Entry) -> Entry:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Ledger:
     """Where a run's seconds and dollars went, and what they bought."""
 

@@ -5,15 +5,13 @@ Pure: the same seed always gives the same trace.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from spotlight.market.traces import SECONDS_PER_H, Event, Trace
-from spotlight.records import SpotlightError
+from spotlight.records import SpotlightError, record
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TraceModel:
     """How a synthetic pool loses and regains instances; all losses are correlated."""
 

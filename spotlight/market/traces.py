@@ -9,14 +9,13 @@ import heapq
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.records import SpotlightError
+from spotlight.records import SpotlightError, record
 
 SECONDS_PER_H = 3600.0
 Kind = Literal["add", "remove"]
@@ -26,7 +25,7 @@ Switches = tuple[tuple[float, bool], ...]
 Down and up at one moment is a loss that is replaced at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Event:
     """An instance came or went."""
 
@@ -35,7 +34,7 @@ class Event:
     kind: Kind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Loss:
     """Instances that went at one moment."""
 
@@ -43,7 +42,7 @@ class Loss:
     instances: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Summary:
     """What a trace is like; a *loss event* is all losses of one moment, an *instance-hour* one instance for an hour."""
 
@@ -66,7 +65,7 @@ class Summary:
     """Share of the time with nobody alive."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Trace:
     """Which instances of a pool were there, from time 0 to ``duration_s``.
 

@@ -9,11 +9,13 @@ Shapes: P prompts, K kinds, N grid nodes, L rewards of all prompts.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
+
+from spotlight.records import record
 
 Array = NDArray[np.float64]
 GRID_N: Array = np.linspace(0.0, 1.0, 21)
@@ -43,7 +45,7 @@ def _check_length(name: str, values: Sequence[float], length: int) -> None:
         raise ValueError(f"{name} has {len(values)} values: give {length}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Seen:
     """What a prompt's rewards were."""
 
@@ -58,7 +60,7 @@ class Seen:
         _check_length("counts", self.counts, len(GRID_N))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Beliefs:
     """All that exploration remembers from one iteration to the next."""
 
@@ -83,7 +85,7 @@ class Beliefs:
         return replace(self, prompts=tuple(seen for seen in self.prompts if seen.prompt in wanted))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Arm:
     """One prompt of the iteration, as far as it is explored."""
 
@@ -161,7 +163,7 @@ def _past(beliefs: Beliefs, prompts: Iterable[int], iteration: int) -> Array:
     return np.asarray(counts_PN * np.minimum(1.0, MEMORY / np.maximum(counts_PN.sum(axis=1, keepdims=True), 1.0)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class _Kinds:
     """The kinds of prompts, as the prompts seen have shaped them."""
 

@@ -8,11 +8,10 @@ and what is assumed, stands beside it. Seconds are those of one GPU or one group
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 from spotlight.config import Config, TrainSection
-from spotlight.records import Pool, SpotlightError
+from spotlight.records import Pool, SpotlightError, record
 
 T = TypeVar("T")
 
@@ -23,7 +22,7 @@ LINK_EFFICIENCY, COLLECTIVE_S = 0.7, 30e-6
 """Share of the link's peak that an all-to-all reaches, and what starting one costs. Assumed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Transformer:
     """What of a diffusion transformer its speed depends on."""
 
@@ -36,7 +35,7 @@ class Transformer:
     weights_bytes: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Gpu:
     """What a worker computes with: a GPU as its maker describes it, or a processor's core."""
 

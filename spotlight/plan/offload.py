@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import ceil, inf
 from typing import Literal
 
-from spotlight.records import Pool, Span, WorkerLife, base_phase
+from spotlight.records import Pool, Span, WorkerLife, base_phase, record
 
 FIRST_WINDOW_S = 150.0
 FLOOR_S = 5.0
 ETA = 3.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Measured:
     """What an iteration measured of the balance between reserved and spot GPUs."""
 
@@ -42,7 +42,7 @@ class Measured:
     """No spot GPU came or went during it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Offload:
     """The reserved rollout window, and the windows that were right for other numbers of spot GPUs."""
 
@@ -96,7 +96,7 @@ def rollout_window_s(
     return state.window_s if offload == "adaptive" and streams and not spot_trains else inf
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PhaseView:
     """What decides how reserved and spot GPUs share an iteration, at one moment of it."""
 
@@ -111,7 +111,7 @@ class PhaseView:
     """Rollout requests that nobody is at work on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PhaseDecision:
     """Where rollouts run, and whether reserved GPUs may train."""
 
@@ -128,7 +128,7 @@ def decide_phase(view: PhaseView) -> PhaseDecision:
     return PhaseDecision(pools=pools, train=not ("reserved" in pools and view.waiting))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Balance:
     """How reserved and spot workers shared an iteration."""
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import attrgetter
 
-from spotlight.records import Pool
+from spotlight.records import Pool, record
 
 _Place = tuple[Pool, str]
 """A node of a pool."""
@@ -23,7 +23,7 @@ _Kind = tuple[tuple[Pool, ...], int, int]
 """Of requests: where they may run, the narrowest gang, and the shards left."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Idle:
     """A worker with nothing to do."""
 
@@ -33,7 +33,7 @@ class Idle:
     """Its machine. Gangs do not span nodes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Waiting:
     """A request whose inputs are ready and that no gang has."""
 
@@ -53,7 +53,7 @@ class Waiting:
     """Survivors of its broken gang, kept for it; they are idle."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Running:
     """A request that a gang is at work on."""
 
@@ -67,7 +67,7 @@ class Running:
     """Until it is done at its present width, as far as is known; 0 where it is not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class View:
     """All that a placement decision may look at."""
 
@@ -80,7 +80,7 @@ class View:
     """What it costs a gang to form anew."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Launch:
     """Run this request there, now."""
 

@@ -6,15 +6,14 @@ What the dispatcher decided is in its own log of events (`cluster.events`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from spotlight.plan import bandit
 from spotlight.plan.beliefs import Arm, Beliefs
-from spotlight.records import row_of
+from spotlight.records import record, row_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Allocation:
     """A row for one round of the bandit: what was given, and what came of it."""
 

@@ -18,7 +18,7 @@ from spotlight.plan.beliefs import GRID_N, Arm, Array
 
 Narrow = NDArray[np.float32]
 """For what is computed in each world: single precision is enough, a reward's seventh digit decides nothing."""
-WORLDS, LEAST_WORLDS, ALL_WORLDS = 128, 16, 2**14
+WORLDS, LEAST_WORLDS, ALL_WORLDS = 128, 16, 2**13
 """In which a prompt is imagined: fewer where there are many prompts, so that the time grows little with them. Spread
 evenly, 64 were as good as 256."""
 BLOCK = 2**12

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from spotlight.config import Config
 from spotlight.market.ledger import Ledger, Price, absolute, busy_intervals, pool_usd, reserved_price, segments
-from spotlight.records import Interval, Pool, Quarantined, Span, WorkerLife
+from spotlight.records import Interval, Pool, Quarantined, Span, WorkerLife, record
 from spotlight.report.palette import PHASE_COLOURS, base_phase
 from spotlight.store.accounts import pool_prices, read_lives, read_spans, run_ledger
 from spotlight.store.rundir import HistoryRow, RunDir, Summary, ValidationRow
@@ -58,7 +58,7 @@ def _frame(history: Sequence[HistoryRow]) -> pd.DataFrame:
     return frame.set_index("iteration") if rows else pd.DataFrame(index=pd.Index([], name="iteration"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Facts:
     """All that a run directory says, and what it should say but does not."""
 

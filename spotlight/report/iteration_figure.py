@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, PathPatch, Polygon
 from matplotlib.path import Path as Line
 
-from spotlight.records import SpotlightError, base_phase
+from spotlight.records import SpotlightError, base_phase, record
 from spotlight.report.palette import FAINT, INK, POOL_COLOURS, phase_colour
 
 
@@ -79,7 +78,7 @@ LABEL, TALLEST = 0.34, 0.46
 """Inches: a label above its boxes, and the tallest box but that of training."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class _Layer:
     """A layer of the graph, and where it is drawn."""
 
@@ -90,7 +89,7 @@ class _Layer:
     lanes: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class _Box:
     """The place of a layer's stack of tasks, in inches."""
 

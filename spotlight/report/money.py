@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
 from spotlight.market.ledger import Ledger
+from spotlight.records import record
 from spotlight.report.palette import PHASE_COLOURS, WASTE_COLOURS, phase_colour
 
 WASTE = {
@@ -26,7 +27,7 @@ def simulation(learning: str) -> str:
     return f"SIMULATED: durations by the cost model, learning {learning}" if learning else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Row:
     """One line of the account."""
 

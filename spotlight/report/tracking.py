@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
 
 from spotlight.config import Config
-from spotlight.records import SpotlightError
+from spotlight.records import SpotlightError, record
 from spotlight.store.rundir import HISTORY, VALIDATION, HistoryRow, RunDir, ValidationRow
 
 HIDDEN = ("started_s", "stopped_s", "busy_s.")
@@ -24,7 +23,7 @@ HIDDEN = ("started_s", "stopped_s", "busy_s.")
 logger = logging.getLogger("spotlight.tracking")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Point:
     """What was measured at one step."""
 

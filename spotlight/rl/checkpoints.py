@@ -10,11 +10,10 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spotlight.records import SpotlightError
+from spotlight.records import SpotlightError, record
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Endings of files that can run any code when they are loaded."""
@@ -23,7 +22,7 @@ HEADER_BYTES_MAX = 100_000_000
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Family:
     """What the pipeline directories of one model family hold."""
 
@@ -69,7 +68,7 @@ FAMILIES = {
 """By the name that ``model.name`` gives."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Network:
     """One network of a checkpoint, as its files describe it."""
 
@@ -187,7 +186,7 @@ def _index(file: Path) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Survey:
     """What a whole checkpoint says of itself."""
 

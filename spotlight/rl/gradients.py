@@ -7,12 +7,13 @@ is computed, on machines that compute alike.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import torch
 from torch import Tensor
 
 from spotlight.config import TrainSection
+from spotlight.records import record
 from spotlight.rl.algorithms import Rows, TrainingBatch, objective
 from spotlight.rl.models.base import Model
 
@@ -23,7 +24,7 @@ FLOAT16_SCALE = 2.0**10
 part's rows and elements would be below the smallest number there is. Measured: 2^6 to 2^14 lose nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PartGradient:
     """Of a part's rows."""
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from spotlight.config import Config
-from spotlight.records import SpotlightError
+from spotlight.records import SpotlightError, record
 from spotlight.rl.checkpoints import DTYPE_BYTES, Network, Survey
 
 SAVED_DOUBLE, SAVED_SINGLE = 31, 27
@@ -30,7 +29,7 @@ OPTIMIZER_BYTES = 16
 """Of a trained value: itself, its gradient and two moments in float32."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Phase:
     """What one phase holds in memory at its peak."""
 

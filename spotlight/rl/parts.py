@@ -7,13 +7,13 @@ how many workers there are, nor on who was ready first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spotlight.config import Config
+from spotlight.records import record
 
 
 def stream(seed: int, iteration: int, *, sample: int | None = None, slot: int = 0) -> np.random.Generator:
@@ -45,7 +45,7 @@ def preference_pairs(
     return tuple(pairs)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Cut:
     """The parts of an iteration's updates.
 

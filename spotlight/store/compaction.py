@@ -14,20 +14,20 @@ Shapes: B samples of a request, N latent tokens, C channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
 
 import numpy as np
 
-from spotlight.records import SpotlightError
+from spotlight.records import SpotlightError, record
 from spotlight.store.zarr_store import Float32, ZarrStore, array_metadata, run, seal, unseal
 
 _SHARD_BYTES = 64 * 2**20
 """A shard is built in memory and uploaded whole; 64 MiB is ample for throughput and small for a host."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Clean:
     """Verified clean latents of a request, wherever they are."""
 
@@ -38,7 +38,7 @@ class Clean:
     read: Callable[[], Float32 | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Compacted:
     """Where a request's clean latents are."""
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
 from types import TracebackType
@@ -41,7 +41,7 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from spotlight.records import Request
+from spotlight.records import Request, record
 from spotlight.store import compaction
 from spotlight.store.compaction import Clean, index_key, iteration_path
 from spotlight.store.zarr_store import Float32, ZarrStore, array_metadata, group_metadata, run, seal, unseal
@@ -58,7 +58,7 @@ class MissingLatents(Exception):
     """Latents that were asked for are absent, or every copy is corrupt; run the request again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Resume:
     """Where work on a request goes on."""
 
@@ -70,7 +70,7 @@ class Resume:
     """The latents after those steps; None when ``step`` is 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class _Commit:
     """What a commit record says."""
 

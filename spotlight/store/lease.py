@@ -16,10 +16,10 @@ import os
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 from spotlight.clock import Clock, wall_clock
-from spotlight.records import SpotlightError
+from spotlight.records import SpotlightError, record
 from spotlight.store.decoding import from_json
 from spotlight.store.objects import Objects
 
@@ -30,7 +30,7 @@ RENEW_S = 10.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Holder:
     """Who has a run."""
 

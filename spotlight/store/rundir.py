@@ -23,7 +23,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -36,7 +36,7 @@ from spotlight.files import digest, is_url, read_bytes, read_files
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
-from spotlight.records import Quarantined, Selection, SpotlightError
+from spotlight.records import Quarantined, Selection, SpotlightError, record
 from spotlight.store.decoding import Record, from_json
 from spotlight.store.journals import Journals
 from spotlight.store.lease import Lease
@@ -73,7 +73,7 @@ TAIL_BYTES = 2**16
 _appending = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Simulated:
     """Says of a run that no machine ran it."""
 
@@ -81,7 +81,7 @@ class Simulated:
     """By a model of learning, or of the model itself."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Started:
     """Who a run is."""
 
@@ -91,7 +91,7 @@ class Started:
     """What its folder below ``latents.url`` is named; empty: as the run, which was before runs had digits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PromptHashes:
     """Of the run's copies of its prompt files."""
 
@@ -99,7 +99,7 @@ class PromptHashes:
     validation_sha256: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class HistoryRow:
     """A finished iteration: a line of ``history.jsonl``."""
 
@@ -113,7 +113,7 @@ class HistoryRow:
     """Seconds, dollars and counts, which do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ValidationRow:
     """How good a weights version was: a line of ``validation.jsonl``."""
 
@@ -127,7 +127,7 @@ class ValidationRow:
     """Unix time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Summary:
     """A run that came to its end, in a few numbers: ``summary.json``."""
 
@@ -142,7 +142,7 @@ class Summary:
     first_image_s: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class _Decision:
     decision: str
 

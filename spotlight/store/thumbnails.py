@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Iterator
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.records import Kept, Selection
+from spotlight.records import Kept, Selection, record
 from spotlight.store.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ JPEG_FROM_PX = 64
 """Larger pictures are JPEG, some 4 kB each; PNG keeps the edges of small ones."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Picture:
     """One sample that an iteration was trained on."""
 

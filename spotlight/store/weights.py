@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.records import PartRef, Policy, Published, SpotlightError, WeightsRef
+from spotlight.records import PartRef, Policy, Published, SpotlightError, WeightsRef, record
 from spotlight.store.decoding import from_json
 from spotlight.store.node import Node, NotOnNode, Source, map_tensors
 from spotlight.store.objects import StoreError
@@ -59,7 +59,7 @@ RunAt = str | Path
 """A run's directory, or its URL."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class FileEntry:
     """What a file of a version is to be."""
 
@@ -67,7 +67,7 @@ class FileEntry:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Manifest:
     """What a version consists of: its ``manifest.json``."""
 

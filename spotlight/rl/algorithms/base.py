@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spotlight.records import Sampler
+from spotlight.records import Sampler, record
 from spotlight.rl.models.base import Conditioning, Model
 from spotlight.rl.objectives import clipped_objective
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TrainingBatch:
     """Samples of an iteration, in request order, and how they were sampled."""
 

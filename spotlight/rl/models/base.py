@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,8 +23,10 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from torch import Tensor
 
+from spotlight.records import record
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@record
 class Conditioning:
     """Encoded texts. The mask is always given: diffusers treats None and all-true differently."""
 

@@ -13,7 +13,6 @@ import gc
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -29,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from spotlight.records import SpotlightError
+from spotlight.records import SpotlightError, record
 from spotlight.rl.checkpoints import require_class, require_pipeline, weight_files
 from spotlight.rl.models.base import Conditioning, Model
 from spotlight.store.node import Node, NotOnNode, fingerprint
@@ -43,7 +42,7 @@ SAMPLES, SAMPLE_BYTES = 64, 4096
 """So many pieces of a weights file, evenly spread, tell encoders apart: one that was trained anew differs in all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Loading:
     """How a checkpoint is put on a device."""
 
@@ -55,7 +54,7 @@ class Loading:
     gradient_checkpointing: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Encoded:
     """One text, without padding."""
 

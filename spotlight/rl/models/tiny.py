@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -22,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from spotlight.records import SpotlightError
+from spotlight.records import SpotlightError, record
 from spotlight.rl.models.base import Conditioning
 from spotlight.rl.models.qwen_transformer import QwenTransformer
 from spotlight.store.node import Node, NotOnNode, fingerprint, map_tensors
@@ -33,7 +32,7 @@ SHIPPED = Path(__file__).parent / "weights"
 """The weights that come with the package."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Variant:
     """In what one embedded model differs from another that reads the same symbols."""
 
