@@ -395,6 +395,7 @@ def gradient_part(
         samples=tuple(samples[position - first] for position in positions),
         positions=positions,
         after=before.weights_sha256 if before else "",
+        settings=cut.settings,
     )
 
 

@@ -252,6 +252,8 @@ class GradientPart:
     """Of each sample among the iteration's, by which what is drawn for it is keyed."""
     after: str = ""
     """SHA-256 of the weights after the update before; empty in the first."""
+    settings: str = ""
+    """SHA-256 of those that it is trained with."""
 
     @cached_property
     def name(self) -> str:
@@ -262,7 +264,9 @@ class GradientPart:
             (digests[id(sample.request)], sample.index, sample.advantage, position)
             for sample, position in zip(self.samples, self.positions, strict=True)
         ]
-        content = dumps(["sum", self.weights.sha256, self.iteration, self.update, self.number, self.after, rows])
+        content = dumps(
+            ["sum", self.weights.sha256, self.iteration, self.update, self.number, self.after, self.settings, rows]
+        )
         return f"u{self.update}-p{self.number}-{sha256(content.encode()).hexdigest()[:16]}"
 
 

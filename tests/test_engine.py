@@ -465,3 +465,17 @@ def test_a_gradient_that_was_computed_is_found_and_a_damaged_one_is_named(run: R
     with pytest.raises(SpotlightError, match=r"expected sha256 .*it was removed: `spotlight resume` computes it again"):
         engine.update(context.start, [[found]], [[found]], 0)
     assert kept_updates.find(run.path, part) is None
+
+
+def test_a_gradient_of_other_settings_is_no_part_of_this_update(run: RunDir, context: RunContext) -> None:
+    engine, settings = Engine(run.path), run.config()
+    samples = rolled_out(run, context, engine, 2)
+    edited = settings.model_copy(update={"train": settings.train.model_copy(update={"nft_beta": 0.5})})
+    cuts = [replace(Cut.of(each), prompts=2, parts=1) for each in (settings, edited)]
+    sets = [TrainingSet(samples=samples, metrics={})]
+    before, after = (tasks.gradient_part(context.start, 0, cut, 0, 0, sets) for cut in cuts)
+
+    answer(engine.gradient(before))
+
+    assert kept_updates.find(run.path, before) is not None
+    assert kept_updates.find(run.path, after) is None

@@ -7,6 +7,7 @@ how many workers there are, nor on who was ready first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Self
 
 import numpy as np
@@ -64,6 +65,8 @@ class Cut:
     """Most pairs of a prompt's samples, where pairs are trained on, which no part may take apart; else 0."""
     seed: int
     """The run's."""
+    settings: str = ""
+    """SHA-256 of ``[train]``: gradients that were computed with other settings are no parts of these updates."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -75,6 +78,7 @@ class Cut:
             seeds=rollout.seeds_kept,
             pairs=train.dpo_pairs if train.algorithm == "dpo" else 0,
             seed=config.run.seed,
+            settings=sha256(train.model_dump_json().encode()).hexdigest(),
         )
 
     @property
