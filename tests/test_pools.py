@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from distributed import Client, Worker
 
-from cluster import local
+from cluster import local, pools
 from cluster.local import Place, PreemptionSchedule, TraceClock
 from cluster.pools import Pools
 from cluster.workers import warm_parent
@@ -159,6 +159,33 @@ def test_a_worker_that_its_trace_takes_away_while_it_starts_does_not_stay(
     asyncio.run(live())
 
     assert len(started) == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("name taken"), ValueError("name taken"), OSError(), TimeoutError()])
+def test_the_worker_beside_the_driver_is_started_again_whatever_kept_it_from_starting(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    tries: list[str] = []
+
+    class Refused:
+        async def __aenter__(self) -> None:
+            tries.append("start")
+            raise error
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+    async def keep() -> None:
+        head: Any = pools.Head.__new__(pools.Head)
+        head._worker = Refused
+        kept = asyncio.create_task(head._keep())
+        while len(tries) < 3 and not kept.done():
+            await asyncio.sleep(0.01)
+        kept.cancel()
+
+    monkeypatch.setattr(pools, "RETRY_S", 0.01)
+    asyncio.run(asyncio.wait_for(keep(), 30.0))
+
+    assert len(tries) == 3
 
 
 def test_where_no_reserved_worker_can_take_part_the_run_cannot_go_on(tmp_path: Path) -> None:

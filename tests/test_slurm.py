@@ -230,6 +230,29 @@ def test_the_time_in_the_queue_is_no_time_that_a_job_ran(
     assert (asyncio.run(cluster.slurm._end_of("7")) > 0) == ran
 
 
+@pytest.mark.parametrize("error", [RuntimeError("sbatch: error: busy"), OSError("no sbatch"), ValueError("no number")])
+def test_a_job_that_cannot_be_submitted_is_tried_again_until_the_place_gives_up(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    tries: list[str] = []
+
+    class Refused:
+        async def start(self) -> None:
+            tries.append("start")
+            raise error
+
+    monkeypatch.setattr(cluster.slurm, "worker_job", lambda *_, **__: Refused())
+    monkeypatch.setattr(cluster.slurm, "again_s", lambda failures: 0.0)
+
+    async def kept() -> str:
+        place = cluster.slurm.SlurmJobs("tcp://127.0.0.1:1", name="spot-0", job={"pool": "spot"})
+        await asyncio.wait_for(place._keep(), 30.0)
+        return place.failure
+
+    assert str(error).removeprefix("sbatch: error: ") in asyncio.run(kept())
+    assert len(tries) == cluster.slurm.FAILURES_MAX
+
+
 def test_a_job_is_submitted_again_ever_later() -> None:
     assert [again_s(failures) for failures in range(8)] == [5, 10, 20, 40, 80, 160, 300, 300]
 
