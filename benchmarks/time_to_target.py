@@ -32,15 +32,18 @@ from itertools import accumulate, islice, pairwise, product
 from math import inf, isinf
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spotlight import config
-from spotlight.report.palette import AXIS, FAINT, LOST, OTHER, PHASE_COLOURS, POOL_COLOURS
+from spotlight.report.palette import AXIS, FAINT, LOST, PHASE_COLOURS, POOL_COLOURS
 from spotlight.rl.parts import Cut
 from spotlight.simulation import Learning, Simulation
 from spotlight.store.rundir import ValidationRow
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "examples" / "paced.toml"
@@ -106,11 +109,15 @@ gaps."""
 GOALS = {"reserved only (4)": {"seconds": 4.0}, "all reserved (12)": {"usd": 6.4}}
 """How many times as long, and as dear, they should be."""
 UNITS = {"seconds": 60.0, "usd": 1.0}
-COLOURS = (
-    *(FAINT, OTHER, AXIS, PHASE_COLOURS["rollout"], LOST, PHASE_COLOURS["explore"]),
-    *(PHASE_COLOURS["score"], POOL_COLOURS["spot"], PHASE_COLOURS["validate"], PHASE_COLOURS["train"]),
-    *(PHASE_COLOURS["publish"], PHASE_COLOURS["allocate"], PHASE_COLOURS["select"]),
-)
+CURVES = {
+    "reserved only (4)": POOL_COLOURS["reserved"],
+    "all reserved (12)": FAINT,
+    "all reserved (48)": AXIS,
+    "no exploration, gradients on spot (1 + 47)": POOL_COLOURS["spot"],
+    OURS: PHASE_COLOURS["explore"],
+    SOONEST: LOST,
+}
+"""Strategies whose runs are drawn as lines, with their colours."""
 
 SPACE: dict[str, dict[str, list[str]]] = {
     "learning rate": {f"{rate:g}": [f"train.learning_rate={rate}"] for rate in (3e-4, 2e-4, 4.5e-4)},
@@ -413,33 +420,65 @@ def _cells(name: str, mine: Mapping[int, Row], ours: Mapping[int, Row], target: 
 
 
 def draw(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
-    """Score against time and against dollars: a line for each fresh run, a row of panels for each job and regime."""
+    """A row of panels for each job and regime: score against time, and minutes against dollars to the last target."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     cells = [(*cell, "512") for cell in product(arguments.jobs, arguments.regimes)]
     shown = [cell for cell in cells if any(_fresh(rows, *cell, name, arguments) for name in STRATEGIES)] or cells[:1]
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(10, 3.6 * len(shown)), layout="constrained")
-        panels = figure.subplots(len(shown), 2, sharey="row", squeeze=False)
-        for (job, regime, size), (left, right) in zip(shown, panels, strict=True):
-            for axis, field, unit in ((left, "seconds", 60.0), (right, "usd", 1.0)):
-                for name, colour in zip(STRATEGIES, COLOURS, strict=True):
-                    found = _fresh(rows, job, regime, size, name, arguments)
-                    for row in found.values():
-                        curve = [(row[field][version] / unit, score) for version, score in _curve(row)]
-                        axis.plot(*zip(*curve, strict=True), color=colour, lw=1)
-                    if found:
-                        axis.plot([], [], color=colour, label=name)
-                for target in TARGETS[job]:
-                    axis.axhline(target, color=AXIS, lw=0.6, ls="--")
-                axis.set_xlim(left=0)
-            left.set_ylabel(f"validation score, {job}, {regime}")
-            left.set_xlabel("minutes, emulated")
-            right.set_xlabel("US dollars: emulated time at list prices")
-        panels[0][1].legend(frameon=False, loc="lower right")
+        figure = Figure(figsize=(12, 4.2 * len(shown)), layout="constrained")
+        panels = figure.subplots(len(shown), 2, squeeze=False)
+        for cell, (left, right) in zip(shown, panels, strict=True):
+            found = {name: runs for name in STRATEGIES if (runs := _fresh(rows, *cell, name, arguments))}
+            _draw_curves(left, {name: found[name] for name in CURVES if name in found}, cell)
+            _draw_costs(right, found, cell)
         figure.suptitle("Virtual clock: Qwen-Image at 512 px on H100s; learning is the embedded model's", fontsize=10)
         figure.savefig(arguments.figure, dpi=130)
+
+
+def _colour(name: str) -> str:
+    """Where it has no line, that of its kind: reserved GPUs alone, spot ones too, or exploration beside training."""
+    kind = POOL_COLOURS["reserved"] if name.startswith(("reserved only", "all reserved")) else POOL_COLOURS["spot"]
+    return CURVES.get(name, PHASE_COLOURS["explore"] if name.startswith("Spotlight") else kind)
+
+
+def _draw_curves(axis: Axes, found: Mapping[str, Mapping[int, Row]], cell: tuple[str, str, str]) -> None:
+    """A line for each run."""
+    job, regime, _ = cell
+    for name, runs in found.items():
+        for row in runs.values():
+            curve = [(row["seconds"][version] / UNITS["seconds"], score) for version, score in _curve(row)]
+            axis.plot(*zip(*curve, strict=True), color=_colour(name), lw=1)
+        axis.plot([], [], color=_colour(name), label=name)
+    for target in TARGETS[job]:
+        axis.axhline(target, color=AXIS, lw=0.6, ls="--")
+    axis.set(xlim=(0, None), xlabel="minutes, emulated", ylabel=f"validation score, {job}, {regime}")
+    axis.legend(frameon=False, loc="lower right")
+
+
+def _draw_costs(axis: Axes, found: Mapping[str, Mapping[int, Row]], cell: tuple[str, str, str]) -> None:
+    """A number for each strategy at its medians, and lines over the ranges of its runs, if most came to the target."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    target = TARGETS[cell[0]][-1]
+    for number, (name, runs) in enumerate(found.items(), 1):
+        each = [[value / unit for value in _until(runs, target, field).values()] for field, unit in UNITS.items()]
+        minutes, dollars = (statistics.median(values) for values in each)
+        if isinf(minutes):
+            continue
+        reach = [
+            [[middle - min(values)], [max(values) - middle]]
+            for values, middle in zip(each, (minutes, dollars), strict=True)
+        ]
+        axis.errorbar(minutes, dollars, xerr=reach[0], yerr=reach[1], color=_colour(name), lw=0.8, alpha=0.4)
+        axis.plot(minutes, dollars, ls="", marker=f"${number}$", ms=9, color=_colour(name), label=name)
+    axis.set(xscale="log", yscale="log", xlabel=f"minutes to {target}, emulated", ylabel=f"US dollars to {target}")
+    for ticks in (axis.xaxis, axis.yaxis):
+        ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ticks.set_major_formatter("{x:g}")
+        ticks.set_minor_locator(NullLocator())
+    axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), title="median (line: range)")
 
 
 # Which runs
