@@ -280,8 +280,8 @@ class Dispatch(Decisions):
             return
         ended = event.state in ("memory", "erred")
         if not ended:
-            planned = task.gang is not None and task.gang.planned and address in self._roster.workers
-            outcome = "stopped" if planned else "lost"
+            agreed = self._stopping or (task.gang is not None and task.gang.planned)
+            outcome = "stopped" if agreed and address in self._roster.workers else "lost"
             self.journal.span(task.key, task.label, task.gang, address, started_s, event.at_s, outcome)
         elif event.work:
             outcome = "failed" if event.state == "erred" else "dropped" if event.work.dropped else "done"

@@ -54,21 +54,24 @@ def _asked_to_stop(run: Run) -> Iterator[list[int]]:
     """What Ctrl-C, SIGTERM and SIGHUP asked of a run that is alive.
 
     The first is noted, and nothing is interrupted: Python drops what a handler raises within a destructor. The next one
-    interrupts, as does the first where there is nothing to be stopped in order.
+    interrupts, as does the first where there is nothing to be stopped in order. What `nohup`, or a script's ``&``, has
+    this process ignore stays ignored.
     """
     asked: list[int] = []
+    terminals = [stream for stream in (0, 1, 2) if os.isatty(stream)]
 
     def hear(number: int, frame: object) -> None:
         if number == signal.SIGHUP:  # there is no terminal left to write to
             nowhere = os.open(os.devnull, os.O_RDWR)
-            for stream in (0, 1, 2):
+            for stream in terminals:
                 os.dup2(nowhere, stream)
             os.close(nowhere)
         asked.append(number)
         if len(asked) > 1 or not run.alive:
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, hear) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield asked
     finally:

@@ -97,9 +97,11 @@ def simulate(
     """
     config = configuration.load(settings, overrides)
     learning = learning or config.simulation.learning
-    others = list(strategies(config)) if compare else []
-    for name, each in [("as configured", config), *others]:
+    others = strategies(config, Path(settings).parent) if compare else ()
+    runs = [("as configured", config), *others]
+    for _, each in runs:  # at once, for a run may take hours
         check_inputs(each, with_model=learning == "real", live=False)
+    for name, each in runs:
         yield Simulation(name, each, learning, follow).go(report=report)
 
 
@@ -167,6 +169,8 @@ class Simulation:
         self._accounts.take(drained, {})
 
     def _end(self) -> None:
+        """The time is up: what runs is stopped, and lost to nobody."""
+        self._cluster.stop()
         raise _Over
 
     # Watch

@@ -37,8 +37,11 @@ BASELINES: Mapping[str, Mapping[str, Any]] = {
 """What is compared where the settings do not say: Spotlight and what it is measured against."""
 
 
-def strategies(config: Config) -> Iterator[tuple[str, Config]]:
+def strategies(config: Config, base: Path = Path("/")) -> Iterator[tuple[str, Config]]:
     """The name and the whole settings of each strategy that is to be compared, in order.
+
+    Args:
+        base: what the paths in strategies are relative to: the directory of the settings file.
 
     Raises:
         SpotlightError: one of them changes a setting that there is not, or to what it cannot be.
@@ -47,9 +50,13 @@ def strategies(config: Config) -> Iterator[tuple[str, Config]]:
         tree = config.model_dump(mode="json", exclude_none=True)
         del tree["simulation"]["strategies"]
         where = f"[simulation.strategies] {name!r}"
-        for path, value in _leaves(changes):
+        changed = dict(_leaves(changes))
+        for pool in tree["pools"]:
+            if f"pools.{pool}.gpu" in changed:
+                tree["pools"][pool].pop("usd_per_h", None)  # the price that was listed for its other GPU
+        for path, value in changed.items():
             _put(tree, path, value, where)
-        yield name, resolve(tree, Path("/"), where)
+        yield name, resolve(tree, base, where)
 
 
 def _leaves(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -70,5 +77,3 @@ def _put(tree: dict[str, Any], path: str, value: Any, where: str) -> None:
         if not isinstance(tree, dict):
             raise SpotlightError(f"{where}: {path!r}: {section!r} is a value, not a section")
     tree[key] = value
-    if key == "gpu":
-        tree.pop("usd_per_h", None)  # the price that was listed for the pool's other GPU

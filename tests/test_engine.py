@@ -32,6 +32,7 @@ from spotlight.plan.durations import SCORE_S
 from spotlight.records import (
     Dropped,
     Gradient,
+    GradientPart,
     Quarantined,
     Request,
     Rollout,
@@ -40,6 +41,7 @@ from spotlight.records import (
     SpotlightError,
     Stopped,
     Updated,
+    WeightsRef,
 )
 from spotlight.rl.parts import Cut
 from spotlight.rl.prompts import read_prompts
@@ -380,10 +382,17 @@ def test_a_request_too_large_for_the_device_is_named_with_what_would_make_it_fit
         raise torch.OutOfMemoryError("tried to allocate 20 GiB")
 
 
-def rolled_out(run: RunDir, context: RunContext, engine: Engine, prompts: int) -> tuple[Sample, ...]:
-    settings = run.config()
+def rolled_out(
+    run: RunDir, context: RunContext, engine: Engine, prompts: int, weights: WeightsRef | None = None
+) -> tuple[Sample, ...]:
+    """
+    Args:
+        weights: by default those that training starts from.
+    """
+    settings, weights = run.config(), weights or context.start
     chosen = read_prompts(settings.data.train_prompts)[:prompts]
-    requests = rollout_requests(settings, context, unexplored(settings, context, 0, chosen), context.start)
+    selection = unexplored(settings, context, weights.version, chosen)
+    requests = rollout_requests(settings, context, selection, weights)
     for request in requests:
         engine.rollout(request)
     return tuple(
@@ -465,6 +474,28 @@ def test_a_gradient_that_was_computed_is_found_and_a_damaged_one_is_named(run: R
     with pytest.raises(SpotlightError, match=r"expected sha256 .*it was removed: `spotlight resume` computes it again"):
         engine.update(context.start, [[found]], [[found]], 0)
     assert kept_updates.find(run.path, part) is None
+
+
+def test_a_gradient_whose_latents_are_drawn_again_on_the_way_is_the_same(run: RunDir, context: RunContext) -> None:
+    """They are drawn with the old policy, and the gradient is that of the one in training."""
+    engine = Engine(run.path)
+    cut = replace(Cut.of(run.config()), prompts=2, parts=1)
+
+    def part(weights: WeightsRef) -> GradientPart:
+        samples = rolled_out(run, context, engine, 2, weights)
+        return tasks.gradient_part(weights, weights.version, cut, 0, 0, [TrainingSet(samples=samples, metrics={})])
+
+    first = (answer(engine.gradient(part(context.start))),)
+    engine.update(context.start, [first], [first], 0)
+    second = part(publish(run.path, 1).weights)
+    found = answer(engine.gradient(second))
+    shutil.rmtree(run.path / "updates" / "00001")
+    assert second.samples[0].request.policy == "old"
+    assert _damage(run, "latents/00001/steps/*/c.*")
+
+    again = answer(Engine(run.path).gradient(second))
+
+    assert again == found
 
 
 def test_a_gradient_of_other_settings_is_no_part_of_this_update(run: RunDir, context: RunContext) -> None:

@@ -64,6 +64,25 @@ def test_another_gpu_has_its_own_price(tmp_path: Path) -> None:
     assert changed.pools.spot.usd_per_h == usd_per_h("l40s", "spot") != settings.pools.spot.usd_per_h
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_price_beside_another_gpu_counts_wherever_it_stands(tmp_path: Path, order: int) -> None:
+    lines = ['"pools.spot.usd_per_h" = 100', '"pools.spot.gpu" = "h100-aws"'][::order]
+    settings = load(tmp_path, '[simulation.strategies."dear"]\n' + "\n".join(lines))
+
+    ((_, changed),) = strategies(settings)
+
+    assert changed.pools.spot.usd_per_h == 100
+
+
+def test_paths_in_a_strategy_are_relative_to_the_settings_file(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text("0,add,a\n")
+    settings = load(tmp_path, '[simulation.strategies."on a trace"]\n"pools.spot.trace" = "trace.csv"\n')
+
+    ((_, changed),) = strategies(settings, tmp_path)
+
+    assert changed.pools.spot.trace == str(tmp_path / "trace.csv")
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

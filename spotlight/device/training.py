@@ -91,13 +91,14 @@ class Training:
         """
         if place.width == 1:
             return self._known(part) or self._keep(part, self._gradient(part))
+        drawn = self._training_batch(part) if part.samples and not self._known(part) else None  # by each rank alone
         try:
             with join_gang(self._resident, self._node, place, called_off=lambda: self._called_off(part, place)) as gang:
                 if place.rank == 0:
                     self._on_beat(Beat(step=0, steps=1, resumed=True))
                 known = self._known(part)
                 if not gang.agree(int(known is not None)):  # others may have looked earlier, or later
-                    made = self._gradient(part, gang)
+                    made = self._gradient(part, gang, drawn)
                     known = self._keep(part, made) if place.rank == 0 else None
                     self._on_beat(Beat(step=1, steps=1))
                     gang.agree(0)  # nobody is done before it is kept: what is done is never redone
@@ -125,15 +126,17 @@ class Training:
         measured = Gradient(name="", rows=made.rows, loss=made.loss, metrics=made.metrics)
         return updates.put(self._run_dir, part, measured, made.tensors)
 
-    def _gradient(self, part: GradientPart, gang: Gang | None = None) -> PartGradient:
+    def _gradient(
+        self, part: GradientPart, gang: Gang | None = None, drawn: TrainingBatch | None = None
+    ) -> PartGradient:
         """Of a gang, each rank's own gradients are added: they come from its own tokens."""
         if not part.samples:
             return PartGradient()
         resident = self._resident
+        batch = drawn or self._training_batch(part)  # first: latents that are lost are drawn again, with other weights
         current = updates.load_weights(self._run_dir, part.iteration, part.after) if part.after else None
         old = resident.old(part.weights)
         resident.use(part.weights)
-        batch = self._training_batch(part)
         if current is not None:
             resident.changed()
         what = f"part {part.number} of iteration {part.iteration}'s training ({len(part.samples)} samples)"

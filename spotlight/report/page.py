@@ -177,9 +177,11 @@ def _subtitle(facts: Facts) -> str:
 def _paced(pace: PaceSection) -> str:
     if not pace.gpu:
         return ""
+    text = f"; PACED: work lasts as {pace.model} at {pace.height_px} x {pace.width_px} px would on {pace.gpu}"
+    if pace.speedup == 1:
+        return text
     return (
-        f"; PACED: work lasts as {pace.model} at {pace.height_px} x {pace.width_px} px would on {pace.gpu}, "
-        f"{pace.speedup:g} times as fast; so seconds and dollars are {pace.speedup:g} times fewer than emulated ones"
+        f"{text}, {pace.speedup:g} times as fast; so seconds and dollars are {pace.speedup:g} times fewer than emulated"
     )
 
 
@@ -203,6 +205,8 @@ def _cards(facts: Facts) -> str:
         "preemptions": lost["spot"],
         "first_image_s": None,
     } | (asdict(facts.summary) if facts.summary else {})
+    if len(scores) == 1:  # the summary has it as both
+        known["score_after"] = None
     before, after, usd, alone = (known[name] for name in ("score_before", "score_after", "usd", "usd_reserved_only"))
     unknown = before is None or after is None
     share = spot_utilisation(facts.spans, facts.workers, facts.whole)
