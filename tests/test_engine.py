@@ -49,7 +49,7 @@ from spotlight.simulation import TaskTiming
 from spotlight.store import updates as kept_updates
 from spotlight.store.latents import MissingLatents
 from spotlight.store.rundir import RunDir
-from spotlight.store.weights import publish
+from spotlight.store.weights import PARTS, load, publish
 
 
 @pytest.fixture
@@ -496,6 +496,21 @@ def test_a_gradient_whose_latents_are_drawn_again_on_the_way_is_the_same(run: Ru
     again = answer(Engine(run.path).gradient(second))
 
     assert again == found
+
+
+def test_where_no_sample_is_better_than_another_no_step_is_taken(run: RunDir, context: RunContext) -> None:
+    """What is left of the gradient is rounding, of which AdamW would make a step of full size."""
+    engine = Engine(run.path)
+    samples = [replace(sample, advantage=0.0) for sample in rolled_out(run, context, engine, 2)]
+    cut = replace(Cut.of(run.config()), prompts=2, parts=1)
+    part = tasks.gradient_part(context.start, 0, cut, 0, 0, [TrainingSet(samples=tuple(samples), metrics={})])
+
+    found = answer(engine.gradient(part))
+    engine.update(context.start, [[found]], [[found]], 0)
+
+    before, after = (load(run.path, ref, PARTS["trained"]) for ref in (context.start, publish(run.path, 1).weights))
+    assert found.rows
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_gradient_of_other_settings_is_no_part_of_this_update(run: RunDir, context: RunContext) -> None:

@@ -6,7 +6,7 @@ is computed, on machines that compute alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 
 import torch
@@ -22,6 +22,9 @@ Tensors = Mapping[str, Tensor]
 FLOAT16_SCALE = 2.0**10
 """What losses are multiplied by on their way back through a float16 network, and gradients divided by: the mean over a
 part's rows and elements would be below the smallest number there is. Measured: 2^6 to 2^14 lose nothing."""
+
+ADVANTAGE_MAX = "advantage_max"
+"""Name of the metric that says how far a part's samples are from their groups."""
 
 
 @record
@@ -73,7 +76,19 @@ def part_gradient(
         loss_sum += loss.item() * (shrunk / total)
     tensors = {str(at): p.grad.float() * shrunk for at, p in enumerate(model.parameters()) if p.grad is not None}
     _forget(model)
-    return PartGradient(rows=total, loss=loss_sum, metrics=goal.metrics(), tensors=tensors)
+    metrics = {**goal.metrics(), ADVANTAGE_MAX: float(abs(batch.advantages_B).max())}
+    return PartGradient(rows=total, loss=loss_sum, metrics=metrics, tensors=tensors)
+
+
+def is_flat(settings: TrainSection, parts: Iterable[tuple[int, Mapping[str, float]]]) -> bool:
+    """Whether no sample was better than another, and nothing else is to be learnt.
+
+    What is left of the gradient is then rounding, of which AdamW would make a step of full size.
+
+    Args:
+        parts: ``(rows, metrics)`` of each.
+    """
+    return not settings.kl and all(metrics.get(ADVANTAGE_MAX) == 0 for rows, metrics in parts if rows)
 
 
 def _forget(model: Model) -> None:
