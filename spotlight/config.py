@@ -271,6 +271,14 @@ class RewardSection(Section):
             raise ValueError(f"reward.options.graded = {graded!r} of {self.name!r} must be true or false")
         return self
 
+    @model_validator(mode="after")
+    def _can_differ(self) -> Self:
+        if self.range is not None and not self.range[0] < self.range[1]:
+            raise ValueError(f"reward.range = {list(self.range)} must be the least score and a larger one")
+        if not self.weight:
+            raise ValueError("reward.weight = 0 counts nothing: give it another weight, or leave the table out")
+        return self
+
 
 OLD_DECAYS = ("copy", "linear", "delayed")
 
@@ -695,6 +703,11 @@ class Config(Section):
                 f'train.algorithm = "{self.train.algorithm}" needs log-probabilities, and rollout.sampler = "ode" has '
                 'none: set rollout.sampler to "sde", "cps" or "dance"'
             )
+        if rollout.sampler == "cps" and rollout.noise_level > 1:
+            raise ValueError(
+                f'rollout.noise_level = {rollout.noise_level:g} with rollout.sampler = "cps": above 1 a step has less '
+                "noise again, and at 2 none: give it at most 1"
+            )
         if self.train.algorithm == "grpo-guard" and rollout.sampler != "sde":
             raise ValueError(
                 f'train.algorithm = "grpo-guard" corrects the steps of rollout.sampler = "sde", and that is '
@@ -733,13 +746,19 @@ class Config(Section):
     @property
     def doubts(self) -> tuple[str, ...]:
         """What can be run, but is probably not meant."""
+        found: list[str] = []
         if self.train.algorithm == "nft" and self.rollout.guidance > 1:
-            return (
+            found.append(
                 f"rollout.guidance = {self.rollout.guidance:g} with DiffusionNFT: a guided velocity is fitted to "
                 "samples as if it were the flow's own, and published recipes draw and train without guidance; set "
-                "rollout.guidance = 1",
+                "rollout.guidance = 1"
             )
-        return ()
+        if self.train.algorithm == "dpo" and self.train.kl:
+            found.append(
+                f"train.kl = {self.train.kl:g} with Diffusion-DPO counts nothing: train.dpo_beta says how near to the "
+                "reference the policy stays"
+            )
+        return tuple(found)
 
     @property
     def adds_advantages(self) -> bool:

@@ -340,6 +340,10 @@ def test_the_examples_are_valid_and_their_prompts_exist(example: Path) -> None:
         (["rollout.sde_window=[1, 3]", "rollout.sde_window_size=3"], "sde_window_size = 3 does not fit"),
         (["train.algorithm=grpo-guard", "rollout.sampler=cps"], 'rollout.sampler = "sde", and that is "cps"'),
         (["train.algorithm=grpo-guard"], 'rollout.sampler = "ode" has none'),
+        (["rollout.sampler=cps", "rollout.noise_level=2"], "above 1 a step has less noise again"),
+        (["reward.weight=0"], "reward.weight = 0 counts nothing"),
+        (["reward.range=[1, 0]"], "reward.range = [1.0, 0.0] must be"),
+        (["reward.range=[0.5, 0.5]"], "reward.range = [0.5, 0.5] must be"),
     ],
 )
 def test_learning_that_cannot_work_is_refused(file: Path, overrides: list[str], said: str) -> None:

@@ -304,6 +304,17 @@ def test_a_second_process_needs_no_text_encoder(directory: Path, cache: Path, tm
         second.preload(["another"], cache)
 
 
+def test_what_an_editor_leaves_beside_an_encoder_is_no_part_of_it(directory: Path, tmp_path: Path) -> None:
+    left = tmp_path / "pipeline"
+    shutil.copytree(directory, left)
+    (left / "tokenizer" / ".ipynb_checkpoints").mkdir()
+    (left / "text_encoder" / "backup").mkdir()
+
+    first, second = (loaded(path, tmp_path / "prompts.safetensors") for path in (directory, left))
+
+    assert torch.equal(first.encode(TEXTS).embeds_BTD, second.encode(TEXTS).embeds_BTD)
+
+
 def test_a_text_missing_from_the_cache_is_added_to_it(directory: Path, cache: Path, tmp_path: Path) -> None:
     own = tmp_path / "prompts.safetensors"
     shutil.copy(cache, own)

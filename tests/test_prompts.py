@@ -70,6 +70,9 @@ def test_rows_of_json_and_of_tables_are_prompts_with_metadata(tmp_path: Path) ->
     ("name", "content", "message"),
     [
         ("p.jsonl", '{"prompt": "a"}\n{', r"p\.jsonl:2: not JSON"),
+        ("p.jsonl", '{"prompt": "a"}\n{"prompt": "\\ud83d"}', r"p\.jsonl:2: text that is not Unicode"),
+        ("p.jsonl", '{"prompt": "a", "tag": "\\ud83d"}', r"p\.jsonl:1: text that is not Unicode"),
+        ("p.csv", 'prompt\na\n"b' + "c" * 140_000, r"p\.csv:3: not CSV: .*quotation mark"),
         ("p.jsonl", "[1]", r"p\.jsonl:1: a JSON object is expected"),
         ("p.jsonl", '{"prompt": ""}', r"p\.jsonl:1: no prompt: .* there is prompt"),
         ("p.csv", "a,b\n1,2\n", r"p\.csv:2: no prompt: .* there is a, b"),

@@ -353,6 +353,17 @@ class Mean(Scorer):
         return [float(min(image.mean(), self._limit)) for image in images_BHWC]
 
 
+class Same(Mean):
+    """Any two images are as good."""
+
+    range = (0.5, 0.5)
+
+
+def test_a_scorer_whose_rewards_cannot_differ_is_refused() -> None:
+    with pytest.raises(SpotlightError, match=r"its range \[0.5, 0.5\] must be the least score and a larger one"):
+        build(RewardSection(name=f"{__name__}:Same"))
+
+
 GREY = np.array([10, 13, 250], dtype=np.uint8).reshape(3, 1, 1, 1)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -279,6 +280,19 @@ def test_a_scorer_may_declare_another_range() -> None:
     values, errors = score(Wide(lambda call, pixels: -7.5), IMAGES[:1], PROMPTS[:1], attempts=1)
 
     assert (values, errors) == ([-7.5], [])
+
+
+def test_a_reward_may_be_a_whole_number_of_numpys() -> None:
+    right: Any = np.int64(1)
+
+    assert score(Failing(lambda call, pixels: right), IMAGES[:1], PROMPTS[:1], attempts=1) == ([1.0], [])
+
+
+def test_a_range_in_the_settings_is_that_of_a_named_scorer_too() -> None:
+    narrow = build(RewardSection(name="ocr", range=(0.0, 0.01)))
+
+    assert narrow.range == (0.0, 0.01)
+    assert build(RewardSection(name="ocr")).range == (0.0, 1.0)
 
 
 def test_the_planner_sees_rewards_between_0_and_1() -> None:

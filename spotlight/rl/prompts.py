@@ -40,7 +40,7 @@ def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
     elif path.suffix in (".jsonl", ".json", ".ndjson"):
         rows = _rows_of_jsonl(path)
     elif path.suffix == ".csv":
-        rows = enumerate(csv.DictReader(io.StringIO(_text(path), newline="")))
+        rows = _rows_of_csv(path)
     else:
         lines = enumerate(_text(path).split("\n"))
         rows = ((index, {"prompt": line.strip()}) for index, line in lines if line.strip())
@@ -62,6 +62,12 @@ def _prompt(path: Path, index: int, row: Mapping[str, Any]) -> Prompt:
         metadata = json.dumps(more, sort_keys=True, ensure_ascii=False) if more else ""
     except TypeError as error:
         raise SpotlightError(f"{path}:{line_of(path, index)}: metadata that is no JSON: {error}") from None
+    try:
+        (row[column] + metadata).encode()
+    except UnicodeEncodeError as error:
+        raise SpotlightError(
+            f"{path}:{line_of(path, index)}: text that is not Unicode, such as half an emoji: {error.reason}"
+        ) from None
     return Prompt(id=index, text=row[column].strip(), metadata=metadata)
 
 
@@ -97,6 +103,16 @@ def _rows_of_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         if not isinstance(row, dict):
             raise SpotlightError(f"{path}:{index + 1}: a JSON object is expected on each line, and {line[:40]!r} came")
         yield index, row
+
+
+def _rows_of_csv(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    table = csv.DictReader(io.StringIO(_text(path), newline=""))
+    try:
+        yield from enumerate(table)
+    except csv.Error as error:
+        raise SpotlightError(
+            f"{path}:{table.line_num + 1}: not CSV: {error}; is a quotation mark not closed, here or before?"
+        ) from None
 
 
 def _rows_of_parquet(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:

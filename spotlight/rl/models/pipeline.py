@@ -160,7 +160,7 @@ class PipelineModel(Model):
         """Names the text encoders by their content; None where their files are not here."""
         digest, found = sha256(str(self.transformer.dtype).encode()), False
         for folder in (*self.encoder_classes, *self.tokenizer_classes):
-            for file in sorted((self._path / folder).glob("*")):
+            for file in sorted(filter(Path.is_file, (self._path / folder).glob("*"))):
                 found = True
                 digest.update(f"{folder}/{file.name}".encode())
                 digest.update(_sampled(file) if file.suffix == ".safetensors" else file.read_bytes())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -138,11 +139,19 @@ def _one(settings: RewardSection) -> Scorer:
                 raise SpotlightError(f"reward.name = {settings.name!r} scores nothing: give it __call__, or of")
             scorer = kind(**settings.options)
         else:
-            return load(settings.name, **settings.options)
+            scorer = load(settings.name, **settings.options)
+            if settings.range is None:
+                return scorer
+            scorer = copy(scorer)  # it is this process's only one
     except TypeError as error:
         raise SpotlightError(f"reward {settings.name!r}: its options do not fit: {error}") from None
     if settings.range is not None:
         scorer.range = settings.range  # type: ignore[misc]  # of this one alone
+    low, high = scorer.range
+    if not low < high:
+        raise SpotlightError(
+            f"reward {settings.name!r}: its range {[low, high]} must be the least score and a larger one"
+        )
     return scorer
 
 

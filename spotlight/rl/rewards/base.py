@@ -94,7 +94,7 @@ def checked(rewards: Any, expected: int, within: tuple[float, float]) -> list[fl
     if len(rewards) != expected:
         raise ValueError(f"the scorer returned {len(rewards)} rewards for {expected} images")
     for reward in rewards:
-        if isinstance(reward, bool) or not isinstance(reward, int | float | np.floating):
+        if isinstance(reward, bool) or not isinstance(reward, int | float | np.integer | np.floating):
             raise ValueError(f"the scorer returned {reward!r}, which is no number")
         if not within[0] <= reward <= within[1]:  # also catches NaN, which compares false
             raise ValueError(f"the scorer returned {reward}, and says that its rewards lie in {list(within)}")
