@@ -263,10 +263,15 @@ def worker_job(
         death_timeout=WORKER_START_S,
         local_directory='"$scratch"',
         job_name=job_name(run_dir, f"{pool}-{first}"),
-        security=security,
-        worker_extra_args=["--resources", f"{pool}=1", "--memory-limit", "0"],  # Slurm has its own
+        worker_extra_args=[
+            "--resources",
+            f"{pool}=1",
+            "--memory-limit",
+            "0",
+            *_tls(security),
+        ],  # Slurm has its own limit
         job_directives_skip=["-n 1", "--mem=", *([] if slurm.time else ["-t "])],
-        job_extra_directives=[f"--output={run_dir}/slurm/{pool}-{first}-%j.out", *_directives(section, workers)],
+        job_extra_directives=[_output(run_dir, f"{pool}-{first}"), *_directives(section, workers)],
         job_script_prologue=[*slurm.setup, *_SCRATCH],
         shebang="#!/usr/bin/env bash",
     )
@@ -274,7 +279,26 @@ def worker_job(
 
 def job_name(run_dir: Path, name: str) -> str:
     """In the queue: whose it is, since a user may have several runs there."""
-    return f"{run_dir.name}-{sha256(bytes(run_dir)).hexdigest()[:6]}-{name}"
+    return f"{_plain(run_dir.name)}-{sha256(bytes(run_dir)).hexdigest()[:6]}-{name}"
+
+
+def _tls(security: Security | None) -> Iterator[str]:
+    """As dask-jobqueue would give them, which does not quote paths."""
+    for name, value in (security.get_tls_config_for_role("worker") if security else {}).items():
+        if value and name != "ciphers":
+            yield f"--tls-{name.replace('_', '-')}"
+            yield shlex.quote(value)
+
+
+def _plain(name: str) -> str:
+    """Without what parts words, or names, for Slurm."""
+    return re.sub(r"[^\w.+-]", "_", name)
+
+
+def _output(run_dir: Path, job: str) -> str:
+    """Where what a job writes goes, as a directive: Slurm puts the job's number for %j, and % for %%."""
+    directory = str(run_dir).replace("%", "%%")
+    return f'--output="{directory}/slurm/{job}-%j.out"'
 
 
 _SCRATCH = (
@@ -317,8 +341,8 @@ def driver_script(config: Config, run_dir: Path | str, *, begin: str = "") -> st
     """
     slurm, run, files = config.cluster.slurm, shlex.quote(str(run_dir)), files_of(run_dir)
     header = [
-        f"--job-name={files.name}",
-        f"--output={files}/slurm/driver-%j.out",
+        f"--job-name={_plain(files.name)}",
+        _output(files, "driver"),
         f"--signal=B:{RESUME.removeprefix('SIG')}@{DRIVER_NOTICE_S}",
         "--requeue",
         "--open-mode=append",

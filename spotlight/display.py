@@ -87,7 +87,7 @@ def _watch(run: Run, display: _Display, console: Console, asked: Sequence[int]) 
             run.stop()
             console.print(
                 f"stopping after the steps in flight; Ctrl-C again leaves at once; either way, "
-                f"`spotlight resume {run.directory.url}` goes on",
+                f"`{run.directory.resume_command}` goes on",
                 soft_wrap=True,
             )
         display.show(run.status)

@@ -125,7 +125,7 @@ class Driver:
             if any(future.status == "cancelled" for future in futures):
                 raise SpotlightError(
                     f"the cluster lost the run's tasks: its scheduler ended, or was restarted; what was committed is "
-                    f"kept: `spotlight resume {self._run.url}` goes on, with --cluster on another one"
+                    f"kept: `{self._run.resume_command}` goes on, with --cluster on another one"
                 )
             return dict(zip(graph.outputs, self.pools.client.gather(packed), strict=True))
         finally:

@@ -278,7 +278,7 @@ class Run:
         while self.alive and (timeout_s is None or wall_clock() < began_s + timeout_s):
             time.sleep(POLL_S)
         if not self.alive and self.state == "stopped":
-            raise Stopped(f"resume with: spotlight resume {self.directory.url}")
+            raise Stopped(f"resume with: {self.directory.resume_command}")
 
     def __await__(self) -> Generator[Any, None, Status]:
         """``await run``: as `wait`, while the event loop, of a notebook for example, goes on."""
@@ -430,7 +430,7 @@ class Run:
                 self._driver.go(self._cluster)
             self._state = "finished"
         except Stopped:
-            self._state, self._error = "stopped", Stopped(f"resume with: spotlight resume {self.directory.url}")
+            self._state, self._error = "stopped", Stopped(f"resume with: {self.directory.resume_command}")
         except BaseException as error:  # carried to whoever waits
             self._state, self._error = "failed", _explain(error, self.directory)
 
@@ -441,8 +441,8 @@ def _explain(error: BaseException, run: RunDir) -> BaseException:
         places = [run.path, "/dev/shm", tempfile.gettempdir(), *([error.filename] if error.filename else [])]
         found = full_disk(places) or "make room"
         return SpotlightError(
-            f"{run.path}: the disk is full: {found}, then `spotlight resume {run.url}`; all that was committed is kept"
+            f"{run.path}: the disk is full: {found}, then `{run.resume_command}`; all that was committed is kept"
         )
     if not isinstance(error, SpotlightError):
-        error.add_note(f"all that was committed is kept; `spotlight resume {run.url}` goes on from there")
+        error.add_note(f"all that was committed is kept; `{run.resume_command}` goes on from there")
     return error

@@ -230,6 +230,24 @@ def test_the_time_in_the_queue_is_no_time_that_a_job_ran(
     assert (asyncio.run(cluster.slurm._end_of("7")) > 0) == ran
 
 
+def test_a_run_may_have_any_name_and_lie_anywhere(tmp_path: Path) -> None:
+    settings = config.load(settings_file(tmp_path), JOBS)
+
+    pytest.importorskip("dask_jobqueue")
+    found = cluster.slurm.scripts(settings, "/runs of mine/50% as long, twice")
+
+    for script in found.values():
+        (output,) = (line for line in script.splitlines() if "--output" in line)
+        (name,) = (
+            line.split("=" if "job-name" in line else " -J ")[1]
+            for line in script.splitlines()
+            if "-J" in line or "job-name" in line
+        )
+        assert output.startswith('#SBATCH --output="/runs of mine/50%% as long, twice/slurm/')
+        assert name.startswith("50__as_long__twice")
+    assert "resume '/runs of mine/50% as long, twice'" in found["the driver"]
+
+
 @pytest.mark.parametrize("error", [RuntimeError("sbatch: error: busy"), OSError("no sbatch"), ValueError("no number")])
 def test_a_job_that_cannot_be_submitted_is_tried_again_until_the_place_gives_up(
     monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -17,6 +17,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import tempfile
 import threading
@@ -496,6 +497,11 @@ class RunDir:
                 first = self.count(journal) - len(lines[-rows:]) + 1
                 return [self._record(journal, number, line, kind) for number, line in enumerate(lines[-rows:], first)]
             wanted *= 4
+
+    @property
+    def resume_command(self) -> str:
+        """What goes on with the run, for a shell."""
+        return f"spotlight resume {shlex.quote(self.url)}"
 
     def count(self, journal: str) -> int:
         """Finished lines of a journal; only those that are new are read."""
