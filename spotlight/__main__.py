@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -50,14 +51,22 @@ EXIT = """exit status:
   1    something that you can put right; the message says how
   2    a command that does not exist, or is not complete
   70   an error in Spotlight itself; --debug shows where
-  130  stopped, by Ctrl-C or a signal; `spotlight resume` goes on"""
+  130  stopped, by Ctrl-C or a signal; `spotlight resume` goes on
+  141  nobody reads what it prints any more"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status, see `EXIT`."""
     parsed = _parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no "×" shows a question mark
     try:
         parsed.verb(parsed)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # the latter is how Rich says it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the interpreter ends, it flushes again
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("spotlight: left at once", file=sys.stderr, flush=True)
         os._exit(130)  # the run's thread would keep this process until it is done; the workers end with it
@@ -233,7 +242,7 @@ def _add_overrides(parser: argparse.ArgumentParser, example: str) -> None:
 def _run(parsed: argparse.Namespace) -> None:
     from spotlight.run import Run
 
-    if parsed.into:
+    if parsed.into is not None:
         _follow(Run.into(parsed.into, parsed.config, parsed.overrides, cluster=parsed.cluster), parsed)
     else:
         _follow(Run(parsed.config, parsed.overrides, cluster=parsed.cluster), parsed)
@@ -251,7 +260,12 @@ def _follow(run: Run, parsed: argparse.Namespace) -> None:
     from spotlight.display import follow
 
     if not parsed.json:
-        follow(run)
+        try:
+            follow(run)
+        except (BrokenPipeError, SystemExit):
+            how = run.directory.resume_command
+            print(f"spotlight: stopped, for nobody reads what it prints any more; {how} goes on", file=sys.stderr)
+            raise
         return
     try:
         follow(run, Console(file=io.StringIO()))
@@ -301,7 +315,7 @@ def _report(parsed: argparse.Namespace) -> None:
 def _cost(parsed: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from spotlight.report.money import bought, cost_json, cost_table, simulation
+    from spotlight.report.money import bought, cost_json, cost_table, emulated
     from spotlight.store.accounts import Accounts
 
     run = RunDir.open(parsed.run_dir)
@@ -310,16 +324,17 @@ def _cost(parsed: argparse.Namespace) -> None:
     if not ledger.entries:
         raise SpotlightError(f"{run.url}: no finished task is recorded yet, so there is no account: try again later")
     if parsed.json:
-        labels = {"paced": settings.pace.gpu, "simulated": run.simulated}
+        labels = {
+            "paced": settings.pace.gpu,
+            "simulated": run.simulated,
+            "emulated_per_real_s": settings.emulated_per_real_s,
+        }
         print(json.dumps(labels | cost_json(ledger), indent=1))
         return
     console = Console()
     so_far = "" if run.objects.size(SUMMARY) is not None else ", as far as it is recorded"
-    pace, scale = settings.pace, settings.emulated_per_real_s
-    fewer = f", seconds and dollars are {scale:g} times fewer" if scale != 1 else ""
-    paced = f" (PACED: {pace.model} on {pace.gpu} is emulated{fewer})" if pace.gpu else ""
-    simulated = f" ({simulation(run.simulated)})" if run.simulated else ""
-    console.print(cost_table(ledger, f"{run.name}{simulated}{paced}{so_far}"))
+    label = emulated(settings, run.simulated)
+    console.print(cost_table(ledger, f"{run.name}{f' ({label})' if label else ''}{so_far}"))
     for name, value in bought(ledger):
         console.print(f"{name:<52}{value}", soft_wrap=True, highlight=False)
 

@@ -77,7 +77,7 @@ class RunSection(Section):
     """Fixes all that is drawn: noise, prompts, made-up traces."""
     iterations: int = Field(30, ge=1, le=1_000_000)
     """Rounds of rollout, reward and training."""
-    dir: str = "runs"
+    dir: str = Field("runs", min_length=1)
     """Run directories are made in here; relative to the working directory, or the URL of a place in an object store,
     such as ``s3://bucket/runs``. Keys come from the environment of the driver and of the workers."""
     shared: bool = False

@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from spotlight.report.money import emulated
 from spotlight.run import Run, Status
 from spotlight.store.accounts import read_lives
 from spotlight.store.rundir import RunDir
@@ -203,6 +204,8 @@ def status_table(status: Status) -> Table:
     table.add_row("workers", ", ".join(f"{count} {pool}" for pool, count in sorted(status.workers.items())) or "-")
     table.add_row("preemptions", str(status.preemptions))
     table.add_row("cost", f"${status.usd:.4f}")
+    if status.emulated:
+        table.add_row("", status.emulated)
     return table
 
 
@@ -218,6 +221,8 @@ def _facts(status: Status) -> Table:
     table.add_row("workers", workers, "preemptions", str(status.preemptions))
     table.add_row("rollout window", _window(status), "spot workers worth renting", _worth(status))
     table.add_row("spot utilisation", _percent(status.spot_utilisation), "cost", f"${status.usd:.4f}")
+    if status.emulated:
+        table.add_row("", status.emulated)
     return table
 
 
@@ -269,6 +274,8 @@ def summary_table(run: RunDir) -> Table:
         "cost",
         f"${summary.usd:.4f}; the same work on reserved workers alone: at least ${summary.usd_reserved_only:.4f}",
     )
+    if label := emulated(run.config(), run.simulated):
+        table.add_row("", label)
     table.add_row("preemptions survived", str(summary.preemptions))
     if reserved := sum(life.pool == "reserved" and life.was_taken for life in read_lives(run)):
         table.add_row("reserved workers lost", f"{reserved}, and survived")

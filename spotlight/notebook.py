@@ -103,6 +103,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         ("preempted", str(status.preemptions)),
         ("spent", f"${status.usd:.4f}"),
         ("the same work on reserved GPUs alone, at least", f"${status.usd_reserved_only:.4f}"),
+        *([("not real", status.emulated)] if status.emulated else []),
     ]
 
 

@@ -23,6 +23,7 @@ from spotlight.files import is_url
 from spotlight.inputs import check_inputs, check_port
 from spotlight.records import SpotlightError, Stopped, record
 from spotlight.report import tracking
+from spotlight.report.money import emulated
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts
 from spotlight.store.disks import full_disk
@@ -85,6 +86,10 @@ class Status:
     elapsed_s: float
     dashboard: str
     run_dir: str
+    emulated_per_real_s: float
+    """Of a run that emulates GPUs, by which its seconds and dollars are to be multiplied; 1 of any other."""
+    emulated: str
+    """What is not real about its seconds and dollars, in words; empty where all of it is."""
 
 
 class Run:
@@ -350,6 +355,8 @@ class Run:
             elapsed_s=now_s - self._began_s if self._began_s else 0.0,
             dashboard=driver.dashboard if driver else "",
             run_dir=run.url,
+            emulated_per_real_s=self.config.emulated_per_real_s,
+            emulated=emulated(self.config, run.simulated),
         )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 from matplotlib.image import imread
 
 from factories import make_request
-from runs import settings_file
+from runs import ROOT, settings_file
 from spotlight import config
 from spotlight.__main__ import main
 from spotlight.device.learning_model import MODEL
@@ -433,6 +434,15 @@ def test_paced_devices_are_named_as_such(tmp_path: Path, capsys: pytest.CaptureF
     assert "PACED" in paced
     assert "PACED" not in plain
     assert "PACED: qwen-image on h100 is emulated" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_terminal_that_has_no_sign_for_times_shows_the_account_all_the_same(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, iterations=1)
+    plain = {**os.environ, "PYTHONIOENCODING": "ascii"}
+
+    done = subprocess.run([sys.executable, "-m", "spotlight", "cost", str(run_dir)], cwd=ROOT, env=plain, check=False)
+
+    assert done.returncode == 0
 
 
 def test_unreadable_images_cost_only_the_grid(tmp_path: Path) -> None:

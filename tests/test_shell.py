@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+import signal
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +18,7 @@ from spotlight import __main__ as shell
 from spotlight import run as running
 from spotlight.__main__ import EXAMPLES, main
 from spotlight.config import load
+from spotlight.display import _asked_to_stop
 from spotlight.records import SpotlightError
 from spotlight.run import Run
 from spotlight.store.rundir import RunDir
@@ -133,3 +138,63 @@ def test_a_run_into_a_directory_is_made_once_and_found_again(tmp_path: Path) -> 
         Run.into(there, settings, ["run.seed=4"])
     with pytest.raises(SpotlightError, match="not a run directory"):
         Run.into(tmp_path, settings)
+
+
+def test_a_run_into_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As where a queue's script names a variable that is not set."""
+    assert main(["run", str(settings_file(tmp_path)), "--into", ""]) == 1
+    assert "'' is no run directory" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_a_reader_that_is_gone_ends_a_verb_quietly() -> None:
+    command = [sys.executable, "-m", "spotlight", "completion"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        said = process.stderr.read()
+
+    assert said == ""
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_what_nohup_has_a_run_ignore_it_ignores() -> None:
+    """And what nobody has it ignore, it hears."""
+    run: Any = None
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _asked_to_stop(run):
+            ignored, heard = signal.getsignal(signal.SIGHUP), signal.getsignal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+    assert ignored == signal.SIG_IGN
+    assert callable(heard)
+
+
+def test_a_run_where_nothing_can_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir.create(load(settings_file(tmp_path)), 0.0)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("spotlight.store.rundir.open", refuse, raising=False)
+
+    with pytest.raises(SpotlightError, match=r"nothing can be written there \(Read-only file system\)"):
+        Run.resume(run.path).start().wait()
+
+
+def test_how_a_run_stands_says_what_is_not_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir.create(load(settings_file(tmp_path), ["pace.gpu=h100", "pace.speedup=8"]), 0.0)
+
+    main(["status", str(run.path)])
+    shown = " ".join(capsys.readouterr().out.split())
+    main(["status", str(run.path), "--json"])
+    told = json.loads(capsys.readouterr().out)
+
+    assert "PACED: qwen-image on h100 is emulated, seconds and dollars are 8 times fewer" in shown.replace(
+        " │ │ │ ", " "
+    )
+    assert told["emulated_per_real_s"] == 8
+    assert told["emulated"].startswith("PACED")

@@ -20,7 +20,7 @@ from spotlight.display import comparison
 from spotlight.records import SpotlightError
 from spotlight.run import Run
 from spotlight.simulation import Learning, Simulation, simulate
-from spotlight.store.rundir import DECISIONS, RunDir
+from spotlight.store.rundir import DECISIONS, EVENTS, SPANS, RunDir
 from spotlight.store.weights import published
 
 
@@ -216,6 +216,9 @@ def test_the_last_hour_ends_a_run(tmp_path: Path) -> None:
 
     assert found.hours == pytest.approx(0.02)
     assert 0 < found.iterations < 2000
+    run = RunDir.open(found.run_dir)
+    assert "lost" not in {row["outcome"] for row in run.rows(SPANS)}
+    assert "broken" not in {row["event"] for row in run.rows(EVENTS)}
 
 
 def test_a_trace_begins_when_its_first_workers_are_there(tmp_path: Path) -> None:
@@ -249,6 +252,17 @@ def test_the_report_of_a_simulated_run_says_so(tmp_path: Path) -> None:
     simulation.go()
 
     assert "simulated" in (simulation.directory.path / "report.html").read_text().lower()
+
+
+def test_what_any_strategy_lacks_is_told_before_the_first_is_run(tmp_path: Path) -> None:
+    settings = settings_file(tmp_path)
+    text = '\n[simulation.strategies."on a trace"]\n"pools.spot.trace" = "none.csv"\n'
+    settings.write_text(settings.read_text() + text)
+
+    with pytest.raises(SpotlightError, match=f"{tmp_path}/none.csv"):
+        next(simulate(settings, [f"run.dir={tmp_path}/runs"]))
+
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_shell_compares_with_what_the_settings_name(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from spotlight.config import Config
 from spotlight.plan.subset import max_variance_subset, most_varied
 from spotlight.records import Selection
-from spotlight.report.money import simulation
+from spotlight.report.money import emulated
 from spotlight.store.rundir import HISTORY, VALIDATION, HistoryRow, RunDir, ValidationRow
 from spotlight.store.thumbnails import Picture, pictures, thumbnail, validation_images
 
@@ -59,13 +59,12 @@ class Feed:
 
     def _about(self) -> Row:
         config = self._config
-        paced = f"PACED: {config.pace.model} on {config.pace.gpu} is emulated" if config.pace.gpu else ""
         return {
             "kind": "run",
             "id": 0,
             "name": self._run.name,
             "iterations": config.run.iterations,
-            "label": simulation(self._run.simulated) or paced,
+            "label": emulated(config, self._run.simulated),
             "usd_per_h": {name: pool.usd_per_h for name, pool in config.pools},
         }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from spotlight.config import Config
 from spotlight.market.ledger import Ledger
 from spotlight.records import record
 from spotlight.report.palette import PHASE_COLOURS, WASTE_COLOURS, phase_colour
@@ -25,6 +26,18 @@ WASTE = {
 def simulation(learning: str) -> str:
     """What is not real about a simulated run, said wherever its numbers are shown; empty for a live one."""
     return f"SIMULATED: durations by the cost model, learning {learning}" if learning else ""
+
+
+def emulated(config: Config, learning: str) -> str:
+    """What is not real about a run's seconds and dollars; empty where all of it is.
+
+    Args:
+        learning: of a simulated run, as `simulation` takes it.
+    """
+    pace, scale = config.pace, config.emulated_per_real_s
+    fewer = f", seconds and dollars are {scale:g} times fewer" if scale != 1 else ""
+    paced = f"PACED: {pace.model} on {pace.gpu} is emulated{fewer}" if pace.gpu else ""
+    return "; ".join(filter(None, (simulation(learning), paced)))
 
 
 @record

@@ -45,6 +45,7 @@ METRICS = {
     "steps_resumed": "denoising steps that were found committed instead of being done again",
     "loss": "mean over the updates",
     "grad_norm": "before clipping",
+    "advantage_max": "the largest, up or down: 0 where no sample was better than another, and no step was taken",
     "kl": "distance to the policy that training started from",
     "log_prob_delta": "|Δ log-prob|, trainer against worker: near 0, or they disagree",
     "log_prob_delta_max": "the largest",
@@ -296,7 +297,7 @@ def _spending(ledger: Ledger, plot: str) -> str:
         name = f"<b>{html.escape(row.name)}</b>" if row.is_sum else html.escape(row.name)
         total = f"<td>{sum(row.usd.values()):.4f}</td><td>{row.share:.1%}</td>"
         lines.append(f"<tr><th>{name}<i>{html.escape(row.note)}</i></th>{cells}{total}</tr>")
-    head = f"<tr><td></td>{heads}<td>both $</td><td>share</td></tr>"
+    head = f"<tr><td></td>{heads}<td>all $</td><td>share</td></tr>"
     facts = "".join(
         f"<tr><th>{html.escape(name)}</th><td>{html.escape(value)}</td></tr>" for name, value in bought(ledger)
     )

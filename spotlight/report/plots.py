@@ -52,11 +52,15 @@ def reward_plot(facts: Facts) -> Plot:
     return plot
 
 
+LEAST_PX = 220
+"""Height of the timeline: a legend of two lines leaves room for the names of two pools."""
+
+
 def timeline_plot(facts: Facts) -> Plot:
     """What every worker did, and below it the whole run with a window to drag."""
     lanes = facts.lanes()[::-1]
     plot = empty_plot(
-        90 + max(14, min(36, 900 // len(lanes))) * len(lanes),
+        max(LEAST_PX, 90 + max(14, min(36, 900 // len(lanes))) * len(lanes)),
         tools="xpan,xbox_zoom,reset,save",
         y_range=FactorRange(factors=lanes, group_padding=0.6),
         x_range=facts.zoom(),

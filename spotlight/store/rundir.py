@@ -28,7 +28,7 @@ from dataclasses import asdict
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 from uuid import uuid4
 
 from spotlight import config
@@ -186,6 +186,8 @@ class RunDir:
         Raises:
             SpotlightError: what is there is no run, or one of other settings.
         """
+        if not str(place).strip():
+            raise SpotlightError(f"{str(place)!r} is no run directory: name one, or leave it out for a new one")
         if is_url(place):
             check_address(str(place))
             if objects_at(place).size(config.RESOLVED) is None:
@@ -433,13 +435,28 @@ class RunDir:
         """Whether the run's files on this machine are held, by this alone or as one of many."""
         if self._journals:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(self.path / "lock", "a+", opener=_without_links) as file:
+        with self._lock() as file:
             try:
                 fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             except BlockingIOError:
                 yield False
                 return
             yield True
+
+    def _lock(self) -> IO[str]:
+        """
+        Raises:
+            SpotlightError: this user may not write there.
+        """
+        try:
+            return open(self.path / "lock", "a+", opener=_without_links)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            raise SpotlightError(
+                f"{self.path}: nothing can be written there ({error.strerror}): it is not yours, or mounted "
+                "read-only; a copy of the directory can be gone on with"
+            ) from None
 
     def _held_here(self) -> bool:
         """Whether a process of this machine runs the run. It asks as one of many, and lets go at once."""
