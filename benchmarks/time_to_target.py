@@ -361,15 +361,25 @@ def _headline(rows: Sequence[Row], job: str, regime: str, size: str, arguments: 
             said.append(f"{name} {' and '.join('{:.1f} [{:.1f}, {:.1f}]'.format(*ratio) for ratio in found.values())}")
             best |= {(name, field): max(best[name, field], found[field][0]) for field in GOALS[name]}
         seeds = max(seeds, len(mine))
-        seen.append(f"{ours.rpartition('(')[2].rstrip(')')}'s: {'; '.join(said)}")
+        seen.append(f"{_gpus(ours)}'s: {'; '.join(said)}")
     if not seen:
         return ""
+    tried = {
+        name: _best(rows, _case(job, regime, size, name), arguments) is not None for name in (*GOALS, OURS, SOONEST)
+    }
+    untuned = [_gpus(name) if name in (OURS, SOONEST) else name for name, is_tuned in tried.items() if not is_tuned]
+    recipes = f", untuned: {' and '.join(untuned)}" if untuned else ", each with its best recipe"
     goals = [f"{GOALS[name][field]:g} {_met(ratio, GOALS[name][field])}" for (name, field), ratio in best.items()]
     return (
         f"| minutes and dollars to {target} ({job}, {regime}), Qwen-Image at {size} px on H100s, virtual clock, "
-        f"{seeds} seeds | `python -m benchmarks.time_to_target` | as multiples of {'; of '.join(seen)} "
+        f"{seeds} seeds{recipes} | `python -m benchmarks.time_to_target` | as multiples of {'; of '.join(seen)} "
         f"(goals: {' and '.join(goals)}) |"
     )
+
+
+def _gpus(name: str) -> str:
+    """As "1 + 11"."""
+    return name.rpartition("(")[2].rstrip(")")
 
 
 def _met(ratio: float, goal: float) -> str:
