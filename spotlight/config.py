@@ -77,7 +77,7 @@ class RunSection(Section):
     """Fixes all that is drawn: noise, prompts, made-up traces."""
     iterations: int = Field(30, ge=1, le=1_000_000)
     """Rounds of rollout, reward and training."""
-    dir: str = Field("runs", min_length=1)
+    dir: str = "runs"
     """Run directories are made in here; relative to the working directory, or the URL of a place in an object store,
     such as ``s3://bucket/runs``. Keys come from the environment of the driver and of the workers."""
     shared: bool = False
@@ -666,6 +666,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         rollout, pools = self.rollout, self.pools
+        if not self.run.dir:
+            raise ValueError('run.dir = "": name a directory, or leave it out for "runs"')
         if pools.reserved.workers < 1:
             raise ValueError("pools.reserved.workers is 0, but training runs only on reserved workers: give it 1")
         if self.strategy.exploration != "off" and self.exploration.seeds_tried < rollout.seeds_kept:

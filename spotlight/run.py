@@ -159,6 +159,11 @@ class Run:
 
     def _open(self, directory: RunDir | None, settings: configuration.Config, cluster: Standing | None) -> None:
         check_inputs(settings)
+        if isinstance(cluster, str | Path):
+            from cluster.standing import refuse_unsafe, where
+
+            address, _ = where(cluster)
+            refuse_unsafe(address, insecure=settings.cluster.insecure)
         self._hold(directory, settings, cluster)
         self._checked = True
 

@@ -106,8 +106,8 @@ def outcome(run_dir: Path) -> dict[str, Any]:
 
 
 def start(*arguments: str | Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """The shell command in a process of its own."""
-    command = [sys.executable, "-m", "spotlight", *map(str, arguments)]
+    """The shell command in a process of its own, which hears signals even where `nohup` began the tests."""
+    command = ["env", "--default-signal=HUP,INT", sys.executable, "-m", "spotlight", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, text=True, stdout=pipe, stderr=pipe, env=environment)
 

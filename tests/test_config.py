@@ -342,6 +342,7 @@ def test_the_examples_are_valid_and_their_prompts_exist(example: Path) -> None:
         (["train.algorithm=grpo-guard"], 'rollout.sampler = "ode" has none'),
         (["rollout.sampler=cps", "rollout.noise_level=2"], "above 1 a step has less noise again"),
         (["reward.weight=0"], "reward.weight = 0 counts nothing"),
+        (["run.dir="], 'run.dir = "": name a directory'),
         (["reward.range=[1, 0]"], "reward.range = [1.0, 0.0] must be"),
         (["reward.range=[0.5, 0.5]"], "reward.range = [0.5, 0.5] must be"),
     ],

@@ -147,6 +147,15 @@ def test_a_run_into_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
+@pytest.mark.parametrize(("cluster", "said"), [("here", "neither an address"), ("tcp://192.0.2.1:8786", "anybody who")])
+def test_a_cluster_that_cannot_be_meant_is_refused_before_anything_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cluster: str, said: str
+) -> None:
+    assert main(["run", str(settings_file(tmp_path)), "--cluster", cluster]) == 1
+    assert said in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
 def test_a_reader_that_is_gone_ends_a_verb_quietly() -> None:
     command = [sys.executable, "-m", "spotlight", "completion"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
