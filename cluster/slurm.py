@@ -263,13 +263,8 @@ def worker_job(
         death_timeout=WORKER_START_S,
         local_directory='"$scratch"',
         job_name=job_name(run_dir, f"{pool}-{first}"),
-        worker_extra_args=[
-            "--resources",
-            f"{pool}=1",
-            "--memory-limit",
-            "0",
-            *_tls(security),
-        ],  # Slurm has its own limit
+        # Slurm limits memory itself
+        worker_extra_args=["--resources", f"{pool}=1", "--memory-limit", "0", *_tls(security)],
         job_directives_skip=["-n 1", "--mem=", *([] if slurm.time else ["-t "])],
         job_extra_directives=[_output(run_dir, f"{pool}-{first}"), *_directives(section, workers)],
         job_script_prologue=[*slurm.setup, *_SCRATCH],

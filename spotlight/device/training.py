@@ -35,7 +35,7 @@ from spotlight.records import (
     WeightsRef,
 )
 from spotlight.rl.algorithms import TrainingBatch
-from spotlight.rl.gradients import PartGradient, is_flat, part_gradient
+from spotlight.rl.gradients import PartGradient, part_gradient, rows_to_learn_from
 from spotlight.rl.trainer import Trainer
 from spotlight.store import updates, weights
 from spotlight.store.node import Node
@@ -178,8 +178,8 @@ class Training:
         if weights.published(self._run_dir, version):
             return Updated(version=version, update=update)
         for step in range(self._begin(ref, update, iteration, after), update + 1):
-            flat = is_flat(self._config.train, ((part.rows, part.metrics) for part in gradients[step]))
-            self._step(ref, terms[step], step, iteration, flat=flat)
+            measured = [(part.rows, part.metrics) for part in gradients[step]]
+            self._step(ref, terms[step], step, iteration, rows=rows_to_learn_from(self._config.train, measured))
         if last:
             parts = [[(part.rows, part.loss, part.metrics) for part in each] for each in gradients]
             metrics, self._at = self._trainer.finish(parts, self._norms, iteration=iteration), None
@@ -206,14 +206,13 @@ class Training:
             self._at, self._norms = (ref.version, 0), []
         return 0
 
-    def _step(self, ref: WeightsRef, terms: Sequence[Gradient], step: int, iteration: int, *, flat: bool) -> None:
+    def _step(self, ref: WeightsRef, terms: Sequence[Gradient], step: int, iteration: int, *, rows: int) -> None:
         if step == 0:
             self._resident.use(ref)
         self._resident.changed()
         self._at = None  # half-way through a step, the optimizer's state belongs to none
         tensors = (updates.load(self._run_dir, iteration, each) for each in terms)
         try:
-            rows = 0 if flat else sum(each.rows for each in terms)
             norm = self._trainer.step(rows, tensors, iteration=iteration, update=step)
         except SpotlightError:
             updates.clear(self._run_dir, iteration)  # a resumed run, with other settings, would find them again

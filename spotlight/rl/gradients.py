@@ -6,7 +6,7 @@ is computed, on machines that compute alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 
 import torch
@@ -80,15 +80,17 @@ def part_gradient(
     return PartGradient(rows=total, loss=loss_sum, metrics=metrics, tensors=tensors)
 
 
-def is_flat(settings: TrainSection, parts: Iterable[tuple[int, Mapping[str, float]]]) -> bool:
-    """Whether no sample was better than another, and nothing else is to be learnt.
+def rows_to_learn_from(settings: TrainSection, parts: Sequence[tuple[int, Mapping[str, float]]]) -> int:
+    """Rows of an update; none where no sample was better than another, and nothing else is to be learnt.
 
     What is left of the gradient is then rounding, of which AdamW would make a step of full size.
 
     Args:
         parts: ``(rows, metrics)`` of each.
     """
-    return not settings.kl and all(metrics.get(ADVANTAGE_MAX) == 0 for rows, metrics in parts if rows)
+    if not settings.kl and all(metrics.get(ADVANTAGE_MAX) == 0 for rows, metrics in parts if rows):
+        return 0
+    return sum(rows for rows, _ in parts)
 
 
 def _forget(model: Model) -> None:

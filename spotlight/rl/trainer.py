@@ -17,7 +17,7 @@ from torch import Tensor
 from spotlight.config import TrainSection
 from spotlight.records import SpotlightError
 from spotlight.rl.algorithms import TrainingBatch
-from spotlight.rl.gradients import PartGradient, Tensors, is_flat, merged, part_gradient
+from spotlight.rl.gradients import PartGradient, Tensors, merged, part_gradient, rows_to_learn_from
 from spotlight.rl.models.base import Model
 from spotlight.rl.parts import Cut
 from spotlight.rl.sums import tree_sum
@@ -109,8 +109,7 @@ class Trainer:
                 parts.append(self.gradient(chosen, iteration=iteration, current=current if u else None))
             self._model.load_trainable(current)
             tensors = (part.tensors for part in parts)
-            flat = is_flat(settings, ((part.rows, part.metrics) for part in parts))
-            rows = 0 if flat else sum(part.rows for part in parts)
+            rows = rows_to_learn_from(settings, [(part.rows, part.metrics) for part in parts])
             norms.append(self.step(rows, tensors, iteration=iteration, update=u))
             updates.append([(part.rows, part.loss, part.metrics) for part in parts])
         return self.finish(updates, norms, iteration=iteration)
