@@ -22,6 +22,8 @@ Standing = str | Path | Client | Cluster
 CONNECT_S = 10.0
 SAFE = ("tls", "wss", "inproc")
 """Ways to talk that others cannot listen to, or talk into."""
+WITH_PORT = ("tcp", "tls", "ws", "wss")
+"""Ways to talk whose addresses need a port."""
 
 
 def connect(standing: Standing, *, insecure: bool) -> Client:
@@ -54,6 +56,7 @@ def where(standing: Standing) -> tuple[str, Security | None]:
         return str(standing.scheduler.address), standing.security
     text = str(standing)
     if "://" in text:
+        _check_port(text)
         return text, None
     file = Path(text).expanduser()
     if not file.is_file():
@@ -67,6 +70,16 @@ def where(standing: Standing) -> tuple[str, Security | None]:
         raise SpotlightError(
             f"{file}: is no scheduler file ({error!r}); `dask scheduler --scheduler-file {file}` writes one"
         ) from None
+
+
+def _check_port(address: str) -> None:
+    url = urlsplit(address)
+    try:
+        known = url.scheme not in WITH_PORT or url.port is not None
+    except ValueError:
+        known = False
+    if not known:
+        raise SpotlightError(f"{address}: names no port: give it as in {url.scheme}://{url.hostname or 'head'}:8786")
 
 
 def refuse_unsafe(address: str, *, insecure: bool) -> None:

@@ -240,13 +240,11 @@ class Loop:
         exploration, history = self._config.exploration, self._run.last(HISTORY, HistoryRow, RECENT)
         if exploration.budget == "fixed" or not history:
             return None
-        measured = history[-1].measured
-        scored = measured.get("beside_seeds", 0)
-        seed_s = measured.get("beside_s", 0.0) / scored if scored else 0.0
+        seed_s = _seed_s(history)
         if exploration.budget == "time":
             spare_s = [row.measured["spare_s"] for row in history if "spare_s" in row.measured]
             return affordable(spare_s=spare_s, seed_s=seed_s, chunk=exploration.request_seeds)
-        work_s = measured.get("rollout_s", 0.0) + measured.get("train_s", 0.0)
+        work_s = sum(history[-1].measured.get(name, 0.0) for name in ("rollout_s", "train_s"))
         if not (seed_s and work_s):
             return None
         chunk = exploration.request_seeds
@@ -265,6 +263,15 @@ class Loop:
 
     def _validated_versions(self) -> set[int]:
         return {row.version for row in self._run.validation()}
+
+
+def _seed_s(history: Sequence[HistoryRow]) -> float:
+    """Worker seconds of a candidate in the last iteration that scored some beside its training; 0.0: in none."""
+    for row in reversed(history):
+        scored, beside_s = row.measured.get("beside_seeds", 0), row.measured.get("beside_s", 0.0)
+        if scored and beside_s:
+            return beside_s / scored
+    return 0.0
 
 
 def _first_error(results: Sequence[Scored | Quarantined]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 
@@ -29,6 +29,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> ModelledDevice:
     modelled = ModelledDevice()
     monkeypatch.setattr(protocol, "_device", modelled)
     return modelled
+
+
+class ExploredAtFirst(NoWatch):
+    """A watch that sees exploration beside the training of the first two iterations only."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+
+    def begin(self, phase: str, iteration: int) -> None:
+        self._begun += phase == "iterate"
+
+    def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
+        return {"rollout_s": 10.0, "train_s": 10.0, "explore_s": 1e4 if self._begun <= 2 else 0.0}
 
 
 class Killed(BaseException):
@@ -77,6 +90,14 @@ def test_two_runs_leave_the_same_bytes(tmp_path: Path) -> None:
 
     assert outcome(first.path) == outcome(second.path)
     assert files(first) == files(second)
+
+
+def test_exploration_stays_worth_what_it_was_after_an_iteration_in_which_nothing_was_scored(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "exploration.budget=worth", "run.iterations=5", "exploration.seeds_tried=64")
+    Loop(run, synchronous, ExploredAtFirst()).go()
+
+    first, *others = (row.metrics["seeds_scored"] for row in run.history())
+    assert all(scored < first / 2 for scored in others[1:])
 
 
 def test_another_seed_is_another_run(tmp_path: Path) -> None:

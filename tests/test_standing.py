@@ -223,6 +223,8 @@ def test_a_worker_that_is_warned_leaves_in_order(standing: StandingCluster, begi
         ("nowhere.json", "is neither an address"),
         ("tcp://192.0.2.1:8786", r"cluster\.insecure = true"),
         ("tls://127.0.0.1:1", "no scheduler answers there"),
+        ("tls://head", "tls://head: names no port: give it as in tls://head:8786"),
+        ("tcp://127.0.0.1:99999", "tcp://127.0.0.1:99999: names no port: give it as in tcp://127.0.0.1:8786"),
     ],
 )
 def test_a_cluster_that_cannot_be_used_is_named_with_the_way_out(begin: Begin, given: str, said: str) -> None:

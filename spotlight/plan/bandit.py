@@ -104,7 +104,7 @@ def affordable(*, spare_s: Sequence[float], seed_s: float, chunk: int) -> int | 
         spare_s: worker seconds that spot workers had beside training in past iterations, the last one last: what they
             still rolled out meanwhile is not in it. The mean of the last few is taken: a loss in a rollout leaves
             little, and says nothing of the next.
-        seed_s: worker seconds of one candidate, as the last iteration had them.
+        seed_s: worker seconds of one candidate, in the last iteration that scored any.
         chunk: candidates in one request.
 
     Returns:
