@@ -98,11 +98,7 @@ class Pools:
             stack.enter_context(dask.config.set(DASK_SETTINGS | private))
             if standing is None:
                 prepare()
-                self.cluster = stack.enter_context(
-                    slurm_cluster(config, files)
-                    if config.cluster.manager == "slurm"
-                    else local_cluster(config, directory, DASK_SETTINGS)
-                )
+                self.cluster = _start(stack, config, files, directory)
                 self.client = stack.enter_context(Client(self.cluster, set_as_default=False))
                 self.client.subscribe_topic(EVICTED, self._evicted)
                 self.client.subscribe_topic(HEARD_OF, self._heard_of)
@@ -321,6 +317,23 @@ def _as_worker(security: Any) -> Any:
         tls_worker_cert=security.tls_client_cert,
         tls_worker_key=security.tls_client_key,
     )
+
+
+def _start(stack: contextlib.ExitStack, config: Config, files: Path, directory: str) -> SpecCluster:
+    """A cluster of the run's own, which ends with the stack.
+
+    Raises:
+        SpotlightError: its scheduler cannot be started or reached.
+    """
+    try:
+        if config.cluster.manager == "slurm":
+            return stack.enter_context(slurm_cluster(config, files))
+        return stack.enter_context(local_cluster(config, directory, DASK_SETTINGS))
+    except RuntimeError as error:  # what Dask makes of whatever it was
+        raise SpotlightError(
+            f"the run's scheduler cannot be started or reached ({error.__cause__ or error}): "
+            "see that this machine's network is up, 127.0.0.1 too, and that no firewall is between"
+        ) from error
 
 
 def _check_notices(pool: str, names: tuple[str, ...]) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerProcess
@@ -18,7 +21,7 @@ from cluster.local import Place, PreemptionSchedule, TraceClock
 from cluster.pools import Pools
 from cluster.workers import warm_parent
 from elastic import Live
-from runs import WAIT_S, settings_file, wait_for
+from runs import ROOT, WAIT_S, settings_file, wait_for
 from spotlight import config
 from spotlight.records import SpotlightError
 
@@ -112,6 +115,19 @@ def _names(dask_worker: Worker) -> list[Any]:
 def test_an_unknown_source_of_notices_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match=r"pools\.spot\..*telegram"):
         start(tmp_path, 'pools.spot.notices=["telegram"]')
+
+
+def test_a_machine_whose_network_is_down_is_told_so(tmp_path: Path) -> None:
+    alone = ["unshare", "--user", "--map-root-user", "--net"]
+    if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not make a network of its own")
+
+    command = [*alone, sys.executable, "-m", "spotlight", "run", str(settings_file(tmp_path))]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+
+    assert ran.returncode == 1
+    assert "the run's scheduler cannot be started or reached (" in ran.stderr
+    assert "127.0.0.1" in ran.stderr
 
 
 def test_a_place_gives_up_on_workers_that_cannot_start_and_says_why(tmp_path: Path) -> None:
