@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import json
 import os
@@ -11,12 +10,13 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from spotlight.clock import wall_clock
+from spotlight.files import writing
 from spotlight.records import Policy, SpotlightError, Stopped
 from spotlight.store.rundir import SUMMARY, RunDir
 
@@ -308,7 +308,7 @@ def _report(parsed: argparse.Namespace) -> None:
     RunDir.open(parsed.run_dir)  # before the imports, which take seconds
     from spotlight.report import write_report
 
-    with _writing(parsed.run_dir):
+    with writing(parsed.run_dir):
         print(write_report(parsed.run_dir))
 
 
@@ -358,7 +358,7 @@ def _graph(parsed: argparse.Namespace) -> None:
     from spotlight.report.iteration_figure import draw
 
     graph = example_graph(config.load(parsed.config, parsed.overrides)).graph
-    with _writing(parsed.to):
+    with writing(parsed.to):
         draw(graph, parsed.to)
     print(parsed.to)
 
@@ -367,7 +367,7 @@ def _export(parsed: argparse.Namespace) -> None:
     RunDir.open(parsed.run_dir)
     from spotlight.rl.export import export_lora
 
-    with _writing(parsed.to):
+    with writing(parsed.to):
         print(export_lora(parsed.run_dir, parsed.to, parsed.version, parsed.policy, merged=parsed.merged))
 
 
@@ -376,7 +376,7 @@ def _sample(parsed: argparse.Namespace) -> None:
     from spotlight.rl.sample import sample
 
     options = {"seeds": parsed.seeds, "steps": parsed.steps, "version": parsed.version}
-    with _writing(parsed.to):
+    with writing(parsed.to):
         print(sample(parsed.run_dir, parsed.prompt, parsed.to, **options))
 
 
@@ -384,15 +384,6 @@ def _completion(parsed: argparse.Namespace) -> None:
     from spotlight.completion import script
 
     print(script(_parser()), end="")
-
-
-@contextlib.contextmanager
-def _writing(path: str | Path) -> Iterator[None]:
-    """A place that cannot be written to, or is full, is for a person to put right."""
-    try:
-        yield
-    except OSError as error:
-        raise SpotlightError(f"{path}: cannot be written: {error}; make room, or choose another place") from error
 
 
 if __name__ == "__main__":

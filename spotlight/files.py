@@ -1,9 +1,11 @@
-"""Reads a file that a person named: a regular one, of a bounded size, so that nothing is waited for."""
+"""Files that a person named: read if they are regular and of a bounded size, so that nothing is waited for; and what
+cannot be written is said."""
 
 from __future__ import annotations
 
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
@@ -123,3 +125,16 @@ def digest(files: Mapping[str, bytes]) -> str:
     if hashes.keys() == {""}:
         return hashes[""]
     return sha256("".join(f"{hashes[name]}  {name}\n" for name in sorted(hashes)).encode()).hexdigest()
+
+
+@contextmanager
+def writing(place: str | Path) -> Iterator[None]:
+    """What is written within goes to a place that a person chose.
+
+    Raises:
+        SpotlightError: it cannot be written to, or is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise SpotlightError(f"{place}: cannot be written: {error}; make room, or choose another place") from error

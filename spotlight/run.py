@@ -19,7 +19,7 @@ from spotlight import config as configuration
 from spotlight.clock import wall_clock
 from spotlight.detached import begin, end_of
 from spotlight.driver import POLL_S, Driver
-from spotlight.files import is_url
+from spotlight.files import is_url, writing
 from spotlight.inputs import check_inputs, check_port
 from spotlight.records import SpotlightError, Stopped, record
 from spotlight.report import tracking
@@ -425,10 +425,15 @@ class Run:
         return self.pools.client
 
     def report(self) -> Path:
-        """Write ``report.html`` and its pictures; returns its path."""
+        """Write ``report.html`` and its pictures; returns its path.
+
+        Raises:
+            SpotlightError: a file of the run is damaged, or its directory cannot be written to.
+        """
         from spotlight.report import write_report
 
-        return write_report(self.directory.url)
+        with writing(self.directory.url):
+            return write_report(self.directory.url)
 
     # The thread
 

@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import Module
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from pipelines import PX_PER_TOKEN, TEXT_DIM, checkpoint_scheduler, tiny_qwen_image
@@ -464,6 +465,33 @@ def test_bfloat16_predicts_nearly_the_same(directory: Path, tmp_path: Path, mode
     assert rounded.dtype == torch.float32
     assert (exact - rounded).norm() < 0.1 * exact.norm()  # about 2 ** -8 for each of some tens of layers
     assert image.shape == (2, HEIGHT_PX, WIDTH_PX, 3)
+
+
+def test_bfloat16_rounds_noise_levels_as_the_diffusers_pipeline_does(directory: Path, cache: Path) -> None:
+    steps, model = 16, loaded(directory, cache, torch.bfloat16)
+    pipeline = QwenImagePipeline.from_pretrained(directory).to(torch.bfloat16)
+    pipeline.set_progress_bar_config(disable=True)
+    start_BNC = torch.zeros(1, *model.latent_shape(HEIGHT_PX, WIDTH_PX), dtype=torch.bfloat16)
+    text = model.encode([LONG])
+
+    def passed(transformer: Module, call: Callable[[], object]) -> list[float]:
+        given: list[float] = []
+        hook = transformer.register_forward_pre_hook(
+            lambda _module, _args, kwargs: given.append(kwargs["timestep"].item()), with_kwargs=True
+        )
+        with hook, torch.no_grad():
+            call()
+        return given
+
+    def ours() -> None:
+        for sigma in model.sigmas(steps, HEIGHT_PX, WIDTH_PX)[:-1]:
+            model.velocity(start_BNC, torch.tensor([sigma]), text, height_px=HEIGHT_PX, width_px=WIDTH_PX, guidance=1.0)
+
+    options = {"height": HEIGHT_PX, "width": WIDTH_PX, "num_inference_steps": steps, "latents": start_BNC}
+    theirs = passed(pipeline.transformer, lambda: pipeline(LONG, true_cfg_scale=1.0, output_type="latent", **options))
+
+    assert len(theirs) == steps
+    assert passed(model.transformer, ours) == theirs
 
 
 # Training

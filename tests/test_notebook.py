@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import nbformat
 import pytest
@@ -165,3 +167,14 @@ def test_there_is_no_picture_of_what_did_not_happen(tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match="no seeds are recorded"):
         run.images(0)
     assert run.workers.empty
+
+
+def test_a_report_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = attach(RunDir.create(load(settings_file(tmp_path)), now_s=0.0).path)
+
+    def read_only(path: Path) -> NoReturn:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr("spotlight.report.page.atomic_write", read_only)
+    with pytest.raises(SpotlightError, match=f"{run.directory.path}: cannot be written: .*Read-only.*make room"):
+        run.report()

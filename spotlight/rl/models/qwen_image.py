@@ -43,6 +43,9 @@ class QwenImage(QwenTransformer, PipelineModel):
                 "copy the pipeline anew"
             )
 
+    def _timestep(self, sigma_B: Tensor, dtype: torch.dtype) -> Tensor:
+        return (1000 * sigma_B).to(dtype) / 1000  # rounded where the pipeline rounds
+
     def _set_timesteps(self, scheduler: Any, steps: int, tokens: int) -> None:
         mu = calculate_shift(tokens, **shift_options(scheduler))
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / steps, steps), mu=mu)

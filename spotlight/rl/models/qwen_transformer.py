@@ -5,6 +5,7 @@ Shapes: B samples, N latent tokens, C channels of a token.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from spotlight.rl.models.base import Conditioning, Model
@@ -41,11 +42,15 @@ class QwenTransformer(Model):
             hidden_states=x_BNC.to(dtype),
             encoder_hidden_states=text.embeds_BTD.to(dtype),
             encoder_hidden_states_mask=text.mask_BT,
-            timestep=sigma_B.to(dtype),
+            timestep=self._timestep(sigma_B, dtype),
             img_shapes=[[(1, *self.grid(height_px, width_px))]] * x_BNC.shape[0],
             return_dict=False,
         )
         return v_BNC.float()
+
+    def _timestep(self, sigma_B: Tensor, dtype: torch.dtype) -> Tensor:
+        """Noise levels as the transformer takes them."""
+        return sigma_B.to(dtype)
 
     def guide(self, positive_BNC: Tensor, negative_BNC: Tensor, guidance: float) -> Tensor:
         """Per token, the mix keeps the norm of the positive pass::
