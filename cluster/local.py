@@ -1,4 +1,4 @@
-"""A cluster on this machine: a Dask scheduler, and reserved and spot pools that keep worker processes alive.
+"""A cluster on this machine: a Dask scheduler, and pools that keep worker processes alive.
 
 A pool has places; each place keeps one worker process alive, and replaces it some time after it was
 lost, as a cloud would. Along a trace, a place also takes its worker away; traces begin when the first workers are
@@ -28,7 +28,7 @@ from cluster.scheduler import LeanScheduler
 from cluster.workers import FOR_OTHERS, WorkerSpec, serve, warm_parent
 from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace
-from spotlight.plan.availability import pool_switches, preemption_kinds, ups
+from spotlight.plan.availability import MADE_UP_S, pool_switches, preemption_kinds, ups
 from spotlight.records import record
 
 RETRY_S = 0.05
@@ -37,8 +37,8 @@ START_ATTEMPTS = 6
 FROZEN_MARGIN_S = 5.0
 """Beyond the time after which the scheduler has a silent worker ended."""
 NEVER_S = 1e9
-MADE_UP_S = 24 * 3600.0
-"""How long a made-up trace lasts; after that, who is there stays."""
+LONGEST_RUN_S = 24 * 3600.0
+"""A made-up trace that goes by faster lasts so long at least."""
 
 
 @record
@@ -235,7 +235,7 @@ async def _end_of(process: ForkServerProcess) -> None:
 
 
 def local_cluster(config: Config, directory: str, settings: Mapping[str, Any]) -> SpecCluster:
-    """Scheduler and both pools, all on loopback.
+    """Scheduler and all pools, on loopback.
 
     They speak TLS, and each proves with the run's own certificate that it belongs there: who can talk to a Dask
     process can have it run anything. The certificate is made anew for each run and lives in memory only.
@@ -270,5 +270,7 @@ def _schedules(section: PoolSection, config: Config) -> list[PreemptionSchedule]
     if not section.trace and not section.trace_model:
         return [schedule] * section.workers
     recorded = read_trace(section.trace) if section.trace else None
-    switches = pool_switches(section, recorded, seed=config.run.seed, duration_s=MADE_UP_S)
+    switches = pool_switches(
+        section, recorded, seed=config.run.seed, duration_s=max(MADE_UP_S / section.speedup, LONGEST_RUN_S)
+    )
     return [replace(schedule, ups=ups(moments)) for moments in switches]

@@ -5,7 +5,7 @@ from __future__ import annotations
 ORDER, PLACE = "spotlight-order", "spotlight-place"
 """To workers: an order for the work in flight; where a shard runs."""
 BEAT, LOST_ENGINE = "spotlight-beat", "spotlight-lost-engine"
-"""From workers: how far a gang is; the engine process died; the machine will be taken away."""
+"""From workers: how far a gang is; the engine process died."""
 HOLDS = "spotlight-holds"
 """From workers: a file of weights is on their node now."""
 READY, REFUSED = "spotlight-ready", "spotlight-refused"

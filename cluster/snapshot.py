@@ -45,7 +45,7 @@ class Snapshot:
     trained: int
     """The last iteration whose training has ended; -1 before the first."""
     trainer: str
-    """Name of the worker that had the last part of training."""
+    """Name of the worker that took the last update."""
     preemptions: int
     """Spot workers lost, with and without a notice."""
     stopping: bool

@@ -51,8 +51,6 @@ RESOURCES = {
     "head": {"head": 1},
 }
 """No worker has a ``gate``: what asks for one waits until the cluster opens it."""
-SEEDS_MAX = 8
-"""In a forward batch, where the settings do not say: larger ones take memory and save little."""
 REQUEST_S = 0.25
 """What a request costs whatever its size, in samples: half a sample of the embedded model, nothing for a large one."""
 
@@ -303,7 +301,7 @@ def request_size(config: Config) -> int:
         prompts=rollout.prompts,
         seeds=rollout.seeds_kept,
         gangs=max(1, sum(workers[pool] for pool in set(strategy.rollout_pools)) // _widths(config)[0]),
-        seeds_max=SEEDS_MAX,
+        seeds_max=batching.SEEDS_MAX,
         fixed_s=REQUEST_S,
         sample_s=1.0,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf
+from statistics import fmean
 from typing import Any, Protocol
 
 from dask.local import get_sync
@@ -240,14 +241,13 @@ class Loop:
         exploration, history = self._config.exploration, self._run.last(HISTORY, HistoryRow, RECENT)
         if exploration.budget == "fixed" or not history:
             return None
-        seed_s = _seed_s(history)
+        seed_s, chunk = _seed_s(history), exploration.request_seeds
+        spare_s = [row.measured["spare_s"] for row in history if "spare_s" in row.measured]
         if exploration.budget == "time":
-            spare_s = [row.measured["spare_s"] for row in history if "spare_s" in row.measured]
-            return affordable(spare_s=spare_s, seed_s=seed_s, chunk=exploration.request_seeds)
+            return affordable(spare_s=spare_s, seed_s=seed_s, chunk=chunk)
         work_s = sum(history[-1].measured.get(name, 0.0) for name in ("rollout_s", "train_s"))
         if not (seed_s and work_s):
             return None
-        chunk = exploration.request_seeds
         captured = captured_variance(
             [prompt.id for prompt in prompts],
             beliefs,
@@ -259,14 +259,15 @@ class Loop:
             seed=context.seed,
         )
         probes = -(-len(prompts) // PROBE_SHARE)  # or the fidelity would never be measured again
-        return chunk * max(probes, worth_exploring(captured, work_s=work_s, chunk_s=chunk * seed_s))
+        idle_s = fmean(spare_s) if spare_s else 0.0
+        return chunk * max(probes, worth_exploring(captured, work_s=work_s, chunk_s=chunk * seed_s, idle_s=idle_s))
 
     def _validated_versions(self) -> set[int]:
         return {row.version for row in self._run.validation()}
 
 
 def _seed_s(history: Sequence[HistoryRow]) -> float:
-    """Worker seconds of a candidate in the last iteration that scored some beside its training; 0.0: in none."""
+    """Worker seconds to denoise a candidate, in the last iteration that scored some beside its training; or 0.0."""
     for row in reversed(history):
         scored, beside_s = row.measured.get("beside_seeds", 0), row.measured.get("beside_s", 0.0)
         if scored and beside_s:

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("spotlight: left at once", file=sys.stderr, flush=True)
         os._exit(130)  # the run's thread would keep this process until it is done; the workers end with it
-    except (Exception, Stopped) as error:
+    except Exception as error:
         if parsed.debug:
             traceback.print_exception(error)
         return _explain(error, told=parsed.debug)
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         "submit",
         _submit,
         "start a run as a Slurm job, which starts its workers as jobs",
-        "Makes a run directory and queues the run's driver as a batch job, which queues the workers of both pools.\n"
+        "Makes a run directory and queues the run's driver as a batch job, which queues the workers of all pools.\n"
         "The driver stops before its time limit, is queued again, and goes on.",
     )
     _add_settings(submit)

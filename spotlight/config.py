@@ -37,7 +37,7 @@ SEED_MAX = 2**63 - 1
 PX_MAX = 16384
 """Of an image's edge: beyond what any diffusion transformer draws."""
 BATCH_MAX = 4096
-"""Samples in one forward batch: far beyond what pays (`graphs.iteration.SEEDS_MAX`)."""
+"""Samples in one forward batch: far beyond what pays (`plan.batching.SEEDS_MAX`)."""
 STEPS_MAX = 1000
 """Noise levels that a flow model is trained on."""
 GUIDANCE_MAX = 100.0
@@ -84,8 +84,8 @@ class RunSection(Section):
     """Whether other users of the machine may look into the run directory, as far as the umask lets them."""
     validate_every: int = Field(10, ge=1, le=1_000_000)
     """Iterations between validations. Validation also runs before the first and after the last iteration."""
-    validation_seeds: int = Field(4, ge=1, le=10_000)
-    """Images per validation prompt."""
+    validation_seeds: int = Field(4, ge=1, le=BATCH_MAX)
+    """Images per validation prompt, all of them one forward batch."""
     validate_policy: Literal["auto", "trained", "old", "average"] = "auto"
     """Which weights of a version are validated and exported: those in training, the older ones that sample
     (``train.old_decay``), or their moving average (``train.ema_decay``). "auto" is the average where there is one, else
@@ -128,7 +128,7 @@ class ModelSection(Section):
     """Pixels are made tile by tile, which takes less memory and changes the seams slightly."""
     gradient_checkpointing: bool = False
     """Training keeps each block's input only, and computes the rest again: the same bits, about 4/3 of the time, a
-    fraction of the memory. Left out, it is on for all models but the embedded one."""
+    fraction of the memory. Left out, it is on for all models but the embedded ones."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": a GPU where torch finds one. CUDA is not verified."""
 
@@ -224,7 +224,7 @@ class ExplorationSection(Section):
     budget: Literal["time", "fixed", "worth"] = "time"
     """"time": the end of training closes exploration; "fixed": every candidate is tried; "worth": as many are tried as
     raise the expected variance of the kept seeds by a larger share than they lengthen the iteration, where every GPU
-    could also roll out or train (``strategy.train_pools``)."""
+    could also roll out or train (``strategy.train_pools``), or as fill the seconds in which spot GPUs would idle."""
 
 
 FILES_IN_OPTIONS = {"aesthetic": ("head",), "geneval": ("clip",)}
@@ -424,7 +424,7 @@ class PoolSection(Section):
     speedup: float = Field(1.0, ge=SPEEDUP_MIN, le=SPEEDUP_MAX)
     """The trace passes so many times as fast."""
     trace_model: Literal["", "bursty", "calm", "collapsing"] = ""
-    """Instead of a file: a made-up trace, its chance fixed by ``run.seed``; see `market.trace_models`."""
+    """Instead of a file: a made-up trace of 30 days, its chance fixed by ``run.seed``; see `market.trace_models`."""
     trace_share: float = Field(1.0, gt=0, le=1)
     """Of the file's instances, drawn by ``run.seed``."""
     trace_offset_h: float = Field(0.0, ge=0, le=1e5)
@@ -600,7 +600,7 @@ class SimulationSection(Section):
     says 1.4; in a trial 8 of 32 halved the iterations, and it says 1.8 (current weights: 2.2). So it is on the careful
     side."""
     launch_s: float = Field(0.025, ge=0, le=DAY_S)
-    """What a request costs beyond its steps. Measured: docs/results.md, overhead."""
+    """What a request costs beyond its steps. Measured: docs/results.md, fixed costs."""
     form_s: float = Field(0.016, ge=0, le=DAY_S)
     """For the workers of a gang of several to meet, at each launch. Measured on one machine with gloo
     (docs/results.md, fixed costs)."""
@@ -738,7 +738,7 @@ class Config(Section):
                 f"strategy.train_pools = {list(self.strategy.train_pools)}: the update is taken on a reserved worker, "
                 'so give "reserved", or "reserved" and "spot"'
             )
-        if self.strategy.rollout_pools == ("spot",) and pools.spot.workers == 0:
+        if set(self.strategy.rollout_pools) == {"spot"} and pools.spot.workers == 0:
             raise ValueError(
                 'strategy.rollout_pools = ["spot"] and pools.spot.workers is 0: nobody would roll out; '
                 'add spot workers, or add "reserved" to rollout_pools'
@@ -1023,6 +1023,9 @@ def _explain(source: str, error: Mapping[str, Any]) -> str:
             return f"{source}: {_unknown(sections, field)}"
         case "missing" if not sections:
             return f"{source}: the section [{name}] is missing; it has {_known([name])}"
+        case "missing" if field == "usd_per_h":
+            gpu = ".".join((*sections, "gpu"))
+            return f"{source}: {name} is missing: give a worker's price per hour, or {gpu}, whose listed price is taken"
         case "missing":
             return f"{source}: {name} is missing, and it has no default"
         case "model_type":

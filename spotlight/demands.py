@@ -14,9 +14,12 @@ import psutil
 from graphs.iteration import request_size
 from spotlight.config import Config
 from spotlight.records import SpotlightError, record
+from spotlight.rl.parts import Cut
 
 TASKS_USUAL, TASKS_MAX = 20_000, 200_000
 """In one graph. A task takes some 10 kB of the driver, which holds the scheduler, and a millisecond of its time."""
+TOLD_USUAL, TOLD_MAX = 1_000_000, 10_000_000
+"""In one graph: to build it takes some 6 s for each million."""
 IMAGES_USUAL, IMAGES_MAX = 100_000, 1_000_000
 """In one iteration: the planner keeps a number, and the store a file, of each."""
 WORKER_PROCESSES = 2
@@ -97,19 +100,30 @@ def demands(config: Config, machine: Machine, *, validation_prompts: int, live: 
 
 
 def _tasks(config: Config, validation_prompts: int) -> Iterator[Demand]:
-    """A request is a task for each rank that its gang may have, and one to score it."""
-    rollout, exploration = config.rollout, config.exploration
-    each = max(config.strategy.widths) + 1
+    """A request is a task for each rank that its gang may have, and one or two to score it.
+
+    Each update is told of all gradients before it, so that a graph takes time in proportion to their square.
+    """
+    rollout, exploration, cut = config.rollout, config.exploration, Cut.of(config)
+    each = max(config.strategy.widths) + 1 + config.scores_apart
     rolled_out = rollout.prompts * ceil(rollout.seeds_kept / request_size(config))
     explored = config.prompts_drawn * ceil(exploration.seeds_tried / exploration.request_seeds)
     explores = config.strategy.exploration != "off"
     common: dict[str, Any] = {"usual": TASKS_USUAL, "limit": TASKS_MAX, "why": f"a graph may have {TASKS_MAX:,}"}
     yield Demand(
         what="tasks in the graph of an iteration",
-        asked=each * (rolled_out + explored * explores),
-        settings="rollout.prompts, rollout.seeds_kept, exploration.seeds_tried or strategy.widths, or raise "
-        "rollout.request_seeds or exploration.request_seeds",
+        asked=each * (rolled_out + explored * explores) + cut.updates * cut.count * config.train.width,
+        settings="rollout.prompts, rollout.seeds_kept, exploration.seeds_tried, strategy.widths, train.updates, "
+        "train.parts or train.width, or raise rollout.request_seeds or exploration.request_seeds",
         **common,
+    )
+    yield Demand(
+        what="gradients that the updates of an iteration are told of",
+        asked=cut.updates * (cut.updates + 1) // 2 * cut.count,
+        usual=TOLD_USUAL,
+        limit=TOLD_MAX,
+        why=f"there may be {TOLD_MAX:,}",
+        settings="train.updates or train.parts",
     )
     yield Demand(
         what="tasks in the graph of a validation",

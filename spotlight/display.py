@@ -118,14 +118,15 @@ def comparison(outcomes: Sequence[Outcome]) -> Table:
     to_target = " to\ntarget" if any(outcome.target_h is not None for outcome in outcomes) else ""
     table = Table(
         title="SIMULATED: the dispatcher and the loop are the live ones,\ndurations are a cost model's",
-        caption=f"seeds tried: per prompt and iteration{'; >: had not reached the target' if to_target else ''}",
+        caption="seeds scored: per prompt explored and iteration"
+        + ("; >: had not reached the target" if to_target else ""),
         box=SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
     table.add_column("strategy", min_width=20)
     headings = (f"hours{to_target}", f"USD{to_target}", "score", "iter-\nations", "pre-\nempted")
-    for heading in (*headings, "spot\nbusy", "seeds\ntried"):
+    for heading in (*headings, "spot\nbusy", "seeds\nscored"):
         table.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
         short = "> " if to_target and outcome.target_h is None else ""
@@ -137,7 +138,7 @@ def comparison(outcomes: Sequence[Outcome]) -> Table:
             str(outcome.iterations),
             str(outcome.preemptions),
             _percent(outcome.spot_utilisation),
-            f"{outcome.seeds_explored:.1f}",
+            f"{outcome.seeds_scored:.1f}",
         )
     return table
 

@@ -274,17 +274,17 @@ class Run:
         if self._thread is not None:
             self._thread.join(timeout_s)
         else:
+            began_s = wall_clock()
             if self._process is not None:
                 end_of(self._process, self.directory, timeout_s)
-            self._wait_elsewhere(timeout_s)
+            self._wait_elsewhere(began_s, timeout_s)
         if self.alive:
             raise TimeoutError(f"{self.directory.url}: still running after {timeout_s} s")
         if self._error:
             raise self._error
         return self.status
 
-    def _wait_elsewhere(self, timeout_s: float | None) -> None:
-        began_s = wall_clock()
+    def _wait_elsewhere(self, began_s: float, timeout_s: float | None) -> None:
         while self.alive and (timeout_s is None or wall_clock() < began_s + timeout_s):
             time.sleep(POLL_S)
         if not self.alive and self.state == "stopped":

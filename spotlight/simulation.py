@@ -28,7 +28,7 @@ from spotlight.driver import summarise
 from spotlight.inputs import check_inputs
 from spotlight.market.ledger import SECONDS_PER_H, Ledger
 from spotlight.market.trace_files import read_trace
-from spotlight.plan.availability import pool_switches, preemption_kinds, ups
+from spotlight.plan.availability import MADE_UP_S, pool_switches, preemption_kinds, ups
 from spotlight.plan.durations import TaskDurations
 from spotlight.records import GradientPart, Pool, Rollout, SpotlightError, WorkerLife, record
 from spotlight.store.accounts import Accounts, pool_prices, read_lives
@@ -45,8 +45,6 @@ LOGGED_WORKERS = 100
 """Of more workers the dispatcher's log is not kept: it would be the largest part of the run directory."""
 COLLECT_AFTER = 200_000
 """New objects between two looks for cyclic garbage: some ten looks an iteration of a thousand workers."""
-LONGEST_H = 24.0 * 30
-"""How long a made-up trace is, in its own time, where no hours are set; what it has at its end stays."""
 
 
 @record
@@ -67,7 +65,7 @@ class Outcome:
     target_usd: float | None
     preemptions: int
     spot_utilisation: float
-    seeds_explored: float
+    seeds_scored: float
     """Per prompt and iteration."""
     ledger: Ledger
 
@@ -207,7 +205,7 @@ class Simulation:
         history, validation = run.history(), run.validation()
         ledger = self._accounts.ledger(now_s)
         scored = sum(row.metrics.get("seeds_scored", 0.0) for row in history)
-        groups = max(1, len(history) * self.config.rollout.prompts)
+        explored = max(1, len(history) * self.config.prompts_drawn)
         at_target = self._reached_s
         target_usd = None if at_target is None else scale * sum(self._accounts.usd_by_pool(at_target).values())
         return Outcome(
@@ -221,7 +219,7 @@ class Simulation:
             target_usd=target_usd,
             preemptions=self._accounts.preemptions(),
             spot_utilisation=self._accounts.spot_utilisation(now_s),
-            seeds_explored=scored / groups,
+            seeds_scored=scored / explored,
             ledger=ledger,
         )
 
@@ -292,8 +290,7 @@ def stays(config: Config, began_s: float) -> Iterator[Stay]:
     trace_s = first_s + durations.start_up_s
     for name, pool in config.pools:
         hours = config.simulation.hours
-        scale = config.emulated_per_real_s if hours else pool.speedup
-        duration_s = (hours or LONGEST_H) * SECONDS_PER_H / scale
+        duration_s = hours * SECONDS_PER_H / config.emulated_per_real_s if hours else MADE_UP_S / pool.speedup
         recorded = read_trace(pool.trace) if pool.trace else None
         switches = pool_switches(pool, recorded, seed=config.run.seed, duration_s=duration_s)
         for index, moments in enumerate(switches):

@@ -197,7 +197,10 @@ def test_a_missing_section_is_refused_with_its_fields(file: Path) -> None:
 def test_a_missing_field_is_refused_by_its_full_name(file: Path) -> None:
     text = refusal(file, "pools.spot.workers=3")
 
-    assert text == f"{file}: pools.spot.usd_per_h is missing, and it has no default"
+    assert text == (
+        f"{file}: pools.spot.usd_per_h is missing: give a worker's price per hour, or pools.spot.gpu, whose listed "
+        "price is taken"
+    )
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def refused(directory: Path, machine: Machine, *overrides: str) -> list[str]:
             ["1,500,0", "exploration.seeds_tried"],
         ),
         ("strategy.widths=[1, 2, 1024]", []),
-        ("run.validation_seeds=10000", []),
+        ("run.validation_seeds=4096", []),
         ("pools.spot.workers=100000", ["212,5", "processes, and this user may have 100,000", "pools.spot.workers"]),
     ],
 )
@@ -46,6 +46,16 @@ def test_what_a_large_machine_cannot_do_is_refused_with_the_number_and_the_setti
 
     assert bool(found) == bool(says)
     assert [part for part in says if part not in found] == []
+
+
+def test_training_counts_too(tmp_path: Path) -> None:
+    many = ("rollout.prompts=3000", "rollout.seeds_kept=100", "rollout.request_seeds=100", "strategy.exploration=off")
+
+    wide = refused(tmp_path, LARGE, *many, "train.updates=300", "train.parts=1000")
+    long = refused(tmp_path, LARGE, *many, "train.updates=10000")
+
+    assert "312,000 tasks in the graph of an iteration" in " ".join(wide)
+    assert "gradients that the updates of an iteration are told of" in " ".join(long)
 
 
 @pytest.mark.parametrize(

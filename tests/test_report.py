@@ -586,7 +586,8 @@ def test_a_record_without_a_field_is_an_error_that_names_both(tmp_path: Path) ->
 
 def test_every_label_names_a_metric_of_a_real_run_and_every_metric_but_seconds_has_one(tmp_path: Path) -> None:
     gangs = ("strategy.widths=[1,2]", "pools.spot.workers_per_node=2", "pools.spot.workers=4")
-    losses = ("pools.spot.trace_model=bursty", "pools.spot.speedup=20000")
+    pools = ("spot", "reserved")
+    losses = [f"pools.{pool}.{setting}" for pool in pools for setting in ("trace_model=bursty", "speedup=20000")]
     in_parts = ("train.advantage_std=group", "exploration.budget=time")
     policy = ("train.algorithm=grpo", "train.kl=0.01", "rollout.sampler=sde", "run.iterations=1")
 

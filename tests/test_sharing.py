@@ -43,10 +43,27 @@ def test_chunks_that_gain_only_together_are_taken_together_or_not_at_all() -> No
     assert worth_exploring(captured, work_s=2.0, chunk_s=1.0) == 0  # 2 / 5 against 1 / 2
 
 
+def test_exploration_in_seconds_that_would_idle_costs_nothing() -> None:
+    captured = [2 - 1 / (1 + chunk / 10) for chunk in range(100)]
+
+    busy, idle = (worth_exploring(captured, work_s=20.0, chunk_s=1.0, idle_s=idle_s) for idle_s in (0.0, 40.0))
+
+    assert busy < 40 == idle
+    assert worth_exploring([1.0, 2.0, 2.0, 2.0], work_s=20.0, chunk_s=1.0, idle_s=40.0) == 1  # no more than gains
+
+
 @pytest.mark.parametrize(
     ("captured", "times"),
-    [([], (1.0, 1.0)), ([1.0, math.nan], (1.0, 1.0)), ([-1.0], (1.0, 1.0)), ([1.0], (0.0, 1.0)), ([1.0], (1.0, 0.0))],
+    [
+        ([], (1.0, 1.0, 0.0)),
+        ([1.0, math.nan], (1.0, 1.0, 0.0)),
+        ([-1.0], (1.0, 1.0, 0.0)),
+        ([1.0], (0.0, 1.0, 0.0)),
+        ([1.0], (1.0, 0.0, 0.0)),
+        ([1.0], (1.0, 1.0, -1.0)),
+        ([1.0], (1.0, 1.0, math.inf)),
+    ],
 )
-def test_what_is_no_curve_and_no_time_is_refused(captured: list[float], times: tuple[float, float]) -> None:
+def test_what_is_no_curve_and_no_time_is_refused(captured: list[float], times: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="must be"):
-        worth_exploring(captured, work_s=times[0], chunk_s=times[1])
+        worth_exploring(captured, work_s=times[0], chunk_s=times[1], idle_s=times[2])

@@ -111,6 +111,6 @@ class Residency:
             torch.cuda.empty_cache()
             raise SpotlightError(
                 f"{what} does not fit the memory of device {self.model.device}: {error}; make rollout.request_seeds, "
-                "exploration.request_seeds or train.micro_batch smaller, allow wider gangs (strategy.widths), or take "
-                "a device with more memory"
+                "exploration.request_seeds, run.validation_seeds or train.micro_batch smaller, allow wider gangs "
+                "(strategy.widths), or take a device with more memory"
             ) from error

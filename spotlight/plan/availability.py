@@ -11,6 +11,9 @@ from spotlight.config import PoolSection
 from spotlight.market.trace_models import MODELS, synthesise
 from spotlight.market.traces import SECONDS_PER_H, Switches, Trace
 
+MADE_UP_S = 30 * 24 * SECONDS_PER_H
+"""How long a made-up trace is, in its own time; who is there at its end stays."""
+
 
 def pool_switches(pool: PoolSection, recorded: Trace | None, *, seed: int, duration_s: float) -> tuple[Switches, ...]:
     """When each worker's place comes up and goes down, in seconds from the pool's start, one entry for each worker.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from math import ceil
 
+SEEDS_MAX = 8
+"""In a forward batch, where the settings do not say: larger ones take memory and save little."""
+
 
 def request_seeds(*, prompts: int, seeds: int, gangs: int, seeds_max: int, fixed_s: float, sample_s: float) -> int:
     """Seeds per request that end the rollout soonest: large batches waste no time, small ones make the last wave short.

@@ -1,4 +1,4 @@
-"""How much of the rollout reserved GPUs take before they train, how many spot GPUs pay, how large a request is.
+"""How long reserved GPUs roll out before they train, and how many spot GPUs find a rollout to do.
 
 Pure, and level-triggered like `plan.placement`: a state and what one iteration measured give the next state, and
 time is an argument. The window and its feedback are RLBoost's (arXiv 2510.19225, algorithm 1; the constants are its

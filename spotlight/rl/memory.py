@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from spotlight.config import Config
+from spotlight.plan.batching import SEEDS_MAX
 from spotlight.records import SpotlightError, record
 from spotlight.rl.checkpoints import DTYPE_BYTES, Network, Survey
 
@@ -56,7 +57,8 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
     trained = _trained_bytes(survey.transformer, train.lora_rank, lora_targets, size)
     row = tokens(survey, model.height_px, model.width_px) * width(survey.transformer) * size
     passes = 2 if settings.rollout.guidance > 1 and not survey.transformer.config.get("guidance_embeds") else 1
-    images = max(settings.rollout.request_seeds or 8, settings.exploration.request_seeds)
+    explored = settings.exploration.request_seeds if settings.strategy.exploration != "off" else 0
+    images = max(settings.rollout.request_seeds or SEEDS_MAX, explored, settings.run.validation_seeds)
     pixels = (min(model.height_px, 512) * min(model.width_px, 512)) if model.vae_tiling else _pixels(settings)
     encoders = sum(network.parameters for network in survey.encoders) * size
     kept = _saved(survey.transformer, checkpointed=model.gradient_checkpointing) * row * passes * train.micro_batch
@@ -71,7 +73,7 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
         Phase(
             name=f"denoising {images} samples of {size_px}",
             parts={**weights, "what is trained": trained, "activations": LIVE * row * images},
-            way_out="make rollout.request_seeds and exploration.request_seeds smaller",
+            way_out="make rollout.request_seeds, exploration.request_seeds and run.validation_seeds smaller",
         ),
         Phase(
             name=f"decoding an image of {size_px}",

@@ -112,7 +112,8 @@ def nft_loss(
 
     Args:
         v_BNC: velocity in training at ``x_t_BNC``; gradients flow through it.
-        v_old_BNC: velocity of the policy that the iteration started from.
+        v_old_BNC: velocity of the policy that sampled: the old one (``train.old_decay``), or the one that the iteration
+            started from.
         x_t_BNC: ``clean_BNC`` noised to the levels ``sigma_B``.
         clean_BNC: the samples that were rewarded.
         sigma_B: noise levels, in (0, 1].
@@ -161,9 +162,13 @@ def guarded_log_ratio(
     The objective made of it is to be divided by ``-dt``, so that all steps weigh alike.
 
     Args:
-        log_prob_B, old_log_prob_B: of the step under the policy in training and the one before it.
+        log_prob_B, old_log_prob_B: of the step under the policy in training and the one that the iteration started
+            from, shape (B,).
         mean_BNC, old_mean_BNC: of the same steps.
         std: standard deviation of the noise really added, ``g sqrt(-dt)``, positive.
+
+    Returns:
+        Shape (B,): nats per latent element, times ``std``.
 
     Raises:
         ValueError: the shapes of the means differ, or ``std`` is not positive.
@@ -226,8 +231,14 @@ def dpo_loss(
         m = -beta / 2 ((e_better - e_better_ref) - (e_worse - e_worse_ref))
         loss = mean(-log sigmoid(m))
 
+    Args:
+        better_B, worse_B: errors under the policy in training, shape (B,); gradients flow through them.
+        better_ref_B, worse_ref_B: under the reference.
+        beta: how far the policy may go from the reference, positive.
+
     Returns:
-        The loss; and the share of pairs with ``m > 0``, which the policy tells apart better than the reference.
+        The loss, a scalar; and the share of pairs with ``m > 0``, which the policy tells apart better than the
+        reference.
 
     Raises:
         ValueError: the shapes differ, or ``beta`` is not positive.

@@ -31,7 +31,7 @@ from spotlight.market.ledger import (
 )
 from spotlight.market.prices import read_prices
 from spotlight.plan.offload import Balance, balance
-from spotlight.records import Interval, Span, SpotlightError, WorkerLife, row_of
+from spotlight.records import Interval, Span, SpotlightError, WorkerLife, base_phase, row_of
 from spotlight.store.objects import atomic_write
 from spotlight.store.rundir import EVENTS, SPANS, WORKERS, HistoryRow, RunDir, ValidationRow
 
@@ -109,7 +109,7 @@ class Accounts:
         self._ledger = None
 
     def measure(self, start_s: float, stop_s: float) -> dict[str, float]:
-        """Seconds and dollars of a stretch of time: by phase, by worker, by pool."""
+        """Seconds and dollars of a stretch of time: by phase and by worker."""
         window = (start_s, stop_s)
         if window not in self._measured:  # an iteration's is asked for twice
             self._measured = {window: self._measure(window)}
@@ -129,6 +129,7 @@ class Accounts:
         for worker, intervals in busy_intervals(spans).items():
             busy[worker] = sum(overlap_s(*interval, window) for interval in intervals)
         taken = [life for life in workers if life.was_taken and start_s <= (life.left_s or 0) <= stop_s]
+        preempted = [life for life in taken if life.pool == "spot"]
         recoveries_s = [r for at_s, r in self._recoveries if start_s <= at_s <= stop_s]
         lost_s = sum(lost_s for at_s, lost_s in self._pauses if start_s <= at_s <= stop_s)
         firsts = [self._spans[index] for _, index in sorted(self._first_spot.values(), key=itemgetter(1))]
@@ -138,7 +139,8 @@ class Accounts:
             **{f"busy_s.{worker}": seconds for worker, seconds in busy.items()},
             "usd": sum(self.usd_by_pool(stop_s, start_s).values()),
             "spot_utilisation": spot_utilisation([*firsts, *spans], workers, window),  # adds up in the same order
-            "preemptions": float(len(taken)),
+            "preemptions": float(len(preempted)),
+            **({"others_lost": float(len(taken) - len(preempted))} if len(taken) > len(preempted) else {}),
             "gangs_broken": float(len(recoveries_s)),
             **({"recovery_s": median(recoveries_s)} if recoveries_s else {}),
             **({"paused_s": lost_s} if lost_s else {}),
@@ -363,6 +365,5 @@ def _ended(life: WorkerLife, now_s: float) -> WorkerLife:
 
 def _phase(span: Span) -> str:
     """Phases as people count them: scoring is scoring, whatever was scored."""
-    if "score" in span.phase or "draw" in span.phase:
-        return "score"
-    return "explore" if span.phase.startswith("explore") else span.phase
+    phase = base_phase(span.phase)
+    return "score" if phase == "explore-score" else phase
