@@ -31,6 +31,7 @@ from cluster.messages import ORDER, PLACE, READY, REFUSED
 from cluster.node_parent import continue_node_parent, end_with_this_process, node_parent
 from cluster.notices import SIGNALS, Notice, first_notice, sources
 from cluster.relaxed import steady
+from cluster.rules import CLOSE_MARGIN_S, LEAVE_POLL_S
 from cluster.worker_device import WorkerDevice
 from spotlight import __version__
 from spotlight.clock import wall_clock
@@ -44,9 +45,6 @@ from spotlight.store.objects import objects_at
 from spotlight.store.slots import Slot
 
 POOLS = ("reserved", "spot", "reward", "head")
-LEAVE_POLL_S = 0.01
-CLOSE_MARGIN_S = 2.0
-"""Left of a notice's time for handing over what the worker's memory holds."""
 KEEP_S = 0.5
 """Between two looks at the node's memory; a worker takes longer to start."""
 TELL_S = 2.0

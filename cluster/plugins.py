@@ -51,7 +51,7 @@ from cluster.heartbeats import Heartbeats
 from cluster.messages import BEAT, EVICTED, HEARD_OF, HOLDS, LOST_ENGINE, READY, REFUSED
 from cluster.quiet import Quiet, sentence
 from cluster.relaxed import relaxed, steady
-from cluster.rules import Rules
+from cluster.rules import WATCH_S, Rules
 from cluster.scheduler_calls import SchedulerCalls
 from cluster.snapshot import Snapshot
 from cluster.translation import STATES, STEP_S, layer_of, work_of
@@ -59,7 +59,6 @@ from spotlight import __version__
 from spotlight.clock import Clock, wall_clock
 from spotlight.records import SpotlightError
 
-WATCH_S = 0.5
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 5.0

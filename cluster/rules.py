@@ -1,9 +1,16 @@
-"""What the settings of a run say about dispatching: the little of them that the dispatcher knows."""
+"""How a cluster is dispatched: what the settings say of it, and times that the live and the virtual one share."""
 
 from __future__ import annotations
 
 from spotlight.config import Config
 from spotlight.records import record
+
+WATCH_S = 0.5
+"""How often the scheduler looks for silent workers."""
+LEAVE_POLL_S = 0.01
+"""How often a worker under notice looks whether it is idle."""
+CLOSE_MARGIN_S = 2.0
+"""Left of a notice's time for handing over what the worker's memory holds."""
 
 
 @record

@@ -365,10 +365,10 @@ def _graph(parsed: argparse.Namespace) -> None:
 
 def _export(parsed: argparse.Namespace) -> None:
     RunDir.open(parsed.run_dir)
-    from spotlight.rl.export import export_lora
+    from spotlight.rl.export import export_weights
 
     with writing(parsed.to):
-        print(export_lora(parsed.run_dir, parsed.to, parsed.version, parsed.policy, merged=parsed.merged))
+        print(export_weights(parsed.run_dir, parsed.to, parsed.version, parsed.policy, merged=parsed.merged))
 
 
 def _sample(parsed: argparse.Namespace) -> None:

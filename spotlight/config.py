@@ -931,7 +931,7 @@ def dump(config: Config) -> str:
         SpotlightError: a value is no text, such as a path with bytes that are not UTF-8.
     """
     tree = config.model_dump(mode="json", exclude_none=True)
-    for name, value in _leaves(tree):
+    for name, value in leaves(tree):
         if not _is_text(str(value)):
             raise SpotlightError(
                 f"{name} = {shown(value)}: has bytes that are not UTF-8, which a file of settings cannot hold: give "
@@ -951,7 +951,7 @@ def _is_text(value: str) -> bool:
 
 def differences(first: Config, second: Config) -> Iterator[str]:
     """Where two differ, as ``section.key = VALUE there and VALUE here``."""
-    there, here = (dict(_leaves(settings.model_dump(mode="json"))) for settings in (first, second))
+    there, here = (dict(leaves(settings.model_dump(mode="json"))) for settings in (first, second))
     for name in sorted(there.keys() | here.keys()):
         if there.get(name) != here.get(name):
             yield f"{name} = {there.get(name)!r} there and {here.get(name)!r} here"
@@ -963,14 +963,15 @@ def not_written(config: Config, content: bytes) -> list[str]:
     Args:
         content: of the file that the settings were read from.
     """
-    written = dict(_leaves(tomllib.loads(content.decode())))
-    return [name for name, _ in _leaves(tomllib.loads(dump(config))) if name not in written]
+    written = dict(leaves(tomllib.loads(content.decode())))
+    return [name for name, _ in leaves(tomllib.loads(dump(config))) if name not in written]
 
 
-def _leaves(tree: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of a tree, dotted: ``"pools.spot.workers" = 0`` and ``pools.spot.workers = 0`` are one."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{within}{name}.")
+            yield from leaves(value, f"{within}{name}.")
         else:
             yield f"{within}{name}", value
 

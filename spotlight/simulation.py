@@ -26,8 +26,9 @@ from spotlight.config import Config, PoolSection
 from spotlight.device import protocol
 from spotlight.driver import summarise
 from spotlight.inputs import check_inputs
-from spotlight.market.ledger import SECONDS_PER_H, Ledger
+from spotlight.market.ledger import Ledger
 from spotlight.market.trace_files import read_trace
+from spotlight.market.traces import SECONDS_PER_H
 from spotlight.plan.availability import MADE_UP_S, pool_switches, preemption_kinds, ups
 from spotlight.plan.durations import TaskDurations
 from spotlight.records import GradientPart, Pool, Rollout, SpotlightError, WorkerLife, record

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spotlight.config import Config, resolve
+from spotlight.config import Config, leaves, resolve
 from spotlight.records import SpotlightError
 
 _ON_RESERVED = {"strategy.rollout_pools": ["reserved"], "pools.spot.workers": 0}
@@ -50,22 +50,13 @@ def strategies(config: Config, base: Path = Path("/")) -> Iterator[tuple[str, Co
         tree = config.model_dump(mode="json", exclude_none=True)
         del tree["simulation"]["strategies"]
         where = f"[simulation.strategies] {name!r}"
-        changed = dict(_leaves(changes))
+        changed = {path: value for path, value in leaves(changes) if value != {}}
         for pool in tree["pools"]:
             if f"pools.{pool}.gpu" in changed:
                 tree["pools"][pool].pop("usd_per_h", None)  # the price that was listed for its other GPU
         for path, value in changed.items():
             _put(tree, path, value, where)
         yield name, resolve(tree, base, where)
-
-
-def _leaves(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings of a table, dotted: ``"pools.spot.workers" = 0`` and ``pools.spot.workers = 0`` are one."""
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 def _put(tree: dict[str, Any], path: str, value: Any, where: str) -> None:

@@ -193,7 +193,6 @@ def bandit(
     later: int = 0,
     candidates: int = 10**6,
     rho: float | None = 1.0,
-    optimism: float = 0.0,
     seed: int = 0,
 ) -> list[tuple[int, int, int]]:
     """`allocate` with what most tests do not care about."""
@@ -207,7 +206,6 @@ def bandit(
         chunk=CHUNK,
         keep=KEEP,
         rho=rho,
-        optimism=optimism,
         seed=seed,
     )
 
@@ -252,11 +250,11 @@ def _count(given_out: Iterable[Iterable[tuple[int, int, int]]], prompt: int) -> 
 
 
 @settings(max_examples=20, deadline=None)
-@given(rewards=st.lists(rewards_in_range, max_size=12), seed=st.integers(0, 2**32), optimism=st.floats(0, 2))
-def test_the_same_seed_gives_the_same_chunks(rewards: list[float], seed: int, optimism: float) -> None:
+@given(rewards=st.lists(rewards_in_range, max_size=12), seed=st.integers(0, 2**32))
+def test_the_same_seed_gives_the_same_chunks(rewards: list[float], seed: int) -> None:
     arms = [Arm(prompt=0, rewards=tuple(rewards), tried=len(rewards)), Arm(prompt=7)]
 
-    once, again = (bandit(arms, seed=seed, optimism=optimism) for _ in range(2))
+    once, again = (bandit(arms, seed=seed) for _ in range(2))
 
     assert once == again
 
@@ -372,9 +370,7 @@ def test_each_prompts_next_chunk_is_run_before_any_prompts_next_but_one() -> Non
     assert sorted(chunks) == [(p, 0, CHUNK) for p in range(3)]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"), [({"slots": -1}, "slots = -1"), ({"rho": 1.5}, "rho = 1.5"), ({"optimism": -0.5}, "= -0.5")]
-)
+@pytest.mark.parametrize(("wrong", "said"), [({"slots": -1}, "slots = -1"), ({"rho": 1.5}, "rho = 1.5")])
 def test_an_allocation_out_of_range_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         bandit([Arm(prompt=0)], **wrong)

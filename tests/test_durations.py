@@ -14,13 +14,11 @@ from spotlight.plan.durations import (
     LOCAL_START_UP_S,
     OCR_SCORE_S,
     PUBLISH_LORA_S,
-    REGROUP_S,
     SCORE_S,
     TaskDurations,
     forward_flops,
     load_s,
     parallel_efficiency,
-    recovery_s,
     seconds_per_step,
     start_up_s,
     train_s,
@@ -108,12 +106,8 @@ def test_what_the_cost_model_does_not_know_is_refused_by_name(change: dict[str, 
         seconds_per_step(**known | change)  # type: ignore[arg-type]  # the values are of every type
 
 
-def test_survivors_recover_without_loading_weights() -> None:
-    elastic_s, rigid_s = (recovery_s("qwen-image", elastic=elastic) for elastic in (True, False))
-
-    assert elastic_s == REGROUP_S
+def test_a_machine_loads_the_weights_over_its_link() -> None:
     assert load_s("qwen-image") == pytest.approx(33, rel=0.02)  # 40.9 GB at 10 Gb/s, as published
-    assert rigid_s > load_s("qwen-image")
     assert start_up_s("qwen-image", boot_s=0) == load_s("qwen-image")
 
 

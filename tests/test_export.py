@@ -23,7 +23,7 @@ from spotlight import config
 from spotlight.__main__ import main
 from spotlight.records import SpotlightError
 from spotlight.rl import models
-from spotlight.rl.export import LORA_FILE, export_lora
+from spotlight.rl.export import LORA_FILE, export_weights
 from spotlight.rl.sample import GAP_PX, sample
 from spotlight.store import weights
 from spotlight.store.rundir import RunDir
@@ -110,7 +110,7 @@ def test_an_exported_lora_gives_plain_diffusers_the_trained_outputs(pipeline: Pa
     plain = QwenImagePipeline.from_pretrained(pipeline)
     base = outputs(plain.transformer)
 
-    to = export_lora(run_dir, tmp_path / "lora")
+    to = export_weights(run_dir, tmp_path / "lora")
     plain.load_lora_weights(to)
 
     trained = outputs(transformer_of(run_dir, version=1))
@@ -123,7 +123,7 @@ def test_a_lora_beside_a_bfloat16_base_is_exported_in_float32(pipeline: Path, tm
     plain = QwenImageTransformer2DModel.from_pretrained(pipeline, subfolder="transformer", torch_dtype=torch.bfloat16)
     base = outputs(plain)
 
-    to = export_lora(run_dir, tmp_path / "lora")
+    to = export_weights(run_dir, tmp_path / "lora")
     state, metadata = QwenImagePipeline.lora_state_dict(
         str(to), weight_name=LORA_FILE, return_lora_metadata=True, local_files_only=True
     )
@@ -139,7 +139,7 @@ def test_full_weights_are_exported_as_a_transformer(pipeline: Path, tmp_path: Pa
     run_dir = make_run(pipeline, tmp_path, rank=0)
     base = outputs(QwenImageTransformer2DModel.from_pretrained(pipeline, subfolder="transformer"))
 
-    to = export_lora(run_dir, tmp_path / "transformer")
+    to = export_weights(run_dir, tmp_path / "transformer")
 
     trained = outputs(transformer_of(run_dir, version=1))
     assert (trained - base).abs().max() > 0.1 * base.abs().max()
@@ -150,7 +150,7 @@ def test_a_merged_lora_is_exported_as_a_transformer_that_needs_none(pipeline: Pa
     run_dir = make_run(pipeline, tmp_path)
     base = outputs(QwenImageTransformer2DModel.from_pretrained(pipeline, subfolder="transformer"))
 
-    to = export_lora(run_dir, tmp_path / "merged", merged=True)
+    to = export_weights(run_dir, tmp_path / "merged", merged=True)
 
     trained = outputs(transformer_of(run_dir, version=1))
     assert (trained - base).abs().max() > 0.1 * base.abs().max()
@@ -167,7 +167,7 @@ def test_other_families_are_exported_as_their_own_plain_pipelines_load_them(
     checkpoint = build(tmp_path / "checkpoint")
     run_dir = make_run(checkpoint, tmp_path, name=name)
 
-    to = export_lora(run_dir, tmp_path / "out", merged=merged)
+    to = export_weights(run_dir, tmp_path / "out", merged=merged)
     plain = kind.from_pretrained(checkpoint)
     before = [value.clone() for value in plain.transformer.state_dict().values()]
     if merged:
@@ -183,7 +183,7 @@ def test_an_earlier_version_is_exported_when_asked_for(pipeline: Path, tmp_path:
     run_dir = make_run(pipeline, tmp_path, versions=3)
     plain = QwenImagePipeline.from_pretrained(pipeline)
 
-    plain.load_lora_weights(export_lora(run_dir, tmp_path / "lora", version=1))
+    plain.load_lora_weights(export_weights(run_dir, tmp_path / "lora", version=1))
 
     assert torch.equal(outputs(plain.transformer), outputs(transformer_of(run_dir, version=1)))
     assert not torch.equal(outputs(plain.transformer), outputs(transformer_of(run_dir, version=2)))
@@ -194,7 +194,7 @@ def test_the_policy_that_samples_is_exported_unless_told_otherwise(pipeline: Pat
 
     sampling, trained = (
         outputs(QwenImageTransformer2DModel.from_pretrained(to))
-        for to in (export_lora(run_dir, tmp_path / "a"), export_lora(run_dir, tmp_path / "b", policy="trained"))
+        for to in (export_weights(run_dir, tmp_path / "a"), export_weights(run_dir, tmp_path / "b", policy="trained"))
     )
 
     assert torch.equal(sampling, outputs(transformer_of(run_dir, version=1)))
@@ -202,7 +202,7 @@ def test_the_policy_that_samples_is_exported_unless_told_otherwise(pipeline: Pat
 
 
 def test_the_file_holds_alpha_and_tensors_that_diffusers_names(pipeline: Path, tmp_path: Path) -> None:
-    to = export_lora(make_run(pipeline, tmp_path), tmp_path / "lora")
+    to = export_weights(make_run(pipeline, tmp_path), tmp_path / "lora")
 
     state, metadata = QwenImagePipeline.lora_state_dict(
         str(to), weight_name=LORA_FILE, return_lora_metadata=True, local_files_only=True
@@ -226,7 +226,7 @@ def test_an_export_that_lost_its_alpha_is_refused_and_leaves_nothing(
     monkeypatch.setattr(QwenImageLoraLoaderMixin, "save_lora_weights", save_without_metadata)
 
     with pytest.raises(SpotlightError, match="does not give the outputs of the trained model"):
-        export_lora(run_dir, tmp_path / "lora")
+        export_weights(run_dir, tmp_path / "lora")
 
     assert [path.name for path in tmp_path.iterdir()] == [run_dir.name]
 
@@ -238,28 +238,28 @@ def test_exporting_does_not_overwrite(pipeline: Path, tmp_path: Path) -> None:
     (taken / "notes.txt").write_text("mine")
 
     with pytest.raises(SpotlightError, match="exists already"):
-        export_lora(run_dir, taken)
+        export_weights(run_dir, taken)
 
     assert (taken / "notes.txt").read_text() == "mine"
 
 
 def test_a_directory_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match=f"{tmp_path}: not a run directory"):
-        export_lora(tmp_path, tmp_path / "lora")
+        export_weights(tmp_path, tmp_path / "lora")
 
 
 def test_a_version_that_is_not_there_is_answered_with_those_that_are(pipeline: Path, tmp_path: Path) -> None:
     run_dir = make_run(pipeline, tmp_path, versions=2)
 
     with pytest.raises(SpotlightError, match="no weights version 7; it has 0, 1"):
-        export_lora(run_dir, tmp_path / "lora", version=7)
+        export_weights(run_dir, tmp_path / "lora", version=7)
 
 
 def test_a_run_that_published_nothing_says_so(pipeline: Path, tmp_path: Path) -> None:
     run_dir = make_run(pipeline, tmp_path, versions=0)
 
     with pytest.raises(SpotlightError, match="no weights were published yet"):
-        export_lora(run_dir, tmp_path / "lora")
+        export_weights(run_dir, tmp_path / "lora")
 
 
 def test_a_sample_sheet_shows_the_run_before_and_after(pipeline: Path, tmp_path: Path) -> None:

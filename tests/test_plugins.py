@@ -13,8 +13,8 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from distributed import Client, Scheduler, Status, Worker
 
 from cluster.messages import ORDER, PLACE, READY
-from cluster.plugins import WATCH_S, DispatchPlugin
-from cluster.rules import Rules
+from cluster.plugins import DispatchPlugin
+from cluster.rules import WATCH_S, Rules
 
 WAIT_S = 30.0
 

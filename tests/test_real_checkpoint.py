@@ -29,7 +29,7 @@ from spotlight import config
 from spotlight.device.engine import Engine
 from spotlight.records import WeightsRef
 from spotlight.rl import flow
-from spotlight.rl.export import export_lora
+from spotlight.rl.export import export_weights
 from spotlight.rl.models import Model
 from spotlight.rl.prompts import read_prompts
 from spotlight.run import Run
@@ -203,7 +203,7 @@ def test_plain_diffusers_draws_the_validation_images_with_the_exported_lora(trai
     plain = plain_pipeline(trained.pipeline)
 
     untrained_BHWC = draw(plain, prompt.text, noise_BNC)
-    plain.load_lora_weights(export_lora(trained.run.path, tmp_path / "lora"))
+    plain.load_lora_weights(export_weights(trained.run.path, tmp_path / "lora"))
     trained_BHWC = draw(plain, prompt.text, noise_BNC)
 
     np.testing.assert_allclose(trained_BHWC, ours_BHWC, atol=LEVEL)
@@ -213,7 +213,7 @@ def test_plain_diffusers_draws_the_validation_images_with_the_exported_lora(trai
 def test_the_exported_lora_gives_the_velocities_of_the_engine(trained: Trained, tmp_path: Path) -> None:
     engine, plain = Engine(trained.run.path), plain_pipeline(trained.pipeline)
     engine.resident.use(published(trained.run, ITERATIONS), trained.run.config().validation_policy)
-    plain.load_lora_weights(export_lora(trained.run.path, tmp_path / "lora"))
+    plain.load_lora_weights(export_weights(trained.run.path, tmp_path / "lora"))
 
     ours_BNC = velocity(engine.model)
     engine.model.transformer = plain.transformer

@@ -250,15 +250,6 @@ def test_a_stretched_trace_differs_in_time_alone(trace: Trace, factor: float) ->
     )
 
 
-@given(trace=random_traces(), step_s=st.sampled_from([1, 7, 60, 3600]))
-def test_a_resampled_trace_shows_what_looks_would_have_seen(trace: Trace, step_s: int) -> None:
-    seen = trace.resample(step_s)
-
-    looks_s = range(0, math.ceil(trace.duration_s) + step_s, step_s)
-    assert [seen.available(look_s) for look_s in looks_s] == [trace.available(look_s) for look_s in looks_s]
-    assert all(event.time_s % step_s == 0 for event in seen.events)
-
-
 @given(trace=random_traces(), workers=st.integers(0, 8))
 def test_places_follow_the_trace_up_to_their_number(trace: Trace, workers: int) -> None:
     places = trace.places(workers)
@@ -356,8 +347,6 @@ def test_what_cannot_be_done_to_a_trace_is_refused() -> None:
         trace.cut(5, 11)
     with pytest.raises(SpotlightError, match="stretched by 0"):
         trace.stretch(0)
-    with pytest.raises(SpotlightError, match="every -1 s"):
-        trace.resample(-1)
     with pytest.raises(SpotlightError, match=r"sample 1\.5"):
         trace.sample(1.5, seed=0)
 

@@ -170,7 +170,7 @@ class Lanes:
                 known.append(shown.span)
         if joints:
             self._joints.stream(_joints(joints), rollover=SPANS_SENT)
-        for old in list(self._formings)[:-200]:
+        for old in list(self._formings)[:-FORMINGS]:
             del self._formings[old]
 
     def _joint(self, first: Span, second: Span, zero_s: float) -> Mapping[str, Any] | None:

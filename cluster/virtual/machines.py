@@ -17,6 +17,7 @@ from cluster.events import (
     WorkerPool,
     WorkerSilent,
 )
+from cluster.rules import CLOSE_MARGIN_S, LEAVE_POLL_S, WATCH_S
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.executor import BACK_OFF_S, Executor
 from cluster.virtual.formings import Formings
@@ -24,13 +25,6 @@ from cluster.virtual.messages import Messages
 from cluster.virtual.tasks import parts
 from cluster.virtual.workers import VirtualWorker
 from spotlight.device.signals import Leave
-
-WATCH_S = 0.5
-"""How often the scheduler looks for silent workers; as live."""
-LEAVE_POLL_S = 0.01
-"""How often a worker under notice looks whether it is idle; as live."""
-CLOSE_MARGIN_S = 2.0
-"""Left of a notice's time for handing over results; as live."""
 
 
 class Machines:

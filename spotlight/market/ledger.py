@@ -16,9 +16,9 @@ from math import inf
 from operator import attrgetter
 from typing import Literal, get_args
 
+from spotlight.market.traces import SECONDS_PER_H
 from spotlight.records import Interval, Pool, Span, WorkerLife, base_phase, record
 
-SECONDS_PER_H = 3600.0
 ALWAYS: Interval = (-inf, inf)
 Kind = Literal["useful", "idle", "start-up", "dropped", "lost", "redone"]
 """Of a worker's seconds: work that counts; nothing to do; joined, and no task yet; exploration that was called off;

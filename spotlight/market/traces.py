@@ -161,27 +161,6 @@ class Trace:
         events = tuple(_at(event, event.time_s * factor) for event in self.events)
         return Trace(events=events, duration_s=self.duration_s * factor)
 
-    def resample(self, step_s: float) -> Trace:
-        """The trace as seen by looking every ``step_s``: changes between two looks appear together at the second.
-
-        An instance that came and went between two looks is not seen. The last look is at the end or less than a
-        step after it.
-
-        Raises:
-            SpotlightError: the step is not a positive number.
-        """
-        if not (math.isfinite(step_s) and step_s > 0):
-            raise SpotlightError(f"trace: cannot be looked at every {step_s:g} s: give a step above 0")
-        seen: list[Event] = []
-        alive: dict[str, None] = {}
-        for tick, events in groupby(self.events, key=lambda event: math.ceil(event.time_s / step_s)):
-            before = dict(alive)
-            for event in events:
-                _follow(alive, event)
-            seen += [Event(time_s=tick * step_s, instance=name, kind="remove") for name in before if name not in alive]
-            seen += [Event(time_s=tick * step_s, instance=name, kind="add") for name in alive if name not in before]
-        return Trace(events=tuple(seen), duration_s=math.ceil(self.duration_s / step_s) * step_s)
-
     def sample(self, fraction: float, *, seed: int) -> Trace:
         """A share of the instances, rounded, drawn without replacement; the same seed draws the same.
 

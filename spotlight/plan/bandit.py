@@ -134,7 +134,6 @@ def allocate(
     chunk: int,
     keep: int,
     rho: float | None = None,
-    optimism: float = 0.0,
     seed: int,
 ) -> list[tuple[int, int, int]]:
     """One round of the bandit: the chunks that raise the variance of the kept seeds most, at most one a slot.
@@ -156,8 +155,6 @@ def allocate(
         keep: seeds of a prompt that are kept, from 2. With fewer scored, untried seeds fill the group, so the
             first ``keep`` gain nothing and chunks are judged by what they gain together with those behind them.
         rho: ranking fidelity, 0 to 1; None takes the beliefs'.
-        optimism: standard deviations between the worlds that are added to the mean gain (UCB); 0 averages over the
-            posterior.
         seed: fixes the worlds' random numbers, the same for all arms, so that equal arms have equal gains.
 
     Returns:
@@ -167,10 +164,10 @@ def allocate(
         ValueError: a number is out of range.
     """
     rho = beliefs.fidelity if rho is None else rho
-    if min(chunk, keep - 1) < 1 or min(slots, later, candidates, optimism) < 0 or not 0 <= rho <= 1:
+    if min(chunk, keep - 1) < 1 or min(slots, later, candidates) < 0 or not 0 <= rho <= 1:
         raise ValueError(
             f"chunk = {chunk} must be positive, keep = {keep} at least 2, slots = {slots}, later = {later}, "
-            f"candidates = {candidates} and optimism = {optimism} not negative, and rho = {rho} in [0, 1]"
+            f"candidates = {candidates} not negative, and rho = {rho} in [0, 1]"
         )
     plan = min(slots + later, -(-candidates // chunk))
     if not arms or not slots or not plan:
@@ -178,7 +175,7 @@ def allocate(
     chance_PKN, shares_PK = posterior(arms, beliefs, iteration)
     ahead = min(plan, _ahead(keep, chunk))
     worlds_PWJ = imagine(arms, chance_PKN, shares_PK, ahead, chunk, keep, seed)
-    gained_PJ = worlds_PWJ.mean(axis=1) + optimism * (worlds_PWJ - worlds_PWJ[..., :1]).std(axis=1)
+    gained_PJ = worlds_PWJ.mean(axis=1)
     slopes_PJ = rho**2 * _slopes(gained_PJ)
     least = LEAST_GAIN * unexplored_variance(chance_PKN, shares_PK, keep).mean()
     order = _greedy(arms, slopes_PJ, plan, least)

@@ -78,8 +78,6 @@ BACKWARD_LORA, BACKWARD_FULL = 2, 3
 """Backward passes cost this many forward ones: activations again (checkpointing), their gradients, and the weights'."""
 BOOT_S = 120.0
 """From asking for a spot machine to its worker's first line. Assumed: no measurement was found."""
-REGROUP_S = 0.64
-"""To re-form a sequence-parallel group from survivors. Measured on two CPU cores with gloo; assumed for GPUs."""
 PUBLISH_LORA_S = 1.0
 """To have a new LoRA of 0.85 GB on every worker, at 10 Gb/s. Computed, and rounded up."""
 LOCAL_PUBLISH_S, LOCAL_START_UP_S = 0.084, 0.1
@@ -178,11 +176,6 @@ def load_s(model: str, *, gbit_per_s: float = 10.0) -> float:
 def start_up_s(model: str, *, boot_s: float = BOOT_S, gbit_per_s: float = 10.0) -> float:
     """Seconds from asking for a machine to its first step: boot, then `load_s`."""
     return boot_s + load_s(model, gbit_per_s=gbit_per_s)
-
-
-def recovery_s(model: str, *, elastic: bool, gbit_per_s: float = 10.0) -> float:
-    """Seconds until a group that lost a member steps again: survivors re-form, or every process loads its weights."""
-    return REGROUP_S if elastic else REGROUP_S + load_s(model, gbit_per_s=gbit_per_s)
 
 
 class TaskDurations:

@@ -39,7 +39,7 @@ MERGED_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 """The same where a LoRA was added to weights of that type, which rounds them."""
 
 
-def export_lora(
+def export_weights(
     run_dir: str | Path,
     to: Path,
     version: int | None = None,

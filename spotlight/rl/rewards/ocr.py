@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read by onnxruntime's import: else it reports to its makers
 
+READ = "Write down all text in this image, exactly as it is written, and nothing else."
+"""What a model that reads images is asked."""
 OCR_MODEL = "PP-OCRv6_rec_small.onnx"
 """The text-line recogniser that the rapidocr wheel carries, so nothing is downloaded."""
 OCR_HEIGHT_PX = 48

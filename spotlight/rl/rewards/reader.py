@@ -19,9 +19,8 @@ from spotlight.config import ModelSection
 from spotlight.records import SpotlightError
 from spotlight.rl.checkpoints import require_class, weight_files
 from spotlight.rl.rewards.base import Scorer
-from spotlight.rl.rewards.ocr import ocr_score, quoted_target
+from spotlight.rl.rewards.ocr import READ, ocr_score, quoted_target
 
-READ = "Write down all text in this image, exactly as it is written, and nothing else."
 TOKENS_MAX = 64
 """Of an answer: more than the targets of published prompts take."""
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from spotlight.records import Prompt, SpotlightError
 from spotlight.rl.rewards.base import Refused, Scorer
-from spotlight.rl.rewards.ocr import ocr_score, quoted_target
+from spotlight.rl.rewards.ocr import READ, ocr_score, quoted_target
 
 AGAIN = (408, 429)
 """Of the 4xx, those that may pass; as may all 5xx."""
@@ -33,7 +33,6 @@ KEY = "SPOTLIGHT_REWARD_KEY"
 QUESTION = (
     'How well does this image match the prompt "{prompt}"? Answer with JSON alone: {{"score": S}}, S from 0 to 10.'
 )
-READ = "Write down all text in this image, exactly as it is written, and nothing else."
 
 
 class HttpScorer(Scorer):
@@ -61,14 +60,6 @@ class HttpScorer(Scorer):
         if not isinstance(rewards, list):
             raise ValueError(f'{self._url}/compute answered without a list of "rewards"')
         return rewards
-
-    def is_healthy(self) -> bool:
-        """Whether ``GET URL/health`` answers at all."""
-        try:
-            with urllib.request.urlopen(f"{self._url}/health", timeout=self._timeout_s) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
 
 
 class ChatScorer(Scorer):
