@@ -264,7 +264,7 @@ def candidates_for(
         candidates_max=limit if candidates_max is None else min(limit, candidates_max),
         planner=config.exploration.planner,
         beliefs=beliefs.about([prompt.id for prompt in prompts]),
-        reward_range=rewards.build(config.reward).range,
+        reward_range=rewards.planned_range(rewards.build(config.reward)),
     )
 
 

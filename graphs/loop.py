@@ -134,7 +134,7 @@ class Loop:
         training = whole(results["training"])
         if candidates:
             run.record_selection(results["selection"])
-        beliefs = learn_from(run.beliefs(k), selection, training, rewards.build(config.reward).range)
+        beliefs = learn_from(run.beliefs(k), selection, training, rewards.planned_range(rewards.build(config.reward)))
         run.record_beliefs(k + 1, beliefs)
         stopped_s = self._clock()
         measured = {

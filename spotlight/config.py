@@ -755,6 +755,11 @@ class Config(Section):
                 "samples as if it were the flow's own, and published recipes draw and train without guidance; set "
                 "rollout.guidance = 1"
             )
+        if self.reward.name == "ocr" and not self.model.embedded:
+            found.append(
+                'reward.name = "ocr" takes the whole image for one line of text, and reads next to nothing in a scene: '
+                'set reward.name = "scene-ocr"'
+            )
         if self.train.algorithm == "dpo" and self.train.kl:
             found.append(
                 f"train.kl = {self.train.kl:g} with Diffusion-DPO counts nothing: train.dpo_beta says how near to the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from runs import PROMPTS
 from spotlight import config
 from spotlight.__main__ import main
 from spotlight.records import SpotlightError
-from spotlight.rl import models
+from spotlight.rl import export, models
 from spotlight.rl.export import LORA_FILE, export_weights
 from spotlight.rl.sample import GAP_PX, sample
 from spotlight.store import weights
@@ -231,6 +232,19 @@ def test_an_export_that_lost_its_alpha_is_refused_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == [run_dir.name]
 
 
+def test_a_merge_that_lost_what_was_trained_is_refused(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(pipeline, tmp_path, dtype="bfloat16")
+    monkeypatch.setitem(export.MERGED_TOLERANCE, "bfloat16", math.inf)
+    monkeypatch.setattr(QwenImageTransformer2DModel, "fuse_lora", lambda self: None)
+
+    with pytest.raises(SpotlightError, match=r"rounding to bfloat16 takes 100% of what was trained.*without --merged"):
+        export_weights(run_dir, tmp_path / "merged", merged=True)
+
+    assert [path.name for path in tmp_path.iterdir()] == [run_dir.name]
+
+
 def test_exporting_does_not_overwrite(pipeline: Path, tmp_path: Path) -> None:
     run_dir = make_run(pipeline, tmp_path)
     taken = tmp_path / "taken"
@@ -281,6 +295,7 @@ def test_a_sample_sheet_shows_the_run_before_and_after(pipeline: Path, tmp_path:
     [
         ("sheet.txt", {}, r"sheet\.txt: expected the name of an image file, such as .*sheet\.png"),
         ("sheet", {}, "expected the name of an image file"),
+        ("sheet.psd", {}, "expected the name of an image file"),
         ("sheet.png", {"seeds": [-1]}, r"seeds \[-1\]: expected"),
         ("sheet.png", {"steps": -3}, "steps -3: expected"),
     ],

@@ -208,6 +208,17 @@ def test_checkpointing_changes_no_bit_of_a_gradient(made: Checkpoints, name: str
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_pixels_that_are_no_numbers_are_no_image(made: Checkpoints, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made.model(name)
+    decode = model._pixels
+    monkeypatch.setattr(model, "_pixels", lambda vae, latent: decode(vae, latent) * float("inf"))
+    x_BNC = torch.zeros(1, *model.latent_shape(HEIGHT_PX, WIDTH_PX))
+
+    with pytest.raises(SpotlightError, match=r"made pixels that are no numbers .*set model\.vae_dtype"):
+        model.decode(x_BNC, HEIGHT_PX, WIDTH_PX)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_predicts_nearly_the_same_and_the_vae_has_a_type_of_its_own(
     made: Checkpoints, name: str, dtype: torch.dtype, tmp_path: Path

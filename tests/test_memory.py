@@ -102,7 +102,7 @@ def test_a_block_keeps_what_the_estimate_says(
     assert ((many - few) / 2 - matrices) / (TOKENS * WIDTH) == pytest.approx(expected, rel=0.1)
 
 
-def qwen_image(**changes: Any) -> tuple[Survey, Config]:
+def qwen_image(train: Any = (), run: Any = (), **changes: Any) -> tuple[Survey, Config]:
     """The published Qwen-Image, as far as an estimate looks at it: 20.43 billion parameters."""
     d, layers = 3072, 60
     shapes: dict[str, tuple[int, ...]] = {"rest": (20_430_000_000 - 60 * 12 * d * d * 2,)}
@@ -122,7 +122,8 @@ def qwen_image(**changes: Any) -> tuple[Survey, Config]:
             "model": {"name": "qwen-image", "path": "x", "dtype": "bfloat16", **changes},
             "rollout": {"guidance": 4.0, "request_seeds": 4},
             "exploration": {"request_seeds": 4},
-            "train": {"micro_batch": 1, "lora_rank": 64},
+            "train": {"micro_batch": 1, "lora_rank": 64, "old_decay": "copy", **dict(train)},
+            "run": dict(run),
         },
         Path(),
     )
@@ -146,6 +147,27 @@ def test_training_the_published_model_needs_what_was_reckoned_for_it(
 
     assert expected_gb[0] < training.total_bytes / 1e9 < expected_gb[1]
     assert training.parts["what is trained"] == pytest.approx(16 * 424.7e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("train", "bytes_each"),
+    [({"old_decay": 0.5}, 24), ({"old_decay": 0.5, "ema_decay": 0.9}, 28)],
+)
+def test_old_policies_and_averages_count(train: dict[str, float], bytes_each: int) -> None:
+    survey, settings = qwen_image(train=train)
+
+    *_, training = memory.estimate(survey, settings, QwenImage.lora_targets)
+
+    assert training.parts["what is trained"] == pytest.approx(bytes_each * 424.7e6, rel=0.01)
+
+
+def test_a_validation_is_a_batch_too() -> None:
+    few, many = (
+        memory.estimate(*qwen_image(run={"validation_seeds": seeds}), QwenImage.lora_targets)[1] for seeds in (4, 512)
+    )
+
+    assert many.total_bytes > few.total_bytes
+    assert "run.validation_seeds" in many.way_out
 
 
 def test_the_ranks_of_a_gang_share_what_training_keeps() -> None:

@@ -198,6 +198,11 @@ def test_the_embedded_model_is_a_view_of_the_nodes_memory(tmp_path: Path, dtype:
         assert not model.parameters()
 
 
+def test_weights_of_another_embedded_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match=r"tiny_mixed\.safetensors: these are another model's weights"):
+        TinyText.load(str(MIXED.weights), CPU, torch.float32)
+
+
 EMBEDDED: dict[EmbeddedName, tuple[type[Tiny], Variant]] = {
     "tiny-text": (TinyText, TWO_DIGITS),
     "tiny-mixed": (TinyText, MIXED),

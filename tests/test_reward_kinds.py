@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,9 @@ from spotlight.rl.rewards import (
     geneval_correct,
     geneval_graded,
     load,
+    normalised,
     ocr_score,
+    planned_range,
     quoted_target,
     score,
     score_each,
@@ -214,7 +217,7 @@ def pictures() -> NDArray[np.uint8]:
 def test_a_clip_score_is_the_cosine_that_the_model_itself_gives(clip: Path) -> None:
     model = CLIPModel.from_pretrained(clip).eval()
     prompts = ["a dog", "a red cat", "a dog"]
-    resized = [Image.fromarray(each).resize((43, 32), Image.Resampling.BICUBIC) for each in pictures()]
+    resized = [Image.fromarray(each).resize((42, 32), Image.Resampling.BICUBIC) for each in pictures()]
     middle = np.stack([np.asarray(each)[:, 5:37] for each in resized])
     x = torch.from_numpy((middle / 255 - 0.5) / 0.25).float().permute(0, 3, 1, 2)
     tokens = clip_tokenizer()(prompts, padding=True, return_tensors="pt")
@@ -359,9 +362,21 @@ class Same(Mean):
     range = (0.5, 0.5)
 
 
-def test_a_scorer_whose_rewards_cannot_differ_is_refused() -> None:
-    with pytest.raises(SpotlightError, match=r"its range \[0.5, 0.5\] must be the least score and a larger one"):
-        build(RewardSection(name=f"{__name__}:Same"))
+class Endless(Scorer):
+    range = (-math.inf, math.inf)
+
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        return [0.0] * len(prompts)
+
+
+class OneEnded(Endless):
+    range = (0.0,)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("name", ["Same", "Endless", "OneEnded"])
+def test_a_scorer_whose_range_is_none_is_refused(name: str) -> None:
+    with pytest.raises(SpotlightError, match=r"its range .* must be the least score and a larger one, both finite"):
+        build(RewardSection(name=f"{__name__}:{name}"))
 
 
 GREY = np.array([10, 13, 250], dtype=np.uint8).reshape(3, 1, 1, 1)
@@ -438,3 +453,92 @@ def test_every_prompt_is_checked_by_each_of_several_rewards() -> None:
 
     with pytest.raises(SpotlightError, match="double quotes"):
         scorer.check_prompt(Prompt(id=0, text="a dog"))
+
+
+@pytest.mark.parametrize(
+    ("state", "fits"),
+    [
+        ({"layers.0.weight": (8, 16), "layers.0.bias": (8,), "layers.2.weight": (1, 8), "layers.2.bias": (1,)}, True),
+        ({"weight": (1, 16), "bias": (1,)}, False),
+        ({"layers.0.weight": (4, 16), "layers.0.bias": (4,)}, False),
+        ({"layers.0.weight": (8, 16), "layers.0.bias": (8,), "layers.2.weight": (1, 9), "layers.2.bias": (1,)}, False),
+        ({"layers.0.weight": (1, 16)}, False),
+    ],
+)
+def test_a_head_that_gives_no_single_score_is_refused(
+    clip: Path, tmp_path: Path, state: dict[str, tuple[int, ...]], fits: bool
+) -> None:
+    head = tmp_path / "head.safetensors"
+    save_file({name: torch.zeros(shape) for name, shape in state.items()}, head)
+
+    if fits:
+        AestheticScorer(str(clip), head=str(head))
+    else:
+        with pytest.raises(SpotlightError, match=r"expected layers\.N\.weight and layers\.N\.bias"):
+            AestheticScorer(str(clip), head=str(head))
+
+
+def test_a_reward_outside_of_the_range_that_the_settings_give_is_missing_and_not_cut_off(clip: Path) -> None:
+    scorer = build(RewardSection(name="pickscore", path=str(clip), range=(200.0, 300.0)))
+
+    values, errors = score(scorer, pictures(), ["a dog"] * 3, attempts=1)
+
+    assert values == [None] * 3
+    assert len(errors) == 3
+
+
+def test_the_planner_looks_where_rewards_of_real_images_lie_unless_the_settings_say_where(clip: Path) -> None:
+    picked, given = (
+        build(RewardSection(name="pickscore", path=str(clip), range=within)) for within in (None, (10.0, 30.0))
+    )
+    twice = build(RewardSection(name="pickscore", path=str(clip), weight=2.0))
+
+    assert planned_range(picked) == (14.0, 28.0)
+    assert planned_range(given) == (10.0, 30.0)
+    assert planned_range(twice) == (28.0, 56.0)
+    assert normalised((14.0, 28.0), [7.0, 21.0, 99.0]) == (0.0, 0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("clause", "said"),
+    [
+        ({"class": "dog", "count": 1}, "finds no 'dog'"),
+        ({"class": "circle", "count": 1, "color": "pink"}, "finds no 'pink'"),
+        ({"class": "circle", "count": 1.5}, "GenEval metadata"),
+        ({"class": "circle", "count": 1, "position": ["near", 0]}, "GenEval metadata"),
+        ({"class": "circle", "count": 1, "position": ["left of", -1]}, "GenEval metadata"),
+    ],
+)
+def test_what_can_never_be_found_is_refused_before_the_run(clause: Mapping[str, Any], said: str) -> None:
+    scorer = build(RewardSection(name="geneval", options={"detector": "shapes"}))
+    include = [{"class": "square", "count": 1}, clause]
+
+    with pytest.raises(SpotlightError, match=said):
+        scorer.check_prompt(Prompt(id=0, text="x", metadata=json.dumps({"include": include})))
+
+
+@pytest.mark.parametrize("options", [{}, {"detector": "yolo"}])
+def test_a_detector_that_is_not_known_is_refused_with_those_that_are(options: dict[str, Any]) -> None:
+    with pytest.raises(SpotlightError, match=r"reward\.options\.detector = .*'mask2former', 'shapes'"):
+        build(RewardSection(name="geneval", options=options))
+
+
+@pytest.mark.parametrize("name", ["clip-score", "pickscore", "http"])
+def test_options_that_a_scorer_does_not_have_are_refused(clip: Path, name: str) -> None:
+    settings = RewardSection(name=name, path=str(clip), url="http://127.0.0.1:9", options={"prompt": "x"})
+
+    with pytest.raises(SpotlightError, match="its options do not fit"):
+        build(settings)
+
+
+class Darkens(Scorer):
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        images_BHWC[:] = 0
+        return [0.0] * len(prompts)
+
+
+def test_a_scorer_cannot_change_the_images_that_others_see() -> None:
+    values, errors = score(Darkens(), GREY, ["x"] * 3, attempts=1)
+
+    assert (values, errors) == ([0.0] * 3, [])
+    assert GREY.any()

@@ -47,6 +47,8 @@ def serving(reply: Callable[[int, Mapping[str, Any]], Answer]) -> Iterator[Serve
             try:
                 code, content = reply(len(server.asked), payload)
                 self.send_response(code)
+                if 300 <= code < 400:
+                    self.send_header("Location", "/elsewhere")
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
@@ -54,7 +56,8 @@ def serving(reply: Callable[[int, Mapping[str, Any]], Answer]) -> Iterator[Serve
                 pass  # the client gave up
 
         def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/health" else 404)
+            server.asked.append((self.path, {}, dict(self.headers)))
+            self.send_response(404)
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None: ...
@@ -218,7 +221,7 @@ def test_a_chat_reads_text_for_the_ocr_reward() -> None:
     assert strict == [0.0]  # 7 of 8 letters
 
 
-@pytest.mark.parametrize("reply", ["I cannot say.", "between 3 and 5", '{"score": null}', ""])
+@pytest.mark.parametrize("reply", ["I cannot say.", "between 3 and 5", '{"score": null}', '{"score": true}', ""])
 def test_a_reply_without_one_number_is_no_score(reply: str) -> None:
     with pytest.raises(ValueError, match="no single score"):
         number_in(reply)
@@ -236,3 +239,35 @@ def test_a_table_of_settings_makes_the_scorer_of_a_server() -> None:
 def test_only_the_address_of_a_web_server_is_taken(url: str) -> None:
     with pytest.raises(SpotlightError, match=r"reward\.url"):
         build(RewardSection(name="http", url=url))
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_followed_and_says_where_to(code: int) -> None:
+    with serving(lambda *_: (code, b"")) as server:
+        values, errors = score(HttpScorer(server.url), IMAGES[:1], PROMPTS[:1], attempts=3)
+
+    assert values == [None]
+    assert "it is at /elsewhere, so give that as reward.url" in errors[0]
+    assert [path for path, *_ in server.asked] == ["/compute"]
+
+
+@pytest.mark.parametrize("question", ['Rate {prompt}. Reply {"score": S}', "{0}", "{"])
+def test_a_question_that_cannot_be_asked_is_refused(question: str) -> None:
+    with pytest.raises(SpotlightError, match=r"reward\.options\.question = .*other braces are doubled"):
+        ChatScorer("http://127.0.0.1:9", question=question)
+
+
+def test_an_error_is_kept_in_part_however_long_it_is() -> None:
+    long = json.dumps({"rewards": ["x" * 1_000_000]}).encode()
+    with serving(lambda *_: (200, long)) as server:
+        values, errors = score(HttpScorer(server.url), IMAGES[:1], PROMPTS[:1], attempts=1)
+
+    assert values == [None]
+    assert len(errors[0]) < 3000
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"), [(".5", 0.5), ("Score: -.5", -0.5), ("7.", 7.0), ("1e1", 10.0), ("8", 8.0)]
+)
+def test_a_number_is_read_as_it_is_written(reply: str, expected: float) -> None:
+    assert number_in(reply) == expected

@@ -37,6 +37,8 @@ TOLERANCE = 1e-5
 
 MERGED_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 """The same where a LoRA was added to weights of that type, which rounds them."""
+EFFECT_LOST_MAX = 0.5
+"""Of what a LoRA changes in the outputs, the share that this rounding may take."""
 
 
 def export_weights(
@@ -73,7 +75,7 @@ def export_weights(
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as staging:
         unchecked = Path(staging) / "unchecked"
-        expected = _write(run, ref, policy or run.config().validation_policy, unchecked, merged=merged)
+        expected, base = _write(run, ref, policy or run.config().validation_policy, unchecked, merged=merged)
         found = _probe(_load_with_diffusers(run.config(), unchecked))
         error, size = (found - expected).abs().max(), expected.abs().max()
         tolerance = MERGED_TOLERANCE[run.config().model.dtype] if merged else TOLERANCE
@@ -83,14 +85,22 @@ def export_weights(
                 f"of the trained model with it (largest difference {error:.3g}, largest output {size:.3g}), so it "
                 "was deleted: compare the installed diffusers and peft with constraints.txt"
             )
+        lost, effect = (found - expected).norm(), (expected - base).norm()
+        if merged and lost > EFFECT_LOST_MAX * effect + TOLERANCE * expected.norm():
+            dtype = run.config().model.dtype
+            raise SpotlightError(
+                f"{to}: version {ref.version} of {run_dir} was merged, but rounding to {dtype} takes "
+                f"{lost / effect:.0%} of what was trained, so it was deleted: export the LoRA itself, without --merged"
+            )
         unchecked.replace(to)
     return to
 
 
-def _write(run: RunDir, ref: WeightsRef, policy: Policy, directory: Path, *, merged: bool) -> Tensor:
-    """Write the version, and return the outputs that plain diffusers must have with it."""
+def _write(run: RunDir, ref: WeightsRef, policy: Policy, directory: Path, *, merged: bool) -> tuple[Tensor, Tensor]:
+    """Write the version; returns the outputs that plain diffusers must have with it, and those before training."""
     settings = run.config()
     model = _load(settings)
+    base = _probe(model)
     model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
     model.load_trainable(weights.load(run.url, ref, weights.PARTS[policy]))
     if merged and model.has_lora:
@@ -98,7 +108,7 @@ def _write(run: RunDir, ref: WeightsRef, policy: Policy, directory: Path, *, mer
         model.transformer.fuse_lora()
         model.transformer.unload_lora()
         model.transformer.save_pretrained(directory)
-        return expected
+        return expected, base
     if model.has_lora:
         _loader(model).save_lora_weights(
             directory,
@@ -110,7 +120,7 @@ def _write(run: RunDir, ref: WeightsRef, policy: Policy, directory: Path, *, mer
         model.transformer.save_pretrained(directory)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(model.transformer.dtype)  # as diffusers does with the float32 it reads
-    return _probe(model)
+    return _probe(model), base
 
 
 def _load_with_diffusers(settings: Config, directory: Path) -> models.Model:

@@ -28,6 +28,8 @@ SPARE = 0.08
 """Of a device's memory, for what is not counted here."""
 OPTIMIZER_BYTES = 16
 """Of a trained value: itself, its gradient and two moments in float32."""
+OLD_COPIES = 2
+"""Of an old policy: the trainer's, and the one that samples."""
 
 
 @record
@@ -54,7 +56,8 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
     size = DTYPE_BYTES[model.dtype]
     vae_size = size if model.vae_dtype == "auto" else DTYPE_BYTES[model.vae_dtype]
     weights = {"transformer": survey.transformer.parameters * size, "VAE": survey.vae.parameters * vae_size}
-    trained = _trained_bytes(survey.transformer, train.lora_rank, lora_targets, size)
+    copies = OLD_COPIES * train.keeps_old + bool(train.ema_decay)
+    trained = _trained_bytes(survey.transformer, train.lora_rank, lora_targets, size, copies)
     row = tokens(survey, model.height_px, model.width_px) * width(survey.transformer) * size
     passes = 2 if settings.rollout.guidance > 1 and not survey.transformer.config.get("guidance_embeds") else 1
     explored = settings.exploration.request_seeds if settings.strategy.exploration != "off" else 0
@@ -131,12 +134,12 @@ def _saved(transformer: Network, *, checkpointed: bool) -> float:
     return float(double * SAVED_DOUBLE + single * SAVED_SINGLE)
 
 
-def _trained_bytes(transformer: Network, rank: int, targets: Sequence[str], size: int) -> float:
+def _trained_bytes(transformer: Network, rank: int, targets: Sequence[str], size: int, copies: int) -> float:
     if not rank:  # gradient, two moments and where training started, all as the weights are
-        return 4.0 * transformer.parameters * size
+        return (4.0 + copies) * transformer.parameters * size
     ends = tuple(f".{target}.weight" for target in targets)
     layers = [shape for name, shape in transformer.shapes.items() if name.endswith(ends)]
-    return float(OPTIMIZER_BYTES * rank * sum(map(sum, layers)))
+    return float((OPTIMIZER_BYTES + 4 * copies) * rank * sum(map(sum, layers)))
 
 
 def _vae_channels(vae: Network) -> int:

@@ -53,7 +53,7 @@ def _check(run: RunDir, to: Path, seeds: Sequence[int], steps: int) -> None:
     """Before anything is drawn."""
     if run.simulated:
         raise SpotlightError(f"{run.url}: a simulated run has no weights to draw with: run its settings")
-    if to.suffix.lower() not in Image.registered_extensions() or to.is_dir():
+    if Image.registered_extensions().get(to.suffix.lower()) not in Image.SAVE or to.is_dir():
         raise SpotlightError(f"{to}: expected the name of an image file, such as {to.with_suffix('.png')}")
     if wrong := [seed for seed in seeds if not 0 <= seed < 2**64]:
         raise SpotlightError(f"seeds {wrong}: expected numbers from 0 to 2^64 - 1")

@@ -274,6 +274,11 @@ class PipelineModel(Model):
         latents = self._latents(x_BNC.to(self.device).float(), height_px, width_px).to(vae.dtype)
         # One image at a time: a VAE's activations at full size are many times those of the transformer.
         images = torch.cat([self._pixels(vae, latent).float() for latent in latents.split(1)])
+        if not torch.isfinite(images).all():
+            raise SpotlightError(
+                f"the VAE, in {vae.dtype}, made pixels that are no numbers of finite latents: set model.vae_dtype = "
+                '"float32"'
+            )
         pixels: NDArray[np.float32] = pipeline.image_processor.postprocess(images, output_type="np")
         return (pixels * 255).round().astype(np.uint8)
 

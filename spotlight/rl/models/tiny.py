@@ -101,6 +101,8 @@ class Tiny(QwenTransformer):
             raise SpotlightError(
                 f"{file}: not a readable weights file ({error}); restore it or pre-train anew"
             ) from None
+        except (RuntimeError, KeyError) as error:  # of torch: other shapes, or other names
+            raise SpotlightError(f"{file}: these are another model's weights ({str(error)[:300]}...)") from None
         model.device = device
         parts: tuple[nn.Module, ...] = (model.transformer, model.letters, model.places)
         for part in parts:

@@ -10,11 +10,13 @@ import importlib
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spotlight.files import shown
 from spotlight.records import Prompt, SpotlightError
 from spotlight.rl.rewards.base import Refused as Refused
 from spotlight.rl.rewards.base import Scorer as Scorer
@@ -38,24 +40,29 @@ SCORERS: dict[str, type[Scorer]] = {"ocr": OcrScorer, "scene-ocr": SceneOcrScore
 def _clip(settings: RewardSection) -> Scorer:
     from spotlight.rl.rewards.clip import ClipScorer
 
-    return ClipScorer(settings.path)
+    return ClipScorer(settings.path, **settings.options)
 
 
 def _pick(settings: RewardSection) -> Scorer:
     from spotlight.rl.rewards.clip import PickScorer
 
-    return PickScorer(settings.path)
+    return PickScorer(settings.path, **settings.options)
 
 
 def _aesthetic(settings: RewardSection) -> Scorer:
     from spotlight.rl.rewards.clip import AestheticScorer
 
-    return AestheticScorer(settings.path, head=settings.options.get("head", ""))
+    return AestheticScorer(settings.path, **{"head": "", **settings.options})
 
 
 def _geneval(settings: RewardSection) -> Scorer:
     options = dict(settings.options)
     name = str(options.pop("detector", ""))
+    if name not in DETECTORS and ":" not in name:
+        known = ", ".join(map(repr, DETECTORS))
+        raise SpotlightError(
+            f"reward 'geneval': reward.options.detector = {shown(name)}: give {known}, or 'module:Class' of your own"
+        )
     detector = imported(DETECTORS.get(name, name), "reward.options.detector")
     graded = options.pop("graded", True)
     if settings.path:
@@ -64,7 +71,9 @@ def _geneval(settings: RewardSection) -> Scorer:
 
 
 def _http(settings: RewardSection) -> Scorer:
-    return HttpScorer(settings.url, timeout_s=settings.timeout_s, within=settings.range or (0.0, 1.0))
+    return HttpScorer(
+        settings.url, timeout_s=settings.timeout_s, within=settings.range or (0.0, 1.0), **settings.options
+    )
 
 
 def _chat(settings: RewardSection) -> Scorer:
@@ -146,19 +155,36 @@ def _one(settings: RewardSection) -> Scorer:
     except TypeError as error:
         raise SpotlightError(f"reward {settings.name!r}: its options do not fit: {error}") from None
     if settings.range is not None:
-        scorer.range = settings.range  # type: ignore[misc]  # of this one alone
-    low, high = scorer.range
-    if not low < high:
-        raise SpotlightError(
-            f"reward {settings.name!r}: its range {[low, high]} must be the least score and a larger one"
-        )
+        scorer.range, scorer.usual = settings.range, None  # type: ignore[misc]  # of this one alone
+    _check_range(settings.name, scorer.range)
     return scorer
 
 
+def _check_range(name: str, within: Any) -> None:
+    """
+    Raises:
+        SpotlightError: it is not two finite numbers, the least first.
+    """
+    try:
+        low, high = within
+        whole = -inf < low < high < inf
+    except (TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise SpotlightError(
+            f"reward {name!r}: its range {shown(within)} must be the least score and a larger one, both finite"
+        )
+
+
+def planned_range(scorer: Scorer) -> tuple[float, float]:
+    """Between which rewards the planner tells prompts apart: where real ones lie, if that is known."""
+    return scorer.usual or scorer.range
+
+
 def normalised(within: tuple[float, float], rewards: Sequence[float]) -> tuple[float, ...]:
-    """Rewards with their range mapped to [0, 1]: what the planner sees."""
+    """Rewards with `planned_range` mapped to [0, 1], those outside cut off: what the planner sees."""
     low, high = within
-    return tuple((reward - low) / (high - low) for reward in rewards)
+    return tuple(min(1.0, max(0.0, (reward - low) / (high - low))) for reward in rewards)
 
 
 def imported(name: str, where: str) -> Any:
@@ -200,6 +226,8 @@ class Weighted(Scorer):
         self.parts = tuple(parts)
         ends = [sorted(weight * end for end in scorer.range) for weight, scorer in self.parts]
         self.range = sum(low for low, _ in ends), sum(high for _, high in ends)  # type: ignore[misc]  # of this one
+        usual = [sorted(weight * end for end in planned_range(scorer)) for weight, scorer in self.parts]
+        self.usual = sum(low for low, _ in usual), sum(high for _, high in usual)  # type: ignore[misc]  # as well
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         return self.of(images_BHWC, [Prompt(id=0, text=text) for text in prompts])

@@ -9,10 +9,13 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from spotlight.files import shown
 from spotlight.records import Prompt, SpotlightError
 
 BACK_OFF_S = 0.05
 """Pause before the second attempt; it doubles for each further one."""
+ERROR_MAX = 2000
+"""Characters of an error that are kept: a server may answer anything."""
 
 
 class Refused(Exception):
@@ -24,6 +27,9 @@ class Scorer:
 
     range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     """The least and the largest reward there is; anything outside is a fault of the scorer."""
+    usual: ClassVar[tuple[float, float] | None] = None
+    """Where rewards of real images lie, if that is much less than `range`: the planner looks no finer than at a
+    twentieth of it."""
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         """A reward within `range` for each image and its prompt, in order. It may raise: `score` tries again."""
@@ -72,11 +78,11 @@ def score(
         if attempt:
             time.sleep(BACK_OFF_S * 2 ** (attempt - 1))
         try:
-            return list(checked(scorer.of(images_BHWC, asked), len(asked), scorer.range)), []
+            return list(checked(scorer.of(images_BHWC.copy(), asked), len(asked), scorer.range)), []
         except SpotlightError:
             raise
         except Exception as raised:  # a scorer may be anyone's code, or a server
-            error = f"{asked[0].text!r}: {type(raised).__name__}: {raised}"
+            error = f"{asked[0].text!r}: {type(raised).__name__}: {raised}"[:ERROR_MAX]
             if isinstance(raised, Refused):
                 break
     if len(asked) == 1:
@@ -95,7 +101,7 @@ def checked(rewards: Any, expected: int, within: tuple[float, float]) -> list[fl
         raise ValueError(f"the scorer returned {len(rewards)} rewards for {expected} images")
     for reward in rewards:
         if isinstance(reward, bool) or not isinstance(reward, int | float | np.integer | np.floating):
-            raise ValueError(f"the scorer returned {reward!r}, which is no number")
+            raise ValueError(f"the scorer returned {shown(reward)}, which is no number")
         if not within[0] <= reward <= within[1]:  # also catches NaN, which compares false
             raise ValueError(f"the scorer returned {reward}, and says that its rewards lie in {list(within)}")
     return [float(reward) for reward in rewards]

@@ -9,6 +9,7 @@ Shapes: B images, E features.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +18,12 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from spotlight.files import shown
 from spotlight.records import SpotlightError
-from spotlight.rl.checkpoints import require_class, weight_files
+from spotlight.rl.checkpoints import require_class, tensors, weight_files
 from spotlight.rl.rewards.base import Scorer
 
-BATCH = 16
+LAYER = re.compile(r"layers\.\d+\.weight")
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """CLIP's own, where a checkpoint does not say."""
 
@@ -30,6 +32,7 @@ class ClipScorer(Scorer):
     """The cosine of an image's and its prompt's CLIP embeddings."""
 
     range = (-1.0, 1.0)
+    usual: ClassVar[tuple[float, float] | None] = (0.1, 0.45)  # assumed: from published scores of 0.2 to 0.35
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -59,7 +62,7 @@ class ClipScorer(Scorer):
         features = {}
         with torch.no_grad():
             for text in set(prompts):
-                tokens = self._tokenizer(text, truncation=True, return_tensors="pt")
+                tokens = self._tokenizer(text, truncation=True, max_length=self._tokens_max, return_tensors="pt")
                 features[text] = self._embedding(self._model.get_text_features(**tokens))
         return np.concatenate([features[text] for text in prompts])
 
@@ -76,12 +79,16 @@ class ClipScorer(Scorer):
         side = self._side_px
         height, width = image_HWC.shape[:2]
         scale = side / min(height, width)
-        size = max(side, round(width * scale)), max(side, round(height * scale))
+        size = max(side, int(width * scale)), max(side, int(height * scale))  # cut off, as transformers does
         resized = np.asarray(Image.fromarray(image_HWC).resize(size, Image.Resampling.BICUBIC), dtype=np.float32) / 255
         top, left = (size[1] - side) // 2, (size[0] - side) // 2
         middle = resized[top : top + side, left : left + side]
         mean, std = (np.array(self._settings.get(name, given), dtype=np.float32) for name, given in NORMALISED)
         return ((middle - mean) / std).transpose(2, 0, 1).astype(np.float32)
+
+    @property
+    def _tokens_max(self) -> int:
+        return int(self._model.config.text_config.max_position_embeddings)
 
     @property
     def _side_px(self) -> int:
@@ -116,11 +123,12 @@ def preprocessing(checkpoint: Path) -> dict[str, Any]:
 class PickScorer(ClipScorer):
     """PickScore: the cosine, times the learned scale of its checkpoint (some 100)."""
 
-    range: ClassVar[tuple[float, float]] = (-100.0, 100.0)
+    range: ClassVar[tuple[float, float]] = (-101.0, 101.0)
+    usual: ClassVar[tuple[float, float] | None] = (14.0, 28.0)  # assumed: from published scores of 18 to 24
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         scale = self._model.logit_scale.detach().exp().item()
-        return [float(np.clip(scale * cosine, *self.range)) for cosine in super().__call__(images_BHWC, prompts)]
+        return [scale * cosine for cosine in super().__call__(images_BHWC, prompts)]
 
 
 class AestheticScorer(ClipScorer):
@@ -132,6 +140,7 @@ class AestheticScorer(ClipScorer):
     """
 
     range: ClassVar[tuple[float, float]] = (0.0, 10.0)
+    usual: ClassVar[tuple[float, float] | None] = None
 
     def __init__(self, path: str, *, head: str) -> None:
         super().__init__(path)
@@ -140,6 +149,7 @@ class AestheticScorer(ClipScorer):
             raise SpotlightError(
                 f"{head}: no .safetensors file; the layers of the aesthetic predictor are read from one"
             )
+        _check_head(self._head)
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         x_BE = self.image_features(images_BHWC).astype(np.float64)
@@ -154,6 +164,25 @@ class AestheticScorer(ClipScorer):
         state = {name: value.astype(np.float64) for name, value in load_file(self._head).items()}
         names = sorted((name[: -len(".weight")] for name in state if name.endswith(".weight")), key=_number)
         return [(state[f"{name}.weight"], state[f"{name}.bias"]) for name in names]
+
+
+def _check_head(file: Path) -> None:
+    """
+    Raises:
+        SpotlightError: its layers do not follow each other to a single number.
+    """
+    shapes = tensors(file)
+    layers = sorted((name[: -len(".weight")] for name in shapes if LAYER.fullmatch(name)), key=_number)
+    outs = [shapes.get(f"{name}.bias", ()) for name in layers]
+    ins = [shapes[f"{name}.weight"] for name in layers]
+    follow = all(len(given) == 2 and (given[0],) == out for given, out in zip(ins, outs, strict=True)) and all(
+        after[1] == out[0] for after, out in zip(ins[1:], outs, strict=False)
+    )
+    if not layers or len(shapes) != 2 * len(layers) or not follow or outs[-1] != (1,):
+        raise SpotlightError(
+            f"{file}: expected layers.N.weight and layers.N.bias of linear layers that follow each other, the last of "
+            f"them with one output; found {shown(shapes)}"
+        )
 
 
 def _number(name: str) -> int:

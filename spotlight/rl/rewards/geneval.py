@@ -26,6 +26,7 @@ POSITION_SLACK = 0.1
 """Share of both objects' sizes by which the offset of their centres is shortened."""
 DIRECTION = 0.5
 """Share of the offset that must lie along an axis to count as a direction."""
+RELATIONS = ("left of", "right of", "above", "below")
 THRESHOLD, COUNTING_THRESHOLD = 0.3, 0.9
 """Least certainty of an object; of one that is counted."""
 MAX_OBJECTS = 16
@@ -33,7 +34,11 @@ MAX_OBJECTS = 16
 
 
 class Detector(Protocol):
-    """Finds objects of classes in one image, with their colours."""
+    """Finds objects of classes in one image, with their colours.
+
+    It may have a method ``check(classes, colours)``, which raises `SpotlightError` for what it can never find: so a run
+    with such a prompt is refused before anything starts.
+    """
 
     def __call__(self, image_HWC: NDArray[np.uint8], classes: Sequence[str]) -> Objects: ...
 
@@ -51,7 +56,7 @@ def relative_position(box: Sequence[float], other: Sequence[float]) -> set[str]:
     if max(map(abs, shortened)) < 1e-3:
         return set()
     dx, dy = (d / math.hypot(*offset) for d in shortened)
-    said = {"left of": -dx, "right of": dx, "above": -dy, "below": dy}
+    said = dict(zip(RELATIONS, (-dx, dx, -dy, dy), strict=True))
     return {name for name, share in said.items() if share > DIRECTION}
 
 
@@ -119,7 +124,11 @@ class GenEvalScorer(Scorer):
         return [self._judge(image, metadata_of(prompt)) for image, prompt in zip(images_BHWC, prompts, strict=True)]
 
     def check_prompt(self, prompt: Prompt) -> None:
-        metadata_of(prompt)
+        metadata = metadata_of(prompt)
+        if check := getattr(self._detector, "check", None):
+            clauses = [*metadata["include"], *metadata.get("exclude", ())]
+            colours = [clause["color"] for clause in clauses if "color" in clause]
+            check([clause["class"] for clause in clauses], colours)
 
     def _judge(self, image_HWC: NDArray[np.uint8], metadata: Mapping[str, Any]) -> float:
         classes = [clause["class"] for part in ("include", "exclude") for clause in metadata.get(part, ())]
@@ -144,15 +153,17 @@ def metadata_of(prompt: Prompt) -> Mapping[str, Any]:
     try:
         found: Mapping[str, Any] = json.loads(prompt.metadata or "{}")
         clauses = [*found["include"], *found.get("exclude", ())]
-        whole = (
-            all(isinstance(clause["class"], str) and clause["count"] >= 1 for clause in clauses) and found["include"]
+        whole = found["include"] and all(
+            isinstance(clause["class"], str) and type(clause["count"]) is int and clause["count"] >= 1
+            for clause in clauses
         )
-        earlier = all(clause["position"][1] < at for at, clause in enumerate(found["include"]) if "position" in clause)
+        placed = [(at, *clause["position"]) for at, clause in enumerate(found["include"]) if "position" in clause]
+        earlier = all(relation in RELATIONS and 0 <= target < at for at, relation, target in placed)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         whole = earlier = False
     if not whole or not earlier:
         raise SpotlightError(
             f'the prompt {prompt.text!r} has no GenEval metadata: its line needs "include", a list of clauses such as '
-            '{"class": "bench", "count": 1}, whose "position" names an earlier clause'
+            f'{{"class": "bench", "count": 1}}, whose "position" is one of {RELATIONS} and an earlier clause\'s number'
         )
     return found

@@ -13,6 +13,7 @@ Mask2Former (arXiv 2112.01527) for a mask's certainty.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from math import ceil, inf
@@ -80,8 +81,24 @@ class Mask2FormerDetector:
             found[numbers[number]].append({"box": box, "score": score, "color": colour})
         return found
 
+    def check(self, classes: Sequence[str], colours: Sequence[str]) -> None:
+        """
+        Raises:
+            SpotlightError: the checkpoint does not know a class, or GenEval a colour.
+        """
+        for name in classes:
+            self._number(name)
+        if unknown := sorted({*colours} - {*COLOURS}):
+            raise SpotlightError(f"GenEval has no colour {', '.join(map(repr, unknown))}: it has {', '.join(COLOURS)}")
+
+    @cached_property
+    def _known(self) -> dict[str, int]:
+        """The number of each class, as the checkpoint's settings have it."""
+        settings = json.loads((self._path / "config.json").read_text())
+        return {label: int(number) for number, label in settings.get("id2label", {}).items()}
+
     def _number(self, name: str) -> int:
-        known = {label: int(number) for number, label in self._model.config.id2label.items()}
+        known = self._known
         spellings = [name, *(other for ours, other in OTHER_NAMES if ours == name)]
         number = next((known[spelling] for spelling in spellings if spelling in known), None)
         if number is None:

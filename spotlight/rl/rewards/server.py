@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spotlight.files import shown
 from spotlight.records import Prompt, SpotlightError
 from spotlight.rl.rewards.base import Refused, Scorer
 from spotlight.rl.rewards.ocr import READ, ocr_score, quoted_target
@@ -33,6 +34,16 @@ KEY = "SPOTLIGHT_REWARD_KEY"
 QUESTION = (
     'How well does this image match the prompt "{prompt}"? Answer with JSON alone: {{"score": S}}, S from 0 to 10.'
 )
+
+
+class _Stays(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: neither the key nor the images are for another server, and a POST would become a GET."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+OPENER = urllib.request.build_opener(_Stays)
 
 
 class HttpScorer(Scorer):
@@ -83,6 +94,13 @@ class ChatScorer(Scorer):
     ) -> None:
         self._url, self._model, self._question, self._timeout_s = checked_url(url), model, question, timeout_s
         self.range = within  # type: ignore[misc]  # of this one
+        try:
+            question.format(prompt="")
+        except (KeyError, IndexError, ValueError) as error:
+            raise SpotlightError(
+                f"reward.options.question = {shown(question)}: {error!r}: {{prompt}} stands for the prompt, and other "
+                "braces are doubled: {{ and }}"
+            ) from None
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         return [
@@ -135,7 +153,7 @@ def post(url: str, payload: Mapping[str, Any], *, timeout_s: float, key: str | N
     until_s = time.monotonic() + timeout_s
     content = b""
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        with OPENER.open(request, timeout=timeout_s) as answer:
             while chunk := answer.read1(1 << 16):
                 content += chunk
                 if time.monotonic() > until_s:  # each read has a time-out, all of them together have this one
@@ -144,6 +162,8 @@ def post(url: str, payload: Mapping[str, Any], *, timeout_s: float, key: str | N
                     raise ValueError(f"{url} answered with more than {ANSWER_BYTES_MAX} bytes")
     except urllib.error.HTTPError as error:
         said = f"{url} answered {error.code} {error.reason}"
+        if 300 <= error.code < 400:
+            raise Refused(f"{said}: it is at {error.headers.get('Location')}, so give that as reward.url") from None
         if 400 <= error.code < 500 and error.code not in AGAIN:
             raise Refused(said) from None
         raise OSError(said) from None
@@ -161,10 +181,12 @@ def number_in(reply: str) -> float:
     """
     if found := re.search(r"\{[^{}]*\}", reply):
         try:
-            return float(json.loads(found[0])["score"])
+            score = json.loads(found[0])["score"]
+            if not isinstance(score, bool):
+                return float(score)
         except (ValueError, KeyError, TypeError):
             pass
-    numbers = re.findall(r"-?\d+(?:\.\d+)?", reply)
+    numbers = re.findall(r"-?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?", reply)
     if len(numbers) != 1:
         raise ValueError(f"no single score in the reply {reply[:80]!r}")
     return float(numbers[0])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spotlight.records import SpotlightError
 from spotlight.rl.rewards.geneval import Objects
 
 COLOURS = {
@@ -37,6 +38,18 @@ CERTAIN_COVER, NO_COVER = 0.75, 0.5
 
 class ShapeDetector:
     """Finds shapes of `CLASSES`, in `COLOURS`; of other classes it finds none."""
+
+    def check(self, classes: Sequence[str], colours: Sequence[str]) -> None:
+        """
+        Raises:
+            SpotlightError: it knows no such shape or colour.
+        """
+        unknown = sorted({*classes} - {*CLASSES}) + sorted({*colours} - COLOURS.keys())
+        if unknown:
+            raise SpotlightError(
+                f"the detector 'shapes' finds no {', '.join(map(repr, unknown))}: it knows {', '.join(CLASSES)} in "
+                f"{', '.join(COLOURS)}"
+            )
 
     def __call__(self, image_HWC: NDArray[np.uint8], classes: Sequence[str]) -> Objects:
         """The objects of these classes; a ``score`` is 1 where a region looks exactly like its shape."""
