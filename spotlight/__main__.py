@@ -168,11 +168,11 @@ def _parser() -> argparse.ArgumentParser:
 
     graph = _add_verb(verbs, "graph", _graph, "draw the Dask graph of one iteration")
     _add_settings(graph)
-    graph.add_argument("--to", type=Path, default=Path("iteration.svg"), help="an .svg or .png file (%(default)s)")
+    graph.add_argument("--to", type=_local, default=Path("iteration.svg"), help="an .svg or .png file (%(default)s)")
 
     export = _add_verb(verbs, "export", _export, "write trained weights that plain diffusers loads")
     export.add_argument("run_dir", metavar="RUN", help=RUN)
-    export.add_argument("--to", type=Path, required=True, help="directory to write")
+    export.add_argument("--to", type=_local, required=True, help="directory to write")
     export.add_argument("--version", type=int, help="weights version (the latest)")
     export.add_argument("--policy", choices=get_args(Policy), help="which of its weights (those that were validated)")
     export.add_argument("--merged", action="store_true", help="the whole transformer, with the LoRA in its weights")
@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     sample = _add_verb(verbs, "sample", _sample, "draw a prompt with and without what a run trained")
     sample.add_argument("run_dir", metavar="RUN", help=RUN)
     sample.add_argument("--prompt", required=True)
-    sample.add_argument("--to", type=Path, default=Path("sample.png"), help="an image file (%(default)s)")
+    sample.add_argument("--to", type=_local, default=Path("sample.png"), help="an image file (%(default)s)")
     sample.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="one column each (0 1 2 3)")
     sample.add_argument("--steps", type=int, default=0, help="denoising steps (as a rollout)")
     sample.add_argument("--version", type=int, default=-1, help="weights version (the latest)")
@@ -212,6 +212,12 @@ def _add_verb(verbs: Verbs, name: str, verb: Verb, summary: str, description: st
 
 def _add_json(parser: argparse.ArgumentParser, what: str = "for machines") -> None:
     parser.add_argument("--json", action="store_true", help=what)
+
+
+def _local(path: str) -> Path:
+    if "://" in path:
+        raise argparse.ArgumentTypeError(f"{path!r} is a URL: give a local path, and copy what is written there")
+    return Path(path)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:

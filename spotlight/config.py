@@ -838,9 +838,11 @@ def _check_url(name: str, url: str, schemes: Sequence[str]) -> None:
         refuse_secrets(url)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    scheme = url.partition("://")[0]
+    scheme, _, rest = url.partition("://")
     if schemes and scheme not in (*schemes, "memory"):
         raise ValueError(f"{name} = {shown(url)}: expected a directory, or a URL of {', '.join(schemes)}")
+    if scheme in OBJECT_SCHEMES and not rest.strip("/"):
+        raise ValueError(f"{name} = {shown(url)}: names no bucket: expected {scheme}://BUCKET, and a path in it")
 
 
 def _largest_node(pool: PoolSection) -> int:

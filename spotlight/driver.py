@@ -13,7 +13,7 @@ from spotlight.clock import wall_clock
 from spotlight.config import Config
 from spotlight.records import SpotlightError, Stopped
 from spotlight.report.feed import Feed
-from spotlight.report.tracking import Tracking
+from spotlight.report.tracking import Ended, Tracking
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts
 from spotlight.store.leftovers import remove_half_written
@@ -75,13 +75,18 @@ class Driver:
 
         run, done = self._run, len(self._run.history())
         self.pools = Pools(config, run.url, cluster)
+        ended: Ended = "failed"
         try:
             self._lease.names(self.pools.client.scheduler.address)
             self._feed, self._tracking = Feed(run, config), Tracking(run, config)
             self.dashboard = self.pools.dashboard
             Loop(run, self._compute, self, session=self.pools.session).go()
+            ended = "finished"
+        except Stopped:
+            ended = "stopped"
+            raise
         finally:
-            self._close()
+            self._close(ended)
         if len(run.history()) > done or run.objects.size(SUMMARY) is None:
             summarise(run, self._accounts, now_s=wall_clock(), began_s=self._began_s)
 
@@ -96,17 +101,17 @@ class Driver:
             run.objects.delete(SUMMARY)
             run.rewrite(HISTORY, run.rows(HISTORY)[: len(done)])
 
-    def _close(self) -> None:
+    def _close(self, ended: Ended) -> None:
         assert self.pools
         try:
             self._follow()
             self._accounts.close(wall_clock())
-            if self._tracking:
-                self._tracking.close()
         finally:
             self.pools.close()
             self.pools = None
             remove_half_written(self._run.path)  # by workers that were killed at it
+            if self._tracking:
+                self._tracking.close(ended)
 
     def _compute(self, graph: Graph) -> Mapping[str, Any]:
         """Run a graph on the cluster, unless the run is stopped first."""

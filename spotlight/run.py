@@ -206,11 +206,12 @@ class Run:
             resuming.check(self.directory)
             check_inputs(self.config)
             self._checked = True
-        if self.config.run.dir.startswith("memory://"):
-            raise SpotlightError(
-                f"run.dir = {self.config.run.dir!r}: workers are processes, and none sees the memory of another: name "
-                "a directory, or a URL of an object store"
-            )
+        for name, url in (("run.dir", self.config.run.dir), ("latents.url", self.config.latents.url)):
+            if url.startswith("memory://"):
+                raise SpotlightError(
+                    f"{name} = {url!r}: workers are processes, and none sees the memory of another: name a directory, "
+                    "or a URL of an object store"
+                )
         if self._cluster is None:
             check_port(self.config.cluster.dashboard_host, self.config.cluster.dashboard_port)
         tracking.check(self.config)

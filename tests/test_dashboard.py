@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,20 @@ from cluster.dashboard import text
 from cluster.dashboard.facts import ROWS_MAX, Facts, Recovery, head_count, lanes, recoveries
 from cluster.dashboard.lanes import Lanes
 from cluster.dashboard.metrics import exposition
+from cluster.dashboard.panels import Pools
 from cluster.dashboard.plugin import PAGE, PagePlugin, pages
 from cluster.dispatch import Dispatch
+from cluster.events import WorkerJoined
 from cluster.journal import Label
 from cluster.rules import Rules
 from kills import client_of, process_of
 from runs import settings_file, wait_for
+from spotlight.config import load
 from spotlight.records import Explored, Kept, Prompt, Selection, Stopped, WorkerLife
 from spotlight.report.feed import Feed, variances
 from spotlight.report.palette import ALIVE, PHASE_COLOURS
 from spotlight.run import Run
+from spotlight.store.rundir import HISTORY, HistoryRow, RunDir
 from spotlight.store.thumbnails import pictures, thumbnail
 
 PRICES = {"reserved": 10.0, "spot": 2.5}
@@ -126,6 +131,38 @@ def test_what_strangers_wrote_is_shown_and_not_run() -> None:
     assert "<script" not in said
     assert "onerror" not in said
     assert "&lt;script&gt;" in said
+
+
+def test_dollars_of_all_pools_are_drawn_and_a_pool_that_never_was_is_not_shown() -> None:
+    usd = {"reserved": 1.0, "spot": 2.0, "reward": 4.0}
+    money = {"kind": "money", "id": -1, "at_s": 10.0, "usd": usd, "usd_reserved_only": 3.0}
+    facts, dispatch = facts_of(money), Dispatch(Rules())
+    facts._find = lambda: dispatch
+    panel = Pools(facts)
+    plots: list[Any] = panel.root.children
+    drawn = [renderer for plot in plots for renderer in plot.renderers if renderer.name == "reward"]
+
+    panel.update()
+    shown = [renderer.visible for renderer in drawn]
+    dispatch.handle(WorkerJoined(at_s=1.0, address="a", name="reward-0", pool="reward", node=""))
+    panel.update()
+
+    assert panel._spent.data["reward"] == [4.0]
+    assert shown == [False, False]
+    assert [renderer.visible for renderer in drawn] == [True, True]
+
+
+def test_a_long_history_is_told_in_pieces_the_latest_first(tmp_path: Path) -> None:
+    directory = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
+    rows = [
+        HistoryRow(iteration=k, weights_version=k + 1, weights_sha256="", metrics={}, measured={}) for k in range(120)
+    ]
+    directory.append(HISTORY, *map(asdict, rows))
+    feed = Feed(directory, directory.config())
+
+    told = [[row["id"] for row in feed.rows({}) if row["kind"] == "iteration"] for _ in range(4)]
+
+    assert told == [list(range(70, 120)), list(range(20, 70)), list(range(20)), []]
 
 
 def lost(**given: Any) -> Recovery:

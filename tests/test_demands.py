@@ -102,12 +102,20 @@ def test_the_unusual_is_logged_and_the_impossible_refused_before_a_run_starts(
     assert "tasks in the graph of an iteration" in caplog.text
 
 
-@pytest.mark.parametrize("url", ["/dev/null/x", "/proc/x", "memoryy://x", "file:///proc/x"])
+@pytest.mark.parametrize("url", ["/dev/null/x", "/proc/x", "memoryy://x", "file:///proc/x", "file://rel/x"])
 def test_a_place_for_latents_that_cannot_be_used_is_found_before_the_cluster_starts(tmp_path: Path, url: str) -> None:
     with pytest.raises(SpotlightError, match=rf"latents.url = .*{url}.* cannot be (used|opened)"):
         Run(settings_file(tmp_path), [f"latents.url={url}"])
 
     assert list(tmp_path.glob("run-*")) == []
+
+
+@pytest.mark.parametrize("setting", ["run.dir", "latents.url"])
+def test_the_memory_of_a_process_is_no_place_for_what_workers_share(tmp_path: Path, setting: str) -> None:
+    run = Run(settings_file(tmp_path), [f"{setting}=memory://x"])
+
+    with pytest.raises(SpotlightError, match=rf"{setting} = 'memory://x': workers are processes"):
+        run.start()
 
 
 @pytest.mark.parametrize("patience_s", [0.05, 60.0])  # we give up first, or the store's client does

@@ -85,6 +85,15 @@ def test_a_command_that_does_not_exist_is_status_2() -> None:
     assert left.value.code == 2
 
 
+@pytest.mark.parametrize("verb", ["export RUN", "sample RUN --prompt cat", "graph a.toml"])
+def test_a_url_is_no_local_path_to_write_to(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([*verb.split(), "--to", "s3://bucket/x"])
+
+    assert left.value.code == 2
+    assert "'s3://bucket/x' is a URL: give a local path" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from threading import Event
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -63,9 +64,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None
 
 
 def recorded_wandb(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
     calls: list[Call] = []
     session = SimpleNamespace(
-        log=lambda values, step: calls.append(("log", step, values)), finish=lambda: calls.append(("finish",))
+        log=lambda values, step: calls.append(("log", step, values)),
+        finish=lambda exit_code: calls.append(("finish", exit_code)),
     )
 
     def init(**given: Any) -> Any:
@@ -85,7 +88,7 @@ def test_every_tracker_is_told_metrics_by_step_and_no_worker_by_name(
     tracking.follow()
     tracking.follow()
     run.append(HISTORY, history_row(2))
-    tracking.close()
+    tracking.close("finished")
 
     assert calls == [
         ("init", "p", run.path.name, "allow"),
@@ -93,7 +96,7 @@ def test_every_tracker_is_told_metrics_by_step_and_no_worker_by_name(
         ("log", 0, {"reward_mean": 0.0, "usd": 0.5}),
         ("log", 1, {"reward_mean": 0.1, "usd": 0.5}),
         ("log", 2, {"reward_mean": 0.2, "usd": 0.5}),
-        ("finish",),
+        ("finish", 0),
     ]
 
 
@@ -102,6 +105,7 @@ def test_mlflow_finds_a_resumed_run_again_and_gets_the_same_points(
 ) -> None:
     kept: dict[str, str] = {}
     points: set[Call] = set()
+    statuses: list[str] = []
 
     class Client:
         def get_experiment_by_name(self, name: str) -> Any:
@@ -120,15 +124,22 @@ def test_mlflow_finds_a_resumed_run_again_and_gets_the_same_points(
         def log_batch(self, run_id: str, metrics: list[Call]) -> None:
             points.update((run_id, *metric) for metric in metrics)
 
-        def set_terminated(self, run_id: str) -> None: ...
+        def update_run(self, run_id: str, status: str) -> None:
+            statuses.append(status)
+
+        def set_terminated(self, run_id: str, status: str) -> None:
+            statuses.append(status)
 
     stand_in(monkeypatch, "mlflow.entities", Metric=lambda *given: given)
     stand_in(monkeypatch, "mlflow", MlflowClient=Client)
 
-    for _ in range(2):  # begun, and resumed
-        Tracking(run, with_trackers(run, "mlflow")).close()
+    run.path.rename(odd := run.path.with_name("jo's: #2"))
+    run = RunDir.open(odd)
+    for ended in ("stopped", "finished"):  # begun, and resumed
+        Tracking(run, with_trackers(run, "mlflow")).close(ended)
 
-    assert len(kept) == 1
+    assert list(kept) == ["jo-s---2"]
+    assert statuses == ["KILLED", "RUNNING", "FINISHED"]
     assert ("experiment p/0", "reward_mean", 0.1, 101_000, 1) in points
     assert len(points) == 5
 
@@ -140,7 +151,7 @@ def test_tensorboard_has_every_point_once_however_often_a_run_was_resumed(
     config = with_trackers(run, "tensorboard")
 
     for _ in range(2):
-        Tracking(run, config).close()
+        Tracking(run, config).close("finished")
 
     files = list((run.path / "tensorboard").iterdir())
     assert len(files) == 1
@@ -190,10 +201,43 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(
 
     stand_in(monkeypatch, "mlflow", MlflowClient=fail)
 
-    Tracking(run, with_trackers(run, "mlflow", "wandb")).close()
+    Tracking(run, with_trackers(run, "mlflow", "wandb")).close("failed")
 
-    assert calls[-1] == ("finish",)
+    assert calls[-1] == ("finish", 1)
     assert [record.message for record in caplog.records if "mlflow failed" in record.message] != []
+
+
+def test_a_tracker_that_hangs_keeps_nobody_waiting(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = recorded_wandb(monkeypatch)
+    answers = Event()
+    stand_in(monkeypatch, "mlflow", MlflowClient=lambda: answers.wait())
+
+    tracking = Tracking(run, with_trackers(run, "mlflow", "wandb"))
+    tracking.follow()
+    tracking.close("finished", within_s=0.2)
+    answers.set()
+
+    assert calls[-1] == ("finish", 0)
+    assert "mlflow has not taken all of this run within 0.2 s, and is left" in caplog.text
+
+
+@pytest.mark.parametrize(("machine", "asked"), [("api.wandb.ai", {}), ("elsewhere", {"mode": "offline"})])
+def test_wandb_without_a_key_is_offline_for_it_would_ask_in_the_terminal(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, asked: dict[str, str]
+) -> None:
+    given: dict[str, Any] = {}
+    (tmp_path / "netrc").write_text(f"machine {machine} login user password secret\n")
+    (tmp_path / "netrc").chmod(0o600)
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    stand_in(monkeypatch, "wandb", init=lambda **all_given: given.update(all_given))
+
+    Tracking(run, with_trackers(run, "wandb")).close("finished")
+
+    assert {name: given[name] for name in given if name == "mode"} == asked
 
 
 def test_a_tracker_that_is_not_installed_is_an_error_unless_it_is_the_default(

@@ -8,6 +8,7 @@ from uuid import uuid4
 import numpy as np
 import pytest
 import torch
+from obstore.exceptions import NotFoundError
 
 from factories import make_request
 from runs import settings_file
@@ -18,7 +19,7 @@ from spotlight.store import journals, updates, weights
 from spotlight.store.journals import Journals
 from spotlight.store.lease import LEASE_S, Lease
 from spotlight.store.node import Node
-from spotlight.store.objects import BucketObjects, DirectoryObjects, Objects, StoreError
+from spotlight.store.objects import BucketObjects, DirectoryObjects, Objects, StoreError, told
 from spotlight.store.rundir import HISTORY, SPANS, RunDir
 
 
@@ -312,3 +313,22 @@ def test_a_store_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -
 
     assert "\n" not in str(refused.value)
     assert "hush" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["s3://", "gs:///"])
+def test_a_url_without_a_bucket_is_no_local_directory(tmp_path: Path, url: str) -> None:
+    for setting in ("run.dir", "latents.url"):
+        with pytest.raises(SpotlightError, match=rf"{setting} = '{url}': names no bucket"):
+            config.load(settings_file(tmp_path), [f"{setting}={url}"])
+    with pytest.raises(SpotlightError, match="names no bucket"):
+        RunDir.open(url)
+
+
+def test_a_bucket_that_is_not_there_is_not_blamed_on_the_disk() -> None:
+    with (
+        pytest.raises(StoreError, match=r"s3://b/x: cannot be written: there is no such bucket"),
+        told("s3://b/x", "written"),
+    ):
+        raise NotFoundError("NoSuchBucket")
+    with pytest.raises(FileNotFoundError), told("s3://b/x", "read"):
+        raise NotFoundError("NoSuchKey")

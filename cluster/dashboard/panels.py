@@ -19,7 +19,9 @@ from cluster.dashboard.lanes import Lanes
 from spotlight.report.palette import FAINT, INK, LOST, PHASE_COLOURS, POOL_COLOURS
 from spotlight.report.style import CLOCK, Plot, empty_plot, legend_above
 
-POOLS = ("reserved", "spot")
+POOLS = {"reserved": "dashed", "spot": "solid", "reward": "dotted"}
+"""With the dash of their lines. Those that are not always there are shown once they were."""
+RARE = ("reward",)
 
 
 class _Redrawn(ABC):
@@ -48,15 +50,24 @@ class Pools:
         self._money_s = -1.0
         self._steps = ColumnDataSource({"at": [], **{pool: [] for pool in POOLS}})
         self._spent = ColumnDataSource({"at": [], "reserved_only": [], "total": [], **{pool: [] for pool in POOLS}})
+        self._hidden: dict[str, list[Any]] = {}
+        """Of each pool that was not there yet: its lines, areas and legends."""
         self.root = column(self._counts(title), self._dollars(), sizing_mode="stretch_width")
+
+    def _hide_if_rare(self, pool: str, plot: Plot, drawn: Any) -> None:
+        if pool in RARE:
+            (item,) = (item for item in plot.legend[0].items if item.label.value == pool)
+            self._hidden.setdefault(pool, []).extend([drawn, item])
+            drawn.visible = item.visible = False
 
     def _counts(self, title: str) -> Plot:
         plot = empty_plot(150, tools="xpan,reset,save", title=title, y_axis_label="GPUs alive")
         plot.xaxis.formatter = NumeralTickFormatter(format=CLOCK)
         plot.y_range.start = 0
-        for pool, dash in zip(POOLS, ("dashed", "solid"), strict=True):
+        for pool, dash in POOLS.items():
             style: Any = {"color": POOL_COLOURS[pool], "line_width": 2.5, "line_dash": dash}
-            plot.step("at", pool, source=self._steps, mode="after", legend_label=pool, **style)
+            line = plot.step("at", pool, source=self._steps, mode="after", name=pool, legend_label=pool, **style)
+            self._hide_if_rare(pool, plot, line)
         plot.yaxis.ticker.min_interval = 1
         legend_above(plot)
         self._count_range = plot.x_range
@@ -73,7 +84,10 @@ class Pools:
         plot.xaxis.formatter = NumeralTickFormatter(format=CLOCK)
         plot.yaxis.formatter = NumeralTickFormatter(format="$0,0.00")
         colours = [POOL_COLOURS[pool] for pool in POOLS]
-        plot.varea_stack(list(POOLS), x="at", color=colours, alpha=0.8, legend_label=list(POOLS), source=self._spent)
+        names = list(POOLS)
+        areas = plot.varea_stack(names, x="at", color=colours, alpha=0.8, legend_label=names, source=self._spent)
+        for pool, area in zip(POOLS, areas, strict=True):
+            self._hide_if_rare(pool, plot, area)
         dashed: Any = {"color": LOST, "line_width": 2, "line_dash": "dashed"}
         label = "the same work on reserved GPUs alone, at least"
         plot.step("at", "reserved_only", source=self._spent, mode="after", **dashed, legend_label=label)
@@ -85,13 +99,16 @@ class Pools:
 
     def update(self) -> None:
         zero_s, now_s = self._facts.zero_s(), self._facts.clock()
-        steps = head_count(self._facts.lives(), POOLS)
+        steps = head_count(self._facts.lives(), list(POOLS))
         if steps:
             steps = [*steps, (now_s, steps[-1][1])]
         self._steps.data = {
             "at": [at_s - zero_s for at_s, _ in steps],
             **{pool: [counts[pool] for _, counts in steps] for pool in POOLS},
         }
+        for pool in {life.pool for life in self._facts.lives()} & self._hidden.keys():
+            for drawn in self._hidden.pop(pool):
+                drawn.visible = True
         money = [each for each in self._facts.money if each.at_s >= zero_s]
         if money and money[-1].at_s != self._money_s:
             self._money_s = money[-1].at_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 from typing import get_args
 
@@ -157,7 +158,7 @@ class Facts:
         """A metric over iterations, where the run has it at all and it is a number."""
         if name not in self.history:
             return None
-        values = pd.to_numeric(self.history[name], errors="coerce").dropna()
+        values = pd.to_numeric(self.history[name], errors="coerce").replace([inf, -inf], nan).dropna()
         return values if len(values) else None
 
     def images(self, line: ValidationRow) -> tuple[NDArray[np.uint8], list[str]] | None:

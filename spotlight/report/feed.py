@@ -28,6 +28,8 @@ TEXT_SHOWN = 240
 """Characters of a prompt."""
 DRAWS = 8
 """Times that equal shares are imagined, for their mean."""
+AT_ONCE = 50
+"""Iterations told of in one go, the latest first: each takes some 10 ms of the driver, and more at a URL."""
 METRICS = ("reward_mean", "reward_std", "explored_reward_mean", "rank_correlation", "fidelity", "seeds_scored")
 MEASURED = ("wall_s", "spot_utilisation", "preemptions", "gangs_broken", "recovery_s", "spot_worth_renting")
 
@@ -39,11 +41,13 @@ class Feed:
         self._run, self._config = run, config
         self._sizes: dict[str, int] = {}
         self._told: set[tuple[str, int]] = set()
+        self._are_left = False
+        """Earlier iterations are not told yet."""
 
     def rows(self, money: Mapping[str, Any]) -> list[Row]:
         """What is new since the last call, the money always."""
         rows: list[Row] = [] if self._told else [self._about()]
-        if self._has_grown(HISTORY) or not self._told:
+        if self._has_grown(HISTORY) or self._are_left or not self._told:
             rows += self._iterations(self._run.history())
         if self._has_grown(VALIDATION):
             rows += self._validations(self._run.validation())
@@ -70,9 +74,10 @@ class Feed:
 
     def _iterations(self, history: Sequence[HistoryRow]) -> Iterator[Row]:
         """A row for each iteration, and for the seeds of the next one, which are chosen beside it."""
-        for row in history:
-            if ("iteration", row.iteration) not in self._told:
-                yield self._iteration(row)
+        untold = [row for row in history if ("iteration", row.iteration) not in self._told]
+        self._are_left = len(untold) > AT_ONCE
+        for row in untold[-AT_ONCE:]:
+            yield self._iteration(row)
         latest = history[-1].iteration if history else -1
         for k in (latest, latest + 1):
             if k >= 0 and ("prompts", k) not in self._told and (selection := self._run.selection(k)):

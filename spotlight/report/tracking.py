@@ -1,7 +1,8 @@
 """Hands a run's metrics to the trackers that people use beside the run directory: TensorBoard, W&B, MLflow.
 
 Each is imported when a run wants it, here alone. What was logged may be logged again: a run that is resumed hands over
-its whole history, and no point is doubled. A tracker that fails is left out for the rest of the run, which goes on.
+its whole history, and no point is doubled. A tracker that fails is left out for the rest of the run, which goes on, and
+one that is slow delays nothing.
 Keys and addresses come from the tracker's own environment (``WANDB_API_KEY``, ``MLFLOW_TRACKING_URI``), never from the
 settings, which are written to the run directory.
 """
@@ -9,9 +10,17 @@ settings, which are written to the run directory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import netrc
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, Protocol
+from queue import SimpleQueue
+from threading import Thread
+from time import monotonic
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 from spotlight.config import Config
 from spotlight.records import SpotlightError, record
@@ -19,6 +28,11 @@ from spotlight.store.rundir import HISTORY, VALIDATION, HistoryRow, RunDir, Vali
 
 HIDDEN = ("started_s", "stopped_s", "busy_s.")
 """What names of measurements begin with that no curve is made of."""
+
+CLOSE_S = 30.0
+"""For trackers to take what is left when a run has ended."""
+Ended = Literal["finished", "stopped", "failed"]
+"""How a run's session ended."""
 
 logger = logging.getLogger("spotlight.tracking")
 
@@ -38,11 +52,11 @@ class Tracker(Protocol):
 
     def log(self, points: Sequence[Point]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, ended: Ended) -> None: ...
 
 
 class Tracking:
-    """The trackers of one run.
+    """The trackers of one run. Each is made and called in a thread of its own: nobody waits for a slow one.
 
     Raises:
         SpotlightError: one that the settings name is not installed.
@@ -52,14 +66,11 @@ class Tracking:
         self._run = run
         self._sizes = (0, 0)
         self._logged: set[tuple[str, int]] = set()
-        self._trackers: dict[str, Tracker] = {}
-        for name in check(config):
-            with _Leaving(self._trackers, name):
-                self._trackers[name] = TRACKERS[name](run, config)
+        self._threads = [_Thread(name, partial(TRACKERS[name], run, config)) for name in check(config)]
 
     def follow(self) -> None:
         """Hand over what is new since the last call."""
-        if not self._trackers:
+        if not self._threads:
             return
         sizes = (self._size(HISTORY), self._size(VALIDATION))
         if sizes == self._sizes:
@@ -69,35 +80,42 @@ class Tracking:
         points = [point for kind, point in new if (kind, point.step) not in self._logged]
         points.sort(key=lambda point: (point.step, point.at_s))
         self._logged.update((kind, point.step) for kind, point in new)
-        for name, tracker in list(self._trackers.items()):
-            with _Leaving(self._trackers, name):
-                tracker.log(points)
+        for thread in self._threads:
+            thread.told.put(points)
 
     def _size(self, name: str) -> int:
         path = self._run.path / name
         return path.stat().st_size if path.exists() else 0
 
-    def close(self) -> None:
+    def close(self, ended: Ended, *, within_s: float = CLOSE_S) -> None:
+        """Hand over the rest, and how the run ended; a tracker that has not taken it by then is left."""
         self.follow()
-        for name, tracker in list(self._trackers.items()):
-            with _Leaving(self._trackers, name):
-                tracker.close()
+        for thread in self._threads:
+            thread.told.put(ended)
+        until_s = monotonic() + within_s
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - monotonic()))
+            if thread.is_alive():
+                logger.warning("%s has not taken all of this run within %g s, and is left", thread.name, within_s)
 
 
-class _Leaving:
-    """Leaves a tracker out once it fails, and says so once."""
+class _Thread(Thread):
+    """Makes a tracker and hands over what is put to ``told``, to the end that comes last; ends itself if that fails."""
 
-    def __init__(self, trackers: dict[str, Tracker], name: str) -> None:
-        self._trackers, self._name = trackers, name
+    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._make = make
+        self.told: SimpleQueue[Sequence[Point] | Ended] = SimpleQueue()
+        self.start()
 
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if error is None or not isinstance(error, Exception):
-            return False
-        self._trackers.pop(self._name, None)
-        logger.warning("%s failed and is told nothing more of this run, which goes on: %r", self._name, error)
-        return True
+    def run(self) -> None:
+        try:
+            tracker = self._make()
+            while not isinstance(told := self.told.get(), str):
+                tracker.log(told)
+            tracker.close(told)
+        except Exception as error:
+            logger.warning("%s failed and is told nothing more of this run, which goes on: %r", self.name, error)
 
 
 def check(config: Config) -> list[str]:
@@ -146,21 +164,29 @@ class TensorBoard:
             self._writer.add_event(Event(wall_time=point.at_s, step=point.step, summary=Summary(value=values)))
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, ended: Ended) -> None:
         self._writer.close()
 
 
 class Wandb:
-    """One run of W&B for each of ours, resumed with it; it drops steps that it has already."""
+    """One run of W&B for each of ours, resumed with it; it drops steps that it has already.
+
+    Without a key, W&B would ask for one in the terminal: then it writes into the run directory, for ``wandb sync``.
+    """
 
     def __init__(self, run: RunDir, config: Config) -> None:
         import wandb
 
-        name = run.name
+        online = _has_wandb_key()
+        if not online:
+            logger.warning(
+                "W&B has no key (WANDB_API_KEY, or `wandb login`): its files are kept in %s, for `wandb sync`", run.path
+            )
         self._run = wandb.init(
+            **({} if online else {"mode": "offline"}),
             project=config.tracking.project,
-            id=name,
-            name=name,
+            id=_plain(run.name),
+            name=run.name,
             resume="allow",
             dir=str(run.path),
             config=config.model_dump(mode="json"),
@@ -170,8 +196,24 @@ class Wandb:
         for point in points:
             self._run.log(dict(point.values), step=point.step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, ended: Ended) -> None:
+        self._run.finish(exit_code=int(ended != "finished"))
+
+
+def _has_wandb_key() -> bool:
+    """Whether W&B need not ask for one; also where it is told to stay offline."""
+    if any(os.environ.get(name) for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
+        return True
+    try:
+        hosts = netrc.netrc(os.environ.get("NETRC")).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname in hosts
+
+
+def _plain(name: str) -> str:
+    """A run's name for what takes only letters, digits, dots and dashes."""
+    return re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)
 
 
 class MLflow:
@@ -184,12 +226,14 @@ class MLflow:
     def __init__(self, run: RunDir, config: Config) -> None:
         import mlflow
 
-        self._client, project, name = mlflow.MlflowClient(), config.tracking.project, run.name
+        self._client, project, name = mlflow.MlflowClient(), config.tracking.project, _plain(run.name)
         experiment = self._client.get_experiment_by_name(project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(project)
         found = self._client.search_runs([number], filter_string=f"tags.`{self.TAG}` = '{name}'")
-        made = found[0] if found else self._client.create_run(number, run_name=name, tags={self.TAG: name})
+        made = found[0] if found else self._client.create_run(number, run_name=run.name, tags={self.TAG: name})
         self._id = made.info.run_id
+        if found:
+            self._client.update_run(self._id, status="RUNNING")
 
     def log(self, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric
@@ -202,8 +246,10 @@ class MLflow:
         for first in range(0, len(metrics), self.BATCH):
             self._client.log_batch(self._id, metrics=metrics[first : first + self.BATCH])
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    STATUS: Mapping[Ended, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+    def close(self, ended: Ended) -> None:
+        self._client.set_terminated(self._id, self.STATUS[ended])
 
 
 TRACKERS: Mapping[str, Any] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}

@@ -230,9 +230,11 @@ def check_address(url: str) -> None:
         refuse_secrets(url)
     except ValueError as error:
         raise SpotlightError(str(error)) from None
-    scheme = url.partition("://")[0]
+    scheme, _, rest = url.partition("://")
     if scheme not in (*OBJECT_SCHEMES, "memory"):
         raise SpotlightError(f"{url}: expected a directory, or a URL of {', '.join(OBJECT_SCHEMES)}")
+    if scheme in OBJECT_SCHEMES and not rest.strip("/"):
+        raise SpotlightError(f"{url}: names no bucket: expected {scheme}://BUCKET, and a path in it")
 
 
 @lru_cache
@@ -257,7 +259,7 @@ def object_store(url: str) -> Any:
         return from_url(url, client_options=options, retry_config=retry)
     except (BaseError, ValueError) as error:
         raise SpotlightError(
-            f"{url!r} cannot be opened: {_first_line(error)}; give a URL of {', '.join(OBJECT_SCHEMES)}"
+            f"{url!r} cannot be opened: {first_line(error)}; give a URL of {', '.join(OBJECT_SCHEMES)}"
         ) from None
 
 
@@ -276,15 +278,20 @@ def told(where: str, done: str) -> Iterator[None]:
     except AlreadyExistsError:
         raise
     except NotFoundError as error:
-        raise FileNotFoundError(str(error)) from None
+        if done != "written":
+            raise FileNotFoundError(str(error)) from None
+        raise StoreError(
+            f"{where}: cannot be written: there is no such bucket ({first_line(error)}); make it, or give the address "
+            "of one that is there"
+        ) from None
     except BaseError as error:
         raise StoreError(
-            f"{where}: cannot be {done}: {_first_line(error)}; check the address, the network, and what this user may "
+            f"{where}: cannot be {done}: {first_line(error)}; check the address, the network, and what this user may "
             f"do there ({SECRETS_COME_FROM}); what was committed is kept, and `spotlight resume` goes on"
         ) from None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """What a store's client says, without the headers and bodies that follow it."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
 

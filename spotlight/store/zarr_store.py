@@ -21,6 +21,7 @@ from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import numpy as np
@@ -33,7 +34,7 @@ from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore
 
 from spotlight.files import OBJECT_SCHEMES
 from spotlight.records import SpotlightError
-from spotlight.store.objects import object_store, told
+from spotlight.store.objects import first_line, object_store, told
 
 Float32 = NDArray[np.float32]
 
@@ -158,9 +159,15 @@ def _open(url: str) -> Store:
         return ObjectStore(object_store(url))
     try:
         if scheme == "file" and find_spec("obstore"):
+            from obstore.exceptions import BaseError
             from obstore.store import from_url
 
-            return ObjectStore(from_url(url, mkdir=True))
+            if urlsplit(url).netloc not in ("", "localhost"):
+                raise ValueError("a path follows three slashes, as in file:///scratch/latents")
+            try:
+                return ObjectStore(from_url(url, mkdir=True))
+            except BaseError as error:
+                raise OSError(first_line(error)) from None
         return FsspecStore.from_url(url)
     except (ImportError, ValueError, OSError) as error:
         raise SpotlightError(
