@@ -665,11 +665,34 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        rollout, pools = self.rollout, self.pools
         if not self.run.dir:
             raise ValueError('run.dir = "": name a directory, or leave it out for "runs"')
+        self._check_pools()
+        self._check_exploration()
+        self._check_training()
+        self._check_sampler()
+        self._check_widths()
+        return self
+
+    def _check_pools(self) -> None:
+        pools = self.pools
         if pools.reserved.workers < 1:
             raise ValueError("pools.reserved.workers is 0, but training runs only on reserved workers: give it 1")
+        if not self.strategy.rollout_pools:
+            raise ValueError('strategy.rollout_pools is empty: name "reserved", "spot" or both')
+        if "reserved" not in self.strategy.train_pools:
+            raise ValueError(
+                f"strategy.train_pools = {list(self.strategy.train_pools)}: the update is taken on a reserved worker, "
+                'so give "reserved", or "reserved" and "spot"'
+            )
+        if set(self.strategy.rollout_pools) == {"spot"} and pools.spot.workers == 0:
+            raise ValueError(
+                'strategy.rollout_pools = ["spot"] and pools.spot.workers is 0: nobody would roll out; '
+                'add spot workers, or add "reserved" to rollout_pools'
+            )
+
+    def _check_exploration(self) -> None:
+        rollout, pools = self.rollout, self.pools
         if self.strategy.exploration != "off" and self.exploration.seeds_tried < rollout.seeds_kept:
             raise ValueError(
                 f"exploration.seeds_tried = {self.exploration.seeds_tried} is fewer than "
@@ -686,6 +709,9 @@ class Config(Section):
                 'strategy.exploration = "stale" runs on spot workers and pools.spot.workers is 0: '
                 'add spot workers, or set strategy.exploration to "blocking" or "off"'
             )
+
+    def _check_training(self) -> None:
+        rollout = self.rollout
         if self.model.dtype != "float32" and not self.train.lora_rank:
             raise ValueError(
                 f'model.dtype = "{self.model.dtype}" and train.lora_rank = 0: most updates of full weights would be '
@@ -700,6 +726,14 @@ class Config(Section):
                 f'run.validate_policy = "{policy}" and {setting} = {self.train.model_dump()[setting[6:]]!r} keeps no '
                 f'such weights: set {setting}, or run.validate_policy = "auto"'
             )
+        if self.train.updates > rollout.prompts * rollout.seeds_kept:
+            raise ValueError(
+                f"train.updates = {self.train.updates} is more than the rollout.prompts * rollout.seeds_kept = "
+                f"{rollout.prompts * rollout.seeds_kept} samples of an iteration, and each needs one: lower it"
+            )
+
+    def _check_sampler(self) -> None:
+        rollout = self.rollout
         if self.train.is_stepwise and rollout.sampler == "ode":
             raise ValueError(
                 f'train.algorithm = "{self.train.algorithm}" needs log-probabilities, and rollout.sampler = "ode" has '
@@ -715,11 +749,6 @@ class Config(Section):
                 f'train.algorithm = "grpo-guard" corrects the steps of rollout.sampler = "sde", and that is '
                 f'"{rollout.sampler}"'
             )
-        if self.train.updates > rollout.prompts * rollout.seeds_kept:
-            raise ValueError(
-                f"train.updates = {self.train.updates} is more than the rollout.prompts * rollout.seeds_kept = "
-                f"{rollout.prompts * rollout.seeds_kept} samples of an iteration, and each needs one: lower it"
-            )
         if rollout.sampler != "ode" and not 0 <= rollout.sde_window[0] < rollout.sde_window[1] < rollout.steps:
             raise ValueError(
                 f"rollout.sde_window = {list(rollout.sde_window)} must lie in [0, {rollout.steps - 1}] and not be "
@@ -730,20 +759,6 @@ class Config(Section):
                 f"rollout.sde_window_size = {rollout.sde_window_size} does not fit into rollout.sde_window = "
                 f"{list(rollout.sde_window)}: make one larger or the other smaller"
             )
-        self._check_widths()
-        if not self.strategy.rollout_pools:
-            raise ValueError('strategy.rollout_pools is empty: name "reserved", "spot" or both')
-        if "reserved" not in self.strategy.train_pools:
-            raise ValueError(
-                f"strategy.train_pools = {list(self.strategy.train_pools)}: the update is taken on a reserved worker, "
-                'so give "reserved", or "reserved" and "spot"'
-            )
-        if set(self.strategy.rollout_pools) == {"spot"} and pools.spot.workers == 0:
-            raise ValueError(
-                'strategy.rollout_pools = ["spot"] and pools.spot.workers is 0: nobody would roll out; '
-                'add spot workers, or add "reserved" to rollout_pools'
-            )
-        return self
 
     @property
     def doubts(self) -> tuple[str, ...]:
