@@ -18,7 +18,7 @@ from cluster import peers
 from cluster.messages import BEAT, HOLDS, LOST_ENGINE
 from spotlight.device.calls import (
     Call,
-    DrawCall,
+    DecodeCall,
     GradientCall,
     ImagesCall,
     PrepareCall,
@@ -84,9 +84,9 @@ class WorkerDevice:
         self._bring(run_dir, request.weights, request.policy)
         return self._call(run_dir, RolloutCall(request=request, place=place), place if place.gang else None)
 
-    def draw(self, run_dir: str, request: Request) -> Dropped | None:
+    def decode(self, run_dir: str, request: Request) -> Dropped | None:
         self._bring(run_dir, request.weights, request.policy)
-        return self._call(run_dir, DrawCall(request=request))
+        return self._call(run_dir, DecodeCall(request=request))
 
     def score(self, run_dir: str, request: Request) -> Scored | Dropped:
         call = ScoreCall(request=request)

@@ -317,8 +317,8 @@ def _add_scores(
     """
     results, pool = _first(requests), "engine"
     if config.scores_apart:
-        calls: Calls = [(tasks.draw, run_dir, key) for key in results]
-        results, pool = layers.add(phase.format("draw"), iteration, calls, pool="engine", after=results), "reward"
+        calls: Calls = [(tasks.decode, run_dir, key) for key in results]
+        results, pool = layers.add(phase.format("decode"), iteration, calls, pool="engine", after=results), "reward"
     calls = [(tasks.score, run_dir, key) for key in results]
     return layers.add(phase.format("score"), iteration, calls, pool=pool, after=results)
 

@@ -155,9 +155,9 @@ def _stored_scores(run_dir: str, request: Request) -> Scored | None:
     return Scored(request=request, rewards=tuple(known["rewards"]), errors=tuple(known["errors"]), parts=parts)
 
 
-def draw(run_dir: str, done: ShardResult) -> ShardResult:
+def decode(run_dir: str, done: ShardResult) -> ShardResult:
     """Decode the images of what was rolled out, for workers that only score; hands the result of the rollout on."""
-    dropped = device.current().draw(run_dir, done.request) if isinstance(done, Rollout) else None
+    dropped = device.current().decode(run_dir, done.request) if isinstance(done, Rollout) else None
     return dropped or done
 
 
@@ -207,12 +207,12 @@ def replace_unscored(
 ) -> tuple[ShardResult, ...]:
     """As `refill`, as far as the images of the fresh seeds: they are scored elsewhere."""
     found = (_fresh(seed, result if isinstance(result, Scored) else _unscored(result)) for result in scored)
-    return tuple(draw(run_dir, device.current().rollout(run_dir, fresh)) for fresh in found if fresh)
+    return tuple(decode(run_dir, device.current().rollout(run_dir, fresh)) for fresh in found if fresh)
 
 
-def score_all(run_dir: str, drawn: Sequence[ShardResult]) -> tuple[Scored | Dropped | Quarantined, ...]:
+def score_all(run_dir: str, done: Sequence[ShardResult]) -> tuple[Scored | Dropped | Quarantined, ...]:
     """As `score` of each."""
-    return tuple(score(run_dir, done) for done in drawn)
+    return tuple(score(run_dir, each) for each in done)
 
 
 def refilled(seed: int, scored: Sequence[Scored | Quarantined], again: Sequence[Scored]) -> tuple[Scored, ...]:

@@ -313,16 +313,19 @@ Interval = tuple[float, float]
 
 ALIASES = {
     "add": "train",
+    "decode": "score",
     "draw": "score",
+    "explore-decode": "explore-score",
     "explore-draw": "explore-score",
     "refill": "rollout",
     "refill-score": "score",
     "update": "train",
+    "validate-decode": "validate",
     "validate-draw": "validate",
     "validate-images": "validate",
     "validate-score": "validate",
 }
-"""Phases that are a part of another one, or its work done again."""
+"""Phases that are a part of another one, or its work done again; "draw" is what "decode" was called once."""
 
 
 @record

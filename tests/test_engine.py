@@ -251,7 +251,7 @@ def test_a_worker_that_only_scores_loads_no_model_and_scores_as_the_one_that_den
 ) -> None:
     run, request = scored_apart
     drawer, scorer, other = (Engine(run.path) for _ in range(3))
-    drawer.draw(request)
+    drawer.decode(request)
     shutil.rmtree(run.path / "latents" / "latents")  # nobody can draw them again
 
     scored = scorer.score(request)
@@ -264,7 +264,7 @@ def test_a_worker_that_only_scores_loads_no_model_and_scores_as_the_one_that_den
     assert scorer.store.images(request) is None
     images_file = list((run.path / "latents" / "images").rglob("*-rollout-*"))
     assert images_file == []
-    drawer.draw(request)  # it was scored: nobody needs the images
+    drawer.decode(request)  # it was scored: nobody needs the images
     assert drawer.store.images(request) is None
 
 
@@ -272,8 +272,8 @@ def test_images_that_were_lost_before_they_were_scored_are_drawn_again(scored_ap
     run, request = scored_apart
     drawer, explored = Engine(run.path), replace(scored_apart[1], purpose="explore")
     drawer.rollout(explored)
-    drawer.draw(request)
-    drawer.draw(explored)
+    drawer.decode(request)
+    drawer.decode(explored)
     first = Engine(run.path).score(request)
     drawer.store.drop_images(explored)
 
@@ -289,7 +289,7 @@ def test_exploration_that_is_closed_before_it_is_drawn_is_dropped(scored_apart: 
     explored = tasks.rollout_shard(str(run.path), replace(request, purpose="explore"), "explore-r0-0/0", 0)
 
     signals.obey(CloseExploration(run=run.path.name, iteration=request.iteration))
-    dropped = tasks.draw(str(run.path), explored)
+    dropped = tasks.decode(str(run.path), explored)
     signals.obey(Clear(run=run.path.name))
 
     assert isinstance(dropped, Dropped)

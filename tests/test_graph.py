@@ -268,12 +268,12 @@ def test_with_workers_that_only_score_images_are_drawn_where_they_were_denoised_
 
     rounds = range(load().exploration.rounds)
     scores = ("score", *(f"explore-score-r{r}" for r in rounds))
-    draws = ("draw", *(f"explore-draw-r{r}" for r in rounds))
+    draws = ("decode", *(f"explore-decode-r{r}" for r in rounds))
     more = {"refill-score": "reward", "refilled": "head"}
     assert pools == plain | dict.fromkeys(scores, "reward") | dict.fromkeys(draws, "engine") | more
     dependencies = graph.graph.dependencies
-    assert dependencies["score-1"] == {"draw-1"}
-    assert dependencies["draw-1"] == {"rollout-1"}
+    assert dependencies["score-1"] == {"decode-1"}
+    assert dependencies["decode-1"] == {"rollout-1"}
     assert dependencies["refill-score-1"] == {"refill-1"}
     assert dependencies["refilled-1"] == {"refill-score-1", "score-1"}
     assert dependencies["advantage-1"] == {"refilled-1"}

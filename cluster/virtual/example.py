@@ -110,7 +110,7 @@ class Example:
 
     def _add_scores(self, layers: _Layers, phase: str, results: list[Key], iteration: int = 0) -> list[Key]:
         if self.score_pool != "engine":
-            results = layers.add(phase.format("draw"), "engine", [(_draw, key) for key in results], iteration)
+            results = layers.add(phase.format("decode"), "engine", [(_decode, key) for key in results], iteration)
         return layers.add(phase.format("score"), self.score_pool, [(_score, key) for key in results], iteration)
 
     def rollout_of(self, got: dict[Key, Any], number: int) -> Any:
@@ -222,7 +222,7 @@ def _slots_used(round_index: int, slots: int) -> int:
     return max(1, slots - round_index % 2)
 
 
-def _draw(image: Any) -> Any:
+def _decode(image: Any) -> Any:
     return image
 
 

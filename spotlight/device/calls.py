@@ -55,12 +55,12 @@ class RolloutCall:
 
 
 @record
-class DrawCall:
-    verb: ClassVar[str] = "draw"
+class DecodeCall:
+    verb: ClassVar[str] = "decode"
     request: Request
 
     def on(self, device: Device, run_dir: str) -> Dropped | None:
-        return device.draw(run_dir, self.request)
+        return device.decode(run_dir, self.request)
 
 
 @record

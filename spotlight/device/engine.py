@@ -1,4 +1,4 @@
-"""What one device does for a run: denoise requests, draw and score their images, train; it never decides what runs.
+"""What one device does for a run: denoise requests, decode and score their images, train; it never decides what runs.
 
 It knows nothing of Dask: it is told from outside when to stop or to leave a gang. `spotlight.device.process` gives it
 a process of its own; `InProcess` is the device whose engines are in this one.
@@ -73,8 +73,8 @@ class InProcess:
     def rollout(self, run_dir: str, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
         return self.engine(run_dir).rollout(request, place)
 
-    def draw(self, run_dir: str, request: Request) -> Dropped | None:
-        return self.engine(run_dir).draw(request)
+    def decode(self, run_dir: str, request: Request) -> Dropped | None:
+        return self.engine(run_dir).decode(request)
 
     def score(self, run_dir: str, request: Request) -> Scored | Dropped:
         return self.engine(run_dir).score(request)
@@ -178,7 +178,7 @@ class Engine:
             latents_BNC = torch.from_numpy(clean_BNC).to(self.model.device)
             return self.model.decode(latents_BNC, request.height_px, request.width_px), finite_B
 
-    def draw(self, request: Request) -> Dropped | None:
+    def decode(self, request: Request) -> Dropped | None:
         """Decode a finished request's images and keep them, unless they are kept already, or scored.
 
         Exploration that is closed meanwhile is dropped: the next rollout needs the device.
@@ -195,7 +195,7 @@ class Engine:
     def score(self, request: Request) -> Scored | Dropped:
         """Rewards of a finished request; what was scored before is read, not scored again.
 
-        Images that `draw` kept are not decoded again, and go once the scores are stored. Exploration that is closed
+        Images that `decode` kept are not decoded again, and go once the scores are stored. Exploration that is closed
         meanwhile is dropped: the next rollout needs the device.
         """
         known = self.store.known_scores(request)

@@ -73,7 +73,7 @@ class ModelledDevice:
             return Surplus()
         return Rollout(request=request, weights_sha256=request.weights.sha256, steps_resumed=0, steps_run=request.steps)
 
-    def draw(self, run_dir: str, request: Request) -> Dropped | None:
+    def decode(self, run_dir: str, request: Request) -> Dropped | None:
         """There is nothing to keep: a score needs no image."""
         reason = signals.check(request)
         return Dropped(reason=reason) if reason else None

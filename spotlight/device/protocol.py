@@ -71,7 +71,7 @@ class Device(Protocol):
         """
         ...
 
-    def draw(self, run_dir: str, request: Request) -> Dropped | None:
+    def decode(self, run_dir: str, request: Request) -> Dropped | None:
         """Decode the images of a finished request, and keep them for whoever scores them elsewhere."""
         ...
 

@@ -45,7 +45,7 @@ class Training:
     """The updates of a run, as far as this process does them.
 
     Args:
-        drawn: gives the latents of finished requests.
+        denoiser: gives the latents of finished requests.
         on_beat: is called with None while waiting for others.
         node: where the ranks of a gang meet; None where there are no gangs.
     """
@@ -55,12 +55,13 @@ class Training:
         run_dir: str,
         config: Config,
         resident: Residency,
-        drawn: Denoiser,
+        denoiser: Denoiser,
         pace: Pace,
         on_beat: OnBeat = ignore_beat,
         node: Node | None = None,
     ) -> None:
-        self._run_dir, self._config, self._resident, self._drawn, self._pace = run_dir, config, resident, drawn, pace
+        self._run_dir, self._config, self._resident, self._pace = run_dir, config, resident, pace
+        self._denoiser = denoiser
         self._on_beat, self._node = on_beat, node
         self._at: tuple[int, int] | None = None  # the version, and updates since, that the optimizer's state belongs to
         self._norms: list[float] = []  # of these updates
@@ -91,14 +92,14 @@ class Training:
         """
         if place.width == 1:
             return self._known(part) or self._keep(part, self._gradient(part))
-        drawn = self._training_batch(part) if part.samples and not self._known(part) else None  # by each rank alone
+        batch = self._training_batch(part) if part.samples and not self._known(part) else None  # by each rank alone
         try:
             with join_gang(self._resident, self._node, place, called_off=lambda: self._called_off(part, place)) as gang:
                 if place.rank == 0:
                     self._on_beat(Beat(step=0, steps=1, resumed=True))
                 known = self._known(part)
                 if not gang.agree(int(known is not None)):  # others may have looked earlier, or later
-                    made = self._gradient(part, gang, drawn)
+                    made = self._gradient(part, gang, batch)
                     known = self._keep(part, made) if place.rank == 0 else None
                     self._on_beat(Beat(step=1, steps=1))
                     gang.agree(0)  # nobody is done before it is kept: what is done is never redone
@@ -127,13 +128,13 @@ class Training:
         return updates.put(self._run_dir, part, measured, made.tensors)
 
     def _gradient(
-        self, part: GradientPart, gang: Gang | None = None, drawn: TrainingBatch | None = None
+        self, part: GradientPart, gang: Gang | None = None, batch: TrainingBatch | None = None
     ) -> PartGradient:
         """Of a gang, each rank's own gradients are added: they come from its own tokens."""
         if not part.samples:
             return PartGradient()
         resident = self._resident
-        batch = drawn or self._training_batch(part)  # first: latents that are lost are drawn again, with other weights
+        batch = batch or self._training_batch(part)  # first: lost latents are denoised again, with other weights
         current = updates.load_weights(self._run_dir, part.iteration, part.after) if part.after else None
         old = resident.old(part.weights)
         resident.use(part.weights)
@@ -233,9 +234,9 @@ class Training:
         windows: list[NDArray[np.float32]] = []
         log_probs: list[NDArray[np.float32]] = []
         for request, indices in _by_request(samples):
-            rows.append(self._drawn.clean(request)[indices])
+            rows.append(self._denoiser.clean(request)[indices])
             if stochastic:
-                window_BKNC, log_prob_BS = self._drawn.window(request)
+                window_BKNC, log_prob_BS = self._denoiser.window(request)
                 windows.append(window_BKNC[indices])
                 log_probs.append(log_prob_BS[indices])
         model = self._resident.model

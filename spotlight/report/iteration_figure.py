@@ -184,7 +184,7 @@ def _waits(layers: Mapping[str, _Layer], dependencies: Mapping[str, set[str]]) -
         beside = {
             name
             for name, layer in layers.items()
-            if layer.phase in ("allocate", "explore", "explore-draw", "explore-score")
+            if layer.phase in ("allocate", "explore", "explore-decode", "explore-score")
             and name not in above[train]
             and train not in above[name]
         }
