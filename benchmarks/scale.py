@@ -39,7 +39,7 @@ def view(idle: int, widths: tuple[int, ...], *, broken: int = 0) -> View:
             pools=ANY if order % 3 == 0 else ("spot",),
             order=order,
             exploring=order % 3 != 0,
-            preemptions=order < broken,
+            begun=order < broken,
             widths=widths,
             slots=widths[-1],
         )

@@ -10,7 +10,7 @@ from heapq import nsmallest
 from itertools import islice
 from operator import attrgetter
 
-from cluster.events import Dismiss, Dismissals, Instruction, Key, Launch, Member, Regroup, Score, Train
+from cluster.events import Dismiss, Dismissals, Instruction, Key, Launch, LaunchedShard, Regroup, Score, Train
 from cluster.gangs import TRAINING, GangState
 from cluster.state import State, Task
 from spotlight.plan.offload import PhaseDecision
@@ -156,7 +156,7 @@ class Decisions(State):
         self._file(gang)
         self.journal.gang_event(at_s, "formed", gang)
         launched = [
-            Member(
+            LaunchedShard(
                 key=key,
                 shard=shard,
                 address=address,

@@ -24,7 +24,7 @@ from cluster.events import (
     CloseExploration,
     CloseGate,
     CloseGates,
-    EngineLost,
+    EngineGone,
     Event,
     EventLog,
     Evict,
@@ -36,8 +36,8 @@ from cluster.events import (
     StopAsked,
     StopWork,
     TaskChanged,
-    TaskPhase,
     TasksChanged,
+    TaskState,
     TimePassed,
     Wake,
     WeightsHeld,
@@ -102,7 +102,7 @@ class Dispatch(Decisions):
                 return self._noticed(event)
             case WorkerSilent():
                 return self._silent(event)
-            case EngineLost():
+            case EngineGone():
                 known = self._gangs.get(event.gang)
                 self.journal.event(event.at_s, "engine lost", gang=known, worker=event.worker, reason=event.reason)
                 return []
@@ -249,7 +249,7 @@ class Dispatch(Decisions):
         for tasks in (self._ready, self._unscored, self._unwanted):
             tasks.pop(key, None)
 
-    def _follows(self, task: Task, state: TaskPhase) -> Iterable[Instruction]:
+    def _follows(self, task: Task, state: TaskState) -> Iterable[Instruction]:
         if state == "released":
             return self._close_gate(task)
         if state == "memory" and task.label.pool == "training" and self._is_last_update(task):

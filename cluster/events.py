@@ -16,7 +16,7 @@ from spotlight.records import Placement, Surplus, record
 
 Key = tuple[str, int]
 """Of a task: its layer, and its number in the layer."""
-TaskPhase = Literal["waiting", "gated", "processing", "memory", "erred", "released", "forgotten"]
+TaskState = Literal["waiting", "gated", "processing", "memory", "erred", "released", "forgotten"]
 """Dask's states of a task; "gated" is its "no-worker", in which a task stays until the dispatcher names a worker."""
 WorkerPool = Literal["reserved", "spot", "reward", "head"]
 
@@ -64,7 +64,7 @@ class TaskChanged:
 
     at_s: float
     key: Key
-    state: TaskPhase
+    state: TaskState
     worker: str = ""
     """Address of the worker that begins it; of no meaning in other states."""
     work: Work | None = None
@@ -81,7 +81,7 @@ class TasksChanged:
 
     at_s: float
     keys: tuple[Key, ...]
-    state: TaskPhase
+    state: TaskState
     worker: str = ""
     work: Work | None = None
 
@@ -157,7 +157,7 @@ class GangBeat:
 
 
 @record
-class EngineLost:
+class EngineGone:
     """A worker lives, and the engine process that did its work is gone."""
 
     at_s: float
@@ -207,7 +207,7 @@ Event = (
     | WorkerNoticed
     | WorkerSilent
     | GangBeat
-    | EngineLost
+    | EngineGone
     | WeightsHeld
     | WindowChanged
     | StopAsked
@@ -219,7 +219,7 @@ Event = (
 
 
 @record
-class Member:
+class LaunchedShard:
     """A shard of a gang that is launched."""
 
     key: Key
@@ -233,7 +233,7 @@ class Launch:
     """Begin the shards of a gang, all at once: each worker is told its placement before its task comes."""
 
     gang: str
-    members: tuple[Member, ...]
+    members: tuple[LaunchedShard, ...]
     """By rank."""
     cause: str
 

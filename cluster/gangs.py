@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cluster.events import Key, TaskPhase
+from cluster.events import Key, TaskState
 from spotlight.plan.placement import Running, Waiting
 from spotlight.records import Pool
 
@@ -47,7 +47,7 @@ class GangState:
     """By shard."""
     epoch: int = 0
     """How often a gang was formed for it so far."""
-    states: dict[Key, TaskPhase] = field(default_factory=dict)
+    states: dict[Key, TaskState] = field(default_factory=dict)
     """Of each shard, Dask's state of its task; changed by `change`. Of alike shards, the first has it for all."""
     alike: tuple[Key, ...] = ()
     """The shards but the first, as long as one task stands for them: what has happened to one has happened to all."""
@@ -107,7 +107,7 @@ class GangState:
             self.states |= dict.fromkeys(self.alike, self.states[self.alike[0]])
             self.alike = ()
 
-    def change(self, key: Key, state: TaskPhase, shards: int = 1) -> bool:
+    def change(self, key: Key, state: TaskState, shards: int = 1) -> bool:
         """Note the new state of a shard's task; returns whether that may change what the request waits for.
 
         Args:
@@ -198,7 +198,7 @@ class GangState:
             pools=pools,
             order=self.order,
             exploring=self.exploring,
-            preemptions=self.epoch,
+            begun=self.epoch > 0,
             widths=widths,
             slots=parked,
             held=held,

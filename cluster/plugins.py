@@ -28,7 +28,7 @@ from distributed.scheduler import WorkerState
 
 from cluster.dispatch import Dispatch
 from cluster.events import (
-    EngineLost,
+    EngineGone,
     Event,
     Evict,
     GangBeat,
@@ -242,7 +242,7 @@ class DispatchPlugin(SchedulerPlugin):
         self._tell(GangBeat(at_s=self._clock(), gang=gang, epoch=epoch, step=step, steps=steps, resumed=resumed))
 
     def _lost_engine(self, worker: str, gang: str, reason: str, **_: Any) -> None:
-        self._tell(EngineLost(at_s=self._clock(), worker=worker, gang=gang, reason=reason))
+        self._tell(EngineGone(at_s=self._clock(), worker=worker, gang=gang, reason=reason))
 
     def _notice(self, worker: str, reason: str, **_: Any) -> None:
         self._tell(WorkerNoticed(at_s=self._clock(), address=worker, reason=reason))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, get_args
 
-from cluster.events import Key, TaskPhase
+from cluster.events import Key, TaskState
 from cluster.gangs import SCORING, TRAINING, GangState
 from cluster.journal import Journal, Label
 from cluster.requests import Requests
@@ -38,7 +38,7 @@ class Task:
     key: Key
     label: Label
     gang: GangState | None
-    state: TaskPhase = "released"
+    state: TaskState = "released"
     worker: str = ""
     alike: tuple[Key, ...] = ()
     """Of a `Task` that stands for the shards of a request but its first one, all of them: what has happened to one of

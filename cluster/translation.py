@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.events import Key, Layer, TaskPhase, Work
+from cluster.events import Key, Layer, TaskState, Work
 
-STATES: dict[str, TaskPhase] = {
+STATES: dict[str, TaskState] = {
     "waiting": "waiting",
     "queued": "waiting",
     "no-worker": "gated",

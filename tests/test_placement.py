@@ -33,7 +33,7 @@ def waiting(
     pools: tuple[Pool, ...] = ANY,
     exploring: bool = False,
     widths: tuple[int, ...] = (1,),
-    preemptions: int = 0,
+    begun: bool = False,
     held: tuple[str, ...] = (),
 ) -> Waiting:
     return Waiting(
@@ -41,7 +41,7 @@ def waiting(
         pools=pools,
         order=order,
         exploring=exploring,
-        preemptions=max(preemptions, bool(held)),
+        begun=begun or bool(held),
         widths=widths,
         slots=max(widths),
         held=held,
@@ -66,7 +66,7 @@ def placed(launches: list[Launch]) -> dict[str, tuple[str, ...]]:
 
 
 def test_preempted_work_goes_before_fresh_work() -> None:
-    fresh, preempted = waiting("fresh", 1), waiting("preempted", 2, preemptions=1)
+    fresh, preempted = waiting("fresh", 1), waiting("preempted", 2, begun=True)
 
     launches = plan(View(idle=(idle("spot-0"),), waiting=(fresh, preempted)))
 
@@ -213,7 +213,7 @@ def test_a_broken_rollout_takes_the_survivors_of_a_broken_exploration_and_not_th
 
 
 def test_survivors_of_others_are_taken_only_where_free_workers_do_not_do() -> None:
-    older = waiting("older", 1, widths=(2,), preemptions=1)
+    older = waiting("older", 1, widths=(2,), begun=True)
     younger = waiting("younger", 2, widths=(2,), held=("spot-a/0", "spot-a/1"))
 
     launches = plan(View(idle=(*node("spot-a", 2), *node("spot-b", 2)), waiting=(younger, older)))
@@ -223,7 +223,7 @@ def test_survivors_of_others_are_taken_only_where_free_workers_do_not_do() -> No
 
 def test_survivors_kept_for_an_older_request_are_not_given_to_a_younger_one() -> None:
     older = waiting("older", 1, widths=(2,), held=("spot/0",))
-    younger = waiting("younger", 2, preemptions=1)
+    younger = waiting("younger", 2, begun=True)
 
     launches = plan(View(idle=(idle("spot/0"),), waiting=(younger, older), nodes={"spot": 2}))
 
@@ -303,21 +303,21 @@ def test_the_gang_with_most_left_widens_first_and_no_worker_is_counted_twice() -
 
 requests = st.lists(
     st.builds(
-        lambda pools, exploring, preemptions, widths: (pools, exploring, preemptions, widths),
+        lambda pools, exploring, begun, widths: (pools, exploring, begun, widths),
         st.sampled_from([ANY, ("spot",), ("reserved",), ("spot", "reserved")]),
         st.booleans(),
-        st.integers(0, 2),
+        st.booleans(),
         st.sampled_from([(1,), (1, 2, 4), (2, 4), (1, 3)]),
     ),
     max_size=12,
 )
-Wanted = list[tuple[tuple[Pool, ...], bool, int, tuple[int, ...]]]
+Wanted = list[tuple[tuple[Pool, ...], bool, bool, tuple[int, ...]]]
 
 
 def all_waiting(wanted: Wanted) -> list[Waiting]:
     return [
-        waiting(str(n), n, pools=pools, exploring=exploring, preemptions=preemptions, widths=widths)
-        for n, (pools, exploring, preemptions, widths) in enumerate(wanted)
+        waiting(str(n), n, pools=pools, exploring=exploring, begun=begun, widths=widths)
+        for n, (pools, exploring, begun, widths) in enumerate(wanted)
     ]
 
 
@@ -426,7 +426,7 @@ class Cluster:
         for name, (request, workers) in list(self.gangs.items()):
             if gone in workers:
                 del self.gangs[name]
-                self.waiting[name] = replace(request, preemptions=request.preemptions + 1, held=workers)
+                self.waiting[name] = replace(request, begun=True, held=workers)
         for name, request in self.waiting.items():
             self.waiting[name] = replace(request, held=tuple(worker for worker in request.held if worker != gone))
 
@@ -459,7 +459,7 @@ class Cluster:
         for kept in self.waiting.values():
             for worker in taken.keys() & set(kept.held):
                 by, useless = taken[worker], view.nodes[idle(worker).node] < kept.widths[0]
-                assert useless or (by.preemptions and (by.exploring, by.order) < (kept.exploring, kept.order))
+                assert useless or (by.begun and (by.exploring, by.order) < (kept.exploring, kept.order))
 
     def view(self) -> View:
         busy = {worker for _, workers in self.gangs.values() for worker in workers}

@@ -34,8 +34,8 @@ from cluster.events import (
     StopAsked,
     StopWork,
     TaskChanged,
-    TaskPhase,
     TasksChanged,
+    TaskState,
     TimePassed,
     Train,
     Wake,
@@ -248,7 +248,7 @@ class VirtualCluster:
         if not isinstance(event, TimePassed):
             self._changed = True
 
-    def _tasks_changed(self, tasks: Sequence[Task], state: TaskPhase) -> None:
+    def _tasks_changed(self, tasks: Sequence[Task], state: TaskState) -> None:
         if len(tasks) == 1 and not tasks[0].alike:
             self._task_changed(tasks[0], state)
             return
@@ -268,7 +268,7 @@ class VirtualCluster:
                         if task.given:
                             self._executor.take_back(task)
 
-    def _task_changed(self, task: Task, state: TaskPhase) -> None:
+    def _task_changed(self, task: Task, state: TaskState) -> None:
         now_s, key = self._clock.now_s, task.key
         match state:
             case "processing":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from cluster.events import Dismiss, Dismissals, Key, Launch, TaskPhase
+from cluster.events import Dismiss, Dismissals, Key, Launch, TaskState
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.formings import Forming, Formings
 from cluster.virtual.messages import Messages
@@ -43,7 +43,7 @@ class Executor:
         workers: dict[str, VirtualWorker],
         *,
         resumes: bool,
-        changed: Callable[[Sequence[Task], TaskPhase], None],
+        changed: Callable[[Sequence[Task], TaskState], None],
         failed: Callable[[BaseException], None],
         ended: Callable[[VirtualWorker], None],
     ) -> None:

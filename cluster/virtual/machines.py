@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cluster.events import (
-    EngineLost,
+    EngineGone,
     Event,
     WorkerAvailable,
     WorkerJoined,
@@ -142,7 +142,7 @@ class Machines:
             return
         formings = self._gangs.of(worker)
         name = formings[0].name if formings else ""
-        self._tell(EngineLost(at_s=self._clock.now_s, worker=worker.name, gang=name, reason=reason))
+        self._tell(EngineGone(at_s=self._clock.now_s, worker=worker.name, gang=name, reason=reason))
         for forming in formings:
             self._gangs.halt(forming)
         for key in [key for key in worker.running if key not in worker.reports]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from dask.highlevelgraph import HighLevelGraph
 
-from cluster.events import Key, Layer, TaskPhase
+from cluster.events import Key, Layer, TaskState
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -42,7 +42,7 @@ class Task:
     """Tasks that still need its result."""
     needs_inputs: bool = True
     """It counts among the waiters of its inputs."""
-    state: TaskPhase = "released"
+    state: TaskState = "released"
     worker: str = ""
     """That runs it or has its result."""
     result: Any = None
@@ -76,7 +76,7 @@ class Tasks:
         choose: names a worker for a task that is ready and not behind a gate, or "" if there is none now.
     """
 
-    def __init__(self, changed: Callable[[Sequence[Task], TaskPhase], None], choose: Callable[[Task], str]) -> None:
+    def __init__(self, changed: Callable[[Sequence[Task], TaskState], None], choose: Callable[[Task], str]) -> None:
         self._changed, self._choose = changed, choose
         self.all: dict[Key, Task] = {}
         self.unplaced: dict[Key, None] = {}
@@ -84,7 +84,7 @@ class Tasks:
         self._held = count(1)
         self._alike: list[Task] = []
         """In another state since the last `_flush`, which is to tell of it."""
-        self._alike_state: TaskPhase = "released"
+        self._alike_state: TaskState = "released"
 
     def layers(self, graph: HighLevelGraph) -> tuple[Layer, ...]:
         """What the annotations of a graph say."""
@@ -309,12 +309,12 @@ class Tasks:
                 del self.all[key]
             task.inputs = task.users = ()  # of each other, which would keep them in memory for a while
 
-    def _set(self, task: Task, state: TaskPhase) -> None:
+    def _set(self, task: Task, state: TaskState) -> None:
         self._flush()
         task.state = state
         self._changed((task,), state)
 
-    def _set_alike(self, task: Task, state: TaskPhase) -> None:
+    def _set_alike(self, task: Task, state: TaskState) -> None:
         """As `_set`; it is told of together with those before it that came into the same state."""
         if self._alike_state != state:
             self._flush()

@@ -87,7 +87,7 @@ def _centred_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 LEAST_GAIN = 0.01
 """A chunk is tried if the variance it gains is at least this share of an average prompt's unexplored variance: so
-little that coins of 0.5 stop at half of the shares, and lose no variance by it."""
+little that rewards of 0 or 1 with even chances stop at half of the shares, and lose no variance by it."""
 PROBE_SHARE = 4
 """One prompt in so many is explored however low the fidelity is: it could not be measured again otherwise."""
 SLACK, RECENT = 1.5, 4

@@ -22,12 +22,13 @@ GRID_N: Array = np.linspace(0.0, 1.0, 21)
 """Rewards are counted at their nearest node: halves, quarters and tenths are exact. A spread below 0.02 is not seen."""
 _MEANS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 1.0)
 _CONCENTRATIONS = (1.0, 4.0, 16.0, 64.0)
-"""Of Beta distributions, beside coins: 1 is nearly a coin, 64 a bell with a standard deviation of 0.06 at most."""
+"""Of Beta distributions, beside Bernoulli ones: 1 is nearly one, 64 has one peak, and a standard deviation of 0.06 at
+most."""
 _BACKGROUND = 0.005
 """Share of every kind that is spread over the whole grid, so that no reward is impossible."""
 OWN_WEIGHT = 40.0
-"""Rewards that a kind is worth beside a prompt's own. On coins, 10 lost some 3 points of the optimum's gain, 4 some 10;
-25 and 60 were as good (``benchmarks.planner``)."""
+"""Rewards that a kind is worth beside a prompt's own. On rewards of 0 and 1, 10 lost some 3 points of the optimum's
+gain, 4 some 10; 25 and 60 were as good (``benchmarks.planner``)."""
 START_PROMPTS = 1.0
 """Prompts that the first guess of the kinds' shares is worth."""
 FADING = 0.93
@@ -218,13 +219,13 @@ def _fidelity(before: float, pairs: Iterable[Sequence[tuple[float, float]]]) -> 
 
 
 def _make_kinds() -> Array:
-    """The kinds of prompts, (K, N): Beta distributions on the grid, from coins to bells, for every difficulty."""
+    """The kinds of prompts, (K, N): distributions on the grid, of every difficulty, Bernoulli or with one peak."""
     inner_N = np.clip(GRID_N, 0.5 / len(GRID_N), 1 - 0.5 / len(GRID_N))
     kinds = []
     for mean in _MEANS:
         kinds.append(np.where(GRID_N == 0, 1 - mean, np.where(GRID_N == 1, mean, 0.0)))
         for concentration in _CONCENTRATIONS:
-            if concentration <= 200 * min(mean, 1 - mean):  # narrower ones fall on one or two nodes, as coins do
+            if concentration <= 200 * min(mean, 1 - mean):  # narrower ones fall on two nodes at most
                 a, b = mean * concentration, (1 - mean) * concentration
                 log_N = (a - 1) * np.log(inner_N) + (b - 1) * np.log1p(-inner_N)
                 kinds.append(np.exp(log_N - log_N.max()))

@@ -43,8 +43,8 @@ class Waiting:
     order: int
     """Arrival, smaller is earlier."""
     exploring: bool = False
-    preemptions: int = 0
-    """Times that its gang broke: its committed steps wait to be used."""
+    begun: bool = False
+    """It had workers before: its committed steps wait to be used."""
     widths: tuple[int, ...] = (1,)
     """How many workers may run it together, ascending."""
     slots: int = 1
@@ -153,11 +153,9 @@ def _in_order(view: View) -> Iterator[tuple[Waiting, int]]:
     able = [request for request in view.waiting if not pools.isdisjoint(request.pools)]
     queues = {exploring: [request for request in able if request.exploring == exploring] for exploring in (False, True)}
     left = {exploring: len(queue) for exploring, queue in queues.items()}
-    for broken in (True, False):
+    for begun in (True, False):
         for exploring, queue in queues.items():
-            turn = sorted(
-                [request for request in queue if (request.preemptions > 0) == broken], key=attrgetter("order")
-            )
+            turn = sorted([request for request in queue if request.begun == begun], key=attrgetter("order"))
             yield from zip(turn, range(left[exploring], 0, -1), strict=False)
             left[exploring] -= len(turn)
 
@@ -194,7 +192,7 @@ class _Free:
         share = sum([self._by_pool[pool] for pool in waiting.pools]) // rivals if rivals <= self.count else 0
         workers = self._with_held(waiting, share, borrow=False) if waiting.held else ()
         workers = workers or self._fresh(waiting, share)
-        if not workers and waiting.preemptions:
+        if not workers and waiting.begun:
             workers = self._with_held(waiting, share, borrow=True)
         if workers and waiting.held:
             self._release(waiting)
