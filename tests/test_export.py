@@ -257,6 +257,17 @@ def test_exporting_does_not_overwrite(pipeline: Path, tmp_path: Path) -> None:
     assert (taken / "notes.txt").read_text() == "mine"
 
 
+def test_the_directory_where_one_is_cannot_be_replaced(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = make_run(pipeline, tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    with pytest.raises(SpotlightError, match="exists already"):
+        export_weights(run_dir, Path())
+
+
 def test_a_directory_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match=f"{tmp_path}: not a run directory"):
         export_weights(tmp_path, tmp_path / "lora")

@@ -70,7 +70,7 @@ def export_weights(
     """
     run = RunDir.open(run_dir)
     ref = find_version(run.url, version)
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+    if to.exists() and (not to.is_dir() or any(to.iterdir()) or to.samefile(Path.cwd())):
         raise SpotlightError(f"{to}: exists already; export to a new directory, or delete it first")
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as staging:

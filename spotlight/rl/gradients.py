@@ -83,7 +83,8 @@ def part_gradient(
 def rows_to_learn_from(settings: TrainSection, parts: Sequence[tuple[int, Mapping[str, float]]]) -> int:
     """Rows of an update; none where no sample was better than another, and nothing else is to be learnt.
 
-    What is left of the gradient is then rounding, of which AdamW would make a step of full size.
+    What is left of the gradient is then rounding, of which AdamW would make a step of full size; in DiffusionNFT with
+    an old policy it is a pull towards that one, which is left out, too.
 
     Args:
         parts: ``(rows, metrics)`` of each.
