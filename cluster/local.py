@@ -38,7 +38,7 @@ FROZEN_MARGIN_S = 5.0
 """Beyond the time after which the scheduler has a silent worker ended."""
 NEVER_S = 1e9
 LONGEST_RUN_S = 24 * 3600.0
-"""A made-up trace that goes by faster lasts so long at least."""
+"""Of a live run that a made-up trace lasts at least, however fast it goes by."""
 
 
 @record
