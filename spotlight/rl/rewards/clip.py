@@ -78,8 +78,8 @@ class ClipScorer(Scorer):
 
         side = self._side_px
         height, width = image_HWC.shape[:2]
-        scale = side / min(height, width)
-        size = max(side, int(width * scale)), max(side, int(height * scale))  # cut off, as transformers does
+        short = min(height, width)
+        size = side * width // short, side * height // short  # cut off, as transformers does
         resized = np.asarray(Image.fromarray(image_HWC).resize(size, Image.Resampling.BICUBIC), dtype=np.float32) / 255
         top, left = (size[1] - side) // 2, (size[0] - side) // 2
         middle = resized[top : top + side, left : left + side]
