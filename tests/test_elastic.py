@@ -19,7 +19,7 @@ from runs import WAIT_S, wait_for
 from spotlight.records import Quarantined, Request
 from spotlight.store.rundir import QUARANTINED
 
-LONG = 600
+LONG = 300
 """Steps of a request that still runs when lost workers have been replaced."""
 ACROSS_WIDTHS = 1e-5 * STEPS
 """Each step is the same to 1e-5 at every width, and errors add up at most."""
