@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from spotlight.files import OBJECT_SCHEMES, absolute, is_url, read_bytes, refuse_secrets, shown
+from spotlight.files import OBJECT_SCHEMES, absolute, check_url, is_url, read_bytes, shown
 from spotlight.market.prices import usd_per_h
 from spotlight.records import Policy, Sampler, SpotlightError
 
@@ -850,14 +850,12 @@ def _check_url(name: str, url: str, schemes: Sequence[str]) -> None:
         schemes: those that can be used; any, if it is empty.
     """
     try:
-        refuse_secrets(url)
+        check_url(url)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    scheme, _, rest = url.partition("://")
+    scheme = url.partition("://")[0]
     if schemes and scheme not in (*schemes, "memory"):
         raise ValueError(f"{name} = {shown(url)}: expected a directory, or a URL of {', '.join(schemes)}")
-    if scheme in OBJECT_SCHEMES and not rest.strip("/"):
-        raise ValueError(f"{name} = {shown(url)}: names no bucket: expected {scheme}://BUCKET, and a path in it")
 
 
 def _largest_node(pool: PoolSection) -> int:

@@ -31,11 +31,11 @@ def is_url(place: str | Path) -> bool:
     return "://" in str(place) and not str(place).startswith("file://")
 
 
-def refuse_secrets(url: str) -> None:
-    """Addresses are shown and written down: they hold no secret.
+def check_url(url: str) -> None:
+    """Addresses are shown and written down, so they hold no secret; and those of an object store name a bucket.
 
     Raises:
-        ValueError: this one does, or may.
+        ValueError: this one may hold a secret, or names no bucket.
     """
     scheme, _, rest = url.partition("://")
     if "@" in rest.partition("/")[0] or "?" in rest:
@@ -43,6 +43,8 @@ def refuse_secrets(url: str) -> None:
             f"the address {scheme}://... holds a user, a password or a query, and it would be written down: leave "
             f"them out; {SECRETS_COME_FROM}"
         )
+    if scheme in OBJECT_SCHEMES and not rest.strip("/"):
+        raise ValueError(f"{url!r} names no bucket: expected {scheme}://BUCKET, and a path in it")
 
 
 def shown(value: object) -> str:

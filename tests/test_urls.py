@@ -318,7 +318,7 @@ def test_a_store_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("url", ["s3://", "gs:///"])
 def test_a_url_without_a_bucket_is_no_local_directory(tmp_path: Path, url: str) -> None:
     for setting in ("run.dir", "latents.url"):
-        with pytest.raises(SpotlightError, match=rf"{setting} = '{url}': names no bucket"):
+        with pytest.raises(SpotlightError, match=rf"{setting}: '{url}' names no bucket"):
             config.load(settings_file(tmp_path), [f"{setting}={url}"])
     with pytest.raises(SpotlightError, match="names no bucket"):
         RunDir.open(url)

@@ -85,22 +85,25 @@ def export_weights(
                 f"of the trained model with it (largest difference {error:.3g}, largest output {size:.3g}), so it "
                 "was deleted: compare the installed diffusers and peft with constraints.txt"
             )
-        lost, effect = (found - expected).norm(), (expected - base).norm()
-        if merged and lost > EFFECT_LOST_MAX * effect + TOLERANCE * expected.norm():
-            dtype = run.config().model.dtype
-            raise SpotlightError(
-                f"{to}: version {ref.version} of {run_dir} was merged, but rounding to {dtype} takes "
-                f"{lost / effect:.0%} of what was trained, so it was deleted: export the LoRA itself, without --merged"
-            )
+        if base is not None:
+            lost, effect = (found - expected).norm(), (expected - base).norm()
+            if lost > EFFECT_LOST_MAX * effect + TOLERANCE * expected.norm():
+                raise SpotlightError(
+                    f"{to}: version {ref.version} of {run_dir} was merged, but rounding to {run.config().model.dtype} "
+                    f"takes {lost / effect:.0%} of what was trained, so it was deleted: export the LoRA itself, "
+                    "without --merged"
+                )
         unchecked.replace(to)
     return to
 
 
-def _write(run: RunDir, ref: WeightsRef, policy: Policy, directory: Path, *, merged: bool) -> tuple[Tensor, Tensor]:
-    """Write the version; returns the outputs that plain diffusers must have with it, and those before training."""
+def _write(
+    run: RunDir, ref: WeightsRef, policy: Policy, directory: Path, *, merged: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Write the version; returns the outputs that plain diffusers must have with it, and of a merge those before it."""
     settings = run.config()
     model = _load(settings)
-    base = _probe(model)
+    base = _probe(model) if merged else None
     model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
     model.load_trainable(weights.load(run.url, ref, weights.PARTS[policy]))
     if merged and model.has_lora:

@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 from typing import IO, Any, Protocol
 from uuid import uuid4
 
-from spotlight.files import OBJECT_SCHEMES, SECRETS_COME_FROM, is_url, refuse_secrets
+from spotlight.files import OBJECT_SCHEMES, SECRETS_COME_FROM, check_url, is_url
 from spotlight.records import SpotlightError
 from spotlight.store.node import Source, from_file
 
@@ -227,14 +227,12 @@ def check_address(url: str) -> None:
         SpotlightError: no run can be at this URL, or it holds a secret.
     """
     try:
-        refuse_secrets(url)
+        check_url(url)
     except ValueError as error:
         raise SpotlightError(str(error)) from None
-    scheme, _, rest = url.partition("://")
+    scheme = url.partition("://")[0]
     if scheme not in (*OBJECT_SCHEMES, "memory"):
         raise SpotlightError(f"{url}: expected a directory, or a URL of {', '.join(OBJECT_SCHEMES)}")
-    if scheme in OBJECT_SCHEMES and not rest.strip("/"):
-        raise SpotlightError(f"{url}: names no bucket: expected {scheme}://BUCKET, and a path in it")
 
 
 @lru_cache
