@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from spotlight.report.money import emulated
+from spotlight.report.money import dollars, emulated
 from spotlight.run import Run, Status
 from spotlight.store.accounts import read_lives
 from spotlight.store.rundir import RunDir
@@ -204,7 +204,7 @@ def status_table(status: Status) -> Table:
     table.add_row("validation", _scores(status))
     table.add_row("workers", ", ".join(f"{count} {pool}" for pool, count in sorted(status.workers.items())) or "-")
     table.add_row("preemptions", str(status.preemptions))
-    table.add_row("cost", f"${status.usd:.4f}")
+    table.add_row("cost", dollars(status.usd))
     if status.emulated:
         table.add_row("", status.emulated)
     return table
@@ -221,7 +221,7 @@ def _facts(status: Status) -> Table:
     table.add_row("reward", _number(status.reward), "validation", _scores(status))
     table.add_row("workers", workers, "preemptions", str(status.preemptions))
     table.add_row("rollout window", _window(status), "spot workers worth renting", _worth(status))
-    table.add_row("spot utilisation", _percent(status.spot_utilisation), "cost", f"${status.usd:.4f}")
+    table.add_row("spot utilisation", _percent(status.spot_utilisation), "cost", dollars(status.usd))
     if status.emulated:
         table.add_row("", status.emulated)
     return table
@@ -235,7 +235,7 @@ def _line(status: Status) -> str:
     return (
         f"{status.elapsed_s:6.1f} s  iteration {status.iteration}/{status.iterations}  {status.phase}  "
         f"reward {_number(status.reward)}  validation {_scores(status)}  "
-        f"spot utilisation {_percent(status.spot_utilisation)}  ${status.usd:.4f}  preemptions {status.preemptions}"
+        f"spot utilisation {_percent(status.spot_utilisation)}  {dollars(status.usd)}  preemptions {status.preemptions}"
     )
 
 
@@ -271,10 +271,8 @@ def summary_table(run: RunDir) -> Table:
     table.add_row("validation score", f"{summary.score_before:.3f} -> {summary.score_after:.3f}  ({gain:+.3f})")
     table.add_row("iterations", str(summary.iterations))
     table.add_row("wall time", f"{summary.wall_s:.1f} s (first image after {_number(summary.first_image_s)} s)")
-    table.add_row(
-        "cost",
-        f"${summary.usd:.4f}; the same work on reserved workers alone: at least ${summary.usd_reserved_only:.4f}",
-    )
+    alone = dollars(summary.usd_reserved_only)
+    table.add_row("cost", f"{dollars(summary.usd)}; the same work on reserved workers alone: at least {alone}")
     if label := emulated(run.config(), run.simulated):
         table.add_row("", label)
     table.add_row("preemptions survived", str(summary.preemptions))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from spotlight.records import SpotlightError, WorkerLife
+from spotlight.report.money import dollars
 from spotlight.report.palette import FAINT, INK, LOST, RULE
 from spotlight.store.rundir import RunDir
 from spotlight.store.thumbnails import Picture, pictures
@@ -101,8 +102,8 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         ("reward", "–" if status.reward is None else f"{status.reward:.3f}"),
         ("workers", workers or "–"),
         ("preempted", str(status.preemptions)),
-        ("spent", f"${status.usd:.4f}"),
-        ("the same work on reserved GPUs alone, at least", f"${status.usd_reserved_only:.4f}"),
+        ("spent", dollars(status.usd)),
+        ("the same work on reserved GPUs alone, at least", dollars(status.usd_reserved_only)),
         *([("not real", status.emulated)] if status.emulated else []),
     ]
 

@@ -96,12 +96,25 @@ def simulate(
     """
     config = configuration.load(settings, overrides)
     learning = learning or config.simulation.learning
-    others = strategies(config, Path(settings).parent) if compare else ()
-    runs = [("as configured", config), *others]
+    first, others = "as configured", list[tuple[str, Config]]()
+    for name, each in strategies(config, Path(settings).parent) if compare else ():
+        if _same_run(each, config):
+            first = f"{name} (as configured)"
+        else:
+            others.append((name, each))
+    runs = [(first, config), *others]
     for _, each in runs:  # at once, for a run may take hours
         check_inputs(each, with_model=learning == "real", live=False)
     for name, each in runs:
         yield Simulation(name, each, learning, follow).go(report=report)
+
+
+def _same_run(one: Config, other: Config) -> bool:
+    """Whether the settings differ in nothing but what they are to be compared with."""
+    first, second = (config.model_dump() for config in (one, other))
+    for settings in (first, second):
+        del settings["simulation"]["strategies"]
+    return first == second
 
 
 class Simulation:

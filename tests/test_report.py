@@ -27,7 +27,7 @@ from spotlight.device.learning_model import MODEL
 from spotlight.display import summary_table
 from spotlight.records import Prompt, Quarantined, SpotlightError
 from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, write_report
-from spotlight.report.facts import read
+from spotlight.report.facts import LANES_MAX, read
 from spotlight.report.money import WASTE, bought, rows
 from spotlight.report.page import HIDDEN, METRICS
 from spotlight.simulation import Learning, Simulation
@@ -206,6 +206,45 @@ def test_the_page_embeds_the_grid_that_it_writes(finished: Path) -> None:
     (embedded,) = re.findall(r'<img [^>]*src="data:image/png;base64,([^"]+)"', page)
 
     assert base64.b64decode(embedded) == (finished / "images/before-after.png").read_bytes()
+
+
+def test_of_many_workers_the_page_counts_all_and_shows_some_of_every_pool(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", spots=150)
+    facts = read(run_dir)
+    shown, every = facts.closer().lanes(), facts.lanes()
+
+    page = page_of(run_dir)
+
+    assert len(shown) <= LANES_MAX < len(every)
+    assert ("reserved", "reserved-0") in shown
+    assert f"a lane for each of {len(shown)} of its {len(every)} workers" in page
+    assert set(re.findall(r'"(spot-\d+)"', page)) == {worker for pool, worker in shown if pool == "spot"}
+
+
+def test_of_a_long_run_a_few_iterations_are_shown_closely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = read(write_run(tmp_path / "run", iterations=20))
+    assert not facts.is_crowded()
+    monkeypatch.setattr("spotlight.report.facts.SPANS_MAX", len(facts.spans) - 1)
+
+    start_s, stop_s = facts.zoom()
+    shown = facts.closer().spans
+
+    assert facts.is_crowded()
+    assert 0 < len(shown) < len(facts.spans) / 2
+    assert all(span.stop_s > start_s and span.start_s < stop_s for span in shown)
+    assert any(span.outcome == "lost" for span in shown)
+
+
+def test_the_counted_workers_are_those_of_the_records(finished: Path) -> None:
+    facts = read(finished)
+
+    at_s, counts = facts.counts()
+
+    step_s = at_s[1] - at_s[0]
+    for phase, spans in facts.by_phase().items():
+        assert counts[phase].sum() * step_s == pytest.approx(sum(span.stop_s - span.start_s for span in spans))
+    stays_s = sum(stop_s - start_s for _, (start_s, stop_s) in facts.alive())
+    assert np.sum(list(counts.values())) * step_s == pytest.approx(stays_s)
 
 
 @pytest.mark.parametrize("name", ["reward", "timeline", "before-after"])

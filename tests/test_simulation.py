@@ -265,6 +265,16 @@ def test_what_any_strategy_lacks_is_told_before_the_first_is_run(tmp_path: Path)
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_strategy_that_changes_nothing_is_what_is_configured_and_not_run_again(tmp_path: Path) -> None:
+    settings = settings_file(tmp_path)
+    text = settings.read_text() + '\n[simulation.strategies."ours"]\n"strategy.elastic" = true\n'
+    settings.write_text(text + '[simulation.strategies."other seed"]\n"run.seed" = 9\n')
+
+    names = [run.name for run in simulate(settings, ["run.iterations=1", "strategy.elastic=true"], report=False)]
+
+    assert names == ["ours (as configured)", "other seed"]
+
+
 def test_the_shell_compares_with_what_the_settings_name(tmp_path: Path) -> None:
     settings = settings_file(tmp_path)
     text = settings.read_text() + '\n[simulation.strategies."no exploration"]\n"strategy.exploration" = "off"\n'

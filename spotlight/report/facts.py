@@ -7,6 +7,7 @@ or a damaged file, is an error. All times are seconds since the first moment tha
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, nan
@@ -32,6 +33,10 @@ ZOOM_MARGIN = 2
 """Iterations shown on either side of the one that a timeline looks at closely."""
 MONEY_POINTS = 120
 """Points of a curve of dollars: one every 10 px of the page."""
+COUNT_POINTS = 600
+"""Stretches of time in which busy workers are counted: one every 2 px of the page."""
+LANES_MAX, SPANS_MAX = 64, 20_000
+"""Rows and bars of a timeline: more cannot be told apart, and a browser takes long to draw them."""
 
 
 def history_frame(run: str | Path | RunDir) -> pd.DataFrame:
@@ -81,6 +86,29 @@ class Facts:
     simulated: str
     """How a simulated run learns, "modelled" or "real"; empty for a live one."""
 
+    def is_crowded(self) -> bool:
+        """Whether a timeline of every worker over the whole run would be too full to read."""
+        return len(self.spans) > SPANS_MAX or len(self.lanes()) > LANES_MAX
+
+    def closer(self) -> Facts:
+        """Only what at most `LANES_MAX` workers did in the iterations of `zoom`, some of every pool, evenly chosen."""
+        start_s, stop_s = self.zoom()
+        part = replace(
+            self,
+            spans=[span for span in self.spans if span.start_s < stop_s and span.stop_s > start_s],
+            workers=[
+                life
+                for life in self.workers
+                if life.joined_s < stop_s and (life.left_s is None or life.left_s > start_s)
+            ],
+        )
+        shown = set(_evenly(part.lanes()))
+        return replace(
+            part,
+            spans=[span for span in part.spans if (span.pool, span.worker) in shown],
+            workers=[life for life in part.workers if (life.pool, life.worker) in shown],
+        )
+
     def lanes(self) -> list[Lane]:
         """Every worker, reserved ones first, then by name with numbers in order."""
 
@@ -92,10 +120,13 @@ class Facts:
         found = {(span.pool, span.worker) for span in self.spans} | {(life.pool, life.worker) for life in self.workers}
         return sorted(found, key=order)
 
-    def phases(self) -> list[str]:
-        """The phases that the run had, in the order of an iteration, unknown ones last."""
-        found = {base_phase(span.phase) for span in self.spans}
-        return [phase for phase in (*PHASE_COLOURS, *sorted(found - PHASE_COLOURS.keys())) if phase in found]
+    def by_phase(self) -> dict[str, list[Span]]:
+        """The work of every phase that the run had, in the order of an iteration, unknown phases last."""
+        found: defaultdict[str, list[Span]] = defaultdict(list)
+        for span in self.spans:
+            found[base_phase(span.phase)].append(span)
+        names = (*PHASE_COLOURS, *sorted(found.keys() - PHASE_COLOURS.keys()))
+        return {phase: found[phase] for phase in names if phase in found}
 
     def zoom(self) -> Interval:
         """A few iterations worth a closer look: around the first loss, else the middle; all of a short run."""
@@ -110,6 +141,21 @@ class Facts:
         middle = int(np.searchsorted(ends, losses[0])) if losses else len(ends) // 2
         at = max(ZOOM_MARGIN, min(middle, len(ends) - 1 - ZOOM_MARGIN))
         return ends[at - ZOOM_MARGIN], ends[at + ZOOM_MARGIN]
+
+    def counts(self) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]]:
+        """Moments, and how many workers were at every phase around each of them; "idle" are those without work."""
+        edges_s = np.linspace(*self.whole, COUNT_POINTS + 1)
+
+        def count(intervals: list[Interval]) -> NDArray[np.float64]:
+            lasting = [interval for interval in intervals if interval[1] > interval[0]]
+            seconds = _done_by(lasting, [stop_s - start_s for start_s, stop_s in lasting], edges_s)
+            return np.asarray(np.diff(seconds) / np.diff(edges_s))
+
+        counts = {
+            phase: count([(span.start_s, span.stop_s) for span in spans]) for phase, spans in self.by_phase().items()
+        }
+        alive = count([interval for _, interval in self.alive()])
+        return (edges_s[1:] + edges_s[:-1]) / 2, {**counts, "idle": np.maximum(alive - sum(counts.values()), 0.0)}
 
     def training(self) -> list[Interval]:
         """When at least one worker trained."""
@@ -142,12 +188,9 @@ class Facts:
         at_s = np.linspace(*self.whole, MONEY_POINTS)
         spent = [pool_usd(self.workers, self.prices, (0.0, until_s)) for until_s in at_s]
         pools = {pool: np.array([usd.get(pool, 0.0) for usd in spent]) for pool in self._pools()}
-        reserved_only = np.zeros_like(at_s)
-        for part in segments(self.spans, self.workers, self.whole):
-            if part.kind == "useful":
-                done = np.clip((at_s - part.start_s) / (part.stop_s - part.start_s), 0, 1)
-                reserved_only += done * reserved_price(self.prices, part.pool).usd(part.start_s, part.stop_s)
-        return at_s, pools, reserved_only
+        useful = [part for part in segments(self.spans, self.workers, self.whole) if part.kind == "useful"]
+        usd = [reserved_price(self.prices, part.pool).usd(part.start_s, part.stop_s) for part in useful]
+        return at_s, pools, _done_by([(part.start_s, part.stop_s) for part in useful], usd, at_s)
 
     def _pools(self) -> list[str]:
         """Those that denoise or train, and others that had workers."""
@@ -170,6 +213,35 @@ class Facts:
         if self.simulated == "modelled" or not path.is_file() or not path.is_relative_to(self.dir):
             return None
         return validation_images(path)
+
+
+def _evenly(lanes: Sequence[Lane]) -> list[Lane]:
+    """At most `LANES_MAX` of the lanes, of every pool in proportion, and at least one."""
+    if len(lanes) <= LANES_MAX:
+        return list(lanes)
+    pools = [[lane for lane in lanes if lane[0] == pool] for pool in dict.fromkeys(pool for pool, _ in lanes)]
+    chosen = []
+    for pool in pools:
+        count = 1 + (LANES_MAX - len(pools)) * len(pool) // len(lanes)
+        chosen += [pool[index * len(pool) // count] for index in range(count)]
+    return chosen
+
+
+def _done_by(intervals: Sequence[Interval], amounts: Sequence[float], at_s: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What was done by each moment, where each interval does its amount at an even pace."""
+    starts_s, stops_s = np.array(intervals, dtype=np.float64).reshape(-1, 2).T
+    rates = np.array(amounts) / (stops_s - starts_s)
+
+    def ramps(begins_s: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The sum of lines that are 0 until each of these moments and rise at the rates from then on."""
+        order = np.argsort(begins_s)
+        begun = np.searchsorted(begins_s[order], at_s)
+        rate, offset = (
+            np.concatenate([[0.0], np.cumsum(values[order])])[begun] for values in (rates, rates * begins_s)
+        )
+        return np.asarray(rate * at_s - offset)
+
+    return ramps(starts_s) - ramps(stops_s)
 
 
 def read(run_dir: str | Path) -> Facts:

@@ -91,14 +91,15 @@ def bought(ledger: Ledger) -> list[tuple[str, str]]:
     """What the dollars bought, as name and text; a dash where the run has nothing of it."""
     times = f" ({ledger.usd_reserved_only / ledger.usd():.1f} ×)" if ledger.usd() else ""
     return [
-        (f"per iteration ({ledger.iterations})", _usd(ledger.usd_per_iteration)),
-        (f"per kept sample ({ledger.samples})", _usd(ledger.usd_per_sample)),
-        ("per point of validation score" + _points(ledger.points), _usd(ledger.usd_per_point)),
-        ("the same work on reserved workers alone, at least", _usd(ledger.usd_reserved_only) + times),
+        (f"per iteration ({ledger.iterations})", dollars(ledger.usd_per_iteration)),
+        (f"per kept sample ({ledger.samples})", dollars(ledger.usd_per_sample)),
+        ("per point of validation score" + _points(ledger.points), dollars(ledger.usd_per_point)),
+        ("the same work on reserved workers alone, at least", dollars(ledger.usd_reserved_only) + times),
     ]
 
 
-def _usd(value: float | None) -> str:
+def dollars(value: float | None) -> str:
+    """An amount of money for people; a dash where there is none."""
     return "–" if value is None else f"${value:.4f}" if value < 10 else f"${value:,.2f}"
 
 

@@ -124,7 +124,7 @@ def _page(facts: Facts, grid: Path | None) -> str:
     script, divs = components(plots) if plots else ("", {})
     sections = [
         _section("Reward", REWARD_NOTE, divs.get("reward", "")),
-        _section("What every worker did", TIMELINE_NOTE, divs.get("timeline", "")),
+        _timeline(facts, divs.get("timeline", "")),
         _section("Before and after", GRID_NOTE, _embedded(grid) if grid else ""),
         _section("Dollars", MONEY_NOTE, divs.get("money", "")),
         _section("Where the dollars went", SPENDING_NOTE, _spending(facts.ledger, divs.get("spending", ""))),
@@ -151,6 +151,13 @@ def _page(facts: Facts, grid: Path | None) -> str:
 
 def _section(title: str, note: str, body: str) -> str:
     return f"<section><h2>{title}</h2><p>{note}</p>{body}</section>" if body else ""
+
+
+def _timeline(facts: Facts, plot: str) -> str:
+    if not facts.is_crowded():
+        return _section("What every worker did", TIMELINE_NOTE, plot)
+    shown, all_of_them = len(facts.closer().lanes()), len(facts.lanes())
+    return _section("What the workers did", CROWDED_NOTE.format(shown=shown, all=all_of_them), plot)
 
 
 def _banner(facts: Facts) -> str:
@@ -225,8 +232,8 @@ def _cards(facts: Facts) -> str:
             _duration(known["wall_s"]),
             f"first image after {_duration(known['first_image_s'])}{_paused(facts)}",
         ),
-        ("Iterations", str(known["iterations"]), f"of {facts.settings.run.iterations} asked for"),
-        ("Cost", _number(usd, ".2f", "$"), f"reserved workers alone: {_number(alone, '.2f', '$')}{times}"),
+        ("Iterations", str(known["iterations"]), f"of {facts.settings.run.iterations:,} asked for"),
+        ("Cost", _number(usd, ",.2f", "$"), f"reserved workers alone: {_number(alone, ',.2f', '$')}{times}"),
         ("Spot workers busy", busy, "of the seconds that were paid for"),
         ("Preemptions", str(known["preemptions"]), f"spot workers lost on the way{_reserved_too(lost)}"),
     ]
@@ -327,10 +334,18 @@ REWARD_NOTE = (
     "Mean reward of the samples that were trained on, of all seeds that were explored, and of the held-out prompts. "
     "Explored seeds were drawn one version earlier than the samples chosen from them. Click a name to hide its line."
 )
-TIMELINE_NOTE = (
-    "One lane per worker. In the violet bands a reserved worker trains: amber below it is exploration for the next "
+LANES_NOTE = (
+    "In the violet bands a reserved worker trains: amber below it is exploration for the next "
     "iteration, in time that spot workers would have idled away. Pale amber was called off when training ended. "
-    "Drag to move, drag the window in the small picture, or hold ctrl and use the wheel."
+)
+TIMELINE_NOTE = (
+    "One lane per worker. "
+    + LANES_NOTE
+    + "Drag to move, drag the window in the small picture, or hold ctrl and use the wheel."
+)
+CROWDED_NOTE = (
+    "Above, how many workers did what in the whole run. Below, a lane for each of {shown} of its {all:,} workers, "
+    "evenly chosen, in the iterations that are framed above. " + LANES_NOTE
 )
 GRID_NOTE = (
     "The text that each held-out prompt asks for, drawn with its first seed before and after training; rewards below."

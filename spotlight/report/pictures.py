@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -32,6 +33,8 @@ from spotlight.report.palette import (
 
 GRID_COLUMNS, GRID_MAX = 8, 32
 """Validation prompts in a row and in all: more cannot be told apart on a page 1,180 px wide."""
+COUNTS_IN = 2.4
+"""Height of the picture that counts workers."""
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "text.color": INK,
@@ -104,26 +107,43 @@ def _reward(facts: Facts) -> Figure | None:
 
 
 def _timeline(facts: Facts) -> Figure | None:
+    """What every worker did, and below it a few iterations; of a crowded run, how many workers did what, and a few."""
     if not facts.spans:
         return None
-    windows = list(dict.fromkeys([facts.whole, facts.zoom()]))
-    count = len(facts.lanes())
-    lane_in = max(0.12, min(0.34, 6 / count))
-    picture = Figure(figsize=(13, 1.3 + len(windows) * (0.75 + lane_in * count)), layout="constrained")
-    axes = picture.subplots(len(windows), 1, squeeze=False)[:, 0]
-    for ax, window in zip(axes, windows, strict=True):
-        _draw_lanes(ax, facts, window)
-    axes[0].set_title("What every worker did")
+    zoom, is_crowded = facts.zoom(), facts.is_crowded()
+    shown = facts.closer() if is_crowded else facts
+    count = len(shown.lanes())
+    lanes_in = 0.75 + max(0.12, min(0.34, 6 / count)) * count
+    heights_in = [COUNTS_IN, lanes_in] if is_crowded else [lanes_in] * len({facts.whole, zoom})
+    picture = Figure(figsize=(13, 1.3 + sum(heights_in)), layout="constrained")
+    axes = picture.subplots(len(heights_in), 1, squeeze=False, height_ratios=heights_in)[:, 0]
+    if is_crowded:
+        _draw_counts(axes[0], facts)
+        axes[0].set_title("How many workers did what")
+    else:
+        _draw_lanes(axes[0], facts, facts.whole)
+        axes[0].set_title("What every worker did")
+    if len(axes) > 1:
+        _draw_lanes(axes[1], shown, zoom)
+        axes[0].axvspan(*zoom, fill=False, edgecolor=INK, lw=1.2, zorder=5)
+        some = f", {count} of {len(facts.lanes()):,} workers" if is_crowded else ""
+        axes[1].set_title(f"Closer: {zoom[0]:.0f} s to {zoom[1]:.0f} s{some}", fontsize=10)
     axes[-1].set_xlabel("seconds since the start")
-    if len(windows) > 1:
-        axes[0].axvspan(*windows[1], fill=False, edgecolor=INK, lw=1.2, zorder=5)
-        axes[1].set_title(f"Closer: {windows[1][0]:.0f} s to {windows[1][1]:.0f} s", fontsize=10)
-    handles: list[Artist] = [Patch(color=phase_colour(phase), label=phase) for phase in facts.phases()]
+    handles: list[Artist] = [Patch(color=phase_colour(phase), label=phase) for phase in facts.by_phase()]
     handles.append(Patch(color=ALIVE, label="idle"))
-    if facts.losses():
+    if shown.losses():
         handles.append(Line2D([], [], color=LOST, marker="X", mec="white", ms=9, lw=0, label="preempted"))
     picture.legend(handles=handles, loc="outside lower center", ncols=len(handles), handlelength=1.1, columnspacing=1.4)
     return picture
+
+
+def _draw_counts(ax: Axes, facts: Facts) -> None:
+    """How many workers were at each phase, one band upon the other, over the whole run."""
+    at_s, counts = facts.counts()
+    colours = [ALIVE if phase == "idle" else phase_colour(phase) for phase in counts]
+    ax.stackplot(at_s, *counts.values(), colors=colours, lw=0)
+    ax.set(xlim=facts.whole, ylabel="workers")
+    ax.set_ylim(bottom=0)
 
 
 def _draw_lanes(ax: Axes, facts: Facts, window: Interval) -> None:
@@ -131,18 +151,15 @@ def _draw_lanes(ax: Axes, facts: Facts, window: Interval) -> None:
     lanes = facts.lanes()
     pools = list(dict.fromkeys(pool for pool, _ in lanes))
     row = {lane: index + 0.5 * pools.index(lane[0]) for index, lane in enumerate(lanes)}
-    for lane, (joined_s, left_s) in facts.alive():
-        ax.broken_barh([(joined_s, left_s - joined_s)], (row[lane] - 0.44, 0.88), color=ALIVE, lw=0, zorder=0.5)
-    bars: defaultdict[tuple[float, str, float], list[Interval]] = defaultdict(list)
+    _draw_bars(ax, [(row[lane], alive) for lane, alive in facts.alive()], 0.88, color=ALIVE, zorder=0.5)
+    bars: defaultdict[tuple[str, float], list[tuple[float, Interval]]] = defaultdict(list)
     for span in facts.spans:
         alpha = CALLED_OFF_ALPHA if span.outcome in ("dropped", "stopped") else 1.0
-        bars[row[span.pool, span.worker], phase_colour(span.phase), alpha].append(
-            (span.start_s, span.stop_s - span.start_s)
-        )
+        bars[phase_colour(span.phase), alpha].append((row[span.pool, span.worker], (span.start_s, span.stop_s)))
     for start_s, stop_s in facts.training():
         ax.axvspan(start_s, stop_s, color=phase_colour("train"), alpha=0.1, lw=0, zorder=0.8)
-    for (middle, colour, alpha), bar in bars.items():
-        ax.broken_barh(bar, (middle - 0.36, 0.72), color=colour, alpha=alpha, lw=0)
+    for (colour, alpha), drawn in bars.items():
+        _draw_bars(ax, drawn, 0.72, color=colour, alpha=alpha)
     for lane, at_s in facts.losses():
         ax.plot(at_s, row[lane], "X", color=LOST, mec="white", ms=9, zorder=6)
     for lane, left_s in facts.departures():
@@ -154,6 +171,16 @@ def _draw_lanes(ax: Axes, facts: Facts, window: Interval) -> None:
     ax.tick_params(left=False)
     ax.spines["left"].set_visible(False)
     ax.set(xlim=window, ylim=(max(row.values()) + 0.6, -0.6))
+
+
+def _draw_bars(ax: Axes, bars: list[tuple[float, Interval]], height: float, **style: Any) -> None:
+    """Bars by their middle and interval, as one artist: a thousand artists take a minute."""
+    half = height / 2
+    corners = [
+        [(start, middle - half), (start, middle + half), (stop, middle + half), (stop, middle - half)]
+        for middle, (start, stop) in bars
+    ]
+    ax.add_collection(PolyCollection(corners, lw=0, **style), autolim=False)
 
 
 def _grid(facts: Facts) -> Figure | None:

@@ -15,9 +15,10 @@ from bokeh.models import (
     NumeralTickFormatter,
     RangeTool,
 )
+from bokeh.models.annotations import BoxAnnotation
 
 from spotlight.market.ledger import Ledger
-from spotlight.records import Span
+from spotlight.records import Interval, Span
 from spotlight.report.facts import Facts
 from spotlight.report.money import rows
 from spotlight.report.palette import (
@@ -27,7 +28,6 @@ from spotlight.report.palette import (
     LOST,
     PHASE_COLOURS,
     POOL_COLOURS,
-    base_phase,
     phase_colour,
 )
 from spotlight.report.style import Plot, empty_plot, legend_above
@@ -57,13 +57,51 @@ LEAST_PX = 220
 
 
 def timeline_plot(facts: Facts) -> Plot:
-    """What every worker did, and below it the whole run with a window to drag."""
+    """What every worker did, and below it the whole run with a window to drag.
+
+    Of a crowded run, how many workers did what, and below it what some of them did in a few iterations.
+    """
+    if facts.is_crowded():
+        return column(_counts_plot(facts), _lanes_plot(facts.closer(), facts.zoom()), sizing_mode="stretch_width")
+    plot = _lanes_plot(facts, facts.zoom())
+    if facts.zoom() == facts.whole:
+        return plot
+    overview = empty_plot(50 + min(12 * len(facts.lanes()), 140), tools="", y_range=plot.y_range, x_range=facts.whole)
+    overview.yaxis.visible = overview.ygrid.visible = False
+    _plot_lanes(overview, facts, cross_px=7)
+    overview.legend.visible = False
+    window = RangeTool(x_range=plot.x_range)
+    window.overlay.fill_color, window.overlay.fill_alpha = INK, 0.08
+    window.overlay.line_color, window.overlay.line_alpha, window.overlay.line_dash = INK, 0.8, "solid"
+    overview.add_tools(window)
+    return column(plot, overview, sizing_mode="stretch_width")
+
+
+def _counts_plot(facts: Facts) -> Plot:
+    """How many workers were at each phase, one band upon the other, and a frame around the iterations of `zoom`."""
+    at_s, counts = facts.counts()
+    plot = empty_plot(280, tools="xpan,reset,save", x_range=facts.whole, y_axis_label="workers")
+    plot.y_range.start = 0
+    colours = [ALIVE if phase == "idle" else phase_colour(phase) for phase in counts]
+    source = ColumnDataSource({"at": at_s, "all": np.sum(list(counts.values()), axis=0), **counts})
+    plot.varea_stack(list(counts), x="at", color=colours, legend_label=list(counts), source=source)
+    line = plot.line("at", "all", source=source, line_alpha=0)
+    tooltips = [("at", "@at{0} s"), *((phase, f"@{{{phase}}}{{0.0}}") for phase in counts), ("all", "@all{0.0}")]
+    plot.add_tools(HoverTool(renderers=[line], tooltips=tooltips, mode="vline", visible=False))
+    left, right = facts.zoom()
+    plot.add_layout(BoxAnnotation(left=left, right=right, fill_alpha=0, line_color=INK, line_alpha=0.8))
+    legend_above(plot)
+    return plot
+
+
+def _lanes_plot(facts: Facts, window: Interval) -> Plot:
+    """A lane per worker, which shows this stretch of time at first."""
     lanes = facts.lanes()[::-1]
     plot = empty_plot(
         max(LEAST_PX, 90 + max(14, min(36, 900 // len(lanes))) * len(lanes)),
         tools="xpan,xbox_zoom,reset,save",
         y_range=FactorRange(factors=lanes, group_padding=0.6),
-        x_range=facts.zoom(),
+        x_range=window,
         x_axis_label="seconds since the start",
     )
     plot.ygrid.grid_line_color = None
@@ -78,23 +116,13 @@ def timeline_plot(facts: Facts) -> Plot:
     ]
     plot.add_tools(HoverTool(renderers=_plot_lanes(plot, facts, cross_px=13), tooltips=tooltips, visible=False))
     legend_above(plot)
-    if facts.zoom() == facts.whole:
-        return plot
-    overview = empty_plot(50 + min(12 * len(lanes), 140), tools="", y_range=plot.y_range, x_range=facts.whole)
-    overview.yaxis.visible = overview.ygrid.visible = False
-    _plot_lanes(overview, facts, cross_px=7)
-    overview.legend.visible = False
-    window = RangeTool(x_range=plot.x_range)
-    window.overlay.fill_color, window.overlay.fill_alpha = INK, 0.08
-    window.overlay.line_color, window.overlay.line_alpha, window.overlay.line_dash = INK, 0.8, "solid"
-    overview.add_tools(window)
-    return column(plot, overview, sizing_mode="stretch_width")
+    return plot
 
 
 def money_plot(facts: Facts) -> Plot:
     """Dollars spent by pool over time, beside what reserved workers alone would have cost."""
     plot = empty_plot(280, tools="xpan,reset,save", x_axis_label="seconds since the start", y_axis_label="US dollars")
-    plot.yaxis.formatter = NumeralTickFormatter(format="$0.00")
+    plot.yaxis.formatter = NumeralTickFormatter(format="$0,0.00")
     at_s, pools, reserved_only = facts.money()
     total = np.sum(list(pools.values()), axis=0)
     source = ColumnDataSource({"at": at_s, "reserved_only": reserved_only, "total": total, **pools})
@@ -105,8 +133,8 @@ def money_plot(facts: Facts) -> Plot:
     label = "the same work on reserved workers alone, never idle"
     dashed: Any = {"color": LOST, "line_width": 2, "line_dash": "dashed"}
     plot.line("at", "reserved_only", source=source, **dashed, legend_label=label)
-    rows = [("at", "@at{0} s"), *((name, f"@{name}{{$0.000}}") for name in names), ("together", "@total{$0.000}")]
-    tooltips = [*rows, ("reserved only", "@reserved_only{$0.000}")]
+    rows = [("at", "@at{0} s"), *((name, f"@{name}{{$0,0.000}}") for name in names), ("together", "@total{$0,0.000}")]
+    tooltips = [*rows, ("reserved only", "@reserved_only{$0,0.000}")]
     plot.add_tools(HoverTool(renderers=[line], tooltips=tooltips, mode="vline", visible=False))
     legend_above(plot)
     return plot
@@ -120,7 +148,7 @@ def spending_plot(ledger: Ledger) -> Plot:
     )
     plot.ygrid.grid_line_color = None
     plot.yaxis.axis_line_color = plot.yaxis.major_tick_line_color = None
-    plot.xaxis.formatter = NumeralTickFormatter(format="$0.00[00]")
+    plot.xaxis.formatter = NumeralTickFormatter(format="$0,0.00[00]")
     plot.x_range.start = 0
     left = dict.fromkeys(pools, 0.0)
     for row in rows(ledger):
@@ -142,7 +170,7 @@ def spending_plot(ledger: Ledger) -> Plot:
         if row.is_waste:
             style |= {"hatch_pattern": "/", "hatch_color": "white", "hatch_scale": 14, "hatch_weight": 1.2}
         bar = plot.hbar("pool", 0.62, "left", "right", source=source, **style, legend_label=row.name)
-        tooltips = [("", f"{row.name}, @pool"), ("dollars", "@usd{$0.0000}"), ("time", "@seconds{0,0.0} s")]
+        tooltips = [("", f"{row.name}, @pool"), ("dollars", "@usd{$0,0.0000}"), ("time", "@seconds{0,0.0} s")]
         plot.add_tools(HoverTool(renderers=[bar], tooltips=tooltips, visible=False))
     legend_above(plot)
     return plot
@@ -185,8 +213,8 @@ def _plot_lanes(plot: Plot, facts: Facts, *, cross_px: int) -> list[Any]:
         line_color=None,
     )
     bars = []
-    for phase in facts.phases():
-        source = ColumnDataSource(_columns([span for span in facts.spans if base_phase(span.phase) == phase]))
+    for phase, spans in facts.by_phase().items():
+        source = ColumnDataSource(_columns(spans))
         style: Any = {"color": phase_colour(phase), "alpha": "alpha", "line_color": None}
         bars.append(plot.hbar("lane", 0.72, "start_s", "stop_s", source=source, **style, legend_label=phase))
     gone, losses = facts.departures(), facts.losses()
@@ -198,8 +226,11 @@ def _plot_lanes(plot: Plot, facts: Facts, *, cross_px: int) -> list[Any]:
 
 
 def _columns(spans: Sequence[Span]) -> dict[str, Any]:
-    return {name: [getattr(span, name) for span in spans] for name in Span.__dataclass_fields__} | {
+    alphas = [CALLED_OFF_ALPHA if span.outcome in ("dropped", "stopped") else 1.0 for span in spans]
+    return {
+        **{name: [getattr(span, name) for span in spans] for name in ("worker", "pool", "key", "phase", "outcome")},
+        **{name: np.array([getattr(span, name) for span in spans]) for name in ("iteration", "start_s", "stop_s")},
         "lane": [(span.pool, span.worker) for span in spans],
-        "seconds": [span.stop_s - span.start_s for span in spans],
-        "alpha": [CALLED_OFF_ALPHA if span.outcome in ("dropped", "stopped") else 1.0 for span in spans],
+        "seconds": np.array([span.stop_s - span.start_s for span in spans]),
+        "alpha": np.array(alphas),
     }

@@ -489,7 +489,8 @@ class RunDir:
         Raises:
             SpotlightError: a finished line is damaged.
         """
-        return [self._record(journal, number, line, kind) for number, line in self._lines(journal)]
+        path = self.path / journal
+        return [_record(path, number, line, kind) for number, line in _numbered(path)]
 
     def rows(self, journal: str) -> list[dict[str, Any]]:
         """The same, with whatever fields they have."""
@@ -512,7 +513,7 @@ class RunDir:
             lines = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
             if len(lines) > rows or wanted >= size:
                 first = self.count(journal) - len(lines[-rows:]) + 1
-                return [self._record(journal, number, line, kind) for number, line in enumerate(lines[-rows:], first)]
+                return [_record(path, number, line, kind) for number, line in enumerate(lines[-rows:], first)]
             wanted *= 4
 
     @property
@@ -543,20 +544,13 @@ class RunDir:
 
     def decisions(self) -> list[Allocation | dict[str, Any]]:
         """Rows for `spotlight.plan.replay`."""
-        rows: list[Allocation | dict[str, Any]] = []
-        for number, line in self._lines(DECISIONS):
-            if self._record(DECISIONS, number, line, _Decision).decision == "allocate":
-                rows.append(self._record(DECISIONS, number, line, Allocation))
+        path, rows = self.path / DECISIONS, list[Allocation | dict[str, Any]]()
+        for number, line in _numbered(path):
+            if _record(path, number, line, _Decision).decision == "allocate":
+                rows.append(_record(path, number, line, Allocation))
             else:
-                rows.append(self._record(DECISIONS, number, line, dict[str, Any]))
+                rows.append(_record(path, number, line, dict[str, Any]))
         return rows
-
-    def _lines(self, journal: str) -> Iterable[tuple[int, bytes]]:
-        return enumerate((line.rstrip(b"\n") for line in _whole_lines(self.path / journal)), 1)
-
-    def _record(self, journal: str, number: int, line: bytes, kind: type[Record]) -> Record:
-        where, way_out = f"{self.path / journal}:{number}", "restore the file or delete the line"
-        return from_json(kind, line, where, way_out, finite=kind is ValidationRow)
 
     def append(self, journal: str, *rows: Mapping[str, Any]) -> None:
         """Add lines durably, cutting off a torn one first; any thread of the one driver may.
@@ -749,3 +743,12 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
 
 def _whole_lines(path: Path) -> list[bytes]:
     return [line for line in (content_of(path) or b"").splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _numbered(path: Path) -> Iterable[tuple[int, bytes]]:
+    return enumerate((line.rstrip(b"\n") for line in _whole_lines(path)), 1)
+
+
+def _record(path: Path, number: int, line: bytes, kind: type[Record]) -> Record:
+    where, way_out = f"{path}:{number}", "restore the file or delete the line"
+    return from_json(kind, line, where, way_out, finite=kind is ValidationRow)
