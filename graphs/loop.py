@@ -157,7 +157,9 @@ class Loop:
             measured=measured,
         )
         run.append(HISTORY, row_of(row))
-        retain(run.url, {0, after.weights.version, weights.version, *self._validated_versions()})
+        kept = {0, after.weights.version, weights.version, *self._validated_versions()}
+        retain(run.url, kept)
+        run.retain_beliefs(kept, weights.version - 1)
         return after.weights
 
     def _window_s(self, k: int) -> float:

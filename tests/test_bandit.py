@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spotlight.plan.bandit import PROBE_SHARE, affordable, allocate, captured_variance, equal_shares, rank_correlation
-from spotlight.plan.beliefs import Arm, Beliefs, learn
+from spotlight.plan.beliefs import FORGOTTEN_AFTER, Arm, Beliefs, learn
 from spotlight.plan.subset import max_variance_subset, most_varied
 
 rewards_of_any_kind = st.one_of(
@@ -312,6 +312,15 @@ def test_an_old_belief_fades() -> None:
 
     assert soon == 0
     assert late > 0
+
+
+def test_a_prompt_that_was_not_seen_for_long_is_forgotten() -> None:
+    beliefs = learn(Beliefs(), 0, {0: ALL_ONE, 1: ALL_ZERO})
+
+    for iteration in range(1, FORGOTTEN_AFTER + 2):
+        beliefs = learn(beliefs, iteration, {2: VARIED, **({1: ALL_ZERO} if iteration == 9 else {})})
+        known = {seen.prompt for seen in beliefs.prompts}
+        assert known == ({0, 1, 2} if iteration <= FORGOTTEN_AFTER else {1, 2})
 
 
 def test_the_less_ranking_transfers_the_less_is_explored() -> None:

@@ -275,6 +275,15 @@ def test_a_strategy_that_changes_nothing_is_what_is_configured_and_not_run_again
     assert names == ["ours (as configured)", "other seed"]
 
 
+def test_what_the_planner_knew_is_kept_only_where_the_weights_are(tmp_path: Path) -> None:
+    run = simulated(tmp_path, "run.iterations=7", "run.validate_every=3").directory
+
+    known = {path.stem for path in run.path.glob("beliefs/*.json")}
+
+    assert known == {"00003", "00006", "00007"}
+    assert known | {"00000"} == {path.name[1:] for path in run.path.glob("weights/v*")}
+
+
 def test_the_shell_compares_with_what_the_settings_name(tmp_path: Path) -> None:
     settings = settings_file(tmp_path)
     text = settings.read_text() + '\n[simulation.strategies."no exploration"]\n"strategy.exploration" = "off"\n'

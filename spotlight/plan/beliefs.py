@@ -35,6 +35,8 @@ FADING = 0.93
 """What a count is worth an iteration later: half after ten."""
 MEMORY = 64.0
 """Most rewards that a prompt's past is worth, so that a few iterations of drift never outweigh the present."""
+FORGOTTEN_AFTER = 155
+"""Iterations after which a prompt's past is given up: by then it is worth a thousandth of a reward at most."""
 FIDELITY_START = 0.8
 """The fidelity that is assumed before it is measured: that of the demo."""
 FIDELITY_PAIRS = 32.0
@@ -121,11 +123,16 @@ def learn(
         for prompt, counts_N in zip(rewards, counts_PN.tolist(), strict=True)
     )
     kinds = _kinds(beliefs, age, counts_PN)
+    remembered = (
+        known
+        for known in beliefs.prompts
+        if known.prompt not in rewards and iteration - known.iteration <= FORGOTTEN_AFTER
+    )
     return Beliefs(
         iteration=iteration,
         kinds=tuple(kinds.prompts_K.tolist()),
         nodes=tuple(kinds.prompts_N.tolist()),
-        prompts=(*(known for known in beliefs.prompts if known.prompt not in rewards), *seen),
+        prompts=(*remembered, *seen),
         fidelity=_fidelity(beliefs.fidelity, (pairs or {}).values()),
     )
 

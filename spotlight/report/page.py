@@ -81,7 +81,7 @@ FILES = {
     "events.jsonl": "what happened to gangs and workers",
     "decisions.jsonl": "what was decided from what, enough to decide it again",
     "quarantined.jsonl": "requests that nobody runs any more",
-    "beliefs": "what the planner knew before every iteration",
+    "beliefs": "what the planner knew when it had the weights that are kept",
     "offload": "how long reserved workers may roll out in every iteration",
     "summary.json": "the numbers at the top of this page",
     "simulated.json": "says that no machine ran this, and how it learnt",

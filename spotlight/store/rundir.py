@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import cache
 from hashlib import sha256
@@ -613,6 +613,11 @@ class RunDir:
 
     def record_beliefs(self, iteration: int, beliefs: Beliefs) -> None:
         self.write_json(f"beliefs/{iteration:05d}.json", beliefs)
+
+    def retain_beliefs(self, keep: Collection[int], iteration: int) -> None:
+        """Remove those of an iteration, unless it is one to keep: with twenty thousand prompts they are megabytes."""
+        if iteration not in keep:
+            self.objects.delete(self.beliefs_key(iteration))
 
     def offload(self, iteration: int) -> Offload | None:
         """The rollout window of an iteration, and those remembered; None where none was worked out."""
