@@ -177,6 +177,8 @@ class Run:
         self._process: subprocess.Popen[bytes] | None = None
         """The driver, if it is a process of its own that was begun here."""
         self._stop = threading.Event()
+        self._over = threading.Event()
+        """The thread's work is done. `Thread.is_alive` does not know after a Ctrl-C in `Thread.join` (CPython 3.11)."""
         self._error: BaseException | None = None
         self._state = "new"
         self._driver: Driver | None = None
@@ -225,6 +227,7 @@ class Run:
             self._thread, self._process = None, begin(self._directory, self._cluster)
             return self
         self._state, self._driver = "starting", None
+        self._over.clear()
         self._thread = threading.Thread(target=self._work, name="spotlight-run")
         self._thread.start()
         return self
@@ -247,7 +250,7 @@ class Run:
 
     @property
     def _is_ours(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and not self._over.is_set()
 
     @property
     def alive(self) -> bool:
@@ -273,7 +276,7 @@ class Run:
             TimeoutError: it still runs.
         """
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            self._over.wait(timeout_s)
         else:
             began_s = wall_clock()
             if self._process is not None:
@@ -451,6 +454,8 @@ class Run:
             self._state, self._error = "stopped", Stopped(f"resume with: {self.directory.resume_command}")
         except BaseException as error:  # carried to whoever waits
             self._state, self._error = "failed", _explain(error, self.directory)
+        finally:
+            self._over.set()
 
 
 def _explain(error: BaseException, run: RunDir) -> BaseException:

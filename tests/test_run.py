@@ -295,6 +295,18 @@ def test_a_result_that_is_lost_with_its_worker_is_waited_for_until_it_is_made_ag
     assert told == ["finished", "lost", "lost", "finished"]
 
 
+def test_who_is_interrupted_while_waiting_can_wait_again(undisturbed: Path, tmp_path: Path) -> None:
+    run = Run(settings_file(tmp_path)).start()
+    threading.Timer(0.5, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)).start()
+
+    with pytest.raises(KeyboardInterrupt):
+        run.wait()
+
+    assert run.alive
+    assert run.wait().state == "finished"
+    assert outcome(run.directory.path) == outcome(undisturbed)
+
+
 def test_stop_ends_a_run_that_start_takes_up_again(undisturbed: Path, tmp_path: Path) -> None:
     run = Run(settings_file(tmp_path)).start()
     wait_for(lambda: run.directory.rows(HISTORY))
