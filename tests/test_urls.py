@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+import struct
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 from uuid import uuid4
 
 import numpy as np
 import pytest
 import torch
+from distributed.protocol.pickle import dumps, loads
 from obstore.exceptions import NotFoundError
+from tblib.pickling_support import install  # type: ignore[import-untyped]
+from zarr.core.sync import sync
 
 from factories import make_request
 from runs import settings_file
@@ -21,6 +29,7 @@ from spotlight.store.lease import LEASE_S, Lease
 from spotlight.store.node import Node
 from spotlight.store.objects import BucketObjects, DirectoryObjects, Objects, StoreError, told
 from spotlight.store.rundir import HISTORY, SPANS, RunDir
+from spotlight.store.zarr_store import ZarrStore
 
 
 @pytest.fixture
@@ -306,13 +315,82 @@ def test_a_store_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
-    monkeypatch.setattr("spotlight.store.objects.RETRIES", 1)
+    monkeypatch.setattr("spotlight.store.objects.FIRST_RETRY_S", 0.5)
 
-    with pytest.raises(StoreError, match=r"s3://.*config.toml: cannot be read: .*AWS_ACCESS_KEY_ID") as refused:
+    with pytest.raises(StoreError, match=r"s3://.*/a: cannot be read: .*AWS_ACCESS_KEY_ID") as refused:
         RunDir.open(f"s3://{uuid4().hex}/runs/a")
 
     assert "\n" not in str(refused.value)
     assert "hush" not in str(refused.value)
+
+
+class BrokenLine(BaseHTTPRequestHandler):
+    """An object store that hangs up on whoever writes, until it has done so often enough."""
+
+    objects: ClassVar[dict[str, bytes]] = {}
+    hang_ups: ClassVar[list[str]] = []
+    """For each, whether what came is kept all the same."""
+
+    def do_PUT(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        is_there = self.path in self.objects
+        how = self.hang_ups.pop(0) if self.hang_ups else ""
+        if how != "lost" and not is_there:
+            self.objects[self.path] = content
+        if how:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+            self.connection.close()
+            self.close_connection = True
+            return
+        self._answer(412 if is_there else 200, b"")
+
+    def do_GET(self) -> None:
+        self._answer(200, self.objects[self.path])
+
+    def _answer(self, status: int, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", '"1"')
+        self.send_header("Last-Modified", "Tue, 24 Nov 2026 00:00:00 GMT")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("hang_ups", [["lost"], ["lost", "lost"], ["kept"]])
+def test_what_is_created_once_is_created_though_the_store_hangs_up(
+    monkeypatch: pytest.MonkeyPatch, hang_ups: list[str]
+) -> None:
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
+    monkeypatch.setattr(BrokenLine, "objects", {})
+    with ThreadingHTTPServer(("127.0.0.1", 0), BrokenLine) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+            url = f"s3://{uuid4().hex}/runs"
+
+            monkeypatch.setattr(BrokenLine, "hang_ups", list(hang_ups))
+            assert BucketObjects(url).create("lease", b"mine")
+            monkeypatch.setattr(BrokenLine, "hang_ups", list(hang_ups))
+            sync(ZarrStore(url).create("commit", b"step 3"))
+
+            assert not BrokenLine.hang_ups
+            assert not BucketObjects(url).create("lease", b"another's")
+            assert sorted(BrokenLine.objects.values()) == [b"mine", b"step 3"]
+        finally:
+            server.shutdown()
+
+
+def test_an_error_of_a_store_comes_back_from_a_worker_as_it_was() -> None:
+    install(StoreError)  # as it is where Dask is imported later
+    error = loads(dumps(StoreError("out of reach")))
+
+    assert isinstance(error, StoreError)
+    assert str(error) == "out of reach"
 
 
 @pytest.mark.parametrize("url", ["s3://", "gs:///"])

@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import lru_cache
@@ -23,17 +24,27 @@ from spotlight.files import OBJECT_SCHEMES, SECRETS_COME_FROM, check_url, is_url
 from spotlight.records import SpotlightError
 from spotlight.store.node import Source, from_file
 
-RETRIES = 6
-"""Of one operation, with pauses from 0.1 s to 10 s between them."""
 RETRY_S = 45.0
-"""Then the store counts as out of reach: longer than a fail-over, shorter than a person waits."""
+"""Then the store counts as out of reach: longer than a fail-over, shorter than a lease."""
+FIRST_RETRY_S = 4.0
+"""The same before anything depends on the store, when its address may be wrong and a person waits."""
+BACKOFF: Any = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 3}
+"""Pauses between two tries are drawn from 0.1 s to three times the last one; with two times they hardly grow."""
 CLIENT_OPTIONS = {"connect_timeout": "5s", "timeout": "60s"}
 """Of one request; a part of a large object is 5 MB. They replace those that obstore takes from the environment, so
 ``AWS_ALLOW_HTTP``, for a server without TLS, is read here."""
 
 
+_reached = set[str]()
+"""Buckets that answered this process."""
+
+
 class StoreError(SpotlightError, OSError):
     """An object store refused, or did not answer."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without it, tblib, by which Dask sends errors, cannot read one with two builtin ancestors."""
+        return type(self), self.args
 
 
 class Objects(Protocol):
@@ -180,12 +191,18 @@ class BucketObjects:
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
+        pauses = pauses_s()
         with told(self.where(key), "written"):
-            try:
-                obstore.put(self._store, key, content, mode="create")
-            except AlreadyExistsError:  # perhaps by this call's first attempt, whose answer was lost
-                return self.get(key) == content
-            return True
+            while True:
+                try:
+                    obstore.put(self._store, key, content, mode="create")
+                    return True
+                except AlreadyExistsError:  # perhaps by an earlier try, whose answer was lost
+                    return self.get(key) == content
+                except unanswered():
+                    if (pause_s := next(pauses, None)) is None:
+                        raise
+                    time.sleep(pause_s)
 
     def sizes(self, prefix: str) -> dict[str, int]:
         import obstore
@@ -235,9 +252,27 @@ def check_address(url: str) -> None:
         raise SpotlightError(f"{url}: expected a directory, or a URL of {', '.join(OBJECT_SCHEMES)}")
 
 
+def check_reach(url: str) -> None:
+    """Find out soon whether a store answers, the first time that this process asks it.
+
+    Raises:
+        StoreError: it does not.
+    """
+    import obstore
+
+    bucket = "/".join(url.split("/")[:3])
+    if bucket not in _reached:
+        with told(url, "read"), contextlib.suppress(FileNotFoundError):
+            obstore.head(object_store(url, FIRST_RETRY_S), "config.toml")
+        _reached.add(bucket)
+
+
 @lru_cache
-def object_store(url: str) -> Any:
+def object_store(url: str, retry_s: float = RETRY_S) -> Any:
     """obstore's store of a URL, the same for the same one: memory is then seen by the whole process, and by no other.
+
+    Args:
+        retry_s: for how long an operation is tried again.
 
     Raises:
         SpotlightError: it cannot be opened.
@@ -250,8 +285,7 @@ def object_store(url: str) -> Any:
     scheme = url.partition("://")[0]
     if scheme == "memory":
         return MemoryStore()
-    backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=10), "base": 2}
-    retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S), "backoff": backoff}
+    retry: Any = {"max_retries": 1_000, "retry_timeout": timedelta(seconds=retry_s), "backoff": BACKOFF}
     options: Any = CLIENT_OPTIONS | {"allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1")}
     try:
         return from_url(url, client_options=options, retry_config=retry)
@@ -259,6 +293,23 @@ def object_store(url: str) -> Any:
         raise SpotlightError(
             f"{url!r} cannot be opened: {first_line(error)}; give a URL of {', '.join(OBJECT_SCHEMES)}"
         ) from None
+
+
+def pauses_s() -> Iterator[float]:
+    """Between the tries of an exclusive creation, which obstore does not try again: it may have been done."""
+    until_s, pause_s = time.monotonic() + RETRY_S, 0.1
+    while time.monotonic() < until_s:
+        yield pause_s
+        pause_s = min(2 * pause_s, 5.0)
+
+
+def unanswered() -> tuple[type[Exception], ...]:
+    """What obstore raises where a store did not answer; nothing without obstore."""
+    if not find_spec("obstore"):
+        return ()
+    from obstore.exceptions import GenericError
+
+    return (GenericError,)
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ from spotlight.records import Quarantined, Selection, SpotlightError, record
 from spotlight.store.decoding import Record, from_json
 from spotlight.store.journals import Journals
 from spotlight.store.lease import Lease
-from spotlight.store.objects import StoreError, atomic_write, check_address, content_of, objects_at
+from spotlight.store.objects import StoreError, atomic_write, check_address, check_reach, content_of, objects_at
 
 HISTORY = "history.jsonl"
 VALIDATION = "validation.jsonl"
@@ -173,6 +173,8 @@ class RunDir:
         """Make a new directory, named after the run and the time, with the resolved settings in it."""
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
         parent = settings.run.dir.rstrip("/") if is_url(settings.run.dir) else settings.run.dir
+        if is_url(parent):
+            check_reach(parent)
         for attempt in range(100):
             name = f"{settings.run.name}-{stamp}{f'-{attempt}' if attempt else ''}"
             with contextlib.suppress(FileExistsError):
@@ -190,6 +192,7 @@ class RunDir:
             raise SpotlightError(f"{str(place)!r} is no run directory: name one, or leave it out for a new one")
         if is_url(place):
             check_address(str(place))
+            check_reach(str(place))
             if objects_at(place).size(config.RESOLVED) is None:
                 cls._create(str(place), settings, anew=False)
         else:
@@ -302,6 +305,7 @@ class RunDir:
         """
         if is_url(path):
             check_address(str(path))
+            check_reach(str(path))
         run = cls(path)
         if run.objects.size(config.RESOLVED) is None:
             raise SpotlightError(

@@ -34,7 +34,7 @@ from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore
 
 from spotlight.files import OBJECT_SCHEMES
 from spotlight.records import SpotlightError
-from spotlight.store.objects import first_line, object_store, told
+from spotlight.store.objects import first_line, object_store, pauses_s, told, unanswered
 
 Float32 = NDArray[np.float32]
 
@@ -72,8 +72,15 @@ class ZarrStore:
 
     async def create(self, key: str, value: bytes) -> None:
         """Write a key unless it is there. The store does not tell whether it wrote: reading back does."""
+        pauses = pauses_s()
         with self._told(f"{self.url}/{key}", "written"):
-            await self._store.set_if_not_exists(key, Buffer.from_bytes(value))
+            while True:
+                try:
+                    return await self._store.set_if_not_exists(key, Buffer.from_bytes(value))
+                except unanswered():
+                    if (pause_s := next(pauses, None)) is None:
+                        raise
+                    await asyncio.sleep(pause_s)
 
     async def exists(self, key: str) -> bool:
         with self._told(f"{self.url}/{key}", "read"):
