@@ -324,6 +324,10 @@ def test_a_store_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -
     assert "hush" not in str(refused.value)
 
 
+OLD = ("runs/commits/a", "runs/commits/b")
+FACTS = "<LastModified>2026-11-24T00:00:00.000Z</LastModified><Size>1</Size>"
+
+
 class BrokenLine(BaseHTTPRequestHandler):
     """An object store that hangs up on whoever writes, until it has done so often enough."""
 
@@ -338,14 +342,27 @@ class BrokenLine(BaseHTTPRequestHandler):
         if how != "lost" and not is_there:
             self.objects[self.path] = content
         if how:
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
-            self.connection.close()
-            self.close_connection = True
-            return
-        self._answer(412 if is_there else 200, b"")
+            self._reset()
+        else:
+            self._answer(412 if is_there else 200, b"")
+
+    def do_POST(self) -> None:  # of several objects, which are to be deleted
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.hang_ups and self.hang_ups.pop(0):
+            self._reset()
+        else:
+            names = "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in OLD)
+            self._answer(200, f"<DeleteResult>{names}</DeleteResult>".encode())
 
     def do_GET(self) -> None:
-        self._answer(200, self.objects[self.path])
+        names = "".join(f"<Contents><Key>{name}</Key>{FACTS}</Contents>" for name in OLD)
+        found = f"<ListBucketResult><IsTruncated>false</IsTruncated>{names}</ListBucketResult>"
+        self._answer(200, found.encode() if "?" in self.path else self.objects[self.path])
+
+    def _reset(self) -> None:
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        self.close_connection = True
 
     def _answer(self, status: int, content: bytes) -> None:
         self.send_response(status)
@@ -360,7 +377,7 @@ class BrokenLine(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("hang_ups", [["lost"], ["lost", "lost"], ["kept"]])
-def test_what_is_created_once_is_created_though_the_store_hangs_up(
+def test_what_may_have_been_done_is_asked_for_again_when_the_store_hangs_up(
     monkeypatch: pytest.MonkeyPatch, hang_ups: list[str]
 ) -> None:
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
@@ -377,6 +394,9 @@ def test_what_is_created_once_is_created_though_the_store_hangs_up(
             assert BucketObjects(url).create("lease", b"mine")
             monkeypatch.setattr(BrokenLine, "hang_ups", list(hang_ups))
             sync(ZarrStore(url).create("commit", b"step 3"))
+
+            monkeypatch.setattr(BrokenLine, "hang_ups", list(hang_ups))
+            sync(ZarrStore(url).delete_all("commits"))
 
             assert not BrokenLine.hang_ups
             assert not BucketObjects(url).create("lease", b"another's")

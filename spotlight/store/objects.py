@@ -12,17 +12,19 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path, PurePath
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 from uuid import uuid4
 
 from spotlight.files import OBJECT_SCHEMES, SECRETS_COME_FROM, check_url, is_url
 from spotlight.records import SpotlightError
 from spotlight.store.node import Source, from_file
+
+T = TypeVar("T")
 
 RETRY_S = 45.0
 """Then the store counts as out of reach: longer than a fail-over, shorter than a lease."""
@@ -178,44 +180,38 @@ class BucketObjects:
         import obstore
 
         with told(self.where(key), "read"), contextlib.suppress(FileNotFoundError):
-            return bytes(obstore.get(self._store, key).bytes())
+            return asked_again(lambda: bytes(obstore.get(self._store, key).bytes()))
         return None
 
     def put(self, key: str, content: bytes, *, durable: bool = True) -> None:
         import obstore
 
         with told(self.where(key), "written"):
-            obstore.put(self._store, key, content)
+            asked_again(lambda: obstore.put(self._store, key, content))
 
     def create(self, key: str, content: bytes) -> bool:
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
-        pauses = pauses_s()
         with told(self.where(key), "written"):
-            while True:
-                try:
-                    obstore.put(self._store, key, content, mode="create")
-                    return True
-                except AlreadyExistsError:  # perhaps by an earlier try, whose answer was lost
-                    return self.get(key) == content
-                except unanswered():
-                    if (pause_s := next(pauses, None)) is None:
-                        raise
-                    time.sleep(pause_s)
+            try:
+                asked_again(lambda: obstore.put(self._store, key, content, mode="create"))
+            except AlreadyExistsError:  # perhaps by this call's first try, whose answer was lost
+                return self.get(key) == content
+            return True
 
     def sizes(self, prefix: str) -> dict[str, int]:
         import obstore
 
         with told(self.where(prefix), "listed"):
-            found = [meta for batch in obstore.list(self._store, prefix) for meta in batch]
+            found = asked_again(lambda: [meta for batch in obstore.list(self._store, prefix) for meta in batch])
         return {meta["path"]: meta["size"] for meta in sorted(found, key=lambda meta: meta["path"])}
 
     def size(self, key: str) -> int | None:
         import obstore
 
         with told(self.where(key), "read"), contextlib.suppress(FileNotFoundError):
-            return int(obstore.head(self._store, key)["size"])
+            return asked_again(lambda: int(obstore.head(self._store, key)["size"]))
         return None
 
     def delete(self, *keys: str) -> None:
@@ -223,7 +219,7 @@ class BucketObjects:
 
         for key in keys:
             with told(self.where(key), "deleted"), contextlib.suppress(FileNotFoundError):
-                obstore.delete(self._store, key)
+                asked_again(partial(obstore.delete, self._store, key))
 
     def delete_below(self, prefix: str) -> None:
         self.delete(*self.sizes(prefix))
@@ -233,7 +229,7 @@ class BucketObjects:
 
         def read(_: str, offset: int, length: int) -> bytes:
             with told(self.where(key), "read"):
-                return bytes(obstore.get_range(self._store, key, start=offset, length=length))
+                return asked_again(lambda: bytes(obstore.get_range(self._store, key, start=offset, length=length)))
 
         return read
 
@@ -295,21 +291,32 @@ def object_store(url: str, retry_s: float = RETRY_S) -> Any:
         ) from None
 
 
+def asked_again(ask: Callable[[], T]) -> T:
+    """Ask a store, and again where the line broke.
+
+    obstore does not where it may have been done by then; what is asked for here may be done twice.
+    """
+    pauses = pauses_s()
+    while True:
+        try:
+            return ask()
+        except Exception as error:
+            if not is_broken_line(error) or (pause_s := next(pauses, None)) is None:
+                raise
+            time.sleep(pause_s)
+
+
 def pauses_s() -> Iterator[float]:
-    """Between the tries of an exclusive creation, which obstore does not try again: it may have been done."""
+    """Between the tries of one operation, until it was tried for `RETRY_S`."""
     until_s, pause_s = time.monotonic() + RETRY_S, 0.1
     while time.monotonic() < until_s:
         yield pause_s
         pause_s = min(2 * pause_s, 5.0)
 
 
-def unanswered() -> tuple[type[Exception], ...]:
-    """What obstore raises where a store did not answer; nothing without obstore."""
-    if not find_spec("obstore"):
-        return ()
-    from obstore.exceptions import GenericError
-
-    return (GenericError,)
+def is_broken_line(error: Exception) -> bool:
+    """Whether obstore got no answer at all; its errors of this kind have no class of their own."""
+    return type(error).__module__.startswith("obstore") and "HTTP error" in str(error)
 
 
 @contextlib.contextmanager

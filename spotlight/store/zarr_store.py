@@ -15,12 +15,12 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import lru_cache
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -34,8 +34,9 @@ from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore
 
 from spotlight.files import OBJECT_SCHEMES
 from spotlight.records import SpotlightError
-from spotlight.store.objects import first_line, object_store, pauses_s, told, unanswered
+from spotlight.store.objects import first_line, is_broken_line, object_store, pauses_s, told
 
+T = TypeVar("T")
 Float32 = NDArray[np.float32]
 
 run = sync
@@ -62,43 +63,45 @@ class ZarrStore:
 
     async def get(self, key: str) -> bytes | None:
         """The bytes of a key; None if it is not there."""
-        with self._told(f"{self.url}/{key}", "read"):
-            value = await self._store.get(key, prototype=buffer_prototype)
-            return None if value is None else value.to_bytes()
+        value = await self._ask(key, "read", lambda: self._store.get(key, prototype=buffer_prototype))
+        return None if value is None else value.to_bytes()
 
     async def set(self, key: str, value: bytes) -> None:
-        with self._told(f"{self.url}/{key}", "written"):
-            await self._store.set(key, Buffer.from_bytes(value))
+        await self._ask(key, "written", lambda: self._store.set(key, Buffer.from_bytes(value)))
 
     async def create(self, key: str, value: bytes) -> None:
         """Write a key unless it is there. The store does not tell whether it wrote: reading back does."""
-        pauses = pauses_s()
-        with self._told(f"{self.url}/{key}", "written"):
-            while True:
-                try:
-                    return await self._store.set_if_not_exists(key, Buffer.from_bytes(value))
-                except unanswered():
-                    if (pause_s := next(pauses, None)) is None:
-                        raise
-                    await asyncio.sleep(pause_s)
+        await self._ask(key, "written", lambda: self._store.set_if_not_exists(key, Buffer.from_bytes(value)))
 
     async def exists(self, key: str) -> bool:
-        with self._told(f"{self.url}/{key}", "read"):
-            return await self._store.exists(key)
+        return await self._ask(key, "read", lambda: self._store.exists(key))
 
     async def names(self, prefix: str) -> list[str]:
         """What lies directly under a prefix."""
-        with self._told(f"{self.url}/{prefix}", "listed"):
+
+        async def listed() -> list[str]:
             return [name.strip("/") async for name in self._store.list_dir(prefix)]
 
+        return await self._ask(prefix, "listed", listed)
+
     async def delete(self, key: str) -> None:
-        with self._told(f"{self.url}/{key}", "deleted"):
-            await self._store.delete(key)
+        await self._ask(key, "deleted", lambda: self._store.delete(key))
 
     async def delete_all(self, prefix: str) -> None:
         """Remove every key under a prefix."""
-        with self._told(f"{self.url}/{prefix}", "deleted"):
-            await self._store.delete_dir(prefix)
+        await self._ask(prefix, "deleted", lambda: self._store.delete_dir(prefix))
+
+    async def _ask(self, key: str, done: str, ask: Callable[[], Awaitable[T]]) -> T:
+        """Ask the store, and again where the line broke, as `asked_again` does."""
+        pauses = pauses_s()
+        with self._told(f"{self.url}/{key}", done):
+            while True:
+                try:
+                    return await ask()
+                except Exception as error:
+                    if not is_broken_line(error) or (pause_s := next(pauses, None)) is None:
+                        raise
+                    await asyncio.sleep(pause_s)
 
     async def delete_partials(self, prefix: str) -> None:
         """Remove what killed writers left under a prefix."""
