@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -308,6 +309,17 @@ def test_a_url_with_a_secret_is_refused_and_not_repeated(tmp_path: Path, url: st
     with pytest.raises(SpotlightError, match="leave them out") as refused:
         RunDir.open(url)
     assert "hush" not in str(refused.value)
+
+
+def test_without_obstore_a_url_is_refused_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"s3://{uuid4().hex}/runs"
+    monkeypatch.setattr("spotlight.store.objects.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+
+    with pytest.raises(SpotlightError, match="install obstore"):
+        RunDir.open(url)
+    with pytest.raises(SpotlightError, match="install obstore"):
+        RunDir.create(config.load(settings_file(tmp_path), [f"run.dir={url}"]), now_s=0.0)
 
 
 def test_a_store_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,12 +254,13 @@ def check_reach(url: str) -> None:
     Raises:
         StoreError: it does not.
     """
-    import obstore
-
     bucket = "/".join(url.split("/")[:3])
     if bucket not in _reached:
+        store = object_store(url, FIRST_RETRY_S)
+        import obstore
+
         with told(url, "read"), contextlib.suppress(FileNotFoundError):
-            obstore.head(object_store(url, FIRST_RETRY_S), "config.toml")
+            obstore.head(store, "config.toml")
         _reached.add(bucket)
 
 
