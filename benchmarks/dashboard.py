@@ -58,6 +58,8 @@ class Feeder:
     layers: int = 0
     ending: list[tuple[float, tuple[Key, ...], tuple[str, ...]]] = field(default_factory=list)
     lost: list[tuple[float, str, str, str]] = field(default_factory=list)
+    begun: dict[Key, float] = field(default_factory=dict)
+    """When each task that is at work began."""
     iteration: int = 0
     joined: int = 0
 
@@ -126,6 +128,7 @@ class Feeder:
         keys = tuple(member.key for member in launch.members)
         addresses = tuple(member.address for member in launch.members)
         for key, address in zip(keys, addresses, strict=True):
+            self.begun[key] = now_s
             self.dispatch.handle(TaskChanged(at_s=now_s, key=key, state="processing", worker=address))
         epoch = self.dispatch.epoch(launch.gang)
         for step in (0, 1):
@@ -134,12 +137,9 @@ class Feeder:
         self.ending.append((now_s + self.chance.uniform(0.5, 1.5) * TASK_S, keys, addresses))
 
     def _end(self, key: Key, address: str, now_s: float) -> None:
-        work = Work(start_s=self._since(key, now_s), stop_s=now_s, dropped=self.chance.random() < 0.05)
+        work = Work(start_s=self.begun.pop(key), stop_s=now_s, dropped=self.chance.random() < 0.05)
         self.dispatch.handle(TaskChanged(at_s=now_s, key=key, state="memory", worker=address, work=work))
         self.dispatch.handle(TaskChanged(at_s=now_s, key=key, state="forgotten", worker=""))
-
-    def _since(self, key: Key, now_s: float) -> float:
-        return next((each.since_s for each in self.dispatch.doing() if each.key == str(key)), now_s - TASK_S)
 
     def _lose(self, now_s: float) -> None:
         at = self.chance.randrange(len(self.ending)) if self.ending else -1

@@ -23,6 +23,8 @@ SPANS_SENT = 4_000
 WINDOWS_S = {"1 min": 60.0, "5 min": 300.0, "30 min": 1800.0, "all": 1e9}
 LABELLED = 40
 """Lanes whose names can be read; with more they are left out, and the pointer tells them."""
+LANE_MIN_PX = 1.0
+"""Of a thousand lanes nobody sees a single one, but all see the waves; the panels below stay within reach."""
 BAR = 0.36
 """Half of a lane's height, in lanes."""
 ENDLESS = 1e9
@@ -134,7 +136,7 @@ class Lanes:
             self._order = {lane: number for number, lane in enumerate(shown)}
             self._y_range.factors = [*reversed(shown)]
             height, labelled = min(22.0, 640 / max(1, len(shown))), len(shown) <= LABELLED
-            self.plot.height = round(78 + max(4.0, height) * len(shown))
+            self.plot.height = round(78 + max(LANE_MIN_PX, height) * len(shown))
             self.plot.yaxis.major_label_text_font_size = "12px" if labelled else "0px"
         if lives != self._lives:
             self._lives = lives
