@@ -348,7 +348,7 @@ def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
 
 
 def _headline(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
-    target, seeds = TARGETS[job][-1], 0
+    target, seeds = TARGETS[job][-1], set[int]()
     best = dict.fromkeys(((name, field) for name, goals in GOALS.items() for field in goals), 0.0)
     seen: list[str] = []
     theirs = {name: _fresh(rows, job, regime, size, name, arguments) for name in GOALS}
@@ -360,7 +360,7 @@ def _headline(rows: Sequence[Row], job: str, regime: str, size: str, arguments: 
             found = {field: interval(_until(runs, target, field), _until(mine, target, field)) for field in UNITS}
             said.append(f"{name} {' and '.join('{:.1f} [{:.1f}, {:.1f}]'.format(*ratio) for ratio in found.values())}")
             best |= {(name, field): max(best[name, field], found[field][0]) for field in GOALS[name]}
-        seeds = max(seeds, len(mine))
+        seeds |= {len(mine.keys() & runs.keys()) for runs in theirs.values()}
         seen.append(f"{_gpus(ours)}'s: {'; '.join(said)}")
     if not seen:
         return ""
@@ -369,10 +369,11 @@ def _headline(rows: Sequence[Row], job: str, regime: str, size: str, arguments: 
     }
     untuned = [_gpus(name) if name in (OURS, SOONEST) else name for name, is_tuned in tried.items() if not is_tuned]
     recipes = f", untuned: {' and '.join(untuned)}" if untuned else ", each with its best recipe"
+    pairs = " to ".join(map(str, sorted({min(seeds), max(seeds)})))
     goals = [f"{GOALS[name][field]:g} {_met(ratio, GOALS[name][field])}" for (name, field), ratio in best.items()]
     return (
         f"| minutes and dollars to {target} ({job}, {regime}), Qwen-Image at {size} px on H100s, virtual clock, "
-        f"{seeds} seeds{recipes} | `python -m benchmarks.time_to_target` | as multiples of {'; of '.join(seen)} "
+        f"{pairs} seeds{recipes} | `python -m benchmarks.time_to_target` | as multiples of {'; of '.join(seen)} "
         f"(goals: {' and '.join(goals)}) |"
     )
 
