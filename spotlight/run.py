@@ -365,7 +365,7 @@ class Run:
             dashboard=driver.dashboard if driver else "",
             run_dir=run.url,
             emulated_per_real_s=self.config.emulated_per_real_s,
-            emulated=emulated(self.config, run.simulated),
+            emulated=emulated(self.config, "" if self._is_ours else run.simulated),  # ours is live
         )
 
     @property

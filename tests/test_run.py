@@ -297,10 +297,14 @@ def test_a_result_that_is_lost_with_its_worker_is_waited_for_until_it_is_made_ag
 
 def test_who_is_interrupted_while_waiting_can_wait_again(undisturbed: Path, tmp_path: Path) -> None:
     run = Run(settings_file(tmp_path)).start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # processes that test beside others ignore it
     threading.Timer(0.5, lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)).start()
 
-    with pytest.raises(KeyboardInterrupt):
-        run.wait()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
     assert run.alive
     assert run.wait().state == "finished"

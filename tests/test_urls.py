@@ -6,6 +6,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from distributed.protocol.pickle import dumps, loads
-from obstore.exceptions import NotFoundError
+from obstore.exceptions import GenericError, NotFoundError
 from tblib.pickling_support import install  # type: ignore[import-untyped]
 from zarr.core.sync import sync
 
@@ -28,7 +29,7 @@ from spotlight.store import journals, updates, weights
 from spotlight.store.journals import Journals
 from spotlight.store.lease import LEASE_S, Lease
 from spotlight.store.node import Node
-from spotlight.store.objects import BucketObjects, DirectoryObjects, Objects, StoreError, told
+from spotlight.store.objects import BucketObjects, DirectoryObjects, Objects, StoreError, asked_again, told
 from spotlight.store.rundir import HISTORY, SPANS, RunDir
 from spotlight.store.zarr_store import ZarrStore
 
@@ -415,6 +416,21 @@ def test_what_may_have_been_done_is_asked_for_again_when_the_store_hangs_up(
             assert sorted(BrokenLine.objects.values()) == [b"mine", b"step 3"]
         finally:
             server.shutdown()
+
+
+def test_a_store_is_given_up_in_time_though_one_try_takes_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spotlight.store.objects.RETRY_S", 0.05)
+    tries = list[float]()
+
+    def try_for_long() -> None:
+        tries.append(time.monotonic())
+        time.sleep(0.1)
+        raise GenericError("HTTP error: error sending request")
+
+    with pytest.raises(GenericError):
+        asked_again(try_for_long)
+
+    assert len(tries) == 1
 
 
 def test_an_error_of_a_store_comes_back_from_a_worker_as_it_was() -> None:

@@ -297,7 +297,7 @@ def asked_again(ask: Callable[[], T]) -> T:
 
     obstore does not where it may have been done by then; what is asked for here may be done twice.
     """
-    pauses = pauses_s()
+    pauses = pauses_s(RETRY_S)
     while True:
         try:
             return ask()
@@ -307,12 +307,17 @@ def asked_again(ask: Callable[[], T]) -> T:
             time.sleep(pause_s)
 
 
-def pauses_s() -> Iterator[float]:
-    """Between the tries of one operation, until it was tried for `RETRY_S`."""
-    until_s, pause_s = time.monotonic() + RETRY_S, 0.1
-    while time.monotonic() < until_s:
-        yield pause_s
-        pause_s = min(2 * pause_s, 5.0)
+def pauses_s(retry_s: float) -> Iterator[float]:
+    """Between the tries of one operation, until so long after this call."""
+    until_s = time.monotonic() + retry_s
+
+    def growing() -> Iterator[float]:
+        pause_s = 0.1
+        while time.monotonic() < until_s:
+            yield pause_s
+            pause_s = min(2 * pause_s, 5.0)
+
+    return growing()
 
 
 def is_broken_line(error: Exception) -> bool:

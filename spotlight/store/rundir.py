@@ -25,7 +25,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from functools import cache, cached_property
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -392,7 +392,7 @@ class RunDir:
         started = from_json(Started, content, self.objects.where(STARTED), "restore it") if content else None
         return f"{url.rstrip('/')}/{(started and started.latents) or self.name}"
 
-    @cached_property
+    @property
     def simulated(self) -> Literal["", "modelled", "real"]:
         """How a simulated run learns; empty for a live one.
 

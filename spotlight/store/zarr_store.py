@@ -34,7 +34,15 @@ from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore
 
 from spotlight.files import OBJECT_SCHEMES
 from spotlight.records import SpotlightError
-from spotlight.store.objects import first_line, is_broken_line, object_store, pauses_s, told
+from spotlight.store.objects import (
+    FIRST_RETRY_S,
+    RETRY_S,
+    first_line,
+    is_broken_line,
+    object_store,
+    pauses_s,
+    told,
+)
 
 T = TypeVar("T")
 Float32 = NDArray[np.float32]
@@ -51,14 +59,17 @@ _SEALED = re.compile(rb'\{"sha256": "([0-9a-f]{64})", "value": (.*)\}')
 class ZarrStore:
     """Keys and arrays under one URL; any number of threads may use it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, retry_s: float = RETRY_S) -> None:
         """Open a store; nothing is written yet.
+
+        Args:
+            retry_s: for how long an object store is asked again.
 
         Raises:
             SpotlightError: nothing installed can open the URL.
         """
-        self.url = url
-        self._store = _open(url)
+        self.url, self._retry_s = url, retry_s
+        self._store = _open(url, retry_s)
         self._told = told if isinstance(self._store, ObjectStore) else _as_it_is
 
     async def get(self, key: str) -> bytes | None:
@@ -93,7 +104,7 @@ class ZarrStore:
 
     async def _ask(self, key: str, done: str, ask: Callable[[], Awaitable[T]]) -> T:
         """Ask the store, and again where the line broke, as `asked_again` does."""
-        pauses = pauses_s()
+        pauses = pauses_s(self._retry_s)
         with self._told(f"{self.url}/{key}", done):
             while True:
                 try:
@@ -136,7 +147,7 @@ def check_url(url: str) -> None:
     Raises:
         SpotlightError: it cannot be used.
     """
-    store = ZarrStore(url)
+    store = ZarrStore(url, FIRST_RETRY_S)
     try:
         sync(_probe(store))
     except TimeoutError:
@@ -161,12 +172,12 @@ async def _probe(store: ZarrStore) -> None:
         raise OSError("what was written does not read back")
 
 
-def _open(url: str) -> Store:
+def _open(url: str, retry_s: float) -> Store:
     scheme, separator, _ = url.partition("://")
     if not separator:
         return LocalStore(Path(url))
     if scheme in OBJECT_SCHEMES and find_spec("obstore"):
-        return ObjectStore(object_store(url))
+        return ObjectStore(object_store(url, retry_s))
     try:
         if scheme == "file" and find_spec("obstore"):
             from obstore.exceptions import BaseError
