@@ -147,8 +147,8 @@ class Live:
     def look(self) -> None:
         """Fetch what happened since the last time."""
         news = self.pools.drain()
-        self.lives = [WorkerLife(**life) for life in news["workers"]]
-        self.events += news["events"]
+        self.lives = list(news.workers)
+        self.events += news.events
 
     def event(self, name: str, **facts: Any) -> Row:
         """The first event of that name with these facts; waits for it."""

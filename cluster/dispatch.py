@@ -54,6 +54,7 @@ from cluster.gangs import ALONE, GATED, SCORING, TRAINING, GangState, gang_of
 from cluster.journal import Label
 from cluster.rules import Rules
 from cluster.state import RolloutWindow, Task
+from spotlight.records import Drained
 
 LATE_S = 0.01
 """A wake for the end of a rollout window comes so much after it, so that the window is over when it is looked at."""
@@ -116,9 +117,9 @@ class Dispatch(Decisions):
                 self._stopping = True
                 return [StopWork(cause="the run is to stop")]
 
-    def drain(self) -> dict[str, list[dict[str, Any]]]:
+    def drain(self) -> Drained:
         """Spans, events and decisions since the last call, and the lives of all workers so far."""
-        return {**self.journal.drain(), "decisions": self._log.drain() if self._log else []}
+        return replace(self.journal.drain(), decisions=self._log.drain() if self._log else ())
 
     # Graphs and tasks
 
@@ -193,16 +194,20 @@ class Dispatch(Decisions):
                     instructions += self._follows(task, event.state)
         return instructions
 
-    def _known(self, keys: Sequence[Key]) -> list[Task]:
+    def _known(self, keys: tuple[Key, ...]) -> list[Task]:
         """The tasks of these keys, as few as they are; one that stands for others, too, is split."""
-        tasks = dict.fromkeys(map(self._tasks.get, keys))
-        if None in tasks or sum([len(task.alike) or 1 for task in tasks if task]) != len(keys):
-            told = set(keys)
-            for task in tasks:
-                if task and not told.issuperset(task.alike):
-                    self._split(task)
-            tasks = dict.fromkeys(map(self._tasks.get, keys))
-        return [task for task in tasks if task]
+        known: list[Task] = []
+        at = 0
+        while at < len(keys):
+            task = self._tasks.get(keys[at])
+            if task is None:
+                at += 1
+            elif task.alike and keys[at : at + len(task.alike)] != task.alike:
+                self._split(task)
+            else:
+                known.append(task)
+                at += len(task.keys)
+        return known
 
     def _note_together(self, gang: GangState, tasks: Sequence[Task], event: TasksChanged) -> None:
         """As `_note`, of shards of a request, none of which is at work on it."""

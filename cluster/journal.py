@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster.events import Key
 from cluster.gangs import GangState
-from spotlight.records import Span, WorkerLife, record, row_of
+from spotlight.records import Drained, Span, WorkerLife, record
 
 SHOWN, RECENT = 4_000, 500
 """Spans and events that a display may look back at: some minutes of a hundred workers, in 2 MB."""
@@ -99,12 +99,8 @@ class Journal:
         self._numbered += 1
         self.shown.append(Shown(number=self._numbered, span=span, forming=gang.forming if gang else ""))
 
-    def drain(self) -> dict[str, list[dict[str, Any]]]:
+    def drain(self) -> Drained:
         """The spans and events since the last call, and the lives of all workers so far."""
         spans, self.spans = self.spans, []
         events, self.events = self.events, []
-        return {
-            "spans": [row_of(span) for span in spans],
-            "workers": [row_of(life) for life in self.lives.values()],
-            "events": events,
-        }
+        return Drained(spans=spans, workers=list(self.lives.values()), events=events)

@@ -363,14 +363,14 @@ class DispatchPlugin(SchedulerPlugin):
         self._tell(StopAsked(at_s=self._clock()))
 
     def drain(self, fetched: int = 0) -> dict[str, Any]:
-        """What is new since the driver fetched it last.
+        """What is new since the driver fetched it last: a `Drained` as a message.
 
         Args:
             fetched: how many times it had got an answer; one that was lost on its way is given again.
         """
         number, told = self._drained
         if number != fetched + 1:
-            told = self._dispatch.drain()
+            told = self._dispatch.drain().message()
             self._drained = (fetched + 1, told)
         return told
 

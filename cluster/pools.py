@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -36,7 +37,7 @@ from cluster.standing import Standing, connect
 from cluster.workers import continue_warm_parent, warm_parent_pid
 from spotlight.clock import wall_clock
 from spotlight.config import Config
-from spotlight.records import SpotlightError
+from spotlight.records import Drained, SpotlightError
 from spotlight.store.leftovers import Scratch, sweep_ended, sweep_leftovers
 from spotlight.store.rundir import files_of
 from spotlight.store.slots import is_stopped
@@ -196,12 +197,12 @@ class Pools:
         found: Snapshot = self.client.run_on_scheduler(snapshot_of)
         return found
 
-    def drain(self) -> dict[str, Any]:
+    def drain(self) -> Drained:
         """Spans, events and decisions since the last call, and the lives of all workers so far."""
-        drained = self._ask("spotlight_drain", fetched=self._fetched)
+        drained = Drained.of(self._ask("spotlight_drain", fetched=self._fetched))
         self._fetched += 1
         noted, self._noted = self._noted, []
-        return {**drained, "events": [*drained["events"], *noted]}
+        return replace(drained, events=[*drained.events, *noted])
 
     def show(self, rows: list[dict[str, Any]]) -> None:
         """Hand the page on the dashboard what only the driver knows; see `spotlight.report.feed`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, get_args
 
@@ -43,10 +43,10 @@ class Task:
     alike: tuple[Key, ...] = ()
     """Of a `Task` that stands for the shards of a request but its first one, all of them: what has happened to one of
     them so far has happened to all. Its key is the first of these."""
+    keys: tuple[Key, ...] = field(init=False)
 
-    @property
-    def keys(self) -> tuple[Key, ...]:
-        return self.alike or (self.key,)
+    def __post_init__(self) -> None:
+        self.keys = self.alike or (self.key,)
 
     @property
     def explores(self) -> bool:

@@ -118,9 +118,9 @@ class Loop:
         config, run = self._config, self._run
         started_s = self._clock()
         selection = run.selection(k) or self._first_selection(context, k, weights)
-        candidates = None
+        candidates, beliefs = None, run.beliefs(k)
         if config.strategy.exploration == "stale" and k + 1 < config.run.iterations and not run.selection(k + 1):
-            prompts, beliefs = self._prompts(context, k + 1), run.beliefs(k)
+            prompts = self._prompts(context, k + 1)
             candidates_max = self._candidates_max(context, k + 1, prompts, beliefs)
             candidates = candidates_for(
                 config, context, k + 1, prompts, weights, beliefs=beliefs, candidates_max=candidates_max
@@ -134,7 +134,7 @@ class Loop:
         training = whole(results["training"])
         if candidates:
             run.record_selection(results["selection"])
-        beliefs = learn_from(run.beliefs(k), selection, training, rewards.planned_range(rewards.build(config.reward)))
+        beliefs = learn_from(beliefs, selection, training, rewards.planned_range(rewards.build(config.reward)))
         run.record_beliefs(k + 1, beliefs)
         stopped_s = self._clock()
         measured = {

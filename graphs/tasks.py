@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from io import BytesIO
-from statistics import fmean, pstdev
+from itertools import compress
+from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 from spotlight.device import protocol as device
@@ -40,7 +41,7 @@ from spotlight.records import (
     WeightsRef,
     record,
 )
-from spotlight.rl.advantages import group_advantages, zero_std_ratio
+from spotlight.rl.advantages import group_advantages, spread, zero_std_ratio
 from spotlight.rl.parts import Cut
 from spotlight.rl.rewards import normalised
 from spotlight.rl.sums import tree_sum
@@ -305,7 +306,7 @@ def advantage(settings_std: str, scored: Sequence[Scored], weights: Sequence[flo
         ),
         metrics={
             "reward_mean": fmean(rewards),
-            "reward_std": pstdev(rewards),
+            "reward_std": spread(rewards),
             "zero_std_ratio": zero_std_ratio(rewards, groups),
             "samples": float(len(rows)),
         },
@@ -325,7 +326,7 @@ def whole(parts: Sequence[TrainingSet]) -> TrainingSet:
         samples=samples,
         metrics={
             "reward_mean": fmean(rewards),
-            "reward_std": pstdev(rewards),
+            "reward_std": spread(rewards),
             "zero_std_ratio": flat / sum(groups),
             "samples": float(len(samples)),
         },
@@ -606,25 +607,28 @@ def select(
 
     Where too few seeds were scored, untried ones fill up.
     """
-    by_prompt: dict[int, list[tuple[int, float]]] = {prompt.id: [] for prompt in candidates.prompts}
+    seeds_of: dict[int, list[int]] = {prompt.id: [] for prompt in candidates.prompts}
+    rewards_of: dict[int, list[float]] = {prompt.id: [] for prompt in candidates.prompts}
     for result in scored:
         if isinstance(result, Scored):
-            pairs = zip(result.request.seeds, result.rewards, strict=True)
-            by_prompt[result.request.prompt.id] += [(seed, reward) for seed, reward in pairs if reward is not None]
-    groups = [_keep(candidates, prompt, by_prompt[prompt.id]) for prompt in candidates.prompts]
-    known = [[reward for reward in group.explored_rewards if reward is not None] for group in groups]
-    kept = tuple(groups[index] for index in most_varied(known, candidates.groups))
-    rewards = [reward for pairs in by_prompt.values() for _, reward in pairs]
+            prompt_id, known = result.request.prompt.id, [reward is not None for reward in result.rewards]
+            seeds_of[prompt_id] += compress(result.request.seeds, known)
+            rewards_of[prompt_id] += [reward for reward in result.rewards if reward is not None]
+    groups = [
+        _keep(candidates, prompt, list(zip(seeds_of[prompt.id], rewards_of[prompt.id], strict=True)))
+        for prompt in candidates.prompts
+    ]
+    kept_rewards = [[reward for reward in group.explored_rewards if reward is not None] for group in groups]
+    kept = tuple(groups[index] for index in most_varied(kept_rewards, candidates.groups))
+    rewards = [reward for each in rewards_of.values() for reward in each]
     return Selection(
         iteration=candidates.iteration,
         kept=kept,
         seeds_scored=len(rewards),
         seeds_dropped=sum(len(request.seeds) for requests in allocations for request in requests) - len(rewards),
         reward_mean=fmean(rewards) if rewards else None,
-        reward_std=pstdev(rewards) if rewards else None,
-        explored=tuple(
-            Explored(prompt=prompt, rewards=tuple(reward for _, reward in pairs)) for prompt, pairs in by_prompt.items()
-        ),
+        reward_std=spread(rewards) if rewards else None,
+        explored=tuple(Explored(prompt=prompt, rewards=tuple(each)) for prompt, each in rewards_of.items()),
     )
 
 

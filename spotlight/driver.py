@@ -150,9 +150,9 @@ class Driver:
         assert self.pools
         self._lease.check()
         drained, status = self.pools.drain(), self.pools.status()
-        if drained["decisions"]:
-            self._run.append(DECISIONS, *drained["decisions"])
-        for event in drained["events"]:
+        if drained.decisions:
+            self._run.append(DECISIONS, *drained.decisions)
+        for event in drained.events:
             if said := _worth_saying(event):
                 logger.warning("%s", said)
         self.waiting_for, self.refused = tuple(status["waiting_for"]), status["refused"]

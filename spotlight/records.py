@@ -7,7 +7,7 @@ small: latents and images go to the store, and the record carries only what name
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from hashlib import sha256
@@ -371,6 +371,36 @@ class WorkerLife:
 def row_of(record: Any) -> dict[str, Any]:
     """A record's fields by name; `dataclasses.asdict` copies what needs no copy, and takes ten times as long."""
     return {name: getattr(record, name) for name in record.__dataclass_fields__}
+
+
+@record
+class Drained:
+    """What happened on a cluster since its driver asked last."""
+
+    spans: Sequence[Span] = ()
+    workers: Sequence[WorkerLife] = ()
+    """The lives of all so far."""
+    events: Sequence[dict[str, Any]] = ()
+    decisions: Sequence[dict[str, Any]] = ()
+
+    def message(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return {
+            "spans": [row_of(span) for span in self.spans],
+            "workers": [row_of(life) for life in self.workers],
+            "events": list(self.events),
+            "decisions": list(self.decisions),
+        }
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> Drained:
+        """What such a message says."""
+        return cls(
+            spans=[Span(**row) for row in message["spans"]],
+            workers=[WorkerLife(**row) for row in message["workers"]],
+            events=message["events"],
+            decisions=message["decisions"],
+        )
 
 
 @cache

@@ -176,8 +176,8 @@ class Simulation:
 
     def _take(self) -> None:
         drained = self._dispatch.drain()
-        if drained["decisions"]:
-            self.directory.append(DECISIONS, *drained["decisions"])
+        if drained.decisions:
+            self.directory.append(DECISIONS, *drained.decisions)
         self._accounts.take(drained, {})
 
     def _end(self) -> None:

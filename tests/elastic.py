@@ -122,9 +122,9 @@ class Live:
 
     def _follow(self) -> None:
         drained = self.pools.drain()
-        self.events += drained["events"]
-        self._spans += [Span(**row) for row in drained["spans"]]
-        self._lives = [WorkerLife(**row) for row in drained["workers"]]
+        self.events += drained.events
+        self._spans += drained.spans
+        self._lives = list(drained.workers)
 
     def store(self) -> LatentStore:
         return LatentStore(self.run.latents_url)

@@ -12,7 +12,7 @@ import pytest
 
 from runs import settings_file
 from spotlight import config
-from spotlight.records import SpotlightError
+from spotlight.records import Drained, SpotlightError
 from spotlight.store.accounts import Accounts, pool_prices
 from spotlight.store.rundir import HISTORY, SPANS, VALIDATION, WORKERS, RunDir
 
@@ -42,6 +42,10 @@ def life(worker: str, joined_s: float, left_s: float | None, reason: str = "") -
     return {"worker": worker, "pool": pool, "joined_s": START_S + joined_s, "left_s": left_s, "reason": reason}
 
 
+def drained(spans: list[dict[str, Any]], workers: list[dict[str, Any]]) -> Drained:
+    return Drained.of({"spans": spans, "workers": workers, "events": [], "decisions": []})
+
+
 def books(run: RunDir) -> Accounts:
     return Accounts(run, run.config())
 
@@ -66,7 +70,7 @@ def test_sessions_add_up(tmp_path: Path) -> None:
 
     assert second.worked_s(START_S + 190) == 100
     assert second.first_image_s(START_S + 190) == 100
-    second.take({"spans": [span("reserved-0", 250, 300)], "workers": [life("reserved-0", 200, None)], "events": []}, {})
+    second.take(drained([span("reserved-0", 250, 300)], [life("reserved-0", 200, None)]), {})
     second.close(START_S + 300)
 
     assert second.ledger(START_S + 300).seconds() == 100 + 100
@@ -76,7 +80,7 @@ def test_sessions_add_up(tmp_path: Path) -> None:
 def test_the_ledger_of_an_iteration_holds_until_the_next(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     kept = books(run)
-    kept.take({"spans": [span("spot-0", 1, 5)], "workers": [life("spot-0", 0, None)], "events": []}, {})
+    kept.take(drained([span("spot-0", 1, 5)], [life("spot-0", 0, None)]), {})
     kept.measure(START_S, START_S + 10)
 
     first, later = kept.ledger(START_S + 10), kept.ledger(START_S + 20)
@@ -183,7 +187,7 @@ def test_a_long_run_is_summed_up_as_it_goes_and_its_account_stays_the_same(
                 for at, phase in ((chance.uniform(2, 9), "rollout"), (50, "explore-r0"), (90, "score"))
                 if worker["worker"] != "spot-2" or k > 20
             ]
-            kept.take({"spans": spans, "events": [], "workers": workers}, {})
+            kept.take(drained(spans, workers), {})
             now_s = START_S + 100 * (k + 1)
             kept.measure(now_s - 100, now_s)
         return kept

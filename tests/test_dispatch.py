@@ -118,8 +118,8 @@ def test_what_was_done_was_done_between_its_launch_and_now(
     work = Work(start_s=told[0], stop_s=told[1])
     cluster.tell(TaskChanged(at_s=5.0, key=("rollout", 0), state="memory", work=work))
 
-    (span,) = cluster.dispatch.drain()["spans"]
-    assert (span["start_s"], span["stop_s"]) == taken_down
+    (span,) = cluster.dispatch.drain().spans
+    assert (span.start_s, span.stop_s) == taken_down
 
 
 def test_a_request_is_launched_when_a_worker_is_free_and_not_before() -> None:
@@ -411,7 +411,7 @@ def test_the_log_gives_the_same_instructions_again_and_shows_where_one_was_anoth
     cluster.decide()
     cluster.lose("a", ("rollout", 0))
     cluster.decide()
-    rows = json.loads(json.dumps(cluster.dispatch.drain()["decisions"]))
+    rows = json.loads(json.dumps(list(cluster.dispatch.drain().decisions)))
     assert list(differing(rows)) == []
 
     changed = next(entry for entry in rows if entry.get("is") == "TimePassed" and "then" in entry)

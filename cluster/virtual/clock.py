@@ -11,7 +11,7 @@ SAME_MOMENT_S = 1e-6
 """Events closer than this are one moment: equal waves end together in spite of rounding."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Alarm:
     """Something that will happen, unless it is cancelled."""
 
@@ -40,8 +40,8 @@ class VirtualClock:
     def at(self, at_s: float, call: Callable[..., None], *arguments: Any) -> Alarm:
         """Have it called at that moment; at the earliest now."""
         self._count += 1
-        alarm = Alarm(call=call, arguments=arguments)
-        heappush(self._alarms, (max(at_s, self.now_s), self._count, alarm))
+        alarm = Alarm(call, arguments)
+        heappush(self._alarms, (at_s if at_s > self.now_s else self.now_s, self._count, alarm))
         return alarm
 
     def after(self, wait_s: float, call: Callable[..., None], *arguments: Any) -> Alarm:

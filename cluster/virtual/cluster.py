@@ -10,7 +10,7 @@ one in flight goes with any member of its gang.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from dask.highlevelgraph import HighLevelGraph
@@ -360,7 +360,7 @@ class VirtualCluster:
 
 
 def _keys(tasks: Iterable[Task]) -> tuple[Key, ...]:
-    return tuple([key for task in tasks for key in task.keys])
+    return tuple(chain.from_iterable([task.keys for task in tasks]))
 
 
 def _is_dropped(task: Task) -> bool:

@@ -252,7 +252,7 @@ class _Trial:
                 self._cluster.close()
             finally:
                 if self._log is not None:
-                    self._log += dispatch.drain()["decisions"]
+                    self._log += dispatch.drain().decisions
         raise AssertionError("the run was resumed more often than it was struck")
 
     def _begin(self) -> Dispatch:

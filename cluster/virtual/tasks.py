@@ -62,10 +62,10 @@ class Task:
     """
     split: tuple[Task, ...] = ()
     """What it was split into, since something happened to some of these alone."""
+    keys: Collection[Key] = field(init=False)
 
-    @property
-    def keys(self) -> Collection[Key]:
-        return self.alike or (self.key,)
+    def __post_init__(self) -> None:
+        self.keys = self.alike or (self.key,)
 
 
 class Tasks:
@@ -294,7 +294,7 @@ class Tasks:
             task.result = None
             self._set_alike(task, "released")
 
-    def forget(self, tasks: Iterable[Task]) -> None:
+    def forget(self, tasks: Sequence[Task]) -> None:
         """Nobody asks for them any more."""
         tasks = parts(tasks)
         for task in tasks:
@@ -328,11 +328,13 @@ class Tasks:
             self._changed(alike, self._alike_state)
 
 
-_key = attrgetter("key")
+_key, _split_into = attrgetter("key"), attrgetter("split")
 
 
-def parts(tasks: Iterable[Task]) -> list[Task]:
+def parts(tasks: Sequence[Task]) -> Sequence[Task]:
     """Tasks, those that were split since replaced by what they were split into."""
+    if not any(map(_split_into, tasks)):
+        return tasks
     return [part for task in tasks for part in (task.split or (task,))]
 
 

@@ -43,6 +43,12 @@ def group_advantages(
     return advantages
 
 
+def spread(rewards_B: ArrayLike) -> float:
+    """Standard deviation of rewards, population form; exactly 0 where all are equal."""
+    rewards = np.asarray(rewards_B, dtype=np.float64)
+    return float(np.std(rewards - rewards[0]))
+
+
 def zero_std_ratio(rewards_B: ArrayLike, groups_B: Sequence[Hashable] | NDArray[np.generic]) -> float:
     """Share of groups, in [0, 1], whose rewards are all equal: they teach nothing.
 

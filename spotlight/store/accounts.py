@@ -31,7 +31,7 @@ from spotlight.market.ledger import (
 )
 from spotlight.market.prices import read_prices
 from spotlight.plan.offload import Balance, balance
-from spotlight.records import Interval, Span, SpotlightError, WorkerLife, base_phase, row_of
+from spotlight.records import Drained, Interval, Span, SpotlightError, WorkerLife, base_phase, row_of
 from spotlight.store.objects import atomic_write
 from spotlight.store.rundir import EVENTS, SPANS, WORKERS, HistoryRow, RunDir, ValidationRow
 
@@ -81,24 +81,22 @@ class Accounts:
         self.running: Mapping[str, int] = {}
         """Tasks in progress, by phase."""
 
-    def take(self, drained: Mapping[str, Any], running: Mapping[str, int]) -> None:
+    def take(self, drained: Drained, running: Mapping[str, int]) -> None:
         """Add what the cluster reports: new spans, and the lives of all its workers."""
         self.running = running
-        self._recoveries += recoveries(drained["events"], self._broken)
-        self._pauses += [(event["at_s"], event["lost_s"]) for event in drained["events"] if event["event"] == "paused"]
-        if drained["events"]:
-            self._run.append(EVENTS, *drained["events"])
-        spans = [Span(**row) for row in drained["spans"]]
-        self._add_spans(spans)
-        if drained["events"] or spans:
+        self._recoveries += recoveries(drained.events, self._broken)
+        self._pauses += [(event["at_s"], event["lost_s"]) for event in drained.events if event["event"] == "paused"]
+        if drained.events:
+            self._run.append(EVENTS, *drained.events)
+        self._add_spans(drained.spans)
+        if drained.events or drained.spans:
             self._measured = {}
         if self._first_done_s is None:
-            self._first_done_s = min((span.stop_s for span in spans if _makes_images(span)), default=None)
-        if drained["spans"]:
-            self._run.append(SPANS, *drained["spans"])
-        lives = [WorkerLife(**row) for row in drained["workers"]]
-        if lives != self._lives:
-            self._lives, self._measured = lives, {}
+            self._first_done_s = min((span.stop_s for span in drained.spans if _makes_images(span)), default=None)
+        if drained.spans:
+            self._run.append(SPANS, *map(row_of, drained.spans))
+        if drained.workers != self._lives:
+            self._lives, self._measured = list(drained.workers), {}
             self._write_lives()
 
     def close(self, now_s: float) -> None:

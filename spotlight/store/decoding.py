@@ -7,7 +7,7 @@ newer version can be read; those that have a default may be absent, so that file
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
 from math import isfinite
 from typing import Any, TypeVar, cast
@@ -54,14 +54,20 @@ def _infinite(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[st
         if not isfinite(value):
             yield path
     elif is_dataclass(value):
-        for each in fields(value):
-            yield from _infinite(getattr(value, each.name), (*path, each.name))
+        for name in value.__dataclass_fields__:
+            yield from _infinite(getattr(value, name), (*path, name))
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from _infinite(each, (*path, str(key)))
-    elif isinstance(value, list | tuple) and not all(isinstance(each, float) and isfinite(each) for each in value):
+    elif isinstance(value, list | tuple) and not _is_plainly_finite(value):
         for index, each in enumerate(value):
             yield from _infinite(each, (*path, index))
+
+
+def _is_plainly_finite(values: Sequence[Any]) -> bool:
+    """Whether a glance says that no number of a list is infinite: most lists are long, and hold nothing but numbers."""
+    kinds = set(map(type, values))
+    return kinds <= {int, str, bool, type(None)} or (kinds == {float} and all(map(isfinite, values)))
 
 
 @cache

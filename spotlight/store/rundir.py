@@ -68,6 +68,8 @@ PUSH_S = 5.0
 TURN_S = 10.0
 """For whoever only looks at the files of a run to let go of them."""
 
+BETWEEN_ROWS = "}, {"
+"""Where a list of rows is cut into lines: to encode it at once takes half as long as row by row."""
 TAIL_BYTES = 2**16
 """A dozen rows of a history."""
 
@@ -745,8 +747,13 @@ def indented(value: Any, line: str = "\n") -> str:
 
 
 def _lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    # `json.dumps` would make one for each row; rows hold plain values, so none can hold itself
+    """A row a line."""
+    # `json.dumps` would make an encoder for each row; rows hold plain values, so none can hold itself
     encode = json.JSONEncoder(sort_keys=True, check_circular=False).encode
+    rows = list(rows)
+    together = encode(rows)[1:-1]
+    if together.count(BETWEEN_ROWS) == len(rows) - 1:  # nothing else in the rows looks like that: mostly so
+        return together.replace(BETWEEN_ROWS, "}\n{").encode() + b"\n"
     return b"".join([encode(row).encode() + b"\n" for row in rows])
 
 
