@@ -29,6 +29,7 @@ from cluster.events import (
     EventLog,
     Evict,
     GangBeat,
+    GangBeats,
     GraphCame,
     Instruction,
     Key,
@@ -91,6 +92,8 @@ class Dispatch(Decisions):
                 return [] if self._stopping else self._decide(event.at_s)
             case GangBeat():
                 return self._beat(event)
+            case GangBeats():
+                return [instruction for beat in event.beats for instruction in self._beat(beat)]
             case GraphCame():
                 return self._graph_came(event)
             case WorkerJoined():
@@ -173,7 +176,7 @@ class Dispatch(Decisions):
             return ()
         task = self._alone(event.key)
         instructions: list[Instruction] = []
-        if self._note(task, event, instructions):
+        if self._note(task, event, event.worker, instructions):
             self._file_if_known(task.gang)
         instructions += self._follows(task, event.state)
         return instructions
@@ -181,15 +184,18 @@ class Dispatch(Decisions):
     def _tasks_changed(self, event: TasksChanged) -> Iterable[Instruction]:
         """As one after the other; but a request is filed anew only once, when the last of its shards has changed."""
         instructions: list[Instruction] = []
+        addresses = dict(zip(event.keys, event.workers, strict=True)) if event.workers else {}
         for gang, alike in groupby(self._known(event.keys), attrgetter("gang")):
             tasks = list(alike)
             if gang is None or (gang.members and any(task.key in gang.members for task in tasks)):
-                changes = [self._note(task, event, instructions) for task in tasks]
+                changes = [
+                    self._note(task, event, addresses.get(task.key, event.worker), instructions) for task in tasks
+                ]
                 if any(changes):
                     self._file_if_known(gang)
             else:
-                self._note_together(gang, tasks, event)
-            if event.state in ("released", "forgotten"):
+                self._note_together(gang, tasks, event, addresses)
+            if gang is None or event.state in ("released", "forgotten"):
                 for task in tasks:
                     instructions += self._follows(task, event.state)
         return instructions
@@ -209,12 +215,14 @@ class Dispatch(Decisions):
                 at += len(task.keys)
         return known
 
-    def _note_together(self, gang: GangState, tasks: Sequence[Task], event: TasksChanged) -> None:
+    def _note_together(
+        self, gang: GangState, tasks: Sequence[Task], event: TasksChanged, addresses: Mapping[Key, str]
+    ) -> None:
         """As `_note`, of shards of a request, none of which is at work on it."""
         state = event.state
         for task in tasks:
             if state == "processing":
-                self._begins(task, event.worker, event.at_s)
+                self._begins(task, addresses.get(task.key, event.worker), event.at_s)
             elif task.state == "processing":
                 self._ends(task, event)
             task.state = state
@@ -222,12 +230,19 @@ class Dispatch(Decisions):
         if any(changes):
             self._file_if_known(gang)
 
-    def _note(self, task: Task, event: TaskChanged | TasksChanged, instructions: list[Instruction]) -> bool:
-        """Take down a task's new state; returns whether that may change what its request waits for."""
+    def _note(
+        self, task: Task, event: TaskChanged | TasksChanged, address: str, instructions: list[Instruction]
+    ) -> bool:
+        """Take down a task's new state; returns whether that may change what its request waits for.
+
+        Args:
+            address: of the worker that begins it.
+            instructions: gets what follows.
+        """
         state, before, gang = event.state, task.state, task.gang
         task.state = state
         if state == "processing":
-            self._begins(task, event.worker, event.at_s)
+            self._begins(task, address, event.at_s)
         elif before == "processing":
             self._ends(task, event)
         if gang is None:

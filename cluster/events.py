@@ -6,7 +6,7 @@ them turn into JSON rows and back, so that a log of events can be dispatched aga
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from math import inf
@@ -75,20 +75,22 @@ class TaskChanged:
 class TasksChanged:
     """Several tasks are in another state now, the same for all, and for the same reason.
 
-    It is what one `TaskChanged` after the other would be, and is logged as these. None of them trains, and none breaks
-    its gang by it.
+    It is what one `TaskChanged` after the other would be, and is logged as these. None of them breaks its gang by it.
     """
 
     at_s: float
     keys: tuple[Key, ...]
     state: TaskState
     worker: str = ""
+    workers: tuple[str, ...] = ()
+    """Addresses of the workers that begin them, one for each task, where it is not the same for all."""
     work: Work | None = None
 
     def one_by_one(self) -> Iterator[TaskChanged]:
+        workers = self.workers or (self.worker,) * len(self.keys)
         return (
-            TaskChanged(at_s=self.at_s, key=key, state=self.state, worker=self.worker, work=self.work)
-            for key in self.keys
+            TaskChanged(at_s=self.at_s, key=key, state=self.state, worker=worker, work=self.work)
+            for key, worker in zip(self.keys, workers, strict=True)
         )
 
 
@@ -157,6 +159,14 @@ class GangBeat:
 
 
 @record
+class GangBeats:
+    """Several gangs report at once; logged as one `GangBeat` after the other."""
+
+    at_s: float
+    beats: tuple[GangBeat, ...]
+
+
+@record
 class EngineGone:
     """A worker lives, and the engine process that did its work is gone."""
 
@@ -207,6 +217,7 @@ Event = (
     | WorkerNoticed
     | WorkerSilent
     | GangBeat
+    | GangBeats
     | EngineGone
     | WeightsHeld
     | WindowChanged
@@ -409,14 +420,25 @@ class EventLog:
 
 
 def rows(event: Event, instructions: Iterable[Instruction]) -> Iterable[dict[str, Any]]:
-    """As `row`; of tasks that changed together, each has its own."""
+    """As `row`; of tasks that changed together, and of gangs that reported together, each has its own."""
+    if isinstance(event, GangBeats):
+        return [row(beat, ()) for beat in event.beats]
     if not isinstance(event, TasksChanged):
-        return (row(event, instructions),)
-    gates = {gate.key: gate for gate in one_by_one(instructions) if isinstance(gate, CloseGate)}
+        return [row(event, instructions)]
+    return _rows_of_tasks(event, list(one_by_one(instructions)))
+
+
+def _rows_of_tasks(event: TasksChanged, instructions: Sequence[Instruction]) -> Iterator[dict[str, Any]]:
+    """What follows from one of the tasks stands with it, and what follows from all with the last one."""
+    gates = {gate.key: _plain(gate) for gate in instructions if isinstance(gate, CloseGate)}
+    others = [_plain(instruction) for instruction in instructions if not isinstance(instruction, CloseGate)]
     common = row(next(event.one_by_one()), ()) if event.keys else {}
-    return (
-        common | {"key": list(key)} | ({"then": [_plain(gates[key])]} if key in gates else {}) for key in event.keys
-    )
+    for at, key in enumerate(event.keys):
+        followed = [gates[key]] if key in gates else []
+        if at == len(event.keys) - 1:
+            followed += others
+        worker = {"worker": event.workers[at]} if event.workers else {}
+        yield common | {"key": list(key)} | worker | ({"then": followed} if followed else {})
 
 
 def row(event: Event, instructions: Iterable[Instruction]) -> dict[str, Any]:

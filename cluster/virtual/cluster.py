@@ -9,9 +9,9 @@ one in flight goes with any member of its gang.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, Literal
 
 from dask.highlevelgraph import HighLevelGraph
 
@@ -112,7 +112,7 @@ class VirtualCluster:
             {} if committed is None else committed,
             tell=self._tell,
             epoch=dispatch.epoch,
-            finish=self._executor.finish_member,
+            finish=self._executor.finish_members,
             hand_back=self._executor.hand_back_member,
         )
         self.formings = self._gangs.all
@@ -212,9 +212,8 @@ class VirtualCluster:
 
     def _tell_steps(self) -> None:
         """How far gangs are, where idle workers could make them wider."""
-        for name in self._dispatch.widenable():
-            if name in self.formings:
-                self._gangs.tell_step(self.formings[name])
+        names = self._dispatch.widenable()
+        self._gangs.tell_steps([self.formings[name] for name in names if name in self.formings])
 
     def _why_nothing_happens(self) -> str:
         now = self._dispatch.snapshot()
@@ -249,53 +248,46 @@ class VirtualCluster:
             self._changed = True
 
     def _tasks_changed(self, tasks: Sequence[Task], state: TaskState) -> None:
-        if len(tasks) == 1 and not tasks[0].alike:
-            self._task_changed(tasks[0], state)
-            return
-        now_s = self._clock.now_s
-        keys = _keys(tasks)
         match state:
             case "processing":
-                self._tell(TasksChanged(at_s=now_s, keys=keys, state=state, worker=tasks[0].worker))
-            case "memory":
-                for dropped, alike in groupby(tasks, _is_dropped):
-                    work = Work(start_s=now_s, stop_s=now_s, dropped=dropped)
-                    self._tell(TasksChanged(at_s=now_s, keys=_keys(alike), state=state, work=work))
+                self._tell_tasks(tasks, state, workers=[task.worker for task in tasks for _ in task.keys])
+            case "memory" | "erred":
+                for work, those in groupby(tasks, self._work_of):
+                    done = list(those)
+                    self._tell_tasks(done, state, work=work)
+                    for task in done:
+                        task.began_s = None
             case _:
-                self._tell(TasksChanged(at_s=now_s, keys=keys, state=state))
+                self._tell_tasks(tasks, state)
                 if state in ("released", "forgotten"):
                     for task in tasks:
                         if task.given:
                             self._executor.take_back(task)
 
-    def _task_changed(self, task: Task, state: TaskState) -> None:
-        now_s, key = self._clock.now_s, task.key
-        match state:
-            case "processing":
-                self._tell(TaskChanged(at_s=now_s, key=key, state=state, worker=task.worker))
-                self._executor.enqueue(task)
-            case "memory" | "erred":
-                start_s, task.began_s = now_s if task.began_s is None else task.began_s, None
-                work = Work(start_s=start_s, stop_s=now_s, dropped=_is_dropped(task))
-                self._tell(TaskChanged(at_s=now_s, key=key, state=state, work=work))
-            case _:
-                self._tell(TaskChanged(at_s=now_s, key=key, state=state))
-                if task.given and state in ("released", "forgotten"):
-                    self._executor.take_back(task)
+    def _work_of(self, task: Task) -> Work:
+        now_s = self._clock.now_s
+        start_s = now_s if task.began_s is None else task.began_s
+        return Work(start_s=start_s, stop_s=now_s, dropped=type(task.result).__name__ == "Dropped")
+
+    def _tell_tasks(
+        self, tasks: Sequence[Task], state: TaskState, *, workers: Sequence[str] = (), work: Work | None = None
+    ) -> None:
+        """Of one as such: a log of it is shorter."""
+        now_s, first = self._clock.now_s, tasks[0]
+        worker = workers[0] if workers else ""
+        if len(tasks) == 1 and not first.alike:
+            self._tell(TaskChanged(at_s=now_s, key=first.key, state=state, worker=worker, work=work))
+            return
+        keys = tuple(chain.from_iterable([task.keys for task in tasks]))
+        if len(set(workers)) > 1:
+            self._tell(TasksChanged(at_s=now_s, keys=keys, state=state, workers=tuple(workers), work=work))
+        else:
+            self._tell(TasksChanged(at_s=now_s, keys=keys, state=state, worker=worker, work=work))
 
     def _do(self, instructions: Iterable[Instruction]) -> None:
         now_s = self._clock.now_s
-        dismissed: list[Dismiss | Dismissals] = []
-        for instruction in instructions:
-            if isinstance(instruction, Dismiss | Dismissals) and not self._messages.are_late:
-                dismissed.append(instruction)
-                continue
-            if dismissed:
-                self._executor.dismiss(dismissed)
-                dismissed = []
+        for instruction in self._carry_out_alike(instructions):
             match instruction:
-                case Launch():
-                    self._executor.launch(instruction, self._gangs)
                 case CloseGate():
                     self.tasks.all[instruction.key].bound = ""
                 case CloseGates():
@@ -306,8 +298,6 @@ class VirtualCluster:
                 case Dismissals():
                     for each in instruction.one_by_one():
                         self._executor.dismiss([each])
-                case Train() | Score():
-                    self._executor.open_gate(instruction.key, instruction.address)
                 case CallOff():
                     self._messages.send("order", instruction.address, self._call_off, instruction)
                 case Regroup():
@@ -323,8 +313,22 @@ class VirtualCluster:
                     self._clock.at(now_s, self.machines.kill, instruction.address)
                 case Wake():
                     self._clock.at(instruction.at_s, self._wake)
-        if dismissed:
-            self._executor.dismiss(dismissed)
+
+    def _carry_out_alike(self, instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+        """Have tasks begin that may begin together, and likewise those end that were dismissed; the rest is left."""
+        for does, some in groupby(instructions, self._what_it_does):
+            alike = list(some)
+            if does == "begin":
+                self._executor.begin([each for each in alike if isinstance(each, Launch | Train | Score)], self._gangs)
+            elif does == "dismiss":
+                self._executor.dismiss([each for each in alike if isinstance(each, Dismiss | Dismissals)])
+            else:
+                yield from alike
+
+    def _what_it_does(self, instruction: Instruction) -> Literal["begin", "dismiss", ""]:
+        if isinstance(instruction, Launch | Train | Score):
+            return "begin"
+        return "dismiss" if isinstance(instruction, Dismiss | Dismissals) and not self._messages.are_late else ""
 
     def _wake(self) -> None:
         """Time has passed; to be asked for by name, since the cluster that asks may be closed by then."""
@@ -350,18 +354,10 @@ class VirtualCluster:
             task = self.tasks.all[key]
             if alarm and task.phase.startswith("explore-score"):
                 alarm.cancel()
-                worker.running[key] = self._clock.after(0.0, self._executor.finish, task, worker)
+                worker.running[key] = self._executor.finish_after(0.0, task, worker)
 
     def _stop_work(self) -> None:
         for worker in self.workers.values():
             worker.signals.obey(orders.Stop(run=self._run))
         for forming in list(self.formings.values()):
             self._gangs.end_at_boundary(forming)
-
-
-def _keys(tasks: Iterable[Task]) -> tuple[Key, ...]:
-    return tuple(chain.from_iterable([task.keys for task in tasks]))
-
-
-def _is_dropped(task: Task) -> bool:
-    return type(task.result).__name__ == "Dropped"

@@ -7,19 +7,19 @@ Invariant: a worker runs no more tasks than it has threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from cluster.events import Dismiss, Dismissals, Key, Launch, TaskState
-from cluster.virtual.clock import VirtualClock
+from cluster.events import Dismiss, Dismissals, Key, Launch, Score, TaskState, Train
+from cluster.virtual.clock import Alarm, VirtualClock
 from cluster.virtual.formings import Forming, Formings
 from cluster.virtual.messages import Messages
 from cluster.virtual.tasks import Task, Tasks, parts
 from cluster.virtual.timing import Denoising, Fixed, Timing
 from cluster.virtual.workers import VirtualWorker
 from spotlight.device.signals import signals
-from spotlight.records import Placement, Stopped, Surplus
+from spotlight.records import Placement, Surplus
 
 BACK_OFF_S = 0.01
 """Before a task is handed back; as live, so that the scheduler sees why first."""
@@ -49,7 +49,7 @@ class Executor:
     ) -> None:
         self._clock, self._messages, self._timing, self._workers = clock, messages, timing, workers
         self._resumes, self._failed, self._ended = resumes, failed, ended
-        self.tasks = Tasks(changed, self._choose)
+        self.tasks = Tasks(changed, self._choose, self._enqueue)
 
     # Where
 
@@ -66,7 +66,7 @@ class Executor:
                 return min(able, key=lambda worker: worker.load).address
         return ""
 
-    def enqueue(self, task: Task) -> None:
+    def _enqueue(self, task: Task) -> None:
         worker = self._workers.get(task.worker)
         if worker:
             task.given = worker.address
@@ -77,7 +77,7 @@ class Executor:
     def _tell_place(self, address: str, gang: str, shard: int, place: Placement | Surplus | int) -> None:
         self._workers[address].places[gang, shard] = place
 
-    def open_gate(self, key: Key, address: str) -> None:
+    def _open_gate(self, key: Key, address: str) -> None:
         task = self.tasks.alone(key)
         task.bound = address
         self.tasks.start(task, address)
@@ -95,7 +95,11 @@ class Executor:
             task.began_s = self._clock.now_s
             if not isinstance(worker.places.get(self._shard_of(task)), Placement):
                 seconds = self._seconds(task, worker)
-                worker.running[key] = self._clock.after(seconds, self.finish, task, worker)
+                worker.running[key] = self.finish_after(seconds, task, worker)
+
+    def finish_after(self, seconds: float, task: Task, worker: VirtualWorker) -> Alarm:
+        """Have a task end that its worker has begun."""
+        return self._clock.together(self._clock.now_s + seconds, self._finish, (task, worker))
 
     def _seconds(self, task: Task, worker: VirtualWorker) -> float:
         """Of a task that no gang runs: a shard without a place has nothing to do, nor has what was dismissed."""
@@ -112,32 +116,40 @@ class Executor:
             return task.call[-2], task.call[-1]
         return "", 0
 
-    def finish(self, task: Task, worker: VirtualWorker) -> None:
-        """Its time is over: have its result arrive."""
-        worker.reports[task.key] = report = object()
-        self._messages.send("result", worker.address, self._arrive, task, worker, report)
+    def _finish(self, ended: Iterable[tuple[Task, VirtualWorker]]) -> None:
+        """Their time is over: have their results arrive."""
+        reports = []
+        for task, worker in ended:
+            worker.reports[task.key] = report = object()
+            if self._messages.are_late:
+                self._messages.send("result", worker.address, self._arrive, [(task, worker, report)])
+            else:
+                reports.append((task, worker, report))
+        self._arrive(reports)
 
-    def _arrive(self, task: Task, worker: VirtualWorker, report: object) -> None:
-        """Make the call, unless the worker is gone, gave the task back, or has begun it anew since."""
-        if task.key not in worker.running or worker.reports.get(task.key) is not report:
-            return
-        del worker.running[task.key], worker.reports[task.key]
-        if task.state != "processing" or task.worker != worker.address:
+    def _arrive(self, reports: Sequence[tuple[Task, VirtualWorker, object]]) -> None:
+        """Make the calls, but for those whose workers are gone, gave the task back, or have begun it anew since."""
+        done: list[Task] = []
+        results: list[Any] = []
+        workers: list[VirtualWorker] = []
+        for task, worker, report in reports:
+            if task.key not in worker.running or worker.reports.get(task.key) is not report:
+                continue
+            del worker.running[task.key], worker.reports[task.key]
+            workers.append(worker)
+            if task.state != "processing" or task.worker != worker.address:
+                continue
+            task.given = ""
+            try:
+                results.append(self._call(task, worker))
+                done.append(task)
+            except Exception as error:
+                self.tasks.fail(task, error)
+                self._failed(error)
+        self.tasks.finish(done, results)
+        for worker in workers:
             self.begin_next(worker)
-            return
-        task.given = ""
-        try:
-            result = self._call(task, worker)
-        except Stopped as stopped:
-            self.tasks.fail(task, stopped)
-            self._failed(stopped)
-        except Exception as error:
-            self.tasks.fail(task, error)
-            self._failed(error)
-        else:
-            self.tasks.finish(task, result)
-        self.begin_next(worker)
-        self._ended(worker)
+            self._ended(worker)
 
     def _call(self, task: Task, worker: VirtualWorker) -> Any:
         with signals.standing_in_for(worker.signals):
@@ -187,7 +199,8 @@ class Executor:
     def _dismiss_alone(self, dismiss: Dismiss) -> None:
         if dismiss.tell is not None:
             self._tell_place(dismiss.address, dismiss.gang, dismiss.shard, dismiss.tell)
-        self.open_gate(dismiss.key, dismiss.address)
+        self._open_gate(dismiss.key, dismiss.address)
+        self.tasks.flush()
 
     def dismiss(self, dismissed: Sequence[Dismiss | Dismissals]) -> None:
         """They have nothing to do, so they take no time, and no thread from each other."""
@@ -232,17 +245,29 @@ class Executor:
                     for key in task.keys:
                         self.tasks.fail(self.tasks.alone(key), error)
                     self._failed(error)
-        if done:
-            self.tasks.finish_together(done, results)
+        self.tasks.finish(done, results)
+        self.begin_next(head)
 
     # Gangs
 
-    def launch(self, launch: Launch, gangs: Formings) -> None:
-        """Begin the shards of a gang, all at once."""
-        for member in launch.members:
-            self._tell_place(member.address, launch.gang, member.shard, member.place)
-        for member in launch.members:
-            self.open_gate(member.key, member.address)
+    def begin(self, instructions: Sequence[Launch | Train | Score], gangs: Formings) -> None:
+        """Let go what waits behind the gate: the shards of a gang all at once, other tasks each by itself."""
+        launches = [instruction for instruction in instructions if isinstance(instruction, Launch)]
+        for launch in launches:
+            for member in launch.members:
+                self._tell_place(member.address, launch.gang, member.shard, member.place)
+        for instruction in instructions:
+            if isinstance(instruction, Launch):
+                for member in instruction.members:
+                    self._open_gate(member.key, member.address)
+            else:
+                self._open_gate(instruction.key, instruction.address)
+        self.tasks.flush()
+        for launch in launches:
+            self._form(launch, gangs)
+
+    def _form(self, launch: Launch, gangs: Formings) -> None:
+        """The members of a gang are at work."""
         first = self.tasks.all[launch.members[0].key]
         members = {member.key: self._workers[member.address] for member in launch.members}
         leader = members[first.key]
@@ -250,7 +275,7 @@ class Executor:
         if isinstance(work, Fixed):
             for key, worker in members.items():
                 if key in worker.running:  # else it is about to leave
-                    worker.running[key] = self._clock.after(work.seconds, self.finish, self.tasks.all[key], worker)
+                    worker.running[key] = self.finish_after(work.seconds, self.tasks.all[key], worker)
             return
         width = len(members)
         overhead_s = self._timing.launch_s + (self._timing.form_s if width > 1 else 0.0)
@@ -272,8 +297,8 @@ class Executor:
             return work.step_s
         return self._timing.step_s(work.samples, width, "spot" if leader.pool == "spot" else "reserved")
 
-    def finish_member(self, key: Key, worker: VirtualWorker) -> None:
-        self.finish(self.tasks.all[key], worker)
+    def finish_members(self, members: Iterable[tuple[Key, VirtualWorker]]) -> None:
+        self._finish((self.tasks.all[key], worker) for key, worker in members)
 
     def hand_back_member(self, key: Key, worker: VirtualWorker) -> None:
         self._clock.after(BACK_OFF_S, self.hand_back, self.tasks.all[key], worker)

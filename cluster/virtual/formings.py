@@ -6,11 +6,12 @@ forming of a gang commits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from math import ceil, floor
 
-from cluster.events import Event, GangBeat, Key
+from cluster.events import Event, GangBeat, GangBeats, Key
 from cluster.virtual.clock import SAME_MOMENT_S, Alarm, VirtualClock
 from cluster.virtual.messages import Messages
 from cluster.virtual.timing import Denoising
@@ -61,7 +62,7 @@ class Formings:
         committed: steps of each request that a store holds from before.
         tell: is given each event for the dispatcher.
         epoch: the latest forming of a gang, as the dispatcher counts.
-        finish: a member's task has its result.
+        finish: members' tasks have their results.
         hand_back: a member gives its task back, without a result.
     """
 
@@ -74,7 +75,7 @@ class Formings:
         *,
         tell: Callable[[Event], None],
         epoch: Callable[[str], int],
-        finish: Callable[[Key, VirtualWorker], None],
+        finish: Callable[[Iterable[tuple[Key, VirtualWorker]]], None],
         hand_back: Callable[[Key, VirtualWorker], None],
     ) -> None:
         self._run, self._clock, self._messages, self.committed = run, clock, messages, committed
@@ -95,11 +96,11 @@ class Formings:
             worker.gang = forming.name
         work, begun = forming.work, forming.first
         end_s = forming.from_s + (work.steps - begun) * forming.step_s
-        self._clock.at(forming.from_s, self._resumed, forming)
+        self._clock.together(forming.from_s, self._resumed, forming)
         if begun < work.steps and (forming.width > 1 or forming.epoch > 1 or self._messages.are_late):
             # of a worker at a fresh request nobody asks when it took its first step
-            self._clock.at(forming.from_s + forming.step_s, self._stepped, forming)
-        forming.ends = self._clock.at(end_s, self._done, forming)
+            self._clock.together(forming.from_s + forming.step_s, self._stepped, forming)
+        forming.ends = self._clock.together(end_s, self._done, forming)
         if any(key not in worker.running for key, worker in forming.members.items()):
             self.halt(forming)  # the others wait for it
 
@@ -108,37 +109,46 @@ class Formings:
         forming = self.all.get(worker.gang)
         return [forming] if forming and worker in forming.members.values() else []
 
-    def tell_step(self, forming: Forming) -> None:
-        """How far it is, if the dispatcher does not know."""
-        step = forming.steps_by(self._clock.now_s)
-        if step > max(forming.told, forming.first):
-            forming.told = step
-            self._beat(forming, step, resumed=False)
+    def tell_steps(self, formings: Iterable[Forming]) -> None:
+        """How far they are, of those of which the dispatcher does not know."""
+        told: list[Forming] = []
+        for forming in formings:
+            step = forming.steps_by(self._clock.now_s)
+            if step > max(forming.told, forming.first):
+                forming.told = step
+                told.append(forming)
+        self._beat(told, resumed=False)
 
     def _is_current(self, forming: Forming) -> bool:
         return self.all.get(forming.name) is forming and forming.broken_s is None
 
-    def _resumed(self, forming: Forming) -> None:
-        if self._is_current(forming):
-            self._beat(forming, forming.first, resumed=True)
+    def _resumed(self, formings: Sequence[Forming]) -> None:
+        self._beat([forming for forming in formings if self._is_current(forming)], resumed=True)
 
-    def _stepped(self, forming: Forming) -> None:
-        if self._is_current(forming):
-            self.tell_step(forming)
+    def _stepped(self, formings: Sequence[Forming]) -> None:
+        self.tell_steps(forming for forming in formings if self._is_current(forming))
 
-    def _beat(self, forming: Forming, step: int, *, resumed: bool) -> None:
-        self._messages.send_beat(self._tell_beat, forming, step, resumed)
+    def _beat(self, formings: Sequence[Forming], *, resumed: bool) -> None:
+        """They say with which step they begin, or which one they have just taken."""
+        steps = [forming.first if resumed else forming.told for forming in formings]
+        if self._messages.are_late or len(formings) == 1:
+            for forming, step in zip(formings, steps, strict=True):
+                self._messages.send_beat(self._tell_beat, forming, step, resumed)
+        elif formings:
+            beats = tuple(map(self._beat_of, formings, steps, repeat(resumed)))
+            self._tell(GangBeats(at_s=self._clock.now_s, beats=beats))
 
     def _tell_beat(self, forming: Forming, step: int, resumed: bool) -> None:
-        self._tell(
-            GangBeat(
-                at_s=self._clock.now_s,
-                gang=forming.name,
-                epoch=forming.epoch,
-                step=step,
-                steps=forming.work.steps,
-                resumed=resumed,
-            )
+        self._tell(self._beat_of(forming, step, resumed))
+
+    def _beat_of(self, forming: Forming, step: int, resumed: bool) -> GangBeat:
+        return GangBeat(
+            at_s=self._clock.now_s,
+            gang=forming.name,
+            epoch=forming.epoch,
+            step=step,
+            steps=forming.work.steps,
+            resumed=resumed,
         )
 
     def commit(self, forming: Forming) -> None:
@@ -148,13 +158,17 @@ class Formings:
         steps = forming.steps_by(self._clock.now_s)
         self.committed[forming.work.request] = max(steps, self.committed.get(forming.work.request, 0))
 
-    def _done(self, forming: Forming) -> None:
-        if self._is_current(forming):
+    def _done(self, formings: Sequence[Forming]) -> None:
+        self._end([forming for forming in formings if self._is_current(forming)])
+
+    def _end(self, formings: Sequence[Forming]) -> None:
+        """They are over, and their members' tasks have results."""
+        for forming in formings:
             self.commit(forming)
-            self.tell_step(forming)
+        self.tell_steps(formings)
+        for forming in formings:
             self.dissolve(forming)
-            for key, worker in forming.members.items():
-                self._finish(key, worker)
+        self._finish(member for forming in formings for member in forming.members.items())
 
     def dissolve(self, forming: Forming) -> None:
         """It is over."""
@@ -171,7 +185,7 @@ class Formings:
         """A member is gone, or frozen: the others wait for it in the step in flight."""
         if forming.broken_s is None:
             self.commit(forming)
-            self.tell_step(forming)
+            self.tell_steps([forming])
             forming.broken_s = self._clock.now_s
             if forming.ends:
                 forming.ends.cancel()
@@ -203,23 +217,21 @@ class Formings:
     def _end_forming(self, forming: Forming) -> None:
         if self._is_current(forming) and forming.steps_by(self._clock.now_s) < forming.work.steps:
             self.commit(forming)
-            self.tell_step(forming)
+            self.tell_steps([forming])
             self.dissolve(forming)
             for key, worker in forming.members.items():
                 self._hand_back(key, worker)
 
     def drop_at_boundary(self, forming: Forming) -> None:
         """Exploration is closed: the step in flight is the last."""
-        self._clock.at(forming.boundary_s(self._clock.now_s), self._drop, forming)
+        self._clock.together(forming.boundary_s(self._clock.now_s), self._drop, forming)
 
-    def _drop(self, forming: Forming) -> None:
+    def _drop(self, formings: Sequence[Forming]) -> None:
         """All members leave together; whoever was not told yet hears of it from those who were."""
-        if self._is_current(forming) and forming.steps_by(self._clock.now_s) < forming.work.steps:
-            self.commit(forming)
-            self.tell_step(forming)
-            self.dissolve(forming)
-            closed = max((worker.signals for worker in forming.members.values()), key=lambda s: s.closed(self._run))
-            for key, worker in forming.members.items():
-                order = orders.CloseExploration(run=self._run, iteration=closed.closed(self._run))
-                worker.signals.obey(order)
-                self._finish(key, worker)
+        now_s = self._clock.now_s
+        dropped = [each for each in formings if self._is_current(each) and each.steps_by(now_s) < each.work.steps]
+        for forming in dropped:
+            closed = max(worker.signals.closed(self._run) for worker in forming.members.values())
+            for worker in forming.members.values():
+                worker.signals.obey(orders.CloseExploration(run=self._run, iteration=closed))
+        self._end(dropped)

@@ -74,16 +74,22 @@ class Tasks:
     Args:
         changed: is told of tasks that are in another state now, the same for all.
         choose: names a worker for a task that is ready and not behind a gate, or "" if there is none now.
+        begun: is given a task whose worker is to run it, before `changed` is told.
     """
 
-    def __init__(self, changed: Callable[[Sequence[Task], TaskState], None], choose: Callable[[Task], str]) -> None:
-        self._changed, self._choose = changed, choose
+    def __init__(
+        self,
+        changed: Callable[[Sequence[Task], TaskState], None],
+        choose: Callable[[Task], str],
+        begun: Callable[[Task], None],
+    ) -> None:
+        self._changed, self._choose, self._begun = changed, choose, begun
         self.all: dict[Key, Task] = {}
         self.unplaced: dict[Key, None] = {}
         """Ready, not behind a gate, and no worker for them."""
         self._held = count(1)
         self._alike: list[Task] = []
-        """In another state since the last `_flush`, which is to tell of it."""
+        """In another state since the last `flush`, which is to tell of it."""
         self._alike_state: TaskState = "released"
 
     def layers(self, graph: HighLevelGraph) -> tuple[Layer, ...]:
@@ -129,7 +135,7 @@ class Tasks:
 
     def _split(self, task: Task) -> None:
         """Something happens to some of those that it stands for: from now on, each is a task of its own."""
-        self._flush()
+        self.flush()
         task.split = tuple([replace(task, key=key, call=call, alike={}) for key, call in task.alike.items()])
         self.all.update(zip(task.alike, task.split, strict=True))
         for user in parts(task.users):
@@ -141,7 +147,7 @@ class Tasks:
         for task in tasks:
             if task.state == "released":
                 self._want(task)
-        self._flush()
+        self.flush()
 
     def arguments(self, task: Task) -> list[Any]:
         """Of its call, with results in the place of keys."""
@@ -190,7 +196,6 @@ class Tasks:
         if task.gated and not task.bound:
             self._set_alike(task, "gated")
             return
-        self._flush()
         address = self._choose(task)
         if address:
             self.start(task, address)
@@ -204,38 +209,32 @@ class Tasks:
             task = self.all[key]
             address = self._choose(task)
             if address:
-                del self.unplaced[key]
                 self.start(task, address)
+        self.flush()
 
     def start(self, task: Task, address: str) -> None:
-        """A worker has it now, to run it when it can."""
+        """A worker has it now, to run it when it can; `flush` is to follow."""
         self.unplaced.pop(task.key, None)
         task.worker = address
-        self._set(task, "processing")
+        self._set_alike(task, "processing")
+        self._begun(task)
 
     def start_together(self, tasks: Sequence[Task], address: str) -> None:
         """As `start`, of tasks behind the gate; they are told of together."""
         for task in tasks:
             task.worker = address
             self._set_alike(task, "processing")
-        self._flush()
+        self.flush()
 
-    def finish(self, task: Task, result: Any) -> None:
-        """It has a result; what waited for it may begin, and inputs that nobody else needs are released."""
-        task.result, task.held = result, next(self._held)
-        self._set(task, "memory")
-        self._finished(task)
-        self._flush()
-
-    def finish_together(self, tasks: Sequence[Task], results: Sequence[Any]) -> None:
-        """As `finish`; they are told of together."""
+    def finish(self, tasks: Sequence[Task], results: Sequence[Any]) -> None:
+        """They have results; what waited for them may begin, and inputs that nobody else needs are released."""
         for task, result in zip(tasks, results, strict=True):
             task.result, task.held = result, next(self._held)
             self._set_alike(task, "memory")
-        self._flush()
+        self.flush()
         for task in tasks:
             self._finished(task)
-        self._flush()
+        self.flush()
 
     def _finished(self, task: Task) -> None:
         for user in parts(task.users):
@@ -260,7 +259,7 @@ class Tasks:
         task.worker = ""
         self._set(task, "released")
         self._want(task)
-        self._flush()
+        self.flush()
 
     def results_of(self, address: str) -> list[Task]:
         """Tasks whose results a worker has, in the order in which it got them."""
@@ -287,7 +286,7 @@ class Tasks:
                 user.missing += 1
         if (task.waiters or task.wanted) and task.state == "released":
             self._want(task)
-        self._flush()
+        self.flush()
 
     def _release_if_unneeded(self, task: Task) -> None:
         if task.state == "memory" and not (task.waiters or task.wanted):
@@ -303,26 +302,27 @@ class Tasks:
                 self._set(task, "forgotten")
             else:
                 self._set_alike(task, "forgotten")
-        self._flush()
+        self.flush()
         for task in tasks:
             for key in task.keys:
                 del self.all[key]
             task.inputs = task.users = ()  # of each other, which would keep them in memory for a while
 
     def _set(self, task: Task, state: TaskState) -> None:
-        self._flush()
+        self.flush()
         task.state = state
         self._changed((task,), state)
 
     def _set_alike(self, task: Task, state: TaskState) -> None:
         """As `_set`; it is told of together with those before it that came into the same state."""
         if self._alike_state != state:
-            self._flush()
+            self.flush()
             self._alike_state = state
         task.state = state
         self._alike.append(task)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Tell of what is in another state now."""
         if self._alike:
             alike, self._alike = self._alike, []
             self._changed(alike, self._alike_state)
