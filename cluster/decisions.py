@@ -54,14 +54,12 @@ class Decisions(State):
         if gated and gated[0][0] == 0:
             yield self._dismiss_first(gang, head.address, at_s)
             gated = gated[1:]
-        if not gated:
-            return
-        shard, key = gated[0]
-        tell, cause, others = Surplus(), "its request needs it no more", self._tasks[key].alike
-        if others:
-            yield Dismissals(keys=others, address=head.address, gang=gang.name, first=shard, tell=tell, cause=cause)
-            return
+        tell, cause = Surplus(), "its request needs it no more"
         for shard, key in gated:
+            if key in gang.alike:  # one instruction for all of these, which are the last
+                alike = gang.alike
+                yield Dismissals(keys=alike, address=head.address, gang=gang.name, first=shard, tell=tell, cause=cause)
+                return
             yield Dismiss(key=key, address=head.address, gang=gang.name, shard=shard, tell=tell, cause=cause)
 
     def _dismiss_first(self, gang: GangState, address: str, at_s: float) -> Dismiss:

@@ -209,7 +209,7 @@ class Dispatch(Decisions):
             if task is None:
                 at += 1
             elif task.alike and keys[at : at + len(task.alike)] != task.alike:
-                self._split(task)
+                self._split(task, len(task.alike))
             else:
                 known.append(task)
                 at += len(task.keys)

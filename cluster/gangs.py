@@ -50,7 +50,7 @@ class GangState:
     states: dict[Key, TaskState] = field(default_factory=dict)
     """Of each shard, Dask's state of its task; changed by `change`. Of alike shards, the first has it for all."""
     alike: tuple[Key, ...] = ()
-    """The shards but the first, as long as one task stands for them: what has happened to one has happened to all."""
+    """The last shards, as long as one task stands for them: what has happened to one has happened to all."""
     behind: int = 0
     """Shards behind the gate."""
     unready: int = 0
@@ -97,15 +97,15 @@ class GangState:
             return
         new = [key for key in keys if key not in self.keys]
         if new:
-            self.split()
+            self.split(len(self.alike))
         self.keys = sorted([*self.keys, *new])
         self.states |= dict.fromkeys(new, "released")
 
-    def split(self) -> None:
-        """Something happens to some of those that are alike."""
+    def split(self, count: int) -> None:
+        """Something happens to the first so many of those that are alike; the last one is like no other."""
         if self.alike:
-            self.states |= dict.fromkeys(self.alike, self.states[self.alike[0]])
-            self.alike = ()
+            self.states |= dict.fromkeys(self.alike[: count + 1], self.states[self.alike[0]])
+            self.alike = self.alike[count:] if count < len(self.alike) - 1 else ()
 
     def change(self, key: Key, state: TaskState, shards: int = 1) -> bool:
         """Note the new state of a shard's task; returns whether that may change what the request waits for.

@@ -41,8 +41,8 @@ class Task:
     state: TaskState = "released"
     worker: str = ""
     alike: tuple[Key, ...] = ()
-    """Of a `Task` that stands for the shards of a request but its first one, all of them: what has happened to one of
-    them so far has happened to all. Its key is the first of these."""
+    """Of a `Task` that stands for the last shards of a request, all of these: what has happened to one of them so far
+    has happened to all. Its key is the first of them."""
     keys: tuple[Key, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -157,19 +157,24 @@ class State:
         """The task of a key, which stands for no other."""
         task = self._tasks[key]
         if task.alike:
-            self._split(task)
+            self._split(task, 1 if key == task.key else len(task.alike))
         return self._tasks[key]
 
-    def _split(self, task: Task) -> None:
-        """Something happens to some of those that it stands for: from now on, each is a task of its own."""
+    def _split(self, task: Task, count: int) -> None:
+        """Something happens to the first so many that it stands for: each of them is a task of its own from now on."""
         if task.gang:
-            task.gang.split()
+            task.gang.split(count)
+        count = min(count, len(task.alike) - 1)  # then the last one stands alone
         at_work = self._roster.has(task.key, task.worker)
         started_s = self._roster.unburden(task.key, task.worker) if at_work else 0.0
-        for key in task.alike:
-            self._tasks[key] = Task(key=key, label=task.label, gang=task.gang, state=task.state, worker=task.worker)
+        for keys in (*((key,) for key in task.alike[:count]), task.alike[count:]):
+            alike = keys if len(keys) > 1 else ()
+            part = Task(
+                key=keys[0], label=task.label, gang=task.gang, state=task.state, worker=task.worker, alike=alike
+            )
+            self._tasks |= dict.fromkeys(keys, part)
             if at_work:
-                self._roster.burden(key, task.worker, started_s)
+                self._roster.burden(part.key, task.worker, started_s)
 
     # What may be asked
 

@@ -256,6 +256,7 @@ class Executor:
         for launch in launches:
             for member in launch.members:
                 self._tell_place(member.address, launch.gang, member.shard, member.place)
+                self.tasks.alone(member.key)
         for instruction in instructions:
             if isinstance(instruction, Launch):
                 for member in instruction.members:

@@ -61,7 +61,7 @@ class Task:
     one of them happens to all.
     """
     split: tuple[Task, ...] = ()
-    """What it was split into, since something happened to some of these alone."""
+    """Those that it does not stand for any more, since something happened to some of them alone."""
     keys: Collection[Key] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,17 +130,23 @@ class Tasks:
         """The task of a key, which stands for no other."""
         task = self.all[key]
         if task.alike:
-            self._split(task)
+            self._split(task, 1 if key == task.key else len(task.alike))
         return self.all[key]
 
-    def _split(self, task: Task) -> None:
-        """Something happens to some of those that it stands for: from now on, each is a task of its own."""
+    def _split(self, task: Task, count: int) -> None:
+        """Something happens to the first so many that it stands for: each of them is a task of its own from now on."""
         self.flush()
-        task.split = tuple([replace(task, key=key, call=call, alike={}) for key, call in task.alike.items()])
-        self.all.update(zip(task.alike, task.split, strict=True))
+        calls = list(task.alike.items())
+        count = min(count, len(calls) - 1)  # then it stands for the last one alone
+        off = [replace(task, key=key, call=call, alike={}, split=()) for key, call in calls[:count]]
+        self.all.update((part.key, part) for part in off)
+        task.key, task.call = calls[count]
+        task.alike = dict(calls[count:]) if count < len(calls) - 1 else {}
+        task.keys = task.alike or (task.key,)
+        task.split += tuple(off)
         for user in parts(task.users):
             if user.state == "waiting" and task.state != "memory":
-                user.missing += len(task.alike) - 1
+                user.missing += count
 
     def begin(self, tasks: Iterable[Task]) -> None:
         """Let tasks run as soon as their inputs are there."""
@@ -274,7 +280,7 @@ class Tasks:
         """The worker that had its result is gone."""
         task.worker, task.result = "", None
         for user in [user for user in parts(task.users) if user.alike]:
-            self._split(user)
+            self._split(user, len(user.alike))
         self._set(task, "released")
         for user in sorted((user for user in parts(task.users) if user.needs_inputs), key=_key):
             if user.state in ("gated", "processing"):
@@ -328,14 +334,14 @@ class Tasks:
             self._changed(alike, self._alike_state)
 
 
-_key, _split_into = attrgetter("key"), attrgetter("split")
+_key, _split_from = attrgetter("key"), attrgetter("split")
 
 
 def parts(tasks: Sequence[Task]) -> Sequence[Task]:
-    """Tasks, those that were split since replaced by what they were split into."""
-    if not any(map(_split_into, tasks)):
+    """Tasks, and those that were split from them since."""
+    if not any(map(_split_from, tasks)):
         return tasks
-    return [part for task in tasks for part in (task.split or (task,))]
+    return [part for task in tasks for part in (*task.split, task)]
 
 
 _Calls = Mapping[Key, tuple[Any, ...]]
