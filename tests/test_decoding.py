@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from spotlight.store.accounts import read_lives, read_spans
 from spotlight.store.decoding import from_json
 from spotlight.store.rundir import (
     DECISIONS,
+    EVENTS,
     HISTORY,
     QUARANTINED,
     SPANS,
@@ -137,6 +139,25 @@ def test_a_logged_allocation_is_given_back_as_it_was(run: RunDir) -> None:
     assert row == Allocation(arms=(arm,), beliefs=BELIEFS, given=GIVEN, chunks=((0, 0, 2),))
     assert isinstance(row, Allocation)
     assert allocate(row.arms, row.beliefs, **row.given) == allocate([arm], BELIEFS, **GIVEN)
+
+
+@pytest.mark.parametrize("inside", ["}, {", [{"a": 1}, {"b": 2}], "plain"])
+def test_a_row_is_a_line_whatever_is_in_it(tmp_path: Path, inside: Any) -> None:
+    run, rows = RunDir(tmp_path), [{"what": inside}, {}, {"what": inside, "at_s": 1.5}]
+
+    run.append(EVENTS, *rows)
+    run.append(EVENTS, rows[0])
+
+    assert run.rows(EVENTS) == [*rows, rows[0]]
+    assert run.count(EVENTS) == 4
+
+
+@pytest.mark.parametrize("rewards", [(0.5, inf), (1.0, 0.5, nan), (None, -inf)])
+def test_a_number_that_is_not_finite_is_found_in_a_list(rewards: tuple[float | None, ...]) -> None:
+    content = json.dumps({"explored": [{"seeds": [1, 2, 3], "rewards": rewards}]}).encode()
+
+    with pytest.raises(SpotlightError, match=rf"explored\[0\].rewards\[{len(rewards) - 1}\]: expected a finite number"):
+        from_json(dict[str, Any], content, "file", "delete it", finite=True)
 
 
 @given(st.floats(allow_nan=False))

@@ -14,9 +14,11 @@ from cluster.events import (
     CallOff,
     CloseExploration,
     Dismiss,
+    Dismissals,
     Event,
     Evict,
     GangBeat,
+    GangBeats,
     GraphCame,
     Instruction,
     Key,
@@ -457,6 +459,74 @@ def test_tasks_told_of_together_are_tasks_told_of_one_after_the_other() -> None:
     assert len(launched(answers[0])) == 3
     assert together.dispatch.snapshot() == apart.dispatch.snapshot()
     assert together.dispatch.drain() == apart.dispatch.drain()
+
+
+def test_a_wave_of_gangs_is_what_they_are_one_after_the_other() -> None:
+    together, apart = Cluster(close_with_training=True), Cluster(close_with_training=True)
+    rollouts = Layer(name="rollout", indices=(0, 1, 2, 3), pool="any", phase="rollout", iteration=0)
+    updates = Layer(name="update", indices=(0,), pool="training", phase="train", iteration=0)
+    answers: list[list[Instruction]] = [[], []]
+    for cluster, heard in zip((together, apart), answers, strict=True):
+        cluster.join("a", "b", "c", pool="reserved")
+        cluster.tell(GraphCame(at_s=0.0, layers=(rollouts, updates)))
+        for key in [("rollout", index) for index in rollouts.indices] + [("update", 0)]:
+            cluster.change(key, "gated")
+        heard += cluster.tell(TimePassed(at_s=1.0))
+        begun = [
+            (member.key, member.address) for launch in heard if isinstance(launch, Launch) for member in launch.members
+        ]
+        keys, workers = (tuple(column) for column in zip(*begun, strict=True))
+        beats = tuple(
+            GangBeat(at_s=at_s, gang=f"rollout/{index}", epoch=1, step=step, steps=5, resumed=not step)
+            for at_s, step in ((2.0, 0), (9.0, 5))
+            for _, index in keys
+        )
+        work = Work(start_s=1.0, stop_s=9.0)
+        events: list[TasksChanged | GangBeats] = [
+            TasksChanged(at_s=1.0, keys=keys, state="processing", workers=workers),
+            *(GangBeats(at_s=beat.at_s, beats=(beat,)) for beat in beats),
+            GangBeats(at_s=9.0, beats=beats),
+            TasksChanged(at_s=9.0, keys=keys, state="memory", work=work),
+        ]
+        for event in events:
+            for each in [event] if cluster is together else one_after_the_other(event):
+                heard += cluster.tell(each)
+        heard += cluster.tell(TimePassed(at_s=10.0))
+        cluster.change(("update", 0), "processing", worker="tcp://a")
+        done = TasksChanged(at_s=11.0, keys=(("rollout", 3), ("update", 0)), state="memory", work=work)
+        for each in [done] if cluster is together else done.one_by_one():
+            heard += cluster.tell(each)
+
+    assert answers[0] == answers[1]
+    assert len(launched(answers[0])) == 4
+    assert isinstance(answers[0][-1], CloseExploration)
+    logs = [cluster.dispatch.drain() for cluster in (together, apart)]
+    assert logs[0] == logs[1]
+    assert {span.worker for span in logs[0].spans} == {"a", "b", "c"}
+    assert not list(differing(json.loads(json.dumps(list(logs[0].decisions)))))
+
+
+def one_after_the_other(event: TasksChanged | GangBeats) -> list[Event]:
+    return list(event.beats) if isinstance(event, GangBeats) else list(event.one_by_one())
+
+
+def test_shards_that_no_gang_needs_are_dismissed_together_whatever_its_width() -> None:
+    cluster = Cluster()
+    layer = Layer(
+        name="rollout", indices=tuple(range(8)), pool="any", phase="rollout", iteration=0, shards=8, widths=(1, 2, 4, 8)
+    )
+    cluster.join("a", "b", "c")
+    cluster.tell(GraphCame(at_s=0.0, layers=(layer,)))
+    cluster.tell(TasksChanged(at_s=0.0, keys=tuple(("rollout", index) for index in range(8)), state="gated"))
+
+    (launch,) = cluster.decide()
+    cluster.change(("rollout", 0), "memory")
+    instructions = cluster.tell(TimePassed(at_s=2.0))
+
+    assert launched([launch]) == {"rollout/0": ["tcp://a", "tcp://b"]}
+    (dismissed,) = instructions
+    assert isinstance(dismissed, Dismissals)
+    assert (dismissed.first, dismissed.keys) == (2, tuple(("rollout", index) for index in range(2, 8)))
 
 
 # Workers that only score

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import pstdev
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spotlight.rl.advantages import group_advantages, zero_std_ratio
+from spotlight.rl.advantages import group_advantages, spread, zero_std_ratio
 from spotlight.rl.flow import sde_step
 from spotlight.rl.objectives import clipped_objective, gaussian_kl, nft_loss
 
@@ -65,6 +66,11 @@ def test_advantages_follow_the_definition_for_any_groups(
         own = [r for r, g in rows if g == group]
         spread = np.std(rewards if std == "global" else own)
         assert advantages[row] == pytest.approx((reward - sum(own) / len(own)) / (spread + 1e-4), abs=1e-9)
+
+
+def test_the_spread_of_equal_rewards_is_exactly_zero_and_that_of_others_their_deviation() -> None:
+    assert spread([0.1] * 7) == 0.0
+    assert spread([0.1, 0.9, 0.4, 0.4]) == pytest.approx(pstdev([0.1, 0.9, 0.4, 0.4]), rel=1e-14)
 
 
 def test_zero_std_ratio_is_the_share_of_groups_that_teach_nothing() -> None:
