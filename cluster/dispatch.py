@@ -195,7 +195,7 @@ class Dispatch(Decisions):
                     self._file_if_known(gang)
             else:
                 self._note_together(gang, tasks, event, addresses)
-            if gang is None or event.state in ("released", "forgotten"):
+            if event.state in ("released", "forgotten"):
                 for task in tasks:
                     instructions += self._follows(task, event.state)
         return instructions

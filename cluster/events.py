@@ -6,7 +6,7 @@ them turn into JSON rows and back, so that a log of events can be dispatched aga
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from math import inf
@@ -75,7 +75,8 @@ class TaskChanged:
 class TasksChanged:
     """Several tasks are in another state now, the same for all, and for the same reason.
 
-    It is what one `TaskChanged` after the other would be, and is logged as these. None of them breaks its gang by it.
+    It is what one `TaskChanged` after the other would be, and is logged as these. None of them is an update, and none
+    breaks its gang by it: nothing follows but that gates are closed.
     """
 
     at_s: float
@@ -86,11 +87,15 @@ class TasksChanged:
     """Addresses of the workers that begin them, one for each task, where it is not the same for all."""
     work: Work | None = None
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of the workers that begin them, one for each task."""
+        return self.workers or (self.worker,) * len(self.keys)
+
     def one_by_one(self) -> Iterator[TaskChanged]:
-        workers = self.workers or (self.worker,) * len(self.keys)
         return (
             TaskChanged(at_s=self.at_s, key=key, state=self.state, worker=worker, work=self.work)
-            for key, worker in zip(self.keys, workers, strict=True)
+            for key, worker in zip(self.keys, self.addresses, strict=True)
         )
 
 
@@ -425,20 +430,15 @@ def rows(event: Event, instructions: Iterable[Instruction]) -> Iterable[dict[str
         return [row(beat, ()) for beat in event.beats]
     if not isinstance(event, TasksChanged):
         return [row(event, instructions)]
-    return _rows_of_tasks(event, list(one_by_one(instructions)))
-
-
-def _rows_of_tasks(event: TasksChanged, instructions: Sequence[Instruction]) -> Iterator[dict[str, Any]]:
-    """What follows from one of the tasks stands with it, and what follows from all with the last one."""
-    gates = {gate.key: _plain(gate) for gate in instructions if isinstance(gate, CloseGate)}
-    others = [_plain(instruction) for instruction in instructions if not isinstance(instruction, CloseGate)]
+    gates = {gate.key: gate for gate in one_by_one(instructions) if isinstance(gate, CloseGate)}
     common = row(next(event.one_by_one()), ()) if event.keys else {}
-    for at, key in enumerate(event.keys):
-        followed = [gates[key]] if key in gates else []
-        if at == len(event.keys) - 1:
-            followed += others
-        worker = {"worker": event.workers[at]} if event.workers else {}
-        yield common | {"key": list(key)} | worker | ({"then": followed} if followed else {})
+    return (
+        common
+        | {"key": list(key)}
+        | ({"worker": worker} if worker else {})
+        | ({"then": [_plain(gates[key])]} if key in gates else {})
+        for key, worker in zip(event.keys, event.addresses, strict=True)
+    )
 
 
 def row(event: Event, instructions: Iterable[Instruction]) -> dict[str, Any]:

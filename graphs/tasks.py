@@ -611,6 +611,7 @@ def select(
     rewards_of: dict[int, list[float]] = {prompt.id: [] for prompt in candidates.prompts}
     for result in scored:
         if isinstance(result, Scored):
+            assert len(result.rewards) == len(result.request.seeds), f"{result.request.id}: a reward for each seed"
             prompt_id, known = result.request.prompt.id, [reward is not None for reward in result.rewards]
             seeds_of[prompt_id] += compress(result.request.seeds, known)
             rewards_of[prompt_id] += [reward for reward in result.rewards if reward is not None]

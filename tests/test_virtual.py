@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from cluster.events import Dismiss, TaskState
+from cluster.dispatch import Dispatch, differing
+from cluster.events import CloseExploration, Dismiss, Event, Instruction, TaskChanged, TaskState, WorkerLeft
+from cluster.rules import Rules
 from cluster.virtual.clock import VirtualClock
-from cluster.virtual.example import ExampleTiming
+from cluster.virtual.cluster import VirtualCluster
+from cluster.virtual.example import Example, ExampleTiming
 from cluster.virtual.executor import Executor
 from cluster.virtual.messages import Messages
+from cluster.virtual.timing import Fixed, Stay
 from cluster.virtual.workers import VirtualWorker
 
 
@@ -70,3 +77,76 @@ def test_who_is_dismissed_while_others_are_ends_too() -> None:
         clock.step()
 
     assert states == dict.fromkeys(keys, "memory")
+
+
+class ASecond:
+    """Every call that is `busy` takes a second."""
+
+    launch_s = form_s = start_up_s = 0.0
+    graph_s = 0.5
+    """Until then all workers are there."""
+
+    def work(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Fixed:
+        return Fixed(seconds=float(function is busy))
+
+    def step_s(self, samples: int, width: int, pool: str) -> float:
+        raise AssertionError("nothing denoises")
+
+
+def busy(*inputs: Any) -> str:
+    return "done"
+
+
+def test_an_update_that_ends_with_others_closes_exploration_and_its_log_replays() -> None:
+    """What follows from it stands with it in the log, wherever in its wave it was."""
+
+    def layer(name: str, pool: str, resource: str, phase: str, call: tuple[Any, ...]) -> MaterializedLayer:
+        annotations = {"pool": pool, "iteration": 0, "resources": {resource: 1}, "phase": phase}
+        return MaterializedLayer({(name, 0): call}, annotations=annotations)
+
+    layers = {
+        "select": layer("select", "head", "head", "allocate", (str, 1)),
+        "score": layer("score", "reward", "gate", "explore-score-r0", (busy, ("select", 0))),
+        "update": layer("update", "training", "gate", "update", (busy,)),
+    }
+    told: list[tuple[Event, list[Instruction]]] = []
+    stays = [
+        Stay(pool="reserved", name="reserved-0", node="a", ups=((0.0, inf),)),
+        Stay(pool="reward", name="reward-0", node="b", ups=((0.0, inf),)),
+    ]
+    dispatch, clock = Dispatch(Rules(close_with_training=True)), VirtualClock()
+    cluster = VirtualCluster("r", dispatch, clock, ASecond(), stays, told=lambda *what: told.append(what))
+
+    cluster.compute(HighLevelGraph(layers, {name: set() for name in layers}), [("score", 0), ("update", 0)])
+
+    (closing,) = (event for event, then in told if any(isinstance(each, CloseExploration) for each in then))
+    assert isinstance(closing, TaskChanged)
+    assert closing.key == ("update", 0)
+    rows = json.loads(json.dumps(list(dispatch.drain().decisions)))
+    ends = [row["key"][0] for row in rows if row.get("state") == "memory" and row["key"][0] != "select"]
+    assert ends == ["update", "score"]
+    assert not list(differing(rows))
+
+
+def test_with_a_worker_only_its_own_results_are_lost() -> None:
+    """Shards of a gang were one task before it was formed."""
+    clock, lost = VirtualClock(), list[int]()
+
+    def told(event: Event, instructions: list[Instruction]) -> None:
+        if isinstance(event, TaskChanged) and event.key[0] == "score" and event.state == "processing":
+            clock.after(0.0, lambda: cluster.machines.kill(cluster.tasks.all["rollout", 3].worker))
+        if isinstance(event, WorkerLeft):
+            clock.after(0.0, note)
+
+    def note() -> None:
+        lost.extend(n for n in range(4) if cluster.tasks.all["rollout", n].state != "memory")
+
+    graph, outputs = Example(widths=(4,), rollouts=1, pool="spot", rounds=0, slots=1, parts=1).graph(lambda: None)
+    spot = [Stay(pool="spot", name=f"spot-{n}", node="n", ups=((0.0, inf),), replace_after_s=0.5) for n in range(4)]
+    reserved = Stay(pool="reserved", name="reserved-0", node="r", ups=((0.0, inf),))
+    timing = ExampleTiming(step_s=0.6, train_s=0.5, start_up_s=0.0)
+    cluster = VirtualCluster("faults", Dispatch(Rules()), clock, timing, [*spot, reserved], told=told)
+
+    cluster.compute(graph, outputs)
+
+    assert lost == [3]

@@ -252,7 +252,7 @@ class VirtualCluster:
             case "processing":
                 self._tell_tasks(tasks, state, workers=[task.worker for task in tasks for _ in task.keys])
             case "memory" | "erred":
-                for work, those in groupby(tasks, self._work_of):
+                for (work, _), those in groupby(tasks, lambda task: (self._work_of(task), task.pool == "training")):
                     done = list(those)
                     self._tell_tasks(done, state, work=work)
                     for task in done:
@@ -272,7 +272,7 @@ class VirtualCluster:
     def _tell_tasks(
         self, tasks: Sequence[Task], state: TaskState, *, workers: Sequence[str] = (), work: Work | None = None
     ) -> None:
-        """Of one as such: a log of it is shorter."""
+        """Of one as such: more may follow from it than from several."""
         now_s, first = self._clock.now_s, tasks[0]
         worker = workers[0] if workers else ""
         if len(tasks) == 1 and not first.alike:
@@ -298,6 +298,8 @@ class VirtualCluster:
                 case Dismissals():
                     for each in instruction.one_by_one():
                         self._executor.dismiss([each])
+                case Launch() | Train() | Score():
+                    self._executor.begin([instruction], self._gangs)
                 case CallOff():
                     self._messages.send("order", instruction.address, self._call_off, instruction)
                 case Regroup():
@@ -315,8 +317,14 @@ class VirtualCluster:
                     self._clock.at(instruction.at_s, self._wake)
 
     def _carry_out_alike(self, instructions: Iterable[Instruction]) -> Iterator[Instruction]:
-        """Have tasks begin that may begin together, and likewise those end that were dismissed; the rest is left."""
-        for does, some in groupby(instructions, self._what_it_does):
+        """Have tasks begin that may begin together, and likewise those end that were dismissed; the rest is left.
+
+        Where messages are late, that is all: then each is told of alone, as live.
+        """
+        if self._messages.are_late:
+            yield from instructions
+            return
+        for does, some in groupby(instructions, _what_it_does):
             alike = list(some)
             if does == "begin":
                 self._executor.begin([each for each in alike if isinstance(each, Launch | Train | Score)], self._gangs)
@@ -324,11 +332,6 @@ class VirtualCluster:
                 self._executor.dismiss([each for each in alike if isinstance(each, Dismiss | Dismissals)])
             else:
                 yield from alike
-
-    def _what_it_does(self, instruction: Instruction) -> Literal["begin", "dismiss", ""]:
-        if isinstance(instruction, Launch | Train | Score):
-            return "begin"
-        return "dismiss" if isinstance(instruction, Dismiss | Dismissals) and not self._messages.are_late else ""
 
     def _wake(self) -> None:
         """Time has passed; to be asked for by name, since the cluster that asks may be closed by then."""
@@ -361,3 +364,9 @@ class VirtualCluster:
             worker.signals.obey(orders.Stop(run=self._run))
         for forming in list(self.formings.values()):
             self._gangs.end_at_boundary(forming)
+
+
+def _what_it_does(instruction: Instruction) -> Literal["begin", "dismiss", ""]:
+    if isinstance(instruction, Launch | Train | Score):
+        return "begin"
+    return "dismiss" if isinstance(instruction, Dismiss | Dismissals) else ""

@@ -16,7 +16,17 @@ from random import Random
 from typing import Any, Literal
 
 from cluster.dispatch import Dispatch
-from cluster.events import Event, Instruction, Key, Launch, TaskChanged, TasksChanged, WorkerJoined, WorkerNoticed
+from cluster.events import (
+    Event,
+    GangBeats,
+    Instruction,
+    Key,
+    Launch,
+    TaskChanged,
+    TasksChanged,
+    WorkerJoined,
+    WorkerNoticed,
+)
 from cluster.rules import Rules
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
@@ -299,10 +309,12 @@ class _Trial:
 
     def _told(self, event: Event, instructions: list[Instruction]) -> None:
         """After every event, before what follows is done."""
-        self.events += len(event.keys) if isinstance(event, TasksChanged) else 1
-        if isinstance(event, TaskChanged):
-            if event.state == "memory" and event.key[0].startswith(("train", "add", "update")):
-                self._happens("trained", "")
+        self.events += _count(event)
+        if isinstance(event, TaskChanged | TasksChanged):
+            if event.state == "memory":
+                keys = (event.key,) if isinstance(event, TaskChanged) else event.keys
+                for _ in filter(_trains, keys):
+                    self._happens("trained", "")
         elif isinstance(event, WorkerNoticed):
             self._invariants.noticed.add(event.address)
         elif isinstance(event, WorkerJoined) and event.pool != "head":
@@ -346,6 +358,17 @@ class _Trial:
             self._store_fails = True
         else:
             strike(self._cluster, blow, address, self._chance)
+
+
+def _count(event: Event) -> int:
+    """Of the events that it stands for."""
+    if isinstance(event, TasksChanged):
+        return len(event.keys)
+    return len(event.beats) if isinstance(event, GangBeats) else 1
+
+
+def _trains(key: Key) -> bool:
+    return key[0].startswith(("train", "add", "update"))
 
 
 def strike(cluster: VirtualCluster, blow: Blow, address: str, chance: Random) -> None:

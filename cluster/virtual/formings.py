@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from math import ceil, floor
 
 from cluster.events import Event, GangBeat, GangBeats, Key
@@ -130,12 +129,12 @@ class Formings:
 
     def _beat(self, formings: Sequence[Forming], *, resumed: bool) -> None:
         """They say with which step they begin, or which one they have just taken."""
-        steps = [forming.first if resumed else forming.told for forming in formings]
-        if self._messages.are_late or len(formings) == 1:
-            for forming, step in zip(formings, steps, strict=True):
+        steps = [(forming, forming.first if resumed else forming.told) for forming in formings]
+        if self._messages.are_late:
+            for forming, step in steps:
                 self._messages.send_beat(self._tell_beat, forming, step, resumed)
-        elif formings:
-            beats = tuple(map(self._beat_of, formings, steps, repeat(resumed)))
+        elif steps:
+            beats = tuple([self._beat_of(forming, step, resumed) for forming, step in steps])
             self._tell(GangBeats(at_s=self._clock.now_s, beats=beats))
 
     def _tell_beat(self, forming: Forming, step: int, resumed: bool) -> None:
@@ -228,8 +227,8 @@ class Formings:
 
     def _drop(self, formings: Sequence[Forming]) -> None:
         """All members leave together; whoever was not told yet hears of it from those who were."""
-        now_s = self._clock.now_s
-        dropped = [each for each in formings if self._is_current(each) and each.steps_by(now_s) < each.work.steps]
+        now_s, asked = self._clock.now_s, dict.fromkeys(formings)  # for each member once
+        dropped = [each for each in asked if self._is_current(each) and each.steps_by(now_s) < each.work.steps]
         for forming in dropped:
             closed = max(worker.signals.closed(self._run) for worker in forming.members.values())
             for worker in forming.members.values():

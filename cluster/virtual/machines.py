@@ -183,7 +183,7 @@ class Machines:
                 forming.members.pop(key, None)
         for held in self._executor.tasks.results_of(worker.address):
             for part in parts((held,)):
-                if part.state == "memory":
+                if part.state == "memory" and part.worker == worker.address:
                     self._executor.tasks.lose(part)
         for key in had:
             task = self._executor.tasks.all.get(key)

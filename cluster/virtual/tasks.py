@@ -57,7 +57,7 @@ class Task:
     alike: Mapping[Key, tuple[Any, ...]] = field(default_factory=dict)
     """Of a `Task` that stands for several tasks of the graph, their calls; ``key`` and ``call`` are the first one's.
 
-    They are the shards of a request but its first one. As long as nobody runs any of them in a gang, what happens to
+    They are the last shards of a request. As long as nobody runs any of them in a gang, what happens to
     one of them happens to all.
     """
     split: tuple[Task, ...] = ()

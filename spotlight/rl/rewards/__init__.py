@@ -184,7 +184,7 @@ def planned_range(scorer: Scorer) -> tuple[float, float]:
 def normalised(within: tuple[float, float], rewards: Sequence[float]) -> tuple[float, ...]:
     """Rewards with `planned_range` mapped to [0, 1], those outside cut off: what the planner sees."""
     low, high = within
-    if within == (0.0, 1.0) and rewards and 0.0 <= min(rewards) <= max(rewards) <= 1.0:  # most scorers' own range
+    if within == (0.0, 1.0) and all(0.0 <= reward <= 1.0 for reward in rewards):  # most scorers' own range
         return tuple(map(float, rewards))
     return tuple(min(1.0, max(0.0, (reward - low) / (high - low))) for reward in rewards)
 
