@@ -343,8 +343,12 @@ def told(trial: int | None) -> str:
 
 
 def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
-    """The rows of the README's table: a cell's each, to its last target, where all that has a goal was run."""
-    return [row for cell in _cells_of(arguments) if (row := _headline(rows, *cell, arguments))]
+    """The rows of the README's table: a cell's each, to its last target, where all that has a goal was run.
+
+    Of the first size; the tables have the others.
+    """
+    cells = [cell for cell in _cells_of(arguments) if cell[-1] == arguments.sizes[0]]
+    return [row for cell in cells if (row := _headline(rows, *cell, arguments))]
 
 
 def _headline(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:

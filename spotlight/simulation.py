@@ -272,7 +272,7 @@ class TaskTiming:
 
     def _seconds(self, function: Callable[..., Any], arguments: Sequence[Any]) -> float:
         durations, device = self._durations, protocol.current()
-        if function is tasks.score or function is tasks.score_all:
+        if (function is tasks.score or function is tasks.score_all) and durations.scores_take_time:
             run_dir, given = arguments[:2]
             drawn = [
                 done.request for done in ([given] if function is tasks.score else given) if isinstance(done, Rollout)

@@ -100,8 +100,9 @@ class Formings:
             # of a worker at a fresh request nobody asks when it took its first step
             self._clock.together(forming.from_s + forming.step_s, self._stepped, forming)
         forming.ends = self._clock.together(end_s, self._done, forming)
-        if any(key not in worker.running for key, worker in forming.members.items()):
-            self.halt(forming)  # the others wait for it
+        for key, worker in forming.members.items():
+            if key not in worker.running:
+                self.halt(forming)  # the others wait for it
 
     def of(self, worker: VirtualWorker) -> list[Forming]:
         """The one that it is a member of, if any."""

@@ -216,6 +216,10 @@ class TaskDurations:
             self._steps[asked] = emulated_s / self._speedup
         return self._steps[asked]
 
+    @property
+    def scores_take_time(self) -> bool:
+        return self._score_s > 0
+
     def score_s(self, samples: int) -> float:
         """Seconds of scoring a batch of images."""
         return samples * self._score_s / self._speedup
