@@ -254,14 +254,14 @@ class TaskTiming:
     def step_s(self, samples: int, width: int, pool: Pool) -> float:
         return self._durations.step_s(samples, width, pool)
 
-    def work(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Denoising | Fixed:
+    def work(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> Denoising | Fixed:
         if function is tasks.rollout_shard:
-            return _denoising(arguments[1])
+            return _denoising(arguments()[1])
         if function is tasks.explore_slot:
-            allocation, slot = arguments[1], arguments[2]
+            _, allocation, slot, *_ = arguments()
             return _denoising(allocation[slot]) if slot < len(allocation) else Fixed(seconds=0.0)
         if function is tasks.gradient and self._train_width > 1:
-            return self._shared_gradient(tasks.gradient_part(*arguments[1:-2]))
+            return self._shared_gradient(tasks.gradient_part(*arguments()[1:-2]))
         return Fixed(seconds=self._seconds(function, arguments))
 
     def _shared_gradient(self, part: GradientPart) -> Denoising:
@@ -270,24 +270,24 @@ class TaskTiming:
         seconds = durations.train_s(samples, self._train_width) + durations.gradient_s
         return Denoising(request=part.name, samples=samples, steps=1, step_s=seconds)
 
-    def _seconds(self, function: Callable[..., Any], arguments: Sequence[Any]) -> float:
+    def _seconds(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> float:
         durations, device = self._durations, protocol.current()
         if (function is tasks.score or function is tasks.score_all) and durations.scores_take_time:
-            run_dir, given = arguments[:2]
+            run_dir, given = arguments()[:2]
             drawn = [
                 done.request for done in ([given] if function is tasks.score else given) if isinstance(done, Rollout)
             ]
             return durations.score_s(sum(len(each.seeds) for each in drawn if not device.has_scores(run_dir, each)))
         if function is tasks.gradient:
-            run_dir, *which = arguments
+            run_dir, *which = arguments()
             part = tasks.gradient_part(*which)
             if device.has_gradient(run_dir, part):
                 return 0.0
             return durations.train_s(len(part.samples)) + durations.gradient_s
         if function is tasks.add_gradients:
-            return (len(arguments[3]) + 1) * durations.gradient_s
+            return (len(arguments()[3]) + 1) * durations.gradient_s
         if function is tasks.update:
-            return len(arguments[4][-1]) * durations.gradient_s
+            return len(arguments()[4][-1]) * durations.gradient_s
         if function is tasks.publish:
             return durations.publish_s
         return durations.prepare_s if function is tasks.prepare else 0.0

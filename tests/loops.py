@@ -33,11 +33,11 @@ class LoopTiming:
         self._schedule = schedule
         self.start_up_s = schedule.start_up_s
 
-    def work(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Denoising | Fixed:
+    def work(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> Denoising | Fixed:
         if function is graphs.tasks.rollout_shard:
-            return self._denoising(arguments[1])
+            return self._denoising(arguments()[1])
         if function is graphs.tasks.explore_slot:
-            _, allocation, slot, *_ = arguments
+            _, allocation, slot, *_ = arguments()
             return self._denoising(allocation[slot]) if slot < len(allocation) else Fixed(seconds=0.0)
         if function in (graphs.tasks.gradient, graphs.tasks.add_gradients, graphs.tasks.update):
             return Fixed(seconds=self._schedule.train_s)

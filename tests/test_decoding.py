@@ -141,14 +141,14 @@ def test_a_logged_allocation_is_given_back_as_it_was(run: RunDir) -> None:
     assert allocate(row.arms, row.beliefs, **row.given) == allocate([arm], BELIEFS, **GIVEN)
 
 
-@pytest.mark.parametrize("inside", ["}, {", [{"a": 1}, {"b": 2}], "plain"])
+@pytest.mark.parametrize("inside", ["}\n{", "\u2028é", inf, [{"a": 1}, {"b": 2}], (1, 2.5e-300)])
 def test_a_row_is_a_line_whatever_is_in_it(tmp_path: Path, inside: Any) -> None:
     run, rows = RunDir(tmp_path), [{"what": inside}, {}, {"what": inside, "at_s": 1.5}]
 
     run.append(EVENTS, *rows)
     run.append(EVENTS, rows[0])
 
-    assert run.rows(EVENTS) == [*rows, rows[0]]
+    assert run.rows(EVENTS) == json.loads(json.dumps([*rows, rows[0]]))
     assert run.count(EVENTS) == 4
 
 

@@ -357,10 +357,10 @@ def test_on_the_virtual_clock_scores_that_are_kept_take_no_time(tmp_path: Path, 
         request = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
         done, timing = device.rollout(run, request), TaskTiming(settings)
 
-        first = timing.work(tasks.score, (run, done))
+        first = timing.work(tasks.score, lambda: (run, done))
         tasks.score(run, done)
-        again = timing.work(tasks.score, (run, done))
-        all_again = timing.work(tasks.score_all, (run, [done]))
+        again = timing.work(tasks.score, lambda: (run, done))
+        all_again = timing.work(tasks.score_all, lambda: (run, [done]))
 
     assert first == Fixed(seconds=0.5 * len(request.seeds))
     assert again == all_again == Fixed(seconds=0.0)

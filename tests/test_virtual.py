@@ -86,7 +86,7 @@ class ASecond:
     graph_s = 0.5
     """Until then all workers are there."""
 
-    def work(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Fixed:
+    def work(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> Fixed:
         return Fixed(seconds=float(function is busy))
 
     def step_s(self, samples: int, width: int, pool: str) -> float:

@@ -296,7 +296,8 @@ class ExampleTiming:
     def __init__(self, *, step_s: float, train_s: float, start_up_s: float) -> None:
         self._step_s, self._train_s, self.start_up_s = step_s, train_s, start_up_s
 
-    def work(self, function: Any, arguments: Sequence[Any]) -> Denoising | Fixed:
+    def work(self, function: Any, given: Callable[[], Sequence[Any]]) -> Denoising | Fixed:
+        arguments = given()
         if function is _explore and arguments[1] >= len(arguments[0]):
             return Fixed(seconds=0.0)
         if function is _denoise or function is _explore:

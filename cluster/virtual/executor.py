@@ -105,7 +105,7 @@ class Executor:
         """Of a task that no gang runs: a shard without a place has nothing to do, nor has what was dismissed."""
         if self._shard_of(task)[0] or (task.gated and worker.pool == "head"):
             return 0.0
-        work = self._timing.work(task.call[0], self.tasks.arguments(task))
+        work = self._timing.work(task.call[0], lambda: self.tasks.arguments(task))
         assert isinstance(work, Fixed), f"{task.key} denoises and is no shard"
         return work.seconds
 
@@ -272,7 +272,7 @@ class Executor:
         first = self.tasks.all[launch.members[0].key]
         members = {member.key: self._workers[member.address] for member in launch.members}
         leader = members[first.key]
-        work = self._timing.work(first.call[0], self.tasks.arguments(first))
+        work = self._timing.work(first.call[0], lambda: self.tasks.arguments(first))
         if isinstance(work, Fixed):
             for key, worker in members.items():
                 if key in worker.running:  # else it is about to leave

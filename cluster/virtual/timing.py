@@ -40,8 +40,12 @@ class Timing(Protocol):
     start_up_s: float
     """From the moment that a machine is there until its worker can work."""
 
-    def work(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Denoising | Fixed:
-        """What a call does."""
+    def work(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> Denoising | Fixed:
+        """What a call does.
+
+        Args:
+            arguments: gives those of the call; long ones take a while, and most calls last no time whatever they are.
+        """
         ...
 
     def step_s(self, samples: int, width: int, pool: Pool) -> float:

@@ -6,8 +6,7 @@ that work which is called off costs nothing. A run's signals never touch another
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, assert_never
 
@@ -129,14 +128,9 @@ class Signals:
         """Take over all that was asked of another process."""
         self.__dict__.update(other.__dict__)
 
-    @contextmanager
-    def standing_in_for(self, other: Signals) -> Iterator[None]:
+    def standing_in_for(self, other: Signals) -> _StandingIn:
         """Be another worker's signals for a while, in a process that does the work of several."""
-        before, self.__dict__ = self.__dict__, other.__dict__
-        try:
-            yield
-        finally:
-            self.__dict__ = before
+        return _StandingIn(self, other)
 
     def obey(self, command: Command) -> None:
         match command:
@@ -201,6 +195,21 @@ class Signals:
         if found is None:
             return Surplus() if shard else Placement(gang=gang, epoch=0, rank=0, width=1)
         return found
+
+
+class _StandingIn:
+    """A context in which some signals are another worker's; a simulated iteration enters ten thousand."""
+
+    __slots__ = ("_before", "_here", "_other")
+
+    def __init__(self, here: Signals, other: Signals) -> None:
+        self._here, self._other, self._before = here, other, here.__dict__
+
+    def __enter__(self) -> None:
+        self._before, self._here.__dict__ = self._here.__dict__, self._other.__dict__
+
+    def __exit__(self, *error: object) -> None:
+        self._here.__dict__ = self._before
 
 
 signals = Signals()

@@ -23,13 +23,15 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, Literal
 from uuid import uuid4
+
+from pydantic_core import PydanticSerializationError, to_json
 
 from spotlight import config
 from spotlight.clock import wall_clock
@@ -68,8 +70,6 @@ PUSH_S = 5.0
 TURN_S = 10.0
 """For whoever only looks at the files of a run to let go of them."""
 
-BETWEEN_ROWS, ENCODED_ROWS = "}, {", 500
-"""Where a list of so many rows is cut into lines: to encode them at once takes half as long as row by row."""
 TAIL_BYTES = 2**16
 """A dozen rows of a history."""
 
@@ -577,7 +577,7 @@ class RunDir:
         """Replace a whole journal at once."""
         self._counted.pop(journal, None)
         with atomic_write(self.path / journal) as file:
-            file.write(_lines(rows))
+            file.write(_lines(list(rows)))
         if self._journals:
             self._journals.replace(journal)
 
@@ -746,19 +746,12 @@ def indented(value: Any, line: str = "\n") -> str:
     return json.dumps(value)
 
 
-def _lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
+def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
     """A row a line."""
-    # `json.dumps` would make an encoder for each row; rows hold plain values, so none can hold itself
-    encode = json.JSONEncoder(check_circular=False).encode
-    rows, lines = list(rows), list[str]()
-    for first in range(0, len(rows), ENCODED_ROWS):
-        some = rows[first : first + ENCODED_ROWS]
-        together = encode(some)[1:-1]
-        if together.count(BETWEEN_ROWS) == len(some) - 1:  # nothing in the rows looks like that: mostly so
-            lines.append(together.replace(BETWEEN_ROWS, "}\n{"))
-        else:
-            lines += map(encode, some)
-    return "".join([f"{line}\n" for line in lines]).encode()
+    try:
+        return b"".join([to_json(row) + b"\n" for row in rows])
+    except PydanticSerializationError:  # half an emoji, say, of which only `json` makes text
+        return b"".join([json.dumps(row).encode() + b"\n" for row in rows])
 
 
 def _whole_lines(path: Path) -> list[bytes]:
