@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distributed import batched
 
 from cluster.quiet import Quiet
 from cluster.workers import warm_parent_pid
 from elastic import Live, device_number
 from runs import ROOT, WAIT_S, settings_file, wait_for
+from spotlight.clock import wall_clock
 from spotlight.store.rundir import EVENTS, HISTORY, SPANS, WORKERS, RunDir
 
 HANG_AFTER_S = 3.0
@@ -207,6 +209,11 @@ def test_a_pause_of_an_hour_in_the_middle_of_a_request_loses_no_worker(live: Liv
 
     assert lost_s == pytest.approx(HOUR_S, abs=60)
     assert live.snapshot().workers == before
+
+
+def test_a_message_that_follows_another_does_not_wait_for_a_clock_that_is_set_back(live: Live) -> None:
+    """Dask holds it back for milliseconds, and would for as long as the system's clock was set back by."""
+    assert vars(batched)["time"] is wall_clock
 
 
 def test_memory_and_temporary_folders_that_are_removed_under_a_run_are_made_again(live: Live) -> None:
