@@ -178,9 +178,9 @@ class Decisions(State):
             yield Regroup(gang=gang.name, epoch=gang.epoch, address=address, cause=cause)
 
 
-def _training_order(task: Task) -> tuple[bool, bool, int, Key]:
-    """Updates, gradients, then sums of gradients: most of these fit beside the last gradients."""
-    return task.label.pool != "training", task.label.phase == "add", len(task.key[0]), task.key
+def _training_order(task: Task) -> tuple[bool, int, Key]:
+    """Updates first."""
+    return task.label.pool != "training", len(task.key[0]), task.key
 
 
 def _scoring_order(task: Task) -> tuple[bool, int, int, Key]:

@@ -32,7 +32,7 @@ from spotlight.plan.stochastic_steps import stochastic_steps
 from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef, record
 from spotlight.rl import rewards
 from spotlight.rl.parts import Cut
-from spotlight.rl.sums import additions
+from spotlight.rl.sums import slices_of
 
 Key = tuple[str, int]
 Calls = Sequence[tuple[Any, ...]]
@@ -347,32 +347,22 @@ def _add_training(
     weighed = tuple(table.weight for table in (config.reward, *config.reward.also)) if config.adds_advantages else ()
     calls: Calls = [(tasks.advantage, std, key, weighed) for key in refill]
     training = layers.add("advantage", k, calls, pool="trainer", after=refill)
+    slices = slices_of(config, cut.count)
     gradients: list[list[Key]] = []
     terms: list[list[Key]] = []
     before: list[Key] = []
     for update in range(cut.updates):
-        wanted = [(weights, k, cut, update, part, _sets(training, cut, part)) for part in range(cut.count)]
+        wanted = [(weights, k, cut, update, part, _sets(training, cut, part), slices) for part in range(cut.count)]
         firsts, surplus = _add_gradients(layers, config, run_dir, k, wanted, before, after=[*training, *before])
         gradients.append(firsts)
-        terms.append(_add_sums(layers, config, run_dir, weights, k, firsts))
+        calls = [(tasks.add_gradients, run_dir, weights, k, firsts, at) for at in range(slices)]
+        sums = layers.add("add", k, calls, pool=_gradient_pool(config), after=firsts) if slices > 1 else firsts
+        terms.append(sums)
         known = list(gradients), list(terms)
         call = (tasks.update, run_dir, weights, k, *known, before[0] if before else None, surplus)
         after = [*chain(*gradients, *terms), *surplus, *before]
         before = layers.add("update", k, [call], pool="training", after=after)
     return training, before[0]
-
-
-def _add_sums(
-    layers: Layers, config: Config, run_dir: str, weights: WeightsRef, k: int, gradients: list[Key]
-) -> list[Key]:
-    """Sums of neighbouring parts' gradients, by whoever is free, where an update would have many to read."""
-    terms = gradients
-    for level in additions(len(gradients)):
-        several = [[terms[at] for at in neighbours] for neighbours in level if len(neighbours) > 1]
-        alone = [terms[at] for neighbours in level if len(neighbours) == 1 for at in neighbours]  # at most the last
-        calls: Calls = [(tasks.add_gradients, run_dir, weights, k, neighbours) for neighbours in several]
-        terms = [*layers.add("add", k, calls, pool=_gradient_pool(config), after=terms), *alone]
-    return terms
 
 
 def _gradient_pool(config: Config) -> str:

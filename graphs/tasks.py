@@ -342,6 +342,7 @@ def gradient(
     update: int,
     part: int,
     sets: Sequence[TrainingSet],
+    slices: int,
     before: Updated | None = None,
     gang: str = "",
     shard: int = 0,
@@ -351,6 +352,7 @@ def gradient(
     Args:
         weights: the version that the iteration starts from.
         sets: of the chunks that the part has samples of, in order.
+        slices: that it is kept in.
         before: the update before this one.
         gang: names the part within the graph, where several ranks share its passes; the first one's result is the
             part's.
@@ -368,7 +370,7 @@ def gradient(
             "train.micro_batch smaller; if workers leave too soon, cut training into more train.parts, or train on "
             'reserved workers only (strategy.train_pools = ["reserved"]); then resume the run'
         )
-    wanted = gradient_part(weights, iteration, cut, update, part, sets, before)
+    wanted = gradient_part(weights, iteration, cut, update, part, sets, slices, before)
     return device.current().gradient(run_dir, wanted, place)
 
 
@@ -379,6 +381,7 @@ def gradient_part(
     update: int,
     part: int,
     sets: Sequence[TrainingSet],
+    slices: int = 1,
     before: Updated | None = None,
 ) -> GradientPart:
     """What a call of `gradient` is to compute."""
@@ -397,26 +400,27 @@ def gradient_part(
         positions=positions,
         after=before.weights_sha256 if before else "",
         settings=cut.settings,
+        slices=slices,
     )
 
 
-def add_gradients(run_dir: str, weights: WeightsRef, iteration: int, parts: Sequence[Gradient]) -> Gradient:
-    """The sum of the gradients of neighbouring parts, which stays in the store: the update has fewer to read."""
+def add_gradients(run_dir: str, weights: WeightsRef, iteration: int, parts: Sequence[Gradient], at: int) -> Gradient:
+    """The sum of one slice of all parts' gradients, which stays in the store: the update has one gradient to read."""
     from spotlight.store import updates
     from spotlight.store.weights import published
 
     def is_over() -> bool:
         return published(run_dir, weights.version + 1) is not None
 
-    if not any(part.sha256 for part in parts):
-        return updates.put_sum(run_dir, iteration, parts, {})
+    if not any(part.slices for part in parts):
+        return updates.put_sum(run_dir, iteration, parts, at, {})
     if is_over():
         return Gradient(name="")
-    if found := updates.find_sum(run_dir, iteration, parts):
+    if found := updates.find_sum(run_dir, iteration, parts, at):
         return found
-    arrays = (updates.load_arrays(run_dir, iteration, part) for part in parts)
+    arrays = (updates.load_slice(run_dir, iteration, part, at) for part in parts)
     try:
-        return updates.put_sum(run_dir, iteration, parts, tree_sum(arrays))
+        return updates.put_sum(run_dir, iteration, parts, at, tree_sum(arrays))
     except SpotlightError:
         if is_over():  # by now, and what it was made of is removed
             return Gradient(name="")
@@ -436,7 +440,7 @@ def update(
 
     Args:
         gradients: what the parts of this update measured, and of those before it, which another worker may have taken.
-        terms: what each of these updates adds: its parts' gradients, or sums of neighbouring ones.
+        terms: what each of these updates adds: its parts' gradients, or the slices of their sum.
         before: the update before this one.
         surplus: the other ranks of gangs. Dask forgets a task that nobody depends on.
     """

@@ -309,8 +309,8 @@ class TrainSection(Section):
     parts: int = Field(8, ge=1, le=1024)
     """Parts that each update's samples are cut into, never the number of workers: each part's gradient is a task of its
     own, on whichever worker is free, and the same bits wherever it is computed. More parts than workers that train, so
-    that none waits long for the last; fewer where a part takes no longer than what it costs to launch it. Of more than
-    eight, neighbours' gradients are added on the way, so that the update has fewer to fetch."""
+    that none waits long for the last; fewer where a part takes no longer than what it costs to launch it. Where several
+    workers train, each then adds a slice of all gradients, so that the update has one to fetch."""
     width: int = Field(1, ge=1, le=WIDTH_MAX)
     """Workers of a node that share the passes of a part (sequence parallelism), where one GPU does not hold the
     activations. The same bits whoever they are, but others than with another width."""

@@ -254,6 +254,8 @@ class GradientPart:
     """SHA-256 of the weights after the update before; empty in the first."""
     settings: str = ""
     """SHA-256 of those that it is trained with."""
+    slices: int = 1
+    """That its gradient is kept in."""
 
     @cached_property
     def name(self) -> str:
@@ -264,15 +266,25 @@ class GradientPart:
             (digests[id(sample.request)], sample.index, sample.advantage, position)
             for sample, position in zip(self.samples, self.positions, strict=True)
         ]
-        content = dumps(
-            ["sum", self.weights.sha256, self.iteration, self.update, self.number, self.after, self.settings, rows]
-        )
+        which = (self.iteration, self.update, self.number, self.slices)
+        content = dumps(["sum", self.weights.sha256, *which, self.after, self.settings, rows])
         return f"u{self.update}-p{self.number}-{sha256(content.encode()).hexdigest()[:16]}"
 
 
 @record
+class Slice:
+    """Some tensors of a gradient, in the bytes of its file that can be read by themselves."""
+
+    start: int
+    """Bytes before it."""
+    size: int
+    """Its bytes."""
+    sha256: str
+
+
+@record
 class Gradient:
-    """The gradient of a part, or of neighbouring parts together, which is in the store, and what was measured of it.
+    """The gradient of a part, or a slice of that of all parts, which is in the store, and what was measured of it.
 
     It is the gradient of the sum of the losses of its rows, so that gradients are simply added.
     """
@@ -284,8 +296,8 @@ class Gradient:
     loss: float = 0.0
     """Of a part; 0 for a sum of several, which has no metrics either."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    sha256: str = ""
-    """Of its file; empty where it has no tensors."""
+    slices: tuple[Slice, ...] = ()
+    """Of its file, one after the other; none where it has no tensors."""
 
 
 @record

@@ -32,6 +32,7 @@ from spotlight.market.traces import SECONDS_PER_H
 from spotlight.plan.availability import MADE_UP_S, pool_switches, preemption_kinds, ups
 from spotlight.plan.durations import TaskDurations
 from spotlight.records import GradientPart, Pool, Rollout, SpotlightError, WorkerLife, record
+from spotlight.rl.sums import slices_of
 from spotlight.store.accounts import Accounts, pool_prices, read_lives
 from spotlight.store.rundir import DECISIONS, HISTORY, SIMULATED, RunDir
 from spotlight.strategies import strategies
@@ -246,7 +247,7 @@ class TaskTiming:
     """How long the calls of `graphs.tasks` last, as `plan.durations` has it for a run's settings."""
 
     def __init__(self, config: Config) -> None:
-        self._durations = durations = TaskDurations(config)
+        self._config, self._durations = config, (durations := TaskDurations(config))
         self._train_width = config.train.width
         self.launch_s, self.form_s = durations.launch_s, durations.form_s
         self.graph_s, self.start_up_s = durations.graph_s, durations.start_up_s
@@ -285,9 +286,12 @@ class TaskTiming:
                 return 0.0
             return durations.train_s(len(part.samples)) + durations.gradient_s
         if function is tasks.add_gradients:
-            return (len(arguments()[3]) + 1) * durations.gradient_s
+            parts = len(arguments()[3])
+            return (parts + 1) / slices_of(self._config, parts) * durations.gradient_s
         if function is tasks.update:
-            return len(arguments()[4][-1]) * durations.gradient_s
+            *_, gradients, terms = arguments()[:5]
+            in_slices = len(terms[-1]) < len(gradients[-1])
+            return (1 if in_slices else len(terms[-1])) * durations.gradient_s
         if function is tasks.publish:
             return durations.publish_s
         return durations.prepare_s if function is tasks.prepare else 0.0

@@ -287,17 +287,6 @@ def test_gradients_that_spot_workers_may_compute_come_after_rollouts_and_before_
     assert launched(cluster.decide()) == {"explore-r0/0": ["tcp://v"]}
 
 
-def test_gradients_that_are_left_come_before_sums_of_those_that_are_there() -> None:
-    cluster = Cluster()
-    cluster.submit("add", 1, pool="gradient", phase="add")
-    cluster.submit("train", 2, pool="gradient")
-    cluster.join("a", "b", pool="reserved")
-
-    assert trained(cluster.decide()) == {"train/0": "tcp://a", "train/1": "tcp://b"}
-    cluster.change(("train", 1), "memory")
-    assert trained(cluster.decide()) == {"add/0": "tcp://b"}
-
-
 def test_updates_stay_with_the_worker_that_has_the_optimizers_state() -> None:
     cluster = Cluster()
     cluster.join("b", pool="reserved")

@@ -413,28 +413,27 @@ def test_training_in_parts_gives_the_same_bytes_whoever_does_them_and_however_of
     cut = replace(Cut.of(run.config()), prompts=3, parts=3)
     published = []
     # Of each part and of each update, who does it: one; two in turn, so that the second takes the first's step too;
-    # or another than for the parts, twice, as if the first result had been lost. Then neighbours are added before.
-    for of_parts, of_updates, added in (
-        ((0, 0, 0), ((0,), (0,)), False),
-        ((1, 2, 1), ((1,), (2,)), False),
-        ((2, 1, 2), ((0, 0), (0, 0)), True),
+    # or another than for the parts, twice, as if the first result had been lost. Then slices are added before.
+    for of_parts, of_updates, slices in (
+        ((0, 0, 0), ((0,), (0,)), 1),
+        ((1, 2, 1), ((1,), (2,)), 1),
+        ((2, 1, 2), ((0, 0), (0, 0)), 4),
     ):
         gradients: list[tuple[Gradient, ...]] = []
         sums: list[tuple[Gradient, ...]] = []
         updated: Updated | None = None
         for u in range(updates):
             sets = [TrainingSet(samples=samples, metrics={})]
-            parts = [tasks.gradient_part(context.start, 0, cut, u, part, sets, updated) for part in range(3)]
+            parts = [tasks.gradient_part(context.start, 0, cut, u, part, sets, slices, updated) for part in range(3)]
             done = (engines[who].gradient(part) for who, part in zip(of_parts, parts, strict=True))
             gradients.append(tuple(map(answer, done)))
-            pairs = (gradients[u][:2], gradients[u][2:])
-            add = partial(tasks.add_gradients, str(run.path), context.start, 0)
-            sums.append(tuple(map(add, pairs)) if added else gradients[u])
+            add = partial(tasks.add_gradients, str(run.path), context.start, 0, gradients[u])
+            sums.append(tuple(map(add, range(slices))) if slices > 1 else gradients[u])
             after = updated.weights_sha256 if updated else ""
             for who in of_updates[u]:
                 updated = engines[who].update(context.start, gradients, sums, 0, after)
         published.append(publish(run.path, 1).weights)
-        late = tasks.add_gradients(str(run.path), context.start, 0, gradients[0])
+        late = tasks.add_gradients(str(run.path), context.start, 0, gradients[0], 0)
         assert late.name == ""  # as of a gradient that nobody needs any more
         shutil.rmtree(run.path / "weights" / "v00001")
         shutil.rmtree(run.path / "updates")

@@ -172,19 +172,19 @@ def test_a_part_of_training_waits_for_the_scores_of_its_prompts_only() -> None:
     assert list(keys_in(calls["publish-1", 0])) == [("update-1", 0)]
 
 
-@pytest.mark.parametrize(("pools", "pool"), [('["reserved"]', "gradient"), ('["reserved","spot"]', "gradient-any")])
-def test_of_many_parts_neighbours_are_added_by_whoever_is_free(pools: str, pool: str) -> None:
-    graph = example_graph(load("rollout.prompts=33", "train.parts=33", f"strategy.train_pools={pools}"))
+@pytest.mark.parametrize(
+    ("pools", "slices", "pool"), [('["reserved"]', 2, "gradient"), ('["reserved","spot"]', 5, "gradient-any")]
+)
+def test_each_worker_that_trains_adds_a_slice_of_all_gradients(pools: str, slices: int, pool: str) -> None:
+    workers = ("pools.reserved.workers=2", "pools.spot.workers=3")
+    graph = example_graph(load(*workers, "rollout.prompts=33", "train.parts=33", f"strategy.train_pools={pools}"))
     calls = calls_of(graph)
 
-    of_parts = [list(keys_in(calls["add-1", at])) for at in range(8)]
-    of_sums = [list(keys_in(calls["add-1+", at])) for at in range(2)]
+    added = [list(keys_in(call)) for key, call in calls.items() if key[0] == "add-1"]
 
-    assert of_parts == [[("train-1", part) for part in range(4 * at, 4 * at + 4)] for at in range(8)]
-    assert of_sums == [[("add-1", at) for at in range(4 * first, 4 * first + 4)] for first in range(2)]
-    left = [("add-1+", 0), ("add-1+", 1), ("train-1", 32)]  # nothing is added to the last one on the way
-    assert [list(each) for each in calls["update-1", 0][5]] == [left]
-    assert {notes(graph)[name]["pool"] for name in ("add-1", "add-1+", "train-1")} == {pool}
+    assert added == [[("train-1", part) for part in range(33)]] * slices
+    assert [list(each) for each in calls["update-1", 0][5]] == [[("add-1", at) for at in range(slices)]]
+    assert {notes(graph)[name]["pool"] for name in ("add-1", "train-1")} == {pool}
 
 
 def test_with_more_parts_than_prompts_a_part_is_of_a_prompt_or_two() -> None:

@@ -69,8 +69,8 @@ def went(
     [
         (6, ()),
         (6, ("train.updates=2", "train.old_decay=copy", "train.kl=0.1")),
-        (12, ("rollout.prompts=3", "train.parts=9")),  # two of these tasks add gradients
-        (12, ("rollout.prompts=6", "train.parts=9", "train.updates=2")),
+        (13, ("rollout.prompts=3", "train.parts=9", "pools.reserved.workers=3")),  # three add a slice of gradients
+        (13, ("rollout.prompts=6", "train.parts=9", "pools.reserved.workers=3", "train.updates=2")),
     ],
 )
 def test_any_number_of_reserved_workers_trains_the_same_bits_whoever_is_killed(

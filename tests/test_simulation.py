@@ -128,9 +128,10 @@ def test_what_is_lost_on_the_way_changes_no_sample_under_a_fixed_budget(tmp_path
     assert outcome(harsh.directory.path) == outcome(calm.directory.path)
 
 
-def test_gradients_are_added_beside_each_other_before_an_update_fetches_what_is_left(tmp_path: Path) -> None:
-    settings = ("rollout.prompts=16", "rollout.seeds_kept=2", "train.parts=32", "simulation.gradient_s=3")
-    run = simulated(tmp_path, *settings, "strategy.exploration=off", "run.iterations=1").directory
+def test_every_worker_that_trains_adds_a_slice_of_the_gradients_and_an_update_fetches_their_sum(tmp_path: Path) -> None:
+    settings = ("rollout.prompts=16", "rollout.seeds_kept=2", "train.parts=32", "pools.reserved.workers=4")
+    once = ("simulation.gradient_s=3", "strategy.exploration=off", "run.iterations=1")
+    run = simulated(tmp_path, *settings, *once).directory
 
     spans = [span for span in run.rows("spans.jsonl") if span["pool"] != "head"]
     lasted = {
@@ -140,8 +141,8 @@ def test_gradients_are_added_beside_each_other_before_an_update_fetches_what_is_
 
     assert len(lasted["train"]) == 32
     assert min(lasted["train"]) > 3
-    assert lasted["add"] == pytest.approx([15] * 8)  # four to fetch, one to keep
-    assert lasted["update"] == pytest.approx([24])
+    assert lasted["add"] == pytest.approx([33 / 4 * 3] * 4)  # a quarter of 32 to fetch, and of one to keep
+    assert lasted["update"] == pytest.approx([3])
 
 
 SCORES_APART = ("pools.reward.workers=2", "pools.reward.usd_per_h=0.5")

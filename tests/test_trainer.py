@@ -44,7 +44,7 @@ from spotlight.rl.gradients import part_gradient
 from spotlight.rl.models.tiny_text import TinyText
 from spotlight.rl.objectives import nft_loss
 from spotlight.rl.parts import Cut, preference_pairs
-from spotlight.rl.sums import ADDED_BY_UPDATE, additions, tree_sum
+from spotlight.rl.sums import ADD_COST, SLICES_MAX, best_slices, sliced, tree_sum
 from spotlight.rl.trainer import Trainer, old_decay
 
 ALGORITHMS = ("nft", "grpo")
@@ -174,19 +174,35 @@ def share_out(
 
 
 @given(st.lists(st.integers(0, 2**24), min_size=1, max_size=300))
-def test_the_bits_of_a_sum_do_not_depend_on_whether_neighbours_were_added_first(drawn: list[int]) -> None:
+def test_the_bits_of_a_sum_do_not_depend_on_its_slices(drawn: list[int]) -> None:
     values = np.random.Generator(np.random.Philox(len(drawn))).normal(size=len(drawn)).astype(np.float32)
-    left = [
+    parts = [
         {"0": value, "1": value} if number % 3 else {"0": value} for number, value in zip(drawn, values, strict=True)
     ]
-    at_once = tree_sum(left)
+    at_once = tree_sum(parts)
 
-    for level in additions(len(left)):
-        left = [tree_sum([left[at] for at in neighbours]) for neighbours in level]
+    slices = [tree_sum([{name: part[name] for name in (each,) if name in part} for part in parts]) for each in "01"]
 
-    assert len(left) <= ADDED_BY_UPDATE
-    assert tree_sum(left) == at_once
+    assert tree_sum(slices) == at_once
     assert at_once["0"] == pytest.approx(float(values.astype(np.float64).sum()), abs=1e-3)
+
+
+@given(sizes=st.lists(st.integers(1, 10_000), min_size=1, max_size=80), slices=st.integers(1, SLICES_MAX))
+def test_slices_have_every_parameter_once_and_about_as_many_numbers_each(sizes: list[int], slices: int) -> None:
+    found = sliced(sizes, slices)
+
+    assert [at for each in found for at in each] == list(range(len(sizes)))
+    assert len(found) == slices
+    assert max(sum(sizes[at] for at in each) for each in found) <= sum(sizes) / slices + max(sizes)
+
+
+@given(parts=st.integers(1, 1024), workers=st.integers(0, 2000))
+def test_gradients_are_kept_in_slices_where_an_update_is_sooner_done_so(parts: int, workers: int) -> None:
+    slices = best_slices(parts, workers)
+
+    assert 1 <= slices <= max(1, workers)
+    assert slices == 1 or (parts + 1) / slices + 1 + ADD_COST <= parts
+    assert slices > 1 or workers < 2 or parts < 8
 
 
 @given(

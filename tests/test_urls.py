@@ -211,26 +211,34 @@ def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) 
         weights=WeightsRef(version=0, sha256="0" * 64), iteration=0, update=0, number=1, samples=(), positions=()
     )
     assert updates.find(bucket, part) is None
-    kept = updates.put(bucket, part, Gradient(name="", rows=2), {"0": torch.ones(3)})
+    tensors = {"0": torch.ones(3), "1": torch.arange(2.0)}
+    kept = updates.put(bucket, part, Gradient(name="", rows=2), tensors, [["0"], ["1", "2"]])
     digest = updates.put_weights(bucket, 0, {"a": torch.zeros(2)})
 
     parts = [kept, Gradient(name="without a row")]
-    assert updates.find_sum(bucket, 0, parts) is None
-    summed = updates.put_sum(bucket, 0, parts, {"0": 2 * updates.load_arrays(bucket, 0, kept)["0"]})
-    assert updates.find_sum(bucket, 0, parts) == summed
+    assert updates.find_sum(bucket, 0, parts, 1) is None
+    summed = updates.put_sum(bucket, 0, parts, 1, {"1": 2 * updates.load_slice(bucket, 0, kept, 1)["1"]})
+    assert updates.find_sum(bucket, 0, parts, 1) == summed
+    assert updates.find_sum(bucket, 0, parts, 0) is None
     assert summed.rows == 2
-    assert updates.load(bucket, 0, summed)["0"].tolist() == [2, 2, 2]
+    assert updates.load(bucket, 0, summed)["1"].tolist() == [0, 2]
     BucketObjects(bucket).delete(f"updates/00000/{summed.name}.safetensors")
-    assert updates.find_sum(bucket, 0, parts) is None  # its rows alone are no use
+    assert updates.find_sum(bucket, 0, parts, 1) is None  # its rows alone are no use
 
     assert updates.find(bucket, part) == kept
-    assert updates.load(bucket, 0, kept)["0"].tolist() == [1, 1, 1]
+    whole = updates.load(bucket, 0, kept)
+    assert (whole["0"].tolist(), whole["1"].tolist()) == ([1, 1, 1], [0, 1])
     assert updates.load_weights(bucket, 0, digest)["a"].tolist() == [0, 0]
 
-    BucketObjects(bucket).put(f"updates/00000/{kept.name}.safetensors", b"no gradient")
-    with pytest.raises(SpotlightError, match=f"memory://.*/{kept.name}.safetensors: expected sha256 {kept.sha256}"):
-        updates.load(bucket, 0, kept)
+    bytes_kept = BucketObjects(bucket).get(f"updates/00000/{kept.name}.safetensors") or b""
+    BucketObjects(bucket).put(f"updates/00000/{kept.name}.safetensors", bytes_kept[:-1] + b"x")
+    assert updates.load_slice(bucket, 0, kept, 0)["0"].tolist() == [1, 1, 1]
+    damaged = f"memory://.*/{kept.name}.safetensors: expected sha256 {kept.slices[1].sha256}"
+    with pytest.raises(SpotlightError, match=damaged):
+        updates.load_slice(bucket, 0, kept, 1)
     assert BucketObjects(bucket).sizes("updates") == {}
+    with pytest.raises(SpotlightError, match="no such file"):
+        updates.load(bucket, 0, kept)
 
 
 def test_the_same_command_makes_a_run_at_a_url_and_then_finds_it(

@@ -41,8 +41,8 @@ class Example:
     window_s: float = inf
     train_width: int = 1
     """Workers that compute a gradient together."""
-    added_together: int = 0
-    """Gradients of neighbouring parts that one task adds, level by level, until one sum is left; 0: updates add all."""
+    slices: int = 1
+    """Of gradients, each of which one task adds; 1: updates add all."""
     score_pool: str = "engine"
     """Where scores are computed: where a request was denoised; or, with "reward", by workers that only score."""
 
@@ -100,13 +100,8 @@ class Example:
         return [keys[0] for keys in gangs], _others(gangs)
 
     def _add_sums(self, layers: _Layers, name: str, gradients: list[Key]) -> list[Key]:
-        terms, size = gradients, self.added_together
-        while size and len(terms) > 1:
-            name, groups = f"{name}-", [terms[first : first + size] for first in range(0, len(terms), size)]
-            calls = [(_add, group) for group in groups if len(group) > 1]
-            alone = [key for group in groups if len(group) == 1 for key in group]
-            terms = [*layers.add(name, self.train_pool, calls, phase="add"), *alone]
-        return terms
+        calls = [(_add, at, gradients) for at in range(self.slices)]
+        return layers.add(name, self.train_pool, calls, phase="add") if self.slices > 1 else gradients
 
     def _add_scores(self, layers: _Layers, phase: str, results: list[Key], iteration: int = 0) -> list[Key]:
         if self.score_pool != "engine":
@@ -249,21 +244,18 @@ def _shared(update: int, part: int, samples: Any, before: Any, gang: str, shard:
     return _gradient(update, part, samples, before) if isinstance(place, Placement) else place
 
 
-def _add(terms: Sequence[Any]) -> Any:
-    """A sum is the gradients that it adds, in order."""
-    return ("sum", *_added(terms))
-
-
-def _added(terms: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(gradient for term in terms for gradient in (term[1:] if term[0] == "sum" else (term,)))
+def _add(at: int, gradients: Sequence[Any]) -> Any:
+    """A sum is the gradients that a slice of it adds, in order."""
+    return ("sum", at, tuple(gradients))
 
 
 def _update(
     update: int, gradients: Sequence[Sequence[Any]], terms: Sequence[Any], before: Any, others: Sequence[Any]
 ) -> Any:
     assert all(isinstance(other, Surplus) for other in others), others
-    assert _added(terms) == tuple(gradients[update]), terms
-    return ("updated", update, _added(terms), before)
+    added = tuple(gradients[update])
+    assert list(terms) in (list(added), [("sum", at, added) for at in range(len(terms))]), terms
+    return ("updated", update, added, before)
 
 
 def _publish(updated: Any) -> Any:

@@ -129,7 +129,7 @@ def draw(seed: int) -> Schedule:
     example = replace(example, score_pool="reward" if scorers else "engine")
     largest = max(reserved, per_node) if example.train_pool == "gradient-any" else reserved
     train_width = Random(f"{seed} train width").choice([1, 1, 2, 3])
-    example = replace(example, added_together=Random(f"{seed} sums").choice([0, 2]))
+    example = replace(example, slices=Random(f"{seed} sums").choice([1, 2]))
     cursed = chance.randrange(example.rollouts) if chance.random() < 0.15 else None
     resumes = chance.random() < 0.8
     if cursed is None and train_width <= largest:  # else a gradient, too, might be lost too often

@@ -36,6 +36,7 @@ from spotlight.records import (
 )
 from spotlight.rl.algorithms import TrainingBatch
 from spotlight.rl.gradients import PartGradient, part_gradient, rows_to_learn_from
+from spotlight.rl.sums import sliced
 from spotlight.rl.trainer import Trainer
 from spotlight.store import updates, weights
 from spotlight.store.node import Node
@@ -125,7 +126,9 @@ class Training:
 
     def _keep(self, part: GradientPart, made: PartGradient) -> Gradient:
         measured = Gradient(name="", rows=made.rows, loss=made.loss, metrics=made.metrics)
-        return updates.put(self._run_dir, part, measured, made.tensors)
+        sizes = [parameter.numel() for parameter in self._resident.model.parameters()]
+        slices = [list(map(str, each)) for each in sliced(sizes, part.slices)]
+        return updates.put(self._run_dir, part, measured, made.tensors, slices)
 
     def _gradient(
         self, part: GradientPart, gang: Gang | None = None, batch: TrainingBatch | None = None
@@ -171,7 +174,7 @@ class Training:
 
         Args:
             gradients: what all parts of this update, and of those before it in the iteration, measured.
-            terms: what each of these updates adds: its parts' gradients, or sums of neighbouring ones.
+            terms: what each of these updates adds: its parts' gradients, or the slices of their sum.
             after: hash of the weights after the update before; empty in the first.
         """
         version, update = ref.version + 1, len(gradients) - 1

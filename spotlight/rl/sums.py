@@ -1,44 +1,62 @@
-"""Adds the gradients of an update's parts, in an order that only their number decides; knows no torch and no worker."""
+"""Adds the gradients of an update's parts, in an order that only their number decides; knows no torch and no worker.
+
+Where several workers train, each adds one slice of all gradients, so that nobody reads all of them: a reduce-scatter,
+whose shares go through the store. Sums are made number by number, so no bit depends on the slices.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
-ADDED_TOGETHER = 4
-"""Gradients of neighbouring parts that one task adds. A power of two, so that the tree of all adds stays the same; with
-2 or 8, the sum of 48 gradients would wait longer for what is fetched and kept on the way (docs/decisions.md)."""
-ADDED_BY_UPDATE = 8
-"""Most gradients that an update adds by itself: one level of adds takes as long as to fetch five."""
+from spotlight.config import Config
+
+SLICES_MAX = 32
+"""So that an update of 400 parts is no more than 12,800 reads."""
+ADD_COST = 2.0
+"""What a task more costs, in transfers of a gradient: the embedded model's, on one machine; of a large one, less."""
 Value = TypeVar("Value", bound=Any)
 """An array or a tensor."""
 
 
-def additions(count: int) -> list[list[range]]:
-    """Which gradients are added before an update adds what is left, level by level.
-
-    The update would read one gradient after the other; adds run beside each other, wherever somebody is free.
+def slices_of(config: Config, parts: int) -> int:
+    """In how many slices the gradients of an update are kept and added; 1: the update reads and adds them all.
 
     Args:
-        count: parts of the update.
-
-    Returns:
-        For each level, the neighbours that each add takes of the level before it; nothing for few parts.
+        parts: of the update.
     """
-    levels = []
-    while count > ADDED_BY_UPDATE:
-        levels.append([range(first, min(first + ADDED_TOGETHER, count)) for first in range(0, count, ADDED_TOGETHER)])
-        count = len(levels[-1])
-    return levels
+    train_pools, pools = config.strategy.train_pools, config.pools
+    return best_slices(parts, pools.reserved.workers + ("spot" in train_pools) * pools.spot.workers)
+
+
+def best_slices(parts: int, workers: int) -> int:
+    """As many as there are workers, but not more than half of the parts; 1 where nothing is gained by it.
+
+    In transfers of one gradient: an update that adds all by itself reads ``parts``. With ``n`` slices, whoever adds one
+    reads ``parts / n`` and keeps ``1 / n``, all at once, and the update reads 1.
+    """
+    slices = max(1, min(workers, -(-parts // 2), SLICES_MAX))
+    return slices if (parts + 1) / slices + 1 + ADD_COST <= parts else 1
+
+
+def sliced(sizes: Sequence[int], slices: int) -> list[range]:
+    """Neighbouring parameters for each slice, of about as many numbers each.
+
+    Args:
+        sizes: numbers of each parameter, in order.
+    """
+    middles = [end - size / 2 for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    cuts = [bisect_right(middles, sum(sizes) * at / slices) for at in range(1, slices)]
+    return [range(first, stop) for first, stop in zip([0, *cuts], [*cuts, len(sizes)], strict=True)]
 
 
 def tree_sum(gradients: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
     """The sum by a binary tree, ((g0 + g1) + (g2 + g3)) + ...; of K gradients, log2(K) + 1 are held at once.
 
-    Where neighbours are added first, as `additions` says, the bits are the same.
-
     Args:
-        gradients: in the order of their parts; what one of them lacks, it adds nothing to.
+        gradients: in the order of their parts, or slices; what one of them lacks, it adds nothing to.
     """
     held: list[tuple[int, dict[str, Value]]] = []
     for gradient in gradients:

@@ -135,7 +135,7 @@ class Trainer:
 
         Args:
             rows: of all parts.
-            gradients: of the sums of the losses of each part, or of neighbouring parts together, in the order of the
+            gradients: of the sums of the losses of each part, or their sum in slices, in the order of the
                 parts; read one after the other.
 
         Raises:

@@ -3,10 +3,13 @@
 With the run, in its directory or at its URL, lie until the version that they make is published ::
 
     updates/00003/u0-p2-<16 digits>.safetensors     a gradient, float32; the digits name all that it depends on
-                  u0-p2-<16 digits>.json            what its computation measured, and its hash; written last
-                  sum-<16 digits>.safetensors       the sum of neighbouring parts' gradients, which the digits name
-                  sum-<16 digits>.json              its rows and its hash; written last
+                  u0-p2-<16 digits>.json            what its computation measured, and its slices; written last
+                  sum-<16 digits>.safetensors       the sum of a slice of all parts' gradients, which the digits name
+                  sum-<16 digits>.json              its rows and its slice; written last
                   <sha256>.safetensors              the weights after an update that is not the last
+
+A gradient in several slices is as many safetensors files, one after the other in one, so that each can be read by
+itself.
 
 Invariants: a file appears whole; written again, it has the same bytes; what is read has the hash that it was announced
 with. Nothing is flushed to the disk: who loses it computes it again.
@@ -15,12 +18,14 @@ with. Nothing is flushed to the disk: who loses it computes it again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from hashlib import sha256
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from spotlight.records import Gradient, GradientPart, SpotlightError
+from spotlight.records import Gradient, GradientPart, Slice, SpotlightError
 from spotlight.store.decoding import from_json
 from spotlight.store.objects import objects_at
 from spotlight.store.weights import RunAt
@@ -42,19 +47,41 @@ def _found(run: RunAt, iteration: int, name: str) -> Gradient | None:
     if content is None:
         return None
     found = from_json(Gradient, content, objects.where(key), "delete it, and `spotlight resume` computes it again")
-    lost = found.sha256 and objects.size(f"{_folder(iteration)}/{name}.safetensors") is None
+    lost = found.slices and objects.size(f"{_folder(iteration)}/{name}.safetensors") is None
     return None if lost else found
 
 
-def put(run: RunAt, part: GradientPart, gradient: Gradient, tensors: Mapping[str, Tensor]) -> Gradient:
+def put(
+    run: RunAt,
+    part: GradientPart,
+    gradient: Gradient,
+    tensors: Mapping[str, Tensor],
+    slices: Sequence[Iterable[str]] | None = None,
+) -> Gradient:
     """Keep a gradient.
 
     Args:
-        gradient: what was measured; its name and hash are filled in.
+        gradient: what was measured; its name and slices are filled in.
+        slices: which tensors each of them has, as far as they are there; None: one has all.
     """
-    name = part.name
-    digest = _write_tensors(run, part.iteration, tensors, name) if tensors else ""
-    return _announced(run, part.iteration, replace(gradient, name=name, sha256=digest))
+    from safetensors.torch import save
+
+    names = [sorted(tensors)] if slices is None else slices
+    there = [{each: tensors[each].detach().cpu().contiguous() for each in some if each in tensors} for some in names]
+    return _put(run, part.iteration, replace(gradient, name=part.name), [save(some) for some in there] * bool(tensors))
+
+
+def _put(run: RunAt, iteration: int, gradient: Gradient, contents: Sequence[bytes]) -> Gradient:
+    """Write a gradient whose slices these are."""
+    ends = accumulate(map(len, contents))
+    slices = tuple(
+        Slice(start=end - len(content), size=len(content), sha256=sha256(content).hexdigest())
+        for end, content in zip(ends, contents, strict=True)
+    )
+    if contents:
+        key = f"{_folder(iteration)}/{gradient.name}.safetensors"
+        objects_at(run).put(key, contents[0] if len(contents) == 1 else b"".join(contents), durable=False)
+    return _announced(run, iteration, replace(gradient, slices=slices))
 
 
 def _announced(run: RunAt, iteration: int, gradient: Gradient) -> Gradient:
@@ -69,45 +96,50 @@ def load(run: RunAt, iteration: int, gradient: Gradient) -> dict[str, Tensor]:
     Raises:
         SpotlightError: its file is lost or damaged; it is computed again when the run is resumed.
     """
-    return _load(run, iteration, gradient.name, gradient.sha256) if gradient.sha256 else {}
+    from safetensors.torch import load as from_bytes
+
+    contents = (_slice(run, iteration, gradient, at) for at in range(len(gradient.slices)))
+    return {name: tensor for content in contents for name, tensor in from_bytes(content).items()}
 
 
-def load_arrays(run: RunAt, iteration: int, gradient: Gradient) -> dict[str, NDArray[np.float32]]:
-    """As `load`, without torch."""
+def load_slice(run: RunAt, iteration: int, gradient: Gradient, at: int) -> dict[str, NDArray[np.float32]]:
+    """As `load`, one slice, without torch."""
     from safetensors.numpy import load as from_bytes
 
-    if not gradient.sha256:
-        return {}
-    arrays: dict[str, NDArray[np.float32]] = from_bytes(_content(run, iteration, gradient.name, gradient.sha256))
-    return arrays
+    arrays: dict[str, NDArray[np.float32]] = {}
+    return arrays | from_bytes(_slice(run, iteration, gradient, at)) if gradient.slices else arrays
 
 
-def find_sum(run: RunAt, iteration: int, parts: Sequence[Gradient]) -> Gradient | None:
-    """The sum of several gradients that were added before."""
-    return _found(run, iteration, _sum_name(parts))
+def find_sum(run: RunAt, iteration: int, parts: Sequence[Gradient], at: int) -> Gradient | None:
+    """The sum of a slice of several gradients that was added before."""
+    return _found(run, iteration, _sum_name(parts, at))
 
 
 def put_sum(
-    run: RunAt, iteration: int, parts: Sequence[Gradient], arrays: Mapping[str, NDArray[np.float32]]
+    run: RunAt, iteration: int, parts: Sequence[Gradient], at: int, arrays: Mapping[str, NDArray[np.float32]]
 ) -> Gradient:
-    """Keep the sum of several gradients; where none has tensors, there is nothing to keep."""
-    summed = Gradient(name=_sum_name(parts), rows=sum(part.rows for part in parts))
-    if not arrays:
+    """Keep the sum of a slice of several gradients; where none has tensors, there is nothing to keep."""
+    summed = Gradient(name=_sum_name(parts, at), rows=sum(part.rows for part in parts))
+    if not any(part.slices for part in parts):
         return summed
     from safetensors.numpy import save
 
-    digest = _write(run, iteration, save({each: arrays[each] for each in sorted(arrays)}), summed.name)
-    return _announced(run, iteration, replace(summed, sha256=digest))
+    return _put(run, iteration, summed, [save({each: arrays[each] for each in sorted(arrays)})])
 
 
-def _sum_name(parts: Sequence[Gradient]) -> str:
-    named = json.dumps([(part.name, part.sha256) for part in parts])
+def _sum_name(parts: Sequence[Gradient], at: int) -> str:
+    named = json.dumps([at, *((part.name, part.slices[at].sha256 if part.slices else "") for part in parts)])
     return f"sum-{sha256(named.encode()).hexdigest()[:16]}"
 
 
 def put_weights(run: RunAt, iteration: int, tensors: Mapping[str, Tensor]) -> str:
     """Keep the weights after an update; returns their hash."""
-    return _write_tensors(run, iteration, tensors)
+    from safetensors.torch import save
+
+    content = save({each: tensors[each].detach().cpu().contiguous() for each in sorted(tensors)})
+    digest = sha256(content).hexdigest()
+    objects_at(run).put(f"{_folder(iteration)}/{digest}.safetensors", content, durable=False)
+    return digest
 
 
 def load_weights(run: RunAt, iteration: int, digest: str) -> dict[str, Tensor]:
@@ -116,7 +148,10 @@ def load_weights(run: RunAt, iteration: int, digest: str) -> dict[str, Tensor]:
     Raises:
         SpotlightError: their file is lost or damaged.
     """
-    return _load(run, iteration, digest, digest)
+    from safetensors.torch import load as from_bytes
+
+    objects, key = objects_at(run), f"{_folder(iteration)}/{digest}.safetensors"
+    return from_bytes(_checked(run, iteration, key, objects.get(key), digest))
 
 
 def clear(run: RunAt, iteration: int) -> None:
@@ -128,34 +163,23 @@ def _folder(iteration: int) -> str:
     return f"updates/{iteration:05d}"
 
 
-def _write_tensors(run: RunAt, iteration: int, tensors: Mapping[str, Tensor], name: str = "") -> str:
-    """Write a file, named by its content where it has no name; returns its hash."""
-    from safetensors.torch import save
-
-    content = save({each: tensors[each].detach().cpu().contiguous() for each in sorted(tensors)})
-    return _write(run, iteration, content, name)
-
-
-def _write(run: RunAt, iteration: int, content: bytes, name: str = "") -> str:
-    digest = sha256(content).hexdigest()
-    objects_at(run).put(f"{_folder(iteration)}/{name or digest}.safetensors", content, durable=False)
-    return digest
+def _slice(run: RunAt, iteration: int, gradient: Gradient, at: int) -> bytes:
+    objects, key, chosen = objects_at(run), f"{_folder(iteration)}/{gradient.name}.safetensors", gradient.slices[at]
+    content = None
+    if len(gradient.slices) == 1:
+        content = objects.get(key)
+    else:
+        with suppress(FileNotFoundError):
+            content = objects.source(key)("", chosen.start, chosen.size)
+    return _checked(run, iteration, key, content, chosen.sha256)
 
 
-def _load(run: RunAt, iteration: int, name: str, digest: str) -> dict[str, Tensor]:
-    from safetensors.torch import load as from_bytes
-
-    return from_bytes(_content(run, iteration, name, digest))
-
-
-def _content(run: RunAt, iteration: int, name: str, digest: str) -> bytes:
-    objects, key = objects_at(run), f"{_folder(iteration)}/{name}.safetensors"
-    content = objects.get(key)
+def _checked(run: RunAt, iteration: int, key: str, content: bytes | None, digest: str) -> bytes:
     found = "no such file" if content is None else f"sha256 {sha256(content).hexdigest()}"
     if content is None or found != f"sha256 {digest}":
         clear(run, iteration)  # so that it is not found, and computed again
         raise SpotlightError(
-            f"{objects.where(key)}: expected sha256 {digest}, found {found}; it was removed: `spotlight resume` "
-            "computes it again"
+            f"{objects_at(run).where(key)}: expected sha256 {digest}, found {found}; it was removed: `spotlight "
+            "resume` computes it again"
         )
     return content
