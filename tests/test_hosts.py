@@ -179,3 +179,21 @@ def test_whoever_is_killed_warned_or_frozen_on_several_hosts_the_bits_are_the_sa
     assert outcome(run) == undisturbed(tmp_path / "alone", EXPLORING)
     assert {("lost", killed), ("left", warned), ("lost", trainer), ("hung", frozen)} <= ends
     assert trainer == "trainer"
+
+
+def test_gradients_that_are_computed_and_added_on_several_hosts_give_the_same_bits(tmp_path: Path) -> None:
+    (shared := tmp_path / "shared").mkdir()
+    everywhere = (*EXPLORING, "train.parts=8", 'strategy.train_pools=["reserved","spot"]')
+    with made(shared) as hosts:
+        cluster = Cluster(hosts)
+        driver, run = cluster.run(*everywhere, *SLOWLY)
+        killed = strike(run, "train-0", signal.SIGKILL, cluster.send)
+        cluster.worker(killed)
+        assert driver.wait(COLD_S) == 0, hosts.log("head")
+
+    done = [row for row in RunDir(run).rows(SPANS) if row["outcome"] == "done"]
+    added = [row["worker"] for row in done if row["phase"] == "add"]
+    assert outcome(run) == undisturbed(tmp_path / "alone", everywhere)
+    assert len(added) == 2 * len(WORKERS)  # iterations, slices
+    assert len(set(added)) > 1
+    assert ("lost", killed) in {(row["event"], row.get("worker")) for row in RunDir(run).rows(EVENTS)}
