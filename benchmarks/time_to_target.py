@@ -5,9 +5,8 @@ Qwen-Image on H100s. Seconds and dollars are those of the iterations; start-up a
 
 A strategy's recipe is the best of so many trials on tuning seeds, which end at the target in the middle: as many for
 each, drawn at random from one space, and the same for all that explore, and for all that do not. Fresh seeds are then
-run with it, to the last target. What nobody explores for learns the same bits whoever rolls it out, and so does what
-waits until all is explored: such a run is made once, and for other strategies and sizes only timed (a test says that
-the times are the same).
+run with it, to the last target. What nobody explores for learns the same bits whoever rolls it out: such a run is made
+once, and for the other strategies only timed (a test says that the times are the same).
 
 The tables show the base recipe ("untuned") of a strategy whose trials are not all there. The raw data has a line per
 run; runs that are there are not made again. ``python -m benchmarks.time_to_target`` makes what is missing (days of one
@@ -29,6 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
 from itertools import accumulate, islice, pairwise, product
 from math import inf, isinf
 from multiprocessing import get_context
@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from graphs.iteration import request_size
 from spotlight import config
 from spotlight.report.palette import AXIS, FAINT, LOST, PHASE_COLOURS, POOL_COLOURS
 from spotlight.rl.parts import Cut
@@ -163,14 +164,21 @@ class Case:
         return [*learnt, *SIZES[self.size], *STRATEGIES[self.strategy]]
 
     def learns_as(self, row: Row) -> bool:
-        """Whether a run that explores nothing, or everything while nothing else is done, has learnt these very bits."""
+        """Whether a run that explores nothing has learnt these very bits."""
         if any(row[name] != getattr(self, name) for name in ("job", "regime", "trial", "seed")):
             return False
         other = Case(**{field.name: row[field.name] for field in fields(Case)})
+        if row.get("settings", other.digest) != other.digest:
+            return False
         first, second = (config.load(SETTINGS, case.overrides()) for case in (self, other))
-        explored = {settings.strategy.exploration for settings in (first, second)}
-        sizes = {settings.rollout.request_seeds for settings in (first, second)}
-        return explored in ({"off"}, {"blocking"}) and len(sizes) == 1 and Cut.of(first) == Cut.of(second)
+        unexplored = first.strategy.exploration == second.strategy.exploration == "off"
+        return unexplored and Cut.of(first) == Cut.of(second) and request_size(first) == request_size(second)
+
+    @property
+    def digest(self) -> str:
+        """Of what its settings have that the file's have not."""
+        told = json.dumps(self.overrides()).replace(str(ROOT), "")
+        return sha256(told.encode()).hexdigest()[:12]
 
 
 def recipes(count: int) -> list[dict[str, str]]:
@@ -217,7 +225,7 @@ def measure(
     else:
         scores = {int(version): score for version, score in learnt["scores"].items()}
         found = _simulate(case, "modelled", target, max(scores), every, more) | {"scores": scores}
-    return {**asdict(case), **found, "cpu_s": round(time.process_time() - began_s, 1)}
+    return {**asdict(case), "settings": case.digest, **found, "cpu_s": round(time.process_time() - began_s, 1)}
 
 
 def _is_over(row: Row, target: float, iterations: int) -> bool:
@@ -515,8 +523,8 @@ def missing(rows: Sequence[Row], arguments: argparse.Namespace) -> list[Case]:
             Case(job=job, regime=regime, size=size, strategy=strategy, trial=trial, seed=seed)
             for seed, trial in product(seeds, trials)
         ]
-    there = {tuple(row[field.name] for field in fields(Case)) for row in rows}
-    return [case for case in wanted if tuple(asdict(case).values()) not in there]
+    there = {(*(row[field.name] for field in fields(Case)), row.get("settings")) for row in rows}
+    return [case for case in wanted if not {(*asdict(case).values(), made) for made in (case.digest, None)} & there]
 
 
 def estimate(rows: Sequence[Row], arguments: argparse.Namespace) -> str:

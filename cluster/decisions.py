@@ -95,7 +95,7 @@ class Decisions(State):
             yield Score(key=task.key, address=address, cause=f"it is free, and {len(waiting)} wait to be scored")
 
     def _train(self, phase: PhaseDecision) -> Iterator[Instruction]:
-        """Let updates that are ready go, then gradients, then sums of some, as many as there are free workers.
+        """Let updates that are ready go, then gradients and their sums, as many as there are free workers.
 
         An update goes to the worker that took the one before, if it is free, and gradients to that one last.
         """

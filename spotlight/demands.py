@@ -15,6 +15,7 @@ from graphs.iteration import request_size
 from spotlight.config import Config
 from spotlight.records import SpotlightError, record
 from spotlight.rl.parts import Cut
+from spotlight.rl.sums import slices_of
 
 TASKS_USUAL, TASKS_MAX = 20_000, 200_000
 """In one graph. A task takes some 10 kB of the driver, which holds the scheduler, and a millisecond of its time."""
@@ -102,24 +103,27 @@ def demands(config: Config, machine: Machine, *, validation_prompts: int, live: 
 def _tasks(config: Config, validation_prompts: int) -> Iterator[Demand]:
     """A request is a task for each rank that its gang may have, and one or two to score it.
 
-    Each update is told of all gradients before it, so that a graph takes time in proportion to their square.
+    Each update is told of all gradients before it, so that a graph takes time in proportion to their square; and so is
+    each task that adds a slice of them.
     """
     rollout, exploration, cut = config.rollout, config.exploration, Cut.of(config)
     each = max(config.strategy.widths) + 1 + config.scores_apart
     rolled_out = rollout.prompts * ceil(rollout.seeds_kept / request_size(config))
     explored = config.prompts_drawn * ceil(exploration.seeds_tried / exploration.request_seeds)
     explores = config.strategy.exploration != "off"
+    slices = slices_of(config, cut.count)
+    adds = slices if slices > 1 else 0
     common: dict[str, Any] = {"usual": TASKS_USUAL, "limit": TASKS_MAX, "why": f"a graph may have {TASKS_MAX:,}"}
     yield Demand(
         what="tasks in the graph of an iteration",
-        asked=each * (rolled_out + explored * explores) + cut.updates * cut.count * config.train.width,
+        asked=each * (rolled_out + explored * explores) + cut.updates * (cut.count * config.train.width + adds),
         settings="rollout.prompts, rollout.seeds_kept, exploration.seeds_tried, strategy.widths, train.updates, "
         "train.parts or train.width, or raise rollout.request_seeds or exploration.request_seeds",
         **common,
     )
     yield Demand(
-        what="gradients that the updates of an iteration are told of",
-        asked=cut.updates * (cut.updates + 1) // 2 * cut.count,
+        what="gradients that the updates of an iteration, and their sums, are told of",
+        asked=(cut.updates * (cut.updates + 1) // 2 + cut.updates * adds) * cut.count,
         usual=TOLD_USUAL,
         limit=TOLD_MAX,
         why=f"there may be {TOLD_MAX:,}",

@@ -255,7 +255,7 @@ class GradientPart:
     settings: str = ""
     """SHA-256 of those that it is trained with."""
     slices: int = 1
-    """That its gradient is kept in."""
+    """How many its gradient is kept in."""
 
     @cached_property
     def name(self) -> str:
@@ -273,7 +273,7 @@ class GradientPart:
 
 @record
 class Slice:
-    """Some tensors of a gradient, in the bytes of its file that can be read by themselves."""
+    """Some tensors of a gradient: a range of its file that is a safetensors file of its own."""
 
     start: int
     """Bytes before it."""
@@ -284,7 +284,7 @@ class Slice:
 
 @record
 class Gradient:
-    """The gradient of a part, or a slice of that of all parts, which is in the store, and what was measured of it.
+    """The gradient of a part, which is in the store, and what was measured of it; or a slice of the sum of all parts.
 
     It is the gradient of the sum of the losses of its rows, so that gradients are simply added.
     """
@@ -297,7 +297,7 @@ class Gradient:
     """Of a part; 0 for a sum of several, which has no metrics either."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     slices: tuple[Slice, ...] = ()
-    """Of its file, one after the other; none where it has no tensors."""
+    """Of its file, one after the other; none where it has no tensors. A sum's file is one slice, so it has one."""
 
 
 @record

@@ -289,9 +289,8 @@ class TaskTiming:
             parts = len(arguments()[3])
             return (parts + 1) / slices_of(self._config, parts) * durations.gradient_s
         if function is tasks.update:
-            *_, gradients, terms = arguments()[:5]
-            in_slices = len(terms[-1]) < len(gradients[-1])
-            return (1 if in_slices else len(terms[-1])) * durations.gradient_s
+            gradients = arguments()[3][-1]
+            return (len(gradients) if slices_of(self._config, len(gradients)) == 1 else 1) * durations.gradient_s
         if function is tasks.publish:
             return durations.publish_s
         return durations.prepare_s if function is tasks.prepare else 0.0

@@ -152,6 +152,14 @@ def test_a_row_is_a_line_whatever_is_in_it(tmp_path: Path, inside: Any) -> None:
     assert run.count(EVENTS) == 4
 
 
+def test_of_half_an_emoji_a_row_keeps_the_rest(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+
+    run.append(EVENTS, {"what": "\ud83d é"}, {"at_s": 1.5})
+
+    assert run.rows(EVENTS) == [{"what": "? é"}, {"at_s": 1.5}]
+
+
 @pytest.mark.parametrize("rewards", [(0.5, inf), (1.0, 0.5, nan), (None, -inf)])
 def test_a_number_that_is_not_finite_is_found_in_a_list(rewards: tuple[float | None, ...]) -> None:
     content = json.dumps({"explored": [{"seeds": [1, 2, 3], "rewards": rewards}]}).encode()

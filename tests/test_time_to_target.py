@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,22 @@ def test_only_runs_that_explore_nothing_and_train_alike_are_shared() -> None:
     assert not ours.learns_as(learnt)
     assert not four.learns_as(row("Spotlight", 0, 1))
     assert not four.learns_as(row("reserved only (4)", 0, 2))
+    assert not Case(**CELL, strategy="all reserved (48)", trial=0, seed=1).learns_as(learnt)  # its work is cut finer
+    blocking = Case(**CELL, strategy="reserved only (4), blocking exploration", trial=0, seed=1)
+    assert not replace(blocking, size="1280").learns_as(row(blocking.strategy, 0, 1))  # how much it explores differs
+    assert not twelve.learns_as({**learnt, "settings": "what four had once"})
+
+
+def test_a_run_is_made_again_when_its_strategy_has_other_settings() -> None:
+    (case,) = time_to_target.missing([], asked(strategies=["Spotlight"], trials=1, seeds=[3]))
+    made = row("Spotlight", 0, 3)
+
+    again = [
+        time_to_target.missing([line], asked(strategies=["Spotlight"], trials=1, seeds=[3]))
+        for line in (made, {**made, "settings": case.digest}, {**made, "settings": "0" * 12})
+    ]
+
+    assert again == [[], [], [case]]
 
 
 @pytest.mark.parametrize(

@@ -208,8 +208,9 @@ def test_weights_at_a_url_are_published_by_their_manifest_and_kept_by_version(tm
 
 def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) -> None:
     part = GradientPart(
-        weights=WeightsRef(version=0, sha256="0" * 64), iteration=0, update=0, number=1, samples=(), positions=()
-    )
+        weights=WeightsRef(version=0, sha256="0" * 64), iteration=0, update=0, number=1, samples=(), positions=(),
+        slices=2,
+    )  # fmt: skip
     assert updates.find(bucket, part) is None
     tensors = {"0": torch.ones(3), "1": torch.arange(2.0)}
     kept = updates.put(bucket, part, Gradient(name="", rows=2), tensors, [["0"], ["1", "2"]])
@@ -239,6 +240,12 @@ def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) 
     assert BucketObjects(bucket).sizes("updates") == {}
     with pytest.raises(SpotlightError, match="no such file"):
         updates.load(bucket, 0, kept)
+
+    updates.put(bucket, part, Gradient(name="", rows=2), tensors, [["0"], ["1", "2"]])
+    BucketObjects(bucket).put(f"updates/00000/{kept.name}.safetensors", bytes_kept[: kept.slices[1].start])
+    assert updates.find(bucket, part) is None  # without its end
+    with pytest.raises(SpotlightError, match="found no such file"):
+        updates.load_slice(bucket, 0, kept, 1)
 
 
 def test_the_same_command_makes_a_run_at_a_url_and_then_finds_it(

@@ -65,7 +65,7 @@ class Example:
             firsts, others = self._add_gradients(layers, f"train{name}", shares)
             gradients.append(firsts)
             terms = self._add_sums(layers, f"add{name}", firsts)
-            call = (_update, u, list(gradients), terms, before[0] if before else (), others)
+            call = (_update, u, self.slices, list(gradients), terms, before[0] if before else (), others)
             before = layers.add(f"update{name}", "training", [call], phase="update")
         outputs = layers.add("publish", "trainer", [(_publish, before[0])])
         if self.rounds:
@@ -250,11 +250,16 @@ def _add(at: int, gradients: Sequence[Any]) -> Any:
 
 
 def _update(
-    update: int, gradients: Sequence[Sequence[Any]], terms: Sequence[Any], before: Any, others: Sequence[Any]
+    update: int,
+    slices: int,
+    gradients: Sequence[Sequence[Any]],
+    terms: Sequence[Any],
+    before: Any,
+    others: Sequence[Any],
 ) -> Any:
     assert all(isinstance(other, Surplus) for other in others), others
     added = tuple(gradients[update])
-    assert list(terms) in (list(added), [("sum", at, added) for at in range(len(terms))]), terms
+    assert tuple(terms) == (tuple(("sum", at, added) for at in range(slices)) if slices > 1 else added), terms
     return ("updated", update, added, before)
 
 

@@ -1,4 +1,4 @@
-"""Adds the gradients of an update's parts, in an order that only their number decides; knows no torch and no worker.
+"""Adds the gradients of an update's parts, in an order that only their number decides; knows no torch.
 
 Where several workers train, each adds one slice of all gradients, so that nobody reads all of them: a reduce-scatter,
 whose shares go through the store. Sums are made number by number, so no bit depends on the slices.
@@ -16,7 +16,8 @@ from spotlight.config import Config
 SLICES_MAX = 32
 """So that an update of 400 parts is no more than 12,800 reads."""
 ADD_COST = 2.0
-"""What a task more costs, in transfers of a gradient: the embedded model's, on one machine; of a large one, less."""
+"""What one more task in a row costs, in transfers of a gradient: that of the embedded model on one machine; of a large
+one, less."""
 Value = TypeVar("Value", bound=Any)
 """An array or a tensor."""
 
@@ -32,13 +33,14 @@ def slices_of(config: Config, parts: int) -> int:
 
 
 def best_slices(parts: int, workers: int) -> int:
-    """As many as there are workers, but not more than half of the parts; 1 where nothing is gained by it.
+    """As many as there are workers, but not more than half of the parts, so that a few may be away; 1 where nothing is
+    gained by it.
 
     In transfers of one gradient: an update that adds all by itself reads ``parts``. With ``n`` slices, whoever adds one
     reads ``parts / n`` and keeps ``1 / n``, all at once, and the update reads 1.
     """
     slices = max(1, min(workers, -(-parts // 2), SLICES_MAX))
-    return slices if (parts + 1) / slices + 1 + ADD_COST <= parts else 1
+    return slices if (parts + 1) / slices + 1 + ADD_COST < parts else 1
 
 
 def sliced(sizes: Sequence[int], slices: int) -> list[range]:

@@ -345,7 +345,8 @@ def from_file(file: Path) -> Source:
 
     def read(_: str, offset: int, length: int) -> bytes:
         with file.open("rb") as content:
-            return os.pread(content.fileno(), length, offset)
+            content.seek(offset)
+            return content.read(length)  # one `os.pread` gives 2 GB at most
 
     return read
 

@@ -750,8 +750,9 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
     """A row a line."""
     try:
         return b"".join([to_json(row) + b"\n" for row in rows])
-    except PydanticSerializationError:  # half an emoji, say, of which only `json` makes text
-        return b"".join([json.dumps(row).encode() + b"\n" for row in rows])
+    except PydanticSerializationError:  # half an emoji, say, which is no text: "?" is
+        texts = (json.dumps(row, ensure_ascii=False) for row in rows)
+        return b"".join([text.encode(errors="replace") + b"\n" for text in texts])
 
 
 def _whole_lines(path: Path) -> list[bytes]:

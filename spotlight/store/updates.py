@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from hashlib import sha256
 from itertools import accumulate
@@ -38,17 +37,21 @@ if TYPE_CHECKING:
 
 def find(run: RunAt, part: GradientPart) -> Gradient | None:
     """The gradient of a part that was computed before."""
-    return _found(run, part.iteration, part.name)
+    return _found(run, part.iteration, part.name, part.slices)
 
 
-def _found(run: RunAt, iteration: int, name: str) -> Gradient | None:
+def _found(run: RunAt, iteration: int, name: str, slices: int) -> Gradient | None:
+    """What was announced under a name, if its file is there with as many slices and as many bytes."""
     objects, key = objects_at(run), f"{_folder(iteration)}/{name}.json"
     content = objects.get(key)
     if content is None:
         return None
     found = from_json(Gradient, content, objects.where(key), "delete it, and `spotlight resume` computes it again")
-    lost = found.slices and objects.size(f"{_folder(iteration)}/{name}.safetensors") is None
-    return None if lost else found
+    if not found.slices:
+        return found
+    ends = list(accumulate(each.size for each in found.slices))
+    follow = [each.start for each in found.slices] == [0, *ends[:-1]] and len(ends) == slices
+    return found if follow and objects.size(f"{_folder(iteration)}/{name}.safetensors") == ends[-1] else None
 
 
 def put(
@@ -66,9 +69,14 @@ def put(
     """
     from safetensors.torch import save
 
-    names = [sorted(tensors)] if slices is None else slices
-    there = [{each: tensors[each].detach().cpu().contiguous() for each in some if each in tensors} for some in names]
-    return _put(run, part.iteration, replace(gradient, name=part.name), [save(some) for some in there] * bool(tensors))
+    contents: list[bytes] = []
+    if tensors:
+        names = [sorted(tensors)] if slices is None else slices
+        kept = {each: tensor.detach().cpu().contiguous() for each, tensor in tensors.items()}
+        there = [{each: kept[each] for each in some if each in kept} for some in names]
+        assert sum(map(len, there)) == len(kept), "each tensor is in one slice"
+        contents = [save(some) for some in there]
+    return _put(run, part.iteration, replace(gradient, name=part.name), contents)
 
 
 def _put(run: RunAt, iteration: int, gradient: Gradient, contents: Sequence[bytes]) -> Gradient:
@@ -103,7 +111,7 @@ def load(run: RunAt, iteration: int, gradient: Gradient) -> dict[str, Tensor]:
 
 
 def load_slice(run: RunAt, iteration: int, gradient: Gradient, at: int) -> dict[str, NDArray[np.float32]]:
-    """As `load`, one slice, without torch."""
+    """As `load`, one slice of a part's gradient, without torch."""
     from safetensors.numpy import load as from_bytes
 
     arrays: dict[str, NDArray[np.float32]] = {}
@@ -112,7 +120,7 @@ def load_slice(run: RunAt, iteration: int, gradient: Gradient, at: int) -> dict[
 
 def find_sum(run: RunAt, iteration: int, parts: Sequence[Gradient], at: int) -> Gradient | None:
     """The sum of a slice of several gradients that was added before."""
-    return _found(run, iteration, _sum_name(parts, at))
+    return _found(run, iteration, _sum_name(parts, at), slices=1)
 
 
 def put_sum(
@@ -122,9 +130,10 @@ def put_sum(
     summed = Gradient(name=_sum_name(parts, at), rows=sum(part.rows for part in parts))
     if not any(part.slices for part in parts):
         return summed
+    import numpy as np
     from safetensors.numpy import save
 
-    return _put(run, iteration, summed, [save({each: arrays[each] for each in sorted(arrays)})])
+    return _put(run, iteration, summed, [save({each: np.asarray(arrays[each]) for each in sorted(arrays)})])
 
 
 def _sum_name(parts: Sequence[Gradient], at: int) -> str:
@@ -165,21 +174,24 @@ def _folder(iteration: int) -> str:
 
 def _slice(run: RunAt, iteration: int, gradient: Gradient, at: int) -> bytes:
     objects, key, chosen = objects_at(run), f"{_folder(iteration)}/{gradient.name}.safetensors", gradient.slices[at]
-    content = None
     if len(gradient.slices) == 1:
-        content = objects.get(key)
-    else:
-        with suppress(FileNotFoundError):
-            content = objects.source(key)("", chosen.start, chosen.size)
-    return _checked(run, iteration, key, content, chosen.sha256)
+        return _checked(run, iteration, key, objects.get(key), chosen.sha256)
+    stop = chosen.start + chosen.size
+    try:
+        content: bytes | None = objects.source(key)("", chosen.start, chosen.size)
+    except OSError:
+        if (size := objects.size(key)) is not None and size >= stop:
+            raise  # the store's fault
+        content = None
+    return _checked(run, iteration, key, content, chosen.sha256, f" in bytes {chosen.start} to {stop}")
 
 
-def _checked(run: RunAt, iteration: int, key: str, content: bytes | None, digest: str) -> bytes:
+def _checked(run: RunAt, iteration: int, key: str, content: bytes | None, digest: str, where: str = "") -> bytes:
     found = "no such file" if content is None else f"sha256 {sha256(content).hexdigest()}"
     if content is None or found != f"sha256 {digest}":
         clear(run, iteration)  # so that it is not found, and computed again
         raise SpotlightError(
-            f"{objects_at(run).where(key)}: expected sha256 {digest}, found {found}; it was removed: `spotlight "
+            f"{objects_at(run).where(key)}: expected sha256 {digest}{where}, found {found}; it was removed: `spotlight "
             "resume` computes it again"
         )
     return content
