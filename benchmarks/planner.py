@@ -575,7 +575,7 @@ def speed(prompts: int = 32, chunks: int = 16) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", default="", help="the scenarios whose name has this in it")
     parser.add_argument("--record", action="store_true", help="write the embedded job's rewards anew: minutes")

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
@@ -26,7 +26,7 @@ from graphs import tasks
 from graphs.tasks import Candidates, RunContext
 from spotlight.config import Config
 from spotlight.plan import batching
-from spotlight.plan.bandit import equal_shares
+from spotlight.plan.bandit import equal_shares, rounds_of
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.stochastic_steps import stochastic_steps
 from spotlight.records import Kept, Prompt, Purpose, Request, Selection, WeightsRef, record
@@ -242,27 +242,36 @@ def candidates_for(
     *,
     beliefs: Beliefs = Beliefs(),  # noqa: B008  # a frozen value
     candidates_max: int | None = None,
+    pool: str = "spot",
 ) -> Candidates:
     """What exploration for an iteration may try with the given weights.
 
     Args:
         beliefs: what the planner learnt from the iterations before.
         candidates_max: how many there is time for; None where nothing is known of the time.
+        pool: whose workers explore.
     """
-    limit = config.exploration.seeds_tried * len(prompts)
+    exploration = config.exploration
+    limit = exploration.seeds_tried * len(prompts)
+    candidates_max = limit if candidates_max is None else min(limit, candidates_max)
+    seeds_tried, rounds = exploration.seeds_tried, exploration.rounds
+    if not rounds:
+        if exploration.planner == "bandit":  # which gives a prompt more where it gains more
+            seeds_tried = max(1, ceil(candidates_max / len(prompts)))
+        rounds = rounds_of(len(prompts) * ceil(seeds_tried / exploration.request_seeds), _gangs(config, pool))
     template = _template(config, context, "explore", iteration, weights)
     return Candidates(
         iteration=iteration,
         prompts=tuple(prompts),
         template=replace(template, sampler="ode", sigmas=context.explore_sigmas),
         seed=context.seed,
-        seeds_tried=config.exploration.seeds_tried,
-        request_seeds=config.exploration.request_seeds,
-        rounds=config.exploration.rounds,
+        seeds_tried=seeds_tried,
+        request_seeds=exploration.request_seeds,
+        rounds=rounds,
         keep=config.rollout.seeds_kept,
         groups=config.rollout.prompts,
-        candidates_max=limit if candidates_max is None else min(limit, candidates_max),
-        planner=config.exploration.planner,
+        candidates_max=candidates_max,
+        planner=exploration.planner,
         beliefs=beliefs.about([prompt.id for prompt in prompts]),
         reward_range=rewards.planned_range(rewards.build(config.reward)),
     )
@@ -417,6 +426,13 @@ def _add_refill(
 def _sets(training: list[Key], cut: Cut, part: int) -> list[Key]:
     """The training sets that a part has samples of."""
     return training if len(training) == 1 else [training[chunk] for chunk in cut.needs(part)]
+
+
+def _gangs(config: Config, pool: str) -> int:
+    """Requests that the workers of a pool can run at once."""
+    pools = config.pools
+    workers = {"reserved": pools.reserved.workers, "spot": pools.spot.workers}
+    return sum(count for name, count in workers.items() if pool in (name, "any")) // _widths(config)[0]
 
 
 def _widths(config: Config) -> tuple[int, ...]:

@@ -215,8 +215,9 @@ class ExplorationSection(Section):
     reward are numbered from 2^20 on."""
     request_seeds: int = Field(16, ge=1, le=BATCH_MAX)
     """Candidates in one request: one forward batch."""
-    rounds: int = Field(4, ge=1, le=1000)
-    """How many times the planner chooses; each round uses the scores of earlier rounds."""
+    rounds: int = Field(0, ge=0, le=1000)
+    """How many times the planner chooses; each round uses the scores of all but the one before. 0 means as many, up to
+    16, as keep the workers busy that explore, over the candidates that there is time for."""
     steps: int = Field(0, ge=0, le=STEPS_MAX)
     """Denoising steps of a candidate; 0 means as many as a rollout."""
     planner: Literal["bandit", "equal"] = "bandit"

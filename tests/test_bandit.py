@@ -16,7 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.plan.bandit import PROBE_SHARE, affordable, allocate, captured_variance, equal_shares, rank_correlation
+from spotlight.plan.bandit import (
+    PROBE_SHARE,
+    ROUNDS_MAX,
+    affordable,
+    allocate,
+    captured_variance,
+    equal_shares,
+    rank_correlation,
+    rounds_of,
+)
 from spotlight.plan.beliefs import FORGOTTEN_AFTER, Arm, Beliefs, learn
 from spotlight.plan.subset import max_variance_subset, most_varied
 
@@ -141,6 +150,15 @@ def test_shares_are_dealt_candidates_first() -> None:
 
     assert first == [(0, 0, 3), (1, 0, 3)]
     assert second == [(0, 3, 2), (1, 3, 2)]
+
+
+@given(slots=st.integers(1, 5000), gangs=st.integers(0, 500))
+def test_two_rounds_have_work_for_all_who_explore(slots: int, gangs: int) -> None:
+    rounds = rounds_of(slots, gangs)
+
+    assert 1 <= rounds <= min(ROUNDS_MAX, slots)
+    assert rounds == 1 or 2 * (slots // rounds) >= gangs
+    assert rounds == ROUNDS_MAX or slots // (rounds + 1) < gangs / 2 + 1
 
 
 @pytest.mark.parametrize(

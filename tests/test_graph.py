@@ -422,6 +422,21 @@ def test_a_round_has_a_slot_for_each_request_that_it_allocates() -> None:
     assert slots == [len(requests) for requests in allocated(candidates)]
 
 
+def test_rounds_are_of_the_candidates_that_there_is_time_for() -> None:
+    settings = load("exploration.rounds=0", "exploration.request_seeds=2", "pools.spot.workers=6")
+
+    little, much = (
+        candidates_for(settings, SETTING, 2, PROMPTS, VERSION, candidates_max=wanted) for wanted in (12, 10_000)
+    )
+
+    assert (little.rounds, little.candidates_max) == (2, 12)  # six requests, three a round
+    assert much.rounds == 16
+    assert much.candidates_max == settings.exploration.seeds_tried * len(PROMPTS)
+    layers = exploration_graph(settings, SETTING, little).graph.layers
+    assert [len(layers[f"explore-r{r}-2"]) for r in range(2)] == [3, 3]
+    assert candidates_for(settings, SETTING, 2, PROMPTS, VERSION, candidates_max=0).rounds == 1
+
+
 def test_exploration_is_an_ode_with_its_own_steps_and_the_weights_that_are_there() -> None:
     settings = load("train.algorithm=grpo", "rollout.sampler=sde")
 

@@ -60,6 +60,23 @@ def equal_shares(
     return chunks[start:end]
 
 
+ROUNDS_MAX = 16
+"""Of an exploration: with 32 and 64 the planner gained no more (``benchmarks.planner``), and a graph has layers for
+each."""
+
+
+def rounds_of(slots: int, gangs: int) -> int:
+    """In how many rounds so many slots are given out: the more there are, the less each chunk is chosen blindly.
+
+    A round sees the scores of all but the one before, so two are under way at a time: together they have work for all.
+
+    Args:
+        slots: chunks of candidates in all rounds.
+        gangs: that explore at once.
+    """
+    return max(1, min(ROUNDS_MAX, slots // -(-max(1, gangs) // 2)))
+
+
 def rank_correlation(a: ArrayLike, b: ArrayLike) -> float | None:
     """Spearman's rank correlation of paired numbers, equal ones sharing their mean rank; in [-1, 1].
 
