@@ -8,10 +8,10 @@ each, drawn at random from one space, and the same for all that explore, and for
 run with it, to the last target. What nobody explores for learns the same bits whoever rolls it out: such a run is made
 once, and for the other strategies only timed (a test says that the times are the same).
 
-The tables show the base recipe ("untuned") of a strategy whose trials are not all there. The raw data has a line per
-run; runs that are there are not made again. ``python -m benchmarks.time_to_target`` makes what is missing (days of one
-core: see ``--estimate``), prints the tables in Markdown and the README's rows, and draws the figure; ``--table`` makes
-no runs, and ``--smoke`` takes a minute and keeps nothing.
+The tables show the base recipe ("untuned") of a strategy as long as no fresh seed was run with its best. The raw data
+has a line per run; runs that are there are not made again. ``python -m benchmarks.time_to_target`` makes what is
+missing (days of one core: see ``--estimate``), prints the tables in Markdown and the README's rows, and draws the
+figure; ``--table`` makes no runs, and ``--smoke`` takes a minute and keeps nothing.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ def table(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argp
     fresh = {name: _fresh(rows, job, regime, size, name, arguments) for name in STRATEGIES}
     for target, name in product(TARGETS[job], STRATEGIES):
         if fresh[name]:
-            recipe = told(_best(rows, _case(job, regime, size, name), arguments))
+            recipe = told(_shown(rows, _case(job, regime, size, name), arguments))
             lines.append(f"| {name} | {recipe} | {' | '.join(_cells(name, fresh[name], fresh[OURS], target))} |")
     return "\n".join(lines)
 
@@ -381,7 +381,7 @@ def _headline(rows: Sequence[Row], job: str, regime: str, size: str, arguments: 
     if not seen:
         return ""
     tried = {
-        name: _best(rows, _case(job, regime, size, name), arguments) is not None for name in (*GOALS, OURS, SOONEST)
+        name: _shown(rows, _case(job, regime, size, name), arguments) is not None for name in (*GOALS, OURS, SOONEST)
     }
     untuned = [_gpus(name) if name in (OURS, SOONEST) else name for name, is_tuned in tried.items() if not is_tuned]
     recipes = f", untuned: {' and '.join(untuned)}" if untuned else ", each with its best recipe"
@@ -411,9 +411,19 @@ def _fresh(
     rows: Sequence[Row], job: str, regime: str, size: str, name: str, arguments: argparse.Namespace
 ) -> dict[int, Row]:
     case = _case(job, regime, size, name)
-    trial = _best(rows, case, arguments) or 0
+    return _runs(rows, case, _shown(rows, case, arguments) or 0, arguments)
+
+
+def _runs(rows: Sequence[Row], case: Case, trial: int, arguments: argparse.Namespace) -> dict[int, Row]:
+    """A recipe's, by fresh seed."""
     mine = [row for row in rows if _same(row, case) and row["seed"] not in arguments.tuning_seeds]
     return {row["seed"]: row for row in mine if row["trial"] == trial}
+
+
+def _shown(rows: Sequence[Row], case: Case, arguments: argparse.Namespace) -> int | None:
+    """The best recipe, once fresh seeds have been run with it; None: the tables show the base one, untuned."""
+    best = _best(rows, case, arguments)
+    return best if best is not None and _runs(rows, case, best, arguments) else None
 
 
 def _case(job: str, regime: str, size: str, name: str) -> Case:

@@ -88,6 +88,19 @@ def test_the_best_trial_is_run_on_fresh_seeds_once_all_trials_are_there() -> Non
     assert [(case.trial, case.seed) for case in after] == [(TRIED[4], seed) for seed in SEEDS]
 
 
+def test_the_table_shows_the_base_recipe_until_the_best_one_was_run_on_fresh_seeds() -> None:
+    name = "Spotlight"
+    tuned = [row(name, trial, seed, second_s=3.0 if trial else 5.0) for trial in TRIED for seed in TUNING_SEEDS]
+    fresh = [row(name, 0, 1), row(OURS, 0, 1)]
+
+    before = time_to_target.table([*tuned, *fresh], *CELL.values(), asked())
+    after = time_to_target.table([*tuned, *fresh, row(name, TRIED[1], 1)], *CELL.values(), asked())
+
+    recipe = time_to_target.told(TRIED[1])
+    assert ("| Spotlight | untuned |" in before, recipe in before) == (True, False)
+    assert ("| Spotlight | untuned |" in after, f"| Spotlight | {recipe} |" in after) == (False, True)
+
+
 def test_only_runs_that_explore_nothing_and_train_alike_are_shared() -> None:
     four, twelve, streaming, ours = (
         Case(**CELL, strategy=name, trial=0, seed=1)
