@@ -93,8 +93,8 @@ def test_the_table_shows_the_base_recipe_until_the_best_one_was_run_on_fresh_see
     tuned = [row(name, trial, seed, second_s=3.0 if trial else 5.0) for trial in TRIED for seed in TUNING_SEEDS]
     fresh = [row(name, 0, 1), row(OURS, 0, 1)]
 
-    before = time_to_target.table([*tuned, *fresh], *CELL.values(), asked())
-    after = time_to_target.table([*tuned, *fresh, row(name, TRIED[1], 1)], *CELL.values(), asked())
+    before = time_to_target.table([*tuned, *fresh], **CELL, arguments=asked())
+    after = time_to_target.table([*tuned, *fresh, row(name, TRIED[1], 1)], **CELL, arguments=asked())
 
     recipe = time_to_target.told(TRIED[1])
     assert ("| Spotlight | untuned |" in before, recipe in before) == (True, False)
