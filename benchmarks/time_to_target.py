@@ -85,8 +85,9 @@ ON_RESERVED = ["pools.spot.workers=0", 'strategy.rollout_pools=["reserved"]']
 ON_SPOT = ['strategy.train_pools=["reserved","spot"]']
 ONE_RESERVED = ["pools.reserved.workers=1", "pools.spot.workers=11"]
 FINER = ["rollout.request_seeds=1", "train.parts=48"]
-"""How work is cut for 48 GPUs: into what ends an iteration soonest, of six ways each. 24 requests of four samples, and
-as many parts, are that for twelve GPUs, within 5 % for every strategy (docs/results.md)."""
+"""How work is cut for 48 GPUs: of six ways, what ends an iteration of either cluster soonest at 512 px; at 1280 px, 96
+parts would end one of 1 + 47 a tenth sooner. For four and twelve GPUs, 24 requests of four samples and as many parts
+are within 5 % of the best of six ways (docs/results.md)."""
 MORE_SPOT = ["pools.reserved.workers=1", "pools.spot.workers=47", *FINER]
 OURS = "Spotlight, gradients on spot (1 + 11)"
 """What all are compared with."""
@@ -106,7 +107,7 @@ STRATEGIES: dict[str, list[str]] = {
     OURS: [*ON_SPOT, *ONE_RESERVED, "exploration.budget=worth"],
     SOONEST: [*ON_SPOT, *MORE_SPOT, "exploration.request_seeds=2"],
 }
-"""The fourth streams, as RLBoost, unless its recipe divides advantages by the spread of all rewards; the fifth is
+"""The fifth streams, as RLBoost, unless its recipe divides advantages by the spread of all rewards; the sixth is
 Spotlight but for what it does about a loss. With gradients on spot GPUs too, what is explored is what is worth its
 seconds. All have twelve GPUs, but for those that are reserved only, and for 1 + 47, where what is saved goes into more
 spot GPUs; small requests of exploration fill the gaps between its requests and parts."""

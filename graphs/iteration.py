@@ -14,7 +14,7 @@ took the one before, if it can be had; ``head`` tasks only decide, beside the sc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import ceil, inf
@@ -242,14 +242,14 @@ def candidates_for(
     *,
     beliefs: Beliefs = Beliefs(),  # noqa: B008  # a frozen value
     candidates_max: int | None = None,
-    pool: str = "spot",
+    pools: Collection[str] = ("spot",),
 ) -> Candidates:
     """What exploration for an iteration may try with the given weights.
 
     Args:
         beliefs: what the planner learnt from the iterations before.
         candidates_max: how many there is time for; None where nothing is known of the time.
-        pool: whose workers explore.
+        pools: whose workers explore.
     """
     exploration = config.exploration
     limit = exploration.seeds_tried * len(prompts)
@@ -258,7 +258,8 @@ def candidates_for(
     if not rounds:
         if exploration.planner == "bandit":  # which gives a prompt more where it gains more
             seeds_tried = max(1, ceil(candidates_max / len(prompts)))
-        rounds = rounds_of(len(prompts) * ceil(seeds_tried / exploration.request_seeds), _gangs(config, pool))
+        slots = len(prompts) * ceil(seeds_tried / exploration.request_seeds)
+        rounds = rounds_of(slots, _gangs(config, pools))
     template = _template(config, context, "explore", iteration, weights)
     return Candidates(
         iteration=iteration,
@@ -304,12 +305,11 @@ def rollout_requests(config: Config, context: RunContext, selection: Selection, 
 
 def request_size(config: Config) -> int:
     """Most samples in a rollout's request: the settings', or the size that ends the rollout soonest on these pools."""
-    rollout, strategy, pools = config.rollout, config.strategy, config.pools
-    workers = {"reserved": pools.reserved.workers, "spot": pools.spot.workers}
+    rollout = config.rollout
     return rollout.request_seeds or batching.request_seeds(
         prompts=rollout.prompts,
         seeds=rollout.seeds_kept,
-        gangs=max(1, sum(workers[pool] for pool in set(strategy.rollout_pools)) // _widths(config)[0]),
+        gangs=max(1, _gangs(config, config.strategy.rollout_pools)),
         seeds_max=batching.SEEDS_MAX,
         fixed_s=REQUEST_S,
         sample_s=1.0,
@@ -428,11 +428,10 @@ def _sets(training: list[Key], cut: Cut, part: int) -> list[Key]:
     return training if len(training) == 1 else [training[chunk] for chunk in cut.needs(part)]
 
 
-def _gangs(config: Config, pool: str) -> int:
-    """Requests that the workers of a pool can run at once."""
-    pools = config.pools
-    workers = {"reserved": pools.reserved.workers, "spot": pools.spot.workers}
-    return sum(count for name, count in workers.items() if pool in (name, "any")) // _widths(config)[0]
+def _gangs(config: Config, pools: Collection[str]) -> int:
+    """Requests that the workers of these pools can run at once."""
+    workers = {"reserved": config.pools.reserved.workers, "spot": config.pools.spot.workers}
+    return sum(workers[pool] for pool in set(pools)) // _widths(config)[0]
 
 
 def _widths(config: Config) -> tuple[int, ...]:

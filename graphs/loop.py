@@ -204,7 +204,9 @@ class Loop:
             return unexplored(self._config, context, k, prompts)
         self._watch.begin("explore", k)
         beliefs = self._run.beliefs(k)
-        candidates = candidates_for(self._config, context, k, prompts, weights, beliefs=beliefs, pool="any")
+        candidates = candidates_for(
+            self._config, context, k, prompts, weights, beliefs=beliefs, pools=("reserved", "spot")
+        )
         graph = exploration_graph(self._config, context, candidates)
         selection: Selection = self._compute(graph)["selection"]
         self._run.record_selection(selection)
