@@ -76,13 +76,23 @@ class Denoiser:
     Args:
         node: where the ranks of a gang meet; None where there are no gangs.
         resumes: whether a request goes on after its last committed step, rather than beginning again.
+        commits_each_step: false where nobody takes over a half-finished request: only steps that training reads are
+            committed.
     """
 
     def __init__(
-        self, resident: Residency, store: LatentStore, pace: Pace, on_beat: OnBeat, node: Node | None, *, resumes: bool
+        self,
+        resident: Residency,
+        store: LatentStore,
+        pace: Pace,
+        on_beat: OnBeat,
+        node: Node | None,
+        *,
+        resumes: bool,
+        commits_each_step: bool = True,
     ) -> None:
         self._resident, self._store, self._pace, self._on_beat, self._resumes = resident, store, pace, on_beat, resumes
-        self._node = node
+        self._node, self._commits_each_step = node, commits_each_step
 
     def rollout(self, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
         """Denoise a request, committing each step; finished and half-finished work is not done again.
@@ -142,7 +152,7 @@ class Denoiser:
                     return Dropped(reason=reason)
                 with self._pace.lasting(step_s, partial(self._look, request, place)):
                     x_BNC, log_prob_B = self._step(request, step, x_BNC, text)
-                if writer:
+                if writer and (self._commits_each_step or _is_read(request, step + 1)):
                     writer.commit(step + 1, x_BNC.numpy(), log_prob_B)
                 self._on_beat(Beat(step=step + 1, steps=request.steps))
             if gang:
@@ -256,3 +266,9 @@ class Denoiser:
         else:
             x_BNC = flow.ode_step(x_BNC, v_BNC, sigma, sigma_next)
         return x_BNC, log_prob_B
+
+
+def _is_read(request: Request, steps: int) -> bool:
+    """Whether training reads the latents after so many steps: the clean ones, and those of stochastic steps."""
+    start, end = request.sde_window
+    return steps == request.steps or (request.sampler != "ode" and start <= steps <= end)

@@ -48,7 +48,8 @@ class InProcess:
     """A `Device` whose engines, one a run, are in this process; each is made at its first call.
 
     Args:
-        paced: whether work lasts what the settings say; false under a virtual clock, where nothing waits.
+        paced: whether work lasts what the settings say; false under a virtual clock, where nothing waits, and a
+            request is computed in one go: its steps are committed only if they are read or kept.
         on_beat: is called as the engines' work goes on.
         node: see `Engine`.
     """
@@ -108,7 +109,7 @@ class Engine:
 
     Args:
         node: shares weights with the other engines of the machine.
-        paced: whether work lasts what the settings say.
+        paced: see `InProcess`.
     """
 
     def __init__(
@@ -122,8 +123,15 @@ class Engine:
         self._pace = Pace(self._config, waits=paced)
         self.store = LatentStore(run.latents_url)
         self.resident = Residency(run, self._config, node)
-        resumes = self._config.strategy.on_preemption == "resume"
-        self._denoiser = Denoiser(self.resident, self.store, self._pace, on_beat, node, resumes=resumes)
+        self._denoiser = Denoiser(
+            self.resident,
+            self.store,
+            self._pace,
+            on_beat,
+            node,
+            resumes=self._config.strategy.on_preemption == "resume",
+            commits_each_step=paced or self._config.latents.keep == "all",
+        )
         self._training = Training(run.url, self._config, self.resident, self._denoiser, self._pace, on_beat, node)
         self.rollout = self._denoiser.rollout
         self.gradient = self._training.gradient
