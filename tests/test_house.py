@@ -27,7 +27,7 @@ ROOF = (
 
 FLOORS = (
     ("spotlight/records.py", "spotlight/files.py", "spotlight/market/"),
-    ("spotlight/config.py", "spotlight/strategies.py"),
+    ("spotlight/config/", "spotlight/strategies.py"),
     ("spotlight/plan/",),
     ("spotlight/store/",),
     ("spotlight/rl/",),

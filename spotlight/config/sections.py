@@ -1,36 +1,27 @@
-"""A run's settings: TOML in, frozen values out; what is not known is an error that names what is.
+"""The sections of a run's settings: what each setting may be, and what must hold within its section.
 
-Read once, at the start. Tasks read the resolved copy in the run directory, never the original.
 Defaults are those of a vetted run of ``examples/ocr-tiny.toml``.
 """
 
 from __future__ import annotations
 
-import difflib
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
 
-import tomli_w
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from spotlight.files import OBJECT_SCHEMES, absolute, check_url, is_url, read_bytes, shown
+from spotlight.files import OBJECT_SCHEMES, check_url, is_url, shown
 from spotlight.market.prices import usd_per_h
-from spotlight.records import Policy, Sampler, SpotlightError
-
-RESOLVED = "config.toml"
-"""The resolved settings' name in a run directory."""
+from spotlight.records import Policy, Sampler
 
 SEED_MAX = 2**63 - 1
 """The largest integer of TOML."""
@@ -50,8 +41,6 @@ SPEEDUP_MIN, SPEEDUP_MAX = 1e-6, 1e6
 """A second becomes eleven days, or the other way round."""
 NAME_MAX = 100
 """Bytes of a run's name: a directory's name has 255, and the time stands behind it."""
-KEYS_MAX = 8
-"""Names in a dotted key: settings are three deep, what simulated strategies change stands two deeper."""
 
 
 class Section(BaseModel):
@@ -101,7 +90,7 @@ class RunSection(Section):
         if "\0" in self.dir:
             raise ValueError(f"run.dir = {shown(self.dir)}: a path has no NUL; give that of a directory")
         if is_url(self.dir):
-            _check_url("run.dir", self.dir, OBJECT_SCHEMES)
+            check_address("run.dir", self.dir, OBJECT_SCHEMES)
         return self
 
 
@@ -538,7 +527,7 @@ class LatentsSection(Section):
     @model_validator(mode="after")
     def _url_holds_no_secret(self) -> Self:
         if is_url(self.url):
-            _check_url("latents.url", self.url, ())
+            check_address("latents.url", self.url, ())
         return self
 
 
@@ -635,217 +624,7 @@ class SimulationSection(Section):
         return self
 
 
-SectionT = TypeVar("SectionT", bound=Section)
-
-
-class Config(Section):
-    run: RunSection = RunSection()
-    model: ModelSection = ModelSection()
-    data: DataSection
-    rollout: RolloutSection = RolloutSection()
-    exploration: ExplorationSection = ExplorationSection()
-    reward: RewardSection = RewardSection()
-    train: TrainSection = TrainSection()
-    pools: PoolsSection = PoolsSection()
-    strategy: StrategySection = StrategySection()
-    sp: SpSection = SpSection()
-    pace: PaceSection = PaceSection()
-    latents: LatentsSection = LatentsSection()
-    tracking: TrackingSection = TrackingSection()
-    cluster: ClusterSection = ClusterSection()
-    simulation: SimulationSection = SimulationSection()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _several_rewards(cls, tree: Any) -> Any:
-        """Several ``[[reward]]`` tables: the first, and those beside it."""
-        tables = tree.get("reward") if isinstance(tree, dict) else None
-        if not isinstance(tables, list) or not tables or not isinstance(tables[0], dict):
-            return tree
-        return tree | {"reward": {**tables[0], "also": tables[1:]} if tables[1:] else tables[0]}
-
-    @model_validator(mode="after")
-    def _sections_agree(self) -> Self:
-        if not self.run.dir:
-            raise ValueError('run.dir = "": name a directory, or leave it out for "runs"')
-        self._check_pools()
-        self._check_exploration()
-        self._check_training()
-        self._check_sampler()
-        self._check_widths()
-        return self
-
-    def _check_pools(self) -> None:
-        pools = self.pools
-        if pools.reserved.workers < 1:
-            raise ValueError("pools.reserved.workers is 0, but training runs only on reserved workers: give it 1")
-        if not self.strategy.rollout_pools:
-            raise ValueError('strategy.rollout_pools is empty: name "reserved", "spot" or both')
-        if "reserved" not in self.strategy.train_pools:
-            raise ValueError(
-                f"strategy.train_pools = {list(self.strategy.train_pools)}: the update is taken on a reserved worker, "
-                'so give "reserved", or "reserved" and "spot"'
-            )
-        if set(self.strategy.rollout_pools) == {"spot"} and pools.spot.workers == 0:
-            raise ValueError(
-                'strategy.rollout_pools = ["spot"] and pools.spot.workers is 0: nobody would roll out; '
-                'add spot workers, or add "reserved" to rollout_pools'
-            )
-
-    def _check_exploration(self) -> None:
-        rollout, pools = self.rollout, self.pools
-        if self.strategy.exploration != "off" and self.exploration.seeds_tried < rollout.seeds_kept:
-            raise ValueError(
-                f"exploration.seeds_tried = {self.exploration.seeds_tried} is fewer than "
-                f"rollout.seeds_kept = {rollout.seeds_kept}: nothing could be chosen; raise seeds_tried "
-                'or set strategy.exploration = "off"'
-            )
-        if 0 < self.exploration.prompts < rollout.prompts:
-            raise ValueError(
-                f"exploration.prompts = {self.exploration.prompts} is fewer than rollout.prompts = {rollout.prompts}, "
-                "which are taken from them: raise it, or set it to 0 for as many as are rolled out"
-            )
-        if self.strategy.exploration == "stale" and pools.spot.workers == 0:
-            raise ValueError(
-                'strategy.exploration = "stale" runs on spot workers and pools.spot.workers is 0: '
-                'add spot workers, or set strategy.exploration to "blocking" or "off"'
-            )
-
-    def _check_training(self) -> None:
-        rollout = self.rollout
-        if self.model.dtype != "float32" and not self.train.lora_rank:
-            raise ValueError(
-                f'model.dtype = "{self.model.dtype}" and train.lora_rank = 0: most updates of full weights would be '
-                "lost in their rounding (in a trial with bfloat16, 93 % of the weights never changed; with float16, "
-                "most were no numbers after one update); set train.lora_rank, whose weights are float32, or "
-                'model.dtype = "float32"'
-            )
-        policy = self.run.validate_policy
-        if (policy == "old" and not self.train.keeps_old) or (policy == "average" and not self.train.ema_decay):
-            setting = "train.old_decay" if policy == "old" else "train.ema_decay"
-            raise ValueError(
-                f'run.validate_policy = "{policy}" and {setting} = {self.train.model_dump()[setting[6:]]!r} keeps no '
-                f'such weights: set {setting}, or run.validate_policy = "auto"'
-            )
-        if self.train.updates > rollout.prompts * rollout.seeds_kept:
-            raise ValueError(
-                f"train.updates = {self.train.updates} is more than the rollout.prompts * rollout.seeds_kept = "
-                f"{rollout.prompts * rollout.seeds_kept} samples of an iteration, and each needs one: lower it"
-            )
-
-    def _check_sampler(self) -> None:
-        rollout = self.rollout
-        if self.train.is_stepwise and rollout.sampler == "ode":
-            raise ValueError(
-                f'train.algorithm = "{self.train.algorithm}" needs log-probabilities, and rollout.sampler = "ode" has '
-                'none: set rollout.sampler to "sde", "cps" or "dance"'
-            )
-        if rollout.sampler == "cps" and rollout.noise_level > 1:
-            raise ValueError(
-                f'rollout.noise_level = {rollout.noise_level:g} with rollout.sampler = "cps": above 1 a step has less '
-                "noise again, and at 2 none: give it at most 1"
-            )
-        if self.train.algorithm == "grpo-guard" and rollout.sampler != "sde":
-            raise ValueError(
-                f'train.algorithm = "grpo-guard" corrects the steps of rollout.sampler = "sde", and that is '
-                f'"{rollout.sampler}"'
-            )
-        if rollout.sampler != "ode" and not 0 <= rollout.sde_window[0] < rollout.sde_window[1] < rollout.steps:
-            raise ValueError(
-                f"rollout.sde_window = {list(rollout.sde_window)} must lie in [0, {rollout.steps - 1}] and not be "
-                f"empty: the last of rollout.steps = {rollout.steps} steps is never stochastic"
-            )
-        if rollout.stochastic_steps > rollout.sde_window[1] - rollout.sde_window[0]:
-            raise ValueError(
-                f"rollout.sde_window_size = {rollout.sde_window_size} does not fit into rollout.sde_window = "
-                f"{list(rollout.sde_window)}: make one larger or the other smaller"
-            )
-
-    @property
-    def doubts(self) -> tuple[str, ...]:
-        """What can be run, but is probably not meant."""
-        found: list[str] = []
-        if self.train.algorithm == "nft" and self.rollout.guidance > 1:
-            found.append(
-                f"rollout.guidance = {self.rollout.guidance:g} with DiffusionNFT: a guided velocity is fitted to "
-                "samples as if it were the flow's own, and published recipes draw and train without guidance; set "
-                "rollout.guidance = 1"
-            )
-        if self.reward.name == "ocr" and not self.model.embedded:
-            found.append(
-                'reward.name = "ocr" takes the whole image for one line of text, and reads next to nothing in a scene: '
-                'set reward.name = "scene-ocr"'
-            )
-        if self.train.algorithm == "dpo" and self.train.kl:
-            found.append(
-                f"train.kl = {self.train.kl:g} with Diffusion-DPO counts nothing: train.dpo_beta says how near to the "
-                "reference the policy stays"
-            )
-        return tuple(found)
-
-    @property
-    def adds_advantages(self) -> bool:
-        """Whether advantages are made of each of several rewards by itself."""
-        return self.train.combine == "advantages" and bool(self.reward.also)
-
-    @property
-    def scores_apart(self) -> bool:
-        """Whether images are scored by workers of their own."""
-        return self.pools.reward.workers > 0
-
-    @property
-    def emulated_per_real_s(self) -> float:
-        """Emulated seconds in a real one: 1 where nothing is paced."""
-        return self.pace.speedup if self.pace.gpu else 1.0
-
-    @property
-    def validation_policy(self) -> Policy:
-        """Which weights of a version are validated and exported."""
-        if self.run.validate_policy != "auto":
-            return self.run.validate_policy
-        return "average" if self.train.ema_decay else self.train.sampling_policy
-
-    @property
-    def prompts_drawn(self) -> int:
-        """Prompts of the data set that an iteration looks at: those explored, or else those rolled out."""
-        explored = 0 if self.strategy.exploration == "off" else self.exploration.prompts
-        return explored or self.rollout.prompts
-
-    @property
-    def trains_as_scored(self) -> bool:
-        """Whether parts of an update are computed as soon as their samples are scored; the bits are the same.
-
-        A part needs its advantages, and several updates share out all samples in an order that is drawn.
-        """
-        whole = self.train.advantage_std == "global" or self.train.updates > 1 or self.strategy.offload == "none"
-        return self.train.parts > 1 and not whole
-
-    def _check_widths(self) -> None:
-        widths, pools = self.strategy.widths, self.pools
-        if not widths or not 1 <= min(widths) <= max(widths) <= WIDTH_MAX or sorted(set(widths)) != list(widths):
-            raise ValueError(
-                f"strategy.widths = {shown(list(widths))} must be whole numbers from 1 on to {WIDTH_MAX}, ascending, "
-                "such as [1, 2, 4]"
-            )
-        sizes = {"reserved": _largest_node(pools.reserved), "spot": _largest_node(pools.spot)}
-        for work, where in (("rollouts", self.strategy.rollout_pools), ("exploration", ("spot",))):
-            wanted = work == "rollouts" or self.strategy.exploration == "stale"
-            largest = max((sizes[name] for name in where), default=0)
-            narrowest = widths[0] if self.strategy.elastic else widths[-1]
-            if wanted and 0 < largest < narrowest:
-                raise ValueError(
-                    f"strategy.widths = {list(widths)} needs {narrowest} workers on one machine, and {work} have "
-                    f"machines of {largest}: add a narrower width, or workers to pools.{where[0]} (workers_per_node)"
-                )
-        largest = max(sizes[name] for name in self.strategy.train_pools)
-        if largest < self.train.width:
-            raise ValueError(
-                f"train.width = {self.train.width} needs as many workers on one machine, and training has machines of "
-                f"{largest}: make it smaller, or add workers to pools.{self.strategy.train_pools[0]} (workers_per_node)"
-            )
-
-
-def _check_url(name: str, url: str, schemes: Sequence[str]) -> None:
+def check_address(name: str, url: str, schemes: Sequence[str]) -> None:
     """
     Args:
         schemes: those that can be used; any, if it is empty.
@@ -857,224 +636,3 @@ def _check_url(name: str, url: str, schemes: Sequence[str]) -> None:
     scheme = url.partition("://")[0]
     if schemes and scheme not in (*schemes, "memory"):
         raise ValueError(f"{name} = {shown(url)}: expected a directory, or a URL of {', '.join(schemes)}")
-
-
-def _largest_node(pool: PoolSection) -> int:
-    return min(pool.workers, pool.workers_per_node)
-
-
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read and check a settings file.
-
-    Args:
-        path: a TOML file; the prompt files and the model path in it are relative to its directory.
-        overrides: ``"section.key=value"`` each, the value in TOML (bare words are taken as text).
-
-    Raises:
-        SpotlightError: the file, a key or a value is not usable; the text says which and why.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise SpotlightError(f"{path}: no such settings file; examples/ holds some to start from")
-    return parse(read_bytes(path, "a settings file"), path.parent, str(path), overrides)
-
-
-def parse(content: bytes, base: Path, source: str, overrides: Sequence[str] = ()) -> Config:
-    """As `load`, of what a file holds.
-
-    Args:
-        base: what the paths in it are relative to.
-        source: where it is from, for the errors.
-    """
-    try:
-        tree = tomllib.loads(content.decode())
-    except ValueError as error:  # of TOML, of UTF-8, or a number of thousands of digits
-        raise SpotlightError(f"{source}: not valid TOML: {error}") from None
-    except RecursionError:
-        raise SpotlightError(
-            f"{source}: not valid TOML: it is nested too deeply; settings are two tables deep"
-        ) from None
-    for override in overrides:
-        set_value(tree, override)
-    return resolve(tree, base, source)
-
-
-def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Config:
-    """Check a tree of settings and make the paths in it absolute."""
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        raise SpotlightError("\n".join(_explain(source, detail) for detail in error.errors())) from None
-    return config.model_copy(
-        update={
-            "data": _with_paths(config.data, base, source, "data", "train_prompts", "validation_prompts"),
-            "model": _with_paths(config.model, base, source, "model", "path"),
-            "reward": _with_checkpoints(config.reward, base, source),
-            "latents": _with_paths(config.latents, base, source, "latents", "url"),
-            "pools": config.pools.model_copy(
-                update={
-                    name: _with_paths(pool, base, source, f"pools.{name}", "prices", "trace")
-                    for name, pool in config.pools
-                }
-            ),
-        }
-    )
-
-
-def _with_checkpoints(reward: RewardSection, base: Path, source: str) -> RewardSection:
-    """The tables of rewards with their checkpoints as absolute paths."""
-    also = tuple(_with_checkpoints(table, base, source) for table in reward.also)
-    named = FILES_IN_OPTIONS.get(reward.name, ())
-    options = {
-        name: absolute(base, value) if name in named and isinstance(value, str) else value
-        for name, value in reward.options.items()
-    }
-    return _with_paths(reward, base, source, "reward", "path").model_copy(update={"also": also, "options": options})
-
-
-def _with_paths(section: SectionT, base: Path, source: str, name: str, *fields: str) -> SectionT:
-    """The section with its files as absolute paths; URLs are that already."""
-    paths: dict[str, str] = {}
-    for field in fields:
-        path = getattr(section, field)
-        if path and "://" not in path:
-            try:
-                paths[field] = absolute(base, path)
-            except SpotlightError as error:
-                raise SpotlightError(f"{source}: {name}.{field} = {error}") from None
-    return section.model_copy(update=paths)
-
-
-def dump(config: Config) -> str:
-    """The settings as TOML, every default written out that has a value.
-
-    Raises:
-        SpotlightError: a value is no text, such as a path with bytes that are not UTF-8.
-    """
-    tree = config.model_dump(mode="json", exclude_none=True)
-    for name, value in leaves(tree):
-        if not _is_text(str(value)):
-            raise SpotlightError(
-                f"{name} = {shown(value)}: has bytes that are not UTF-8, which a file of settings cannot hold: give "
-                "it another name, or a path through another directory"
-            )
-    return tomli_w.dumps(tree)
-
-
-def _is_text(value: str) -> bool:
-    """Whether it can be written: bytes of a file's name that are no text become halves of characters."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def differences(first: Config, second: Config) -> Iterator[str]:
-    """Where two differ, as ``section.key = VALUE there and VALUE here``."""
-    there, here = (dict(leaves(settings.model_dump(mode="json"))) for settings in (first, second))
-    for name in sorted(there.keys() | here.keys()):
-        if there.get(name) != here.get(name):
-            yield f"{name} = {there.get(name)!r} there and {here.get(name)!r} here"
-
-
-def not_written(config: Config, content: bytes) -> list[str]:
-    """Settings, as ``section.key``, that `dump` writes and that such a file lacks: it was cut short.
-
-    Args:
-        content: of the file that the settings were read from.
-    """
-    written = dict(leaves(tomllib.loads(content.decode())))
-    return [name for name, _ in leaves(tomllib.loads(dump(config))) if name not in written]
-
-
-def leaves(tree: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings of a tree, dotted: ``"pools.spot.workers" = 0`` and ``pools.spot.workers = 0`` are one."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{within}{name}.")
-        else:
-            yield f"{within}{name}", value
-
-
-def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example: str = "run.seed=3") -> None:
-    """Put ``"section.key=value"`` into a tree of settings, the value in TOML; bare words are taken as text.
-
-    Args:
-        sections: names that must at least stand before the key.
-        example: of an override, for the error.
-
-    Raises:
-        SpotlightError: it has another form, or what should be a section is a value.
-    """
-    name, equals, text = override.partition("=")
-    keys = [key.strip() for key in name.split(".")]
-    if not equals or not sections < len(keys) <= KEYS_MAX or not all(keys):
-        raise SpotlightError(f"--set {shown(override)}: expected section.key=value, for example --set {example}")
-    value = _value(override, text)
-    for key in keys[:-1]:
-        tree = tree.setdefault(key, {})
-        if not isinstance(tree, dict):
-            raise SpotlightError(f"--set {shown(override)}: {shown(key)} is a value, not a section")
-    tree[keys[-1]] = value
-
-
-def _value(override: str, text: str) -> Any:
-    """The one value that an override holds."""
-    try:
-        tree = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text.strip()
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets as deep
-        raise SpotlightError(f"--set {shown(override)}: not valid TOML: {error}") from None
-    if tree.keys() != {"value"}:
-        raise SpotlightError(f"--set {shown(override)}: expected one value; give each setting a --set of its own")
-    return tree["value"]
-
-
-def _explain(source: str, error: Mapping[str, Any]) -> str:
-    """One pydantic error as one sentence: where, the rule, what came, the way out."""
-    parts = [str(part) for part in error["loc"]]
-    if parts[:2] == ["reward", "also"]:  # further [[reward]] tables are reported as what they are
-        parts = ["reward", *parts[3:]]
-    *sections, field = parts or [""]
-    name = ".".join((*sections, field))
-    message = str(error["msg"]).removeprefix("Value error, ")
-    match error["type"]:
-        case "extra_forbidden":
-            return f"{source}: {_unknown(sections, field)}"
-        case "missing" if not sections:
-            return f"{source}: the section [{name}] is missing; it has {_known([name])}"
-        case "missing" if field == "usd_per_h":
-            gpu = ".".join((*sections, "gpu"))
-            return f"{source}: {name} is missing: give a worker's price per hour, or {gpu}, whose listed price is taken"
-        case "missing":
-            return f"{source}: {name} is missing, and it has no default"
-        case "model_type":
-            known = _known([*sections, field])
-            return f"{source}: {name} = {shown(error['input'])}, but it is a section; it has {known}"
-        case "value_error":  # ours: its text names the fields
-            return f"{source}: {message}"
-        case _:
-            return f"{source}: {name} = {shown(error['input'])}: {message[0].lower()}{message[1:]}"
-
-
-def _unknown(sections: Sequence[str], field: str) -> str:
-    close = difflib.get_close_matches(field, _section_at(sections).model_fields, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    where = f"[{'.'.join(sections)}] has no field" if sections else "there is no section"
-    return f"{where} {shown(field)}{hint}; {'it has' if sections else 'there are'} {_known(sections)}"
-
-
-def _known(sections: Sequence[str]) -> str:
-    return ", ".join(map(repr, sorted(_section_at(sections).model_fields)))
-
-
-def _section_at(sections: Sequence[str]) -> type[Section]:
-    section: type[Section] = Config
-    for name in sections:
-        annotation = section.model_fields[name].annotation
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, Section)
-        section = annotation
-    return section

@@ -1,0 +1,243 @@
+"""Settings files: read, checked and written; what is wrong is told by name, with what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+from pydantic import (
+    ValidationError,
+)
+
+from spotlight.config.sections import FILES_IN_OPTIONS, RewardSection, Section
+from spotlight.config.settings import Config
+from spotlight.files import absolute, read_bytes, shown
+from spotlight.records import SpotlightError
+
+RESOLVED = "config.toml"
+"""The resolved settings' name in a run directory."""
+KEYS_MAX = 8
+"""Names in a dotted key: settings are three deep, what simulated strategies change stands two deeper."""
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read and check a settings file.
+
+    Args:
+        path: a TOML file; the prompt files and the model path in it are relative to its directory.
+        overrides: ``"section.key=value"`` each, the value in TOML (bare words are taken as text).
+
+    Raises:
+        SpotlightError: the file, a key or a value is not usable; the text says which and why.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise SpotlightError(f"{path}: no such settings file; examples/ holds some to start from")
+    return parse(read_bytes(path, "a settings file"), path.parent, str(path), overrides)
+
+
+def parse(content: bytes, base: Path, source: str, overrides: Sequence[str] = ()) -> Config:
+    """As `load`, of what a file holds.
+
+    Args:
+        base: what the paths in it are relative to.
+        source: where it is from, for the errors.
+    """
+    try:
+        tree = tomllib.loads(content.decode())
+    except ValueError as error:  # of TOML, of UTF-8, or a number of thousands of digits
+        raise SpotlightError(f"{source}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise SpotlightError(
+            f"{source}: not valid TOML: it is nested too deeply; settings are two tables deep"
+        ) from None
+    for override in overrides:
+        set_value(tree, override)
+    return resolve(tree, base, source)
+
+
+def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Config:
+    """Check a tree of settings and make the paths in it absolute."""
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        raise SpotlightError("\n".join(_explain(source, detail) for detail in error.errors())) from None
+    return config.model_copy(
+        update={
+            "data": _with_paths(config.data, base, source, "data", "train_prompts", "validation_prompts"),
+            "model": _with_paths(config.model, base, source, "model", "path"),
+            "reward": _with_checkpoints(config.reward, base, source),
+            "latents": _with_paths(config.latents, base, source, "latents", "url"),
+            "pools": config.pools.model_copy(
+                update={
+                    name: _with_paths(pool, base, source, f"pools.{name}", "prices", "trace")
+                    for name, pool in config.pools
+                }
+            ),
+        }
+    )
+
+
+def _with_checkpoints(reward: RewardSection, base: Path, source: str) -> RewardSection:
+    """The tables of rewards with their checkpoints as absolute paths."""
+    also = tuple(_with_checkpoints(table, base, source) for table in reward.also)
+    named = FILES_IN_OPTIONS.get(reward.name, ())
+    options = {
+        name: absolute(base, value) if name in named and isinstance(value, str) else value
+        for name, value in reward.options.items()
+    }
+    return _with_paths(reward, base, source, "reward", "path").model_copy(update={"also": also, "options": options})
+
+
+def _with_paths(section: SectionT, base: Path, source: str, name: str, *fields: str) -> SectionT:
+    """The section with its files as absolute paths; URLs are that already."""
+    paths: dict[str, str] = {}
+    for field in fields:
+        path = getattr(section, field)
+        if path and "://" not in path:
+            try:
+                paths[field] = absolute(base, path)
+            except SpotlightError as error:
+                raise SpotlightError(f"{source}: {name}.{field} = {error}") from None
+    return section.model_copy(update=paths)
+
+
+def dump(config: Config) -> str:
+    """The settings as TOML, every default written out that has a value.
+
+    Raises:
+        SpotlightError: a value is no text, such as a path with bytes that are not UTF-8.
+    """
+    tree = config.model_dump(mode="json", exclude_none=True)
+    for name, value in leaves(tree):
+        if not _is_text(str(value)):
+            raise SpotlightError(
+                f"{name} = {shown(value)}: has bytes that are not UTF-8, which a file of settings cannot hold: give "
+                "it another name, or a path through another directory"
+            )
+    return tomli_w.dumps(tree)
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be written: bytes of a file's name that are no text become halves of characters."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def differences(first: Config, second: Config) -> Iterator[str]:
+    """Where two differ, as ``section.key = VALUE there and VALUE here``."""
+    there, here = (dict(leaves(settings.model_dump(mode="json"))) for settings in (first, second))
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            yield f"{name} = {there.get(name)!r} there and {here.get(name)!r} here"
+
+
+def not_written(config: Config, content: bytes) -> list[str]:
+    """Settings, as ``section.key``, that `dump` writes and that such a file lacks: it was cut short.
+
+    Args:
+        content: of the file that the settings were read from.
+    """
+    written = dict(leaves(tomllib.loads(content.decode())))
+    return [name for name, _ in leaves(tomllib.loads(dump(config))) if name not in written]
+
+
+def leaves(tree: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of a tree, dotted: ``"pools.spot.workers" = 0`` and ``pools.spot.workers = 0`` are one."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{within}{name}.")
+        else:
+            yield f"{within}{name}", value
+
+
+def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example: str = "run.seed=3") -> None:
+    """Put ``"section.key=value"`` into a tree of settings, the value in TOML; bare words are taken as text.
+
+    Args:
+        sections: names that must at least stand before the key.
+        example: of an override, for the error.
+
+    Raises:
+        SpotlightError: it has another form, or what should be a section is a value.
+    """
+    name, equals, text = override.partition("=")
+    keys = [key.strip() for key in name.split(".")]
+    if not equals or not sections < len(keys) <= KEYS_MAX or not all(keys):
+        raise SpotlightError(f"--set {shown(override)}: expected section.key=value, for example --set {example}")
+    value = _value(override, text)
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise SpotlightError(f"--set {shown(override)}: {shown(key)} is a value, not a section")
+    tree[keys[-1]] = value
+
+
+def _value(override: str, text: str) -> Any:
+    """The one value that an override holds."""
+    try:
+        tree = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets as deep
+        raise SpotlightError(f"--set {shown(override)}: not valid TOML: {error}") from None
+    if tree.keys() != {"value"}:
+        raise SpotlightError(f"--set {shown(override)}: expected one value; give each setting a --set of its own")
+    return tree["value"]
+
+
+def _explain(source: str, error: Mapping[str, Any]) -> str:
+    """One pydantic error as one sentence: where, the rule, what came, the way out."""
+    parts = [str(part) for part in error["loc"]]
+    if parts[:2] == ["reward", "also"]:  # further [[reward]] tables are reported as what they are
+        parts = ["reward", *parts[3:]]
+    *sections, field = parts or [""]
+    name = ".".join((*sections, field))
+    message = str(error["msg"]).removeprefix("Value error, ")
+    match error["type"]:
+        case "extra_forbidden":
+            return f"{source}: {_unknown(sections, field)}"
+        case "missing" if not sections:
+            return f"{source}: the section [{name}] is missing; it has {_known([name])}"
+        case "missing" if field == "usd_per_h":
+            gpu = ".".join((*sections, "gpu"))
+            return f"{source}: {name} is missing: give a worker's price per hour, or {gpu}, whose listed price is taken"
+        case "missing":
+            return f"{source}: {name} is missing, and it has no default"
+        case "model_type":
+            known = _known([*sections, field])
+            return f"{source}: {name} = {shown(error['input'])}, but it is a section; it has {known}"
+        case "value_error":  # ours: its text names the fields
+            return f"{source}: {message}"
+        case _:
+            return f"{source}: {name} = {shown(error['input'])}: {message[0].lower()}{message[1:]}"
+
+
+def _unknown(sections: Sequence[str], field: str) -> str:
+    close = difflib.get_close_matches(field, _section_at(sections).model_fields, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    where = f"[{'.'.join(sections)}] has no field" if sections else "there is no section"
+    return f"{where} {shown(field)}{hint}; {'it has' if sections else 'there are'} {_known(sections)}"
+
+
+def _known(sections: Sequence[str]) -> str:
+    return ", ".join(map(repr, sorted(_section_at(sections).model_fields)))
+
+
+def _section_at(sections: Sequence[str]) -> type[Section]:
+    section: type[Section] = Config
+    for name in sections:
+        annotation = section.model_fields[name].annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, Section)
+        section = annotation
+    return section

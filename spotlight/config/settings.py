@@ -1,0 +1,241 @@
+"""All sections of a run's settings, and what must hold between them."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from spotlight.config.sections import (
+    WIDTH_MAX,
+    ClusterSection,
+    DataSection,
+    ExplorationSection,
+    LatentsSection,
+    ModelSection,
+    PaceSection,
+    PoolSection,
+    PoolsSection,
+    RewardSection,
+    RolloutSection,
+    RunSection,
+    Section,
+    SimulationSection,
+    SpSection,
+    StrategySection,
+    TrackingSection,
+    TrainSection,
+)
+from spotlight.files import shown
+from spotlight.records import Policy
+
+
+class Config(Section):
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection
+    rollout: RolloutSection = RolloutSection()
+    exploration: ExplorationSection = ExplorationSection()
+    reward: RewardSection = RewardSection()
+    train: TrainSection = TrainSection()
+    pools: PoolsSection = PoolsSection()
+    strategy: StrategySection = StrategySection()
+    sp: SpSection = SpSection()
+    pace: PaceSection = PaceSection()
+    latents: LatentsSection = LatentsSection()
+    tracking: TrackingSection = TrackingSection()
+    cluster: ClusterSection = ClusterSection()
+    simulation: SimulationSection = SimulationSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _several_rewards(cls, tree: Any) -> Any:
+        """Several ``[[reward]]`` tables: the first, and those beside it."""
+        tables = tree.get("reward") if isinstance(tree, dict) else None
+        if not isinstance(tables, list) or not tables or not isinstance(tables[0], dict):
+            return tree
+        return tree | {"reward": {**tables[0], "also": tables[1:]} if tables[1:] else tables[0]}
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        if not self.run.dir:
+            raise ValueError('run.dir = "": name a directory, or leave it out for "runs"')
+        self._check_pools()
+        self._check_exploration()
+        self._check_training()
+        self._check_sampler()
+        self._check_widths()
+        return self
+
+    def _check_pools(self) -> None:
+        pools = self.pools
+        if pools.reserved.workers < 1:
+            raise ValueError("pools.reserved.workers is 0, but training runs only on reserved workers: give it 1")
+        if not self.strategy.rollout_pools:
+            raise ValueError('strategy.rollout_pools is empty: name "reserved", "spot" or both')
+        if "reserved" not in self.strategy.train_pools:
+            raise ValueError(
+                f"strategy.train_pools = {list(self.strategy.train_pools)}: the update is taken on a reserved worker, "
+                'so give "reserved", or "reserved" and "spot"'
+            )
+        if set(self.strategy.rollout_pools) == {"spot"} and pools.spot.workers == 0:
+            raise ValueError(
+                'strategy.rollout_pools = ["spot"] and pools.spot.workers is 0: nobody would roll out; '
+                'add spot workers, or add "reserved" to rollout_pools'
+            )
+
+    def _check_exploration(self) -> None:
+        rollout, pools = self.rollout, self.pools
+        if self.strategy.exploration != "off" and self.exploration.seeds_tried < rollout.seeds_kept:
+            raise ValueError(
+                f"exploration.seeds_tried = {self.exploration.seeds_tried} is fewer than "
+                f"rollout.seeds_kept = {rollout.seeds_kept}: nothing could be chosen; raise seeds_tried "
+                'or set strategy.exploration = "off"'
+            )
+        if 0 < self.exploration.prompts < rollout.prompts:
+            raise ValueError(
+                f"exploration.prompts = {self.exploration.prompts} is fewer than rollout.prompts = {rollout.prompts}, "
+                "which are taken from them: raise it, or set it to 0 for as many as are rolled out"
+            )
+        if self.strategy.exploration == "stale" and pools.spot.workers == 0:
+            raise ValueError(
+                'strategy.exploration = "stale" runs on spot workers and pools.spot.workers is 0: '
+                'add spot workers, or set strategy.exploration to "blocking" or "off"'
+            )
+
+    def _check_training(self) -> None:
+        rollout = self.rollout
+        if self.model.dtype != "float32" and not self.train.lora_rank:
+            raise ValueError(
+                f'model.dtype = "{self.model.dtype}" and train.lora_rank = 0: most updates of full weights would be '
+                "lost in their rounding (in a trial with bfloat16, 93 % of the weights never changed; with float16, "
+                "most were no numbers after one update); set train.lora_rank, whose weights are float32, or "
+                'model.dtype = "float32"'
+            )
+        policy = self.run.validate_policy
+        if (policy == "old" and not self.train.keeps_old) or (policy == "average" and not self.train.ema_decay):
+            setting = "train.old_decay" if policy == "old" else "train.ema_decay"
+            raise ValueError(
+                f'run.validate_policy = "{policy}" and {setting} = {self.train.model_dump()[setting[6:]]!r} keeps no '
+                f'such weights: set {setting}, or run.validate_policy = "auto"'
+            )
+        if self.train.updates > rollout.prompts * rollout.seeds_kept:
+            raise ValueError(
+                f"train.updates = {self.train.updates} is more than the rollout.prompts * rollout.seeds_kept = "
+                f"{rollout.prompts * rollout.seeds_kept} samples of an iteration, and each needs one: lower it"
+            )
+
+    def _check_sampler(self) -> None:
+        rollout = self.rollout
+        if self.train.is_stepwise and rollout.sampler == "ode":
+            raise ValueError(
+                f'train.algorithm = "{self.train.algorithm}" needs log-probabilities, and rollout.sampler = "ode" has '
+                'none: set rollout.sampler to "sde", "cps" or "dance"'
+            )
+        if rollout.sampler == "cps" and rollout.noise_level > 1:
+            raise ValueError(
+                f'rollout.noise_level = {rollout.noise_level:g} with rollout.sampler = "cps": above 1 a step has less '
+                "noise again, and at 2 none: give it at most 1"
+            )
+        if self.train.algorithm == "grpo-guard" and rollout.sampler != "sde":
+            raise ValueError(
+                f'train.algorithm = "grpo-guard" corrects the steps of rollout.sampler = "sde", and that is '
+                f'"{rollout.sampler}"'
+            )
+        if rollout.sampler != "ode" and not 0 <= rollout.sde_window[0] < rollout.sde_window[1] < rollout.steps:
+            raise ValueError(
+                f"rollout.sde_window = {list(rollout.sde_window)} must lie in [0, {rollout.steps - 1}] and not be "
+                f"empty: the last of rollout.steps = {rollout.steps} steps is never stochastic"
+            )
+        if rollout.stochastic_steps > rollout.sde_window[1] - rollout.sde_window[0]:
+            raise ValueError(
+                f"rollout.sde_window_size = {rollout.sde_window_size} does not fit into rollout.sde_window = "
+                f"{list(rollout.sde_window)}: make one larger or the other smaller"
+            )
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What can be run, but is probably not meant."""
+        found: list[str] = []
+        if self.train.algorithm == "nft" and self.rollout.guidance > 1:
+            found.append(
+                f"rollout.guidance = {self.rollout.guidance:g} with DiffusionNFT: a guided velocity is fitted to "
+                "samples as if it were the flow's own, and published recipes draw and train without guidance; set "
+                "rollout.guidance = 1"
+            )
+        if self.reward.name == "ocr" and not self.model.embedded:
+            found.append(
+                'reward.name = "ocr" takes the whole image for one line of text, and reads next to nothing in a scene: '
+                'set reward.name = "scene-ocr"'
+            )
+        if self.train.algorithm == "dpo" and self.train.kl:
+            found.append(
+                f"train.kl = {self.train.kl:g} with Diffusion-DPO counts nothing: train.dpo_beta says how near to the "
+                "reference the policy stays"
+            )
+        return tuple(found)
+
+    @property
+    def adds_advantages(self) -> bool:
+        """Whether advantages are made of each of several rewards by itself."""
+        return self.train.combine == "advantages" and bool(self.reward.also)
+
+    @property
+    def scores_apart(self) -> bool:
+        """Whether images are scored by workers of their own."""
+        return self.pools.reward.workers > 0
+
+    @property
+    def emulated_per_real_s(self) -> float:
+        """Emulated seconds in a real one: 1 where nothing is paced."""
+        return self.pace.speedup if self.pace.gpu else 1.0
+
+    @property
+    def validation_policy(self) -> Policy:
+        """Which weights of a version are validated and exported."""
+        if self.run.validate_policy != "auto":
+            return self.run.validate_policy
+        return "average" if self.train.ema_decay else self.train.sampling_policy
+
+    @property
+    def prompts_drawn(self) -> int:
+        """Prompts of the data set that an iteration looks at: those explored, or else those rolled out."""
+        explored = 0 if self.strategy.exploration == "off" else self.exploration.prompts
+        return explored or self.rollout.prompts
+
+    @property
+    def trains_as_scored(self) -> bool:
+        """Whether parts of an update are computed as soon as their samples are scored; the bits are the same.
+
+        A part needs its advantages, and several updates share out all samples in an order that is drawn.
+        """
+        whole = self.train.advantage_std == "global" or self.train.updates > 1 or self.strategy.offload == "none"
+        return self.train.parts > 1 and not whole
+
+    def _check_widths(self) -> None:
+        widths, pools = self.strategy.widths, self.pools
+        if not widths or not 1 <= min(widths) <= max(widths) <= WIDTH_MAX or sorted(set(widths)) != list(widths):
+            raise ValueError(
+                f"strategy.widths = {shown(list(widths))} must be whole numbers from 1 on to {WIDTH_MAX}, ascending, "
+                "such as [1, 2, 4]"
+            )
+        sizes = {"reserved": _largest_node(pools.reserved), "spot": _largest_node(pools.spot)}
+        for work, where in (("rollouts", self.strategy.rollout_pools), ("exploration", ("spot",))):
+            wanted = work == "rollouts" or self.strategy.exploration == "stale"
+            largest = max((sizes[name] for name in where), default=0)
+            narrowest = widths[0] if self.strategy.elastic else widths[-1]
+            if wanted and 0 < largest < narrowest:
+                raise ValueError(
+                    f"strategy.widths = {list(widths)} needs {narrowest} workers on one machine, and {work} have "
+                    f"machines of {largest}: add a narrower width, or workers to pools.{where[0]} (workers_per_node)"
+                )
+        largest = max(sizes[name] for name in self.strategy.train_pools)
+        if largest < self.train.width:
+            raise ValueError(
+                f"train.width = {self.train.width} needs as many workers on one machine, and training has machines of "
+                f"{largest}: make it smaller, or add workers to pools.{self.strategy.train_pools[0]} (workers_per_node)"
+            )
+
+
+def _largest_node(pool: PoolSection) -> int:
+    return min(pool.workers, pool.workers_per_node)
