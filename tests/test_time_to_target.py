@@ -112,7 +112,8 @@ def test_only_runs_that_explore_nothing_and_train_alike_are_shared() -> None:
     assert not ours.learns_as(learnt)
     assert not four.learns_as(row("Spotlight", 0, 1))
     assert not four.learns_as(row("reserved only (4)", 0, 2))
-    assert not Case(**CELL, strategy="all reserved (48)", trial=0, seed=1).learns_as(learnt)  # its work is cut finer
+    assert Case(**CELL, strategy="all reserved (48)", trial=0, seed=1).learns_as(learnt)  # though its work is cut finer
+    assert not replace(twelve, trial=7).learns_as(learnt)
     blocking = Case(**CELL, strategy="reserved only (4), blocking exploration", trial=0, seed=1)
     assert not replace(blocking, size="1280").learns_as(row(blocking.strategy, 0, 1))  # how much it explores differs
     assert not twelve.learns_as({**learnt, "settings": "what four had once"})
