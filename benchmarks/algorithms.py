@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 from spotlight.run import Run
-from spotlight.store.rundir import HISTORY, VALIDATION, RunDir
+from spotlight.store.rows import HISTORY, VALIDATION
+from spotlight.store.rundir import RunDir
 
 SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
 SDE = ["train.algorithm=grpo", "rollout.sampler=sde", "rollout.noise_level=0.7", "rollout.sde_window=[0, 4]"]

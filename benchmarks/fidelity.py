@@ -31,7 +31,8 @@ from spotlight.rl.prompts import read_prompts
 from spotlight.run import Run
 from spotlight.simulation import Simulation
 from spotlight.store.accounts import pool_prices, read_lives
-from spotlight.store.rundir import SIMULATED, RunDir
+from spotlight.store.rows import SIMULATED
+from spotlight.store.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "examples" / "ocr-tiny.toml"

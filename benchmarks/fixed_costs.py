@@ -19,7 +19,8 @@ from spotlight.config import Config
 from spotlight.plan.durations import TaskDurations
 from spotlight.records import Span
 from spotlight.run import Run
-from spotlight.store.rundir import SPANS, RunDir
+from spotlight.store.rows import SPANS
+from spotlight.store.rundir import RunDir
 
 SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
 PROMPTS, SEEDS, STEPS = 8, 4, 10

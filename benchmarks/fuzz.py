@@ -42,7 +42,8 @@ from spotlight.rl.prompts import check_prompts, read_prompts
 from spotlight.simulation import Simulation
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts
-from spotlight.store.rundir import HISTORY, SIMULATED, SUMMARY, VALIDATION, RunDir
+from spotlight.store.rows import HISTORY, SIMULATED, SUMMARY, VALIDATION
+from spotlight.store.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "examples" / "prompts"

@@ -30,7 +30,8 @@ from distributed import Client, Worker
 from benchmarks.recovery import COLD_PATIENCE_S, ROOT, Live, live
 from cluster.workers import warm_parent
 from spotlight.device.process import end_with_parent
-from spotlight.store.rundir import DECISIONS, EVENTS, HISTORY, SPANS, RunDir
+from spotlight.store.rows import DECISIONS, EVENTS, HISTORY, SPANS
+from spotlight.store.rundir import RunDir
 
 sys.path.append(str(ROOT / "tests"))
 

@@ -22,7 +22,8 @@ from spotlight import config
 from spotlight.records import Request
 from spotlight.rl.prompts import read_prompts
 from spotlight.run import Run
-from spotlight.store.rundir import HISTORY, RunDir
+from spotlight.store.rows import HISTORY
+from spotlight.store.rundir import RunDir
 
 SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
 REQUESTS = 12

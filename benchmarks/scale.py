@@ -17,7 +17,7 @@ from spotlight.config import Config, load
 from spotlight.plan.placement import Idle, View, Waiting, plan
 from spotlight.records import Pool
 from spotlight.simulation import Simulation
-from spotlight.store.rundir import SPANS
+from spotlight.store.rows import SPANS
 
 LARGE = Path(__file__).parents[1] / "examples" / "large.toml"
 WORKERS, NODE, REQUESTS = 1_000, 8, 10_000

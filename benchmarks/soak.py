@@ -28,7 +28,7 @@ from cluster.local import Place
 from spotlight import config
 from spotlight.run import Run
 from spotlight.simulation import Simulation
-from spotlight.store.rundir import HISTORY
+from spotlight.store.rows import HISTORY
 
 Memory = Mapping[str, float]
 """MB by who has them; of several alike, their mean."""

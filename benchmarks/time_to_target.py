@@ -41,7 +41,7 @@ from spotlight import config
 from spotlight.report.palette import AXIS, FAINT, LOST, PHASE_COLOURS, POOL_COLOURS
 from spotlight.rl.parts import Cut
 from spotlight.simulation import Learning, Simulation
-from spotlight.store.rundir import ValidationRow
+from spotlight.store.rows import ValidationRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -166,7 +166,7 @@ class Case:
     def learns_as(self, row: Row) -> bool:
         """Whether a run that explores nothing has learnt the same.
 
-        How work is cut into requests and parts changes the order of sums, so bits, and no score so far (docs/results.md).
+        How work is cut changes the order of sums, so bits, and no score so far (docs/results.md).
         """
         if any(row[name] != getattr(self, name) for name in ("job", "regime", "trial", "seed")):
             return False

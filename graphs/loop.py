@@ -44,7 +44,8 @@ from spotlight.rl import rewards
 from spotlight.rl.prompts import choose_prompts, read_prompts
 from spotlight.rl.rewards import normalised
 from spotlight.store import resuming
-from spotlight.store.rundir import HISTORY, VALIDATION, HistoryRow, RunDir, ValidationRow
+from spotlight.store.rows import HISTORY, VALIDATION, HistoryRow, ValidationRow
+from spotlight.store.rundir import RunDir
 from spotlight.store.weights import published, retain
 
 

@@ -45,7 +45,8 @@ from spotlight.rl.advantages import group_advantages, spread, zero_std_ratio
 from spotlight.rl.parts import Cut
 from spotlight.rl.rewards import normalised
 from spotlight.rl.sums import tree_sum
-from spotlight.store.rundir import DECISIONS, RunDir
+from spotlight.store.rows import DECISIONS
+from spotlight.store.rundir import RunDir
 
 if TYPE_CHECKING:
     from spotlight.store.latents import LatentStore

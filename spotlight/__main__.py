@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, get_args
 from spotlight.clock import wall_clock
 from spotlight.files import writing
 from spotlight.records import Policy, SpotlightError, Stopped
-from spotlight.store.rundir import SUMMARY, RunDir
+from spotlight.store.rows import SUMMARY
+from spotlight.store.rundir import RunDir
 
 if TYPE_CHECKING:
     from spotlight.run import Run

@@ -17,7 +17,8 @@ from spotlight.report.tracking import Ended, Tracking
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts
 from spotlight.store.leftovers import remove_half_written
-from spotlight.store.rundir import DECISIONS, HISTORY, SUMMARY, RunDir, Summary
+from spotlight.store.rows import DECISIONS, HISTORY, SUMMARY, Summary
+from spotlight.store.rundir import RunDir
 
 if TYPE_CHECKING:
     from distributed import Client, Future

@@ -27,7 +27,8 @@ from spotlight.report.money import emulated
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts
 from spotlight.store.disks import full_disk
-from spotlight.store.rundir import HISTORY, HistoryRow, RunDir
+from spotlight.store.rows import HISTORY, HistoryRow
+from spotlight.store.rundir import RunDir
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -34,7 +34,8 @@ from spotlight.plan.durations import TaskDurations
 from spotlight.records import GradientPart, Pool, Rollout, SpotlightError, WorkerLife, record
 from spotlight.rl.sums import slices_of
 from spotlight.store.accounts import Accounts, pool_prices, read_lives
-from spotlight.store.rundir import DECISIONS, HISTORY, SIMULATED, RunDir
+from spotlight.store.rows import DECISIONS, HISTORY, SIMULATED
+from spotlight.store.rundir import RunDir
 from spotlight.strategies import strategies
 
 if TYPE_CHECKING:

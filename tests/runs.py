@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from spotlight.store.rundir import HISTORY, VALIDATION, RunDir
+from spotlight.store.rows import HISTORY, VALIDATION
+from spotlight.store.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "examples" / "prompts"

@@ -11,7 +11,8 @@ from typing import Any
 from graphs.loop import Loop, synchronous
 from runs import COLD_S, NoWatch, little_file, outcome
 from spotlight import config
-from spotlight.store.rundir import DECISIONS, RunDir
+from spotlight.store.rows import DECISIONS
+from spotlight.store.rundir import RunDir
 
 EXPLORING = (
     "run.iterations=2",

@@ -14,7 +14,8 @@ from runs import settings_file
 from spotlight import config
 from spotlight.records import Drained, SpotlightError
 from spotlight.store.accounts import Accounts, pool_prices
-from spotlight.store.rundir import HISTORY, SPANS, VALIDATION, WORKERS, RunDir
+from spotlight.store.rows import HISTORY, SPANS, VALIDATION, WORKERS
+from spotlight.store.rundir import RunDir
 
 START_S = 1_700_000_000.0
 H = 3600.0

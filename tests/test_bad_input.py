@@ -18,7 +18,8 @@ import pytest
 from runs import PROMPTS, WAIT_S, outcome, settings_file, spotlight, start, wait_for
 from spotlight import config
 from spotlight.run import Run
-from spotlight.store.rundir import HISTORY, VALIDATION, RunDir
+from spotlight.store.rows import HISTORY, VALIDATION
+from spotlight.store.rundir import RunDir
 
 MARK = "SPOTLIGHT_TEST"
 """A variable that every process of a command inherits: an orphan has lost its parent, but not this."""

@@ -18,7 +18,7 @@ from kills import client_of
 from runs import outcome, settings_file
 from spotlight.records import Stopped
 from spotlight.run import Run
-from spotlight.store.rundir import HISTORY
+from spotlight.store.rows import HISTORY
 
 KILLS = 100
 PAUSE_S = 0.1

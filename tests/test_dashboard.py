@@ -38,7 +38,8 @@ from spotlight.records import Explored, Kept, Prompt, Selection, Stopped, Worker
 from spotlight.report.feed import Feed, variances
 from spotlight.report.palette import ALIVE, PHASE_COLOURS
 from spotlight.run import Run
-from spotlight.store.rundir import HISTORY, HistoryRow, RunDir
+from spotlight.store.rows import HISTORY, HistoryRow
+from spotlight.store.rundir import RunDir
 from spotlight.store.thumbnails import pictures, thumbnail
 
 PRICES = {"reserved": 10.0, "spot": 2.5}

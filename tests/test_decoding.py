@@ -30,7 +30,7 @@ from spotlight.records import (
 )
 from spotlight.store.accounts import read_lives, read_spans
 from spotlight.store.decoding import from_json
-from spotlight.store.rundir import (
+from spotlight.store.rows import (
     DECISIONS,
     EVENTS,
     HISTORY,
@@ -40,11 +40,10 @@ from spotlight.store.rundir import (
     VALIDATION,
     WORKERS,
     HistoryRow,
-    RunDir,
     Summary,
     ValidationRow,
-    indented,
 )
+from spotlight.store.rundir import RunDir, indented
 from spotlight.store.weights import FileEntry, Manifest, published
 
 K = 3

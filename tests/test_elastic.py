@@ -17,7 +17,7 @@ import pytest
 from elastic import STEPS, Live, latents, undisturbed
 from runs import WAIT_S, wait_for
 from spotlight.records import Quarantined, Request
-from spotlight.store.rundir import QUARANTINED
+from spotlight.store.rows import QUARANTINED
 
 LONG = 300
 """Steps of a request that still runs when lost workers have been replaced."""

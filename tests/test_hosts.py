@@ -21,7 +21,8 @@ import pytest
 
 from hosts import Hosts, missing
 from runs import COLD_S, LITTLE, ROOT, little_file, outcome, wait_for
-from spotlight.store.rundir import EVENTS, HISTORY, SPANS, RunDir
+from spotlight.store.rows import EVENTS, HISTORY, SPANS
+from spotlight.store.rundir import RunDir
 from standing import certificates
 from strikes import EXPLORING, SLOWLY, strike, undisturbed
 

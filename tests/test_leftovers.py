@@ -22,7 +22,7 @@ from leftovers import Watched, soon_empty
 from runs import ROOT, WAIT_S, settings_file
 from spotlight.store.leftovers import ENDING_S, Scratch, remove_half_written, sweep_leftovers
 from spotlight.store.node import Node, memory_roots, shared_root
-from spotlight.store.rundir import SPANS
+from spotlight.store.rows import SPANS
 
 DRIVER = """
 import os, signal, sys, threading, time
@@ -32,7 +32,7 @@ from kills import client_of
 from runs import wait_for
 from spotlight.driver import Driver
 from spotlight.run import Run
-from spotlight.store.rundir import SPANS
+from spotlight.store.rows import SPANS
 
 run = Run(sys.argv[1], ["run.iterations=1", "run.validate_every=1"]).start()
 client = client_of(run)

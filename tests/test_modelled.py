@@ -20,7 +20,8 @@ from spotlight.device.modelled import ModelledDevice
 from spotlight.device.signals import Clear, CloseExploration, signals
 from spotlight.records import Dropped, GradientPart, Placement, Sample, Scored, SpotlightError, Surplus, WeightsRef
 from spotlight.store import weights
-from spotlight.store.rundir import HISTORY, SIMULATED, VALIDATION, RunDir
+from spotlight.store.rows import HISTORY, SIMULATED, VALIDATION
+from spotlight.store.rundir import RunDir
 
 
 @pytest.fixture(autouse=True)

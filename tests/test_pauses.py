@@ -22,7 +22,8 @@ from cluster.workers import warm_parent_pid
 from elastic import Live, device_number
 from runs import ROOT, WAIT_S, settings_file, wait_for
 from spotlight.clock import wall_clock
-from spotlight.store.rundir import EVENTS, HISTORY, SPANS, WORKERS, RunDir
+from spotlight.store.rows import EVENTS, HISTORY, SPANS, WORKERS
+from spotlight.store.rundir import RunDir
 
 HANG_AFTER_S = 3.0
 PAUSE_S = 7.0

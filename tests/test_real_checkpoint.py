@@ -34,7 +34,8 @@ from spotlight.rl.models import Model
 from spotlight.rl.prompts import read_prompts
 from spotlight.run import Run
 from spotlight.store import weights
-from spotlight.store.rundir import HISTORY, SPANS, RunDir
+from spotlight.store.rows import HISTORY, SPANS
+from spotlight.store.rundir import RunDir
 
 ITERATIONS, STEPS, GUIDANCE, RANK = 2, 4, 4.0, 4
 HEIGHT_PX, WIDTH_PX = 16, 64

@@ -31,7 +31,8 @@ from spotlight.report.facts import LANES_MAX, read
 from spotlight.report.money import WASTE, bought, rows
 from spotlight.report.page import HIDDEN, METRICS
 from spotlight.simulation import Learning, Simulation
-from spotlight.store.rundir import SIMULATED, RunDir
+from spotlight.store.rows import SIMULATED
+from spotlight.store.rundir import RunDir
 from spotlight.store.thumbnails import validation_images
 
 START_S = 1_700_000_000.0

@@ -26,7 +26,8 @@ from spotlight.rl.prompts import read_prompts
 from spotlight.rl.rewards import Scorer
 from spotlight.run import Run
 from spotlight.store import resuming
-from spotlight.store.rundir import HISTORY, PROMPTS, SPANS, STARTED, VALIDATION, RunDir
+from spotlight.store.rows import HISTORY, PROMPTS, SPANS, STARTED, VALIDATION
+from spotlight.store.rundir import RunDir
 
 LAST = 3
 """Iterations of `runs.SETTINGS`, of which every one is validated here."""

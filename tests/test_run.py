@@ -27,7 +27,8 @@ from spotlight.plan.replay import Allocation, differing
 from spotlight.records import Stopped
 from spotlight.run import Run
 from spotlight.store.accounts import read_lives
-from spotlight.store.rundir import DECISIONS, EVENTS, HISTORY, SPANS, SUMMARY, VALIDATION, RunDir
+from spotlight.store.rows import DECISIONS, EVENTS, HISTORY, SPANS, SUMMARY, VALIDATION
+from spotlight.store.rundir import RunDir
 
 
 @pytest.fixture(scope="module")

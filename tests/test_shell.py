@@ -197,7 +197,7 @@ def test_a_run_where_nothing_can_be_written_is_named(tmp_path: Path, monkeypatch
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("spotlight.store.rundir.open", refuse, raising=False)
+    monkeypatch.setattr("spotlight.store.file_lock.open", refuse, raising=False)
 
     with pytest.raises(SpotlightError, match=r"nothing can be written there \(Read-only file system\)"):
         Run.resume(run.path).start().wait()

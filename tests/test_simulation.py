@@ -20,7 +20,8 @@ from spotlight.display import comparison
 from spotlight.records import SpotlightError
 from spotlight.run import Run
 from spotlight.simulation import Learning, Simulation, simulate
-from spotlight.store.rundir import DECISIONS, EVENTS, SPANS, RunDir
+from spotlight.store.rows import DECISIONS, EVENTS, SPANS
+from spotlight.store.rundir import RunDir
 from spotlight.store.weights import published
 
 

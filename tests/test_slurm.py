@@ -22,7 +22,8 @@ from runs import COLD_S, LITTLE, little_file, outcome, settings_file, start, wai
 from spotlight import config
 from spotlight.records import SpotlightError
 from spotlight.run import Run
-from spotlight.store.rundir import EVENTS, HISTORY, SUMMARY, WORKERS, RunDir
+from spotlight.store.rows import EVENTS, HISTORY, SUMMARY, WORKERS
+from spotlight.store.rundir import RunDir
 from strikes import EXPLORING, SLOWLY, strike
 from strikes import undisturbed as alone
 

@@ -12,7 +12,7 @@ from benchmarks.fuzz import SETTINGS
 from spotlight import config
 from spotlight.records import Span
 from spotlight.simulation import Simulation
-from spotlight.store.rundir import DECISIONS
+from spotlight.store.rows import DECISIONS
 
 FIRST, LAST = 40, 90
 """Iterations between which the objects are counted; the first fills what is bounded."""

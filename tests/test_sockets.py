@@ -25,7 +25,7 @@ from kills import client_of
 from runs import outcome, settings_file, wait_for
 from spotlight.records import Stopped
 from spotlight.run import Run
-from spotlight.store.rundir import SPANS
+from spotlight.store.rows import SPANS
 
 GANGS = ("strategy.widths=[2]",)
 """Every request on a pair of spot workers, so that gloo is there, and samples are the same bit for bit."""

@@ -29,7 +29,8 @@ from spotlight import attach, config
 from spotlight.detached import certificates_of
 from spotlight.records import SpotlightError, Stopped
 from spotlight.run import Run
-from spotlight.store.rundir import EVENTS, HISTORY, SPANS, RunDir
+from spotlight.store.rows import EVENTS, HISTORY, SPANS
+from spotlight.store.rundir import RunDir
 from standing import StandingCluster, certificates, dask_settings
 
 SETTINGS = ("run.iterations=2", "strategy.widths=[1]")

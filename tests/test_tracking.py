@@ -21,7 +21,8 @@ from runs import settings_file
 from spotlight.config import Config, load
 from spotlight.records import SpotlightError
 from spotlight.report.tracking import Tracking, check
-from spotlight.store.rundir import HISTORY, VALIDATION, HistoryRow, RunDir, ValidationRow
+from spotlight.store.rows import HISTORY, VALIDATION, HistoryRow, ValidationRow
+from spotlight.store.rundir import RunDir
 
 Call = tuple[Any, ...]
 

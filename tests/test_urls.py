@@ -30,7 +30,8 @@ from spotlight.store.journals import Journals
 from spotlight.store.lease import LEASE_S, Lease
 from spotlight.store.node import Node
 from spotlight.store.objects import BucketObjects, DirectoryObjects, Objects, StoreError, asked_again, told
-from spotlight.store.rundir import HISTORY, SPANS, RunDir
+from spotlight.store.rows import HISTORY, SPANS
+from spotlight.store.rundir import RunDir
 from spotlight.store.zarr_store import ZarrStore
 
 

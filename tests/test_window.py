@@ -19,7 +19,8 @@ from spotlight import config
 from spotlight.plan.replay import differing
 from spotlight.records import Request
 from spotlight.run import Run
-from spotlight.store.rundir import DECISIONS, HISTORY, SPANS, RunDir
+from spotlight.store.rows import DECISIONS, HISTORY, SPANS
+from spotlight.store.rundir import RunDir
 
 PARTED = ("train.advantage_std=group", "strategy.offload=all", "train.parts=3")
 """Reserved workers train while spot workers still roll out; its three prompts make three parts."""

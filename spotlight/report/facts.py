@@ -23,7 +23,8 @@ from spotlight.market.ledger import Ledger, Price, absolute, busy_intervals, poo
 from spotlight.records import Interval, Pool, Quarantined, Span, WorkerLife, record
 from spotlight.report.palette import PHASE_COLOURS, base_phase
 from spotlight.store.accounts import pool_prices, read_lives, read_spans, run_ledger
-from spotlight.store.rundir import HistoryRow, RunDir, Summary, ValidationRow
+from spotlight.store.rows import HistoryRow, Summary, ValidationRow
+from spotlight.store.rundir import RunDir
 from spotlight.store.thumbnails import validation_images
 
 Lane = tuple[str, str]

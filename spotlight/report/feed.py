@@ -17,7 +17,8 @@ from spotlight.config import Config
 from spotlight.plan.subset import max_variance_subset, most_varied
 from spotlight.records import Selection
 from spotlight.report.money import emulated
-from spotlight.store.rundir import HISTORY, VALIDATION, HistoryRow, RunDir, ValidationRow
+from spotlight.store.rows import HISTORY, VALIDATION, HistoryRow, ValidationRow
+from spotlight.store.rundir import RunDir
 from spotlight.store.thumbnails import Picture, pictures, thumbnail, validation_images
 
 Row = dict[str, Any]

@@ -24,7 +24,8 @@ from urllib.parse import urlsplit
 
 from spotlight.config import Config
 from spotlight.records import SpotlightError, record
-from spotlight.store.rundir import HISTORY, VALIDATION, HistoryRow, RunDir, ValidationRow
+from spotlight.store.rows import HISTORY, VALIDATION, HistoryRow, ValidationRow
+from spotlight.store.rundir import RunDir
 
 HIDDEN = ("started_s", "stopped_s", "busy_s.")
 """What names of measurements begin with that no curve is made of."""

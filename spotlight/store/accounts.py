@@ -33,7 +33,8 @@ from spotlight.market.prices import read_prices
 from spotlight.plan.offload import Balance, balance
 from spotlight.records import Drained, Interval, Span, SpotlightError, WorkerLife, base_phase, row_of
 from spotlight.store.objects import atomic_write
-from spotlight.store.rundir import EVENTS, SPANS, WORKERS, HistoryRow, RunDir, ValidationRow
+from spotlight.store.rows import EVENTS, SPANS, WORKERS, HistoryRow, ValidationRow
+from spotlight.store.rundir import RunDir
 
 LATEST_S = 1e12
 """The year 33658: times are Unix seconds, or a virtual clock's."""

@@ -12,7 +12,8 @@ from pathlib import Path
 from spotlight.config import RESOLVED, Config, not_written
 from spotlight.files import digest, read_files
 from spotlight.records import SpotlightError
-from spotlight.store.rundir import HISTORY, PROMPTS, SUMMARY, VALIDATION, HistoryRow, RunDir, made_again
+from spotlight.store.rows import HISTORY, PROMPTS, SUMMARY, VALIDATION, HistoryRow
+from spotlight.store.rundir import RunDir, made_again
 from spotlight.store.weights import published
 
 NAMED_MAX = 5

@@ -14,24 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shlex
 import shutil
 import tempfile
-import threading
 import time
-import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 from uuid import uuid4
-
-from pydantic_core import PydanticSerializationError, to_json
 
 from spotlight import config
 from spotlight.clock import wall_clock
@@ -39,115 +33,35 @@ from spotlight.files import digest, is_url, read_bytes, read_files
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
-from spotlight.records import Quarantined, Selection, SpotlightError, record
+from spotlight.records import Quarantined, Selection, SpotlightError
 from spotlight.store.decoding import Record, from_json
+from spotlight.store.file_lock import FileLock
 from spotlight.store.journals import Journals
 from spotlight.store.lease import Lease
-from spotlight.store.objects import StoreError, atomic_write, check_address, check_reach, content_of, objects_at
+from spotlight.store.lines import Lines
+from spotlight.store.objects import StoreError, atomic_write, check_address, check_reach, objects_at
+from spotlight.store.rows import (
+    HISTORY,
+    JOURNALS,
+    PROMPTS,
+    QUARANTINED,
+    SIMULATED,
+    STARTED,
+    SUMMARY,
+    VALIDATION,
+    WORKERS,
+    HistoryRow,
+    PromptHashes,
+    Simulated,
+    Started,
+    Summary,
+    ValidationRow,
+)
 
-HISTORY = "history.jsonl"
-VALIDATION = "validation.jsonl"
-SPANS = "spans.jsonl"
-WORKERS = "workers.jsonl"
-EVENTS = "events.jsonl"
-"""What happened to gangs and workers, as it happened."""
-DECISIONS = "decisions.jsonl"
-"""What was decided from what; see `spotlight.plan.replay`."""
-QUARANTINED = "quarantined.jsonl"
-"""Requests that nobody runs any more."""
-PROMPTS = "prompts.json"
-"""The hashes of the prompts that the run began with, which are in ``prompts/``: a `PromptHashes`."""
-SUMMARY = "summary.json"
-SIMULATED = "simulated.json"
-"""Only in the directory of a simulated run: a `Simulated`."""
-
-JOURNALS = (HISTORY, VALIDATION, SPANS, WORKERS, EVENTS, DECISIONS, QUARANTINED)
-STARTED = "started.json"
-"""Tells a run from others of its name. At a URL it is put first, so that there is one run of a name; in a directory it
-is only there where latents are elsewhere: a `Started`."""
 PUSH_S = 5.0
 """Between two copies of what only a report needs: what a lost machine takes with it."""
 TURN_S = 10.0
 """For whoever only looks at the files of a run to let go of them."""
-
-TAIL_BYTES = 2**16
-"""A dozen rows of a history."""
-
-_appending = threading.Lock()
-
-
-@record
-class Simulated:
-    """Says of a run that no machine ran it."""
-
-    learning: Literal["modelled", "real"]
-    """By a model of learning, or of the model itself."""
-
-
-@record
-class Started:
-    """Who a run is."""
-
-    by: str
-    """Digits that no other run has."""
-    latents: str = ""
-    """What its folder below ``latents.url`` is named; empty: as the run, which was before runs had digits."""
-
-
-@record
-class PromptHashes:
-    """Of the run's copies of its prompt files."""
-
-    train_sha256: str
-    validation_sha256: str
-
-
-@record
-class HistoryRow:
-    """A finished iteration: a line of ``history.jsonl``."""
-
-    iteration: int
-    weights_version: int
-    """That it ended with."""
-    weights_sha256: str
-    metrics: Mapping[str, float]
-    """None of them depends on time or place."""
-    measured: Mapping[str, float]
-    """Seconds, dollars and counts, which do."""
-
-
-@record
-class ValidationRow:
-    """How good a weights version was: a line of ``validation.jsonl``."""
-
-    version: int
-    score: float
-    """Mean of the rewards that are known."""
-    rewards: tuple[float | None, ...]
-    images: str
-    """Path of an .npz inside the run directory."""
-    at_s: float
-    """Unix time."""
-
-
-@record
-class Summary:
-    """A run that came to its end, in a few numbers: ``summary.json``."""
-
-    score_before: float
-    score_after: float
-    iterations: int
-    wall_s: float
-    usd: float
-    usd_wasted: float
-    usd_reserved_only: float
-    preemptions: int
-    first_image_s: float | None
-
-
-@record
-class _Decision:
-    decision: str
 
 
 class RunDir:
@@ -167,8 +81,8 @@ class RunDir:
         self.objects = objects_at(self.url)
         self._journals = Journals(self.objects, self.path, (WORKERS,)) if remote else None
         self._pushed_s = 0.0
-        self._lease: Lease | None = None
-        self._counted: dict[str, tuple[int, int]] = {}
+        self._lock = FileLock(self.path)
+        self._lines = Lines(self.path)
 
     @classmethod
     def create(cls, settings: config.Config, now_s: float) -> RunDir:
@@ -326,7 +240,7 @@ class RunDir:
         Args:
             anew: whether what is here already is read again.
         """
-        if self._journals and not self._held_here():
+        if self._journals and not self._lock.is_held():
             with self._held(shared=True) as held:
                 if held:
                     self._pull(anew=anew)
@@ -336,7 +250,7 @@ class RunDir:
         for journal in JOURNALS:
             self._journals.pull(journal, anew=anew)
         if anew:
-            self._counted.clear()
+            self._lines.recount()
             self.fetch("prompts")
             self.fetch("prices")
 
@@ -421,7 +335,7 @@ class RunDir:
         while True:
             with self._held() as held:
                 if held:
-                    lease = self._own_lease()
+                    lease = self._lease()
                     lease.take()
                     try:
                         if self._journals:
@@ -432,114 +346,33 @@ class RunDir:
                     finally:
                         lease.release()
                     return
-            if wall_clock() > give_up_s or self._held_here():  # else somebody looks at it for a moment
+            if wall_clock() > give_up_s or self._lock.is_held():  # else somebody looks at it for a moment
                 raise SpotlightError(f"{self.url}: {self.holder()} is running this run: wait for it, or stop it first")
             time.sleep(TURN_S / 100)
 
     @contextlib.contextmanager
     def _held(self, *, shared: bool = False) -> Iterator[bool]:
-        """Whether the run's files on this machine are held, by this alone or as one of many."""
+        """As `FileLock.held`; of a run at a URL, the directory for its files is made."""
         if self._journals:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self._lock() as file:
-            try:
-                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            yield True
+        with self._lock.held(shared=shared) as held:
+            yield held
 
-    def _lock(self) -> IO[str]:
-        """
-        Raises:
-            SpotlightError: this user may not write there.
-        """
-        try:
-            return open(self.path / "lock", "a+", opener=_without_links)
-        except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
-                raise
-            raise SpotlightError(
-                f"{self.path}: nothing can be written there ({error.strerror}): it is not yours, or mounted "
-                "read-only; a copy of the directory can be gone on with"
-            ) from None
-
-    def _held_here(self) -> bool:
-        """Whether a process of this machine runs the run. It asks as one of many, and lets go at once."""
-        file = self.path / "lock"
-        if not file.exists():
-            return False
-        with file.open() as held:
-            try:
-                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
+    def _lease(self) -> Lease:
+        return Lease(self.objects, self._lock.identity)
 
     def holder(self) -> str:
         """The process that runs the run, on whichever machine; empty where none does."""
-        here, lease = self._held_here(), self._own_lease()
+        here, lease = self._lock.is_held(), self._lease()
         found = lease.holder()
         if here or (found and found.files != lease.files):
             return str(found or "a process of this machine")
         return ""
 
-    def _own_lease(self) -> Lease:
-        file = self.path / "lock"
-        found = file.stat() if file.exists() else None
-        return Lease(self.objects, f"{_boot()}:{found.st_dev}:{found.st_ino}" if found else "")
-
-    def records(self, journal: str, kind: type[Record]) -> list[Record]:
-        """The finished lines of a journal; none if there is no such file yet.
-
-        Raises:
-            SpotlightError: a finished line is damaged.
-        """
-        path = self.path / journal
-        return [_record(path, number, line, kind) for number, line in _numbered(path)]
-
-    def rows(self, journal: str) -> list[dict[str, Any]]:
-        """The same, with whatever fields they have."""
-        return self.records(journal, dict[str, Any])
-
-    def last(self, journal: str, kind: type[Record], rows: int) -> list[Record]:
-        """The last so many finished lines of a journal, whatever stands before them.
-
-        Raises:
-            SpotlightError: one of them is damaged.
-        """
-        path, wanted = self.path / journal, TAIL_BYTES
-        size = path.stat().st_size if path.is_file() else 0
-        while True:
-            content = b""
-            if size:
-                with path.open("rb") as file:
-                    file.seek(max(0, size - wanted))
-                    content = file.read(wanted)
-            lines = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
-            if len(lines) > rows or wanted >= size:
-                first = self.count(journal) - len(lines[-rows:]) + 1
-                return [_record(path, number, line, kind) for number, line in enumerate(lines[-rows:], first)]
-            wanted *= 4
-
     @property
     def resume_command(self) -> str:
         """What goes on with the run, for a shell."""
         return f"spotlight resume {shlex.quote(self.url)}"
-
-    def count(self, journal: str) -> int:
-        """Finished lines of a journal; only those that are new are read."""
-        path = self.path / journal
-        known_bytes, lines = self._counted.get(journal, (0, 0))
-        size = path.stat().st_size if path.is_file() else 0
-        if size < known_bytes:
-            known_bytes, lines = 0, 0
-        if size > known_bytes:
-            with path.open("rb") as file:
-                file.seek(known_bytes)
-                lines += file.read(size - known_bytes).count(b"\n")
-        self._counted[journal] = (size, lines)
-        return lines
 
     def history(self) -> list[HistoryRow]:
         return self.records(HISTORY, HistoryRow)
@@ -548,36 +381,42 @@ class RunDir:
         """In order of versions, whenever they were validated."""
         return sorted(self.records(VALIDATION, ValidationRow), key=lambda row: row.version)
 
+    def records(self, journal: str, kind: type[Record]) -> list[Record]:
+        """The finished lines of a journal; none if there is no such file yet.
+
+        Raises:
+            SpotlightError: a finished line is damaged.
+        """
+        return self._lines.records(journal, kind)
+
+    def rows(self, journal: str) -> list[dict[str, Any]]:
+        """The same, with whatever fields they have."""
+        return self.records(journal, dict[str, Any])
+
+    def last(self, journal: str, kind: type[Record], rows: int) -> list[Record]:
+        """As `records`, the last so many, whatever stands before them."""
+        return self._lines.last(journal, kind, rows)
+
+    def count(self, journal: str) -> int:
+        """Finished lines of a journal; only those that are new are read."""
+        return self._lines.count(journal)
+
     def decisions(self) -> list[Allocation | dict[str, Any]]:
         """Rows for `spotlight.plan.replay`."""
-        path, rows = self.path / DECISIONS, list[Allocation | dict[str, Any]]()
-        for number, line in _numbered(path):
-            if _record(path, number, line, _Decision).decision == "allocate":
-                rows.append(_record(path, number, line, Allocation))
-            else:
-                rows.append(_record(path, number, line, dict[str, Any]))
-        return rows
+        return self._lines.decisions()
 
     def append(self, journal: str, *rows: Mapping[str, Any]) -> None:
-        """Add lines durably, cutting off a torn one first; any thread of the one driver may.
+        """Add lines durably; any thread of the one driver may.
 
         Of a run at a URL, what it goes on from is there when this returns; for the rest see `push`.
         """
-        with _appending, open(self.path / journal, "ab+", opener=_without_links) as file:
-            file.seek(max(0, file.tell() - 1))
-            if file.read(1) not in (b"", b"\n"):
-                file.truncate(sum(len(line) for line in _whole_lines(self.path / journal)))
-            file.write(_lines(rows))
-            file.flush()
-            os.fsync(file.fileno())
+        self._lines.append(journal, *rows)
         if self._journals and journal in (HISTORY, VALIDATION):
             self._journals.push(journal)
 
     def rewrite(self, journal: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Replace a whole journal at once."""
-        self._counted.pop(journal, None)
-        with atomic_write(self.path / journal) as file:
-            file.write(_lines(list(rows)))
+        self._lines.rewrite(journal, rows)
         if self._journals:
             self._journals.replace(journal)
 
@@ -658,13 +497,6 @@ def files_of(place: str | Path) -> Path:
     return Path(state).resolve() / "spotlight" / sha256(url.encode()).hexdigest()[:12] / url.rpartition("/")[2]
 
 
-@cache
-def _boot() -> str:
-    """Names this machine since it was started."""
-    file = Path("/proc/sys/kernel/random/boot_id")
-    return file.read_text().strip() if file.exists() else f"{uuid.getnode():x}"
-
-
 def made_again(iteration: int) -> str:
     """How to have what exploration left for an iteration made again."""
     if iteration == 0:
@@ -718,11 +550,6 @@ def _with_prices(pools: config.PoolsSection, files: Mapping[str, str]) -> config
     )
 
 
-def _without_links(path: str, flags: int) -> int:
-    """Open a file, but not what a link in its place leads to."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
 def indented(value: Any, line: str = "\n") -> str:
     """JSON over several lines, of a record by its fields' names.
 
@@ -744,25 +571,3 @@ def indented(value: Any, line: str = "\n") -> str:
             return "[" + deeper + json.dumps(value)[1:-1].replace(", ", "," + deeper) + line + "]"
         return "[" + deeper + ("," + deeper).join([indented(part, deeper) for part in value]) + line + "]"
     return json.dumps(value)
-
-
-def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """A row a line."""
-    try:
-        return b"".join([to_json(row) + b"\n" for row in rows])
-    except PydanticSerializationError:  # half an emoji, say, which is no text: "?" is
-        texts = (json.dumps(row, ensure_ascii=False) for row in rows)
-        return b"".join([text.encode(errors="replace") + b"\n" for text in texts])
-
-
-def _whole_lines(path: Path) -> list[bytes]:
-    return [line for line in (content_of(path) or b"").splitlines(keepends=True) if line.endswith(b"\n")]
-
-
-def _numbered(path: Path) -> Iterable[tuple[int, bytes]]:
-    return enumerate((line.rstrip(b"\n") for line in _whole_lines(path)), 1)
-
-
-def _record(path: Path, number: int, line: bytes, kind: type[Record]) -> Record:
-    where, way_out = f"{path}:{number}", "restore the file or delete the line"
-    return from_json(kind, line, where, way_out, finite=kind is ValidationRow)

@@ -1,0 +1,139 @@
+"""Journals in a directory: files of JSON lines, appended and synced.
+
+A torn last line was never finished, and is cut off. What is read is checked: a damaged line is an error with its place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticSerializationError, to_json
+
+from spotlight.plan.replay import Allocation
+from spotlight.records import record
+from spotlight.store.decoding import Record, from_json
+from spotlight.store.objects import atomic_write, content_of
+from spotlight.store.rows import DECISIONS, ValidationRow
+
+TAIL_BYTES = 2**16
+"""A dozen rows of a history."""
+
+_appending = threading.Lock()
+
+
+@record
+class _Decision:
+    decision: str
+
+
+class Lines:
+    """The journals of one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._counted: dict[str, tuple[int, int]] = {}
+
+    def records(self, journal: str, kind: type[Record]) -> list[Record]:
+        """The finished lines of a journal; none if there is no such file yet.
+
+        Raises:
+            SpotlightError: a finished line is damaged.
+        """
+        path = self._directory / journal
+        return [_record(path, number, line, kind) for number, line in _numbered(path)]
+
+    def last(self, journal: str, kind: type[Record], rows: int) -> list[Record]:
+        """The last so many finished lines of a journal, whatever stands before them.
+
+        Raises:
+            SpotlightError: one of them is damaged.
+        """
+        path, wanted = self._directory / journal, TAIL_BYTES
+        size = path.stat().st_size if path.is_file() else 0
+        while True:
+            content = b""
+            if size:
+                with path.open("rb") as file:
+                    file.seek(max(0, size - wanted))
+                    content = file.read(wanted)
+            lines = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+            if len(lines) > rows or wanted >= size:
+                first = self.count(journal) - len(lines[-rows:]) + 1
+                return [_record(path, number, line, kind) for number, line in enumerate(lines[-rows:], first)]
+            wanted *= 4
+
+    def count(self, journal: str) -> int:
+        """Finished lines of a journal; only those that are new are read."""
+        path = self._directory / journal
+        known_bytes, lines = self._counted.get(journal, (0, 0))
+        size = path.stat().st_size if path.is_file() else 0
+        if size < known_bytes:
+            known_bytes, lines = 0, 0
+        if size > known_bytes:
+            with path.open("rb") as file:
+                file.seek(known_bytes)
+                lines += file.read(size - known_bytes).count(b"\n")
+        self._counted[journal] = (size, lines)
+        return lines
+
+    def decisions(self) -> list[Allocation | dict[str, Any]]:
+        """Rows for `spotlight.plan.replay`."""
+        path, rows = self._directory / DECISIONS, list[Allocation | dict[str, Any]]()
+        for number, line in _numbered(path):
+            if _record(path, number, line, _Decision).decision == "allocate":
+                rows.append(_record(path, number, line, Allocation))
+            else:
+                rows.append(_record(path, number, line, dict[str, Any]))
+        return rows
+
+    def append(self, journal: str, *rows: Mapping[str, Any]) -> None:
+        """Add lines durably, cutting off a torn one first; any thread of the one driver may."""
+        with _appending, open(self._directory / journal, "ab+", opener=without_links) as file:
+            file.seek(max(0, file.tell() - 1))
+            if file.read(1) not in (b"", b"\n"):
+                file.truncate(sum(len(line) for line in _whole_lines(self._directory / journal)))
+            file.write(_lines(rows))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rewrite(self, journal: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Replace a whole journal at once."""
+        self._counted.pop(journal, None)
+        with atomic_write(self._directory / journal) as file:
+            file.write(_lines(list(rows)))
+
+    def recount(self) -> None:
+        """Journals have been replaced by others: what was counted is of no use."""
+        self._counted.clear()
+
+
+def without_links(path: str, flags: int) -> int:
+    """Open a file, but not what a link in its place leads to."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """A row a line."""
+    try:
+        return b"".join([to_json(row) + b"\n" for row in rows])
+    except PydanticSerializationError:  # half an emoji, say, which is no text: "?" is
+        texts = (json.dumps(row, ensure_ascii=False) for row in rows)
+        return b"".join([text.encode(errors="replace") + b"\n" for text in texts])
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    return [line for line in (content_of(path) or b"").splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _numbered(path: Path) -> Iterable[tuple[int, bytes]]:
+    return enumerate((line.rstrip(b"\n") for line in _whole_lines(path)), 1)
+
+
+def _record(path: Path, number: int, line: bytes, kind: type[Record]) -> Record:
+    where, way_out = f"{path}:{number}", "restore the file or delete the line"
+    return from_json(kind, line, where, way_out, finite=kind is ValidationRow)

@@ -1,0 +1,98 @@
+"""The journals and records of a run directory: their names, and what their lines hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from spotlight.records import record
+
+HISTORY = "history.jsonl"
+VALIDATION = "validation.jsonl"
+SPANS = "spans.jsonl"
+WORKERS = "workers.jsonl"
+EVENTS = "events.jsonl"
+"""What happened to gangs and workers, as it happened."""
+DECISIONS = "decisions.jsonl"
+"""What was decided from what; see `spotlight.plan.replay`."""
+QUARANTINED = "quarantined.jsonl"
+"""Requests that nobody runs any more."""
+PROMPTS = "prompts.json"
+"""The hashes of the prompts that the run began with, which are in ``prompts/``: a `PromptHashes`."""
+SUMMARY = "summary.json"
+SIMULATED = "simulated.json"
+"""Only in the directory of a simulated run: a `Simulated`."""
+
+JOURNALS = (HISTORY, VALIDATION, SPANS, WORKERS, EVENTS, DECISIONS, QUARANTINED)
+STARTED = "started.json"
+"""Tells a run from others of its name. At a URL it is put first, so that there is one run of a name; in a directory it
+is only there where latents are elsewhere: a `Started`."""
+
+
+@record
+class Simulated:
+    """Says of a run that no machine ran it."""
+
+    learning: Literal["modelled", "real"]
+    """By a model of learning, or of the model itself."""
+
+
+@record
+class Started:
+    """Who a run is."""
+
+    by: str
+    """Digits that no other run has."""
+    latents: str = ""
+    """What its folder below ``latents.url`` is named; empty: as the run, which was before runs had digits."""
+
+
+@record
+class PromptHashes:
+    """Of the run's copies of its prompt files."""
+
+    train_sha256: str
+    validation_sha256: str
+
+
+@record
+class HistoryRow:
+    """A finished iteration: a line of ``history.jsonl``."""
+
+    iteration: int
+    weights_version: int
+    """That it ended with."""
+    weights_sha256: str
+    metrics: Mapping[str, float]
+    """None of them depends on time or place."""
+    measured: Mapping[str, float]
+    """Seconds, dollars and counts, which do."""
+
+
+@record
+class ValidationRow:
+    """How good a weights version was: a line of ``validation.jsonl``."""
+
+    version: int
+    score: float
+    """Mean of the rewards that are known."""
+    rewards: tuple[float | None, ...]
+    images: str
+    """Path of an .npz inside the run directory."""
+    at_s: float
+    """Unix time."""
+
+
+@record
+class Summary:
+    """A run that came to its end, in a few numbers: ``summary.json``."""
+
+    score_before: float
+    score_after: float
+    iterations: int
+    wall_s: float
+    usd: float
+    usd_wasted: float
+    usd_reserved_only: float
+    preemptions: int
+    first_image_s: float | None
