@@ -117,6 +117,12 @@ class Model(ABC):
     def token_channels(self) -> int:
         return int(self.transformer.config["in_channels"])
 
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """What the transformer computes in, found once: diffusers looks through its modules each time."""
+        found: torch.dtype = self.transformer.dtype
+        return found
+
     @property
     def embeds_guidance(self) -> bool:
         """Whether guidance is an input of the transformer, so that one pass is enough."""

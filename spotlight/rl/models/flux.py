@@ -51,7 +51,7 @@ class Flux(PipelineModel):
         self, x_BNC: Tensor, sigma_B: Tensor, text: Conditioning, height_px: int, width_px: int, guidance: float
     ) -> Tensor:
         assert text.pooled_BP is not None
-        dtype, device = self.transformer.dtype, x_BNC.device
+        dtype, device = self.dtype, x_BNC.device
         places = self._pipeline._prepare_latent_image_ids(1, *self.grid(height_px, width_px), device, dtype)
         (v_BNC,) = self.transformer(
             hidden_states=x_BNC.to(dtype),

@@ -37,7 +37,7 @@ class QwenTransformer(Model):
     def predict(
         self, x_BNC: Tensor, sigma_B: Tensor, text: Conditioning, height_px: int, width_px: int, guidance: float
     ) -> Tensor:
-        dtype = self.transformer.dtype
+        dtype = self.dtype
         (v_BNC,) = self.transformer(
             hidden_states=x_BNC.to(dtype),
             encoder_hidden_states=text.embeds_BTD.to(dtype),

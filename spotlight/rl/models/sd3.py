@@ -76,7 +76,7 @@ class StableDiffusion3(PipelineModel):
         self, x_BNC: Tensor, sigma_B: Tensor, text: Conditioning, height_px: int, width_px: int, guidance: float
     ) -> Tensor:
         assert text.pooled_BP is not None
-        dtype = self.transformer.dtype
+        dtype = self.dtype
         (v,) = self.transformer(
             hidden_states=self._unpacked(x_BNC.to(dtype), height_px, width_px),
             encoder_hidden_states=text.embeds_BTD.to(dtype),
