@@ -204,7 +204,7 @@ def bare_rollout(model: Model, request: Request) -> Tensor:
 
 
 def _forward(model: Model, x_BNC: Tensor, sigma: float, text: Conditioning, request: Request) -> Tensor:
-    transformer, dtype, batch = model.transformer, model.transformer.dtype, x_BNC.shape[0]
+    transformer, dtype, batch = model.transformer, model.dtype, x_BNC.shape[0]
     (v_BNC,) = transformer(
         hidden_states=x_BNC.to(dtype),
         encoder_hidden_states=text.embeds_BTD.to(dtype),

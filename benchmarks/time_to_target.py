@@ -221,14 +221,15 @@ class _Enough(Exception):
 def measure(
     case: Case, target: float, iterations: int, every: int, rows: Sequence[Row], more: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Run to the target or the last iteration; only time it, if another run has learnt the same."""
+    """Run to the target or the last iteration; only time it, if another run has learnt the same: ``learnt_by``."""
     learnt = next((row for row in rows if case.learns_as(row) and _is_over(row, target, iterations)), None)
     began_s = time.process_time()
     if learnt is None:
         found = _simulate(case, "real", target, iterations, every, more)
     else:
         scores = {int(version): score for version, score in learnt["scores"].items()}
-        found = _simulate(case, "modelled", target, max(scores), every, more) | {"scores": scores}
+        found = _simulate(case, "modelled", target, max(scores), every, more)
+        found |= {"scores": scores, "learnt_by": learnt.get("learnt_by", learnt["strategy"])}
     return {**asdict(case), "settings": case.digest, **found, "cpu_s": round(time.process_time() - began_s, 1)}
 
 

@@ -349,17 +349,22 @@ def test_an_engine_on_another_clock_does_not_wait_though_the_settings_pace_it(tm
 
 
 @pytest.mark.parametrize(
-    ("keep", "sampler", "committed"),
-    [("clean", "ode", {8}), ("clean", "sde", {2, 3, 4, 8}), ("all", "ode", {1, 2, 3, 4, 5, 6, 7, 8})],
+    ("keep", "sampler", "window", "committed"),
+    [
+        ("clean", "ode", (0, 0), {8}),
+        ("clean", "sde", (0, 2), {1, 2, 8}),
+        ("clean", "sde", (2, 4), {2, 3, 4, 8}),
+        ("all", "ode", (0, 0), {1, 2, 3, 4, 5, 6, 7, 8}),
+    ],
 )
 def test_on_the_virtual_clock_only_steps_that_are_read_or_kept_are_committed(
-    tmp_path: Path, keep: str, sampler: Literal["ode", "sde"], committed: set[int]
+    tmp_path: Path, keep: str, sampler: Literal["ode", "sde"], window: tuple[int, int], committed: set[int]
 ) -> None:
     settings = config.load(settings_file(tmp_path), [f"latents.keep={keep}", "rollout.steps=8"])
     run = RunDir.create(settings, time.time())
     context, prompts = tasks.prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:1]
     drawn = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
-    request = replace(drawn, sampler=sampler, sde_window=(2, 4), noise_level=0.7)
+    request = replace(drawn, sampler=sampler, sde_window=window, noise_level=0.7)
     engine, live = Engine(run.path, paced=False), Engine(run.path)
 
     engine.rollout(request)
@@ -367,12 +372,12 @@ def test_on_the_virtual_clock_only_steps_that_are_read_or_kept_are_committed(
     folder = run.path / "latents" / "commits" / f"{request.iteration:05d}" / request.id
     assert {int(path.name.rpartition(".")[2]) for path in folder.glob("commit.*")} == committed
     clean = engine.store.clean(request)
-    window = engine.store.window_latents(request, clean) if sampler == "sde" else None
+    read = engine.store.window_latents(request, clean) if sampler == "sde" else None
     shutil.rmtree(run.path / "latents")
     live.rollout(request)
     np.testing.assert_array_equal(clean, live.store.clean(request))
-    if window:
-        np.testing.assert_equal(window, live.store.window_latents(request, clean))
+    if read:
+        np.testing.assert_equal(read, live.store.window_latents(request, clean))
 
 
 @pytest.mark.parametrize("device", [InProcess(paced=False), ModelledDevice()], ids=["real", "modelled"])

@@ -1,4 +1,4 @@
-"""Denoises one request on this rank, committing each step; it never decides what runs, nor where.
+"""Denoises one request on this rank, committing its steps; it never decides what runs, nor where.
 
 The ranks of a gang hold the same latents: all of them take every step, and the first commits it. Whether they
 go on is agreed before each step, so that all leave at the same one. Signals from outside are looked at
@@ -76,8 +76,7 @@ class Denoiser:
     Args:
         node: where the ranks of a gang meet; None where there are no gangs.
         resumes: whether a request goes on after its last committed step, rather than beginning again.
-        commits_each_step: false where nobody takes over a half-finished request: only steps that training reads are
-            committed.
+        commits_each_step: false where nobody takes over a half-finished request: only what is read is committed.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Denoiser:
         self._node, self._commits_each_step = node, commits_each_step
 
     def rollout(self, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
-        """Denoise a request, committing each step; finished and half-finished work is not done again.
+        """Denoise a request, committing its steps; finished and half-finished work is not done again.
 
         Args:
             place: this process's part in the gang that runs it.
@@ -269,6 +268,6 @@ class Denoiser:
 
 
 def _is_read(request: Request, steps: int) -> bool:
-    """Whether training reads the latents after so many steps: the clean ones, and those of stochastic steps."""
+    """Whether anybody reads the latents after so many steps: the clean ones, and those of stochastic steps."""
     start, end = request.sde_window
     return steps == request.steps or (request.sampler != "ode" and start <= steps <= end)

@@ -57,7 +57,7 @@ class Device(Protocol):
         ...
 
     def rollout(self, run_dir: str, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
-        """Denoise a request, committing each step.
+        """Denoise a request, committing its steps.
 
         Args:
             place: this device's part in the gang that runs it.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from spotlight.records import SpotlightError
-from spotlight.store.lines import without_links
+from spotlight.store.objects import without_links
 
 
 class FileLock:

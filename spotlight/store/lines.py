@@ -17,7 +17,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from spotlight.plan.replay import Allocation
 from spotlight.records import record
 from spotlight.store.decoding import Record, from_json
-from spotlight.store.objects import atomic_write, content_of
+from spotlight.store.objects import atomic_write, content_of, without_links
 from spotlight.store.rows import DECISIONS, ValidationRow
 
 TAIL_BYTES = 2**16
@@ -110,11 +110,6 @@ class Lines:
     def recount(self) -> None:
         """Journals have been replaced by others: what was counted is of no use."""
         self._counted.clear()
-
-
-def without_links(path: str, flags: int) -> int:
-    """Open a file, but not what a link in its place leads to."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:

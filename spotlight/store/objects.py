@@ -358,6 +358,11 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
 
 
+def without_links(path: str, flags: int) -> int:
+    """Open a file, but not what a link in its place leads to."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def content_of(path: Path) -> bytes | None:
     """All of a file; None if it is not there.
 
