@@ -19,6 +19,7 @@ GATED: dict[str, tuple[Pool, ...]] = {"any": ("reserved", "spot"), "spot": ("spo
 TRAINING: dict[str, tuple[Pool, ...]] = {
     "gradient": ("reserved",),
     "gradient-any": ("reserved", "spot"),
+    "gradient-spot": ("spot",),
     "training": ("reserved",),
 }
 """The same of tasks that train: each runs on one worker, by itself."""

@@ -7,9 +7,9 @@ Pools: ``any``, ``spot`` and ``reserved`` tasks are shards of denoising requests
 ranks, parked behind the gate until workers of the pool are free; ``engine`` tasks need a model, and go where their
 input is; ``reward`` tasks score, parked behind the gate until a worker that only scores is free, where there are such;
 ``trainer`` tasks prepare training and publish, on reserved workers; ``gradient`` tasks compute the gradients of an
-update's parts and add them, parked behind the gate until a reserved worker is free that no rollout needs, or
-(``gradient-any``) a spot one; ``training`` tasks take the optimizer's steps, behind the gate too, on the worker that
-took the one before, if it can be had; ``head`` tasks only decide, beside the scheduler.
+update's parts and add them, parked behind the gate until a reserved worker is free that no rollout needs, a spot one
+(``gradient-spot``) or either (``gradient-any``); ``training`` tasks take the optimizer's steps, behind the gate too, on
+the worker that took the one before, if it can be had; ``head`` tasks only decide, beside the scheduler.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ RESOURCES = {
     "trainer": {"reserved": 1, "engine": 1},
     "gradient": {"gate": 1},
     "gradient-any": {"gate": 1},
+    "gradient-spot": {"gate": 1},
     "training": {"gate": 1},
     "head": {"head": 1},
 }
@@ -165,7 +166,7 @@ def iteration_graph(
     layers, k, run_dir = Layers(context.session), selection.iteration, context.run_dir
     requests = rollout_requests(config, context, selection, weights)
     calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
-    pool, widths = _rollout_pool(config), _widths(config)
+    pool, widths = _one_pool(config.strategy.rollout_pools), _widths(config)
     rollouts = layers.add_requests("rollout", k, calls, pool=pool, widths=widths, window_s=window_s)
     scores = _add_scores(layers, config, "{}", k, run_dir, rollouts)
     training, updated = _add_training(layers, config, context, selection, weights, rollouts, scores)
@@ -375,7 +376,9 @@ def _add_training(
 
 
 def _gradient_pool(config: Config) -> str:
-    return "gradient-any" if "spot" in config.strategy.train_pools else "gradient"
+    return {"reserved": "gradient", "spot": "gradient-spot", "any": "gradient-any"}[
+        _one_pool(config.strategy.train_pools)
+    ]
 
 
 def _add_gradients(
@@ -395,7 +398,7 @@ def _add_gradients(
     calls: Calls = [(tasks.gradient, run_dir, *part, before[0] if before else None) for part in wanted]
     if config.train.width == 1:
         return layers.add("train", k, calls, pool=_gradient_pool(config), after=after), []
-    pool = "any" if "spot" in config.strategy.train_pools else "reserved"
+    pool = _one_pool(config.strategy.train_pools)
     gangs = layers.add_requests("train", k, calls, pool=pool, widths=[config.train.width], after=after)
     return _first(gangs), _surplus(gangs)
 
@@ -507,6 +510,6 @@ def _template(config: Config, context: RunContext, purpose: Purpose, iteration: 
     )
 
 
-def _rollout_pool(config: Config) -> str:
-    pools = config.strategy.rollout_pools
+def _one_pool(pools: Sequence[str]) -> str:
+    """The annotation of tasks that may run in these pools."""
     return "any" if len(set(pools)) > 1 else pools[0]

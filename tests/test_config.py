@@ -298,6 +298,16 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
             ],
             ['strategy.rollout_pools = ["spot"]', "pools.spot.workers"],
         ),
+        (["strategy.train_pools=[]"], ["strategy.train_pools is empty"]),
+        (
+            [
+                'strategy.train_pools=["spot"]',
+                "strategy.exploration=off",
+                "pools.spot.workers=0",
+                "pools.spot.usd_per_h=1",
+            ],
+            ['strategy.train_pools = ["spot"]', "nobody would compute gradients"],
+        ),
         (["model.name=qwen-image"], ['model.name = "qwen-image"', "model.path"]),
     ],
 )

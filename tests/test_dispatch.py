@@ -287,6 +287,21 @@ def test_gradients_that_spot_workers_may_compute_come_after_rollouts_and_before_
     assert launched(cluster.decide()) == {"explore-r0/0": ["tcp://v"]}
 
 
+def test_gradients_that_only_spot_workers_may_compute_go_to_no_reserved_one() -> None:
+    cluster = Cluster()
+    cluster.join("a", pool="reserved")
+    cluster.join("s")
+    cluster.submit("train", 2, pool="gradient-spot")
+    cluster.submit("update", 1, pool="training")
+
+    begun = trained(cluster.decide())
+    cluster.lose("s", ("train", 0))
+    cluster.join("t")
+
+    assert begun == {"train/0": "tcp://s", "update/0": "tcp://a"}
+    assert trained(cluster.decide()) == {"train/0": "tcp://t"}
+
+
 def test_updates_stay_with_the_worker_that_has_the_optimizers_state() -> None:
     cluster = Cluster()
     cluster.join("b", pool="reserved")

@@ -173,7 +173,8 @@ def test_a_part_of_training_waits_for_the_scores_of_its_prompts_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pools", "slices", "pool"), [('["reserved"]', 2, "gradient"), ('["reserved","spot"]', 5, "gradient-any")]
+    ("pools", "slices", "pool"),
+    [('["reserved"]', 2, "gradient"), ('["reserved","spot"]', 5, "gradient-any"), ('["spot"]', 3, "gradient-spot")],
 )
 def test_each_worker_that_trains_adds_a_slice_of_all_gradients(pools: str, slices: int, pool: str) -> None:
     workers = ("pools.reserved.workers=2", "pools.spot.workers=3")
@@ -214,7 +215,9 @@ def test_a_second_updates_gradients_wait_for_the_first_update() -> None:
     assert list(keys_in(calls["publish-1", 0])) == [("update-1+", 0)]
 
 
-@pytest.mark.parametrize(("pools", "pool"), [('["reserved"]', "reserved"), ('["reserved","spot"]', "any")])
+@pytest.mark.parametrize(
+    ("pools", "pool"), [('["reserved"]', "reserved"), ('["reserved","spot"]', "any"), ('["spot"]', "spot")]
+)
 def test_the_parts_of_training_that_gangs_share_are_requests_of_one_width(pools: str, pool: str) -> None:
     settings = ("train.width=2", "train.parts=3", "train.updates=2", f"strategy.train_pools={pools}")
     graph = example_graph(load(*settings, "pools.reserved.workers=2"))

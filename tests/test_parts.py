@@ -94,7 +94,10 @@ def test_gradients_on_spot_workers_change_no_bit(tmp_path: Path) -> None:
 
     expected, reserved = went(tmp_path / "reserved", cluster, *settings)
     found, trained = went(tmp_path / "both", cluster, *settings, both, kills=(1, 2, 6, 9))
+    without, apart = went(tmp_path / "spot", cluster, *settings, 'strategy.train_pools=["spot"]', kills=(1, 2))
 
     assert found == expected
+    assert without == expected
+    assert sum("reserved" in address for address in apart) == 2, "the updates, one an iteration"
     assert {address.split("-")[0] for address in reserved} == {"virtual://reserved"}
     assert {address.split("-")[0] for address in trained} == {"virtual://reserved", "virtual://spot"}

@@ -182,6 +182,22 @@ def test_workers_killed_in_the_middle_of_a_task_change_nothing(
     assert outcome(run.directory.path) == outcome(undisturbed)
 
 
+def test_a_reserved_worker_that_only_updates_changes_nothing(undisturbed: Path, tmp_path: Path) -> None:
+    apart = ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]')
+    run = Run(settings_file(tmp_path), apart).start()
+    client_of(run).register_plugin(KillWorkers("train", pool="spot", count=1))
+
+    run.wait()
+
+    spans = run.directory.rows(SPANS)
+    assert [span["phase"] for span in spans if span["outcome"] == "lost"].count("train") == 1
+    pools = {
+        phase: {span["pool"] for span in spans if span["phase"] == phase} for phase in ("rollout", "train", "update")
+    }
+    assert pools == {"rollout": {"spot"}, "train": {"spot"}, "update": {"reserved"}}
+    assert outcome(run.directory.path) == outcome(undisturbed)
+
+
 def test_gangs_that_share_training_and_are_killed_at_it_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
     shared = ("train.width=2", "train.parts=9", 'strategy.train_pools=["reserved","spot"]', "pools.reserved.workers=2")
     quiet, struck = (Run(settings_file(tmp_path / name), shared).start() for name in ("quiet", "struck"))

@@ -55,6 +55,7 @@ def test_a_simulated_run_that_really_learns_is_the_live_run_bit_for_bit(tmp_path
         ("train.advantage_std=group", "strategy.offload=adaptive"),
         ("exploration.budget=time",),
         ("exploration.budget=worth", 'strategy.train_pools=["reserved","spot"]'),
+        ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]'),
     ],
 )
 def test_every_strategy_runs_to_its_end_and_its_dispatching_replays(tmp_path: Path, strategy: Sequence[str]) -> None:

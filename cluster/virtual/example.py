@@ -94,7 +94,7 @@ class Example:
     ) -> tuple[list[Key], list[Key]]:
         if self.train_width == 1:
             return layers.add(name, self.train_pool, [(_gradient, *share) for share in shares], phase="train"), []
-        pool = "any" if self.train_pool == "gradient-any" else "reserved"
+        pool = {"gradient": "reserved", "gradient-any": "any", "gradient-spot": "spot"}[self.train_pool]
         calls = [(_shared, *share) for share in shares]
         gangs = layers.add_requests(name, pool, calls, widths=(self.train_width,), phase="train")
         return [keys[0] for keys in gangs], _others(gangs)

@@ -127,7 +127,11 @@ def draw(seed: int) -> Schedule:
     )
     scorers = Random(f"{seed} scores").choice([0, 0, 1, 2])
     example = replace(example, score_pool="reward" if scorers else "engine")
-    largest = max(reserved, per_node) if example.train_pool == "gradient-any" else reserved
+    if Random(f"{seed} train pool").random() < 0.2:
+        example = replace(example, train_pool="gradient-spot")
+    largest = {"gradient": reserved, "gradient-any": max(reserved, per_node), "gradient-spot": per_node}[
+        example.train_pool
+    ]
     train_width = Random(f"{seed} train width").choice([1, 1, 2, 3])
     example = replace(example, slices=Random(f"{seed} sums").choice([1, 2]))
     cursed = chance.randrange(example.rollouts) if chance.random() < 0.15 else None

@@ -467,7 +467,9 @@ class StrategySection(Section):
     train_pools: tuple[Literal["reserved", "spot"], ...] = ("reserved",)
     """Which workers compute the gradients of an update's parts (``train.parts``), and add them; the update itself is
     taken on a reserved one, which keeps all state. With "spot" too, a spot worker that no rollout needs prefers a part
-    to exploration; no bit changes, and a part whose worker is lost is computed again elsewhere."""
+    to exploration; no bit changes, and a part whose worker is lost is computed again elsewhere. With ["spot"] here and
+    in ``rollout_pools``, the reserved worker takes the updates and helps to validate: a cheaper GPU will do, if it
+    holds the model."""
     on_preemption: Literal["resume", "restart"] = "resume"
     """"resume": a request whose worker is lost goes on after its last committed step. "restart": it begins anew."""
     elastic: bool = True

@@ -73,16 +73,14 @@ class Config(Section):
             raise ValueError("pools.reserved.workers is 0, but training runs only on reserved workers: give it 1")
         if not self.strategy.rollout_pools:
             raise ValueError('strategy.rollout_pools is empty: name "reserved", "spot" or both')
-        if "reserved" not in self.strategy.train_pools:
-            raise ValueError(
-                f"strategy.train_pools = {list(self.strategy.train_pools)}: the update is taken on a reserved worker, "
-                'so give "reserved", or "reserved" and "spot"'
-            )
-        if set(self.strategy.rollout_pools) == {"spot"} and pools.spot.workers == 0:
-            raise ValueError(
-                'strategy.rollout_pools = ["spot"] and pools.spot.workers is 0: nobody would roll out; '
-                'add spot workers, or add "reserved" to rollout_pools'
-            )
+        if not self.strategy.train_pools:
+            raise ValueError('strategy.train_pools is empty: name "reserved", "spot" or both')
+        for setting, does in (("rollout_pools", "roll out"), ("train_pools", "compute gradients")):
+            if set(getattr(self.strategy, setting)) == {"spot"} and pools.spot.workers == 0:
+                raise ValueError(
+                    f'strategy.{setting} = ["spot"] and pools.spot.workers is 0: nobody would {does}; '
+                    f'add spot workers, or add "reserved" to {setting}'
+                )
 
     def _check_exploration(self) -> None:
         rollout, pools = self.rollout, self.pools

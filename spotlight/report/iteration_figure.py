@@ -66,6 +66,7 @@ POOL_LANES = {
     "trainer": {"reserved"},
     "gradient": {"reserved"},
     "gradient-any": {"reserved"},
+    "gradient-spot": {"spot"},
     "training": {"reserved"},
     "spot": {"spot"},
     "reward": {"reward"},

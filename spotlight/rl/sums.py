@@ -28,8 +28,7 @@ def slices_of(config: Config, parts: int) -> int:
     Args:
         parts: of the update.
     """
-    train_pools, pools = config.strategy.train_pools, config.pools
-    return best_slices(parts, pools.reserved.workers + ("spot" in train_pools) * pools.spot.workers)
+    return best_slices(parts, sum(pool.workers for name, pool in config.pools if name in config.strategy.train_pools))
 
 
 def best_slices(parts: int, workers: int) -> int:
