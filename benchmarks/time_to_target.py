@@ -88,6 +88,9 @@ FINER = ["rollout.request_seeds=1", "train.parts=48"]
 parts would end one of 1 + 47 a tenth sooner. For four and twelve GPUs, 24 requests of four samples and as many parts
 are within 5 % of the best of six ways (docs/results.md)."""
 MORE_SPOT = ["pools.reserved.workers=1", "pools.spot.workers=47", *FINER]
+ONLY_UPDATES = ['strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]']
+ONLY_UPDATES += ["pools.reserved.workers=1", "pools.reserved.gpu=a100-80gb"]
+"""The reserved GPU neither rolls out nor computes gradients, so it need not be an H100."""
 OURS = "Spotlight, gradients on spot (1 + 11)"
 """What all are compared with."""
 SOONEST = "Spotlight, gradients on spot (1 + 47)"
@@ -102,14 +105,23 @@ STRATEGIES: dict[str, list[str]] = {
     "no exploration, gradients on spot": ["strategy.exploration=off", *ON_SPOT],
     "no exploration, gradients on spot (1 + 11)": ["strategy.exploration=off", *ON_SPOT, *ONE_RESERVED],
     "no exploration, gradients on spot (1 + 47)": ["strategy.exploration=off", *ON_SPOT, *MORE_SPOT],
+    "no exploration, only updates on reserved (A100 + 12)": [
+        *("strategy.exploration=off", "pools.spot.workers=12"),
+        *ONLY_UPDATES,
+    ],
+    "no exploration, only updates on reserved (A100 + 48)": [
+        *("strategy.exploration=off", "pools.spot.workers=48"),
+        *(*ONLY_UPDATES, *FINER),
+    ],
     "Spotlight, gradients on spot (4 + 8)": [*ON_SPOT, "exploration.budget=worth"],
     OURS: [*ON_SPOT, *ONE_RESERVED, "exploration.budget=worth"],
     SOONEST: [*ON_SPOT, *MORE_SPOT, "exploration.request_seeds=2"],
 }
 """The fifth streams, as RLBoost, unless its recipe divides advantages by the spread of all rewards; the sixth is
 Spotlight but for what it does about a loss. With gradients on spot GPUs too, what is explored is what is worth its
-seconds. All have twelve GPUs, but for those that are reserved only, and for 1 + 47, where what is saved goes into more
-spot GPUs; small requests of exploration fill the gaps between its requests and parts."""
+seconds. All have twelve GPUs, but for those that are reserved only, those that have an A100 for updates beside twelve
+or 48 spot H100s, and 1 + 47, where what is saved goes into more spot GPUs; small requests of exploration fill the gaps
+between its requests and parts."""
 GOALS = {"reserved only (4)": {"seconds": 4.0}, "all reserved (12)": {"usd": 6.4}}
 """How many times as long, and as dear, they should be."""
 UNITS = {"seconds": 60.0, "usd": 1.0}

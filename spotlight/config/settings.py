@@ -70,7 +70,7 @@ class Config(Section):
     def _check_pools(self) -> None:
         pools = self.pools
         if pools.reserved.workers < 1:
-            raise ValueError("pools.reserved.workers is 0, but training runs only on reserved workers: give it 1")
+            raise ValueError("pools.reserved.workers is 0, but updates are taken on reserved workers only: give it 1")
         if not self.strategy.rollout_pools:
             raise ValueError('strategy.rollout_pools is empty: name "reserved", "spot" or both')
         if not self.strategy.train_pools:
