@@ -145,7 +145,7 @@ class State:
 
     def _may_train(self, phase: PhaseDecision) -> set[str]:
         """Pools whose free workers no rollout needs."""
-        waits = self._requests.rollouts_waiting > 0
+        waits = self._requests.rollouts_waiting > 0 and "spot" in phase.pools
         return {pool for pool, may in (("reserved", phase.train), ("spot", not waits)) if may}
 
     def _burden(self, key: Key, address: str) -> None:
@@ -251,12 +251,13 @@ class State:
         )
 
     def missing_pools(self) -> tuple[str, ...]:
-        """Pools that requests wait for, and that have no worker at all now."""
+        """Pools that requests, or tasks that train, wait for, and that have no worker at all now."""
         alive = {worker.pool for worker in self._roster.by_name.values()}
         missing: set[str] = {SCORING} if self._unscored and SCORING not in alive else set()
         if not alive.issuperset(get_args(Pool)):
             waiting = (gang for gang in self._gangs.values() if not gang.members and gang.parked)
-            missing |= {pool for gang in waiting if alive.isdisjoint(gang.pools) for pool in gang.pools}
+            wanted = [*(gang.pools for gang in waiting), *(TRAINING[task.label.pool] for task in self._ready.values())]
+            missing |= {pool for pools in wanted if alive.isdisjoint(pools) for pool in pools}
         return tuple(sorted(missing))
 
     def snapshot(self) -> Snapshot:

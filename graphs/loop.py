@@ -182,21 +182,27 @@ class Loop:
             self._run.record_offload(k + 1, adapt(state, found.measured, floor_s=floor_s) if found else state)
         if found is None:
             return {}
-        pools = self._config.strategy.rollout_pools
-        worth = spot_worth_renting(
-            remote_s=found.measured.rollout_s if "spot" in pools else 0.0,
-            spot=found.measured.spot,
-            reserved_s=min(window_s, found.measured.rollout_s) if "reserved" in pools else 0.0,
-            reserved=found.reserved,
-            train_s=found.train_s,
-        )
         return {
             **({"window_s": window_s} if window_s < inf else {}),
             "spare_s": found.spare_s,
             "train_wait_s": found.measured.train_wait_s,
             "spot_wait_s": found.measured.remote_wait_s,
-            "spot_worth_renting": worth,
+            **self._worth_renting(found, window_s),
         }
+
+    def _worth_renting(self, found: Balance, window_s: float) -> dict[str, float]:
+        """How many spot workers rollouts could have used while reserved ones trained; nothing if those do not."""
+        strategy, measured = self._config.strategy, found.measured
+        if "reserved" not in strategy.train_pools:
+            return {}
+        worth = spot_worth_renting(
+            remote_s=measured.rollout_s if "spot" in strategy.rollout_pools else 0.0,
+            spot=measured.spot,
+            reserved_s=min(window_s, measured.rollout_s) if "reserved" in strategy.rollout_pools else 0.0,
+            reserved=found.reserved,
+            train_s=found.train_s,
+        )
+        return {"spot_worth_renting": worth}
 
     def _first_selection(self, context: RunContext, k: int, weights: WeightsRef) -> Selection:
         """Seeds for an iteration that no iteration before it has explored for."""

@@ -302,6 +302,32 @@ def test_gradients_that_only_spot_workers_may_compute_go_to_no_reserved_one() ->
     assert trained(cluster.decide()) == {"train/0": "tcp://t"}
 
 
+def test_gradients_that_wait_for_spot_workers_while_there_are_none_are_told() -> None:
+    cluster = Cluster()
+    cluster.join("a", pool="reserved")
+    cluster.submit("train", 2, pool="gradient-spot")
+
+    missing = cluster.dispatch.missing_pools()
+    cluster.join("s")
+
+    assert missing == ("spot",)
+    assert cluster.dispatch.missing_pools() == ()
+
+
+def test_where_only_reserved_workers_roll_out_spot_ones_train_meanwhile() -> None:
+    cluster = Cluster()
+    cluster.join("a", pool="reserved")
+    cluster.submit("rollout", 2, pool="reserved")
+    cluster.submit("train", 1, pool="gradient-spot")
+    cluster.submit("explore-r0", 1, iteration=1, phase="explore-r0")
+    cluster.join("s")
+
+    found = cluster.decide()
+
+    assert launched(found) == {"rollout/0": ["tcp://a"]}
+    assert trained(found) == {"train/0": "tcp://s"}
+
+
 def test_updates_stay_with_the_worker_that_has_the_optimizers_state() -> None:
     cluster = Cluster()
     cluster.join("b", pool="reserved")

@@ -143,6 +143,10 @@ def test_a_run_of_its_own_model_takes_the_gpus_of_its_pools() -> None:
     assert durations.step_s(4, 1, "spot") == spot_s > reserved_s
     # Two stochastic steps, of a LoRA, with old log-probabilities; whoever trains does it alone.
     assert durations.train_s(10) == 10 * train_s(*size, gpu="h100", timesteps=2, guidance=4.0)
+    on_spot = TaskDurations(
+        config.load(EXAMPLES / "qwen-image-ocr.toml", [*overrides, 'strategy.train_pools=["spot"]'])
+    )
+    assert on_spot.train_s(10) == 10 * train_s(*size, gpu="a100", timesteps=2, guidance=4.0)
 
 
 def test_a_paced_run_takes_what_its_devices_wait_for() -> None:

@@ -10,9 +10,23 @@ import pytest
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from matplotlib.image import imread
 
+from graphs.iteration import example_graph
+from spotlight import config
 from spotlight.records import SpotlightError
-from spotlight.report.iteration_figure import BOXES_MAX, _ancestors, _columns, _grid, _Layer, _read, draw
+from spotlight.report.iteration_figure import (
+    BOXES_MAX,
+    _ancestors,
+    _columns,
+    _grid,
+    _Layer,
+    _read,
+    _rows,
+    _subtitles,
+    draw,
+)
 from spotlight.report.palette import phase_colour
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def build(*layers: tuple[str, int, str, tuple[str, ...]]) -> HighLevelGraph:
@@ -69,6 +83,18 @@ def test_exploration_stands_beside_training_and_ends_with_it() -> None:
 
     assert all(columns["score-3"].stop <= score.start for score in rounds)
     assert columns["train-3"].stop == rounds[-1].stop == columns["publish-3"].start
+
+
+def test_training_on_spot_workers_alone_covers_no_exploration() -> None:
+    apart = ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]')
+    graph = example_graph(config.load(EXAMPLES / "ocr-tiny.toml", apart)).graph
+    layers, columns = _read(graph), columns_of(graph)
+
+    at = [(row, column) for name in layers for row in _rows(layers[name]) for column in columns[name]]
+
+    assert len(at) == len(set(at))
+    assert _subtitles(list(layers.values()))["reserved"] == "update the weights"
+    assert "train" in _subtitles(list(layers.values()))["spot"]
 
 
 def test_rounds_of_exploration_take_turns_on_the_spot_workers() -> None:

@@ -240,10 +240,11 @@ def test_a_trace_begins_when_its_first_workers_are_there(tmp_path: Path) -> None
     assert lost_s == pytest.approx(there_s + 0.3)
 
 
-def test_spot_workers_that_are_gone_for_good_end_a_run_that_needs_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["strategy.rollout_pools", "strategy.train_pools"])
+def test_spot_workers_that_are_gone_for_good_end_a_run_that_needs_them(tmp_path: Path, setting: str) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("0,add,a\n0,add,b\n5000,remove,a\n5000,remove,b\n")
-    overrides = [f"pools.spot.trace={trace}", 'strategy.rollout_pools=["spot"]', "run.iterations=50"]
+    overrides = [f"pools.spot.trace={trace}", f'{setting}=["spot"]', "run.iterations=50"]
 
     with pytest.raises(SpotlightError, match="nothing happens any more.*spot"):
         simulated(tmp_path / "run", *overrides)

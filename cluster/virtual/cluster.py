@@ -217,10 +217,11 @@ class VirtualCluster:
 
     def _why_nothing_happens(self) -> str:
         now = self._dispatch.snapshot()
+        pools = ", ".join(now.waiting_for) or "that they may use"
         return (
-            f"nothing happens any more after {self._clock.now_s:.0f} s: {now.waiting} requests wait for workers of the "
-            f"pools {', '.join(now.waiting_for) or 'that they may use'}, and none will come; let another pool run them "
-            "(strategy.rollout_pools), or extend the pool's trace"
+            f"nothing happens any more after {self._clock.now_s:.0f} s: {now.waiting} requests, or what trains, wait "
+            f"for workers of the pools {pools}, and none will come; let another pool do it (strategy.rollout_pools, "
+            "strategy.train_pools), or extend the pool's trace"
         )
 
     def _abandon(self, tasks: Iterable[Task]) -> None:

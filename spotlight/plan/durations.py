@@ -196,6 +196,7 @@ class TaskDurations:
             name: pace.gpu or ("cpu" if embedded else pool.gpu.partition("-")[0] or "h100")
             for name, pool in config.pools
         }
+        self._trains_on = self._gpus["reserved" if "reserved" in config.strategy.train_pools else "spot"]
         self._timesteps = config.rollout.stochastic_steps if train.is_stepwise else train.timesteps
         self._looks = _looks(train)
         pairs = min(train.dpo_pairs, config.rollout.seeds_kept // 2)
@@ -225,7 +226,7 @@ class TaskDurations:
         return samples * self._score_s / self._speedup
 
     def train_s(self, samples: float, width: int = 1) -> float:
-        """Seconds that so many workers together take for the gradient of so many samples.
+        """Seconds that so many workers together take for the gradient of so many samples: reserved ones, if they may.
 
         To compare with an older policy takes one more forward pass, and with the reference another. DiffusionNFT does
         without the older one in one update of the very policy that sampled. Diffusion-DPO trains on pairs alone.
@@ -233,14 +234,15 @@ class TaskDurations:
         per_sample_s = train_s(
             self._model,
             *self._size,
-            gpu=self._gpus["reserved"],
+            gpu=self._trains_on,
             timesteps=self._timesteps,
             guidance=self._guidance,
             lora=self._lora,
             looks=self._looks,
         )
-        gpu = self._gpus["reserved"]
-        efficiency = parallel_efficiency(self._model, *self._size, width=width, gpu=gpu) if width > 1 else 1.0
+        efficiency = (
+            parallel_efficiency(self._model, *self._size, width=width, gpu=self._trains_on) if width > 1 else 1.0
+        )
         return samples * self._trained_share * per_sample_s / (width * efficiency * self._speedup)
 
     # What the system itself costs, on top of the work

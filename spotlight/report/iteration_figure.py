@@ -172,7 +172,7 @@ def _columns(layers: Mapping[str, _Layer], dependencies: Mapping[str, set[str]])
     spans = {name: range(column, column + 1) for name, column in first.items()}
     for name, layer in layers.items():
         after = [first[other] for other in layers if name in dependencies[other]]
-        if layer.phase == "train" and after:
+        if layer.phase == "train" and after and layer.lanes != {"spot"}:  # there, exploration is in the same row
             spans[name] = range(first[name], min(after))
     return spans
 
@@ -215,8 +215,7 @@ def _picture(
     ax = picture.add_axes((0, 0, 1, 1))
     ax.set(xlim=(0, width), ylim=(0, height))
     ax.set_axis_off()
-    explores = any(layer.phase == "explore" for layer in layers.values())
-    tops = _lanes(ax, lanes, width, height, explores=explores)
+    tops = _lanes(ax, lanes, width, height, _subtitles(list(layers.values())))
     boxes = {name: _place(layer, columns[name], tops) for name, layer in layers.items()}
     above = _ancestors(dependencies)
     for name, before in dependencies.items():
@@ -239,7 +238,24 @@ def _title(iterations: Mapping[str, str]) -> str:
     return f"Iteration {now or following}" if now or following else "Task graph"
 
 
-def _lanes(ax: Axes, lanes: Iterable[str], width: float, height: float, *, explores: bool) -> dict[str, float]:
+def _subtitles(layers: Sequence[_Layer]) -> dict[str, str]:
+    """What the workers of each lane do."""
+    told = {lane: subtitle for lane, (_, subtitle) in TITLES.items()}
+    does = {lane: {layer.phase for layer in layers if lane in layer.lanes} for lane in ("reserved", "spot")}
+    if "train" in does["spot"]:
+        told["spot"] = "roll out, then train" + (",\nthen explore" if "explore" in does["spot"] else "")
+    elif "explore" not in does["spot"]:
+        told["spot"] = "roll out,\nthen wait"
+    if "train" not in does["reserved"]:
+        told["reserved"] = (
+            "update the weights" if "rollout" not in does["reserved"] else "roll out, then update\nthe weights"
+        )
+    return told
+
+
+def _lanes(
+    ax: Axes, lanes: Iterable[str], width: float, height: float, subtitles: Mapping[str, str]
+) -> dict[str, float]:
     """Draw the lanes; return the top of every row."""
     tops: dict[str, float] = {}
     y = height - TOP
@@ -251,9 +267,7 @@ def _lanes(ax: Axes, lanes: Iterable[str], width: float, height: float, *, explo
         ax.add_patch(
             FancyBboxPatch((0.2, y - lane_height), width - 0.4, lane_height, style, fc=colour, ec="none", alpha=0.08)
         )
-        title, subtitle = TITLES[lane]
-        if lane == "spot" and not explores:
-            subtitle = "roll out,\nthen wait"
+        title, subtitle = TITLES[lane][0], subtitles[lane]
         ax.text(0.4, y - lane_height / 2 + 0.1, title, color=colour, weight="bold", fontsize=12, va="center")
         ax.text(0.4, y - lane_height / 2 - 0.16, subtitle, color=FAINT, fontsize=9, va="top")
         for index, row in enumerate(rows):

@@ -335,7 +335,7 @@ REWARD_NOTE = (
     "Explored seeds were drawn one version earlier than the samples chosen from them. Click a name to hide its line."
 )
 LANES_NOTE = (
-    "In the violet bands a reserved worker trains: amber below it is exploration for the next "
+    "In the violet bands a worker trains: amber below it is exploration for the next "
     "iteration, in time that spot workers would have idled away. Pale amber was called off when training ended. "
 )
 TIMELINE_NOTE = (
