@@ -372,7 +372,7 @@ def told(trial: int | None) -> str:
 
 
 def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
-    """The rows of the README's table: a cell's each, to its last target, where all that has a goal, 1 + 11 and 1 + 47 were run.
+    """The rows of the README's table, to the last target: a cell's, if 1 + 11, 1 + 47 and all that has a goal were run.
 
     Of the first size; the tables have the others.
     """
