@@ -17,9 +17,7 @@ from spotlight.records import Pool
 GATED: dict[str, tuple[Pool, ...]] = {"any": ("reserved", "spot"), "spot": ("spot",), "reserved": ("reserved",)}
 """Pool annotation of a gated task to the pools it may run in, the preferred one first."""
 TRAINING: dict[str, tuple[Pool, ...]] = {
-    "gradient": ("reserved",),
-    "gradient-any": ("reserved", "spot"),
-    "gradient-spot": ("spot",),
+    **{f"gradient-{pool}": pools for pool, pools in GATED.items()},
     "training": ("reserved",),
 }
 """The same of tasks that train: each runs on one worker, by itself."""

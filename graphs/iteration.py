@@ -6,10 +6,10 @@ turns that into places. Dask's synchronous scheduler ignores them and gets the s
 Pools: ``any``, ``spot`` and ``reserved`` tasks are shards of denoising requests, as many each as the widest gang has
 ranks, parked behind the gate until workers of the pool are free; ``engine`` tasks need a model, and go where their
 input is; ``reward`` tasks score, parked behind the gate until a worker that only scores is free, where there are such;
-``trainer`` tasks prepare training and publish, on reserved workers; ``gradient`` tasks compute the gradients of an
-update's parts and add them, parked behind the gate until a reserved worker is free that no rollout needs, a spot one
-(``gradient-spot``) or either (``gradient-any``); ``training`` tasks take the optimizer's steps, behind the gate too, on
-the worker that took the one before, if it can be had; ``head`` tasks only decide, beside the scheduler.
+``trainer`` tasks prepare training and publish, on reserved workers; ``gradient-any``, ``-spot`` and ``-reserved`` tasks
+compute the gradients of an update's parts and add them, each on one worker, parked behind the gate until one of the
+pool is free that no rollout needs; ``training`` tasks take the optimizer's steps, behind the gate too, on the worker
+that took the one before, if it can be had; ``head`` tasks only decide, beside the scheduler.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ RESOURCES = {
     "engine": {"engine": 1},
     "reward": {"gate": 1},
     "trainer": {"reserved": 1, "engine": 1},
-    "gradient": {"gate": 1},
     "gradient-any": {"gate": 1},
+    "gradient-reserved": {"gate": 1},
     "gradient-spot": {"gate": 1},
     "training": {"gate": 1},
     "head": {"head": 1},
@@ -376,9 +376,7 @@ def _add_training(
 
 
 def _gradient_pool(config: Config) -> str:
-    return {"reserved": "gradient", "spot": "gradient-spot", "any": "gradient-any"}[
-        _one_pool(config.strategy.train_pools)
-    ]
+    return f"gradient-{_one_pool(config.strategy.train_pools)}"
 
 
 def _add_gradients(

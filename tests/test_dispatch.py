@@ -261,7 +261,7 @@ def test_gradients_go_to_every_free_reserved_worker_and_to_no_spot_one() -> None
     cluster = Cluster()
     cluster.join("a", "b", pool="reserved")
     cluster.join("s")
-    cluster.submit("train", 3, pool="gradient")
+    cluster.submit("train", 3, pool="gradient-reserved")
 
     begun = trained(cluster.decide())
     cluster.lose("a", ("train", 0))
@@ -336,7 +336,7 @@ def test_updates_stay_with_the_worker_that_has_the_optimizers_state() -> None:
     cluster.change(("update", 0), "memory")
     cluster.join("a", pool="reserved")
 
-    cluster.submit("train", 1, pool="gradient")
+    cluster.submit("train", 1, pool="gradient-reserved")
     gradient = trained(cluster.decide())
     cluster.submit("update+", 1, pool="training", phase="update")
     second = trained(cluster.decide())
@@ -351,7 +351,7 @@ def test_a_reserved_worker_that_no_rollout_needs_trains_beside_one_that_rolls_ou
     cluster.join("a", pool="reserved")
     cluster.submit("rollout", 2, pool="reserved")
     cluster.decide()
-    cluster.submit("train", 1, pool="gradient")
+    cluster.submit("train", 1, pool="gradient-reserved")
     waiting = cluster.decide()
     cluster.join("b", "c", pool="reserved")
 

@@ -174,7 +174,11 @@ def test_a_part_of_training_waits_for_the_scores_of_its_prompts_only() -> None:
 
 @pytest.mark.parametrize(
     ("pools", "slices", "pool"),
-    [('["reserved"]', 2, "gradient"), ('["reserved","spot"]', 5, "gradient-any"), ('["spot"]', 3, "gradient-spot")],
+    [
+        ('["reserved"]', 2, "gradient-reserved"),
+        ('["reserved","spot"]', 5, "gradient-any"),
+        ('["spot"]', 3, "gradient-spot"),
+    ],
 )
 def test_each_worker_that_trains_adds_a_slice_of_all_gradients(pools: str, slices: int, pool: str) -> None:
     workers = ("pools.reserved.workers=2", "pools.spot.workers=3")
@@ -256,7 +260,7 @@ def test_each_task_runs_in_the_pool_of_its_phase() -> None:
         "rollout": "any",
         "score": "engine",
         **dict.fromkeys(("refill", "advantage", "publish"), "trainer"),
-        "train": "gradient",
+        "train": "gradient-reserved",
         "update": "training",
         **dict.fromkeys(("compact", "select", *(f"allocate-r{r}" for r in rounds)), "head"),
         **{f"explore-r{r}": "spot" for r in rounds},

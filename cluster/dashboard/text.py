@@ -71,9 +71,7 @@ def cards(facts: Facts) -> str:
         _card(_score(facts), "validation"),
     ]
     if counts.waiting_for:
-        shown.append(
-            _card(escape(" or ".join(counts.waiting_for)), "requests wait, and no worker is there", kind="waits")
-        )
+        shown.append(_card(escape(" or ".join(counts.waiting_for)), "work waits, and no worker is there", kind="waits"))
     return f'<div class="cards">{"".join(shown)}</div>'
 
 

@@ -219,8 +219,8 @@ class VirtualCluster:
         now = self._dispatch.snapshot()
         pools = ", ".join(now.waiting_for) or "that they may use"
         return (
-            f"nothing happens any more after {self._clock.now_s:.0f} s: {now.waiting} requests, or what trains, wait "
-            f"for workers of the pools {pools}, and none will come; let another pool do it (strategy.rollout_pools, "
+            f"nothing happens any more after {self._clock.now_s:.0f} s: what is left waits for "
+            f"workers of the pools {pools}, and none will come; let another pool do it (strategy.rollout_pools, "
             "strategy.train_pools), or extend the pool's trace"
         )
 

@@ -36,7 +36,7 @@ class Example:
     parts: int
     """Of each update, no more than rollouts."""
     updates: int = 1
-    train_pool: str = "gradient"
+    train_pool: str = "reserved"
     """Of gradients, as a task's annotation has it."""
     window_s: float = inf
     train_width: int = 1
@@ -93,15 +93,16 @@ class Example:
         self, layers: _Layers, name: str, shares: Sequence[tuple[Any, ...]]
     ) -> tuple[list[Key], list[Key]]:
         if self.train_width == 1:
-            return layers.add(name, self.train_pool, [(_gradient, *share) for share in shares], phase="train"), []
-        pool = {"gradient": "reserved", "gradient-any": "any", "gradient-spot": "spot"}[self.train_pool]
+            return layers.add(
+                name, f"gradient-{self.train_pool}", [(_gradient, *share) for share in shares], phase="train"
+            ), []
         calls = [(_shared, *share) for share in shares]
-        gangs = layers.add_requests(name, pool, calls, widths=(self.train_width,), phase="train")
+        gangs = layers.add_requests(name, self.train_pool, calls, widths=(self.train_width,), phase="train")
         return [keys[0] for keys in gangs], _others(gangs)
 
     def _add_sums(self, layers: _Layers, name: str, gradients: list[Key]) -> list[Key]:
         calls = [(_add, at, gradients) for at in range(self.slices)]
-        return layers.add(name, self.train_pool, calls, phase="add") if self.slices > 1 else gradients
+        return layers.add(name, f"gradient-{self.train_pool}", calls, phase="add") if self.slices > 1 else gradients
 
     def _add_scores(self, layers: _Layers, phase: str, results: list[Key], iteration: int = 0) -> list[Key]:
         if self.score_pool != "engine":

@@ -122,16 +122,14 @@ def draw(seed: int) -> Schedule:
         slots=chance.randint(1, 4 if large else 2),
         parts=min(rollouts, chance.randint(1, 3)),
         updates=chance.choice([1, 1, 2]),
-        train_pool=chance.choice(["gradient", "gradient-any"]),
+        train_pool=chance.choice(["reserved", "any"]),
         window_s=chance.choice([inf, inf, 0.0, 1.0, 3.0]),
     )
     scorers = Random(f"{seed} scores").choice([0, 0, 1, 2])
     example = replace(example, score_pool="reward" if scorers else "engine")
     if Random(f"{seed} train pool").random() < 0.2:
-        example = replace(example, train_pool="gradient-spot")
-    largest = {"gradient": reserved, "gradient-any": max(reserved, per_node), "gradient-spot": per_node}[
-        example.train_pool
-    ]
+        example = replace(example, train_pool="spot")
+    largest = {"reserved": reserved, "any": max(reserved, per_node), "spot": per_node}[example.train_pool]
     train_width = Random(f"{seed} train width").choice([1, 1, 2, 3])
     example = replace(example, slices=Random(f"{seed} sums").choice([1, 2]))
     cursed = chance.randrange(example.rollouts) if chance.random() < 0.15 else None

@@ -64,7 +64,7 @@ TITLES = {
 POOL_LANES = {
     "reserved": {"reserved"},
     "trainer": {"reserved"},
-    "gradient": {"reserved"},
+    "gradient-reserved": {"reserved"},
     "gradient-any": {"reserved"},
     "gradient-spot": {"spot"},
     "training": {"reserved"},

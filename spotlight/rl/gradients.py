@@ -68,7 +68,7 @@ def part_gradient(
     if current is not None:
         model.load_trainable(current)
     total, loss_sum = goal.units * goal.slots, 0.0
-    shrunk = 1 / FLOAT16_SCALE if model.transformer.dtype == torch.float16 else total
+    shrunk = 1 / FLOAT16_SCALE if model.dtype == torch.float16 else total
     _forget(model)
     for each in rows:
         loss = goal.loss(each) * (len(each.samples) / shrunk)

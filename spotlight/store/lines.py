@@ -8,27 +8,20 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import PydanticSerializationError, to_json
 
-from spotlight.plan.replay import Allocation
-from spotlight.records import record
 from spotlight.store.decoding import Record, from_json
 from spotlight.store.objects import atomic_write, content_of, without_links
-from spotlight.store.rows import DECISIONS, ValidationRow
+from spotlight.store.rows import ValidationRow
 
 TAIL_BYTES = 2**16
 """A dozen rows of a history."""
 
 _appending = threading.Lock()
-
-
-@record
-class _Decision:
-    decision: str
 
 
 class Lines:
@@ -67,6 +60,12 @@ class Lines:
                 return [_record(path, number, line, kind) for number, line in enumerate(lines[-rows:], first)]
             wanted *= 4
 
+    def records_by(self, journal: str, common: type[Record], kind_of: Callable[[Record], Any]) -> list[Any]:
+        """As `records`, of a journal of several kinds: which one a line is, is found by what all have in common."""
+        path = self._directory / journal
+        found = ((number, line, _record(path, number, line, common)) for number, line in _numbered(path))
+        return [_record(path, number, line, kind_of(row)) for number, line, row in found]
+
     def count(self, journal: str) -> int:
         """Finished lines of a journal; only those that are new are read."""
         path = self._directory / journal
@@ -80,16 +79,6 @@ class Lines:
                 lines += file.read(size - known_bytes).count(b"\n")
         self._counted[journal] = (size, lines)
         return lines
-
-    def decisions(self) -> list[Allocation | dict[str, Any]]:
-        """Rows for `spotlight.plan.replay`."""
-        path, rows = self._directory / DECISIONS, list[Allocation | dict[str, Any]]()
-        for number, line in _numbered(path):
-            if _record(path, number, line, _Decision).decision == "allocate":
-                rows.append(_record(path, number, line, Allocation))
-            else:
-                rows.append(_record(path, number, line, dict[str, Any]))
-        return rows
 
     def append(self, journal: str, *rows: Mapping[str, Any]) -> None:
         """Add lines durably, cutting off a torn one first; any thread of the one driver may."""

@@ -33,7 +33,7 @@ from spotlight.files import digest, is_url, read_bytes, read_files
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
-from spotlight.records import Quarantined, Selection, SpotlightError
+from spotlight.records import Quarantined, Selection, SpotlightError, record
 from spotlight.store.decoding import Record, from_json
 from spotlight.store.file_lock import FileLock
 from spotlight.store.journals import Journals
@@ -41,6 +41,7 @@ from spotlight.store.lease import Lease
 from spotlight.store.lines import Lines
 from spotlight.store.objects import StoreError, atomic_write, check_address, check_reach, objects_at
 from spotlight.store.rows import (
+    DECISIONS,
     HISTORY,
     JOURNALS,
     PROMPTS,
@@ -62,6 +63,13 @@ PUSH_S = 5.0
 """Between two copies of what only a report needs: what a lost machine takes with it."""
 TURN_S = 10.0
 """For whoever only looks at the files of a run to let go of them."""
+
+
+@record
+class _Decision:
+    """What the lines of ``decisions.jsonl`` have in common."""
+
+    decision: str
 
 
 class RunDir:
@@ -403,7 +411,9 @@ class RunDir:
 
     def decisions(self) -> list[Allocation | dict[str, Any]]:
         """Rows for `spotlight.plan.replay`."""
-        return self._lines.decisions()
+        return self._lines.records_by(
+            DECISIONS, _Decision, lambda row: Allocation if row.decision == "allocate" else dict[str, Any]
+        )
 
     def append(self, journal: str, *rows: Mapping[str, Any]) -> None:
         """Add lines durably; any thread of the one driver may.
