@@ -101,12 +101,11 @@ class Decisions(State):
         """
         if not (self._ready and self._roster.idle):
             return
-        may = self._may_train(phase)
         free = sorted(
             self._roster.idle.values(), key=lambda idle: (idle.pool, idle.worker == self._trainer, idle.worker)
         )
         for task in sorted(self._unbegun(self._ready), key=_training_order):
-            pools, is_update = may.intersection(TRAINING[task.label.pool]), task.label.pool == "training"
+            pools, is_update = set(phase.trainers).intersection(self._trainers(task)), task.label.pool == "training"
             able = (each for each in free if each.pool in pools and (not is_update or each.worker == self._trainer))
             found, cause = next(able, None), "it has the optimizer's state" if is_update else "it is free"
             if found is None and is_update:
@@ -115,6 +114,8 @@ class Decisions(State):
                 continue
             free.remove(found)
             self._trainer = found.worker if is_update else self._trainer
+            if found.pool not in TRAINING[task.label.pool]:
+                cause = f"{task.losses} workers left before it was done"
             address = self._roster.by_name[found.worker].address
             self._burden(task.key, address)
             yield Train(key=task.key, address=address, cause=cause)

@@ -18,7 +18,7 @@ from cluster.requests import Requests
 from cluster.roster import Roster, WorkerState
 from cluster.rules import Rules
 from cluster.snapshot import Doing, Snapshot, view_of
-from spotlight.plan.offload import PhaseDecision, PhaseView, decide_phase
+from spotlight.plan.offload import ANYONE, PhaseDecision, PhaseView, decide_phase
 from spotlight.records import Pool, record
 
 
@@ -40,6 +40,8 @@ class Task:
     gang: GangState | None
     state: TaskState = "released"
     worker: str = ""
+    losses: int = 0
+    """How many workers left before it was done; of what trains."""
     alike: tuple[Key, ...] = ()
     """Of a `Task` that stands for the last shards of a request, all of these: what has happened to one of them so far
     has happened to all. Its key is the first of them."""
@@ -119,9 +121,9 @@ class State:
     # Of phases
 
     def _phase(self, at_s: float) -> PhaseDecision:
-        """Who may roll out and whether training may begin; everybody, where no rollout needs a reserved worker."""
+        """Who may roll out and who may train: everybody, where no rollout is left."""
         if not self._requests.rollouts:
-            return PhaseDecision(pools=self._window.pools, train=True)
+            return PhaseDecision(pools=self._window.pools, trainers=ANYONE)
         elapsed_s, window_s = at_s - self._window.began_s, self._window.window_s
         view = PhaseView(
             pools=self._window.pools,
@@ -143,10 +145,9 @@ class State:
         """Of what waits behind the gate, that for which no worker was named just now."""
         return [task for task in tasks.values() if not self._roster.has(task.key, task.worker)]
 
-    def _may_train(self, phase: PhaseDecision) -> set[str]:
-        """Pools whose free workers no rollout needs."""
-        waits = self._requests.rollouts_waiting > 0 and "spot" in phase.pools
-        return {pool for pool, may in (("reserved", phase.train), ("spot", not waits)) if may}
+    def _trainers(self, task: Task) -> tuple[Pool, ...]:
+        """Pools that may do a task of training: reserved workers only, once it outlasted so many that left."""
+        return ("reserved",) if task.losses >= self.rules.quarantine_after else TRAINING[task.label.pool]
 
     def _burden(self, key: Key, address: str) -> None:
         """Count on the worker for a task before it begins, so that it gets no other."""
@@ -208,9 +209,9 @@ class State:
                 free = set(pools) - kept
                 if idle := sorted(worker.worker for worker in self._roster.idle.values() if worker.pool in free):
                     yield f"request {gang.name} waits for a worker of {pools} and {', '.join(idle)} are idle"
-        may = self._may_train(phase) if self._ready and not self._stopping else set()
+        may = phase.trainers if self._ready and not self._stopping else ()
         for task in self._unbegun(self._ready):
-            admitted = sorted(may.intersection(TRAINING[task.label.pool]))
+            admitted = sorted(set(may).intersection(self._trainers(task)))
             if idle := sorted(worker.worker for worker in self._roster.idle.values() if worker.pool in admitted):
                 yield f"{task.key} waits for a worker of {admitted} and {', '.join(idle)} are idle"
         if self._roster.idle_scorers and not self._stopping:
@@ -256,7 +257,7 @@ class State:
         missing: set[str] = {SCORING} if self._unscored and SCORING not in alive else set()
         if not alive.issuperset(get_args(Pool)):
             waiting = (gang for gang in self._gangs.values() if not gang.members and gang.parked)
-            wanted = [*(gang.pools for gang in waiting), *(TRAINING[task.label.pool] for task in self._ready.values())]
+            wanted = [*(gang.pools for gang in waiting), *(self._trainers(task) for task in self._ready.values())]
             missing |= {pool for pools in wanted if alive.isdisjoint(pools) for pool in pools}
         return tuple(sorted(missing))
 

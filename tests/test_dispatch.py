@@ -302,6 +302,23 @@ def test_gradients_that_only_spot_workers_may_compute_go_to_no_reserved_one() ->
     assert trained(cluster.decide()) == {"train/0": "tcp://t"}
 
 
+def test_a_gradient_that_outlasts_its_spot_workers_goes_to_a_reserved_one() -> None:
+    cluster = Cluster(quarantine_after=2)
+    cluster.join("a", pool="reserved")
+    cluster.submit("train", 1, pool="gradient-spot")
+    for name in ("s", "t"):
+        cluster.join(name)
+        assert trained(cluster.decide()) == {"train/0": f"tcp://{name}"}
+        cluster.lose(name, ("train", 0))
+
+    missing = cluster.dispatch.missing_pools()
+    (begun,) = cluster.decide()
+
+    assert missing == ()
+    assert isinstance(begun, Train)
+    assert (begun.address, begun.cause) == ("tcp://a", "2 workers left before it was done")
+
+
 def test_gradients_that_wait_for_spot_workers_while_there_are_none_are_told() -> None:
     cluster = Cluster()
     cluster.join("a", pool="reserved")

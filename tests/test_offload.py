@@ -41,18 +41,19 @@ def make_sides(**settings: Any) -> PhaseView:
 
 
 @pytest.mark.parametrize(
-    ("change", "pools", "train"),
+    ("change", "pools", "trainers"),
     [
-        ({}, BOTH, False),  # the window is open, and reserved GPUs have rollouts to take
-        ({"waiting": 0}, BOTH, True),  # nothing is left to take
-        ({"elapsed_s": 60.0}, ("spot",), True),  # the window is over
-        ({"elapsed_s": 60.0, "spot": 0}, BOTH, False),  # nobody else rolls out
-        ({"elapsed_s": 60.0, "pools": ("reserved",)}, ("reserved",), False),
-        ({"elapsed_s": 0.0, "pools": ("spot",)}, ("spot",), True),
+        ({}, BOTH, ()),  # the window is open, and all GPUs have rollouts to take
+        ({"waiting": 0}, BOTH, BOTH),  # nothing is left to take
+        ({"elapsed_s": 60.0}, ("spot",), ("reserved",)),  # the window is over
+        ({"elapsed_s": 60.0, "waiting": 0}, ("spot",), BOTH),
+        ({"elapsed_s": 60.0, "spot": 0}, BOTH, ()),  # nobody else rolls out
+        ({"elapsed_s": 60.0, "pools": ("reserved",)}, ("reserved",), ("spot",)),
+        ({"elapsed_s": 0.0, "pools": ("spot",)}, ("spot",), ("reserved",)),
     ],
 )
-def test_whose_turn_it_is(change: dict[str, Any], pools: tuple[Pool, ...], train: bool) -> None:
-    assert decide_phase(make_sides(**change)) == PhaseDecision(pools=pools, train=train)
+def test_whose_turn_it_is(change: dict[str, Any], pools: tuple[Pool, ...], trainers: tuple[Pool, ...]) -> None:
+    assert decide_phase(make_sides(**change)) == PhaseDecision(pools=pools, trainers=trainers)
 
 
 def test_the_window_is_as_the_strategy_says() -> None:

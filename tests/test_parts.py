@@ -89,15 +89,18 @@ def test_any_number_of_reserved_workers_trains_the_same_bits_whoever_is_killed(
 
 def test_gradients_on_spot_workers_change_no_bit(tmp_path: Path) -> None:
     settings = ("pools.spot.workers=3", "train.algorithm=grpo", "rollout.sampler=sde", "rollout.sde_window=[0, 1]")
-    both = 'strategy.train_pools=["reserved", "spot"]'
+    both, on_spot = 'strategy.train_pools=["reserved", "spot"]', 'strategy.train_pools=["spot"]'
     cluster = schedule(reserved=1, spot=3)
 
     expected, reserved = went(tmp_path / "reserved", cluster, *settings)
     found, trained = went(tmp_path / "both", cluster, *settings, both, kills=(1, 2, 6, 9))
-    without, apart = went(tmp_path / "spot", cluster, *settings, 'strategy.train_pools=["spot"]', kills=(1, 2))
+    without, apart = went(tmp_path / "spot", cluster, *settings, on_spot, kills=(1, 2))
+    once = replace(cluster, rules=replace(cluster.rules, quarantine_after=1))
+    outlasting, given_up = went(tmp_path / "given up", once, *settings, on_spot, kills=(1, 2))
 
     assert found == expected
-    assert without == expected
+    assert without == outlasting == expected
     assert sum("reserved" in address for address in apart) == 2, "the updates, one an iteration"
+    assert sum("reserved" in address for address in given_up) == 4, "and two parts, whose spot workers left"
     assert {address.split("-")[0] for address in reserved} == {"virtual://reserved"}
     assert {address.split("-")[0] for address in trained} == {"virtual://reserved", "virtual://spot"}

@@ -270,7 +270,7 @@ class _Trial:
     def _begin(self) -> Dispatch:
         """A driver, its dispatcher and its cluster."""
         schedule = self._schedule
-        self._invariants = Invariants(self.found)
+        self._invariants = Invariants(self.found, schedule.rules.quarantine_after)
         self._launches: Counter[str] = Counter()
         dispatch = self._dispatch(schedule.rules, logged=self._log is not None)
         self._cluster = VirtualCluster(

@@ -4,8 +4,8 @@ At an instruction:
 
 - a gang is launched whole, on workers of one node that are there, stay, and have nothing else to do;
 - no worker still has a shard of an earlier forming of the gang, and the forming has a new number;
-- a gradient, a sum of some, or an update begins on a free worker of a pool that trains, and scoring on one that only
-  scores.
+- a gradient, a sum of some, or an update begins on a free worker of a pool that trains, or on a reserved one after it
+  outlasted many, and scoring on one that only scores.
 
 After a moment:
 
@@ -17,10 +17,11 @@ After a moment:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from cluster.dispatch import Dispatch
-from cluster.events import Instruction, Launch, Score, Train
+from cluster.events import Instruction, Key, Launch, Score, Train
 from cluster.gangs import SCORING, TRAINING
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.formings import Forming
@@ -32,10 +33,13 @@ class Invariants:
 
     Args:
         found: gets a sentence for whatever does not hold.
+        quarantine_after: what was given to so many workers may train on reserved ones, whatever its pools.
     """
 
-    def __init__(self, found: list[str]) -> None:
+    def __init__(self, found: list[str], quarantine_after: int) -> None:
         self._found = found
+        self._quarantine_after = quarantine_after
+        self._begun: Counter[Key] = Counter()
         self.noticed: set[str] = set()
         """Addresses of workers whose notice the dispatcher was told of."""
         self._epochs: dict[str, int] = {}
@@ -70,7 +74,11 @@ class Invariants:
     def _wrong_alone(self, cluster: VirtualCluster, begin: Train | Score) -> Iterator[str]:
         yield from (f"{begin.key}: {why}" for why in self._unfit(cluster, begin.address))
         worker, pool = cluster.workers.get(begin.address), cluster.tasks.all[begin.key].pool
-        if worker and worker.pool not in (TRAINING[pool] if isinstance(begin, Train) else (SCORING,)):
+        pools: set[str] = {*TRAINING[pool]} if isinstance(begin, Train) else {SCORING}
+        if isinstance(begin, Train) and self._begun[begin.key] >= self._quarantine_after:
+            pools.add("reserved")
+        self._begun[begin.key] += 1
+        if worker and worker.pool not in pools:
             yield f"{begin.key} is to run on {worker.name}, of the pool {worker.pool}"
 
     def _unfit(self, cluster: VirtualCluster, address: str) -> Iterator[str]:

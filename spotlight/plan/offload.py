@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from math import ceil, inf
-from typing import Literal
+from typing import Literal, get_args
 
 from spotlight.records import Pool, Span, WorkerLife, base_phase, record
 
 FIRST_WINDOW_S = 150.0
 FLOOR_S = 5.0
 ETA = 3.0
+ANYONE: tuple[Pool, ...] = get_args(Pool)
 
 
 @record
@@ -113,19 +114,19 @@ class PhaseView:
 
 @record
 class PhaseDecision:
-    """Where rollouts run, and whether reserved GPUs may train."""
+    """Where rollouts run, and who may train."""
 
     pools: tuple[Pool, ...]
     """Where rollouts run from now on; those at work elsewhere end at their next step boundary, and go on there."""
-    train: bool
-    """Reserved GPUs that are free may train on what is ready."""
+    trainers: tuple[Pool, ...]
+    """Pools whose free GPUs no rollout waits for: they may train on what is ready."""
 
 
 def decide_phase(view: PhaseView) -> PhaseDecision:
-    """Reserved GPUs roll out while their window is open, or nobody else does; one that no rollout waits for trains."""
+    """Reserved GPUs roll out while their window is open, or nobody else does; who is free of rollouts trains."""
     closed = view.elapsed_s >= view.window_s and "spot" in view.pools and view.spot > 0
     pools: tuple[Pool, ...] = ("spot",) if closed else view.pools
-    return PhaseDecision(pools=pools, train=not ("reserved" in pools and view.waiting))
+    return PhaseDecision(pools=pools, trainers=tuple(pool for pool in ANYONE if not (view.waiting and pool in pools)))
 
 
 @record
