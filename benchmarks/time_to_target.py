@@ -10,8 +10,8 @@ and for the other strategies only timed (a test says that the times are the same
 
 The tables show the base recipe ("untuned") of a strategy as long as no fresh seed was run with its best. The raw data
 has a line per run; runs that are there are not made again. ``python -m benchmarks.time_to_target`` makes what is
-missing (days of one core: see ``--estimate``), prints the tables in Markdown and the README's rows, and draws the
-figure; ``--table`` makes no runs, and ``--smoke`` takes a minute and keeps nothing.
+missing (days of one core: see ``--estimate``), prints the tables in Markdown and the README's rows, writes a page with
+the last target's and draws the figure; ``--table`` makes no runs, and ``--smoke`` takes a minute and keeps nothing.
 """
 
 from __future__ import annotations
@@ -125,6 +125,17 @@ between its requests and parts."""
 GOALS = {"reserved only (4)": {"seconds": 4.0}, "all reserved (12)": {"usd": 6.4}}
 """How many times as long, and as dear, they should be."""
 UNITS = {"seconds": 60.0, "usd": 1.0}
+BESIDE = (SOONEST, "no exploration, gradients on spot (1 + 47)")
+"""What the strategies of a cell are compared with on the page: the first of these that was run there."""
+BRIEF = ("strategy", "min", "times [95 %]", "dollars", "times [95 %]", "iterations, by seed", "recipe")
+PAGE = """# Time and dollars to a score, by strategy
+
+Made from the raw data by `python -m benchmarks.time_to_target --table`; do not edit this page. What was run, and what
+follows from it, is in [results.md](results.md#time-and-dollars-to-a-score).
+
+Minutes and dollars are medians over seeds; a run that did not get there (–) took longer than any that did. Times: the
+ratio to the row that has 1, with its 95 % interval by paired bootstrap over seeds. In brackets: reserved + spot GPUs.
+"""
 CURVES = {
     "reserved only (4)": POOL_COLOURS["reserved"],
     "all reserved (12)": FAINT,
@@ -358,6 +369,33 @@ def table(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argp
         if fresh[name]:
             recipe = told(_shown(rows, _case(job, regime, size, name), arguments))
             lines.append(f"| {name} | {recipe} | {' | '.join(_cells(name, fresh[name], fresh[OURS], target))} |")
+    return "\n".join(lines)
+
+
+def page(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
+    """Of each cell that was run, a line for each strategy to the last target: docs/time_to_target.md."""
+    cells = [cell for cell in _cells_of(arguments) if any(_fresh(rows, *cell, name, arguments) for name in STRATEGIES)]
+    return "\n".join([PAGE, *(f"## {_title(*cell)}\n\n{_brief(rows, *cell, arguments)}\n" for cell in cells)])
+
+
+def _title(job: str, regime: str, size: str) -> str:
+    return f"{job.capitalize()}, {regime}, {size} px, to {TARGETS[job][-1]}"
+
+
+def _brief(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
+    found = {name: runs for name in STRATEGIES if (runs := _fresh(rows, job, regime, size, name, arguments))}
+    beside, target = next((name for name in BESIDE if name in found), next(iter(found))), TARGETS[job][-1]
+    lines = [f"| {' | '.join(BRIEF)} |", "|---" * len(BRIEF) + "|"]
+    for name, runs in found.items():
+        cells = [f"**{name}**" if name.startswith("Spotlight, gradients") else name]
+        for field, unit in UNITS.items():
+            mine, theirs = (_until(each, target, field) for each in (runs, found[beside]))
+            cells.append(f"{statistics.median(mine.values()) / unit:.3g}")
+            cells.append("1" if name == beside else "{:.2f} [{:.2f}, {:.2f}]".format(*interval(mine, theirs)))
+        versions = [reached(runs[seed], target) for seed in sorted(runs)]
+        cells.append(", ".join("–" if isinf(version) else f"{version:g}" for version in versions))
+        cells.append(told(_shown(rows, _case(job, regime, size, name), arguments)))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -626,7 +664,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=2, help="iterations between validations")
     parser.add_argument("--processes", type=int, default=1, help="runs at a time")
     parser.add_argument("--data", type=Path, default=DATA, help="raw data, read and added to; tables go beside it")
-    parser.add_argument("--figure", type=Path, default=FIGURE)
+    parser.add_argument("--figure", type=Path, default=FIGURE, help="the page goes beside it")
     parser.add_argument("--table", action="store_true", help="make no runs")
     parser.add_argument("--estimate", action="store_true", help="say what the runs would take, and make none")
     parser.add_argument("--smoke", action="store_true", help="four runs of two iterations, and nothing is kept")
@@ -656,6 +694,7 @@ def main() -> None:
     found = tables(rows, arguments)
     print(found, *headlines(rows, arguments), sep="\n")
     arguments.data.with_suffix(".md").write_text(found)
+    arguments.figure.with_suffix(".md").write_text(page(rows, arguments))
     draw(rows, arguments)
 
 

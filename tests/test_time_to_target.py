@@ -174,10 +174,11 @@ def test_the_table_has_a_line_for_each_strategy_that_was_run(tmp_path: Path) -> 
 
 
 def test_what_is_told_of_the_raw_data_is_what_it_says() -> None:
-    """``python -m benchmarks.time_to_target --table`` writes the tables again, and prints the README's rows."""
+    """``python -m benchmarks.time_to_target --table`` writes tables and page again, and prints the README's rows."""
     rows, arguments = time_to_target.read(time_to_target.DATA), time_to_target.parse([])
 
     assert time_to_target.tables(rows, arguments) == time_to_target.DATA.with_suffix(".md").read_text()
+    assert time_to_target.page(rows, arguments) == time_to_target.FIGURE.with_suffix(".md").read_text()
     rows_of_readme = [
         line
         for line in (ROOT / "README.md").read_text().splitlines()
