@@ -15,7 +15,9 @@ from cluster.gangs import TRAINING, GangState
 from cluster.state import State, Task
 from spotlight.plan.offload import PhaseDecision
 from spotlight.plan.placement import View, Waiting, plan, widen
-from spotlight.records import Placement, Surplus
+from spotlight.records import Dropped, Placement, Surplus
+
+AHEAD_IS_OVER = "training has ended, and it goes on in the next iteration"
 
 
 class Decisions(State):
@@ -24,6 +26,7 @@ class Decisions(State):
     def _decide(self, at_s: float) -> Iterator[Instruction]:
         """All that is to be done now."""
         self._decided_s = at_s
+        yield from self._put_off(at_s)
         for gang in list(self._requests.over.values()):
             yield from self._dismiss(gang, at_s)
         yield from self._score()
@@ -33,18 +36,24 @@ class Decisions(State):
         if "reserved" not in phase.pools and self._requests.rollouts_reserved and self.rules.moves:
             yield from self._move_rollouts(at_s)
         yield from self._train(phase)
-        if self._ready and self._requests.rollouts_waiting:  # rollouts, then gradients, then exploration
-            yield from self._place(phase, at_s, explores=False)
+        if self._ready and self._requests.rollouts_waiting:  # rollouts, then gradients, then what can wait
+            yield from self._place(phase, at_s, everything=False)
             yield from self._train(self._phase(at_s))
         yield from self._place(phase, at_s)
         yield from self._train(self._phase(at_s))  # perhaps no rollout waits any more
         yield from self._widen(at_s)
 
-    def _place(self, phase: PhaseDecision, at_s: float, *, explores: bool = True) -> Iterator[Instruction]:
-        """Admit gangs for what waits; but for exploration, where that is to wait longer."""
+    def _place(self, phase: PhaseDecision, at_s: float, *, everything: bool = True) -> Iterator[Instruction]:
+        """Admit gangs for what waits; but for what can wait, where that is to wait longer."""
         if self._roster.idle and self._requests.any_waits:
-            for launch in plan(self._view(phase, explores=explores)):
+            for launch in plan(self._view(phase, everything=everything)):
                 yield self._launch(self._gangs[launch.request], launch.workers, at_s)
+
+    def _put_off(self, at_s: float) -> Iterator[Instruction]:
+        """Once training has ended, rollouts of the next iteration go on there, from their last step."""
+        for gang in self._requests.with_gang():
+            if gang.ahead and self._called_off(gang) and not (gang.breaking or gang.planned):
+                yield from self._regroup(gang, at_s, "put off", AHEAD_IS_OVER)
 
     def _dismiss(self, gang: GangState, at_s: float) -> Iterator[Instruction]:
         head = self._roster.head
@@ -64,13 +73,15 @@ class Decisions(State):
 
     def _dismiss_first(self, gang: GangState, address: str, at_s: float) -> Dismiss:
         """The first shard returns the request's result, and is told what became of it."""
-        tell: Surplus | int | None = Surplus()
+        tell: Surplus | Dropped | int | None = Surplus()
         cause = "its request needs it no more"
         if gang.quarantined:
             tell, cause = gang.preemptions, f"its request was preempted {gang.fruitless} times without a new step"
             self.journal.event(at_s, "quarantined", gang=gang)
         elif self._called_off(gang):
             tell, cause = None, "exploration is closed"
+            if gang.ahead:
+                tell, cause = Dropped(reason=AHEAD_IS_OVER), AHEAD_IS_OVER
         return Dismiss(key=gang.keys[0], address=address, gang=gang.name, shard=0, tell=tell, cause=cause)
 
     def _move_rollouts(self, at_s: float) -> Iterator[Instruction]:
@@ -120,7 +131,7 @@ class Decisions(State):
             self._burden(task.key, address)
             yield Train(key=task.key, address=address, cause=cause)
 
-    def _view(self, phase: PhaseDecision, *, explores: bool) -> View:
+    def _view(self, phase: PhaseDecision, *, everything: bool) -> View:
         """What the plan looks at, less what could not change it: those who cannot use each other, and the far queue.
 
         Fresh requests of a kind are alike. With more than twice as many of them as there are idle workers each gets
@@ -128,10 +139,10 @@ class Decisions(State):
         """
         enough = 2 * len(self._roster.idle) + 1
         pools = {worker.pool for worker in self._roster.idle.values()}
-        names = [name for name, gang in self._requests.broken.items() if explores or not gang.exploring]
+        names = [name for name, gang in self._requests.broken.items() if everything or not gang.can_wait]
         for queue in self._requests.queues.values():
             first = self._gangs[queue[0][1]]
-            if (explores or not first.exploring) and not pools.isdisjoint(self._pools_of(first, phase)):
+            if (everything or not first.can_wait) and not pools.isdisjoint(self._pools_of(first, phase)):
                 names += (name for _, name in islice(queue, enough))
         waiting = tuple(self._waiting(self._gangs[name], phase) for name in names)
         wanted = {pool for request in waiting for pool in request.pools}

@@ -51,7 +51,7 @@ from cluster.events import (
     event_of,
     row,
 )
-from cluster.gangs import ALONE, GATED, SCORING, TRAINING, GangState, gang_of
+from cluster.gangs import AHEAD, ALONE, GATED, SCORING, TRAINING, GangState, gang_of
 from cluster.journal import Label
 from cluster.rules import Rules
 from cluster.state import RolloutWindow, Task
@@ -168,6 +168,7 @@ class Dispatch(Decisions):
                 order=self._order,
                 widths=tuple(layer.widths),
                 windowed=layer.phase == "rollout",
+                ahead=layer.phase == AHEAD,
             )
         return self._gangs[name]
 
@@ -329,7 +330,7 @@ class Dispatch(Decisions):
     def _training_ended(self, iteration: int) -> Iterator[Instruction]:
         self._trained = max(self._trained, iteration)
         for gang in self._gangs.values():
-            if gang.exploring:
+            if gang.can_wait:
                 self._file(gang)
         for task in list(self._unscored.values()):
             self._unready(task.key)

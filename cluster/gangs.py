@@ -23,6 +23,8 @@ TRAINING: dict[str, tuple[Pool, ...]] = {
 """The same of tasks that train: each runs on one worker, by itself."""
 SCORING = "reward"
 """Pool annotation of tasks that score on workers of their own, which are a pool of this name: each by itself, too."""
+AHEAD = "rollout-ahead"
+"""Phase of rollouts of the next iteration."""
 ALONE = {*TRAINING, SCORING}
 """Pool annotations of gated tasks that are of no gang."""
 Filed = Literal["", "fresh", "broken", "over"]
@@ -42,6 +44,8 @@ class GangState:
     widths: tuple[int, ...]
     windowed: bool = False
     """A rollout that training waits for: reserved workers take it while their window is open."""
+    ahead: bool = False
+    """A rollout of the next iteration."""
     keys: list[Key] = field(default_factory=list)
     """By shard."""
     epoch: int = 0
@@ -136,6 +140,11 @@ class GangState:
             return []
         alike = self.states[self.alike[0]] if self.alike else "released"
         return [(shard, key) for shard, key in enumerate(self.keys) if self.states.get(key, alike) == "gated"]
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether nothing in its graph but the end waits for it: training goes first."""
+        return self.exploring or self.ahead
 
     @property
     def is_done(self) -> bool:

@@ -95,6 +95,8 @@ class State:
         return gang.is_done or gang.quarantined or self._called_off(gang)
 
     def _called_off(self, gang: GangState) -> bool:
+        if gang.ahead:
+            return self.rules.moves and gang.iteration <= self._trained + 1
         return gang.exploring and self._is_closed(gang.iteration)
 
     def _is_closed(self, iteration: int) -> bool:
@@ -102,11 +104,14 @@ class State:
         return self.rules.close_with_training and self._trained >= 0 and iteration <= self._trained + 1
 
     def _pools_of(self, gang: GangState, phase: PhaseDecision) -> tuple[Pool, ...]:
-        """Rollouts run where it is their turn; once training has ended, reserved workers help with exploration."""
+        """Rollouts run where it is their turn; once training has ended, reserved workers help with what is for the next
+        iteration."""
         if gang.windowed and "reserved" in gang.pools and "reserved" not in phase.pools:
             return ("spot",)
         if gang.exploring and gang.iteration <= self._trained + 1:
             return ("spot", "reserved")
+        if gang.ahead and "spot" in gang.pools and gang.iteration > self._trained + 1:
+            return ("spot",)
         return gang.pools
 
     def _beside_idle(self) -> Iterator[GangState]:

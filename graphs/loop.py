@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from dask.local import get_sync
 
 from graphs.iteration import (
+    Ahead,
     Graph,
     candidates_for,
     exploration_graph,
@@ -92,6 +93,8 @@ class Loop:
         self._watch = watch
         self._train = read_prompts(self._config.data.train_prompts)
         self._validation = read_prompts(self._config.data.validation_prompts)
+        self._ahead: dict[int, tuple[Scored | Quarantined, ...]] = {}
+        """By iteration, what came of rollouts that were made an iteration early."""
 
     def go(self) -> None:
         """Run all iterations that the directory does not hold yet."""
@@ -129,10 +132,12 @@ class Loop:
         self._watch.begin("iterate", k)
         begun_s = self._clock()
         window_s = self._window_s(k)
-        graph = iteration_graph(config, context, selection, weights, candidates, window_s=window_s)
+        ahead = self._rollouts_ahead(context, k)
+        graph = iteration_graph(config, context, selection, weights, candidates, ahead=ahead, window_s=window_s)
         results = self._compute(graph)
         after: Published = results["published"]
         training = whole(results["training"])
+        self._ahead = {k + 1: results.get("ahead", ())}
         if candidates:
             run.record_selection(results["selection"])
         beliefs = learn_from(beliefs, selection, training, rewards.planned_range(rewards.build(config.reward)))
@@ -159,9 +164,35 @@ class Loop:
         )
         run.append(HISTORY, row_of(row))
         kept = {0, after.weights.version, weights.version, *self._validated_versions()}
+        if config.rollout.prompts_ahead:  # some samples of this iteration are of the version before
+            kept.add(max(0, k - 1))
         retain(run.url, kept)
         run.retain_beliefs(kept, weights.version - 1)
         return after.weights
+
+    def _rollouts_ahead(self, context: RunContext, k: int) -> Ahead | None:
+        """What came of the rollouts that were made early for this iteration, and which to make for the next one.
+
+        A run that goes on does not know the former: they are asked for again, and those that were done are found.
+
+        Raises:
+            SpotlightError: the weights before are gone.
+        """
+        if not self._config.rollout.prompts_ahead:
+            return None
+        before = max(0, k - 1)
+        weights = self._weights(before, context)
+        if weights.version != before:
+            raise SpotlightError(
+                f"{self._run.url}: iteration {k} has samples of version {before}, whose weights are no longer kept: "
+                f"restore weights/v{before:05d}, or begin a new run"
+            )
+        last = k + 1 == self._config.run.iterations
+        return Ahead(
+            weights=weights,
+            scored=self._ahead.get(k, ()),
+            following=None if last else unexplored(self._config, context, k + 1, self._prompts(context, k + 1)),
+        )
 
     def _window_s(self, k: int) -> float:
         """How long reserved workers roll out in an iteration, while there are spot workers to do it."""

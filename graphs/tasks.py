@@ -132,7 +132,7 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
     place = signals.placed(gang, shard, request)
     if isinstance(place, Quarantined):
         RunDir(run_dir).quarantine(place)
-    if isinstance(place, Surplus | Quarantined):
+    if isinstance(place, Surplus | Dropped | Quarantined):
         return place
     reason = signals.check(request)
     if reason:
@@ -278,6 +278,13 @@ def _rewarded(scored: Scored, again: Scored) -> Scored:
     return again
 
 
+def done_ahead(
+    scored: Sequence[Scored | Dropped | Quarantined], surplus: Sequence[ShardResult] = ()
+) -> tuple[Scored | Quarantined, ...]:
+    """What came of the next iteration's requests that were done in time; see `refill` for the other shards."""
+    return tuple(each for each in scored if not isinstance(each, Dropped))
+
+
 def advantage(settings_std: str, scored: Sequence[Scored], weights: Sequence[float] = ()) -> TrainingSet:
     """Advantages of all samples that have a reward, in request order.
 
@@ -365,6 +372,7 @@ def gradient(
     place = signals.told(gang, shard) if gang else device.ALONE
     if isinstance(place, Surplus):
         return place
+    assert not isinstance(place, Dropped), "only rollouts are called off"
     if isinstance(place, int):
         raise SpotlightError(
             f"part {part} of iteration {iteration}'s training lost its gang {place} times: if memory is short, make "

@@ -331,6 +331,7 @@ ALIASES = {
     "explore-draw": "explore-score",
     "refill": "rollout",
     "refill-score": "score",
+    "rollout-ahead": "rollout",
     "update": "train",
     "validate-decode": "validate",
     "validate-draw": "validate",

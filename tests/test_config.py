@@ -276,6 +276,12 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
     [
         (["pools.reserved.workers=0", "pools.reserved.usd_per_h=1"], ["pools.reserved.workers"]),
         (["exploration.seeds_tried=4"], ["exploration.seeds_tried = 4", "rollout.seeds_kept = 8"]),
+        (["rollout.prompts_ahead=4"], ["rollout.prompts_ahead = 4", 'strategy.exploration = "stale"']),
+        (["rollout.prompts_ahead=99"], ["rollout.prompts_ahead = 99", "rollout.prompts = 8: lower it"]),
+        (
+            ["rollout.prompts_ahead=4", "strategy.exploration=off", "train.algorithm=dpo"],
+            ["rollout.prompts_ahead = 4", 'train.algorithm = "dpo"'],
+        ),
         (["pools.spot.workers=0", "pools.spot.usd_per_h=1"], ['strategy.exploration = "stale"', "pools.spot.workers"]),
         (["train.algorithm=grpo"], ['train.algorithm = "grpo"', 'rollout.sampler = "ode"']),
         (["rollout.sampler=sde", "rollout.sde_window=[3, 3]"], ["rollout.sde_window = [3, 3]"]),

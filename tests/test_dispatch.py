@@ -45,7 +45,7 @@ from cluster.events import (
     row,
 )
 from cluster.rules import Rules
-from spotlight.records import Surplus
+from spotlight.records import Dropped, Surplus
 
 
 class Cluster:
@@ -285,6 +285,31 @@ def test_gradients_that_spot_workers_may_compute_come_after_rollouts_and_before_
     assert launched(found) == {"rollout/0": ["tcp://s"]}
     cluster.join("v")
     assert launched(cluster.decide()) == {"explore-r0/0": ["tcp://v"]}
+
+
+def test_rollouts_of_the_next_iteration_come_last_and_are_put_off_when_training_has_ended() -> None:
+    cluster = Cluster()
+    cluster.submit("rollout", 1)
+    cluster.submit("train", 1, pool="gradient-any")
+    cluster.submit("rollout-ahead", 2, iteration=1, phase="rollout-ahead")
+    cluster.submit("update", 1, pool="training")
+    cluster.join("a", "b", pool="reserved")
+    cluster.join("s", "t")
+
+    begun = cluster.decide()
+    cluster.change(("update", 0), "memory")
+    after = cluster.decide()
+    (dismissed,) = (each for each in after if isinstance(each, Dismiss))
+    orders = [(each.gang, each.address) for each in after if isinstance(each, Regroup)]
+
+    assert launched(begun) == {"rollout/0": ["tcp://s"], "rollout-ahead/0": ["tcp://t"]}, "on spot workers"
+    assert trained(begun) == {"train/0": "tcp://b", "update/0": "tcp://a"}
+    assert orders == [("rollout-ahead/0", "tcp://t")]
+    assert (dismissed.key, type(dismissed.tell)) == (("rollout-ahead", 1), Dropped)
+    cluster.change(("rollout-ahead", 0), "released")
+    cluster.change(("rollout-ahead", 0), "gated")
+    (dismissed,) = (each for each in cluster.decide() if isinstance(each, Dismiss))
+    assert dismissed.key == ("rollout-ahead", 0)
 
 
 def test_gradients_that_only_spot_workers_may_compute_go_to_no_reserved_one() -> None:

@@ -128,8 +128,11 @@ def test_the_shell_replays_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
 # The loop itself, on a modelled device
 
 
-def _run(directory: Path) -> RunDir:
-    overrides = ["run.name=struck", "strategy.widths=[1, 2]", 'strategy.offload="all"']
+AHEAD = ("strategy.exploration=off", "rollout.prompts_ahead=1", "train.parts=3", "run.iterations=4")
+
+
+def _run(directory: Path, *more: str) -> RunDir:
+    overrides = ["run.name=struck", "strategy.widths=[1, 2]", 'strategy.offload="all"', *more]
     return RunDir.create(config.load(settings_file(directory), overrides), 0.0)
 
 
@@ -156,20 +159,24 @@ def _left_behind(run: RunDir) -> tuple[dict[str, Any], dict[str, bytes]]:
     return outcome(run.path), {str(path.relative_to(run.path)): path.read_bytes() for path in weights}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, bytes]]:
+@pytest.fixture(scope="module", params=[(), AHEAD], ids=["exploring", "ahead"])
+def undisturbed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[str, ...], tuple[dict[str, Any], dict[str, bytes]]]:
+    """Settings, and what a run with them leaves."""
     schedule = replace(next(_loop_schedules()), blows=(), lag_s=0.0)
-    run = _run(tmp_path_factory.mktemp("undisturbed"))
+    run = _run(tmp_path_factory.mktemp("undisturbed"), *request.param)
     assert go_struck(run, schedule) == ["done"]
-    return _left_behind(run)
+    return request.param, _left_behind(run)
 
 
 @pytest.mark.parametrize("schedule", [*_loop_schedules()], ids=lambda schedule: f"seed{schedule.seed}")
 def test_a_struck_run_leaves_what_an_undisturbed_one_leaves(
-    tmp_path: Path, undisturbed: tuple[dict[str, Any], dict[str, bytes]], schedule: Schedule
+    tmp_path: Path, undisturbed: tuple[tuple[str, ...], tuple[dict[str, Any], dict[str, bytes]]], schedule: Schedule
 ) -> None:
-    run = _run(tmp_path)
+    overrides, expected = undisturbed
+    run = _run(tmp_path, *overrides)
 
     go_struck(run, schedule)
 
-    assert _left_behind(run) == undisturbed
+    assert _left_behind(run) == expected

@@ -23,12 +23,14 @@ from factories import make_request
 from graphs import tasks
 from graphs.iteration import (
     RESOURCES,
+    Ahead,
     Graph,
     Key,
     candidates_for,
     example_graph,
     exploration_graph,
     final_graph,
+    iteration_graph,
     prepare_graph,
     request_size,
     rollout_requests,
@@ -50,6 +52,7 @@ VERSION = WeightsRef(version=1, sha256="1" * 64)
 SETTING = RunContext(
     run_dir="", run="run", seed=5, sigmas=(1.0, 0.5, 0.0), explore_sigmas=(1.0, 0.0), start=replace(VERSION, version=0)
 )
+AHEAD = ("strategy.exploration=off", "rollout.prompts_ahead=2", "rollout.request_seeds=8")
 PROMPTS = tuple(Prompt(id=index, text=f'a sign that says "{index}"') for index in (4, 7, 1))
 SCORES_APART = ("pools.reward.workers=2", "pools.reward.usd_per_h=0.5")
 CHAIN = ["rollout-1", "score-1", "refill-1", "advantage-1", "train-1", "update-1", "publish-1"]
@@ -118,6 +121,7 @@ GRAPHS = {
     "prepare": prepare_graph("run"),
     "iteration": example_graph(load()),
     "without exploration": example_graph(load('strategy.exploration="off"')),
+    "some ahead": example_graph(load(*AHEAD)),
     "in parts": example_graph(load("train.advantage_std=group")),
     "scored apart": example_graph(load("train.advantage_std=group", *SCORES_APART)),
     "validation scored apart": validation_graph(load(*SCORES_APART), SETTING, PROMPTS, VERSION),
@@ -233,6 +237,37 @@ def test_the_parts_of_training_that_gangs_share_are_requests_of_one_width(pools:
     assert set(ranks) <= set(keys_in(calls["update-1", 0]))  # Dask forgets what nobody depends on
     assert list(calls["update-1", 0][4]) == [ranks[0::2]]
     assert all(("update-1", 0) in keys_in(calls["train-1+", at]) for at in range(6))
+
+
+def test_the_first_prompts_are_rolled_out_an_iteration_early_with_the_weights_before() -> None:
+    graph = example_graph(load(*AHEAD))
+    calls = calls_of(graph)
+    rolled = {
+        name: [(call[2].prompt.id, call[2].weights.version) for key, call in calls.items() if key[0] == name]
+        for name in ("rollout-1", "rollout-ahead-2")
+    }
+
+    known = [each for each in calls["refill-1", 0][3] if isinstance(each, Scored)]
+
+    assert rolled["rollout-ahead-2"] == [(0, 1), (1, 1)]
+    assert rolled["rollout-1"] == [(prompt, 1) for prompt in range(2, 8)]
+    assert [(each.request.prompt.id, each.request.weights.version) for each in known] == [(0, 0), (1, 0)]
+    assert not above(graph, "ahead-2") & {"train-1", "update-1", "publish-1"}
+    assert notes(graph)["rollout-ahead-2"]["iteration"] == 2
+
+
+def test_what_was_not_done_early_is_rolled_out_in_its_own_iteration_with_the_weights_before() -> None:
+    settings = load(*AHEAD)
+    prompts = [replace(PROMPTS[0], id=index) for index in range(8)]
+    selection = unexplored(settings, SETTING, 1, prompts)
+    before = WeightsRef(version=0, sha256="before")
+
+    graph = iteration_graph(settings, SETTING, selection, VERSION, None, ahead=Ahead(weights=before))
+
+    calls = calls_of(graph)
+    versions = [call[2].weights for key, call in calls.items() if key[0] == "rollout-1"]
+    assert versions == [before] * 2 + [VERSION] * (len(versions) - 2)
+    assert not any(name.startswith(("ahead", "rollout-ahead")) for name in graph.graph.layers), "the last iteration"
 
 
 def test_exploration_waits_for_nothing_of_the_training_beside_it() -> None:

@@ -198,6 +198,21 @@ def test_a_reserved_worker_that_only_updates_changes_nothing(undisturbed: Path, 
     assert outcome(run.directory.path) == outcome(undisturbed)
 
 
+def test_rollouts_that_are_made_early_are_the_same_whoever_is_killed(tmp_path: Path) -> None:
+    early = ('strategy.exploration="off"', "rollout.prompts_ahead=1", 'strategy.train_pools=["reserved","spot"]')
+    alone = RunDir.create(config.load(settings_file(tmp_path / "alone"), early), now_s=0.0)
+    Loop(alone, synchronous, NoWatch()).go()
+    run = Run(settings_file(tmp_path / "struck"), early).start()
+    client_of(run).register_plugin(KillWorkers("rollout-ahead", pool="spot", count=1))
+
+    run.wait()
+
+    spans = [span for span in run.directory.rows(SPANS) if span["phase"] == "rollout-ahead"]
+    assert {span["pool"] for span in spans} == {"spot"}
+    assert "lost" in {span["outcome"] for span in spans}
+    assert outcome(run.directory.path) == outcome(alone.path)
+
+
 def test_gangs_that_share_training_and_are_killed_at_it_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
     shared = ("train.width=2", "train.parts=9", 'strategy.train_pools=["reserved","spot"]', "pools.reserved.workers=2")
     quiet, struck = (Run(settings_file(tmp_path / name), shared).start() for name in ("quiet", "struck"))

@@ -19,6 +19,8 @@ from spotlight.device.signals import signals
 from spotlight.records import Dropped, Placement, Prompt, Quarantined, Request, Surplus, WeightsRef, record
 
 RUN = "faults"
+AHEAD = 1000
+"""Numbers of the next iteration's rollouts begin here."""
 
 
 @record
@@ -45,6 +47,8 @@ class Example:
     """Of gradients, each of which one task adds; 1: updates add all."""
     score_pool: str = "engine"
     """Where scores are computed: where a request was denoised; or, with "reward", by workers that only score."""
+    ahead: int = 0
+    """Rollouts of the next iteration."""
 
     def graph(self, store: Callable[[], None]) -> tuple[HighLevelGraph, list[Key]]:
         """The graph, and the keys whose results are wanted.
@@ -70,6 +74,8 @@ class Example:
         outputs = layers.add("publish", "trainer", [(_publish, before[0])])
         if self.rounds:
             outputs += self._add_exploration(layers)
+        if self.ahead:
+            outputs += self._add_rollouts_ahead(layers)
         return HighLevelGraph(layers.layers, {name: set() for name in layers.layers}), [*outputs, *samples]
 
     @property
@@ -88,6 +94,12 @@ class Example:
             scores.append(self._add_scores(layers, f"explore-{{}}-r{r}", results, iteration=1))
             others += _others(explored)
         return layers.add("select", "head", [(_collect, _nothing, sum(scores, []), others)], iteration=1)
+
+    def _add_rollouts_ahead(self, layers: _Layers) -> list[Key]:
+        calls = [(_denoise, request("rollout", AHEAD + at)) for at in range(self.ahead)]
+        rollouts = layers.add_requests("rollout-ahead", self.pool, calls, iteration=1)
+        scores = self._add_scores(layers, "{}-1", [keys[0] for keys in rollouts], iteration=1)
+        return layers.add("ahead", "head", [(_collect, _nothing, scores, _others(rollouts))], iteration=1)
 
     def _add_gradients(
         self, layers: _Layers, name: str, shares: Sequence[tuple[Any, ...]]
@@ -113,11 +125,14 @@ class Example:
         """The result of one of the rollouts."""
         return got["advantage", number % self.parts][number // self.parts]
 
-    def wrong(self, got: dict[Key, Any], *, closes: bool, may_quarantine: Callable[[str, int], bool]) -> list[str]:
+    def wrong(
+        self, got: dict[Key, Any], *, closes: bool, puts_off: bool, may_quarantine: Callable[[str, int], bool]
+    ) -> list[str]:
         """What is not as it must be of the results, as sentences.
 
         Args:
             closes: the end of training closes exploration, of which any part may be dropped then.
+            puts_off: the same of rollouts of the next iteration.
             may_quarantine: whether a request, by the name of its gang, may have been set aside after so many losses.
         """
         found = []
@@ -136,9 +151,12 @@ class Example:
             asked = request("explore", 100 * r + slot)
             if slot < _slots_used(r, self.slots) or not isinstance(result, Dropped | Quarantined):
                 found += _wrong(f"explore-r{r}/{slot}", asked, result, may_quarantine, may_drop=closes)
-        counts = sum(map(len, samples)), len(got.get(("select", 0), ()))
-        if counts != (self.rollouts, self.rounds * self.slots):
-            found.append(f"{counts} results of rollouts and of exploration came of {self}")
+        for at, result in enumerate(got.get(("ahead", 0), ())):
+            asked = request("rollout", AHEAD + at)
+            found += _wrong(f"rollout-ahead/{at}", asked, result, may_quarantine, may_drop=puts_off)
+        counts = sum(map(len, samples)), *(len(got.get((name, 0), ())) for name in ("select", "ahead"))
+        if counts != (self.rollouts, self.rounds * self.slots, self.ahead):
+            found.append(f"{counts} results of rollouts, of exploration and for the next iteration came of {self}")
         return found
 
 

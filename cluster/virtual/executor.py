@@ -18,7 +18,7 @@ from cluster.virtual.messages import Messages
 from cluster.virtual.tasks import Task, Tasks, parts
 from cluster.virtual.timing import Denoising, Fixed, Timing
 from cluster.virtual.workers import VirtualWorker
-from spotlight.device.signals import signals
+from spotlight.device.signals import Told, signals
 from spotlight.records import Placement, Surplus
 
 BACK_OFF_S = 0.01
@@ -74,7 +74,7 @@ class Executor:
             if not worker.frozen:
                 self.begin_next(worker)
 
-    def _tell_place(self, address: str, gang: str, shard: int, place: Placement | Surplus | int) -> None:
+    def _tell_place(self, address: str, gang: str, shard: int, place: Told) -> None:
         self._workers[address].places[gang, shard] = place
 
     def _open_gate(self, key: Key, address: str) -> None:

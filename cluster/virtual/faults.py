@@ -127,6 +127,7 @@ def draw(seed: int) -> Schedule:
     )
     scorers = Random(f"{seed} scores").choice([0, 0, 1, 2])
     example = replace(example, score_pool="reward" if scorers else "engine")
+    example = replace(example, ahead=Random(f"{seed} ahead").choice([0, 0, 1, 3]))
     if Random(f"{seed} train pool").random() < 0.2:
         example = replace(example, train_pool="spot")
     largest = {"reserved": reserved, "any": max(reserved, per_node), "spot": per_node}[example.train_pool]
@@ -245,8 +246,13 @@ class _Trial:
         except (AssertionError, SpotlightError) as error:
             self.found.append(f"{type(error).__name__}: {error}")
             return
-        closes = self._schedule.rules.close_with_training
-        self.found += self._schedule.example.wrong(results, closes=closes, may_quarantine=self._may_quarantine)
+        rules = self._schedule.rules
+        self.found += self._schedule.example.wrong(
+            results,
+            closes=rules.close_with_training,
+            puts_off=rules.moves,
+            may_quarantine=self._may_quarantine,
+        )
         cursed = self._schedule.cursed
         if cursed is not None and isinstance(self._schedule.example.rollout_of(results, cursed), str):
             self.found.append(f"rollout/{cursed} was never quarantined")

@@ -64,6 +64,7 @@ class Config(Section):
         self._check_exploration()
         self._check_training()
         self._check_sampler()
+        self._check_ahead()
         self._check_widths()
         return self
 
@@ -149,6 +150,25 @@ class Config(Section):
             raise ValueError(
                 f"rollout.sde_window_size = {rollout.sde_window_size} does not fit into rollout.sde_window = "
                 f"{list(rollout.sde_window)}: make one larger or the other smaller"
+            )
+
+    def _check_ahead(self) -> None:
+        ahead = self.rollout.prompts_ahead
+        if not ahead:
+            return
+        if ahead > self.rollout.prompts:
+            raise ValueError(
+                f"rollout.prompts_ahead = {ahead} is more than rollout.prompts = {self.rollout.prompts}: lower it"
+            )
+        if self.train.algorithm != "nft":
+            raise ValueError(
+                f'rollout.prompts_ahead = {ahead} with train.algorithm = "{self.train.algorithm}": its samples must be '
+                'drawn with the weights that are trained; set prompts_ahead = 0, or train.algorithm = "nft"'
+            )
+        if self.strategy.exploration != "off":
+            raise ValueError(
+                f'rollout.prompts_ahead = {ahead} with strategy.exploration = "{self.strategy.exploration}": both use '
+                'the time that spot workers have beside training; set prompts_ahead = 0, or exploration = "off"'
             )
 
     @property

@@ -53,6 +53,8 @@ LANES = {
     "head": ("head",),
 }
 """Lanes, and the rows in each, from top to bottom; that of workers that only score, where there are such."""
+BESIDE = ("allocate", "explore", "explore-decode", "explore-score", "rollout-ahead")
+"""Phases that run while an iteration trains; so does what waits for rollouts of the next iteration."""
 MAKES = {"publish": "weights {}", "select": "kept seeds {}"}
 """What the next iteration takes from this one; both carry the next iteration's number."""
 TITLES = {
@@ -131,6 +133,8 @@ def _read(graph: Layered) -> dict[str, _Layer]:
         pool = annotations.get("pool", "any")
         above = {lane for before in graph.dependencies[name] for lane in layers[before].lanes} - {"reward", "head"}
         lanes = above if pool == "engine" and above else POOL_LANES.get(pool, {"reserved", "spot"})
+        if annotations.get("phase") == "rollout-ahead" and "spot" in lanes:
+            lanes = {"spot"}
         layers[name] = _Layer(
             phase=parts["phase"] if parts else name,
             iteration=parts["iteration"] if parts else "",
@@ -185,7 +189,7 @@ def _waits(layers: Mapping[str, _Layer], dependencies: Mapping[str, set[str]]) -
         beside = {
             name
             for name, layer in layers.items()
-            if layer.phase in ("allocate", "explore", "explore-decode", "explore-score")
+            if (layer.phase in BESIDE or any(layers[before].phase == "rollout-ahead" for before in above[name]))
             and name not in above[train]
             and train not in above[name]
         }
@@ -235,6 +239,8 @@ def _title(iterations: Mapping[str, str]) -> str:
     now, following = iterations.get("train") or iterations.get("rollout"), iterations.get("explore")
     if now and following and now != following:
         return f"Iteration {now}: train on its samples while spot workers explore seeds for iteration {following}"
+    if now and "rollout-ahead" in iterations:
+        return f"Iteration {now}: train on its samples while others begin with iteration {iterations['rollout-ahead']}"
     return f"Iteration {now or following}" if now or following else "Task graph"
 
 
@@ -243,7 +249,10 @@ def _subtitles(layers: Sequence[_Layer]) -> dict[str, str]:
     told = {lane: subtitle for lane, (_, subtitle) in TITLES.items()}
     does = {lane: {layer.phase for layer in layers if lane in layer.lanes} for lane in ("reserved", "spot")}
     if "train" in does["spot"]:
-        told["spot"] = "roll out, then train" + (",\nthen explore" if "explore" in does["spot"] else "")
+        last = ",\nthen explore" if "explore" in does["spot"] else ""
+        told["spot"] = "roll out, then train" + (",\nthen roll out ahead" if "rollout-ahead" in does["spot"] else last)
+    elif "rollout-ahead" in does["spot"]:
+        told["spot"] = "roll out, then begin\nwith the next iteration"
     elif "explore" not in does["spot"]:
         told["spot"] = "roll out,\nthen wait"
     if "train" not in does["reserved"]:
