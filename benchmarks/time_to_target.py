@@ -91,6 +91,8 @@ MORE_SPOT = ["pools.reserved.workers=1", "pools.spot.workers=47", *FINER]
 ONLY_UPDATES = ['strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]']
 ONLY_UPDATES += ["pools.reserved.workers=1", "pools.reserved.gpu=a100-80gb"]
 """The reserved GPU neither rolls out nor computes gradients, so it need not be an H100."""
+AHEAD = "rollout.prompts_ahead=3"
+"""Of the base recipe's twelve prompts: half of the six of another."""
 OURS = "Spotlight, gradients on spot (1 + 11)"
 """What all are compared with."""
 SOONEST = "Spotlight, gradients on spot (1 + 47)"
@@ -113,6 +115,17 @@ STRATEGIES: dict[str, list[str]] = {
         *("strategy.exploration=off", "pools.spot.workers=48"),
         *(*ONLY_UPDATES, *FINER),
     ],
+    "a quarter ahead (1 + 11)": ["strategy.exploration=off", *ON_SPOT, *ONE_RESERVED, AHEAD],
+    "a quarter ahead (1 + 47)": ["strategy.exploration=off", *ON_SPOT, *MORE_SPOT, AHEAD],
+    "a quarter ahead (4 + 8), only reserved GPUs train": ["strategy.exploration=off", AHEAD],
+    "a quarter ahead, only updates on reserved (A100 + 12)": [
+        *("strategy.exploration=off", "pools.spot.workers=12"),
+        *(*ONLY_UPDATES, AHEAD),
+    ],
+    "a quarter ahead, only updates on reserved (A100 + 48)": [
+        *("strategy.exploration=off", "pools.spot.workers=48"),
+        *(*ONLY_UPDATES, *FINER, AHEAD),
+    ],
     "Spotlight, gradients on spot (4 + 8)": [*ON_SPOT, "exploration.budget=worth"],
     OURS: [*ON_SPOT, *ONE_RESERVED, "exploration.budget=worth"],
     SOONEST: [*ON_SPOT, *MORE_SPOT, "exploration.request_seeds=2"],
@@ -121,7 +134,8 @@ STRATEGIES: dict[str, list[str]] = {
 Spotlight but for what it does about a loss. With gradients on spot GPUs too, what is explored is what is worth its
 seconds. All have twelve GPUs, but for those that are reserved only, those that have an A100 for updates beside twelve
 or 48 spot H100s, and 1 + 47, where what is saved goes into more spot GPUs; small requests of exploration fill the gaps
-between its requests and parts."""
+between its requests and parts. A quarter ahead: idle GPUs begin with the next iteration's rollouts, with weights that
+are one version old; it explores nothing."""
 GOALS = {"reserved only (4)": {"seconds": 4.0}, "all reserved (12)": {"usd": 6.4}}
 """How many times as long, and as dear, they should be."""
 UNITS = {"seconds": 60.0, "usd": 1.0}
@@ -198,7 +212,8 @@ class Case:
             return False
         first, second = (config.load(SETTINGS, [*case.overrides(), "train.parts=1"]) for case in (self, other))
         unexplored = first.strategy.exploration == second.strategy.exploration == "off"
-        return unexplored and Cut.of(first) == Cut.of(second)
+        as_old = first.rollout.prompts_ahead == second.rollout.prompts_ahead
+        return unexplored and as_old and Cut.of(first) == Cut.of(second)
 
     @property
     def digest(self) -> str:

@@ -26,7 +26,6 @@ class Decisions(State):
     def _decide(self, at_s: float) -> Iterator[Instruction]:
         """All that is to be done now."""
         self._decided_s = at_s
-        yield from self._put_off(at_s)
         for gang in list(self._requests.over.values()):
             yield from self._dismiss(gang, at_s)
         yield from self._score()
@@ -48,12 +47,6 @@ class Decisions(State):
         if self._roster.idle and self._requests.any_waits:
             for launch in plan(self._view(phase, everything=everything)):
                 yield self._launch(self._gangs[launch.request], launch.workers, at_s)
-
-    def _put_off(self, at_s: float) -> Iterator[Instruction]:
-        """Once training has ended, rollouts of the next iteration go on there, from their last step."""
-        for gang in self._requests.with_gang():
-            if gang.ahead and self._called_off(gang) and not (gang.breaking or gang.planned):
-                yield from self._regroup(gang, at_s, "put off", AHEAD_IS_OVER)
 
     def _dismiss(self, gang: GangState, at_s: float) -> Iterator[Instruction]:
         head = self._roster.head

@@ -18,7 +18,7 @@ from math import inf
 from operator import attrgetter
 from typing import Any
 
-from cluster.decisions import Decisions
+from cluster.decisions import AHEAD_IS_OVER, Decisions
 from cluster.events import (
     CallOff,
     CloseExploration,
@@ -179,7 +179,7 @@ class Dispatch(Decisions):
         instructions: list[Instruction] = []
         if self._note(task, event, event.worker, instructions):
             self._file_if_known(task.gang)
-        instructions += self._follows(task, event.state)
+        instructions += self._follows(task, event.state, event.at_s)
         return instructions
 
     def _tasks_changed(self, event: TasksChanged) -> Iterable[Instruction]:
@@ -198,7 +198,7 @@ class Dispatch(Decisions):
                 self._note_together(gang, tasks, event, addresses)
             if event.state in ("released", "forgotten"):
                 for task in tasks:
-                    instructions += self._follows(task, event.state)
+                    instructions += self._follows(task, event.state, event.at_s)
         return instructions
 
     def _known(self, keys: tuple[Key, ...]) -> list[Task]:
@@ -270,11 +270,11 @@ class Dispatch(Decisions):
         for tasks in (self._ready, self._unscored, self._unwanted):
             tasks.pop(key, None)
 
-    def _follows(self, task: Task, state: TaskState) -> Iterable[Instruction]:
+    def _follows(self, task: Task, state: TaskState, at_s: float) -> Iterable[Instruction]:
         if state == "released":
             return self._close_gate(task)
         if state == "memory" and task.label.pool == "training" and self._is_last_update(task):
-            return self._training_ended(task.label.iteration)
+            return self._training_ended(task.label.iteration, at_s)
         if state == "forgotten":
             self._forget(task)
         return ()
@@ -327,11 +327,14 @@ class Dispatch(Decisions):
         updates = [key for key, other in self._training.items() if other.label == task.label]
         return task.key == max(updates, key=lambda key: (len(key[0]), key))
 
-    def _training_ended(self, iteration: int) -> Iterator[Instruction]:
+    def _training_ended(self, iteration: int, at_s: float) -> Iterator[Instruction]:
+        """Exploration is closed, and rollouts of the next iteration go on there, from their last step."""
         self._trained = max(self._trained, iteration)
         for gang in self._gangs.values():
             if gang.can_wait:
                 self._file(gang)
+            if gang.members and gang.ahead and self._called_off(gang) and not (gang.breaking or gang.planned):
+                yield from self._regroup(gang, at_s, "put off", AHEAD_IS_OVER)
         for task in list(self._unscored.values()):
             self._unready(task.key)
             self._note_ready(task)

@@ -297,10 +297,9 @@ def test_rollouts_of_the_next_iteration_come_last_and_are_put_off_when_training_
     cluster.join("s", "t")
 
     begun = cluster.decide()
-    cluster.change(("update", 0), "memory")
-    after = cluster.decide()
-    (dismissed,) = (each for each in after if isinstance(each, Dismiss))
-    orders = [(each.gang, each.address) for each in after if isinstance(each, Regroup)]
+    ended = cluster.change(("update", 0), "memory")
+    (dismissed,) = (each for each in cluster.decide() if isinstance(each, Dismiss))
+    orders = [(each.gang, each.address) for each in ended if isinstance(each, Regroup)]
 
     assert launched(begun) == {"rollout/0": ["tcp://s"], "rollout-ahead/0": ["tcp://t"]}, "on spot workers"
     assert trained(begun) == {"train/0": "tcp://b", "update/0": "tcp://a"}
