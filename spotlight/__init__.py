@@ -5,6 +5,7 @@ Importing this package pulls in neither torch nor Dask; what it offers does when
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from spotlight.run import Run as Run
     from spotlight.simulation import simulate as simulate
 
+os.environ.setdefault("MKL_CBWR", "AUTO")
+"""Asks MKL, torch's matrix products on most CPUs, for results that do not depend on where in memory operands lie.
+Without it a product of one row has other last bits where weights are mapped from a file than where they are copied.
+"""
 __version__ = "0.1.0"
 __all__ = ["Run", "__version__", "attach", "simulate"]
 

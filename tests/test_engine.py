@@ -141,6 +141,22 @@ def test_a_sample_does_not_depend_on_the_batch_it_was_drawn_in(run: RunDir, requ
     np.testing.assert_allclose(together[1:], single, atol=1e-5)
 
 
+def test_a_matrix_product_of_one_row_does_not_depend_on_where_the_weights_lie() -> None:
+    """An engine maps weights from a file, where they begin anywhere; another may have copied them."""
+    numbers = torch.Generator().manual_seed(0)
+    row, weights = (torch.randn(shape, generator=numbers) for shape in ((1, 192), (192, 192)))
+    anywhere = torch.empty(weights.numel() + 16)
+
+    products = {
+        torch.nn.functional.linear(row, anywhere[at : at + weights.numel()].view(192, 192).copy_(weights))
+        .numpy()
+        .tobytes()
+        for at in range(16)
+    }
+
+    assert len(products) == 1
+
+
 def test_exploration_that_is_closed_is_dropped_and_rollouts_are_not(run: RunDir, request_: Request) -> None:
     signals.obey(CloseExploration(run=run.path.name, iteration=0))
 

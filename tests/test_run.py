@@ -199,7 +199,7 @@ def test_a_reserved_worker_that_only_updates_changes_nothing(undisturbed: Path, 
 
 
 def test_rollouts_that_are_made_early_are_the_same_whoever_is_killed(tmp_path: Path) -> None:
-    early = ('strategy.exploration="off"', "rollout.prompts_ahead=1", 'strategy.train_pools=["reserved","spot"]')
+    early = ("strategy.exploration=off", "rollout.prompts_ahead=2", "rollout.steps=60", "train.timesteps=1")
     alone = RunDir.create(config.load(settings_file(tmp_path / "alone"), early), now_s=0.0)
     Loop(alone, synchronous, NoWatch()).go()
     run = Run(settings_file(tmp_path / "struck"), early).start()
@@ -209,7 +209,9 @@ def test_rollouts_that_are_made_early_are_the_same_whoever_is_killed(tmp_path: P
 
     spans = [span for span in run.directory.rows(SPANS) if span["phase"] == "rollout-ahead"]
     assert {span["pool"] for span in spans} == {"spot"}
-    assert "lost" in {span["outcome"] for span in spans}
+    assert {"lost", "stopped"} <= {span["outcome"] for span in spans}, "training ends before they do"
+    assert "put off" in {row["event"] for row in run.directory.rows(EVENTS)}
+    assert run.directory.history()[-1].measured["steps_resumed"] > 0
     assert outcome(run.directory.path) == outcome(alone.path)
 
 
