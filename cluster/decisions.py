@@ -15,7 +15,7 @@ from cluster.gangs import TRAINING, GangState
 from cluster.state import State, Task
 from spotlight.plan.offload import PhaseDecision
 from spotlight.plan.placement import View, Waiting, plan, widen
-from spotlight.records import Dropped, Placement, Surplus
+from spotlight.records import Placement, Surplus
 
 AHEAD_IS_OVER = "training has ended, and it goes on in the next iteration"
 
@@ -29,8 +29,12 @@ class Decisions(State):
         for gang in list(self._requests.over.values()):
             yield from self._dismiss(gang, at_s)
         yield from self._score()
-        if not (self._roster.idle or self._requests.rollouts_reserved):
-            return
+        if self._roster.idle or self._requests.rollouts_reserved:
+            yield from self._hand_out(at_s)
+        yield from self._make_room(at_s)
+
+    def _hand_out(self, at_s: float) -> Iterator[Instruction]:
+        """Whatever idle workers can do."""
         phase = self._phase(at_s)
         if "reserved" not in phase.pools and self._requests.rollouts_reserved and self.rules.moves:
             yield from self._move_rollouts(at_s)
@@ -47,6 +51,20 @@ class Decisions(State):
         if self._roster.idle and self._requests.any_waits:
             for launch in plan(self._view(phase, everything=everything)):
                 yield self._launch(self._gangs[launch.request], launch.workers, at_s)
+
+    def _make_room(self, at_s: float) -> Iterator[Instruction]:
+        """Training that waits gets a spot worker that rolls out for the next iteration, where that can go on."""
+        if not (self._ahead and self._ready and self.rules.moves and "spot" in self._phase(at_s).trainers):
+            return
+        waiting = sum("spot" in self._trainers(task) for task in self._unbegun(self._ready))
+        at_work = [gang for gang in self._ahead.values() if gang.members and not gang.breaking]
+        leaving = sum(len(gang.members) for gang in at_work if gang.planned)
+        for gang in at_work:
+            if leaving >= waiting:
+                break
+            if not gang.planned:
+                leaving += len(gang.members)
+                yield from self._regroup(gang, at_s, "put off", "training waits for a worker")
 
     def _dismiss(self, gang: GangState, at_s: float) -> Iterator[Instruction]:
         head = self._roster.head
@@ -66,15 +84,13 @@ class Decisions(State):
 
     def _dismiss_first(self, gang: GangState, address: str, at_s: float) -> Dismiss:
         """The first shard returns the request's result, and is told what became of it."""
-        tell: Surplus | Dropped | int | None = Surplus()
+        tell: Surplus | int | None = Surplus()
         cause = "its request needs it no more"
         if gang.quarantined:
             tell, cause = gang.preemptions, f"its request was preempted {gang.fruitless} times without a new step"
             self.journal.event(at_s, "quarantined", gang=gang)
         elif self._called_off(gang):
-            tell, cause = None, "exploration is closed"
-            if gang.ahead:
-                tell, cause = Dropped(reason=AHEAD_IS_OVER), AHEAD_IS_OVER
+            tell, cause = None, AHEAD_IS_OVER if gang.ahead else "exploration is closed"
         return Dismiss(key=gang.keys[0], address=address, gang=gang.name, shard=0, tell=tell, cause=cause)
 
     def _move_rollouts(self, at_s: float) -> Iterator[Instruction]:

@@ -51,11 +51,11 @@ from cluster.events import (
     event_of,
     row,
 )
-from cluster.gangs import AHEAD, ALONE, GATED, SCORING, TRAINING, GangState, gang_of
+from cluster.gangs import ALONE, GATED, SCORING, TRAINING, GangState, gang_of
 from cluster.journal import Label
 from cluster.rules import Rules
 from cluster.state import RolloutWindow, Task
-from spotlight.records import Drained
+from spotlight.records import AHEAD, Drained
 
 LATE_S = 0.01
 """A wake for the end of a rollout window comes so much after it, so that the window is over when it is looked at."""
@@ -170,6 +170,8 @@ class Dispatch(Decisions):
                 windowed=layer.phase == "rollout",
                 ahead=layer.phase == AHEAD,
             )
+            if layer.phase == AHEAD:
+                self._ahead[name] = self._gangs[name]
         return self._gangs[name]
 
     def _task_changed(self, event: TaskChanged) -> Iterable[Instruction]:
@@ -320,6 +322,7 @@ class Dispatch(Decisions):
             self._training.pop(task.key, None)
             self._unready(task.key)
         elif self._gangs.pop(gang.name, None):
+            self._ahead.pop(gang.name, None)
             self._requests.unfile(gang)
 
     def _is_last_update(self, task: Task) -> bool:
@@ -333,7 +336,8 @@ class Dispatch(Decisions):
         for gang in self._gangs.values():
             if gang.can_wait:
                 self._file(gang)
-            if gang.members and gang.ahead and self._called_off(gang) and not (gang.breaking or gang.planned):
+        for gang in self._ahead.values():
+            if gang.members and self._called_off(gang) and not (gang.breaking or gang.planned):
                 yield from self._regroup(gang, at_s, "put off", AHEAD_IS_OVER)
         for task in list(self._unscored.values()):
             self._unready(task.key)

@@ -12,7 +12,7 @@ from functools import cache
 from math import inf
 from typing import Any, ClassVar, Literal
 
-from spotlight.records import Dropped, Placement, Surplus, record
+from spotlight.records import Placement, Surplus, record
 
 Key = tuple[str, int]
 """Of a task: its layer, and its number in the layer."""
@@ -262,9 +262,9 @@ class Dismiss:
     address: str
     gang: str
     shard: int
-    tell: Surplus | Dropped | int | None
-    """What the shard is told: that it is surplus, why its request is dropped, that this is quarantined after so many
-    preemptions, or nothing (it finds by itself that it was called off, as scoring does, which is of no gang)."""
+    tell: Surplus | int | None
+    """What the shard is told: that it is surplus, that its request is quarantined after so many preemptions, or nothing
+    (it finds by itself that it was called off, as scoring does, which is of no gang)."""
     cause: str
 
 

@@ -23,8 +23,6 @@ TRAINING: dict[str, tuple[Pool, ...]] = {
 """The same of tasks that train: each runs on one worker, by itself."""
 SCORING = "reward"
 """Pool annotation of tasks that score on workers of their own, which are a pool of this name: each by itself, too."""
-AHEAD = "rollout-ahead"
-"""Phase of rollouts of the next iteration."""
 ALONE = {*TRAINING, SCORING}
 """Pool annotations of gated tasks that are of no gang."""
 Filed = Literal["", "fresh", "broken", "over"]
@@ -45,7 +43,7 @@ class GangState:
     windowed: bool = False
     """A rollout that training waits for: reserved workers take it while their window is open."""
     ahead: bool = False
-    """A rollout of the next iteration."""
+    """A rollout of the next iteration, which goes on there if it is not done when training ends."""
     keys: list[Key] = field(default_factory=list)
     """By shard."""
     epoch: int = 0
@@ -205,7 +203,7 @@ class GangState:
             id=self.name,
             pools=pools,
             order=self.order,
-            exploring=self.exploring,
+            exploring=self.can_wait,
             begun=self.epoch > 0,
             widths=widths,
             slots=parked,

@@ -30,7 +30,8 @@ from cluster.events import (
 from cluster.messages import ORDER, PLACE
 from spotlight.clock import Clock
 from spotlight.device import signals as orders
-from spotlight.device.signals import Order, PlaceShard, Told, order_to_message, shard_to_message
+from spotlight.device.signals import Order, PlaceShard, order_to_message, shard_to_message
+from spotlight.records import Placement, Surplus
 
 GATE = {"gate": 1}
 
@@ -117,7 +118,7 @@ class SchedulerCalls:
     def _order(self, address: str, order: Order) -> None:
         self._send(address, {"op": ORDER, "session": self._session, **order_to_message(order)})
 
-    def _place(self, address: str, gang: str, shard: int, placement: Told) -> None:
+    def _place(self, address: str, gang: str, shard: int, placement: Placement | Surplus | int) -> None:
         command = PlaceShard(gang=gang, shard=shard, placement=placement)
         self._send(address, {"op": PLACE, **shard_to_message(command)})
 

@@ -69,6 +69,8 @@ class State:
         self._requests = Requests()
         self._tasks: dict[Key, Task] = {}
         self._gangs: dict[str, GangState] = {}
+        self._ahead: dict[str, GangState] = {}
+        """Those of the next iteration's rollouts."""
         self._order = 0
         self._window = RolloutWindow()
         self._training: dict[Key, Task] = {}
@@ -96,7 +98,7 @@ class State:
 
     def _called_off(self, gang: GangState) -> bool:
         if gang.ahead:
-            return self.rules.moves and gang.iteration <= self._trained + 1
+            return gang.iteration <= self._trained + 1 and (self.rules.moves or not gang.members)
         return gang.exploring and self._is_closed(gang.iteration)
 
     def _is_closed(self, iteration: int) -> bool:
@@ -104,14 +106,11 @@ class State:
         return self.rules.close_with_training and self._trained >= 0 and iteration <= self._trained + 1
 
     def _pools_of(self, gang: GangState, phase: PhaseDecision) -> tuple[Pool, ...]:
-        """Rollouts run where it is their turn; once training has ended, reserved workers help with what is for the next
-        iteration."""
+        """Rollouts run where it is their turn; once training has ended, reserved workers help with exploration."""
         if gang.windowed and "reserved" in gang.pools and "reserved" not in phase.pools:
             return ("spot",)
         if gang.exploring and gang.iteration <= self._trained + 1:
             return ("spot", "reserved")
-        if gang.ahead and "spot" in gang.pools and gang.iteration > self._trained + 1:
-            return ("spot",)
         return gang.pools
 
     def _beside_idle(self) -> Iterator[GangState]:

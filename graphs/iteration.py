@@ -29,7 +29,7 @@ from spotlight.plan import batching
 from spotlight.plan.bandit import equal_shares, rounds_of
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.stochastic_steps import stochastic_steps
-from spotlight.records import Kept, Prompt, Purpose, Quarantined, Request, Scored, Selection, WeightsRef, record
+from spotlight.records import AHEAD, Kept, Prompt, Purpose, Request, Selection, WeightsRef, record
 from spotlight.rl import rewards
 from spotlight.rl.parts import Cut
 from spotlight.rl.sums import slices_of
@@ -134,12 +134,10 @@ class Graph:
 
 @record
 class Ahead:
-    """The rollouts that are made an iteration early, of its first ``rollout.prompts_ahead`` prompts."""
+    """The rollouts that are begun an iteration early, of its first ``rollout.prompts_ahead`` prompts."""
 
     weights: WeightsRef
     """With which those of this iteration are made, be it early or not."""
-    scored: tuple[Scored | Quarantined, ...] = ()
-    """What came of those of this iteration that were done early."""
     following: Selection | None = None
     """The seeds of the next iteration, if there is one."""
 
@@ -174,7 +172,7 @@ def iteration_graph(
         selection: the kept seeds of iteration k.
         weights: version k.
         candidates: what exploration for k + 1 may try; None where it is off or already known.
-        ahead: of rollouts that are made an iteration early; None where there are none.
+        ahead: of rollouts that are begun an iteration early; None where there are none.
         window_s: how long reserved workers roll out while there are spot workers.
     """
     layers, k, run_dir = Layers(context.session), selection.iteration, context.run_dir
@@ -182,11 +180,10 @@ def iteration_graph(
     requests = rollout_requests(config, context, others, weights)
     if ahead:
         requests = rollout_requests(config, context, early, ahead.weights) + requests
-    known = {each.request: each for each in ahead.scored} if ahead else {}
-    missing = [request for request in requests if request not in known]
-    rollouts, scores = _add_rollouts(layers, config, "rollout", k, run_dir, missing, window_s)
-    of = dict(zip(missing, zip(rollouts, scores, strict=True), strict=True))
-    rollouts, scores = map(list, zip(*(of.get(each) or ([], known[each]) for each in requests), strict=True))
+    calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
+    pool, widths = _one_pool(config.strategy.rollout_pools), _widths(config)
+    rollouts = layers.add_requests("rollout", k, calls, pool=pool, widths=widths, window_s=window_s)
+    scores = _add_scores(layers, config, "{}", k, run_dir, rollouts)
     training, updated = _add_training(layers, config, context, selection, weights, rollouts, scores)
     publish = layers.add("publish", k, [(tasks.publish, run_dir, updated)], pool="trainer", after=[updated])
     outputs: dict[str, Key | list[Key]] = {"training": training, "published": publish[0]}
@@ -198,34 +195,22 @@ def iteration_graph(
         outputs["selection"] = _add_exploration(layers, config, context, candidates, pool="spot")
     if ahead and ahead.following:
         requests = rollout_requests(config, context, _split(config, ahead.following)[0], weights)
-        rollouts, scores = _add_rollouts(layers, config, "rollout-ahead", k + 1, run_dir, requests)
-        surplus = _surplus(rollouts)
+        calls = [(tasks.rollout_ahead, run_dir, request) for request in requests]
+        begun = layers.add_requests(AHEAD, k + 1, calls, pool="spot", widths=widths)
+        ends, surplus = _first(begun), _surplus(begun)
+        if not config.scores_apart:  # whose workers score what training waits for
+            scoring: Calls = [(tasks.score, run_dir, key) for key in ends]
+            ends = layers.add("score-ahead", k + 1, scoring, pool="engine", after=ends)
         (outputs["ahead"],) = layers.add(
-            "ahead", k + 1, [(tasks.done_ahead, scores, surplus)], pool="head", after=[*scores, *surplus]
+            "ahead", k + 1, [(tasks.ended, ends, surplus)], pool="head", after=[*ends, *surplus]
         )
     return Graph(graph=layers.graph(), outputs=outputs)
 
 
 def _split(config: Config, selection: Selection) -> tuple[Selection, Selection]:
-    """The prompts that are rolled out an iteration early, and the others."""
+    """The prompts whose rollouts are begun an iteration early, and the others."""
     count = config.rollout.prompts_ahead
     return replace(selection, kept=selection.kept[:count]), replace(selection, kept=selection.kept[count:])
-
-
-def _add_rollouts(
-    layers: Layers,
-    config: Config,
-    phase: str,
-    iteration: int,
-    run_dir: str,
-    requests: Sequence[Request],
-    window_s: float = inf,
-) -> tuple[list[list[Key]], list[Any]]:
-    """The shards of each request, and its score."""
-    calls: Calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
-    pool = _one_pool(config.strategy.rollout_pools)
-    rollouts = layers.add_requests(phase, iteration, calls, pool=pool, widths=_widths(config), window_s=window_s)
-    return rollouts, list(_add_scores(layers, config, "{}", iteration, run_dir, rollouts))
 
 
 def final_graph(config: Config, context: RunContext) -> Graph:
@@ -273,17 +258,13 @@ def example_graph(config: Config) -> Graph:
     prompts = [Prompt(id=index, text="") for index in range(config.prompts_drawn)]
     explores = config.strategy.exploration == "stale"
     now, following = (unexplored(config, context, k, prompts[: config.rollout.prompts]) for k in (1, 2))
-    early = [
-        Scored(request=request, rewards=(0.0,) * len(request.seeds))
-        for request in rollout_requests(config, context, _split(config, now)[0], version[0])
-    ]
     return iteration_graph(
         config,
         context,
         now,
         version[1],
         candidates_for(config, context, 2, prompts, version[1]) if explores else None,
-        ahead=Ahead(weights=version[0], scored=tuple(early), following=following) if early else None,
+        ahead=Ahead(weights=version[0], following=following) if config.rollout.prompts_ahead else None,
     )
 
 
@@ -393,16 +374,12 @@ def _add_training(
     selection: Selection,
     weights: WeightsRef,
     rollouts: list[list[Key]],
-    scores: list[Any],
+    scores: list[Key],
 ) -> tuple[list[Key], Key]:
     """Refill and advantages, then of each update the gradients of its parts, their sums, and the step.
 
     Where samples are trained on as they are scored, the prompts of a part get their advantages by themselves. Returns
     the keys of the training sets, and of the last update.
-
-    Args:
-        rollouts: the shards of each request; none of one that was rolled out in another graph.
-        scores: of each request; a key, or what came of it in another graph.
     """
     k, run_dir, std = selection.iteration, context.run_dir, config.train.advantage_std
     cut = replace(Cut.of(config), prompts=len(selection.kept))
@@ -459,7 +436,7 @@ def _add_gradients(
 
 
 def _add_refill(
-    layers: Layers, config: Config, context: RunContext, k: int, parts: Sequence[tuple[list[Any], list[Key]]]
+    layers: Layers, config: Config, context: RunContext, k: int, parts: Sequence[tuple[list[Key], list[Key]]]
 ) -> list[Key]:
     """What has no reward is replaced, part by part; the replacements are scored where all else is.
 
@@ -467,8 +444,7 @@ def _add_refill(
         parts: the scores of each, and the other shards of its rollouts.
     """
     run_dir, seed = context.run_dir, context.seed
-    scored = [score for scores, _ in parts for score in scores if isinstance(score, tuple)]
-    after = [*scored, *(key for _, surplus in parts for key in surplus)]
+    after = [key for scores, surplus in parts for key in (*scores, *surplus)]
     if not config.scores_apart:
         calls: Calls = [(tasks.refill, run_dir, seed, scores, surplus) for scores, surplus in parts]
         return layers.add("refill", k, calls, pool="trainer", after=after)
@@ -478,6 +454,7 @@ def _add_refill(
         "refill-score", k, [(tasks.score_all, run_dir, key) for key in drawn], pool="reward", after=drawn
     )
     calls = [(tasks.refilled, seed, scores, key) for (scores, _), key in zip(parts, again, strict=True)]
+    scored = [key for scores, _ in parts for key in scores]
     return layers.add("refilled", k, calls, pool="head", after=[*scored, *again])
 
 

@@ -93,8 +93,6 @@ class Loop:
         self._watch = watch
         self._train = read_prompts(self._config.data.train_prompts)
         self._validation = read_prompts(self._config.data.validation_prompts)
-        self._ahead: dict[int, tuple[Scored | Quarantined, ...]] = {}
-        """By iteration, what came of rollouts that were made an iteration early."""
 
     def go(self) -> None:
         """Run all iterations that the directory does not hold yet."""
@@ -137,7 +135,6 @@ class Loop:
         results = self._compute(graph)
         after: Published = results["published"]
         training = whole(results["training"])
-        self._ahead = {k + 1: results.get("ahead", ())}
         if candidates:
             run.record_selection(results["selection"])
         beliefs = learn_from(beliefs, selection, training, rewards.planned_range(rewards.build(config.reward)))
@@ -171,26 +168,13 @@ class Loop:
         return after.weights
 
     def _rollouts_ahead(self, context: RunContext, k: int) -> Ahead | None:
-        """What came of the rollouts that were made early for this iteration, and which to make for the next one.
-
-        A run that goes on does not know the former: they are asked for again, and those that were done are found.
-
-        Raises:
-            SpotlightError: the weights before are gone.
-        """
+        """The weights of the rollouts that were begun early for this iteration, and which to begin for the next one."""
         if not self._config.rollout.prompts_ahead:
             return None
-        before = max(0, k - 1)
-        weights = self._weights(before, context)
-        if weights.version != before:
-            raise SpotlightError(
-                f"{self._run.url}: iteration {k} has samples of version {before}, whose weights are no longer kept: "
-                f"restore weights/v{before:05d}, or begin a new run"
-            )
+        weights = self._weights(max(0, k - 1), context)
         last = k + 1 == self._config.run.iterations
         return Ahead(
             weights=weights,
-            scored=self._ahead.get(k, ()),
             following=None if last else unexplored(self._config, context, k + 1, self._prompts(context, k + 1)),
         )
 

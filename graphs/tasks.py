@@ -13,7 +13,7 @@ from hashlib import sha256
 from io import BytesIO
 from itertools import compress
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from spotlight.device import protocol as device
 from spotlight.device.signals import signals
@@ -132,12 +132,27 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
     place = signals.placed(gang, shard, request)
     if isinstance(place, Quarantined):
         RunDir(run_dir).quarantine(place)
-    if isinstance(place, Surplus | Dropped | Quarantined):
+    if isinstance(place, Surplus | Quarantined):
         return place
     reason = signals.check(request)
     if reason:
         return _scored_before(run_dir, request) or Dropped(reason=reason)
     return device.current().rollout(run_dir, request, place)
+
+
+def rollout_ahead(run_dir: str, request: Request, gang: str, shard: int) -> ShardResult:
+    """As `rollout_shard`, of the next iteration. What comes of it is found there, in the store.
+
+    Where nobody said who should, it is left to that iteration.
+    """
+    if not signals.was_told(gang, shard):
+        return Dropped(reason=f"iteration {request.iteration} begins with it")
+    place = signals.placed(gang, shard, request)
+    return place if isinstance(place, Surplus | Quarantined) else device.current().rollout(run_dir, request, place)
+
+
+def ended(results: Sequence[Any], surplus: Sequence[ShardResult]) -> None:
+    """Wait for them; see `refill` for why the other shards come, too."""
 
 
 def _scored_before(run_dir: str, request: Request) -> Rollout | None:
@@ -278,13 +293,6 @@ def _rewarded(scored: Scored, again: Scored) -> Scored:
     return again
 
 
-def done_ahead(
-    scored: Sequence[Scored | Dropped | Quarantined], surplus: Sequence[ShardResult] = ()
-) -> tuple[Scored | Quarantined, ...]:
-    """What came of the next iteration's requests that were done in time; see `refill` for the other shards."""
-    return tuple(each for each in scored if not isinstance(each, Dropped))
-
-
 def advantage(settings_std: str, scored: Sequence[Scored], weights: Sequence[float] = ()) -> TrainingSet:
     """Advantages of all samples that have a reward, in request order.
 
@@ -372,7 +380,6 @@ def gradient(
     place = signals.told(gang, shard) if gang else device.ALONE
     if isinstance(place, Surplus):
         return place
-    assert not isinstance(place, Dropped), "only rollouts are called off"
     if isinstance(place, int):
         raise SpotlightError(
             f"part {part} of iteration {iteration}'s training lost its gang {place} times: if memory is short, make "

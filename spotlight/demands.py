@@ -108,7 +108,7 @@ def _tasks(config: Config, validation_prompts: int) -> Iterator[Demand]:
     """
     rollout, exploration, cut = config.rollout, config.exploration, Cut.of(config)
     each = max(config.strategy.widths) + 1 + config.scores_apart
-    rolled_out = rollout.prompts * ceil(rollout.seeds_kept / request_size(config))
+    rolled_out = (rollout.prompts + rollout.prompts_ahead) * ceil(rollout.seeds_kept / request_size(config))
     explored = config.prompts_drawn * ceil(exploration.seeds_tried / exploration.request_seeds)
     explores = config.strategy.exploration != "off"
     slices = slices_of(config, cut.count)
@@ -117,8 +117,9 @@ def _tasks(config: Config, validation_prompts: int) -> Iterator[Demand]:
     yield Demand(
         what="tasks in the graph of an iteration",
         asked=each * (rolled_out + explored * explores) + cut.updates * (cut.count * config.train.width + adds),
-        settings="rollout.prompts, rollout.seeds_kept, exploration.seeds_tried, strategy.widths, train.updates, "
-        "train.parts or train.width, or raise rollout.request_seeds or exploration.request_seeds",
+        settings="rollout.prompts, rollout.prompts_ahead, rollout.seeds_kept, exploration.seeds_tried, "
+        "strategy.widths, train.updates, train.parts or train.width, or raise rollout.request_seeds or "
+        "exploration.request_seeds",
         **common,
     )
     yield Demand(

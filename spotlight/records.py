@@ -323,6 +323,8 @@ Interval = tuple[float, float]
 """``(start_s, stop_s)``, Unix time."""
 
 
+AHEAD = "rollout-ahead"
+"""Phase of rollouts that are begun an iteration early."""
 ALIASES = {
     "add": "train",
     "decode": "score",
@@ -331,7 +333,8 @@ ALIASES = {
     "explore-draw": "explore-score",
     "refill": "rollout",
     "refill-score": "score",
-    "rollout-ahead": "rollout",
+    AHEAD: "rollout",
+    "score-ahead": "score",
     "update": "train",
     "validate-decode": "validate",
     "validate-draw": "validate",

@@ -257,7 +257,7 @@ class TaskTiming:
         return self._durations.step_s(samples, width, pool)
 
     def work(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> Denoising | Fixed:
-        if function is tasks.rollout_shard:
+        if function in (tasks.rollout_shard, tasks.rollout_ahead):
             return _denoising(arguments()[1])
         if function is tasks.explore_slot:
             _, allocation, slot, *_ = arguments()

@@ -34,7 +34,7 @@ class LoopTiming:
         self.start_up_s = schedule.start_up_s
 
     def work(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> Denoising | Fixed:
-        if function is graphs.tasks.rollout_shard:
+        if function in (graphs.tasks.rollout_shard, graphs.tasks.rollout_ahead):
             return self._denoising(arguments()[1])
         if function is graphs.tasks.explore_slot:
             _, allocation, slot, *_ = arguments()

@@ -45,7 +45,7 @@ from cluster.events import (
     row,
 )
 from cluster.rules import Rules
-from spotlight.records import Dropped, Surplus
+from spotlight.records import Surplus
 
 
 class Cluster:
@@ -291,7 +291,7 @@ def test_rollouts_of_the_next_iteration_come_last_and_are_put_off_when_training_
     cluster = Cluster()
     cluster.submit("rollout", 1)
     cluster.submit("train", 1, pool="gradient-any")
-    cluster.submit("rollout-ahead", 2, iteration=1, phase="rollout-ahead")
+    cluster.submit("rollout-ahead", 2, pool="spot", iteration=1, phase="rollout-ahead")
     cluster.submit("update", 1, pool="training")
     cluster.join("a", "b", pool="reserved")
     cluster.join("s", "t")
@@ -301,14 +301,34 @@ def test_rollouts_of_the_next_iteration_come_last_and_are_put_off_when_training_
     (dismissed,) = (each for each in cluster.decide() if isinstance(each, Dismiss))
     orders = [(each.gang, each.address) for each in ended if isinstance(each, Regroup)]
 
-    assert launched(begun) == {"rollout/0": ["tcp://s"], "rollout-ahead/0": ["tcp://t"]}, "on spot workers"
+    assert launched(begun) == {"rollout/0": ["tcp://s"], "rollout-ahead/0": ["tcp://t"]}
     assert trained(begun) == {"train/0": "tcp://b", "update/0": "tcp://a"}
     assert orders == [("rollout-ahead/0", "tcp://t")]
-    assert (dismissed.key, type(dismissed.tell)) == (("rollout-ahead", 1), Dropped)
+    assert (dismissed.key, dismissed.tell) == (("rollout-ahead", 1), None)
     cluster.change(("rollout-ahead", 0), "released")
     cluster.change(("rollout-ahead", 0), "gated")
     (dismissed,) = (each for each in cluster.decide() if isinstance(each, Dismiss))
     assert dismissed.key == ("rollout-ahead", 0)
+
+
+def test_training_that_waits_gets_the_worker_of_a_rollout_of_the_next_iteration() -> None:
+    cluster = Cluster()
+    cluster.join("a", pool="reserved")
+    cluster.join("s", "t")
+    cluster.submit("rollout-ahead", 2, pool="spot", iteration=1, phase="rollout-ahead")
+    cluster.decide()
+    cluster.submit("train", 1, pool="gradient-reserved")
+    cluster.submit("train+", 1, pool="gradient-any", phase="train")
+
+    found = cluster.decide()
+    (order,) = (each for each in found if isinstance(each, Regroup))
+
+    assert trained(found) == {"train/0": "tcp://a"}
+    assert (order.gang, order.cause) == ("rollout-ahead/0", "training waits for a worker")
+    assert not [each for each in cluster.decide() if isinstance(each, Regroup)], "one leaves already"
+    cluster.change(("rollout-ahead", 0), "released")
+    cluster.change(("rollout-ahead", 0), "gated")
+    assert trained(cluster.decide()) == {"train+/0": "tcp://s"}
 
 
 def test_gradients_that_only_spot_workers_may_compute_go_to_no_reserved_one() -> None:

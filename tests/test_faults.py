@@ -128,7 +128,13 @@ def test_the_shell_replays_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
 # The loop itself, on a modelled device
 
 
-AHEAD = ("strategy.exploration=off", "rollout.prompts_ahead=1", "train.parts=3", "run.iterations=4")
+AHEAD = (
+    "strategy.exploration=off",
+    "rollout.prompts_ahead=1",
+    "train.parts=3",
+    "run.iterations=4",
+    "run.validate_every=1",
+)
 
 
 def _run(directory: Path, *more: str) -> RunDir:

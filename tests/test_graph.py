@@ -247,27 +247,28 @@ def test_the_first_prompts_are_rolled_out_an_iteration_early_with_the_weights_be
         for name in ("rollout-1", "rollout-ahead-2")
     }
 
-    known = [each for each in calls["refill-1", 0][3] if isinstance(each, Scored)]
-
     assert rolled["rollout-ahead-2"] == [(0, 1), (1, 1)]
-    assert rolled["rollout-1"] == [(prompt, 1) for prompt in range(2, 8)]
-    assert [(each.request.prompt.id, each.request.weights.version) for each in known] == [(0, 0), (1, 0)]
-    assert not above(graph, "ahead-2") & {"train-1", "update-1", "publish-1"}
-    assert notes(graph)["rollout-ahead-2"]["iteration"] == 2
+    assert rolled["rollout-1"] == [(0, 0), (1, 0), *((prompt, 1) for prompt in range(2, 8))]
+    assert above(graph, "ahead-2") == {"rollout-ahead-2", "score-ahead-2"}
+    assert (notes(graph)["rollout-ahead-2"]["iteration"], notes(graph)["rollout-ahead-2"]["pool"]) == (2, "spot")
 
 
-def test_what_was_not_done_early_is_rolled_out_in_its_own_iteration_with_the_weights_before() -> None:
+def test_the_next_iteration_asks_for_the_very_requests_that_were_begun_early() -> None:
     settings = load(*AHEAD)
-    prompts = [replace(PROMPTS[0], id=index) for index in range(8)]
-    selection = unexplored(settings, SETTING, 1, prompts)
-    before = WeightsRef(version=0, sha256="before")
+    selections = [
+        unexplored(settings, SETTING, k, [replace(PROMPTS[0], id=index) for index in range(8)]) for k in (1, 2)
+    ]
+    before, now = WeightsRef(version=0, sha256="0" * 64), VERSION
 
-    graph = iteration_graph(settings, SETTING, selection, VERSION, None, ahead=Ahead(weights=before))
+    first = iteration_graph(
+        settings, SETTING, selections[0], now, None, ahead=Ahead(weights=before, following=selections[1])
+    )
+    last = iteration_graph(settings, SETTING, selections[1], replace(now, version=2), None, ahead=Ahead(weights=now))
 
-    calls = calls_of(graph)
-    versions = [call[2].weights for key, call in calls.items() if key[0] == "rollout-1"]
-    assert versions == [before] * 2 + [VERSION] * (len(versions) - 2)
-    assert not any(name.startswith(("ahead", "rollout-ahead")) for name in graph.graph.layers), "the last iteration"
+    begun = [call[2] for key, call in calls_of(first).items() if key[0] == "rollout-ahead-2"]
+    asked = [call[2] for key, call in calls_of(last).items() if key[0] == "rollout-2"]
+    assert begun == asked[: len(begun)]
+    assert not any("ahead" in name for name in last.graph.layers)
 
 
 def test_exploration_waits_for_nothing_of_the_training_beside_it() -> None:

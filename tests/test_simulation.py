@@ -56,6 +56,7 @@ def test_a_simulated_run_that_really_learns_is_the_live_run_bit_for_bit(tmp_path
         ("exploration.budget=time",),
         ("exploration.budget=worth", 'strategy.train_pools=["reserved","spot"]'),
         ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]'),
+        ("strategy.exploration=off", "rollout.prompts_ahead=2", 'strategy.train_pools=["reserved","spot"]'),
     ],
 )
 def test_every_strategy_runs_to_its_end_and_its_dispatching_replays(tmp_path: Path, strategy: Sequence[str]) -> None:
@@ -93,6 +94,24 @@ def test_every_algorithm_trains_in_a_run(tmp_path: Path, algorithm: Sequence[str
 def test_a_time_in_which_nothing_is_validated_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match=r"simulation\.hours = 1e-06: nothing is validated in that time"):
         simulated(tmp_path, "simulation.hours=1e-6")
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("pools.reward.workers=1", "pools.reward.usd_per_h=1"), ("strategy.on_preemption=restart",)]
+)
+def test_rollouts_that_were_begun_early_go_on_where_they_were(tmp_path: Path, more: Sequence[str]) -> None:
+    early = ("strategy.exploration=off", "rollout.prompts_ahead=2", "rollout.steps=40", "train.timesteps=1")
+
+    once, often = (
+        simulated(tmp_path / every, *early, *more, f"run.validate_every={every}").directory for every in ("3", "1")
+    )
+
+    took_s = [[row.measured["wall_s"] for row in run.history()] for run in (once, often)]
+    assert took_s[0] == pytest.approx(took_s[1]), "whatever was validated in between"
+    spans = once.rows(SPANS)
+    assert {span["outcome"] for span in spans if span["phase"] == "rollout-ahead"} >= {"done"}
+    shorter = [span["stop_s"] - span["start_s"] for span in spans if span["phase"] == "rollout"]
+    assert min(shorter) < max(shorter) / 2
 
 
 def test_the_same_settings_give_the_same_run(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from cluster.events import Key
 from cluster.virtual.timing import Denoising, Fixed
 from spotlight.device.signals import signals
-from spotlight.records import Dropped, Placement, Prompt, Quarantined, Request, Surplus, WeightsRef, record
+from spotlight.records import AHEAD, Dropped, Placement, Prompt, Quarantined, Request, Surplus, WeightsRef, record
 
 RUN = "faults"
-AHEAD = 1000
-"""Numbers of the next iteration's rollouts begin here."""
+FIRST_AHEAD = 1000
+"""Number of the first rollout of the next iteration."""
 
 
 @record
@@ -96,10 +96,10 @@ class Example:
         return layers.add("select", "head", [(_collect, _nothing, sum(scores, []), others)], iteration=1)
 
     def _add_rollouts_ahead(self, layers: _Layers) -> list[Key]:
-        calls = [(_denoise, request("rollout", AHEAD + at)) for at in range(self.ahead)]
-        rollouts = layers.add_requests("rollout-ahead", self.pool, calls, iteration=1)
-        scores = self._add_scores(layers, "{}-1", [keys[0] for keys in rollouts], iteration=1)
-        return layers.add("ahead", "head", [(_collect, _nothing, scores, _others(rollouts))], iteration=1)
+        calls = [(_denoise_ahead, request("rollout", FIRST_AHEAD + at)) for at in range(self.ahead)]
+        rollouts = layers.add_requests(AHEAD, "spot", calls, iteration=1)
+        firsts = [keys[0] for keys in rollouts]
+        return layers.add("ahead", "head", [(_collect, _nothing, firsts, _others(rollouts))], iteration=1)
 
     def _add_gradients(
         self, layers: _Layers, name: str, shares: Sequence[tuple[Any, ...]]
@@ -125,14 +125,11 @@ class Example:
         """The result of one of the rollouts."""
         return got["advantage", number % self.parts][number // self.parts]
 
-    def wrong(
-        self, got: dict[Key, Any], *, closes: bool, puts_off: bool, may_quarantine: Callable[[str, int], bool]
-    ) -> list[str]:
+    def wrong(self, got: dict[Key, Any], *, closes: bool, may_quarantine: Callable[[str, int], bool]) -> list[str]:
         """What is not as it must be of the results, as sentences.
 
         Args:
             closes: the end of training closes exploration, of which any part may be dropped then.
-            puts_off: the same of rollouts of the next iteration.
             may_quarantine: whether a request, by the name of its gang, may have been set aside after so many losses.
         """
         found = []
@@ -152,8 +149,9 @@ class Example:
             if slot < _slots_used(r, self.slots) or not isinstance(result, Dropped | Quarantined):
                 found += _wrong(f"explore-r{r}/{slot}", asked, result, may_quarantine, may_drop=closes)
         for at, result in enumerate(got.get(("ahead", 0), ())):
-            asked = request("rollout", AHEAD + at)
-            found += _wrong(f"rollout-ahead/{at}", asked, result, may_quarantine, may_drop=puts_off)
+            asked, gang = request("rollout", FIRST_AHEAD + at), f"{AHEAD}/{at}"
+            if result != _image(asked):
+                found += _wrong(gang, asked, result, may_quarantine, may_drop=True)
         counts = sum(map(len, samples)), *(len(got.get((name, 0), ())) for name in ("select", "ahead"))
         if counts != (self.rollouts, self.rounds * self.slots, self.ahead):
             found.append(f"{counts} results of rollouts, of exploration and for the next iteration came of {self}")
@@ -221,6 +219,10 @@ def _denoise(asked: Request, gang: str, shard: int) -> str | Surplus | Dropped |
         return place
     reason = signals.check(asked)
     return Dropped(reason=reason) if reason else _image(asked)
+
+
+def _denoise_ahead(asked: Request, gang: str, shard: int) -> str | Surplus | Dropped | Quarantined:
+    return _denoise(asked, gang, shard) if signals.was_told(gang, shard) else Dropped(reason="it goes on later")
 
 
 def _explore(allocation: Sequence[Request], slot: int, gang: str, shard: int) -> Any:
@@ -316,8 +318,8 @@ class ExampleTiming:
         arguments = given()
         if function is _explore and arguments[1] >= len(arguments[0]):
             return Fixed(seconds=0.0)
-        if function is _denoise or function is _explore:
-            asked = arguments[0] if function is _denoise else arguments[0][arguments[1]]
+        if function in (_denoise, _denoise_ahead, _explore):
+            asked = arguments[0] if function is not _explore else arguments[0][arguments[1]]
             return Denoising(request=asked.id, samples=len(asked.seeds), steps=asked.steps)
         if function is _shared:
             return Denoising(request=f"u{arguments[0]}-p{arguments[1]}", samples=1, steps=1, step_s=self._train_s)

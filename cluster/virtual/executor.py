@@ -18,7 +18,7 @@ from cluster.virtual.messages import Messages
 from cluster.virtual.tasks import Task, Tasks, parts
 from cluster.virtual.timing import Denoising, Fixed, Timing
 from cluster.virtual.workers import VirtualWorker
-from spotlight.device.signals import Told, signals
+from spotlight.device.signals import signals
 from spotlight.records import Placement, Surplus
 
 BACK_OFF_S = 0.01
@@ -74,7 +74,7 @@ class Executor:
             if not worker.frozen:
                 self.begin_next(worker)
 
-    def _tell_place(self, address: str, gang: str, shard: int, place: Told) -> None:
+    def _tell_place(self, address: str, gang: str, shard: int, place: Placement | Surplus | int) -> None:
         self._workers[address].places[gang, shard] = place
 
     def _open_gate(self, key: Key, address: str) -> None:
@@ -278,7 +278,7 @@ class Executor:
                 if key in worker.running:  # else it is about to leave
                     worker.running[key] = self.finish_after(work.seconds, self.tasks.all[key], worker)
             return
-        width = len(members)
+        width, committed = len(members), gangs.committed.get(work.request, 0)
         overhead_s = self._timing.launch_s + (self._timing.form_s if width > 1 else 0.0)
         forming = Forming(
             name=launch.gang,
@@ -286,7 +286,7 @@ class Executor:
             work=work,
             members=members,
             step_s=self._step_s(work, width, leader),
-            first=gangs.committed.get(work.request, 0) if self._resumes else 0,
+            first=committed if self._resumes or committed >= work.steps else 0,
             from_s=self._clock.now_s + overhead_s,
             explores=first.phase.startswith("explore"),
             width=width,

@@ -246,13 +246,8 @@ class _Trial:
         except (AssertionError, SpotlightError) as error:
             self.found.append(f"{type(error).__name__}: {error}")
             return
-        rules = self._schedule.rules
-        self.found += self._schedule.example.wrong(
-            results,
-            closes=rules.close_with_training,
-            puts_off=rules.moves,
-            may_quarantine=self._may_quarantine,
-        )
+        closes = self._schedule.rules.close_with_training
+        self.found += self._schedule.example.wrong(results, closes=closes, may_quarantine=self._may_quarantine)
         cursed = self._schedule.cursed
         if cursed is not None and isinstance(self._schedule.example.rollout_of(results, cursed), str):
             self.found.append(f"rollout/{cursed} was never quarantined")

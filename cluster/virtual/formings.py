@@ -6,6 +6,7 @@ forming of a gang commits.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor
@@ -81,13 +82,15 @@ class Formings:
         self._tell, self._epoch, self._finish, self._hand_back = tell, epoch, finish, hand_back
         self.all: dict[str, Forming] = {}
         """Of each gang at work."""
-        self._earlier: tuple[str, ...] = ()
+        self._earlier: deque[tuple[str, ...]] = deque()
 
     def forget_earlier(self) -> None:
-        """A graph is done: nobody asks again for the requests of those before it."""
-        for request in self._earlier:
-            self.committed.pop(request, None)
-        self._earlier = tuple(self.committed)
+        """A graph is done: nobody asks again for the requests of those before the two last, one of which may be a
+        validation between an iteration and the one that goes on with what it began."""
+        if len(self._earlier) > 1:
+            for request in self._earlier.popleft():
+                self.committed.pop(request, None)
+        self._earlier.append(tuple(self.committed))
 
     def begin(self, forming: Forming) -> None:
         self.all[forming.name] = forming

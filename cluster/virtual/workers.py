@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from cluster.events import Key, WorkerPool
 from cluster.virtual.clock import Alarm
-from spotlight.device.signals import Signals, Told
+from spotlight.device.signals import Signals
+from spotlight.records import Placement, Surplus
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -22,7 +23,7 @@ class VirtualWorker:
     node: str
     threads: int = 1
     signals: Signals = field(default_factory=Signals)
-    places: dict[tuple[str, int], Told] = field(default_factory=dict)
+    places: dict[tuple[str, int], Placement | Surplus | int] = field(default_factory=dict)
     """What it was told of shards that it has yet to end, by request and shard."""
     queue: deque[Key] = field(default_factory=deque)
     """Tasks that it has and has not begun."""

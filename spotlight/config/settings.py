@@ -156,6 +156,11 @@ class Config(Section):
         ahead = self.rollout.prompts_ahead
         if not ahead:
             return
+        if "spot" not in self.strategy.rollout_pools or not self.pools.spot.workers:
+            raise ValueError(
+                f"rollout.prompts_ahead = {ahead} is for spot workers that roll out, and there are none: set it to 0, "
+                'add "spot" to strategy.rollout_pools, or workers to pools.spot'
+            )
         if ahead > self.rollout.prompts:
             raise ValueError(
                 f"rollout.prompts_ahead = {ahead} is more than rollout.prompts = {self.rollout.prompts}: lower it"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, assert_never
 
-from spotlight.records import Dropped, Placement, Quarantined, Request, Stopped, Surplus, record
+from spotlight.records import Placement, Quarantined, Request, Stopped, Surplus, record
 
 
 @record
@@ -56,18 +56,13 @@ class CallOff:
     epoch: int
 
 
-Told = Placement | Surplus | Dropped | int
-"""Of a shard: where it runs, that it has nothing to do, or that its request was called off; or, as a number, that its
-request is set aside after so many losses."""
-
-
 @record
 class PlaceShard:
-    """Where a shard that is about to start runs, if at all."""
+    """Where a shard that is about to start runs; a number sets its request aside, after so many losses."""
 
     gang: str
     shard: int
-    placement: Told
+    placement: Placement | Surplus | int
 
 
 Order = Clear | Stop | CloseExploration | Leave | Regroup | CallOff
@@ -96,26 +91,21 @@ def order_from_message(order: str, facts: Mapping[str, Any]) -> Order:
 
 
 def shard_to_message(command: PlaceShard) -> dict[str, Any]:
-    """As plain values: of a placement its fields, None for a surplus, the reason of what was called off, or the
-    number."""
+    """As plain values: of a placement its fields, None for a surplus, or the number."""
     match command.placement:
         case Placement() as placement:
             value: Any = asdict(placement)
         case Surplus():
             value = None
-        case Dropped(reason=reason):
-            value = reason
         case preemptions:
             value = preemptions
     return {"gang": command.gang, "shard": command.shard, "value": value}
 
 
 def shard_from_message(gang: str, shard: int, value: Any) -> PlaceShard:
-    placement: Told = Surplus() if value is None else value
+    placement: Placement | Surplus | int = Surplus() if value is None else value
     if isinstance(value, Mapping):
         placement = Placement(**value)
-    elif isinstance(value, str):
-        placement = Dropped(reason=value)
     return PlaceShard(gang=gang, shard=shard, placement=placement)
 
 
@@ -132,7 +122,7 @@ class Signals:
         self._leaving = False
         self._regroup: dict[str, int] = {}
         self._called_off: dict[str, int] = {}
-        self._places: dict[tuple[str, int], Told] = {}
+        self._places: dict[tuple[str, int], Placement | Surplus | int] = {}
 
     def adopt(self, other: Signals) -> None:
         """Take over all that was asked of another process."""
@@ -162,7 +152,7 @@ class Signals:
             case _:
                 assert_never(command)
 
-    def place(self, gang: str, shard: int, placement: Told) -> None:
+    def place(self, gang: str, shard: int, placement: Placement | Surplus | int) -> None:
         """As `PlaceShard` asks."""
         while len(self._places) >= PLACES_MAX:
             self._places.pop(next(iter(self._places)), None)
@@ -194,12 +184,16 @@ class Signals:
     def is_called_off(self, placement: Placement) -> bool:
         return placement.epoch <= self._called_off.get(placement.gang, -1)
 
-    def placed(self, gang: str, shard: int, request: Request) -> Placement | Surplus | Dropped | Quarantined:
+    def placed(self, gang: str, shard: int, request: Request) -> Placement | Surplus | Quarantined:
         """Where this shard of a request runs, or why it does not."""
         found = self.told(gang, shard)
         return Quarantined(request=request, preemptions=found) if isinstance(found, int) else found
 
-    def told(self, gang: str, shard: int) -> Told:
+    def was_told(self, gang: str, shard: int) -> bool:
+        """Whether `PlaceShard` said anything of this shard that was not asked for yet."""
+        return (gang, shard) in self._places
+
+    def told(self, gang: str, shard: int) -> Placement | Surplus | int:
         """What `PlaceShard` said of this shard, once. Where nobody places shards, the first one runs alone."""
         found = self._places.pop((gang, shard), None)
         if found is None:

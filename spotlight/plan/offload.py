@@ -16,7 +16,7 @@ from dataclasses import field, replace
 from math import ceil, inf
 from typing import Literal, get_args
 
-from spotlight.records import Pool, Span, WorkerLife, base_phase, record
+from spotlight.records import AHEAD, Pool, Span, WorkerLife, base_phase, record
 
 FIRST_WINDOW_S = 150.0
 FLOOR_S = 5.0
@@ -135,7 +135,8 @@ class Balance:
 
     measured: Measured
     spare_s: float
-    """Worker seconds that exploration had; see the function `spare_s`, less what spot workers trained."""
+    """Worker seconds that exploration had; see the function `spare_s`, less what spot workers trained, or rolled out
+    for the next iteration."""
     train_s: float
     """That reserved workers trained, if they share it evenly."""
     reserved: int = 0
@@ -175,6 +176,7 @@ def balance(
     """
     recent = [span for span in spans if span.start_s >= began_s]
     training = [span for span in recent if base_phase(span.phase) == "train" and span.iteration == iteration]
+    ahead = [span for span in recent if span.phase == AHEAD]
     rollouts = [span for span in recent if span.phase == "rollout" and span.iteration == iteration]
     if not (training and rollouts):
         return None
@@ -203,7 +205,7 @@ def balance(
         spare_s=max(
             0.0,
             spare_s(rollouts, spot, began_s=began_s, until_s=trained_s)
-            - sum(span.stop_s - span.start_s for span in training if span.pool == "spot"),
+            - sum(span.stop_s - span.start_s for span in (*training, *ahead) if span.pool == "spot"),
         ),
         train_s=sum(span.stop_s - span.start_s for span in here) / trainers,
         reserved=alive["reserved"],

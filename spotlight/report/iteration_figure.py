@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, PathPatch, Polygon
 from matplotlib.path import Path as Line
 
-from spotlight.records import SpotlightError, base_phase, record
+from spotlight.records import AHEAD, SpotlightError, base_phase, record
 from spotlight.report.palette import FAINT, INK, POOL_COLOURS, phase_colour
 
 
@@ -53,8 +53,8 @@ LANES = {
     "head": ("head",),
 }
 """Lanes, and the rows in each, from top to bottom; that of workers that only score, where there are such."""
-BESIDE = ("allocate", "explore", "explore-decode", "explore-score", "rollout-ahead")
-"""Phases that run while an iteration trains; so does what waits for rollouts of the next iteration."""
+BESIDE = ("allocate", "explore", "explore-decode", "explore-score", AHEAD, "score-ahead")
+"""Phases that run while an iteration trains."""
 MAKES = {"publish": "weights {}", "select": "kept seeds {}"}
 """What the next iteration takes from this one; both carry the next iteration's number."""
 TITLES = {
@@ -133,8 +133,6 @@ def _read(graph: Layered) -> dict[str, _Layer]:
         pool = annotations.get("pool", "any")
         above = {lane for before in graph.dependencies[name] for lane in layers[before].lanes} - {"reward", "head"}
         lanes = above if pool == "engine" and above else POOL_LANES.get(pool, {"reserved", "spot"})
-        if annotations.get("phase") == "rollout-ahead" and "spot" in lanes:
-            lanes = {"spot"}
         layers[name] = _Layer(
             phase=parts["phase"] if parts else name,
             iteration=parts["iteration"] if parts else "",
@@ -189,9 +187,7 @@ def _waits(layers: Mapping[str, _Layer], dependencies: Mapping[str, set[str]]) -
         beside = {
             name
             for name, layer in layers.items()
-            if (layer.phase in BESIDE or any(layers[before].phase == "rollout-ahead" for before in above[name]))
-            and name not in above[train]
-            and train not in above[name]
+            if layer.phase in BESIDE and name not in above[train] and train not in above[name]
         }
         for name in beside:
             waits[name] |= {before for before in above[train] if "spot" in layers[before].lanes}
@@ -239,8 +235,8 @@ def _title(iterations: Mapping[str, str]) -> str:
     now, following = iterations.get("train") or iterations.get("rollout"), iterations.get("explore")
     if now and following and now != following:
         return f"Iteration {now}: train on its samples while spot workers explore seeds for iteration {following}"
-    if now and "rollout-ahead" in iterations:
-        return f"Iteration {now}: train on its samples while others begin with iteration {iterations['rollout-ahead']}"
+    if now and AHEAD in iterations:
+        return f"Iteration {now}: train on its samples while others begin with iteration {iterations[AHEAD]}"
     return f"Iteration {now or following}" if now or following else "Task graph"
 
 
@@ -250,8 +246,8 @@ def _subtitles(layers: Sequence[_Layer]) -> dict[str, str]:
     does = {lane: {layer.phase for layer in layers if lane in layer.lanes} for lane in ("reserved", "spot")}
     if "train" in does["spot"]:
         last = ",\nthen explore" if "explore" in does["spot"] else ""
-        told["spot"] = "roll out, then train" + (",\nthen roll out ahead" if "rollout-ahead" in does["spot"] else last)
-    elif "rollout-ahead" in does["spot"]:
+        told["spot"] = "roll out, then train" + (",\nthen roll out ahead" if AHEAD in does["spot"] else last)
+    elif AHEAD in does["spot"]:
         told["spot"] = "roll out, then begin\nwith the next iteration"
     elif "explore" not in does["spot"]:
         told["spot"] = "roll out,\nthen wait"

@@ -41,6 +41,13 @@ def check(run: RunDir) -> None:
                 raise SpotlightError(
                     f"{where}: is missing, and iteration {done} needs it: restore it, or {made_again(done)}"
                 )
+    before = done - 1
+    if config.rollout.prompts_ahead and before > 0 and done < config.run.iterations and not published(run.url, before):
+        where = run.objects.where(f"weights/v{before:05d}")
+        raise SpotlightError(
+            f"{where}: are missing, and samples of iteration {done} are drawn with these weights "
+            "(rollout.prompts_ahead): restore them, or begin a new run"
+        )
     run.beliefs(done)
     run.selection(done)
     for version in unvalidated(run, config, done):
