@@ -20,7 +20,8 @@ from spotlight.store.node import Node
 from spotlight.store.rundir import RunDir
 
 RESIDENT_VERSIONS = 2
-"""Rollouts use version k while exploration uses k or k - 1: no version is loaded twice."""
+"""Rollouts use version k, while exploration, and what was begun an iteration early, uses k or k - 1: no version is
+loaded twice."""
 
 
 class Residency:

@@ -112,8 +112,8 @@ def nft_loss(
 
     Args:
         v_BNC: velocity in training at ``x_t_BNC``; gradients flow through it.
-        v_old_BNC: velocity of the policy that sampled: the old one (``train.old_decay``), or the one that the iteration
-            started from.
+        v_old_BNC: velocity of the policy that samples: the old one (``train.old_decay``), or the one that the iteration
+            started from. Samples that were begun an iteration early are of the version before.
         x_t_BNC: ``clean_BNC`` noised to the levels ``sigma_B``.
         clean_BNC: the samples that were rewarded.
         sigma_B: noise levels, in (0, 1].
