@@ -6,7 +6,7 @@ turns that into places. Dask's synchronous scheduler ignores them and gets the s
 Pools: ``any``, ``spot`` and ``reserved`` tasks are shards of denoising requests, as many each as the widest gang has
 ranks, parked behind the gate until workers of the pool are free; ``engine`` tasks need a model, and go where their
 input is; ``reward`` tasks score, parked behind the gate until a worker that only scores is free, where there are such;
-``trainer`` tasks prepare training and publish, on reserved workers; ``gradient-any``, ``-spot`` and ``-reserved`` tasks
+``trainer`` tasks prepare the run and publish, on reserved workers; ``gradient-any``, ``-spot`` and ``-reserved`` tasks
 compute the gradients of an update's parts and add them, each on one worker, parked behind the gate until one of the
 pool is free that no rollout needs; ``training`` tasks take the optimizer's steps, behind the gate too, on the worker
 that took the one before, if it can be had; ``head`` tasks only decide, beside the scheduler.
@@ -183,7 +183,7 @@ def iteration_graph(
     calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
     pool, widths = _one_pool(config.strategy.rollout_pools), _widths(config)
     rollouts = layers.add_requests("rollout", k, calls, pool=pool, widths=widths, window_s=window_s)
-    scores = _add_scores(layers, config, "{}", k, run_dir, rollouts)
+    scores = _add_scores(layers, config, "{}", k, run_dir, rollouts, seed=context.seed)
     training, updated = _add_training(layers, config, context, selection, weights, rollouts, scores)
     publish = layers.add("publish", k, [(tasks.publish, run_dir, updated)], pool="trainer", after=[updated])
     outputs: dict[str, Key | list[Key]] = {"training": training, "published": publish[0]}
@@ -352,18 +352,28 @@ def request_size(config: Config) -> int:
 
 
 def _add_scores(
-    layers: Layers, config: Config, phase: str, iteration: int, run_dir: str, requests: list[list[Key]]
+    layers: Layers,
+    config: Config,
+    phase: str,
+    iteration: int,
+    run_dir: str,
+    requests: list[list[Key]],
+    *,
+    seed: int | None = None,
 ) -> list[Key]:
     """A score of each request: where it was denoised; or its images are drawn there, and scored by the reward pool.
 
     Args:
         phase: with ``{}`` for what is done.
+        seed: the run's, of what is trained on: where it was denoised, what has no reward is replaced at once.
     """
     results, pool = _first(requests), "engine"
     if config.scores_apart:
         calls: Calls = [(tasks.decode, run_dir, key) for key in results]
         results, pool = layers.add(phase.format("decode"), iteration, calls, pool="engine", after=results), "reward"
     calls = [(tasks.score, run_dir, key) for key in results]
+    if seed is not None and not config.scores_apart:
+        calls = [(tasks.score_whole, run_dir, seed, key) for key in results]
     return layers.add(phase.format("score"), iteration, calls, pool=pool, after=results)
 
 
@@ -376,7 +386,7 @@ def _add_training(
     rollouts: list[list[Key]],
     scores: list[Key],
 ) -> tuple[list[Key], Key]:
-    """Refill and advantages, then of each update the gradients of its parts, their sums, and the step.
+    """Advantages, then of each update the gradients of its parts, their sums, and the step.
 
     Where samples are trained on as they are scored, the prompts of a part get their advantages by themselves. Returns
     the keys of the training sets, and of the last update.
@@ -387,10 +397,13 @@ def _add_training(
     requests = len(range(0, cut.seeds, request_size(config)))
     chunks = cut.chunks if config.trains_as_scored else [range(cut.prompts)]
     parts = [slice(requests * chunk.start, requests * chunk.stop) for chunk in chunks]
-    refill = _add_refill(layers, config, context, k, [(scores[part], _surplus(rollouts[part])) for part in parts])
+    given = [(scores[part], _surplus(rollouts[part])) for part in parts]
+    if config.scores_apart:
+        given = [([key], list[Key]()) for key in _add_refill(layers, config, context, k, given)]
     weighed = tuple(table.weight for table in (config.reward, *config.reward.also)) if config.adds_advantages else ()
-    calls: Calls = [(tasks.advantage, std, key, weighed) for key in refill]
-    training = layers.add("advantage", k, calls, pool="trainer", after=refill)
+    calls: Calls = [(tasks.advantage, std, scored, weighed, surplus) for scored, surplus in given]
+    after = [key for scored, surplus in given for key in (*scored, *surplus)]
+    training = layers.add("advantage", k, calls, pool="head", after=after)
     slices = slices_of(config, cut.count)
     gradients: list[list[Key]] = []
     terms: list[list[Key]] = []
@@ -438,17 +451,14 @@ def _add_gradients(
 def _add_refill(
     layers: Layers, config: Config, context: RunContext, k: int, parts: Sequence[tuple[list[Key], list[Key]]]
 ) -> list[Key]:
-    """What has no reward is replaced, part by part; the replacements are scored where all else is.
+    """What has no reward is replaced, part by part; the replacements are scored by the reward pool, as all else is.
 
     Args:
         parts: the scores of each, and the other shards of its rollouts.
     """
     run_dir, seed = context.run_dir, context.seed
     after = [key for scores, surplus in parts for key in (*scores, *surplus)]
-    if not config.scores_apart:
-        calls: Calls = [(tasks.refill, run_dir, seed, scores, surplus) for scores, surplus in parts]
-        return layers.add("refill", k, calls, pool="trainer", after=after)
-    calls = [(tasks.replace_unscored, run_dir, seed, scores, surplus) for scores, surplus in parts]
+    calls: Calls = [(tasks.replace_unscored, run_dir, seed, scores, surplus) for scores, surplus in parts]
     drawn = layers.add("refill", k, calls, pool="trainer", after=after)
     again = layers.add(
         "refill-score", k, [(tasks.score_all, run_dir, key) for key in drawn], pool="reward", after=drawn

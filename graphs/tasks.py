@@ -152,7 +152,7 @@ def rollout_ahead(run_dir: str, request: Request, gang: str, shard: int) -> Shar
 
 
 def ended(results: Sequence[Any], surplus: Sequence[ShardResult]) -> None:
-    """Wait for them; see `refill` for why the other shards come, too."""
+    """Wait for them; see `replace_unscored` for why the other shards come, too."""
 
 
 def _scored_before(run_dir: str, request: Request) -> Rollout | None:
@@ -203,26 +203,36 @@ def score(run_dir: str, done: ShardResult) -> Scored | Dropped | Quarantined:
     return scored
 
 
-def refill(
-    run_dir: str, seed: int, scored: Sequence[Scored | Quarantined], surplus: Sequence[ShardResult] = ()
-) -> tuple[Scored, ...]:
-    """Replace the samples that have no reward, and the requests that were set aside, by fresh seeds of the same prompt.
-
-    Args:
-        surplus: the other shards of the requests. Dask forgets a task that nobody depends on, so whoever collects the
-            scores also takes these.
+def score_whole(run_dir: str, seed: int, done: ShardResult) -> tuple[Scored, ...]:
+    """As `score`, of what is trained on: what has no reward is replaced at once, where it was denoised.
 
     Raises:
         SpotlightError: the replacements have no reward either.
     """
-    known = [result if isinstance(result, Scored) else _unscored(result) for result in scored]
-    return tuple(part for result in known for part in (result, *_replacements(run_dir, seed, result)))
+    scored = score(run_dir, done)
+    assert not isinstance(scored, Dropped), "only exploration is dropped"
+    return refill(run_dir, seed, scored)
+
+
+def refill(run_dir: str, seed: int, scored: Scored | Quarantined) -> tuple[Scored, ...]:
+    """Replace the samples that have no reward, or a request that was set aside, by fresh seeds of the same prompt.
+
+    Raises:
+        SpotlightError: the replacements have no reward either.
+    """
+    known = scored if isinstance(scored, Scored) else _unscored(scored)
+    return (known, *_replacements(run_dir, seed, known))
 
 
 def replace_unscored(
     run_dir: str, seed: int, scored: Sequence[Scored | Quarantined], surplus: Sequence[ShardResult] = ()
 ) -> tuple[ShardResult, ...]:
-    """As `refill`, as far as the images of the fresh seeds: they are scored elsewhere."""
+    """As `refill` of each, as far as the images of the fresh seeds: they are scored elsewhere.
+
+    Args:
+        surplus: the other shards of the requests. Dask forgets a task that nobody depends on, so whoever collects the
+            scores also takes these.
+    """
     found = (_fresh(seed, result if isinstance(result, Scored) else _unscored(result)) for result in scored)
     return tuple(decode(run_dir, device.current().rollout(run_dir, fresh)) for fresh in found if fresh)
 
@@ -233,7 +243,7 @@ def score_all(run_dir: str, done: Sequence[ShardResult]) -> tuple[Scored | Dropp
 
 
 def refilled(seed: int, scored: Sequence[Scored | Quarantined], again: Sequence[Scored]) -> tuple[Scored, ...]:
-    """What `refill` returns, from what `score_all` says of the fresh seeds.
+    """What `refill` returns of each, from what `score_all` says of the fresh seeds.
 
     Raises:
         SpotlightError: the replacements have no reward either.
@@ -293,16 +303,23 @@ def _rewarded(scored: Scored, again: Scored) -> Scored:
     return again
 
 
-def advantage(settings_std: str, scored: Sequence[Scored], weights: Sequence[float] = ()) -> TrainingSet:
+def advantage(
+    settings_std: str,
+    scored: Sequence[Sequence[Scored]],
+    weights: Sequence[float] = (),
+    surplus: Sequence[ShardResult] = (),
+) -> TrainingSet:
     """Advantages of all samples that have a reward, in request order.
 
     Args:
         weights: of the rewards that are added up, where it is their advantages that are; a model of rewards has no
             parts, and so those of the sum.
+        surplus: see `replace_unscored`.
     """
+    results = [result for each in scored for result in each]
     rows = [
         (result, index, reward)
-        for result in scored
+        for result in results
         for index, reward in enumerate(result.rewards)
         if reward is not None
     ]
@@ -326,7 +343,7 @@ def advantage(settings_std: str, scored: Sequence[Scored], weights: Sequence[flo
             "zero_std_ratio": zero_std_ratio(rewards, groups),
             "samples": float(len(rows)),
         },
-        steps_resumed=sum(result.steps_resumed for result in scored),
+        steps_resumed=sum(result.steps_resumed for result in results),
     )
 
 

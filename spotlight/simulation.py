@@ -274,10 +274,12 @@ class TaskTiming:
 
     def _seconds(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> float:
         durations, device = self._durations, protocol.current()
-        if (function is tasks.score or function is tasks.score_all) and durations.scores_take_time:
-            run_dir, given = arguments()[:2]
+        if function in (tasks.score, tasks.score_whole, tasks.score_all) and durations.scores_take_time:
+            run_dir, *_, given = arguments()
             drawn = [
-                done.request for done in ([given] if function is tasks.score else given) if isinstance(done, Rollout)
+                done.request
+                for done in (given if function is tasks.score_all else [given])
+                if isinstance(done, Rollout)
             ]
             return durations.score_s(sum(len(each.seeds) for each in drawn if not device.has_scores(run_dir, each)))
         if function is tasks.gradient:

@@ -190,7 +190,7 @@ def test_a_missing_reward_is_replaced_by_a_fresh_seed_of_its_prompt(run: RunDir,
     assert isinstance(scored, Scored)
     failed = replace(scored, rewards=(None, *scored.rewards[1:]), errors=("out of order",))
 
-    _, fresh = tasks.refill(str(run.path), 0, [failed])
+    _, fresh = tasks.refill(str(run.path), 0, failed)
 
     assert fresh.request.prompt == request_.prompt
     assert len(fresh.rewards) == 1
@@ -201,7 +201,7 @@ def test_a_missing_reward_is_replaced_by_a_fresh_seed_of_its_prompt(run: RunDir,
 def test_a_request_that_was_set_aside_is_replaced_as_a_whole(run: RunDir, request_: Request) -> None:
     aside = Quarantined(request=request_, preemptions=5)
 
-    nothing, fresh = tasks.refill(str(run.path), 0, [aside])
+    nothing, fresh = tasks.refill(str(run.path), 0, aside)
 
     assert nothing.rewards == (None,) * len(request_.seeds)
     assert len([reward for reward in fresh.rewards if reward is not None]) == len(request_.seeds)
@@ -320,7 +320,7 @@ def test_replacements_that_are_scored_elsewhere_are_those_that_are_scored_at_onc
     whole = tasks.score(str(run.path), Engine(run.path).rollout(request))
     assert isinstance(whole, Scored)
     failed = replace(whole, rewards=(None, whole.rewards[1]), errors=("it is broken",))
-    expected = tasks.refill(str(run.path), 0, [failed, whole])
+    expected = [*tasks.refill(str(run.path), 0, failed), *tasks.refill(str(run.path), 0, whole)]
 
     drawn = tasks.replace_unscored(str(run.path), 0, [failed, whole])
     again = tasks.score_all(str(run.path), drawn)

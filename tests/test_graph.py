@@ -55,7 +55,7 @@ SETTING = RunContext(
 AHEAD = ("strategy.exploration=off", "rollout.prompts_ahead=2", "rollout.request_seeds=8")
 PROMPTS = tuple(Prompt(id=index, text=f'a sign that says "{index}"') for index in (4, 7, 1))
 SCORES_APART = ("pools.reward.workers=2", "pools.reward.usd_per_h=0.5")
-CHAIN = ["rollout-1", "score-1", "refill-1", "advantage-1", "train-1", "update-1", "publish-1"]
+CHAIN = ["rollout-1", "score-1", "advantage-1", "train-1", "update-1", "publish-1"]
 
 
 def load(*overrides: str) -> Config:
@@ -167,7 +167,7 @@ def test_a_part_of_training_waits_for_the_scores_of_its_prompts_only() -> None:
     graph = example_graph(settings)
     calls, requests = calls_of(graph), -(-settings.rollout.seeds_kept // 3)
 
-    scores = [[index for name, index in keys_in(calls["refill-1", at]) if name == "score-1"] for at in range(8)]
+    scores = [[index for name, index in keys_in(calls["advantage-1", at]) if name == "score-1"] for at in range(8)]
 
     assert [len(found) for found in scores] == [requests * count for count in [1, 1, 1, 2, 1, 1, 1, 2]]
     assert [index for found in scores for index in found] == list(range(10 * requests))
@@ -295,10 +295,10 @@ def test_each_task_runs_in_the_pool_of_its_phase() -> None:
     assert pools == {
         "rollout": "any",
         "score": "engine",
-        **dict.fromkeys(("refill", "advantage", "publish"), "trainer"),
+        "publish": "trainer",
         "train": "gradient-reserved",
         "update": "training",
-        **dict.fromkeys(("compact", "select", *(f"allocate-r{r}" for r in rounds)), "head"),
+        **dict.fromkeys(("advantage", "compact", "select", *(f"allocate-r{r}" for r in rounds)), "head"),
         **{f"explore-r{r}": "spot" for r in rounds},
         **{f"explore-score-r{r}": "engine" for r in rounds},
     }
@@ -312,7 +312,7 @@ def test_with_workers_that_only_score_images_are_drawn_where_they_were_denoised_
     rounds = range(load().exploration.rounds)
     scores = ("score", *(f"explore-score-r{r}" for r in rounds))
     draws = ("decode", *(f"explore-decode-r{r}" for r in rounds))
-    more = {"refill-score": "reward", "refilled": "head"}
+    more = {"refill": "trainer", "refill-score": "reward", "refilled": "head"}
     assert pools == plain | dict.fromkeys(scores, "reward") | dict.fromkeys(draws, "engine") | more
     dependencies = graph.graph.dependencies
     assert dependencies["score-1"] == {"decode-1"}
@@ -433,8 +433,8 @@ def test_advantages_of_several_rewards_are_added_where_the_settings_ask_for_it()
     ]
     groups = [0, 0, 1, 1, 1]
 
-    added = tasks.advantage("group", scored, (2.0, -1.0)).samples
-    plain = tasks.advantage("group", scored).samples
+    added = tasks.advantage("group", [scored], (2.0, -1.0)).samples
+    plain = tasks.advantage("group", [scored]).samples
 
     texts, means = (group_advantages(row, groups, std="group") for row in ([0, 0.5, 0.2, 0.2, 0.9], [9, 3, 0, 100, 50]))
     assert [sample.advantage for sample in added] == pytest.approx(list(2 * texts - means))
@@ -575,7 +575,7 @@ def test_what_is_known_of_a_prompt_counts_once_however_often_it_is_drawn_and_not
     explored = Explored(prompt=seen.id, rewards=(0.0, 1.0))
     nothing = (Explored(prompt=seen.id, rewards=()), Explored(prompt=undrawn.id, rewards=()))
     scored = [Scored(request=make_request(prompt=seen, seeds=(1, 2)), rewards=(1.0, 0.0))]
-    training = tasks.advantage("global", scored)
+    training = tasks.advantage("global", [scored])
 
     def learnt(beliefs: Beliefs, iteration: int, *explored: Explored) -> Beliefs:
         selection = Selection(iteration=iteration, kept=(), seeds_scored=0, seeds_dropped=0, explored=explored)

@@ -61,7 +61,7 @@ class Example:
         rollouts = layers.add_requests("rollout", self.pool, requests, window_s=self.window_s)
         scores = self._add_scores(layers, "{}", [keys[0] for keys in rollouts])
         calls = [(_collect, store, scores[p :: self.parts], _others(rollouts[p :: self.parts])) for p in self._parts]
-        samples = layers.add("advantage", "trainer", calls)
+        samples = layers.add("advantage", "head", calls)
         gradients: list[list[Key]] = []
         before: list[Key] = []
         for u in range(self.updates):

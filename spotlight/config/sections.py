@@ -472,8 +472,8 @@ class StrategySection(Section):
     taken on a reserved one, which keeps all state. With "spot" too, a spot worker that no rollout needs prefers a part
     to exploration; between equal GPUs no bit changes, and a part whose worker is lost is computed again elsewhere.
     With ["spot"] here and in ``rollout_pools``, no rollout and no gradient needs the reserved worker: it takes the
-    updates, validates and explores before the first iteration with the others, and replaces what has no reward. A
-    cheaper GPU will do, if the model and what training keeps fit its memory. Without spot workers the run waits."""
+    updates, and validates and explores before the first iteration with the others. A cheaper GPU will do, if the model
+    and what training keeps fit its memory. Without spot workers the run waits."""
     on_preemption: Literal["resume", "restart"] = "resume"
     """"resume": a request whose worker is lost goes on after its last committed step. "restart": it begins anew."""
     elastic: bool = True
