@@ -53,17 +53,20 @@ class Decisions(State):
                 yield self._launch(self._gangs[launch.request], launch.workers, at_s)
 
     def _make_room(self, at_s: float) -> Iterator[Instruction]:
-        """Training that waits gets a spot worker that rolls out for the next iteration, where that can go on."""
-        if not (self._ahead and self._ready and self.rules.moves and "spot" in self._phase(at_s).trainers):
+        """Training that waits gets spot workers that roll out for the next iteration, where that can go on.
+
+        Single workers only: who waits for a gang of them might never get it, since a request that lost its gang is
+        placed before fresh ones.
+        """
+        if not (self._ahead and self._ready and "spot" in self._phase(at_s).trainers):
             return
-        waiting = sum("spot" in self._trainers(task) for task in self._unbegun(self._ready))
-        at_work = [gang for gang in self._ahead.values() if gang.members and not gang.breaking]
-        leaving = sum(len(gang.members) for gang in at_work if gang.planned)
-        for gang in at_work:
-            if leaving >= waiting:
+        wanted = sum("spot" in self._trainers(task) for task in self._unbegun(self._ready))
+        at_work = [gang for gang in self._ahead.values() if gang.members]
+        for gang in sorted(at_work, key=lambda gang: not (gang.planned or gang.breaking)):  # those that leave already
+            if wanted <= 0:
                 break
-            if not gang.planned:
-                leaving += len(gang.members)
+            wanted -= len(set(gang.workers) - self._roster.leaving)
+            if not (gang.planned or gang.breaking):
                 yield from self._regroup(gang, at_s, "put off", "training waits for a worker")
 
     def _dismiss(self, gang: GangState, at_s: float) -> Iterator[Instruction]:

@@ -306,7 +306,7 @@ class Dispatch(Decisions):
             agreed = self._stopping or (task.gang is not None and task.gang.planned)
             outcome = "stopped" if agreed and address in self._roster.workers else "lost"
             self.journal.span(task.key, task.label, task.gang, address, started_s, event.at_s, outcome)
-            task.losses += outcome == "lost" and task.key in self._training
+            task.losses += address not in self._roster.workers and task.key in self._training
         elif event.work:
             outcome = "failed" if event.state == "erred" else "dropped" if event.work.dropped else "done"
             # Whatever a clock says that was set just then: it was done after it was handed out, and by now.

@@ -98,7 +98,7 @@ class State:
 
     def _called_off(self, gang: GangState) -> bool:
         if gang.ahead:
-            return gang.iteration <= self._trained + 1 and (self.rules.moves or not gang.members)
+            return gang.iteration <= self._trained + 1
         return gang.exploring and self._is_closed(gang.iteration)
 
     def _is_closed(self, iteration: int) -> bool:

@@ -279,6 +279,14 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
         (["rollout.prompts_ahead=4"], ["rollout.prompts_ahead = 4", 'strategy.exploration = "stale"']),
         (["rollout.prompts_ahead=99"], ["rollout.prompts_ahead = 99", "rollout.prompts = 8: lower it"]),
         (
+            ["rollout.prompts_ahead=4", "strategy.exploration=off", "strategy.on_preemption=restart"],
+            ["rollout.prompts_ahead = 4", 'on_preemption = "restart"'],
+        ),
+        (
+            ["rollout.prompts_ahead=4", "strategy.exploration=off", 'strategy.rollout_pools=["reserved"]'],
+            ["rollout.prompts_ahead = 4", "there are none"],
+        ),
+        (
             ["rollout.prompts_ahead=4", "strategy.exploration=off", "train.algorithm=dpo"],
             ["rollout.prompts_ahead = 4", 'train.algorithm = "dpo"'],
         ),

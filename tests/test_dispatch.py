@@ -331,6 +331,23 @@ def test_training_that_waits_gets_the_worker_of_a_rollout_of_the_next_iteration(
     assert trained(cluster.decide()) == {"train+/0": "tcp://s"}
 
 
+def test_no_more_rollouts_are_put_off_than_others_need_workers() -> None:
+    cluster = Cluster()
+    cluster.join("a", "b", node="n")
+    cluster.join("c", "d", node="m")
+    cluster.submit("rollout-ahead", 2, pool="spot", iteration=1, phase="rollout-ahead", shards=2, widths=[2])
+    assert len(launched(cluster.decide())) == 2
+    cluster.submit("train", 2, pool="gradient-spot")
+
+    orders = [each for each in cluster.decide() if isinstance(each, Regroup)]
+    first = ("rollout-ahead", 2 * int(orders[0].gang.rpartition("/")[2]))
+    cluster.change(first, "released")
+    cluster.change(first, "gated")
+
+    assert len({order.gang for order in orders}) == 1
+    assert not [each for each in cluster.decide() if isinstance(each, Regroup)], "the other member is about to come"
+
+
 def test_gradients_that_only_spot_workers_may_compute_go_to_no_reserved_one() -> None:
     cluster = Cluster()
     cluster.join("a", pool="reserved")

@@ -211,7 +211,8 @@ def test_rollouts_that_are_made_early_are_the_same_whoever_is_killed(tmp_path: P
     assert {span["pool"] for span in spans} == {"spot"}
     assert {"lost", "stopped"} <= {span["outcome"] for span in spans}, "training ends before they do"
     assert "put off" in {row["event"] for row in run.directory.rows(EVENTS)}
-    assert run.directory.history()[-1].measured["steps_resumed"] > 0
+    resumed = [row.measured["steps_resumed"] for row in run.directory.history()]
+    assert any(steps % 60 for steps in resumed), "some went on from a step in their middle"
     assert outcome(run.directory.path) == outcome(alone.path)
 
 

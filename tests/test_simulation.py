@@ -96,9 +96,7 @@ def test_a_time_in_which_nothing_is_validated_is_refused(tmp_path: Path) -> None
         simulated(tmp_path, "simulation.hours=1e-6")
 
 
-@pytest.mark.parametrize(
-    "more", [(), ("pools.reward.workers=1", "pools.reward.usd_per_h=1"), ("strategy.on_preemption=restart",)]
-)
+@pytest.mark.parametrize("more", [(), ("pools.reward.workers=1", "pools.reward.usd_per_h=1")])
 def test_rollouts_that_were_begun_early_go_on_where_they_were(tmp_path: Path, more: Sequence[str]) -> None:
     early = ("strategy.exploration=off", "rollout.prompts_ahead=2", "rollout.steps=40", "train.timesteps=1")
 

@@ -98,8 +98,10 @@ class Example:
     def _add_rollouts_ahead(self, layers: _Layers) -> list[Key]:
         calls = [(_denoise_ahead, request("rollout", FIRST_AHEAD + at)) for at in range(self.ahead)]
         rollouts = layers.add_requests(AHEAD, "spot", calls, iteration=1)
-        firsts = [keys[0] for keys in rollouts]
-        return layers.add("ahead", "head", [(_collect, _nothing, firsts, _others(rollouts))], iteration=1)
+        ends = [keys[0] for keys in rollouts]
+        if self.score_pool == "engine":
+            ends = self._add_scores(layers, "{}-ahead", ends, iteration=1)
+        return layers.add("ahead", "head", [(_collect, _nothing, ends, _others(rollouts))], iteration=1)
 
     def _add_gradients(
         self, layers: _Layers, name: str, shares: Sequence[tuple[Any, ...]]
@@ -150,7 +152,7 @@ class Example:
                 found += _wrong(f"explore-r{r}/{slot}", asked, result, may_quarantine, may_drop=closes)
         for at, result in enumerate(got.get(("ahead", 0), ())):
             asked, gang = request("rollout", FIRST_AHEAD + at), f"{AHEAD}/{at}"
-            if result != _image(asked):
+            if self.score_pool == "engine" or result != _image(asked):
                 found += _wrong(gang, asked, result, may_quarantine, may_drop=True)
         counts = sum(map(len, samples)), *(len(got.get((name, 0), ())) for name in ("select", "ahead"))
         if counts != (self.rollouts, self.rounds * self.slots, self.ahead):

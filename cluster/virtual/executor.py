@@ -278,7 +278,7 @@ class Executor:
                 if key in worker.running:  # else it is about to leave
                     worker.running[key] = self.finish_after(work.seconds, self.tasks.all[key], worker)
             return
-        width, committed = len(members), gangs.committed.get(work.request, 0)
+        width = len(members)
         overhead_s = self._timing.launch_s + (self._timing.form_s if width > 1 else 0.0)
         forming = Forming(
             name=launch.gang,
@@ -286,7 +286,7 @@ class Executor:
             work=work,
             members=members,
             step_s=self._step_s(work, width, leader),
-            first=committed if self._resumes or committed >= work.steps else 0,
+            first=gangs.committed.get(work.request, 0) if self._resumes else 0,
             from_s=self._clock.now_s + overhead_s,
             explores=first.phase.startswith("explore"),
             width=width,

@@ -127,7 +127,6 @@ def draw(seed: int) -> Schedule:
     )
     scorers = Random(f"{seed} scores").choice([0, 0, 1, 2])
     example = replace(example, score_pool="reward" if scorers else "engine")
-    example = replace(example, ahead=Random(f"{seed} ahead").choice([0, 0, 1, 3]))
     if Random(f"{seed} train pool").random() < 0.2:
         example = replace(example, train_pool="spot")
     largest = {"reserved": reserved, "any": max(reserved, per_node), "spot": per_node}[example.train_pool]
@@ -135,6 +134,8 @@ def draw(seed: int) -> Schedule:
     example = replace(example, slices=Random(f"{seed} sums").choice([1, 2]))
     cursed = chance.randrange(example.rollouts) if chance.random() < 0.15 else None
     resumes = chance.random() < 0.8
+    if resumes:
+        example = replace(example, ahead=Random(f"{seed} ahead").choice([0, 0, 1, 3]))
     if cursed is None and train_width <= largest:  # else a gradient, too, might be lost too often
         example = replace(example, train_width=train_width)
     return Schedule(

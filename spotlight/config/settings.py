@@ -165,6 +165,11 @@ class Config(Section):
             raise ValueError(
                 f"rollout.prompts_ahead = {ahead} is more than rollout.prompts = {self.rollout.prompts}: lower it"
             )
+        if self.strategy.on_preemption == "restart":
+            raise ValueError(
+                f'rollout.prompts_ahead = {ahead} with strategy.on_preemption = "restart": rollouts that are begun '
+                'early go on after their last committed step; set prompts_ahead = 0, or on_preemption = "resume"'
+            )
         if self.train.algorithm != "nft":
             raise ValueError(
                 f'rollout.prompts_ahead = {ahead} with train.algorithm = "{self.train.algorithm}": its samples must be '

@@ -42,7 +42,7 @@ METRICS = {
     "samples": "trained on",
     "seeds_scored": "candidate seeds scored before training ended",
     "beside_seeds": "of the next iteration's candidates, those scored beside this training",
-    "steps_resumed": "denoising steps that were found committed instead of being done again",
+    "steps_resumed": "denoising steps found committed: of what lost its worker, or was begun an iteration early",
     "loss": "mean over the updates",
     "grad_norm": "before clipping",
     "advantage_max": "the largest, up or down: 0 where no sample was better than another, and no step was taken",
