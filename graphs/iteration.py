@@ -176,10 +176,7 @@ def iteration_graph(
         window_s: how long reserved workers roll out while there are spot workers.
     """
     layers, k, run_dir = Layers(context.session), selection.iteration, context.run_dir
-    early, others = _split(config, selection)
-    requests = rollout_requests(config, context, others, weights)
-    if ahead:
-        requests = rollout_requests(config, context, early, ahead.weights) + requests
+    requests = rollout_requests(config, context, selection, weights, before=ahead.weights if ahead else None)
     calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
     pool, widths = _one_pool(config.strategy.rollout_pools), _widths(config)
     rollouts = layers.add_requests("rollout", k, calls, pool=pool, widths=widths, window_s=window_s)
@@ -194,23 +191,8 @@ def iteration_graph(
     if candidates:
         outputs["selection"] = _add_exploration(layers, config, context, candidates, pool="spot")
     if ahead and ahead.following:
-        requests = rollout_requests(config, context, _split(config, ahead.following)[0], weights)
-        calls = [(tasks.rollout_ahead, run_dir, request) for request in requests]
-        begun = layers.add_requests(AHEAD, k + 1, calls, pool="spot", widths=widths)
-        ends, surplus = _first(begun), _surplus(begun)
-        if not config.scores_apart:  # whose workers score what training waits for
-            scoring: Calls = [(tasks.score, run_dir, key) for key in ends]
-            ends = layers.add("score-ahead", k + 1, scoring, pool="engine", after=ends)
-        (outputs["ahead"],) = layers.add(
-            "ahead", k + 1, [(tasks.ended, ends, surplus)], pool="head", after=[*ends, *surplus]
-        )
+        outputs["ahead"] = _add_rollouts_ahead(layers, config, context, ahead.following, weights)
     return Graph(graph=layers.graph(), outputs=outputs)
-
-
-def _split(config: Config, selection: Selection) -> tuple[Selection, Selection]:
-    """The prompts whose rollouts are begun an iteration early, and the others."""
-    count = config.rollout.prompts_ahead
-    return replace(selection, kept=selection.kept[:count]), replace(selection, kept=selection.kept[count:])
 
 
 def final_graph(config: Config, context: RunContext) -> Graph:
@@ -327,15 +309,41 @@ def unexplored(config: Config, context: RunContext, iteration: int, prompts: Seq
     return Selection(iteration=iteration, kept=kept, seeds_scored=0, seeds_dropped=0)
 
 
-def rollout_requests(config: Config, context: RunContext, selection: Selection, weights: WeightsRef) -> list[Request]:
-    """The kept seeds as requests; their order is the order in which training consumes them."""
+def rollout_requests(
+    config: Config, context: RunContext, selection: Selection, weights: WeightsRef, *, before: WeightsRef | None = None
+) -> list[Request]:
+    """The kept seeds as requests; their order is the order in which training consumes them.
+
+    Args:
+        before: with which the first ``rollout.prompts_ahead`` prompts are rolled out instead.
+    """
     template = _template(config, context, "rollout", selection.iteration, weights)
-    size = request_size(config)
+    size, early = request_size(config), config.rollout.prompts_ahead if before else 0
     return [
-        replace(template, prompt=kept.prompt, seeds=kept.seeds[first : first + size])
-        for kept in selection.kept
+        replace(
+            template,
+            prompt=kept.prompt,
+            seeds=kept.seeds[first : first + size],
+            weights=before if before and number < early else weights,
+        )
+        for number, kept in enumerate(selection.kept)
         for first in range(0, len(kept.seeds), size)
     ]
+
+
+def _add_rollouts_ahead(
+    layers: Layers, config: Config, context: RunContext, following: Selection, weights: WeightsRef
+) -> Key:
+    """Begin with the first prompts of the next iteration, which asks for the very same requests; returns their end."""
+    k, early = following.iteration, replace(following, kept=following.kept[: config.rollout.prompts_ahead])
+    requests = rollout_requests(config, context, early, weights)
+    calls: Calls = [(tasks.rollout_ahead, context.run_dir, request) for request in requests]
+    begun = layers.add_requests(AHEAD, k, calls, pool="spot", widths=_widths(config))
+    ends, surplus = _first(begun), _surplus(begun)
+    if not config.scores_apart:  # whose workers score what training waits for
+        calls = [(tasks.score, context.run_dir, key) for key in ends]
+        ends = layers.add("score-ahead", k, calls, pool="engine", after=ends)
+    return layers.add("ahead", k, [(tasks.ended, ends, surplus)], pool="head", after=[*ends, *surplus])[0]
 
 
 def request_size(config: Config) -> int:
