@@ -161,7 +161,7 @@ class RolloutSection(Section):
     """Most samples in one request: one forward batch. 0 leaves it to `plan.batching.request_seeds`: up to 8, and
     such that the workers of the rollout pools have no short last wave."""
     prompts_ahead: int = Field(0, ge=0, le=100_000)
-    """Of the prompts of an iteration, so many are rolled out while the one before it trains, by workers that would
+    """Of the prompts of an iteration, so many are rolled out while the one before it trains, by spot workers that would
     idle, with weights that are one version old (one-step off-policy). For DiffusionNFT without exploration."""
     steps: int = Field(8, ge=1, le=STEPS_MAX)
     """Denoising steps of a sample."""
