@@ -150,8 +150,9 @@ class State:
         return [task for task in tasks.values() if not self._roster.has(task.key, task.worker)]
 
     def _trainers(self, task: Task) -> tuple[Pool, ...]:
-        """Pools that may do a task of training: reserved workers only, once it outlasted so many that left."""
-        return ("reserved",) if task.losses >= self.rules.quarantine_after else TRAINING[task.label.pool]
+        """Pools that may do a task of training: once it outlasted so many that left, the reserved one, if that can."""
+        is_rescued = self.rules.rescues and task.losses >= self.rules.quarantine_after
+        return ("reserved",) if is_rescued else TRAINING[task.label.pool]
 
     def _burden(self, key: Key, address: str) -> None:
         """Count on the worker for a task before it begins, so that it gets no other."""

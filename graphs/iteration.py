@@ -206,7 +206,7 @@ def final_graph(config: Config, context: RunContext) -> Graph:
 def exploration_graph(config: Config, context: RunContext, candidates: Candidates) -> Graph:
     """Exploration with nothing beside it: before the first iteration, or before each one."""
     layers = Layers(context.session)
-    selection = _add_exploration(layers, config, context, candidates, pool="any")
+    selection = _add_exploration(layers, config, context, candidates, pool=_one_pool(config.gpu_pools))
     return Graph(graph=layers.graph(), outputs={"selection": selection})
 
 
@@ -221,7 +221,8 @@ def validation_graph(config: Config, context: RunContext, prompts: Sequence[Prom
     count = config.run.validation_seeds
     requests = [replace(template, prompt=prompt, seeds=tasks.validation_seeds(prompt, count)) for prompt in prompts]
     calls: Calls = [(tasks.rollout_shard, context.run_dir, request) for request in requests]
-    rollouts = layers.add_requests("validate", weights.version, calls, pool="any", widths=_widths(config))
+    pool, widths = _one_pool(config.gpu_pools), _widths(config)
+    rollouts = layers.add_requests("validate", weights.version, calls, pool=pool, widths=widths)
     scores = _add_scores(layers, config, "validate-{}", weights.version, context.run_dir, rollouts)
     surplus = _surplus(rollouts)
     save = (tasks.save_images, context.run_dir, weights.version, scores, surplus)
@@ -467,7 +468,8 @@ def _add_refill(
     run_dir, seed = context.run_dir, context.seed
     after = [key for scores, surplus in parts for key in (*scores, *surplus)]
     calls: Calls = [(tasks.replace_unscored, run_dir, seed, scores, surplus) for scores, surplus in parts]
-    drawn = layers.add("refill", k, calls, pool="trainer", after=after)
+    pool = "trainer" if config.reserved_computes else "engine"
+    drawn = layers.add("refill", k, calls, pool=pool, after=after)
     again = layers.add(
         "refill-score", k, [(tasks.score_all, run_dir, key) for key in drawn], pool="reward", after=drawn
     )

@@ -227,7 +227,7 @@ class Loop:
         self._watch.begin("explore", k)
         beliefs = self._run.beliefs(k)
         candidates = candidates_for(
-            self._config, context, k, prompts, weights, beliefs=beliefs, pools=("reserved", "spot")
+            self._config, context, k, prompts, weights, beliefs=beliefs, pools=self._config.gpu_pools
         )
         graph = exploration_graph(self._config, context, candidates)
         selection: Selection = self._compute(graph)["selection"]

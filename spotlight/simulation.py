@@ -293,7 +293,8 @@ class TaskTiming:
             return (parts + 1) / slices_of(self._config, parts) * durations.gradient_s
         if function is tasks.update:
             gradients = arguments()[3][-1]
-            return (len(gradients) if slices_of(self._config, len(gradients)) == 1 else 1) * durations.gradient_s
+            terms = len(gradients) if slices_of(self._config, len(gradients)) == 1 else 1
+            return terms * durations.gradient_s + durations.update_s
         if function is tasks.publish:
             return durations.publish_s
         return durations.prepare_s if function is tasks.prepare else 0.0

@@ -12,6 +12,7 @@ import pytest
 
 from runs import settings_file
 from spotlight import config
+from spotlight.market.ledger import reserved_price
 from spotlight.records import Drained, SpotlightError
 from spotlight.store.accounts import Accounts, pool_prices
 from spotlight.store.rows import HISTORY, SPANS, VALIDATION, WORKERS
@@ -127,6 +128,21 @@ def test_prices_pass_as_fast_as_the_clock(tmp_path: Path) -> None:
         SpotlightError, match=r"pools\.spot\.prices = .*a calendar, and this run's clock is 8 times as fast"
     ):
         pool_prices(paced)
+
+
+@pytest.mark.parametrize(
+    ("spot", "usd_per_h"),
+    [({"gpu": "h100"}, 10.47), ({"gpu": "mine", "usd_per_h": 3.0}, 3.0), ({"usd_per_h": 0.5}, 1.21)],
+)
+def test_work_on_reserved_workers_is_priced_as_that_of_gpus_like_the_spot_ones(
+    tmp_path: Path, spot: dict[str, Any], usd_per_h: float
+) -> None:
+    apart = {"rollout_pools": ["spot"], "train_pools": ["spot"]}
+    tree = {"data": {"train_prompts": "a", "validation_prompts": "b"}, "strategy": apart}
+    prices = pool_prices(config.resolve(tree | {"pools": {"spot": spot, "reserved": {"gpu": "cpu"}}}, tmp_path))
+
+    assert prices["reserved"].usd_per_h == (1.21,)
+    assert reserved_price(prices, "spot").usd_per_h == reserved_price(prices, "reserved").usd_per_h == (usd_per_h,)
 
 
 def test_a_run_keeps_the_prices_that_it_paid(tmp_path: Path) -> None:

@@ -132,7 +132,9 @@ def test_a_pools_gpu_sets_its_price_unless_the_settings_do(file: Path) -> None:
 def test_an_unlisted_gpu_needs_a_price(file: Path) -> None:
     text = refusal(file, "pools.spot.gpu=h99")
 
-    assert text.startswith(f"{file}: pools.spot.gpu = 'h99' is not in the price list, which has 'a100-80gb', 'h100',")
+    assert text.startswith(
+        f"{file}: pools.spot.gpu = 'h99' is not in the price list, which has 'a100-80gb', 'cpu', 'h100',"
+    )
     assert load(file, ["pools.spot.gpu=h99", "pools.spot.usd_per_h=1"]).pools.spot.gpu == "h99"
 
 
@@ -321,6 +323,16 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
                 "pools.spot.usd_per_h=1",
             ],
             ['strategy.train_pools = ["spot"]', "nobody would compute gradients"],
+        ),
+        (["pools.reserved.gpu=cpu"], ['pools.reserved.gpu = "cpu"', "only take the updates", 'train_pools = ["spot"]']),
+        (
+            [
+                "pools.reserved.gpu=cpu",
+                'strategy.rollout_pools=["spot"]',
+                'strategy.train_pools=["spot"]',
+                "model.device=cuda",
+            ],
+            ['model.device = "cuda"', "no GPU", 'model.device = "auto"'],
         ),
         (["model.name=qwen-image"], ['model.name = "qwen-image"', "model.path"]),
     ],

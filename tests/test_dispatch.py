@@ -380,6 +380,22 @@ def test_a_gradient_that_outlasts_its_spot_workers_goes_to_a_reserved_one() -> N
     assert (begun.address, begun.cause) == ("tcp://a", "2 workers left before it was done")
 
 
+def test_where_reserved_workers_have_no_gpu_a_gradient_that_outlasts_its_spot_workers_waits_for_another() -> None:
+    cluster = Cluster(quarantine_after=2, rescues=False)
+    cluster.join("a", pool="reserved")
+    cluster.submit("train", 1, pool="gradient-spot")
+    for name in ("s", "t"):
+        cluster.join(name)
+        cluster.decide()
+        cluster.lose(name, ("train", 0))
+
+    missing, nobody = cluster.dispatch.missing_pools(), cluster.decide()
+    cluster.join("u")
+
+    assert (missing, list(nobody)) == (("spot",), [])
+    assert trained(cluster.decide()) == {"train/0": "tcp://u"}
+
+
 def test_gradients_that_wait_for_spot_workers_while_there_are_none_are_told() -> None:
     cluster = Cluster()
     cluster.join("a", pool="reserved")

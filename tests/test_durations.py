@@ -15,6 +15,7 @@ from spotlight.plan.durations import (
     OCR_SCORE_S,
     PUBLISH_LORA_S,
     SCORE_S,
+    UPDATE_LORA_S,
     TaskDurations,
     forward_flops,
     load_s,
@@ -185,7 +186,21 @@ def test_machines_with_a_large_model_boot_and_load_it() -> None:
     assert (lora.publish_s, full.publish_s) == (PUBLISH_LORA_S, load_s("qwen-image"))
 
 
-@pytest.mark.parametrize("name", ["launch_s", "form_s", "graph_s", "warm_up_s", "prepare_s", "publish_s", "start_up_s"])
+def test_an_update_takes_time_where_the_reserved_worker_has_no_gpu() -> None:
+    file, works = EXAMPLES / "qwen-image-ocr.toml", ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]')
+    full = ("train.lora_rank=0", "model.dtype=float32")
+
+    takes_s = [
+        TaskDurations(config.load(file, ["model.device=auto", *works, f"pools.reserved.gpu={gpu}", *more])).update_s
+        for gpu, more in (("h100", ()), ("cpu", ()), ("cpu", full))
+    ]
+
+    assert takes_s == [0.0, UPDATE_LORA_S, pytest.approx(UPDATE_LORA_S * 40.9 / 0.85)]
+
+
+@pytest.mark.parametrize(
+    "name", ["launch_s", "form_s", "graph_s", "warm_up_s", "prepare_s", "update_s", "publish_s", "start_up_s"]
+)
 def test_what_the_system_costs_is_a_setting_in_real_seconds(name: str) -> None:
     paced = config.load(EXAMPLES / "paced.toml", [f"simulation.{name}=12.5"])
 

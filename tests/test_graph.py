@@ -55,6 +55,7 @@ SETTING = RunContext(
 AHEAD = ("strategy.exploration=off", "rollout.prompts_ahead=2", "rollout.request_seeds=8")
 PROMPTS = tuple(Prompt(id=index, text=f'a sign that says "{index}"') for index in (4, 7, 1))
 SCORES_APART = ("pools.reward.workers=2", "pools.reward.usd_per_h=0.5")
+SPOT_WORKS = ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]')
 CHAIN = ["rollout-1", "score-1", "advantage-1", "train-1", "update-1", "publish-1"]
 
 
@@ -194,6 +195,26 @@ def test_each_worker_that_trains_adds_a_slice_of_all_gradients(pools: str, slice
     assert added == [[("train-1", part) for part in range(33)]] * slices
     assert [list(each) for each in calls["update-1", 0][5]] == [[("add-1", at) for at in range(slices)]]
     assert {notes(graph)[name]["pool"] for name in ("add-1", "train-1")} == {pool}
+
+
+def test_a_reserved_worker_without_a_gpu_denoises_nothing() -> None:
+    bare = load("pools.reserved.gpu=cpu", *SPOT_WORKS)
+    candidates = candidates_for(bare, SETTING, 0, PROMPTS, VERSION, pools=bare.gpu_pools)
+    graphs = (
+        example_graph(bare),
+        exploration_graph(bare, SETTING, candidates),
+        validation_graph(bare, SETTING, PROMPTS, VERSION),
+        example_graph(load("pools.reserved.gpu=cpu", *SPOT_WORKS, *SCORES_APART)),
+    )
+
+    on_reserved = {
+        name
+        for graph in graphs
+        for name, noted in notes(graph).items()
+        if noted["pool"] in ("any", "reserved", "trainer", "training")
+    }
+
+    assert on_reserved == {"update-1", "publish-1"}
 
 
 def test_with_more_parts_than_prompts_a_part_is_of_a_prompt_or_two() -> None:

@@ -182,8 +182,9 @@ def test_workers_killed_in_the_middle_of_a_task_change_nothing(
     assert outcome(run.directory.path) == outcome(undisturbed)
 
 
-def test_a_reserved_worker_that_only_updates_changes_nothing(undisturbed: Path, tmp_path: Path) -> None:
-    apart = ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]')
+@pytest.mark.parametrize("gpu", ["h100", "cpu"])
+def test_a_reserved_worker_that_only_updates_changes_nothing(undisturbed: Path, tmp_path: Path, gpu: str) -> None:
+    apart = ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]', f"pools.reserved.gpu={gpu}")
     run = Run(settings_file(tmp_path), apart).start()
     client_of(run).register_plugin(KillWorkers("train", pool="spot", count=1))
 
@@ -195,6 +196,8 @@ def test_a_reserved_worker_that_only_updates_changes_nothing(undisturbed: Path, 
         phase: {span["pool"] for span in spans if span["phase"] == phase} for phase in ("rollout", "train", "update")
     }
     assert pools == {"rollout": {"spot"}, "train": {"spot"}, "update": {"reserved"}}
+    validated = {span["pool"] for span in spans if span["phase"] in ("validate", "explore")}
+    assert validated == ({"spot"} if gpu == "cpu" else {"reserved", "spot"})
     assert outcome(run.directory.path) == outcome(undisturbed)
 
 

@@ -56,6 +56,7 @@ def test_a_simulated_run_that_really_learns_is_the_live_run_bit_for_bit(tmp_path
         ("exploration.budget=time",),
         ("exploration.budget=worth", 'strategy.train_pools=["reserved","spot"]'),
         ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]'),
+        ("pools.reserved.gpu=cpu", 'strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]'),
         ("strategy.exploration=off", "rollout.prompts_ahead=2", 'strategy.train_pools=["reserved","spot"]'),
     ],
 )

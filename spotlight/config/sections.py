@@ -33,6 +33,8 @@ STEPS_MAX = 1000
 """Noise levels that a flow model is trained on."""
 GUIDANCE_MAX = 100.0
 """Some 4 is usual; at 100 nothing is left of an image."""
+NO_GPU = "cpu"
+"""``pools.*.gpu`` of a machine without one."""
 WIDTH_MAX = 1024
 """Workers that one machine may have, and so a gang."""
 DAY_S = 86400.0
@@ -397,7 +399,9 @@ class PoolSection(Section):
     workers: int = Field(1, ge=0, le=100_000)
     """Worker processes; each owns one device."""
     gpu: str = ""
-    """What a worker is, by its name in ``prices.toml``: it sets the price where ``usd_per_h`` does not."""
+    """What a worker is, by its name in ``prices.toml``: it sets the price where ``usd_per_h`` does not. "cpu" in the
+    reserved pool is a machine without a GPU: it takes the updates and keeps all state, and no more
+    (``strategy.train_pools``)."""
     usd_per_h: float = Field(ge=0, le=1e5)
     """Price of one worker."""
     prices: str = ""
@@ -473,7 +477,8 @@ class StrategySection(Section):
     to exploration; between equal GPUs no bit changes, and a part whose worker is lost is computed again elsewhere.
     With ["spot"] here and in ``rollout_pools``, no rollout and no gradient needs the reserved worker: it takes the
     updates, and validates and explores before the first iteration with the others. A cheaper GPU will do, if the model
-    and what training keeps fit its memory. Without spot workers the run waits."""
+    and what training keeps fit its memory; or none (``pools.reserved.gpu = "cpu"``): then it takes the updates only.
+    Without spot workers the run waits."""
     on_preemption: Literal["resume", "restart"] = "resume"
     """"resume": a request whose worker is lost goes on after its last committed step. "restart": it begins anew."""
     elastic: bool = True
@@ -615,6 +620,10 @@ class SimulationSection(Section):
     """From the last update to new weights on every worker. Left out, it is 0.084 s where the workers are processes of
     one machine (the embedded model, paced or not; measured: as ``form_s``), and else what a LoRA of 0.85 GB or all
     weights take at 10 Gb/s."""
+    update_s: float | None = Field(None, ge=0, le=DAY_S)
+    """Of an optimizer's step, beside reading what it adds. Left out, it is nothing on a GPU or for an embedded model;
+    on a reserved worker without a GPU, 1.2 s for a LoRA of 0.85 GB (measured on one core), in proportion for all
+    weights."""
     start_up_s: float | None = Field(None, ge=0, le=DAY_S)
     """From the moment a worker's machine is there until the worker can work. Left out, it is 0.1 s where the workers
     are processes of one machine (measured: as ``form_s``), and else `plan.durations.start_up_s`."""

@@ -7,6 +7,7 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from spotlight.config.sections import (
+    NO_GPU,
     WIDTH_MAX,
     ClusterSection,
     DataSection,
@@ -27,7 +28,7 @@ from spotlight.config.sections import (
     TrainSection,
 )
 from spotlight.files import shown
-from spotlight.records import Policy
+from spotlight.records import Policy, Pool
 
 
 class Config(Section):
@@ -82,6 +83,17 @@ class Config(Section):
                     f'strategy.{setting} = ["spot"] and pools.spot.workers is 0: nobody would {does}; '
                     f'add spot workers, or add "reserved" to {setting}'
                 )
+        if not self.reserved_computes and not self.reserved_only_updates:
+            raise ValueError(
+                f'pools.reserved.gpu = "{NO_GPU}" has no GPU, so it can only take the updates: set '
+                'strategy.rollout_pools = ["spot"] and strategy.train_pools = ["spot"], or name another '
+                "pools.reserved.gpu"
+            )
+        if not self.reserved_computes and self.model.device == "cuda":
+            raise ValueError(
+                f'model.device = "cuda" and pools.reserved.gpu = "{NO_GPU}": the reserved worker has no GPU; set '
+                'model.device = "auto"'
+            )
 
     def _check_exploration(self) -> None:
         rollout, pools = self.rollout, self.pools
@@ -207,6 +219,21 @@ class Config(Section):
     def adds_advantages(self) -> bool:
         """Whether advantages are made of each of several rewards by itself."""
         return self.train.combine == "advantages" and bool(self.reward.also)
+
+    @property
+    def reserved_only_updates(self) -> bool:
+        """Whether all rollouts and gradients are those of spot workers."""
+        return set(self.strategy.rollout_pools) == set(self.strategy.train_pools) == {"spot"}
+
+    @property
+    def reserved_computes(self) -> bool:
+        """Whether reserved workers can do a GPU's work at all."""
+        return self.pools.reserved.gpu != NO_GPU
+
+    @property
+    def gpu_pools(self) -> tuple[Pool, ...]:
+        """Where validation, and exploration with nothing beside it, may run."""
+        return ("reserved", "spot") if self.reserved_computes else ("spot",)
 
     @property
     def scores_apart(self) -> bool:

@@ -67,7 +67,9 @@ class Price:
 
 
 Prices = Mapping[str, Price]
-"""``{pool: price of one of its workers}``"""
+"""``{pool: price of one of its workers}``, and under `ON_DEMAND` that of a GPU like the spot ones, on demand, where the
+reserved workers are of another kind."""
+ON_DEMAND = "on demand"
 
 
 def absolute(prices: Prices, workers: Iterable[WorkerLife]) -> dict[str, Price]:
@@ -78,7 +80,7 @@ def absolute(prices: Prices, workers: Iterable[WorkerLife]) -> dict[str, Price]:
 
 def reserved_price(prices: Prices, pool: str) -> Price:
     """What a pool's work would cost on reserved workers; what only scores is the same there."""
-    return prices["reserved"] if pool in get_args(Pool) else prices[pool]
+    return prices.get(ON_DEMAND, prices["reserved"]) if pool in get_args(Pool) else prices[pool]
 
 
 def stay(life: WorkerLife, window: Interval) -> Interval:

@@ -78,6 +78,8 @@ BACKWARD_LORA, BACKWARD_FULL = 2, 3
 """Backward passes cost this many forward ones: activations again (checkpointing), their gradients, and the weights'."""
 BOOT_S = 120.0
 """From asking for a spot machine to its worker's first line. Assumed: no measurement was found."""
+LORA_BYTES = 0.85e9
+"""Of a LoRA as it is published. Assumed: rank 64 of the twelve linear layers in each of Qwen-Image's blocks."""
 PUBLISH_LORA_S = 1.0
 """To have a new LoRA of 0.85 GB on every worker, at 10 Gb/s. Computed, and rounded up."""
 LOCAL_PUBLISH_S, LOCAL_START_UP_S = 0.084, 0.1
@@ -86,6 +88,9 @@ Measured: docs/results.md, fixed costs (0.051 s to join and 0.045 s for the firs
 GRADIENT_LORA_S = 1.4
 """To keep the gradient of a LoRA of 0.85 GB, 1.7 GB in float32, where others find it, or to fetch it, at 10 Gb/s.
 Computed."""
+UPDATE_LORA_S = 1.2
+"""AdamW, the gradient's norm and the old policy of a LoRA of 0.85 GB, on one core of a processor. Measured with a tenth
+of its weights."""
 LOCAL_GRADIENT_S = 0.015
 """The same of the embedded model, on one machine: 1.8 MB, written or read and hashed. Measured, in CPU time."""
 OCR_SCORE_S = 0.0063
@@ -206,6 +211,7 @@ class TaskDurations:
         self._steps: dict[tuple[int, int, Pool], float] = {}
         self._fixed = config.simulation
         self._is_local = paced or embedded
+        self._reserved_computes = config.reserved_computes
 
     def step_s(self, samples: int, width: int, pool: Pool = "reserved") -> float:
         """Seconds of one denoising step of a batch on a gang of a pool."""
@@ -279,6 +285,16 @@ class TaskDurations:
             return self._fixed.gradient_s
         large_s = GRADIENT_LORA_S if self._lora else 2 * load_s(self._model)  # weights are in bfloat16
         return LOCAL_GRADIENT_S if self._is_local else large_s
+
+    @property
+    def update_s(self) -> float:
+        """Of an optimizer's step, beside reading what it adds."""
+        if self._fixed.update_s is not None:
+            return self._fixed.update_s
+        if self._is_local or self._reserved_computes:
+            return 0.0
+        weights_bytes = LORA_BYTES if self._lora else TRANSFORMERS[self._model].weights_bytes
+        return UPDATE_LORA_S * weights_bytes / LORA_BYTES
 
     @property
     def publish_s(self) -> float:

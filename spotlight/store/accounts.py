@@ -18,6 +18,7 @@ from typing import Any
 from spotlight.config import Config, PoolSection, PoolsSection
 from spotlight.files import shown
 from spotlight.market.ledger import (
+    ON_DEMAND,
     Entry,
     Ledger,
     Price,
@@ -29,7 +30,7 @@ from spotlight.market.ledger import (
     spot_utilisation,
     summed,
 )
-from spotlight.market.prices import read_prices
+from spotlight.market.prices import price_list, read_prices, usd_per_h
 from spotlight.plan.offload import Balance, balance
 from spotlight.records import Drained, Interval, Span, SpotlightError, WorkerLife, base_phase, row_of
 from spotlight.store.objects import atomic_write
@@ -292,12 +293,18 @@ def _check_rows(run: RunDir, journal: str, rows: Sequence[Span | WorkerLife], *m
 
 
 def pool_prices(config: Config) -> dict[str, Price]:
-    """What a worker of each pool costs, from the file of prices where one is named.
+    """What a worker of each pool costs, from the file of prices where one is named; see `Prices`.
 
     Raises:
         SpotlightError: that file is not usable.
     """
-    return {name: _price(config, f"pools.{name}.prices", pool) for name, pool in config.pools}
+    prices = {name: _price(config, f"pools.{name}.prices", pool) for name, pool in config.pools}
+    reserved, spot = config.pools.reserved, config.pools.spot
+    if config.reserved_only_updates and reserved.gpu != spot.gpu:
+        known = spot.gpu in price_list()
+        on_demand = usd_per_h(spot.gpu, "reserved") if known else max(reserved.usd_per_h, spot.usd_per_h)
+        prices[ON_DEMAND] = Price.constant(on_demand)
+    return prices
 
 
 def _price(config: Config, setting: str, pool: PoolSection) -> Price:
