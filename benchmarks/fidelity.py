@@ -21,7 +21,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks import time_to_target
+from benchmarks.target.cases import OURS, TRACE_SPEEDUP, Case
+from benchmarks.target.cases import SETTINGS as PACED
 from spotlight import config
 from spotlight.config import Config
 from spotlight.market.ledger import pool_usd
@@ -44,7 +45,7 @@ TRACE_S = 240.0
 PREEMPTIONS = 3
 """At least so many workers are lost in a run: traces are drawn until one has them."""
 
-HEADLINE = ("reserved only (4)", time_to_target.OURS, "a quarter ahead (1 + 11)")
+HEADLINE = ("reserved only (4)", OURS, "a quarter ahead (1 + 11)")
 HEADLINE_SPEEDUP = 3.0
 """As a shape's: twelve engines on two cores."""
 
@@ -129,14 +130,14 @@ def spent(run: RunDir, settings: Config) -> tuple[float, float]:
 
 def headline(strategy: str, directory: Path) -> Config:
     """Three iterations of a row of the headline, but with what the system itself costs on this machine."""
-    row = time_to_target.Case(job="digits", regime="2 levels", size="512", strategy=strategy, trial=0, seed=0)
+    row = Case(job="digits", regime="2 levels", size="512", strategy=strategy, trial=0, seed=0)
     of_other_machines = ("simulation.", "pace.speedup", "pools.spot.speedup")
     return config.load(
-        time_to_target.SETTINGS,
+        PACED,
         [
             *(override for override in row.overrides() if not override.startswith(of_other_machines)),
             f"pace.speedup={HEADLINE_SPEEDUP}",
-            f"pools.spot.speedup={HEADLINE_SPEEDUP * time_to_target.TRACE_SPEEDUP}",
+            f"pools.spot.speedup={HEADLINE_SPEEDUP * TRACE_SPEEDUP}",
             f"run.dir={directory}",
             "run.iterations=3",
             "run.validate_every=1000",

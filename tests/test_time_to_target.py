@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from benchmarks import time_to_target
-from benchmarks.time_to_target import OURS, SEEDS, SPACE, STRATEGIES, TRIALS, TUNING_SEEDS, Case, Row
+from benchmarks.target import cases
+from benchmarks.target import tables as results
+from benchmarks.target.cases import OURS, SEEDS, SPACE, STRATEGIES, TRIALS, TUNING_SEEDS, Case, Row
 from runs import ROOT
 from spotlight import config
 
 CELL = {"job": "digits", "regime": "2 levels", "size": "512"}
 
-TRIED = time_to_target.tried(OURS, TRIALS)
+TRIED = cases.tried(OURS, TRIALS)
 """The recipes of a strategy that explores."""
 
 
@@ -61,19 +63,19 @@ def test_all_that_explore_try_the_same_recipes_and_so_do_all_that_do_not() -> No
         explores = "strategy.exploration=off" not in STRATEGIES[name]
         assert mine == by_strategy["Spotlight" if explores else "reserved only (4)"]
         assert len(mine) == len(TRIED) * len(TUNING_SEEDS)
-    points = time_to_target.recipes(72)
+    points = cases.recipes(72)
     assert {points[trial]["explored"] for trial, _ in by_strategy["reserved only (4)"]} == {"4"}
     assert not set(TUNING_SEEDS) & set(SEEDS)
 
 
 def test_recipes_differ_and_each_is_one_that_a_run_can_have() -> None:
-    points = time_to_target.recipes(1000)
+    points = cases.recipes(1000)
 
     assert len({tuple(point.values()) for point in points}) == len(points) == 72
     assert list(points[0].values()) == [next(iter(choices)) for choices in SPACE.values()]
     for strategy in STRATEGIES:
-        for trial in time_to_target.tried(strategy, TRIALS):
-            config.load(time_to_target.SETTINGS, Case(**CELL, strategy=strategy, trial=trial, seed=0).overrides())
+        for trial in cases.tried(strategy, TRIALS):
+            config.load(cases.SETTINGS, Case(**CELL, strategy=strategy, trial=trial, seed=0).overrides())
 
 
 def test_the_best_trial_is_run_on_fresh_seeds_once_all_trials_are_there() -> None:
@@ -93,10 +95,10 @@ def test_the_table_shows_the_base_recipe_until_the_best_one_was_run_on_fresh_see
     tuned = [row(name, trial, seed, second_s=3.0 if trial else 5.0) for trial in TRIED for seed in TUNING_SEEDS]
     fresh = [row(name, 0, 1), row(OURS, 0, 1)]
 
-    before = time_to_target.table([*tuned, *fresh], **CELL, arguments=asked())
-    after = time_to_target.table([*tuned, *fresh, row(name, TRIED[1], 1)], **CELL, arguments=asked())
+    before = results.table([*tuned, *fresh], **CELL, arguments=asked())
+    after = results.table([*tuned, *fresh, row(name, TRIED[1], 1)], **CELL, arguments=asked())
 
-    recipe = time_to_target.told(TRIED[1])
+    recipe = cases.told(TRIED[1])
     assert ("| Spotlight | untuned |" in before, recipe in before) == (True, False)
     assert ("| Spotlight | untuned |" in after, f"| Spotlight | {recipe} |" in after) == (False, True)
 
@@ -140,14 +142,14 @@ def test_a_run_is_made_again_when_its_strategy_has_other_settings() -> None:
     ],
 )
 def test_ratios_are_of_seeds_that_both_ran(theirs: dict[int, float], expected: tuple[float, ...]) -> None:
-    assert time_to_target.interval(theirs, {0: 10.0, 1: 20.0, 2: 30.0}) == pytest.approx(expected)
+    assert results.interval(theirs, {0: 10.0, 1: 20.0, 2: 30.0}) == pytest.approx(expected)
 
 
 def test_an_interval_holds_what_other_seeds_might_have_shown() -> None:
     ours = dict.fromkeys(range(8), 10.0)
     theirs = {seed: 20.0 + 2 * seed for seed in range(8)}
 
-    whole, low, high = time_to_target.interval(theirs, ours)
+    whole, low, high = results.interval(theirs, ours)
 
     assert whole == pytest.approx(2.7)
     assert 2.0 < low < 2.4
@@ -157,16 +159,16 @@ def test_an_interval_holds_what_other_seeds_might_have_shown() -> None:
 def test_a_target_is_reached_by_two_validations_in_a_row() -> None:
     once, twice = row("Spotlight", 0, 0, there=8), row("Spotlight", 0, 0, there=6)
 
-    assert time_to_target.reached(once, 0.9) == inf
-    assert time_to_target.reached(twice, 0.9) == 6
-    assert time_to_target.until(twice, 0.9, "usd") == 6.0
+    assert results.reached(once, 0.9) == inf
+    assert results.reached(twice, 0.9) == 6
+    assert results.until(twice, 0.9, "usd") == 6.0
 
 
 def test_the_table_has_a_line_for_each_strategy_that_was_run(tmp_path: Path) -> None:
     runs = [row(OURS, 0, seed) for seed in (*TUNING_SEEDS, 0, 1)]
     runs += [row("reserved only (4)", 0, seed, second_s=4.0) for seed in (*TUNING_SEEDS, 0, 1)]
 
-    lines = time_to_target.table(runs, **CELL, arguments=asked(trials=1)).splitlines()
+    lines = results.table(runs, **CELL, arguments=asked(trials=1)).splitlines()
 
     middle = [line for line in lines if "| 0.85 |" in line]
     assert [line.split(" | ")[0] for line in middle] == ["| reserved only (4)", f"| {OURS}"]
@@ -177,22 +179,22 @@ def test_what_is_told_of_the_raw_data_is_what_it_says() -> None:
     """``python -m benchmarks.time_to_target --table`` writes tables and page again, and prints the README's rows."""
     rows, arguments = time_to_target.read(time_to_target.DATA), time_to_target.parse([])
 
-    assert time_to_target.tables(rows, arguments) == time_to_target.DATA.with_suffix(".md").read_text()
-    assert time_to_target.page(rows, arguments) == time_to_target.FIGURE.with_suffix(".md").read_text()
+    assert results.tables(rows, arguments) == time_to_target.DATA.with_suffix(".md").read_text()
+    assert results.page(rows, arguments) == time_to_target.FIGURE.with_suffix(".md").read_text()
     rows_of_readme = [
         line
         for line in (ROOT / "README.md").read_text().splitlines()
         if "`python -m benchmarks.time_to_target`" in line
     ]
-    assert time_to_target.headlines(rows, arguments) == rows_of_readme != []
+    assert results.headlines(rows, arguments) == rows_of_readme != []
 
 
 def test_a_strategy_whose_trials_are_not_all_there_is_shown_untuned() -> None:
     runs = [row(OURS, trial, seed) for trial in TRIED for seed in TUNING_SEEDS][:-1]
     runs += [row(OURS, trial, seed, second_s=2.0 - trial) for trial in (0, 1) for seed in SEEDS]
 
-    before = time_to_target.table(runs, **CELL, arguments=asked())
-    after = time_to_target.table([*runs, row(OURS, TRIED[-1], TUNING_SEEDS[-1], there=8)], **CELL, arguments=asked())
+    before = results.table(runs, **CELL, arguments=asked())
+    after = results.table([*runs, row(OURS, TRIED[-1], TUNING_SEEDS[-1], there=8)], **CELL, arguments=asked())
 
     assert "| untuned |" in before
     assert "untuned" not in after

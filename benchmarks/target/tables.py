@@ -1,0 +1,322 @@
+"""What came of the runs of `benchmarks.time_to_target`: when each reached a score, tables in Markdown, a figure."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise, product
+from math import inf, isinf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.target.cases import OURS, SOONEST, STRATEGIES, TARGETS, Case, Row, first_case, middle, told, tried
+from spotlight.report.palette import AXIS, FAINT, LOST, PHASE_COLOURS, POOL_COLOURS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+GOALS = {"reserved only (4)": {"seconds": 4.0}, "all reserved (12)": {"usd": 6.4}}
+"""How many times as long, and as dear, they should be."""
+UNITS = {"seconds": 60.0, "usd": 1.0}
+BESIDE = (SOONEST, "no exploration, gradients on spot (1 + 47)")
+"""What the strategies of a cell are compared with on the page: the first of these that was run there."""
+BRIEF = ("strategy", "min", "times [95 %]", "dollars", "times [95 %]", "iterations, by seed", "recipe")
+PAGE = """# Time and dollars to a score, by strategy
+
+Made from the raw data by `python -m benchmarks.time_to_target --table`; do not edit this page. What was run, and what
+follows from it, is in [results.md](results.md#time-and-dollars-to-a-score).
+
+Minutes and dollars are medians over seeds; a run that did not get there (–) took longer than any that did. Times: the
+ratio to the row that has 1, with its 95 % interval by paired bootstrap over seeds. In brackets: reserved + spot GPUs.
+"""
+CURVES = {
+    "reserved only (4)": POOL_COLOURS["reserved"],
+    "all reserved (12)": FAINT,
+    "all reserved (48)": AXIS,
+    "no exploration, gradients on spot (1 + 47)": POOL_COLOURS["spot"],
+    OURS: PHASE_COLOURS["explore"],
+    SOONEST: LOST,
+}
+"""Strategies whose runs are drawn as lines, with their colours."""
+
+IN_A_ROW = 2
+"""So many validations in succession must reach a target, for a single one may by luck."""
+RESAMPLES = 4000
+
+
+def reached(row: Row, target: float) -> float:
+    """The first version of so many in succession that are at the target; infinite where there are none."""
+    versions = sorted(map(int, row["scores"]))
+    scores = {int(version): score for version, score in row["scores"].items()}
+    runs = (versions[at : at + IN_A_ROW] for at in range(len(versions) - IN_A_ROW + 1))
+    return next((float(run[0]) for run in runs if min(scores[v] for v in run) >= target), inf)
+
+
+def is_at(scores: Sequence[float], target: float) -> bool:
+    """Whether the last validations of a run are."""
+    return len(scores) >= IN_A_ROW and min(scores[-IN_A_ROW:]) >= target
+
+
+def until(row: Row, target: float, field: str) -> float:
+    """Seconds or dollars until then; infinite where the run did not get there."""
+    version = reached(row, target)
+    return inf if isinf(version) else row[field][int(version)]
+
+
+def chosen(rows: Sequence[Row], case: Case, tuning: Sequence[int], count: int) -> int | None:
+    """The trial whose tuning runs came soonest to the target in the middle, then highest; None before all are made.
+
+    A single trial is not chosen, and needs no tuning runs.
+    """
+    trials = tried(case.strategy, count)
+    if len(trials) == 1:
+        return trials[0]
+    target = middle(case.job)
+    ranks = []
+    for trial in trials:
+        mine = [row for row in rows if row["trial"] == trial and row["seed"] in tuning and _same(row, case)]
+        if len(mine) < len(tuning):
+            return None
+        times = [until(row, target, "seconds") for row in mine]
+        ranks.append((statistics.fmean(times), -statistics.fmean(curve(row)[-1][1] for row in mine), trial))
+    return min(ranks)[-1]
+
+
+def _same(row: Row, case: Case) -> bool:
+    return all(row[name] == getattr(case, name) for name in ("job", "regime", "size", "strategy"))
+
+
+def curve(row: Row) -> list[tuple[int, float]]:
+    return sorted((int(version), score) for version, score in row["scores"].items())
+
+
+def interval(theirs: Mapping[int, float], ours: Mapping[int, float]) -> tuple[float, float, float]:
+    """How many times ours theirs is: the ratio of medians over the seeds that both ran, and its 95 % interval.
+
+    By paired bootstrap over seeds; a run that did not get there took longer than any that did.
+    """
+    seeds = sorted(theirs.keys() & ours.keys())
+    pairs_S2 = np.array([(theirs[seed], ours[seed]) for seed in seeds])
+    draws_RS = np.random.Generator(np.random.Philox(0)).integers(len(seeds), size=(RESAMPLES, len(seeds)))
+    with np.errstate(invalid="ignore"):
+        medians_R2 = np.median(pairs_S2[draws_RS], axis=1)
+        ratios_R = np.nan_to_num(medians_R2[:, 0] / medians_R2[:, 1], nan=1.0, posinf=inf)
+        whole = np.median(pairs_S2, axis=0)
+        low, high = np.quantile(ratios_R, (0.025, 0.975), method="nearest")
+        return float(whole[0] / whole[1]), float(low), float(high)
+
+
+COLUMNS = (
+    *("strategy", "recipe", "score", "runs there", "min, median (range)", "x ours [95 %]", "USD, median (range)"),
+    *("x ours [95 %]", "iterations", "min per iteration", "seeds per prompt", "losses", "spot busy"),
+)
+
+
+def table(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
+    """A line for each strategy and target: its fresh runs, with the recipe that its tuning chose."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    fresh = {name: _fresh(rows, job, regime, size, name, arguments) for name in STRATEGIES}
+    for target, name in product(TARGETS[job], STRATEGIES):
+        if fresh[name]:
+            recipe = told(_shown(rows, first_case(job, regime, size, name), arguments))
+            lines.append(f"| {name} | {recipe} | {' | '.join(_cells(name, fresh[name], fresh[OURS], target))} |")
+    return "\n".join(lines)
+
+
+def page(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
+    """Of each cell that was run, a line for each strategy to the last target: docs/time_to_target.md."""
+    cells = [cell for cell in _cells_of(arguments) if any(_fresh(rows, *cell, name, arguments) for name in STRATEGIES)]
+    return "\n".join([PAGE, *(f"## {_title(*cell)}\n\n{_brief(rows, *cell, arguments)}\n" for cell in cells)])
+
+
+def _title(job: str, regime: str, size: str) -> str:
+    return f"{job.capitalize()}, {regime}, {size} px, to {TARGETS[job][-1]}"
+
+
+def _brief(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
+    found = {name: runs for name in STRATEGIES if (runs := _fresh(rows, job, regime, size, name, arguments))}
+    beside, target = next((name for name in BESIDE if name in found), next(iter(found))), TARGETS[job][-1]
+    lines = [f"| {' | '.join(BRIEF)} |", "|---" * len(BRIEF) + "|"]
+    for name, runs in found.items():
+        cells = [f"**{name}**" if name.startswith("Spotlight, gradients") else name]
+        for field, unit in UNITS.items():
+            mine, theirs = (_until(each, target, field) for each in (runs, found[beside]))
+            cells.append(f"{statistics.median(mine.values()) / unit:.3g}")
+            cells.append("1" if name == beside else "{:.2f} [{:.2f}, {:.2f}]".format(*interval(mine, theirs)))
+        versions = [reached(runs[seed], target) for seed in sorted(runs)]
+        cells.append(", ".join("–" if isinf(version) else f"{version:g}" for version in versions))
+        cells.append(told(_shown(rows, first_case(job, regime, size, name), arguments)))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
+    """The rows of the README's table, to the last target: a cell's, if 1 + 11, 1 + 47 and all that has a goal were run.
+
+    Of the first size; the tables have the others.
+    """
+    cells = [cell for cell in _cells_of(arguments) if cell[-1] == arguments.sizes[0]]
+    return [row for cell in cells if (row := _headline(rows, *cell, arguments))]
+
+
+def _headline(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
+    target, seeds = TARGETS[job][-1], set[int]()
+    most = dict.fromkeys(((name, field) for name, goals in GOALS.items() for field in goals), 0.0)
+    seen: list[str] = []
+    theirs = {name: _fresh(rows, job, regime, size, name, arguments) for name in GOALS}
+    for ours in (OURS, SOONEST):
+        mine, said = _fresh(rows, job, regime, size, ours, arguments), []
+        if not all(mine.keys() & runs.keys() for runs in theirs.values()):
+            continue
+        for name, runs in theirs.items():
+            found = {field: interval(_until(runs, target, field), _until(mine, target, field)) for field in UNITS}
+            said.append(f"{name} {' and '.join('{:.1f} [{:.1f}, {:.1f}]'.format(*ratio) for ratio in found.values())}")
+            most |= {(name, field): max(most[name, field], found[field][0]) for field in GOALS[name]}
+        seeds |= {len(mine.keys() & runs.keys()) for runs in theirs.values()}
+        seen.append(f"{_gpus(ours)}'s: {'; '.join(said)}")
+    if len(seen) < 2:
+        return ""
+    tried = {
+        name: _shown(rows, first_case(job, regime, size, name), arguments) is not None
+        for name in (*GOALS, OURS, SOONEST)
+    }
+    untuned = [_gpus(name) if name in (OURS, SOONEST) else name for name, is_tuned in tried.items() if not is_tuned]
+    recipes = f", untuned: {' and '.join(untuned)}" if untuned else ", each with its best recipe"
+    pairs = " to ".join(map(str, sorted({min(seeds), max(seeds)})))
+    goals = [f"{GOALS[name][field]:g} {_met(ratio, GOALS[name][field])}" for (name, field), ratio in most.items()]
+    return (
+        f"| minutes and dollars to {target} ({job}, {regime}), Qwen-Image at {size} px on H100s, virtual clock, "
+        f"{pairs} seeds{recipes} | `python -m benchmarks.time_to_target` | as multiples of {'; of '.join(seen)} "
+        f"(goals: {' and '.join(goals)}) |"
+    )
+
+
+def _gpus(name: str) -> str:
+    """As "1 + 11"."""
+    return name.rpartition("(")[2].rstrip(")")
+
+
+def _met(ratio: float, goal: float) -> str:
+    return "met" if ratio >= goal else "**missed**"
+
+
+def _cells_of(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+    return product(arguments.jobs, arguments.regimes, arguments.sizes)
+
+
+def _fresh(
+    rows: Sequence[Row], job: str, regime: str, size: str, name: str, arguments: argparse.Namespace
+) -> dict[int, Row]:
+    case = first_case(job, regime, size, name)
+    return _runs(rows, case, _shown(rows, case, arguments) or 0, arguments)
+
+
+def _runs(rows: Sequence[Row], case: Case, trial: int, arguments: argparse.Namespace) -> dict[int, Row]:
+    """A recipe's, by fresh seed."""
+    mine = [row for row in rows if _same(row, case) and row["seed"] not in arguments.tuning_seeds]
+    return {row["seed"]: row for row in mine if row["trial"] == trial}
+
+
+def _shown(rows: Sequence[Row], case: Case, arguments: argparse.Namespace) -> int | None:
+    """The best recipe, once fresh seeds have been run with it; None: the tables show the base one, untuned."""
+    trial = best(rows, case, arguments)
+    return trial if trial is not None and _runs(rows, case, trial, arguments) else None
+
+
+def best(rows: Sequence[Row], case: Case, arguments: argparse.Namespace) -> int | None:
+    return chosen(rows, case, arguments.tuning_seeds, arguments.trials)
+
+
+def _until(runs: Mapping[int, Row], target: float, field: str) -> dict[int, float]:
+    return {seed: until(row, target, field) for seed, row in runs.items()}
+
+
+def _cells(name: str, mine: Mapping[int, Row], ours: Mapping[int, Row], target: float) -> Iterator[str]:
+    there = [row for row in mine.values() if not isinf(reached(row, target))]
+    yield f"{target}"
+    yield f"{len(there)} of {len(mine)}"
+    for field, unit in UNITS.items():
+        found = _until(mine, target, field)
+        median, *ends = (of(found.values()) / unit for of in (statistics.median, min, max))
+        yield "{:.3g} ({:.3g} to {:.3g})".format(median, *ends)
+        ratio = interval(found, _until(ours, target, field)) if name != OURS and ours else None
+        yield "{:.2f} [{:.2f}, {:.2f}]".format(*ratio) if ratio else "1"
+    yield f"{statistics.median(reached(row, target) for row in mine.values()):.3g}"
+    yield f"{statistics.median(b - a for row in mine.values() for a, b in pairwise(row['seconds'])) / 60:.3f}"
+    yield f"{statistics.fmean(statistics.fmean(row['seeds_scored']) for row in mine.values()):.1f}"
+    yield f"{statistics.median(sum(row['preemptions']) for row in mine.values()):.3g}"
+    yield f"{statistics.fmean(statistics.fmean(row['spot_busy']) for row in mine.values()):.0%}"
+
+
+def draw(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
+    """A row of panels for each job and regime: score against time, and minutes against dollars to the last target."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    cells = [(*cell, "512") for cell in product(arguments.jobs, arguments.regimes)]
+    shown = [cell for cell in cells if any(_fresh(rows, *cell, name, arguments) for name in STRATEGIES)] or cells[:1]
+    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(12, 4.2 * len(shown)), layout="constrained")
+        panels = figure.subplots(len(shown), 2, squeeze=False)
+        for cell, (left, right) in zip(shown, panels, strict=True):
+            found = {name: runs for name in STRATEGIES if (runs := _fresh(rows, *cell, name, arguments))}
+            _draw_curves(left, {name: found[name] for name in CURVES if name in found}, cell)
+            _draw_costs(right, found, cell)
+        figure.suptitle("Virtual clock: Qwen-Image at 512 px on H100s; learning is the embedded model's", fontsize=10)
+        figure.savefig(arguments.figure, dpi=130)
+
+
+def _colour(name: str) -> str:
+    """Where it has no line, that of its kind: reserved GPUs alone, spot ones too, or exploration beside training."""
+    kind = POOL_COLOURS["reserved"] if name.startswith(("reserved only", "all reserved")) else POOL_COLOURS["spot"]
+    return CURVES.get(name, PHASE_COLOURS["explore"] if name.startswith("Spotlight") else kind)
+
+
+def _draw_curves(axis: Axes, found: Mapping[str, Mapping[int, Row]], cell: tuple[str, str, str]) -> None:
+    """A line for each run."""
+    job, regime, _ = cell
+    for name, runs in found.items():
+        for row in runs.values():
+            points = [(row["seconds"][version] / UNITS["seconds"], score) for version, score in curve(row)]
+            axis.plot(*zip(*points, strict=True), color=_colour(name), lw=1)
+        axis.plot([], [], color=_colour(name), label=name)
+    for target in TARGETS[job]:
+        axis.axhline(target, color=AXIS, lw=0.6, ls="--")
+    axis.set(xlim=(0, None), xlabel="minutes, emulated", ylabel=f"validation score, {job}, {regime}")
+    axis.legend(frameon=False, loc="lower right")
+
+
+def _draw_costs(axis: Axes, found: Mapping[str, Mapping[int, Row]], cell: tuple[str, str, str]) -> None:
+    """A number for each strategy at its medians, and lines over those runs that got there, if most did."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    target = TARGETS[cell[0]][-1]
+    for number, (name, runs) in enumerate(found.items(), 1):
+        each = [[value / unit for value in _until(runs, target, field).values()] for field, unit in UNITS.items()]
+        minutes, dollars = (statistics.median(values) for values in each)
+        if isinf(minutes):
+            continue
+        there = [[value for value in values if not isinf(value)] for values in each]
+        reach = [
+            [[middle - min(values)], [max(values) - middle]]
+            for values, middle in zip(there, (minutes, dollars), strict=True)
+        ]
+        axis.errorbar(minutes, dollars, xerr=reach[0], yerr=reach[1], color=_colour(name), lw=0.8, alpha=0.4)
+        axis.plot(minutes, dollars, ls="", marker=f"${number}$", ms=9, color=_colour(name), label=name)
+    axis.set(xscale="log", yscale="log", xlabel=f"minutes to {target}, emulated", ylabel=f"US dollars to {target}")
+    for ticks in (axis.xaxis, axis.yaxis):
+        ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ticks.set_major_formatter("{x:g}")
+        ticks.set_minor_locator(NullLocator())
+    axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), title="median (line: runs that got there)")
+
+
+def tables(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
+    """Those of all cells that were run, in Markdown."""
+    return "\n".join(
+        f"## {job}, {regime}, {size} px\n\n{table(rows, job, regime, size, arguments)}\n"
+        for job, regime, size in _cells_of(arguments)
+        if any(_fresh(rows, job, regime, size, name, arguments) for name in STRATEGIES)
+    )
