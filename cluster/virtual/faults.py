@@ -148,6 +148,7 @@ def draw(seed: int) -> Schedule:
             close_with_training=chance.random() < 0.5,
             hang_after_s=2.0,
             quarantine_after=1000 if cursed is None else chance.randint(1, 3),
+            rescues=example.train_pool != "spot" or Random(f"{seed} rescues").random() < 0.5,
             widens=resumes,
             moves=resumes,
         ),
@@ -272,7 +273,7 @@ class _Trial:
     def _begin(self) -> Dispatch:
         """A driver, its dispatcher and its cluster."""
         schedule = self._schedule
-        self._invariants = Invariants(self.found, schedule.rules.quarantine_after)
+        self._invariants = Invariants(self.found, schedule.rules)
         self._launches: Counter[str] = Counter()
         dispatch = self._dispatch(schedule.rules, logged=self._log is not None)
         self._cluster = VirtualCluster(

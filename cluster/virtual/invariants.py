@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from cluster.dispatch import Dispatch
 from cluster.events import Instruction, Key, Launch, Score, Train
 from cluster.gangs import SCORING, TRAINING
+from cluster.rules import Rules
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.formings import Forming
 from cluster.virtual.workers import VirtualWorker
@@ -33,12 +34,13 @@ class Invariants:
 
     Args:
         found: gets a sentence for whatever does not hold.
-        quarantine_after: what was given to so many workers may train on reserved ones, whatever its pools.
+        rules: what was given to ``quarantine_after`` workers may train on reserved ones, whatever its pools, if there
+            are rescues.
     """
 
-    def __init__(self, found: list[str], quarantine_after: int) -> None:
+    def __init__(self, found: list[str], rules: Rules) -> None:
         self._found = found
-        self._quarantine_after = quarantine_after
+        self._rules = rules
         self._begun: Counter[Key] = Counter()
         self.noticed: set[str] = set()
         """Addresses of workers whose notice the dispatcher was told of."""
@@ -75,7 +77,8 @@ class Invariants:
         yield from (f"{begin.key}: {why}" for why in self._unfit(cluster, begin.address))
         worker, pool = cluster.workers.get(begin.address), cluster.tasks.all[begin.key].pool
         pools: set[str] = {*TRAINING[pool]} if isinstance(begin, Train) else {SCORING}
-        if isinstance(begin, Train) and self._begun[begin.key] >= self._quarantine_after:
+        was_lost = self._begun[begin.key] >= self._rules.quarantine_after
+        if isinstance(begin, Train) and was_lost and self._rules.rescues:
             pools.add("reserved")
         self._begun[begin.key] += 1
         if worker and worker.pool not in pools:
