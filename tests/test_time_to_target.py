@@ -14,6 +14,7 @@ from benchmarks import time_to_target
 from benchmarks.target import cases
 from benchmarks.target import tables as results
 from benchmarks.target.cases import OURS, SEEDS, SPACE, STRATEGIES, TRIALS, TUNING_SEEDS, Case, Row
+from benchmarks.target.prices import at_prices
 from runs import ROOT
 from spotlight import config
 
@@ -198,3 +199,17 @@ def test_a_strategy_whose_trials_are_not_all_there_is_shown_untuned() -> None:
 
     assert "| untuned |" in before
     assert "untuned" not in after
+
+
+def test_dollars_at_other_prices_are_of_the_same_seconds() -> None:
+    name = "no exploration, only updates on reserved (A100 + 12)"
+    hours = [0.0, 1.0, 2.0]
+    run = row(name, 0, 0, last=2) | {
+        "seconds": [3600 * h for h in hours],
+        "usd": [(3.43 + 9 * 2.66) * h for h in hours],
+    }
+
+    same, aws = (at_prices({0: run}, name, gpu)[0]["usd"] for gpu in ("h100", "h100-aws"))
+
+    assert same == pytest.approx(run["usd"])
+    assert aws == pytest.approx([(3.43 + 9 * 1.28) * h for h in hours])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.target.cases import OURS, SOONEST, STRATEGIES, TARGETS, Case, Row, first_case, middle, told, tried
+from benchmarks.target.prices import LISTS, at_prices
 from spotlight.report.palette import AXIS, FAINT, LOST, PHASE_COLOURS, POOL_COLOURS
 
 if TYPE_CHECKING:
@@ -30,6 +31,12 @@ follows from it, is in [results.md](results.md#time-and-dollars-to-a-score).
 
 Minutes and dollars are medians over seeds; a run that did not get there (–) took longer than any that did. Times: the
 ratio to the row that has 1, with its 95 % interval by paired bootstrap over seeds. In brackets: reserved + spot GPUs.
+"""
+PRICES = """## The same at other prices
+
+{}: dollars by three lists of what an H100 costs on demand and on the spot market, and how many times as many the
+dearest strategy costs, with its 95 % interval. The A100 and the machine without a GPU cost the same in all three.
+
 """
 CURVES = {
     "reserved only (4)": POOL_COLOURS["reserved"],
@@ -128,7 +135,10 @@ def table(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argp
 def page(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     """Of each cell that was run, a line for each strategy to the last target: docs/time_to_target.md."""
     cells = [cell for cell in _cells_of(arguments) if any(_fresh(rows, *cell, name, arguments) for name in STRATEGIES)]
-    return "\n".join([PAGE, *(f"## {_title(*cell)}\n\n{_brief(rows, *cell, arguments)}\n" for cell in cells)])
+    tables = [f"## {_title(*cell)}\n\n{_brief(rows, *cell, arguments)}\n" for cell in cells]
+    if not cells:
+        return PAGE
+    return "\n".join([PAGE, *tables, f"{PRICES.format(_title(*cells[0]))}{_elsewhere(rows, *cells[0], arguments)}\n"])
 
 
 def _title(job: str, regime: str, size: str) -> str:
@@ -150,6 +160,22 @@ def _brief(rows: Sequence[Row], job: str, regime: str, size: str, arguments: arg
         cells.append(told(_shown(rows, first_case(job, regime, size, name), arguments)))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _elsewhere(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
+    """A line for each strategy: its dollars at each list of prices, and how many times as many the dearest costs."""
+    target = TARGETS[job][-1]
+    found = {name: runs for name in STRATEGIES if (runs := _fresh(rows, job, regime, size, name, arguments))}
+    columns: dict[str, list[str]] = {name: [] for name in found}
+    for gpu in LISTS.values():
+        usd = {name: _until(at_prices(runs, name, gpu), target, "usd") for name, runs in found.items()}
+        dearest = max(usd, key=lambda name: statistics.median(usd[name].values()))
+        for name, mine in usd.items():
+            times = "1" if name == dearest else "{:.1f} [{:.1f}, {:.1f}]".format(*interval(usd[dearest], mine))
+            columns[name] += [f"{statistics.median(mine.values()):.3g}", times]
+    titles = ["strategy", *(cell for name in LISTS for cell in (name, "the dearest, times"))]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in columns.items())])
 
 
 def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
