@@ -476,6 +476,27 @@ def test_paced_devices_are_named_as_such(tmp_path: Path, capsys: pytest.CaptureF
     assert "PACED: qwen-image on h100 is emulated" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(
+    ("exploration", "ahead", "said"),
+    [
+        ("stale", 0, "amber below it is exploration for the next iteration"),
+        ("blocking", 0, "Amber is exploration, which each rollout (blue) waits for"),
+        ("off", 0, "In the blue bands a worker rolls out, in the violet ones it trains"),
+        ("off", 1, "blue beside it are the first rollouts of the next iteration"),
+    ],
+)
+def test_the_lanes_are_explained_by_what_the_run_does(tmp_path: Path, exploration: str, ahead: int, said: str) -> None:
+    run_dir = write_run(tmp_path, iterations=1)
+    text = (run_dir / config.RESOLVED).read_text().replace("prompts_ahead = 0", f"prompts_ahead = {ahead}")
+    (run_dir / config.RESOLVED).write_text(text.replace('exploration = "stale"', f'exploration = "{exploration}"'))
+
+    page = page_of(run_dir)
+
+    assert said in page
+    assert ("amber" in page.lower().partition("<section>")[2]) == (exploration != "off")
+    assert ("seeds that were explored" in page) == (exploration != "off")
+
+
 def test_a_terminal_that_has_no_sign_for_times_shows_the_account_all_the_same(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, iterations=1)
     plain = {**os.environ, "PYTHONIOENCODING": "ascii"}

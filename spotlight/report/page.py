@@ -20,7 +20,7 @@ from bokeh.embed import components
 from bokeh.models import Model
 from bokeh.resources import Resources
 
-from spotlight.config import PaceSection, PoolSection
+from spotlight.config import Config, PaceSection, PoolSection
 from spotlight.device.learning_model import MODEL
 from spotlight.market.ledger import Ledger, spot_utilisation
 from spotlight.report.facts import Facts, read
@@ -123,7 +123,7 @@ def _page(facts: Facts, grid: Path | None) -> str:
         plots["spending"] = spending_plot(facts.ledger)
     script, divs = components(plots) if plots else ("", {})
     sections = [
-        _section("Reward", REWARD_NOTE, divs.get("reward", "")),
+        _section("Reward", _reward_note(facts.settings), divs.get("reward", "")),
         _timeline(facts, divs.get("timeline", "")),
         _section("Before and after", GRID_NOTE, _embedded(grid) if grid else ""),
         _section("Dollars", MONEY_NOTE, divs.get("money", "")),
@@ -154,10 +154,21 @@ def _section(title: str, note: str, body: str) -> str:
 
 
 def _timeline(facts: Facts, plot: str) -> str:
+    settings = facts.settings
+    lanes = LANES_NOTES["ahead" if settings.rollout.prompts_ahead else settings.strategy.exploration]
     if not facts.is_crowded():
-        return _section("What every worker did", TIMELINE_NOTE, plot)
+        return _section("What every worker did", TIMELINE_NOTE.format(lanes=lanes), plot)
     shown, all_of_them = len(facts.closer().lanes()), len(facts.lanes())
-    return _section("What the workers did", CROWDED_NOTE.format(shown=shown, all=all_of_them), plot)
+    return _section("What the workers did", CROWDED_NOTE.format(shown=shown, all=all_of_them, lanes=lanes), plot)
+
+
+def _reward_note(settings: Config) -> str:
+    explored = "" if settings.strategy.exploration == "off" else ", of all seeds that were explored"
+    earlier = EXPLORED_NOTE if settings.strategy.exploration == "stale" else ""
+    return (
+        f"Mean reward of the samples that were trained on{explored}, and of the held-out prompts. {earlier}"
+        "Click a name to hide its line."
+    )
 
 
 def _banner(facts: Facts) -> str:
@@ -330,22 +341,22 @@ def _embedded(picture: Path) -> str:
     return f'<img alt="validation images before and after training" src="data:image/png;base64,{data}">'
 
 
-REWARD_NOTE = (
-    "Mean reward of the samples that were trained on, of all seeds that were explored, and of the held-out prompts. "
-    "Explored seeds were drawn one version earlier than the samples chosen from them. Click a name to hide its line."
-)
-LANES_NOTE = (
-    "In the violet bands a worker trains: amber below it is exploration for the next "
-    "iteration, in time that spot workers would have idled away. Pale amber was called off when training ended. "
-)
+EXPLORED_NOTE = "Explored seeds were drawn one version earlier than the samples chosen from them. "
+LANES_NOTES = {
+    "stale": "In the violet bands a worker trains: amber below it is exploration for the next iteration, in time that "
+    "spot workers would have idled away. Pale amber was called off when training ended. ",
+    "blocking": "Amber is exploration, which each rollout (blue) waits for; in the violet bands a worker trains. ",
+    "off": "In the blue bands a worker rolls out, in the violet ones it trains. ",
+    "ahead": "In the violet bands a worker trains: blue beside it are the first rollouts of the next iteration. Pale "
+    "blue goes on in that iteration. ",
+}
+"""What the colours of the lanes are, by how a run explores, or if it begins rollouts early."""
 TIMELINE_NOTE = (
-    "One lane per worker. "
-    + LANES_NOTE
-    + "Drag to move, drag the window in the small picture, or hold ctrl and use the wheel."
+    "One lane per worker. {lanes}Drag to move, drag the window in the small picture, or hold ctrl and use the wheel."
 )
 CROWDED_NOTE = (
     "Above, how many workers did what in the whole run. Below, a lane for each of {shown} of its {all:,} workers, "
-    "evenly chosen, in the iterations that are framed above. " + LANES_NOTE
+    "evenly chosen, in the iterations that are framed above. {lanes}"
 )
 GRID_NOTE = (
     "The text that each held-out prompt asks for, drawn with its first seed before and after training; rewards below."
