@@ -9,8 +9,13 @@ from typing import Any
 from spotlight.config import Config, leaves, resolve
 from spotlight.records import SpotlightError
 
-_ON_RESERVED = {"strategy.rollout_pools": ["reserved"], "pools.spot.workers": 0}
-_ON_BOTH = {"strategy.rollout_pools": ["reserved", "spot"]}
+_ON_RESERVED = {
+    "strategy.rollout_pools": ["reserved"],
+    "strategy.train_pools": ["reserved"],
+    "pools.spot.workers": 0,
+    "rollout.prompts_ahead": 0,
+}
+_ON_BOTH = {"strategy.rollout_pools": ["reserved", "spot"], "rollout.prompts_ahead": 0}
 BASELINES: Mapping[str, Mapping[str, Any]] = {
     "reserved only": {**_ON_RESERVED, "strategy.exploration": "off"},
     "reserved only, blocking exploration": {**_ON_RESERVED, "strategy.exploration": "blocking"},
@@ -46,7 +51,7 @@ def strategies(config: Config, base: Path = Path("/")) -> Iterator[tuple[str, Co
     Raises:
         SpotlightError: one of them changes a setting that there is not, or to what it cannot be.
     """
-    for name, changes in (config.simulation.strategies or BASELINES).items():
+    for name, changes in (config.simulation.strategies or _baselines(config)).items():
         tree = config.model_dump(mode="json", exclude_none=True)
         del tree["simulation"]["strategies"]
         where = f"[simulation.strategies] {name!r}"
@@ -57,6 +62,19 @@ def strategies(config: Config, base: Path = Path("/")) -> Iterator[tuple[str, Co
         for path, value in changed.items():
             _put(tree, path, value, where)
         yield name, resolve(tree, base, where)
+
+
+def _baselines(config: Config) -> Mapping[str, Mapping[str, Any]]:
+    """`BASELINES`; but reserved workers that only update do no more in any, and those alone are like the spot ones."""
+    if not config.reserved_only_updates:
+        return BASELINES
+    alike = {"pools.reserved.gpu": config.pools.spot.gpu, "pools.reserved.usd_per_h": config.on_demand_usd_per_h}
+    return {
+        name: {**changes, **alike}
+        if "pools.spot.workers" in changes
+        else {**changes, "strategy.rollout_pools": ["spot"]}
+        for name, changes in BASELINES.items()
+    }
 
 
 def _put(tree: dict[str, Any], path: str, value: Any, where: str) -> None:

@@ -33,6 +33,28 @@ def test_left_out_they_are_spotlight_and_what_it_is_measured_against() -> None:
     assert not compared["spot, restart on preemption"].strategy.elastic
 
 
+@pytest.mark.parametrize("gpu", ["cpu", "a100-80gb"])
+def test_where_the_reserved_worker_only_updates_gpus_alone_are_like_the_spot_ones(gpu: str) -> None:
+    works = ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]', f"pools.reserved.gpu={gpu}")
+    settings = config.load(EXAMPLES / "paper-512.toml", [*works, "simulation.strategies={}"])
+
+    compared = dict(strategies(settings))
+
+    assert list(compared) == list(BASELINES)
+    alone, streaming = compared["reserved only"], compared["reserved + spot, no exploration"]
+    assert (alone.pools.reserved.gpu, alone.pools.reserved.usd_per_h) == ("h100", usd_per_h("h100", "reserved"))
+    assert alone.strategy.train_pools == ("reserved",)
+    assert (streaming.pools.reserved, streaming.strategy.rollout_pools) == (settings.pools.reserved, ("spot",))
+
+
+def test_a_run_that_begins_rollouts_early_is_compared_with_what_does_not() -> None:
+    settings = config.load(EXAMPLES / "ocr-tiny.toml", ["strategy.exploration=off", "rollout.prompts_ahead=2"])
+
+    compared = dict(strategies(settings))
+
+    assert {each.rollout.prompts_ahead for each in compared.values()} == {0}
+
+
 @pytest.mark.parametrize("name", ["paper-512", "paper-1280", "large"])
 def test_the_examples_and_their_strategies_are_settings_that_a_simulation_takes(name: str) -> None:
     settings = config.load(EXAMPLES / f"{name}.toml")

@@ -28,6 +28,7 @@ from spotlight.config.sections import (
     TrainSection,
 )
 from spotlight.files import shown
+from spotlight.market.prices import price_list, usd_per_h
 from spotlight.records import Policy, Pool
 
 
@@ -229,6 +230,17 @@ class Config(Section):
     def reserved_computes(self) -> bool:
         """Whether reserved workers can do a GPU's work at all."""
         return self.pools.reserved.gpu != NO_GPU
+
+    @property
+    def on_demand_usd_per_h(self) -> float:
+        """Price of a reserved GPU that does the work: of those that there are, or of one like the spot ones.
+
+        Where neither is known, that of the dearer of both pools, which is too little.
+        """
+        reserved, spot = self.pools.reserved, self.pools.spot
+        if not self.reserved_only_updates or reserved.gpu == spot.gpu:
+            return reserved.usd_per_h
+        return usd_per_h(spot.gpu, "reserved") if spot.gpu in price_list() else max(reserved.usd_per_h, spot.usd_per_h)
 
     @property
     def gpu_pools(self) -> tuple[Pool, ...]:

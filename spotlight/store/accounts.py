@@ -30,7 +30,7 @@ from spotlight.market.ledger import (
     spot_utilisation,
     summed,
 )
-from spotlight.market.prices import price_list, read_prices, usd_per_h
+from spotlight.market.prices import read_prices
 from spotlight.plan.offload import Balance, balance
 from spotlight.records import Drained, Interval, Span, SpotlightError, WorkerLife, base_phase, row_of
 from spotlight.store.objects import atomic_write
@@ -299,11 +299,8 @@ def pool_prices(config: Config) -> dict[str, Price]:
         SpotlightError: that file is not usable.
     """
     prices = {name: _price(config, f"pools.{name}.prices", pool) for name, pool in config.pools}
-    reserved, spot = config.pools.reserved, config.pools.spot
-    if config.reserved_only_updates and reserved.gpu != spot.gpu:
-        known = spot.gpu in price_list()
-        on_demand = usd_per_h(spot.gpu, "reserved") if known else max(reserved.usd_per_h, spot.usd_per_h)
-        prices[ON_DEMAND] = Price.constant(on_demand)
+    if config.reserved_only_updates and config.pools.reserved.gpu != config.pools.spot.gpu:
+        prices[ON_DEMAND] = Price.constant(config.on_demand_usd_per_h)
     return prices
 
 
