@@ -39,7 +39,7 @@ from spotlight.config import RESOLVED, Config
 from spotlight.device.process import EngineProcess
 from spotlight.device.protocol import install
 from spotlight.device.signals import Clear, Leave, Order, order_from_message, shard_from_message, signals
-from spotlight.records import SpotlightError, record
+from spotlight.records import NO_DEVICE, SpotlightError, record
 from spotlight.store.node import Node, shared_root, sweep
 from spotlight.store.objects import objects_at
 from spotlight.store.slots import Slot
@@ -71,6 +71,8 @@ class Terms:
     """Of each pool, where notices of preemption come from; see `cluster.notices`."""
     grace_s: Mapping[str, float]
     """Of each pool, from a notice that tells no deadline."""
+    bare: tuple[str, ...] = ()
+    """Pools whose workers have no GPU, and use none that is there."""
 
     @property
     def run(self) -> str:
@@ -93,6 +95,7 @@ def terms_of(config: Config, run_dir: str, session: str) -> Terms:
         score_limit_s=config.reward.limit_s,
         notices={name: pool.notices for name, pool in config.pools},
         grace_s={name: pool.grace_s for name, pool in config.pools},
+        bare=() if config.reserved_computes else ("reserved",),
     )
 
 
@@ -181,8 +184,8 @@ class Member:
         on_machine, node = Node(machine), Node(root)
         opened.callback(on_machine.close)
         opened.callback(node.close)
-        scores = self._pool == "reward"
-        slot = Slot(machine, kind="reward-" if scores else "")
+        scores, is_bare = self._pool == "reward", self._pool in terms.bare
+        slot = Slot(machine, kind=f"{self._pool}-" if scores or is_bare else "")
         opened.callback(slot.close)
         self._kept = (on_machine, node, slot)
 
@@ -193,7 +196,7 @@ class Member:
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a nanny's worker is one
         self._engine = EngineProcess(
             node_parent(),
-            slot.number,
+            NO_DEVICE if is_bare else slot.number,
             node=root,
             hang_after_s=terms.hang_after_s,
             run_dir="" if scores else terms.run_dir,

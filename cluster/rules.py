@@ -23,8 +23,9 @@ class Rules:
     """A worker that is silent for longer is ended."""
     quarantine_after: int = 5
     """Preemptions in a row without a new step, after which nobody runs a request any more."""
-    rescues: bool = True
-    """A part of training that lost as many spot workers goes to a reserved one."""
+    reserved_computes: bool = True
+    """Reserved workers can do a GPU's work: a part of training that lost as many spot workers goes to one, and once
+    training has ended they help with exploration."""
     widens: bool = True
     """A gang at work forms anew when idle workers could make it wider; it then resumes its steps."""
     moves: bool = True
@@ -38,7 +39,7 @@ def rules_of(config: Config) -> Rules:
         close_with_training=strategy.exploration == "stale" and config.exploration.budget != "fixed",
         hang_after_s=config.cluster.hang_after_s,
         quarantine_after=config.cluster.quarantine_after,
-        rescues=config.reserved_computes,
+        reserved_computes=config.reserved_computes,
         widens=strategy.elastic and strategy.on_preemption == "resume",
         moves=strategy.on_preemption == "resume",
     )

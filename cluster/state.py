@@ -106,10 +106,10 @@ class State:
         return self.rules.close_with_training and self._trained >= 0 and iteration <= self._trained + 1
 
     def _pools_of(self, gang: GangState, phase: PhaseDecision) -> tuple[Pool, ...]:
-        """Rollouts run where it is their turn; once training has ended, reserved workers help with exploration."""
+        """Rollouts run where it is their turn; once training has ended, reserved workers that can help to explore."""
         if gang.windowed and "reserved" in gang.pools and "reserved" not in phase.pools:
             return ("spot",)
-        if gang.exploring and gang.iteration <= self._trained + 1:
+        if gang.exploring and gang.iteration <= self._trained + 1 and self.rules.reserved_computes:
             return ("spot", "reserved")
         return gang.pools
 
@@ -151,7 +151,7 @@ class State:
 
     def _trainers(self, task: Task) -> tuple[Pool, ...]:
         """Pools that may do a task of training: once it outlasted so many that left, the reserved one, if that can."""
-        is_rescued = self.rules.rescues and task.losses >= self.rules.quarantine_after
+        is_rescued = self.rules.reserved_computes and task.losses >= self.rules.quarantine_after
         return ("reserved",) if is_rescued else TRAINING[task.label.pool]
 
     def _burden(self, key: Key, address: str) -> None:

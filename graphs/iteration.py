@@ -5,11 +5,12 @@ turns that into places. Dask's synchronous scheduler ignores them and gets the s
 
 Pools: ``any``, ``spot`` and ``reserved`` tasks are shards of denoising requests, as many each as the widest gang has
 ranks, parked behind the gate until workers of the pool are free; ``engine`` tasks need a model, and go where their
-input is; ``reward`` tasks score, parked behind the gate until a worker that only scores is free, where there are such;
-``trainer`` tasks prepare the run and publish, on reserved workers; ``gradient-any``, ``-spot`` and ``-reserved`` tasks
-compute the gradients of an update's parts and add them, each on one worker, parked behind the gate until one of the
-pool is free that no rollout needs; ``training`` tasks take the optimizer's steps, behind the gate too, on the worker
-that took the one before, if it can be had; ``head`` tasks only decide, beside the scheduler.
+input is, or to a spot worker if reserved ones have no GPU; ``reward`` tasks score, parked behind the gate until a
+worker that only scores is free, where there are such; ``trainer`` tasks prepare the run and publish, on reserved
+workers; ``gradient-any``, ``-spot`` and ``-reserved`` tasks compute the gradients of an update's parts and add them,
+each on one worker, parked behind the gate until one of the pool is free that no rollout needs; ``training`` tasks take
+the optimizer's steps, behind the gate too, on the worker that took the one before, if it can be had; ``head`` tasks
+only decide, beside the scheduler.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class Layers:
 
     session: str = ""
     """Part of all names: a scheduler that knows a key gives its old result, whoever asks."""
+    on_spot: bool = False
+    """What needs an engine, and is no update, runs on spot workers: the reserved ones have no GPU."""
     tasks: dict[str, MaterializedLayer] = field(default_factory=dict)
     dependencies: dict[str, set[str]] = field(default_factory=dict)
 
@@ -90,7 +93,8 @@ class Layers:
     def _add(
         self, name: str, phase: str, iteration: int, calls: Calls, pool: str, after: Sequence[Key], **more: Any
     ) -> list[Key]:
-        annotations = {"pool": pool, "phase": phase, "iteration": iteration, "resources": RESOURCES[pool], **more}
+        needs = RESOURCES[pool] | ({"spot": 1} if self.on_spot and pool == "engine" else {})
+        annotations = {"pool": pool, "phase": phase, "iteration": iteration, "resources": needs, **more}
         mapping = {(name, index): call for index, call in enumerate(calls)}
         self.tasks[name] = MaterializedLayer(mapping, annotations=annotations)
         self.dependencies[name] = {layer for layer, _ in after}
@@ -142,14 +146,15 @@ class Ahead:
     """The seeds of the next iteration, if there is one."""
 
 
-def prepare_graph(run_dir: str, session: str = "") -> Graph:
-    """Load the model, publish version 0.
+def prepare_graph(run_dir: str, session: str = "", *, on_spot: bool = False) -> Graph:
+    """Load the model, encode the prompts, publish version 0.
 
     Args:
         session: which start of the run this is, where a scheduler may see several.
+        on_spot: the reserved workers have no GPU.
     """
-    layers = Layers(session)
-    (key,) = layers.add("prepare", 0, [(tasks.prepare, run_dir, session)], pool="trainer")
+    layers = Layers(session, on_spot)
+    (key,) = layers.add("prepare", 0, [(tasks.prepare, run_dir, session)], pool="engine" if on_spot else "trainer")
     return Graph(graph=layers.graph(), outputs={"context": key})
 
 
@@ -175,7 +180,7 @@ def iteration_graph(
         ahead: of rollouts that are begun an iteration early; None where there are none.
         window_s: how long reserved workers roll out while there are spot workers.
     """
-    layers, k, run_dir = Layers(context.session), selection.iteration, context.run_dir
+    layers, k, run_dir = _layers(config, context), selection.iteration, context.run_dir
     requests = rollout_requests(config, context, selection, weights, before=ahead.weights if ahead else None)
     calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
     pool, widths = _one_pool(config.strategy.rollout_pools), _widths(config)
@@ -197,7 +202,7 @@ def iteration_graph(
 
 def final_graph(config: Config, context: RunContext) -> Graph:
     """Compact the last iteration, which no iteration after it does, and the validation of its weights."""
-    layers, last = Layers(context.session), config.run.iterations - 1
+    layers, last = _layers(config, context), config.run.iterations - 1
     calls = [(tasks.compact, context.run_dir, iteration, config.latents.keep) for iteration in (last, last + 1)]
     keys = layers.add("compact", last, calls, pool="head")
     return Graph(graph=layers.graph(), outputs={"compacted": keys})
@@ -205,14 +210,14 @@ def final_graph(config: Config, context: RunContext) -> Graph:
 
 def exploration_graph(config: Config, context: RunContext, candidates: Candidates) -> Graph:
     """Exploration with nothing beside it: before the first iteration, or before each one."""
-    layers = Layers(context.session)
+    layers = _layers(config, context)
     selection = _add_exploration(layers, config, context, candidates, pool=_one_pool(config.gpu_pools))
     return Graph(graph=layers.graph(), outputs={"selection": selection})
 
 
 def validation_graph(config: Config, context: RunContext, prompts: Sequence[Prompt], weights: WeightsRef) -> Graph:
     """Score a weights version on the held-out prompts; the seeds are the same for every version."""
-    layers = Layers(context.session)
+    layers = _layers(config, context)
     template = replace(
         _template(config, context, "validate", weights.version, weights),
         sampler="ode",
@@ -358,6 +363,10 @@ def request_size(config: Config) -> int:
         fixed_s=REQUEST_S,
         sample_s=1.0,
     )
+
+
+def _layers(config: Config, context: RunContext) -> Layers:
+    return Layers(context.session, on_spot=not config.reserved_computes)
 
 
 def _add_scores(

@@ -99,7 +99,9 @@ class Loop:
         config = self._config
         self._watch.begin("prepare", 0)
         forget_unscored(self._run.url)
-        context: RunContext = self._compute(prepare_graph(self._run.url, self._session))["context"]
+        context: RunContext = self._compute(
+            prepare_graph(self._run.url, self._session, on_spot=not self._config.reserved_computes)
+        )["context"]
         done = len(self._run.history())
         for version in resuming.unvalidated(self._run, config, done):
             self._validate(context, self._weights(version, context))

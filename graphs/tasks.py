@@ -401,7 +401,7 @@ def gradient(
         raise SpotlightError(
             f"part {part} of iteration {iteration}'s training lost its gang {place} times: if memory is short, make "
             "train.micro_batch smaller; if workers leave too soon, cut training into more train.parts, or train on "
-            'reserved workers only (strategy.train_pools = ["reserved"]); then resume the run'
+            'reserved GPUs only, if there are any (strategy.train_pools = ["reserved"]); then resume the run'
         )
     wanted = gradient_part(weights, iteration, cut, update, part, sets, slices, before)
     return device.current().gradient(run_dir, wanted, place)

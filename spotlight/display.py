@@ -272,7 +272,7 @@ def summary_table(run: RunDir) -> Table:
     table.add_row("iterations", str(summary.iterations))
     table.add_row("wall time", f"{summary.wall_s:.1f} s (first image after {_number(summary.first_image_s)} s)")
     alone = dollars(summary.usd_reserved_only)
-    table.add_row("cost", f"{dollars(summary.usd)}; the same work on reserved workers alone: at least {alone}")
+    table.add_row("cost", f"{dollars(summary.usd)}; the same work on reserved GPUs alone: at least {alone}")
     if label := emulated(run.config(), run.simulated):
         table.add_row("", label)
     table.add_row("preemptions survived", str(summary.preemptions))

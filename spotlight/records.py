@@ -419,6 +419,10 @@ class Drained:
         )
 
 
+NO_DEVICE = -1
+"""``LOCAL_RANK`` of a process that works without a GPU, whether its machine has one or not."""
+
+
 @cache
 def base_phase(phase: str) -> str:
     """The phase as people count it: ``explore-r2`` is a round of ``explore``, a refill is a rollout."""

@@ -63,7 +63,7 @@ class Status:
     usd_wasted: float
     """Of idle time, start-up, lost and repeated work, and exploration that was called off."""
     usd_reserved_only: float
-    """The least that the same work would have cost on reserved workers alone."""
+    """The least that the same work would have cost on reserved GPUs alone."""
     usd_per_iteration: float | None
     usd_per_sample: float | None
     """That was kept and trained on."""

@@ -68,7 +68,9 @@ def _baselines(config: Config) -> Mapping[str, Mapping[str, Any]]:
     """`BASELINES`; but reserved workers that only update do no more in any, and those alone are like the spot ones."""
     if not config.reserved_only_updates:
         return BASELINES
-    alike = {"pools.reserved.gpu": config.pools.spot.gpu, "pools.reserved.usd_per_h": config.on_demand_usd_per_h}
+    spot, usd_per_h = config.pools.spot, config.on_demand_usd_per_h
+    alike = {"gpu": spot.gpu, "usd_per_h": usd_per_h, "prices": "", "workers": spot.workers}
+    alike = {f"pools.reserved.{name}": value for name, value in alike.items()}
     return {
         name: {**changes, **alike}
         if "pools.spot.workers" in changes

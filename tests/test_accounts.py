@@ -132,7 +132,12 @@ def test_prices_pass_as_fast_as_the_clock(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spot", "usd_per_h"),
-    [({"gpu": "h100"}, 10.47), ({"gpu": "mine", "usd_per_h": 3.0}, 3.0), ({"usd_per_h": 0.5}, 1.21)],
+    [
+        ({"gpu": "h100"}, 10.47),
+        ({"gpu": "mine", "usd_per_h": 3.0}, 3.0),
+        ({"gpu": "mine", "usd_per_h": 0.5}, 1.21),
+        ({"usd_per_h": 0.5}, 10.47),
+    ],
 )
 def test_work_on_reserved_workers_is_priced_as_that_of_gpus_like_the_spot_ones(
     tmp_path: Path, spot: dict[str, Any], usd_per_h: float
@@ -142,7 +147,8 @@ def test_work_on_reserved_workers_is_priced_as_that_of_gpus_like_the_spot_ones(
     prices = pool_prices(config.resolve(tree | {"pools": {"spot": spot, "reserved": {"gpu": "cpu"}}}, tmp_path))
 
     assert prices["reserved"].usd_per_h == (1.21,)
-    assert reserved_price(prices, "spot").usd_per_h == reserved_price(prices, "reserved").usd_per_h == (usd_per_h,)
+    assert reserved_price(prices, "spot").usd_per_h == (usd_per_h,)
+    assert reserved_price(prices, "reserved") == prices["reserved"]
 
 
 def test_a_run_keeps_the_prices_that_it_paid(tmp_path: Path) -> None:

@@ -325,15 +325,6 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
             ['strategy.train_pools = ["spot"]', "nobody would compute gradients"],
         ),
         (["pools.reserved.gpu=cpu"], ['pools.reserved.gpu = "cpu"', "only take the updates", 'train_pools = ["spot"]']),
-        (
-            [
-                "pools.reserved.gpu=cpu",
-                'strategy.rollout_pools=["spot"]',
-                'strategy.train_pools=["spot"]',
-                "model.device=cuda",
-            ],
-            ['model.device = "cuda"', "no GPU", 'model.device = "auto"'],
-        ),
         (["model.name=qwen-image"], ['model.name = "qwen-image"', "model.path"]),
     ],
 )

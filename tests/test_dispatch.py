@@ -381,7 +381,7 @@ def test_a_gradient_that_outlasts_its_spot_workers_goes_to_a_reserved_one() -> N
 
 
 def test_where_reserved_workers_have_no_gpu_a_gradient_that_outlasts_its_spot_workers_waits_for_another() -> None:
-    cluster = Cluster(quarantine_after=2, rescues=False)
+    cluster = Cluster(quarantine_after=2, reserved_computes=False)
     cluster.join("a", pool="reserved")
     cluster.submit("train", 1, pool="gradient-spot")
     for name in ("s", "t"):
@@ -394,6 +394,18 @@ def test_where_reserved_workers_have_no_gpu_a_gradient_that_outlasts_its_spot_wo
 
     assert (missing, list(nobody)) == (("spot",), [])
     assert trained(cluster.decide()) == {"train/0": "tcp://u"}
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_once_training_has_ended_reserved_workers_that_can_help_to_explore(computes: bool) -> None:
+    cluster = Cluster(reserved_computes=computes)
+    cluster.join("a", pool="reserved")
+    cluster.join("s")
+    cluster.submit("explore-r0", 2, pool="spot", phase="explore-r0")  # what the first iteration waits for
+
+    begun = launched(cluster.decide())
+
+    assert ("tcp://a" in [member for members in begun.values() for member in members]) == computes
 
 
 def test_gradients_that_wait_for_spot_workers_while_there_are_none_are_told() -> None:

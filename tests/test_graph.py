@@ -201,6 +201,7 @@ def test_a_reserved_worker_without_a_gpu_denoises_nothing() -> None:
     bare = load("pools.reserved.gpu=cpu", *SPOT_WORKS)
     candidates = candidates_for(bare, SETTING, 0, PROMPTS, VERSION, pools=bare.gpu_pools)
     graphs = (
+        prepare_graph("run", on_spot=True),
         example_graph(bare),
         exploration_graph(bare, SETTING, candidates),
         validation_graph(bare, SETTING, PROMPTS, VERSION),
@@ -211,7 +212,7 @@ def test_a_reserved_worker_without_a_gpu_denoises_nothing() -> None:
         name
         for graph in graphs
         for name, noted in notes(graph).items()
-        if noted["pool"] in ("any", "reserved", "trainer", "training")
+        if noted["pool"] in ("any", "reserved", "trainer", "training") or noted["resources"] == {"engine": 1}
     }
 
     assert on_reserved == {"update-1", "publish-1"}

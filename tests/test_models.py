@@ -21,7 +21,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from pipelines import PX_PER_TOKEN, TEXT_DIM, checkpoint_scheduler, tiny_qwen_image
 from spotlight.config import ModelSection
-from spotlight.records import SpotlightError
+from spotlight.records import NO_DEVICE, SpotlightError
 from spotlight.rl.models import device_of, load
 from spotlight.rl.models.base import Conditioning
 from spotlight.rl.models.pipeline import TEXT_MULTIPLE, Loading
@@ -689,3 +689,15 @@ def test_an_embedded_models_weights_are_in_the_package(name: EmbeddedName) -> No
 def test_a_gpu_that_is_not_there_is_named_with_the_way_out() -> None:
     with pytest.raises(SpotlightError, match=r"finds no GPU.*model\.device"):
         device_of(ModelSection(device="cuda"))
+
+
+def test_a_process_that_may_have_no_gpu_works_on_the_processor_whatever_the_settings_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = ModelSection(name="tiny-text", device="cuda")
+    with pytest.raises(SpotlightError, match="finds no GPU"):
+        device_of(settings)
+
+    monkeypatch.setenv("LOCAL_RANK", str(NO_DEVICE))
+
+    assert device_of(settings) == torch.device("cpu")

@@ -71,6 +71,32 @@ def test_every_strategy_runs_to_its_end_and_its_dispatching_replays(tmp_path: Pa
     assert list(differing(rows)) == []
 
 
+SPOT_WORKS = ("pools.reserved.gpu=cpu", 'strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]')
+NOTICES = ("pools.spot.trace_model=bursty", "pools.spot.preemption=notice", "pools.spot.speedup=2000")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("exploration.budget=fixed",),
+        ("exploration.budget=time",),
+        ("strategy.exploration=blocking",),
+        ("strategy.exploration=off", *NOTICES),
+        ("pools.reward.workers=1", "pools.reward.usd_per_h=1"),
+    ],
+)
+def test_a_reserved_machine_without_a_gpu_updates_and_does_no_more(tmp_path: Path, more: Sequence[str]) -> None:
+    bare = simulated(tmp_path / "bare", *SPOT_WORKS, *more, learning="real").directory
+    usual = simulated(tmp_path / "usual", *more, learning="real").directory
+
+    phases = {span["phase"] for span in bare.rows(SPANS) if span["pool"] == "reserved"}
+
+    assert phases == {"update", "publish"}
+    assert "explore-r0" in {span["phase"] for span in bare.rows(SPANS)} or "strategy.exploration=off" in more
+    if "exploration.budget=time" not in more:
+        assert outcome(bare.path) == outcome(usual.path)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -36,14 +36,16 @@ def test_left_out_they_are_spotlight_and_what_it_is_measured_against() -> None:
 @pytest.mark.parametrize("gpu", ["cpu", "a100-80gb"])
 def test_where_the_reserved_worker_only_updates_gpus_alone_are_like_the_spot_ones(gpu: str) -> None:
     works = ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]', f"pools.reserved.gpu={gpu}")
-    settings = config.load(EXAMPLES / "paper-512.toml", [*works, "simulation.strategies={}"])
+    settings = config.load(
+        EXAMPLES / "paper-512.toml", [*works, "pools.reserved.usd_per_h=1", "simulation.strategies={}"]
+    )
 
     compared = dict(strategies(settings))
 
     assert list(compared) == list(BASELINES)
     alone, streaming = compared["reserved only"], compared["reserved + spot, no exploration"]
     assert (alone.pools.reserved.gpu, alone.pools.reserved.usd_per_h) == ("h100", usd_per_h("h100", "reserved"))
-    assert alone.strategy.train_pools == ("reserved",)
+    assert (alone.strategy.train_pools, alone.pools.reserved.workers) == (("reserved",), settings.pools.spot.workers)
     assert (streaming.pools.reserved, streaming.strategy.rollout_pools) == (settings.pools.reserved, ("spot",))
 
 

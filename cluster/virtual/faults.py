@@ -129,6 +129,7 @@ def draw(seed: int) -> Schedule:
     example = replace(example, score_pool="reward" if scorers else "engine")
     if Random(f"{seed} train pool").random() < 0.2:
         example = replace(example, train_pool="spot")
+    computes = example.train_pool != "spot" or Random(f"{seed} computes").random() < 0.5
     largest = {"reserved": reserved, "any": max(reserved, per_node), "spot": per_node}[example.train_pool]
     train_width = Random(f"{seed} train width").choice([1, 1, 2, 3])
     example = replace(example, slices=Random(f"{seed} sums").choice([1, 2]))
@@ -148,7 +149,7 @@ def draw(seed: int) -> Schedule:
             close_with_training=chance.random() < 0.5,
             hang_after_s=2.0,
             quarantine_after=1000 if cursed is None else chance.randint(1, 3),
-            rescues=example.train_pool != "spot" or Random(f"{seed} rescues").random() < 0.5,
+            reserved_computes=computes,
             widens=resumes,
             moves=resumes,
         ),

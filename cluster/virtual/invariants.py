@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from cluster.dispatch import Dispatch
 from cluster.events import Instruction, Key, Launch, Score, Train
-from cluster.gangs import SCORING, TRAINING
+from cluster.gangs import GATED, SCORING, TRAINING
 from cluster.rules import Rules
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.formings import Forming
@@ -34,8 +34,8 @@ class Invariants:
 
     Args:
         found: gets a sentence for whatever does not hold.
-        rules: what was given to ``quarantine_after`` workers may train on reserved ones, whatever its pools, if there
-            are rescues.
+        rules: what was given to ``quarantine_after`` workers may train on reserved ones, whatever its pools, if
+            those compute.
     """
 
     def __init__(self, found: list[str], rules: Rules) -> None:
@@ -68,6 +68,9 @@ class Invariants:
             yield f"{launch.gang} has two shards on one worker"
         for member in launch.members:
             yield from (f"{launch.gang}: {why}" for why in self._unfit(cluster, member.address))
+            worker, pool = cluster.workers.get(member.address), cluster.tasks.all[member.key].pool
+            if worker and worker.pool not in GATED[pool] and not self._rules.reserved_computes:
+                yield f"{launch.gang}, of the pool {pool}, is to run on {worker.name}, of the pool {worker.pool}"
         keys = {member.key for member in launch.members}
         for worker in cluster.workers.values():
             if not keys.isdisjoint(worker.running) or not keys.isdisjoint(worker.queue):
@@ -78,7 +81,7 @@ class Invariants:
         worker, pool = cluster.workers.get(begin.address), cluster.tasks.all[begin.key].pool
         pools: set[str] = {*TRAINING[pool]} if isinstance(begin, Train) else {SCORING}
         was_lost = self._begun[begin.key] >= self._rules.quarantine_after
-        if isinstance(begin, Train) and was_lost and self._rules.rescues:
+        if isinstance(begin, Train) and was_lost and self._rules.reserved_computes:
             pools.add("reserved")
         self._begun[begin.key] += 1
         if worker and worker.pool not in pools:

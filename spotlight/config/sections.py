@@ -571,7 +571,7 @@ class ClusterSection(Section):
     """A worker whose work reports nothing for so long is replaced."""
     quarantine_after: int = Field(5, ge=1, le=1000)
     """A request that loses its workers so many times in a row without a new step is set aside and replaced. A part of
-    training that outlasts so many workers is given to a reserved one."""
+    training that outlasts so many workers is given to a reserved one; if those have no GPU, to another spot one."""
     tls: bool = True
     """All of Dask's connections are encrypted, and both ends prove that they belong to the run, by a certificate that
     was made for it. False: any user of this machine can run code in the run's processes. A cluster that is there

@@ -28,7 +28,7 @@ from spotlight.config.sections import (
     TrainSection,
 )
 from spotlight.files import shown
-from spotlight.market.prices import price_list, usd_per_h
+from spotlight.market.prices import USUAL_GPU, price_list, usd_per_h
 from spotlight.records import Policy, Pool
 
 
@@ -89,11 +89,6 @@ class Config(Section):
                 f'pools.reserved.gpu = "{NO_GPU}" has no GPU, so it can only take the updates: set '
                 'strategy.rollout_pools = ["spot"] and strategy.train_pools = ["spot"], or name another '
                 "pools.reserved.gpu"
-            )
-        if not self.reserved_computes and self.model.device == "cuda":
-            raise ValueError(
-                f'model.device = "cuda" and pools.reserved.gpu = "{NO_GPU}": the reserved worker has no GPU; set '
-                'model.device = "auto"'
             )
 
     def _check_exploration(self) -> None:
@@ -204,6 +199,18 @@ class Config(Section):
                 "samples as if it were the flow's own, and published recipes draw and train without guidance; set "
                 "rollout.guidance = 1"
             )
+        if not self.reserved_computes and not self.model.embedded and not self.train.lora_rank:
+            found.append(
+                f'pools.reserved.gpu = "{NO_GPU}" and train.lora_rank = 0: to update all weights takes minutes on a '
+                "processor, and five times their memory; set train.lora_rank"
+            )
+        gpu = self.pools.spot.gpu or USUAL_GPU
+        is_dear = gpu in price_list() and self.pools.reserved.usd_per_h >= usd_per_h(gpu, "reserved")
+        if not self.reserved_computes and is_dear:
+            found.append(
+                f'pools.reserved.usd_per_h = {self.pools.reserved.usd_per_h:g} for a machine without a GPU (gpu = "'
+                f'{NO_GPU}"), which the list has for {usd_per_h(NO_GPU, "reserved"):g}: leave it out, or set your price'
+            )
         if self.reward.name == "ocr" and not self.model.embedded:
             found.append(
                 'reward.name = "ocr" takes the whole image for one line of text, and reads next to nothing in a scene: '
@@ -235,12 +242,14 @@ class Config(Section):
     def on_demand_usd_per_h(self) -> float:
         """Price of a reserved GPU that does the work: of those that there are, or of one like the spot ones.
 
-        Where neither is known, that of the dearer of both pools, which is too little.
+        Where the list has no price of that, it is the dearer of both pools', which is too little.
         """
         reserved, spot = self.pools.reserved, self.pools.spot
-        if not self.reserved_only_updates or reserved.gpu == spot.gpu:
+        gpu = spot.gpu or USUAL_GPU
+        is_alike = (reserved.gpu or USUAL_GPU).partition("-")[0] == gpu.partition("-")[0]
+        if not self.reserved_only_updates or is_alike:
             return reserved.usd_per_h
-        return usd_per_h(spot.gpu, "reserved") if spot.gpu in price_list() else max(reserved.usd_per_h, spot.usd_per_h)
+        return usd_per_h(gpu, "reserved") if gpu in price_list() else max(reserved.usd_per_h, spot.usd_per_h)
 
     @property
     def gpu_pools(self) -> tuple[Pool, ...]:

@@ -74,7 +74,7 @@ class EngineProcess:
 
     Args:
         context: of that parent.
-        number: of the device among the machine's; becomes LOCAL_RANK.
+        number: of the device among the machine's, or `NO_DEVICE`; becomes LOCAL_RANK.
         node: root of the node's shared memory, for weights; see `spotlight.store.node`.
         hang_after_s: a call that sent a beat, and then none for so long, is ended with its process; so is one whose
             process is stopped. Time in which the caller was paused does not count.

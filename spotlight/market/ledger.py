@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Literal, get_args
 
 from spotlight.market.traces import SECONDS_PER_H
-from spotlight.records import Interval, Pool, Span, WorkerLife, base_phase, record
+from spotlight.records import Interval, Span, WorkerLife, base_phase, record
 
 ALWAYS: Interval = (-inf, inf)
 Kind = Literal["useful", "idle", "start-up", "dropped", "lost", "redone"]
@@ -79,8 +79,8 @@ def absolute(prices: Prices, workers: Iterable[WorkerLife]) -> dict[str, Price]:
 
 
 def reserved_price(prices: Prices, pool: str) -> Price:
-    """What a pool's work would cost on reserved workers; what only scores is the same there."""
-    return prices.get(ON_DEMAND, prices["reserved"]) if pool in get_args(Pool) else prices[pool]
+    """What a pool's work would cost on reserved GPUs; what only scores is the same there, and so are updates."""
+    return prices.get(ON_DEMAND, prices["reserved"]) if pool == "spot" else prices[pool]
 
 
 def stay(life: WorkerLife, window: Interval) -> Interval:

@@ -19,6 +19,8 @@ from spotlight.market.ledger import Price
 from spotlight.records import SpotlightError
 
 LIST = Path(__file__).with_name("prices.toml")
+USUAL_GPU = "h100"
+"""Of a pool that names none."""
 COLUMNS = ("time", "usd_per_h"), ("since_start_s", "usd_per_h")
 """The first lines that a file of prices may have."""
 

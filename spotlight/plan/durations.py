@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from spotlight.config import Config, TrainSection
+from spotlight.market.prices import USUAL_GPU
 from spotlight.records import Pool, SpotlightError, record
 
 T = TypeVar("T")
@@ -198,7 +199,7 @@ class TaskDurations:
         self._guidance = pace.guidance if paced else config.rollout.guidance
         self._lora = pace.lora if paced else train.lora_rank > 0
         self._gpus = {
-            name: pace.gpu or ("cpu" if embedded else pool.gpu.partition("-")[0] or "h100")
+            name: pace.gpu or ("cpu" if embedded else (pool.gpu or USUAL_GPU).partition("-")[0])
             for name, pool in config.pools
         }
         self._trains_on = self._gpus["reserved" if "reserved" in config.strategy.train_pools else "spot"]

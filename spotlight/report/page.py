@@ -188,10 +188,14 @@ def _subtitle(facts: Facts) -> str:
     settings, pools = facts.settings, facts.settings.pools
     return (
         f"{settings.model.name}, {settings.train.algorithm}, exploration {settings.strategy.exploration}; "
-        f"{pools.reserved.workers} reserved + {pools.spot.workers} spot workers "
+        f"{pools.reserved.workers} reserved{_without_gpu(settings)} + {pools.spot.workers} spot workers "
         f"at {_price(pools.reserved)} and {_price(pools.spot)} per hour; "
         f"seed {settings.run.seed}{_paced(settings.pace)}"
     )
+
+
+def _without_gpu(settings: Config) -> str:
+    return "" if settings.reserved_computes else " (without a GPU)"
 
 
 def _paced(pace: PaceSection) -> str:
@@ -244,7 +248,7 @@ def _cards(facts: Facts) -> str:
             f"first image after {_duration(known['first_image_s'])}{_paused(facts)}",
         ),
         ("Iterations", str(known["iterations"]), f"of {facts.settings.run.iterations:,} asked for"),
-        ("Cost", _number(usd, ",.2f", "$"), f"reserved workers alone: {_number(alone, ',.2f', '$')}{times}"),
+        ("Cost", _number(usd, ",.2f", "$"), f"reserved GPUs alone: {_number(alone, ',.2f', '$')}{times}"),
         ("Spot workers busy", busy, "of the seconds that were paid for"),
         ("Preemptions", str(known["preemptions"]), f"spot workers lost on the way{_reserved_too(lost)}"),
     ]
@@ -363,7 +367,7 @@ GRID_NOTE = (
 )
 MONEY_NOTE = (
     "What the workers cost from joining to leaving, idle time included. "
-    "The dashed line prices the same busy seconds on reserved workers alone: the least that such a run could have cost."
+    "The dashed line prices the same busy seconds on reserved GPUs alone: the least that such a run could have cost."
 )
 SPENDING_NOTE = (
     "Every second of every worker, in one column each. Wasted: idle without work, start-up until the first task, "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spotlight.records import SpotlightError
+from spotlight.records import NO_DEVICE, SpotlightError
 from spotlight.rl import memory
 from spotlight.rl.checkpoints import survey
 from spotlight.rl.models.base import Conditioning as Conditioning
@@ -68,12 +68,14 @@ def load(settings: ModelSection, node: Node | None = None) -> Model:
 
 
 def device_of(settings: ModelSection) -> torch.device:
-    """The device that the settings name; of several GPUs, the one that this process owns.
+    """The device that the settings name, unless this process may have none; of several GPUs, the one that it owns.
 
     Raises:
         SpotlightError: it is a GPU, and torch finds none here.
     """
-    device: str = settings.device
+    device, number = str(settings.device), int(os.environ.get("LOCAL_RANK", "0"))
+    if number == NO_DEVICE:
+        return torch.device("cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -82,7 +84,7 @@ def device_of(settings: ModelSection) -> torch.device:
                 f'on {socket.gethostname()} torch {torch.__version__} finds no GPU, and model.device = "cuda": look at '
                 'nvidia-smi, install a build of torch for CUDA, or set model.device = "auto"'
             )
-        device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+        device = f"cuda:{number % torch.cuda.device_count()}"
     return torch.device(device)
 
 
