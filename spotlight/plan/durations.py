@@ -89,9 +89,9 @@ Measured: docs/results.md, fixed costs (0.051 s to join and 0.045 s for the firs
 GRADIENT_LORA_S = 1.4
 """To keep the gradient of a LoRA of 0.85 GB, 1.7 GB in float32, where others find it, or to fetch it, at 10 Gb/s.
 Computed."""
-UPDATE_LORA_S = 1.2
+UPDATE_LORA_S = 1.8
 """AdamW, the gradient's norm and the old policy of a LoRA of 0.85 GB, on one core of a processor. Measured with a tenth
-of its weights."""
+of its weights: docs/results.md, fixed costs."""
 LOCAL_GRADIENT_S = 0.015
 """The same of the embedded model, on one machine: 1.8 MB, written or read and hashed. Measured, in CPU time."""
 OCR_SCORE_S = 0.0063
