@@ -420,7 +420,9 @@ class Drained:
 
 
 NO_DEVICE = -1
-"""``LOCAL_RANK`` of a process that works without a GPU, whether its machine has one or not."""
+"""In place of a device's number: the process works without a GPU, whether its machine has one or not."""
+WITHOUT_GPU = "SPOTLIGHT_WITHOUT_GPU"
+"""The environment variable that such a process has."""
 
 
 @cache

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spotlight.config import Config, leaves, resolve
+from spotlight.config import NO_GPU, Config, leaves, resolve
 from spotlight.records import SpotlightError
 
 _ON_RESERVED = {
@@ -65,12 +65,17 @@ def strategies(config: Config, base: Path = Path("/")) -> Iterator[tuple[str, Co
 
 
 def _baselines(config: Config) -> Mapping[str, Mapping[str, Any]]:
-    """`BASELINES`; but reserved workers that only update do no more in any, and those alone are like the spot ones."""
+    """`BASELINES`. If reserved workers only update, they do so in all; those alone are GPUs like the spot ones."""
     if not config.reserved_only_updates:
         return BASELINES
-    spot, usd_per_h = config.pools.spot, config.on_demand_usd_per_h
-    alike = {"gpu": spot.gpu, "usd_per_h": usd_per_h, "prices": "", "workers": spot.workers}
-    alike = {f"pools.reserved.{name}": value for name, value in alike.items()}
+    spot = config.pools.spot
+    alike = {
+        "pools.reserved.gpu": spot.gpu if spot.gpu != NO_GPU else "",
+        "pools.reserved.usd_per_h": config.on_demand_usd_per_h,
+        "pools.reserved.workers": spot.workers,
+        "pools.reserved.workers_per_node": spot.workers_per_node,
+        **dict.fromkeys(("pools.reserved.prices", "pools.reserved.trace", "pools.reserved.trace_model"), ""),
+    }
     return {
         name: {**changes, **alike}
         if "pools.spot.workers" in changes

@@ -21,7 +21,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from pipelines import PX_PER_TOKEN, TEXT_DIM, checkpoint_scheduler, tiny_qwen_image
 from spotlight.config import ModelSection
-from spotlight.records import NO_DEVICE, SpotlightError
+from spotlight.records import WITHOUT_GPU, SpotlightError
 from spotlight.rl.models import device_of, load
 from spotlight.rl.models.base import Conditioning
 from spotlight.rl.models.pipeline import TEXT_MULTIPLE, Loading
@@ -698,6 +698,6 @@ def test_a_process_that_may_have_no_gpu_works_on_the_processor_whatever_the_sett
     with pytest.raises(SpotlightError, match="finds no GPU"):
         device_of(settings)
 
-    monkeypatch.setenv("LOCAL_RANK", str(NO_DEVICE))
+    monkeypatch.setenv(WITHOUT_GPU, "1")
 
     assert device_of(settings) == torch.device("cpu")

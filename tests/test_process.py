@@ -27,7 +27,7 @@ from spotlight.device.calls import PrepareCall, RolloutCall
 from spotlight.device.process import Beat, EngineLost, EngineProcess, TimedOut
 from spotlight.device.protocol import ALONE
 from spotlight.device.signals import Stop
-from spotlight.records import Request, Rollout, SpotlightError, Stopped
+from spotlight.records import NO_DEVICE, WITHOUT_GPU, Request, Rollout, SpotlightError, Stopped
 from spotlight.rl.prompts import read_prompts
 from spotlight.store.rundir import RunDir
 
@@ -114,6 +114,17 @@ def test_an_engine_knows_what_its_caller_was_told_after_the_parent_began(
 
     assert known["AWS_ACCESS_KEY_ID"] == "someone"
     assert known["LOCAL_RANK"] == "1"
+
+
+@pytest.mark.parametrize("number", [1, NO_DEVICE])
+def test_an_engine_without_a_device_is_told_so(engine: EngineProcess, tmp_path: Path, number: int) -> None:
+    other = EngineProcess(warm_parent(), number, node=engine._node, hang_after_s=HANG_AFTER_S)
+    call: Any = EnvironmentCall()
+
+    known = other.call(str(tmp_path), call, lambda beat: None)
+    other.close()
+
+    assert (WITHOUT_GPU in known) == (number == NO_DEVICE)
 
 
 class LoadedCall:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 
 from cluster.dispatch import differing as dispatched_otherwise
+from cluster.member import terms_of
 from graphs.loop import Loop, synchronous
 from kills import KillWorkers, client_of
 from leftovers import Watched
@@ -197,6 +198,8 @@ def test_a_reserved_worker_that_only_updates_changes_nothing(undisturbed: Path, 
     }
     assert pools == {"rollout": {"spot"}, "train": {"spot"}, "update": {"reserved"}}
     on_reserved = {span["phase"].partition("-")[0] for span in spans if span["pool"] == "reserved"}
+    bare = terms_of(run.directory.config(), run.directory.url, "").bare
+    assert bare == (("reserved",) if gpu == "cpu" else ())
     assert on_reserved & {"explore", "validate", "score"} == (set() if gpu == "cpu" else {"explore", "validate"})
     assert outcome(run.directory.path) == outcome(undisturbed)
 

@@ -15,6 +15,7 @@ from spotlight.config.files import (
     set_value,
 )
 from spotlight.config.sections import (
+    NO_GPU,
     STEPS_MAX,
     ClusterSection,
     DataSection,
@@ -38,6 +39,7 @@ from spotlight.config.sections import (
 from spotlight.config.settings import Config
 
 __all__ = [
+    "NO_GPU",
     "ClusterSection",
     "Config",
     "DataSection",

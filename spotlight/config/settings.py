@@ -206,7 +206,7 @@ class Config(Section):
             )
         gpu = self.pools.spot.gpu or USUAL_GPU
         is_dear = gpu in price_list() and self.pools.reserved.usd_per_h >= usd_per_h(gpu, "reserved")
-        if not self.reserved_computes and is_dear:
+        if not self.reserved_computes and is_dear and gpu != NO_GPU:
             found.append(
                 f'pools.reserved.usd_per_h = {self.pools.reserved.usd_per_h:g} for a machine without a GPU (gpu = "'
                 f'{NO_GPU}"), which the list has for {usd_per_h(NO_GPU, "reserved"):g}: leave it out, or set your price'
@@ -239,6 +239,12 @@ class Config(Section):
         return self.pools.reserved.gpu != NO_GPU
 
     @property
+    def reserved_is_cheaper(self) -> bool:
+        """Whether reserved workers only update, on other GPUs than those that do the work, or on none."""
+        reserved, spot = ((pool.gpu or USUAL_GPU).partition("-")[0] for pool in (self.pools.reserved, self.pools.spot))
+        return self.reserved_only_updates and reserved != spot
+
+    @property
     def on_demand_usd_per_h(self) -> float:
         """Price of a reserved GPU that does the work: of those that there are, or of one like the spot ones.
 
@@ -246,8 +252,7 @@ class Config(Section):
         """
         reserved, spot = self.pools.reserved, self.pools.spot
         gpu = spot.gpu or USUAL_GPU
-        is_alike = (reserved.gpu or USUAL_GPU).partition("-")[0] == gpu.partition("-")[0]
-        if not self.reserved_only_updates or is_alike:
+        if not self.reserved_is_cheaper:
             return reserved.usd_per_h
         return usd_per_h(gpu, "reserved") if gpu in price_list() else max(reserved.usd_per_h, spot.usd_per_h)
 

@@ -35,7 +35,7 @@ from spotlight.records import (
     WeightsRef,
 )
 from spotlight.rl import rewards
-from spotlight.rl.models import Model, device_of
+from spotlight.rl.models import Model, device_of, works_without_gpu
 from spotlight.store import updates
 from spotlight.store.latents import LatentStore
 from spotlight.store.node import Node
@@ -64,8 +64,11 @@ class InProcess:
         return self._engines[run_dir]
 
     def load(self, run_dir: str) -> None:
-        """Have the run's model ready, unless the run is still to be prepared: who does that makes what others read."""
-        if published(run_dir, 0):
+        """Have the run's model ready, unless the run is still to be prepared: who does that makes what others read.
+
+        Who only takes updates reads nothing of that.
+        """
+        if published(run_dir, 0) or works_without_gpu():
             _ = self.engine(run_dir).model
 
     def prepare(self, run_dir: str) -> Prepared:

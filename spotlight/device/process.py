@@ -25,7 +25,7 @@ from typing import Any
 
 from spotlight.device.calls import Call, T
 from spotlight.device.signals import Order, Signals, signals
-from spotlight.records import record
+from spotlight.records import NO_DEVICE, WITHOUT_GPU, record
 from spotlight.store.node import Node
 from spotlight.store.slots import is_stopped
 
@@ -74,7 +74,7 @@ class EngineProcess:
 
     Args:
         context: of that parent.
-        number: of the device among the machine's, or `NO_DEVICE`; becomes LOCAL_RANK.
+        number: of the device among the machine's, which becomes LOCAL_RANK; or `NO_DEVICE`.
         node: root of the node's shared memory, for weights; see `spotlight.store.node`.
         hang_after_s: a call that sent a beat, and then none for so long, is ended with its process; so is one whose
             process is stopped. Time in which the caller was paused does not count.
@@ -252,7 +252,10 @@ def serve(
     for ignored in (signal.SIGINT, signal.SIGTERM):  # meant for the driver, and for the worker, who will tell
         signal.signal(ignored, signal.SIG_IGN)
     end_with_parent()
-    os.environ["LOCAL_RANK"] = str(number)  # read by spotlight.rl.models.load
+    if number == NO_DEVICE:
+        os.environ[WITHOUT_GPU] = "1"
+    else:
+        os.environ["LOCAL_RANK"] = str(number)  # both are read by spotlight.rl.models
     signals.adopt(asked)
     threading.Thread(target=_obey, args=(orders,), daemon=True).start()
     from spotlight.device.engine import InProcess

@@ -42,8 +42,9 @@ class Residency:
         settings = self._config
         models.require_memory(settings)
         model = models.load(settings.model, self._node)
-        texts = [prompt.text for prompt in self.prompts()]
-        model.preload(texts, cache=self._run.path / "prompts.safetensors")
+        if not models.works_without_gpu():
+            texts = [prompt.text for prompt in self.prompts()]
+            model.preload(texts, cache=self._run.path / "prompts.safetensors")
         model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
         return model
 

@@ -239,7 +239,7 @@ class Entry:
     seconds: float
     usd: float
     usd_reserved: float
-    """The same seconds at the reserved pool's price (`reserved_price`)."""
+    """The same seconds at the price of a reserved GPU (`reserved_price`)."""
 
 
 def summed(entries: Iterable[Entry]) -> tuple[Entry, ...]:
@@ -293,7 +293,7 @@ class Ledger:
 
     @property
     def usd_reserved_only(self) -> float:
-        """Price of the same work on reserved workers that never start, idle or lose anything.
+        """Price of the same work on reserved GPUs that never start, idle or lose anything.
 
         ``1/3600 * integral over useful seconds t of usd_per_h_reserved(t) dt``: exploration counts unless it was called
         off. Real reserved-only runs pay for idle time, too, so this is the least that one could have cost.

@@ -299,7 +299,7 @@ def pool_prices(config: Config) -> dict[str, Price]:
         SpotlightError: that file is not usable.
     """
     prices = {name: _price(config, f"pools.{name}.prices", pool) for name, pool in config.pools}
-    if config.on_demand_usd_per_h != config.pools.reserved.usd_per_h:
+    if config.reserved_is_cheaper:
         prices[ON_DEMAND] = Price.constant(config.on_demand_usd_per_h)
     return prices
 

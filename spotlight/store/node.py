@@ -9,7 +9,7 @@ a directory in memory, lie ::
     .<name>.partial          one of these on its way
     .lock-*, .alive          held while one is on its way; held as long as a process uses the node
     .node                    the node's name
-    [reward-]slot-<n>        who has the n-th device: see `spotlight.store.slots`
+    [reward-, reserved-]slot-<n>  who has the n-th device: see `spotlight.store.slots`
     run/                     prompts of a run at a URL, and what the text encoders made of them
 
 Invariants:

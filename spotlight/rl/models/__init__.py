@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spotlight.records import NO_DEVICE, SpotlightError
+from spotlight.records import WITHOUT_GPU, SpotlightError
 from spotlight.rl import memory
 from spotlight.rl.checkpoints import survey
 from spotlight.rl.models.base import Conditioning as Conditioning
@@ -67,15 +67,20 @@ def load(settings: ModelSection, node: Node | None = None) -> Model:
             return Flux.load(settings.path, loading, node)
 
 
+def works_without_gpu() -> bool:
+    """Whether this process may use no GPU: it takes updates only, so it needs no texts either."""
+    return WITHOUT_GPU in os.environ
+
+
 def device_of(settings: ModelSection) -> torch.device:
     """The device that the settings name, unless this process may have none; of several GPUs, the one that it owns.
 
     Raises:
         SpotlightError: it is a GPU, and torch finds none here.
     """
-    device, number = str(settings.device), int(os.environ.get("LOCAL_RANK", "0"))
-    if number == NO_DEVICE:
+    if works_without_gpu():
         return torch.device("cpu")
+    device: str = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -84,7 +89,7 @@ def device_of(settings: ModelSection) -> torch.device:
                 f'on {socket.gethostname()} torch {torch.__version__} finds no GPU, and model.device = "cuda": look at '
                 'nvidia-smi, install a build of torch for CUDA, or set model.device = "auto"'
             )
-        device = f"cuda:{number % torch.cuda.device_count()}"
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
     return torch.device(device)
 
 
