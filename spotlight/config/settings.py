@@ -239,7 +239,7 @@ class Config(Section):
         return self.pools.reserved.gpu != NO_GPU
 
     @property
-    def reserved_is_cheaper(self) -> bool:
+    def reserved_differs(self) -> bool:
         """Whether reserved workers only update, on other GPUs than those that do the work, or on none."""
         reserved, spot = ((pool.gpu or USUAL_GPU).partition("-")[0] for pool in (self.pools.reserved, self.pools.spot))
         return self.reserved_only_updates and reserved != spot
@@ -252,7 +252,7 @@ class Config(Section):
         """
         reserved, spot = self.pools.reserved, self.pools.spot
         gpu = spot.gpu or USUAL_GPU
-        if not self.reserved_is_cheaper:
+        if not self.reserved_differs:
             return reserved.usd_per_h
         return usd_per_h(gpu, "reserved") if gpu in price_list() else max(reserved.usd_per_h, spot.usd_per_h)
 

@@ -299,7 +299,7 @@ def pool_prices(config: Config) -> dict[str, Price]:
         SpotlightError: that file is not usable.
     """
     prices = {name: _price(config, f"pools.{name}.prices", pool) for name, pool in config.pools}
-    if config.reserved_is_cheaper:
+    if config.reserved_differs:
         prices[ON_DEMAND] = Price.constant(config.on_demand_usd_per_h)
     return prices
 
