@@ -28,7 +28,9 @@ from spotlight.rl.models.flux import Flux
 from spotlight.rl.models.pipeline import PipelineModel
 from spotlight.rl.models.qwen_image import QwenImage
 from spotlight.rl.models.sd3 import StableDiffusion3
+from spotlight.rl.trainer import Trainer
 
+TINY = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
 HEIGHT_PX, WIDTH_PX, STEPS = 16, 32, 4
 SHORT, LONG = 'a "4"', 'a shop sign that reads "47"'
 CPU = Loading(device=torch.device("cpu"), dtype=torch.float32)
@@ -249,6 +251,38 @@ def test_a_lora_reaches_every_block_and_starts_without_effect(made: Checkpoints,
     ]
     assert torch.equal(velocity(model), before)
     assert all(any(layer.startswith(f"{block}.") for layer in model.trainable()) for block in blocks)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_of_a_lora_need_no_base_weights(
+    made: Checkpoints, tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    """The whole model is trained, and what holds adapters alone takes the same steps from the version it published."""
+    empty = shutil.copytree(made[name], tmp_path / "empty")
+    for weights in empty.glob("*/*.safetensors"):
+        weights.unlink()
+    settings = config.load(TINY).train
+    updated = []
+    whole = CASES[name].kind.load(str(made[name]), Loading(device=torch.device("cpu"), dtype=dtype))
+    whole.make_trainable(rank=2, alpha=0.0, seed=0)
+    start = {key: value.clone() for key, value in whole.trainable().items()}
+    bare = CASES[name].kind.load(str(empty), Loading(device=torch.device("cpu"), dtype=dtype, base=False))
+    bare.make_trainable(rank=2, alpha=0.0, seed=1)
+    for model in (whole, bare):
+        model.load_trainable(start)
+        trainer = Trainer(model, settings, seed=0)
+        for update in range(2):
+            rng = torch.Generator().manual_seed(update)
+            gradients = {str(at): torch.randn(p.shape, generator=rng) for at, p in enumerate(model.parameters())}
+            trainer.step(4, [gradients], iteration=0, update=update)
+        trainer.finish([[(4, 0.0, {})]], [1.0], iteration=0)
+        updated.append({**trainer.state(), **model.trainable(), **(trainer.old() or {})})
+
+    torch.testing.assert_close(updated[1], updated[0], rtol=0, atol=0)
+    assert not all(torch.equal(updated[0][key], start[key]) for key in start)
+    frozen = [value for value in bare.transformer.parameters() if not value.requires_grad]
+    assert {value.untyped_storage().nbytes() for value in frozen} == {dtype.itemsize}
 
 
 @pytest.mark.gpu

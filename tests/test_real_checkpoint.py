@@ -27,7 +27,8 @@ from pipelines import PACKED_CHANNELS, PX_PER_TOKEN, tiny_qwen_image
 from runs import NoWatch, outcome, settings_file
 from spotlight import config
 from spotlight.device.engine import Engine
-from spotlight.records import WeightsRef
+from spotlight.device.residency import Residency
+from spotlight.records import WITHOUT_GPU, WeightsRef
 from spotlight.rl import flow
 from spotlight.rl.export import export_weights
 from spotlight.rl.models import Model
@@ -232,6 +233,34 @@ def test_a_finished_run_that_is_resumed_does_nothing_again(trained: Trained) -> 
     assert trained.run.rows(SPANS) == spans
     assert outcome(trained.run.path) == before
     assert {path: path.stat().st_mtime_ns for path in (trained.run.path / "weights").rglob("*")} == written
+
+
+@pytest.mark.live
+def test_without_a_reserved_gpu_the_same_run_makes_the_same_weights(pipeline: Path, tmp_path: Path) -> None:
+    spot = ['strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]']
+    found = []
+    for name, extra in (("usual", []), ("bare", [*spot, "pools.reserved.gpu=cpu"])):
+        overrides = [*checkpoint_overrides(pipeline, tmp_path, "nft"), f"run.name={name}", *extra]
+        run = Run(settings_file(tmp_path), overrides).start()
+        assert run.wait().state == "finished"
+        found.append(outcome(run.directory.path))
+
+    assert found[1] == found[0]
+
+
+@pytest.mark.parametrize(("rank", "read"), [(RANK, False), (0, True)])
+def test_who_only_takes_updates_of_a_lora_reads_no_base_weights(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, read: bool
+) -> None:
+    overrides = [*checkpoint_overrides(pipeline, tmp_path, "nft"), f"train.lora_rank={rank}"]
+    run = RunDir.create(config.load(settings_file(tmp_path), overrides), time.time())
+    monkeypatch.setenv(WITHOUT_GPU, "1")
+
+    model = Residency(run, run.config(), None).model
+
+    weights = {id(value) for value in model.parameters()}
+    base = [value for value in model.transformer.parameters() if rank == 0 or id(value) not in weights]
+    assert all((value.untyped_storage().nbytes() > value.itemsize) == read for value in base if value.numel() > 1)
 
 
 def test_in_bfloat16_worker_and_trainer_agree_to_its_rounding(pipeline: Path, tmp_path: Path) -> None:

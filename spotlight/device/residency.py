@@ -39,10 +39,10 @@ class Residency:
 
     @cached_property
     def model(self) -> models.Model:
-        settings = self._config
+        settings, only_updates = self._config, models.works_without_gpu()
         models.require_memory(settings)
-        model = models.load(settings.model, self._node)
-        if not models.works_without_gpu():
+        model = models.load(settings.model, self._node, base=not (only_updates and settings.train.lora_rank))
+        if not only_updates:
             texts = [prompt.text for prompt in self.prompts()]
             model.preload(texts, cache=self._run.path / "prompts.safetensors")
         model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)

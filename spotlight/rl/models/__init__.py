@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(settings: ModelSection, node: Node | None = None) -> Model:
+def load(settings: ModelSection, node: Node | None = None, *, base: bool = True) -> Model:
     """The model that the settings name, on its device, ready to be trained or sampled.
 
     Args:
         node: holds the base weights for all its processes, so that only the first of them reads the checkpoint.
+        base: False: the base weights of a checkpoint are not read. Enough for the updates of a LoRA.
 
     Raises:
         SpotlightError: the directory is not a pipeline of that family, or a file in it is damaged.
@@ -42,6 +43,7 @@ def load(settings: ModelSection, node: Node | None = None) -> Model:
         vae_dtype=None if settings.vae_dtype == "auto" else DTYPES[settings.vae_dtype],
         vae_tiling=settings.vae_tiling,
         gradient_checkpointing=settings.gradient_checkpointing,
+        base=base,
     )
     match settings.name:
         case "tiny-text" | "tiny-mixed":

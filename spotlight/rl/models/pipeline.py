@@ -52,6 +52,8 @@ class Loading:
     """None: as the transformer's."""
     vae_tiling: bool = False
     gradient_checkpointing: bool = False
+    base: bool = True
+    """Whether the base weights are read. The updates of a LoRA need none."""
 
 
 @record
@@ -92,6 +94,8 @@ class PipelineModel(Model):
     def load(cls, path: str, loading: Loading, node: Node | None = None) -> Self:
         """Load all but the text encoders from a directory that ``save_pretrained`` wrote.
 
+        Without its base weights the transformer has shapes only, and there is no VAE.
+
         Args:
             node: holds the networks for all its processes. The first one reads the checkpoint; on the CPU the
                 parameters are views of the node's memory, on a GPU they are copied from there.
@@ -103,8 +107,11 @@ class PipelineModel(Model):
         diffusers.utils.logging.disable_progress_bar()  # a run shows its own progress
         transformers.utils.logging.disable_progress_bar()
         require_pipeline(directory, cls.pipeline_class.__name__)
-        parts: dict[str, Any] = dict.fromkeys([*cls.encoder_classes, *cls.tokenizer_classes])
+        parts: dict[str, Any] = dict.fromkeys([*cls.encoder_classes, *cls.tokenizer_classes, "vae"])
         parts["scheduler"] = _part(FlowMatchEulerDiscreteScheduler, directory, "scheduler")
+        if not loading.base:
+            parts["transformer"] = _shapes(cls.transformer_class, directory, "transformer", loading.dtype)
+            return cls(directory, cls.pipeline_class(**parts), loading.device)
         networks = (
             ("vae", cls.vae_class, loading.vae_dtype or loading.dtype),
             ("transformer", cls.transformer_class, loading.dtype),
@@ -319,6 +326,19 @@ def _weights(kind: Any, directory: Path, name: str, **dtype: torch.dtype) -> Any
             f"{directory / name}: {len(missing)} weights that {kind.__name__} needs are absent, such as {missing[0]}; "
             "copy the pipeline anew"
         )
+    return network.requires_grad_(False).eval()
+
+
+def _shapes(kind: Any, directory: Path, name: str, dtype: torch.dtype) -> Any:
+    """A network whose weights are all 0, each kept as one number: a few megabytes, whatever its size."""
+    require_class(directory / name, kind.__name__)
+    try:
+        with torch.device("meta"):
+            network = kind.from_config(kind.load_config(directory, subfolder=name, local_files_only=True))
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
+        raise SpotlightError(f"{directory / name}: not loadable as {kind.__name__}: {error}") from error
+    nothing = torch.zeros((), dtype=dtype)
+    network.load_state_dict({key: nothing.expand(at.shape) for key, at in network.state_dict().items()}, assign=True)
     return network.requires_grad_(False).eval()
 
 
