@@ -257,14 +257,20 @@ class State:
         )
 
     def missing_pools(self) -> tuple[str, ...]:
-        """Pools that requests, or tasks that train, wait for, and that have no worker at all now."""
+        """Pools that requests, tasks that train, or what any engine does, wait for, and that have no worker now."""
         alive = {worker.pool for worker in self._roster.by_name.values()}
         missing: set[str] = {SCORING} if self._unscored and SCORING not in alive else set()
         if not alive.issuperset(get_args(Pool)):
             waiting = (gang for gang in self._gangs.values() if not gang.members and gang.parked)
             wanted = [*(gang.pools for gang in waiting), *(self._trainers(task) for task in self._ready.values())]
             missing |= {pool for pools in wanted if alive.isdisjoint(pools) for pool in pools}
+            if not self.rules.reserved_computes and "spot" not in alive and self._any_engine_wanted():
+                missing.add("spot")
         return tuple(sorted(missing))
+
+    def _any_engine_wanted(self) -> bool:
+        """Whether a task waits that is behind no gate: prompts to be encoded, or images to be scored."""
+        return any(task.state == "gated" and task.label.pool == "engine" for task in self._tasks.values())
 
     def snapshot(self) -> Snapshot:
         """The state now; plain values."""

@@ -420,6 +420,19 @@ def test_gradients_that_wait_for_spot_workers_while_there_are_none_are_told() ->
     assert cluster.dispatch.missing_pools() == ()
 
 
+@pytest.mark.parametrize("computes", [True, False])
+def test_where_reserved_workers_have_no_gpu_scoring_without_a_spot_worker_is_told(computes: bool) -> None:
+    cluster = Cluster(reserved_computes=computes)
+    cluster.join("a", pool="reserved")
+    cluster.submit("score", 2, pool="engine")
+
+    missing = cluster.dispatch.missing_pools()
+    cluster.join("s")
+
+    assert missing == (() if computes else ("spot",))
+    assert cluster.dispatch.missing_pools() == ()
+
+
 def test_where_only_reserved_workers_roll_out_spot_ones_train_meanwhile() -> None:
     cluster = Cluster()
     cluster.join("a", pool="reserved")

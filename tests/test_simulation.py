@@ -294,6 +294,15 @@ def test_spot_workers_that_are_gone_for_good_end_a_run_that_needs_them(tmp_path:
         simulated(tmp_path / "run", *overrides)
 
 
+def test_a_run_without_a_gpu_whose_spot_workers_never_come_says_for_whom_it_waits(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("0,add,a\n1,remove,a\n")
+    spot = ['strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]', "pools.reserved.gpu=cpu"]
+
+    with pytest.raises(SpotlightError, match="nothing happens any more.*spot"):
+        simulated(tmp_path / "run", f"pools.spot.trace={trace}", *spot)
+
+
 def test_the_report_of_a_simulated_run_says_so(tmp_path: Path) -> None:
     simulation = Simulation("test", config.load(settings_file(tmp_path)), "modelled")
 
