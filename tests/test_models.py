@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -23,8 +24,9 @@ from pipelines import PX_PER_TOKEN, TEXT_DIM, checkpoint_scheduler, tiny_qwen_im
 from spotlight.config import ModelSection
 from spotlight.records import WITHOUT_GPU, SpotlightError
 from spotlight.rl.models import device_of, load
+from spotlight.rl.models import pipeline as pipeline_module
 from spotlight.rl.models.base import Conditioning
-from spotlight.rl.models.pipeline import TEXT_MULTIPLE, Loading
+from spotlight.rl.models.pipeline import TEXT_MULTIPLE, Encoded, Loading
 from spotlight.rl.models.qwen_image import QwenImage
 from spotlight.rl.models.tiny import Tiny, Variant, patches
 from spotlight.rl.models.tiny_shapes import SCENES, TinyShapes
@@ -330,6 +332,30 @@ def test_a_text_missing_from_the_cache_is_added_to_it(directory: Path, cache: Pa
 
     assert own.stat().st_size > cache.stat().st_size
     assert loaded(directory, own).encode(TEXTS).mask_BT.any()
+
+
+def test_texts_that_were_encoded_before_a_process_was_lost_are_not_encoded_again(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, encoded = tmp_path / "prompts.safetensors", []
+    encode_alone = QwenImage._encode_alone
+
+    def lost_at_the_third(self: QwenImage, pipeline: object, text: str) -> Encoded:
+        encoded.append(text)
+        if len(encoded) == 3:
+            raise KeyboardInterrupt
+        return encode_alone(self, pipeline, text)
+
+    monkeypatch.setattr(QwenImage, "_encode_alone", lost_at_the_third)
+    monkeypatch.setattr(pipeline_module, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(pipeline_module, "SAVE_SHARE", inf)
+    with pytest.raises(KeyboardInterrupt):
+        QwenImage.load(str(directory), Loading(device=CPU, dtype=torch.float32)).preload(TEXTS, file)
+    model = QwenImage.load(str(directory), Loading(device=CPU, dtype=torch.float32))
+    model.preload(TEXTS, file)
+
+    assert sorted(encoded) == sorted([*TEXTS, " ", encoded[2]])
+    assert torch.equal(predicted(model), predicted(loaded(directory, tmp_path / "other")))
 
 
 def test_a_text_that_was_not_preloaded_is_named(model: QwenImage) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import fcntl
 import gc
 import json
+import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -38,6 +39,8 @@ TEXT_MULTIPLE = 8
 """Text widths are rounded up to it, so that text splits among up to 8 ranks."""
 ENCODER = "encoder"
 """Under this name, the cache of texts says which encoder they are from."""
+SAVE_EVERY_S, SAVE_SHARE = 30.0, 0.1
+"""While texts are encoded, what there is is kept so often, if saving takes no more than this share of the time."""
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """So many pieces of a weights file, evenly spread, tell encoders apart: one that was trained anew differs in all."""
 
@@ -141,7 +144,7 @@ class PipelineModel(Model):
             SpotlightError: the cache or a file of a text encoder is damaged.
         """
         wanted = sorted({*texts, self.negative_text})
-        self._texts = self._run_text_encoders(wanted) if cache is None else self._through(cache, wanted)
+        self._texts = dict(self._run_text_encoders(wanted)) if cache is None else self._through(cache, wanted)
         self.__dict__.pop("negative", None)  # encoded at another width
 
     @abstractmethod
@@ -149,18 +152,31 @@ class PipelineModel(Model):
         """What the pipeline's own encoders make of one text, on any device."""
 
     def _through(self, cache: Path, texts: Sequence[str]) -> dict[str, Encoded]:
-        """What the cache has of the texts; the rest is encoded by one process while the others wait for it."""
+        """What the cache has of the texts; the rest is encoded by one process while the others wait for it.
+
+        A process that is lost meanwhile leaves what it saved last.
+        """
         encoder = self._encoder_hash()
+
+        def write() -> float:
+            began_s = time.monotonic()
+            with atomic_write(cache) as file:
+                file.write(save(stored, metadata={ENCODER: encoder or ""}))
+            return time.monotonic() - began_s
+
         with cache.with_name(f"{cache.name}.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # let go of by closing
             stored = _read_cache(cache, encoder) if cache.exists() else {}
             if missing := [text for text in texts if _key(text) not in stored]:
-                for text, encoding in self._run_text_encoders(missing).items():
+                saved_s, took_s = time.monotonic(), 0.0
+                for text, encoding in self._run_text_encoders(missing):
                     stored[_key(text)] = encoding.embeds_TD
                     if encoding.pooled_P is not None:
                         stored[_pooled_key(text)] = encoding.pooled_P
-                with atomic_write(cache) as file:
-                    file.write(save(stored, metadata={ENCODER: encoder or ""}))
+                    if time.monotonic() - saved_s >= max(SAVE_EVERY_S, took_s / SAVE_SHARE):
+                        took_s = write()
+                        saved_s = time.monotonic()
+                write()
         return {text: Encoded(embeds_TD=stored[_key(text)], pooled_P=stored.get(_pooled_key(text))) for text in texts}
 
     def _encoder_hash(self) -> str | None:
@@ -174,7 +190,7 @@ class PipelineModel(Model):
         return digest.hexdigest() if found else None
 
     @torch.no_grad()
-    def _run_text_encoders(self, texts: Sequence[str]) -> dict[str, Encoded]:
+    def _run_text_encoders(self, texts: Sequence[str]) -> Iterator[tuple[str, Encoded]]:
         """One text at a time: in a batch, the padding of its neighbours would change the last bits."""
         parts: dict[str, Any] = {"scheduler": None, "vae": None, "transformer": self.transformer}
         index = json.loads((self._path / "model_index.json").read_text())
@@ -187,16 +203,14 @@ class PipelineModel(Model):
             parts[name] = _part(self.tokenizer_classes[name], self._path, name)
         pipeline: Any = self.pipeline_class(**parts)
         self._check_tokenizer(pipeline)
-        encoded = {}
         for text in texts:
             encoding = self._encode_alone(pipeline, text)
             pooled_P = None if encoding.pooled_P is None else encoding.pooled_P.cpu().contiguous()
-            encoded[text] = Encoded(embeds_TD=encoding.embeds_TD.cpu().contiguous(), pooled_P=pooled_P)
+            yield text, Encoded(embeds_TD=encoding.embeds_TD.cpu().contiguous(), pooled_P=pooled_P)
         del pipeline, parts, encoder
         gc.collect()  # modules refer to each other in cycles
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return encoded
 
     def _check_tokenizer(self, pipeline: Any) -> None:
         """Raise SpotlightError for a tokenizer that loads but is not the family's."""
