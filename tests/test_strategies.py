@@ -33,6 +33,16 @@ def test_left_out_they_are_spotlight_and_what_it_is_measured_against() -> None:
     assert not compared["spot, restart on preemption"].strategy.elastic
 
 
+def test_seconds_of_an_update_without_a_gpu_are_not_charged_where_there_is_one() -> None:
+    works = ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]', "pools.reserved.gpu=cpu")
+    settings = config.load(EXAMPLES / "paper-512.toml", [*works, "simulation.update_s=5", "simulation.strategies={}"])
+
+    compared = dict(strategies(settings))
+
+    assert compared["reserved only"].simulation.update_s is None
+    assert compared["Spotlight"].simulation.update_s == 5
+
+
 @pytest.mark.parametrize("gpu", ["cpu", "a100-80gb"])
 def test_where_the_reserved_worker_only_updates_gpus_alone_are_like_the_spot_ones(gpu: str) -> None:
     works = ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]', f"pools.reserved.gpu={gpu}")
