@@ -257,7 +257,7 @@ class State:
         )
 
     def missing_pools(self) -> tuple[str, ...]:
-        """Pools that requests, tasks that train, or what any engine does, wait for, and that have no worker now."""
+        """Pools without a worker that something waits for: requests, training, or tasks for any engine."""
         alive = {worker.pool for worker in self._roster.by_name.values()}
         missing: set[str] = {SCORING} if self._unscored and SCORING not in alive else set()
         if not alive.issuperset(get_args(Pool)):
@@ -269,7 +269,7 @@ class State:
         return tuple(sorted(missing))
 
     def _any_engine_wanted(self) -> bool:
-        """Whether a task waits that is behind no gate: prompts to be encoded, or images to be scored."""
+        """Whether a task that Dask itself gives to any engine has none: to encode prompts, decode, or score."""
         return any(task.state == "gated" and task.label.pool == "engine" for task in self._tasks.values())
 
     def snapshot(self) -> Snapshot:

@@ -59,8 +59,8 @@ def strategies(config: Config, base: Path = Path("/")) -> Iterator[tuple[str, Co
         for pool in tree["pools"]:
             if f"pools.{pool}.gpu" in changed:
                 tree["pools"][pool].pop("usd_per_h", None)  # the price that was listed for its other GPU
-        if "pools.reserved.gpu" in changed:
-            tree["simulation"].pop("update_s", None)  # so long its other device takes
+        if config.pools.reserved.gpu == NO_GPU != changed.get("pools.reserved.gpu", NO_GPU):
+            tree["simulation"].pop("update_s", None)  # of the machine without a GPU, in whose place there is one
         for path, value in changed.items():
             _put(tree, path, value, where)
         yield name, resolve(tree, base, where)

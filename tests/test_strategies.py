@@ -43,6 +43,13 @@ def test_seconds_of_an_update_without_a_gpu_are_not_charged_where_there_is_one()
     assert compared["Spotlight"].simulation.update_s == 5
 
 
+def test_seconds_of_an_update_are_charged_to_all_where_reserved_workers_are_alike() -> None:
+    works = ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]')
+    settings = config.load(EXAMPLES / "paper-512.toml", [*works, "simulation.update_s=5", "simulation.strategies={}"])
+
+    assert {each.simulation.update_s for _, each in strategies(settings)} == {5}
+
+
 @pytest.mark.parametrize("gpu", ["cpu", "a100-80gb"])
 def test_where_the_reserved_worker_only_updates_gpus_alone_are_like_the_spot_ones(gpu: str) -> None:
     works = ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]', f"pools.reserved.gpu={gpu}")

@@ -218,10 +218,14 @@ class VirtualCluster:
     def _why_nothing_happens(self) -> str:
         now = self._dispatch.snapshot()
         pools = ", ".join(now.waiting_for) or "that they may use"
+        another = (
+            "let another pool do it (strategy.rollout_pools, strategy.train_pools)"
+            if self._dispatch.rules.reserved_computes
+            else "give the reserved workers a GPU (pools.reserved.gpu)"
+        )
         return (
             f"nothing happens any more after {self._clock.now_s:.0f} s: what is left waits for "
-            f"workers of the pools {pools}, and none will come; let another pool do it (strategy.rollout_pools, "
-            "strategy.train_pools), or extend the pool's trace"
+            f"workers of the pools {pools}, and none will come; {another}, or extend the pool's trace"
         )
 
     def _abandon(self, tasks: Iterable[Task]) -> None:

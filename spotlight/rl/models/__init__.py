@@ -31,7 +31,8 @@ def load(settings: ModelSection, node: Node | None = None, *, base: bool = True)
 
     Args:
         node: holds the base weights for all its processes, so that only the first of them reads the checkpoint.
-        base: False: the base weights of a checkpoint are not read. Enough for the updates of a LoRA.
+        base: False: the base weights of a checkpoint are not read, which is enough for the updates of a LoRA. Embedded
+            models are small and always read.
 
     Raises:
         SpotlightError: the directory is not a pipeline of that family, or a file in it is damaged.

@@ -40,7 +40,8 @@ TEXT_MULTIPLE = 8
 ENCODER = "encoder"
 """Under this name, the cache of texts says which encoder they are from."""
 SAVE_EVERY_S, SAVE_SHARE = 30.0, 0.1
-"""While texts are encoded, what there is is kept so often, if saving takes no more than this share of the time."""
+"""While texts are encoded, those done so far are saved this often, or less often where saving would take a larger
+share of the time."""
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """So many pieces of a weights file, evenly spread, tell encoders apart: one that was trained anew differs in all."""
 
@@ -154,16 +155,9 @@ class PipelineModel(Model):
     def _through(self, cache: Path, texts: Sequence[str]) -> dict[str, Encoded]:
         """What the cache has of the texts; the rest is encoded by one process while the others wait for it.
 
-        A process that is lost meanwhile leaves what it saved last.
+        A process that is lost meanwhile leaves what it saved last, to those that see the same file.
         """
         encoder = self._encoder_hash()
-
-        def write() -> float:
-            began_s = time.monotonic()
-            with atomic_write(cache) as file:
-                file.write(save(stored, metadata={ENCODER: encoder or ""}))
-            return time.monotonic() - began_s
-
         with cache.with_name(f"{cache.name}.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # let go of by closing
             stored = _read_cache(cache, encoder) if cache.exists() else {}
@@ -174,9 +168,11 @@ class PipelineModel(Model):
                     if encoding.pooled_P is not None:
                         stored[_pooled_key(text)] = encoding.pooled_P
                     if time.monotonic() - saved_s >= max(SAVE_EVERY_S, took_s / SAVE_SHARE):
-                        took_s = write()
+                        began_s = time.monotonic()
+                        _write_cache(cache, stored, encoder)
                         saved_s = time.monotonic()
-                write()
+                        took_s = saved_s - began_s
+                _write_cache(cache, stored, encoder)
         return {text: Encoded(embeds_TD=stored[_key(text)], pooled_P=stored.get(_pooled_key(text))) for text in texts}
 
     def _encoder_hash(self) -> str | None:
@@ -382,6 +378,11 @@ def _read_cache(file: Path, encoder: str | None) -> dict[str, Tensor]:
         return load_file(file) if encoder in (None, written_by) else {}
     except (SafetensorError, OSError) as error:
         raise SpotlightError(f"{file}: damaged cache of encoded texts ({error}); delete it to encode anew") from None
+
+
+def _write_cache(file: Path, stored: Mapping[str, Tensor], encoder: str | None) -> None:
+    with atomic_write(file) as opened:
+        opened.write(save(dict(stored), metadata={ENCODER: encoder or ""}))
 
 
 def _sampled(file: Path) -> bytes:
