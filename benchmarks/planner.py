@@ -5,7 +5,8 @@ Nothing is drawn here but numbers: prompts' rewards come from synthetic models, 
 each prompt's true distribution and sees every score at once; the informed sees every score at once and knows the
 distributions, but not which prompt has which; the others see the scores of rounds up to r - 2, as in the graph. What
 counts is the variance of the *regenerated* rewards of the kept seeds. ``python -m benchmarks.planner`` prints a table
-in Markdown; with ``--explore-steps``, what candidates of fewer denoising steps say of the regenerated ones.
+in Markdown; with ``--explore-steps``, what candidates of fewer denoising steps say of the regenerated ones; with
+``--told``, what the planner's rule gets if it is told which distributions there are.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from spotlight.plan import bandit
 from spotlight.plan.bandit import allocate, equal_shares, rank_correlation
-from spotlight.plan.beliefs import Arm, Beliefs, learn
+from spotlight.plan.beliefs import GRID_N, Arm, Beliefs, learn
 from spotlight.plan.subset import max_variance_subset
 
 Array = NDArray[np.float64]
@@ -45,6 +48,8 @@ SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
 PROMPTS, POOL, ITERATIONS = 16, 48, 12
 """Prompts of an iteration and of the whole run: each is met four times, three iterations apart."""
 KEEP, CHUNK, SEEDS_TRIED = 8, 8, 32
+PARTS = (slice(None), slice(POOL // PROMPTS), slice(POOL // PROMPTS, None))
+"""Iterations: all, those in which prompts are met for the first time, and later ones."""
 CANDIDATE_S = 0.003
 """GPU seconds of one candidate: the embedded model's share of a batch of 512 on one core (docs/results.md)."""
 EPSILON = 0.2
@@ -220,6 +225,44 @@ class Informed(Optimum):
             self.log_likelihood[id, : len(self.bank)] += self.log_chance @ _histogram(rewards)
 
 
+class Told(Planner):
+    """The planner's rule and its late scores, but not its beliefs: it knows which distributions there are.
+
+    Args:
+        pool: the distributions of an iteration.
+    """
+
+    def __init__(self, pool: Callable[[int], Sequence[Draw]]) -> None:
+        super().__init__()
+        self.pool = pool
+        self.log_likelihood: dict[int, Array] = {}
+        """Of each prompt's rewards in the iterations before, were it each of the pool."""
+
+    def round(self, trial: Trial, r: int, seed: int) -> Chunks:
+        if r == 0:
+            rng = np.random.default_rng([seed, 1])
+            rewards_KL = np.stack([draw(rng, 8000)[0] for draw in self.pool(trial.iteration)])
+            self.log_chance = np.log(np.stack([_histogram(rewards) for rewards in rewards_KL]) + 0.5)
+            self.log_chance -= np.log(np.exp(self.log_chance).sum(axis=1, keepdims=True))
+            node_KL = np.rint(rewards_KL * (len(GRID_N) - 1)).astype(np.int64)
+            self.chance_KN = np.stack([np.bincount(node_L, minlength=len(GRID_N)) for node_L in node_KL]) / 8000
+        with mock.patch.object(bandit, "posterior", self._posterior):
+            return super().round(trial, r, seed)
+
+    def _posterior(self, arms: Sequence[Arm], beliefs: Beliefs, iteration: int) -> tuple[Array, Array]:
+        log_PK = np.stack(
+            [self.log_likelihood.get(arm.prompt, 0) + self.log_chance @ _histogram(arm.rewards) for arm in arms]
+        )
+        shares_PK = np.exp(log_PK - log_PK.max(axis=1, keepdims=True))
+        chance_PKN = np.broadcast_to(self.chance_KN, (len(arms), *self.chance_KN.shape))
+        return chance_PKN, shares_PK / shares_PK.sum(axis=1, keepdims=True)
+
+    def end(self, trial: Trial) -> None:
+        super().end(trial)
+        for id, (rewards, _) in _learnable(trial).items():
+            self.log_likelihood[id] = self.log_likelihood.get(id, 0) + self.log_chance @ _histogram(rewards)
+
+
 def _histogram(rewards: ArrayLike) -> Array:
     return np.bincount(np.rint(np.asarray(rewards) * 100).astype(np.int64), minlength=101).astype(float)
 
@@ -333,6 +376,15 @@ SCENARIOS: Mapping[str, Scenario] = {
     "recorded, version 12": recorded(12),
     "recorded, version 40": recorded(40),
 }
+TOLD = (
+    "coins of Beta(0.3, 0.3)",
+    "bells, std 0.02 to 0.25",
+    "mixtures of two bells",
+    "drifting coins",
+    "coins, fidelity 0.7",
+)
+LIKE_THEM = 6
+"""Other runs, whose distributions the rule is told of instead of this one's."""
 POLICIES: Mapping[str, Callable[[], Equal]] = {
     "none": Unexplored,
     "equal": Equal,
@@ -433,14 +485,36 @@ def table(rounds: int, seeds: int, only: str) -> None:
     shares = "share of the optimum's gain: all, first, later | of the informed's: all, first, later"
     print(f"| scenario, {rounds} rounds | {' | '.join(names)} | {shares} |")
     print("|---" * (len(names) + 3) + "|")
-    parts = (slice(None), slice(POOL // PROMPTS), slice(POOL // PROMPTS, None))
     for name, scenario in SCENARIOS.items():
         if only not in name:
             continue
         found = {policy: _measure(scenario, make, rounds, seeds) for policy, make in POLICIES.items()}
         cells = " | ".join(_cell(found, policy) for policy in names)
-        of_optimum, of_informed = (_shares(found, of, parts) for of in ("optimum", "informed"))
+        of_optimum, of_informed = (_shares(found, of, PARTS) for of in ("optimum", "informed"))
         print(f"| {name} | {cells} | {of_optimum} | {of_informed} |", flush=True)
+
+
+def told_table(rounds: int, seeds: int, only: str) -> None:
+    """Print the share of the informed's gain that the planner gets, and its rule if it is told more."""
+    print("| rewards | planner: all, first, later | told these distributions | told of others like them |")
+    print("|---" * 4 + "|")
+    for name in TOLD:
+        if only not in name:
+            continue
+        scenario, found = SCENARIOS[name], {}
+        for policy in ("none", "equal", "informed", "planner"):
+            found[policy] = _measure(scenario, POLICIES[policy], rounds, seeds)
+        cells = [_shares(found, "informed", PARTS)]
+        for others in (0, LIKE_THEM):
+            runs = [explore(scenario, Told(_pool(scenario, seed, others)), rounds, seed)[0] for seed in range(seeds)]
+            cells.append(_shares(found | {"planner": (np.array(runs), np.zeros(seeds))}, "informed", PARTS))
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+def _pool(scenario: Scenario, seed: int, others: int) -> Callable[[int], Sequence[Draw]]:
+    """A run's own distributions; or those of so many other runs."""
+    seeds = [1000 + 100 * seed + other for other in range(others)] or [seed]
+    return lambda k: [draw for each in seeds for draw in scenario(k, each)]
 
 
 def _measure(scenario: Scenario, make: Callable[[], Equal], rounds: int, seeds: int) -> tuple[Array, Array]:
@@ -583,6 +657,7 @@ def main() -> None:
     parser.add_argument(
         "--bound", action="store_true", help="instead: about the most that any planner can get of coins"
     )
+    parser.add_argument("--told", action="store_true", help="instead: the planner's rule, if it is told more")
     arguments = parser.parse_args()
     if arguments.record and arguments.explore_steps:
         record(EXPLORE_STEPS, (0, 1, 12, 13, 24, 25), steps=(2, 3, 4, 6, 8, 16), prompts=12, seeds=32)
@@ -593,6 +668,8 @@ def main() -> None:
             print(f"coins with {seen} rewards seen: about {coin_bound(seen):.2f} of the optimum's gain", flush=True)
     elif arguments.explore_steps:
         steps_table()
+    elif arguments.told:
+        told_table(arguments.rounds, arguments.seeds, arguments.only)
     else:
         table(arguments.rounds, arguments.seeds, arguments.only)
         seconds = ", ".join(f"{prompts} prompts {1000 * speed(prompts):.0f}" for prompts in (32, 1024))
