@@ -18,9 +18,9 @@ PAGE = Path(__file__).parent / "settings.md"
 HEAD = """# Settings
 
 All settings of a run, with their defaults. Made from `spotlight/config/` by `python docs/make_settings.py`; do not
-edit this page. A settings file is TOML; only `[data]`, and the price of a pool whose section is given, have no
-defaults. `--set section.key=value` changes one setting. An unknown key is an error that names the known ones. Paths are
-relative to the settings file, but for `run.dir`.
+edit this page. A settings file is TOML; only `[data]`, and the price (or the GPU) of a pool whose section is given,
+have no defaults. `--set section.key=value` changes one setting. An unknown key is an error that names the known ones.
+Paths are relative to the settings file, but for `run.dir`.
 """
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 

@@ -116,10 +116,14 @@ def follow_simulation(begin: Callable[[Callable[[str, int, float], None]], Itera
 def comparison(outcomes: Sequence[Outcome]) -> Table:
     """Simulated runs side by side; it fits 80 columns."""
     to_target = " to\ntarget" if any(outcome.target_h is not None for outcome in outcomes) else ""
+    modelled = any(outcome.learning == "modelled" for outcome in outcomes)
+    missed = sorted({outcome.target for outcome in outcomes if outcome.target}) if not to_target else []
     table = Table(
-        title="SIMULATED: the dispatcher and the loop are the live ones,\ndurations are a cost model's",
+        title="SIMULATED: the dispatcher and the loop are the live ones,\ndurations are a cost model's, "
+        + ("and scores those of a model of learning" if modelled else "and the embedded model was trained"),
         caption="seeds scored: per prompt explored and iteration"
-        + ("; >: had not reached the target" if to_target else ""),
+        + ("; >: had not reached the target" if to_target else "")
+        + "".join(f"; nobody reached the target of {target:g}" for target in missed),
         box=SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,

@@ -60,8 +60,12 @@ class Outcome:
     iterations: int
     hours: float
     """Of the clock that the settings have: emulated ones where they pace."""
+    learning: Learning
+    """Modelled, or the model itself was trained."""
     score: float
     """Of the last validation."""
+    target: float
+    """That was set; 0: none."""
     target_h: float | None
     """When the target was validated; None where it was not, or none was set."""
     usd: float
@@ -229,7 +233,9 @@ class Simulation:
             run_dir=run.path,
             iterations=len(history),
             hours=self._hours(now_s),
+            learning=self._learning,
             score=validation[-1].score,
+            target=self.config.simulation.target,
             target_h=None if at_target is None else self._hours(at_target),
             usd=scale * ledger.usd(),
             target_usd=target_usd,

@@ -45,7 +45,7 @@ def test_a_file_with_data_alone_gets_the_defaults(file: Path) -> None:
 def test_paths_are_relative_to_the_settings_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
 
-    config = load(file, ["model.name=qwen-image", "model.path=checkpoint"])
+    config = load(file, ["model.name=qwen-image", "model.path=checkpoint", "model.height_px=512", "model.width_px=512"])
 
     assert config.data.train_prompts == str(file.parent / "train.txt")
     assert config.model.path == str(file.parent / "checkpoint")
@@ -326,6 +326,8 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
         ),
         (["pools.reserved.gpu=cpu"], ['pools.reserved.gpu = "cpu"', "only take the updates", 'train_pools = ["spot"]']),
         (["model.name=qwen-image"], ['model.name = "qwen-image"', "model.path"]),
+        (["model.name=flux", "model.path=x"], ['model.name = "flux"', "model.height_px and model.width_px", "512"]),
+        (["run.dir=s3:/bucket/runs"], ["run.dir = 's3:/bucket/runs'", "two slashes", "s3://bucket/runs"]),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_by_name(

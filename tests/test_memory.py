@@ -119,7 +119,14 @@ def qwen_image(train: Any = (), run: Any = (), **changes: Any) -> tuple[Survey, 
     settings = config.resolve(
         {
             "data": {"train_prompts": "a", "validation_prompts": "b"},
-            "model": {"name": "qwen-image", "path": "x", "dtype": "bfloat16", **changes},
+            "model": {
+                "name": "qwen-image",
+                "path": "x",
+                "dtype": "bfloat16",
+                "height_px": 16,
+                "width_px": 32,
+                **changes,
+            },
             "rollout": {"guidance": 4.0, "request_seeds": 4},
             "exploration": {"request_seeds": 4},
             "train": {"micro_batch": 1, "lora_rank": 64, "old_decay": "copy", **dict(train)},

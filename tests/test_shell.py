@@ -132,8 +132,20 @@ def test_a_simulation_is_a_line_of_json_per_strategy(tmp_path: Path, capsys: pyt
 
     (line,) = capsys.readouterr().out.splitlines()
     outcome = json.loads(line)
-    assert outcome["iterations"] == 1
+    assert (outcome["iterations"], outcome["learning"]) == (1, "modelled")
     assert Path(outcome["run_dir"]).is_dir()
+
+
+def test_a_simulation_says_that_its_scores_are_modelled_and_that_its_target_was_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["--set", "run.iterations=1", "--set", "simulation.target=0.9", "--alone", "--no-report"]
+
+    assert main(["simulate", str(settings_file(tmp_path)), *overrides]) == 0
+
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "scores those of a model of learning" in shown
+    assert "nobody reached the target of 0.9" in shown
 
 
 def test_a_run_into_a_directory_is_made_once_and_found_again(tmp_path: Path) -> None:
@@ -145,7 +157,7 @@ def test_a_run_into_a_directory_is_made_once_and_found_again(tmp_path: Path) -> 
     assert [path.name for path in there.parent.iterdir()] == ["a"]
     with pytest.raises(SpotlightError, match=r"other settings: run\.seed = 3 there and 4 here"):
         Run.into(there, settings, ["run.seed=4"])
-    with pytest.raises(SpotlightError, match="not a run directory"):
+    with pytest.raises(SpotlightError, match="something else is there, and no run.*name a new or empty directory"):
         Run.into(tmp_path, settings)
 
 

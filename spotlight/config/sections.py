@@ -93,6 +93,9 @@ class RunSection(Section):
             raise ValueError(f"run.dir = {shown(self.dir)}: a path has no NUL; give that of a directory")
         if is_url(self.dir):
             check_address("run.dir", self.dir, OBJECT_SCHEMES)
+        scheme, colon, rest = self.dir.partition(":/")
+        if colon and scheme in OBJECT_SCHEMES and not rest.startswith("/"):
+            raise ValueError(f"run.dir = {shown(self.dir)}: a URL has two slashes: give {scheme}://{rest}")
         return self
 
 
@@ -134,6 +137,11 @@ class ModelSection(Section):
     def _path_where_needed(self) -> Self:
         if not self.embedded and not self.path:
             raise ValueError(f'model.name = "{self.name}" needs model.path = "DIR", a diffusers pipeline directory')
+        if not self.embedded and not {"height_px", "width_px"} <= self.model_fields_set:
+            raise ValueError(
+                f'model.name = "{self.name}" needs model.height_px and model.width_px, the size of its images, such as '
+                "512 each: the defaults are the embedded model's"
+            )
         return self
 
     @property
@@ -386,7 +394,8 @@ class SlurmSection(Section):
     cpus: int = Field(1, ge=1, le=65_536)
     """Of each worker, or of the driver."""
     memory: str = "4G"
-    """Of a job."""
+    """Of a job. The default is for the embedded models: a machine holds a checkpoint's weights once, 41 GB for
+    Qwen-Image, beside what its workers keep."""
     setup: tuple[str, ...] = ()
     """Shell lines to run first, such as "module load cuda"."""
     extra: tuple[str, ...] = ()
@@ -399,11 +408,11 @@ class PoolSection(Section):
     workers: int = Field(1, ge=0, le=100_000)
     """Worker processes; each owns one device."""
     gpu: str = ""
-    """What a worker is, by its name in ``prices.toml``: it sets the price where ``usd_per_h`` does not. "cpu" in the
-    reserved pool is a machine without a GPU: it takes the updates and keeps all state, and no more
-    (``strategy.train_pools``)."""
+    """What a worker is, by its name in ``prices.toml``: it sets the price where ``usd_per_h`` does not, and, for a
+    checkpoint, what work takes in a simulation ("h100-aws" is an "h100"). "cpu" in the reserved pool is a machine
+    without a GPU: it takes the updates and keeps all state, and no more (``strategy.train_pools``)."""
     usd_per_h: float = Field(ge=0, le=1e5)
-    """Price of one worker."""
+    """Price of one worker; left out, it is that of its ``gpu``."""
     prices: str = ""
     """CSV file of a price that changes in time (`market.prices.read_prices`); relative to the settings file. Dollars
     are then reckoned with it, and ``usd_per_h`` is the price to plan with."""

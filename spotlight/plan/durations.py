@@ -329,5 +329,12 @@ def _passes(guidance: float) -> int:
 
 def _known(table: Mapping[str, T], name: str, what: str) -> T:
     if name not in table:
-        raise SpotlightError(f"there is no cost model of the {what} {name!r}; there are {', '.join(map(repr, table))}")
+        raise SpotlightError(
+            f"there is no cost model of the {what} {name!r}; there are {', '.join(map(repr, table))}: name one of them "
+            + (
+                "in pace.gpu, or in pools.reserved.gpu and pools.spot.gpu"
+                if what == "GPU"
+                else "in pace.model, or in model.name"
+            )
+        )
     return table[name]

@@ -123,6 +123,11 @@ class RunDir:
             place = Path(place).resolve()
             if not place.exists() or (place.is_dir() and not any(place.iterdir())):
                 cls._create_at_once(place, settings)
+            elif not (place / config.RESOLVED).exists():
+                raise SpotlightError(
+                    f"{place}: something else is there, and no run (it has no {config.RESOLVED}): name a new or empty "
+                    "directory"
+                )
         run = cls.open(place)
         there = run.config()
         ours = {

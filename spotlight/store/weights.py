@@ -260,7 +260,8 @@ def _find(versions: Versions, ref: WeightsRef, name: str) -> FileEntry:
             "were trained again; use the run directory that the request came from"
         )
     if name not in files:
-        raise SpotlightError(f"{where}: version {ref.version} has no {name}; it has {sorted(files)}")
+        average = " (averaged weights are kept where train.ema_decay is not 0)" if name == _FILES["ema"] else ""
+        raise SpotlightError(f"{where}: version {ref.version} has no {name}{average}; it has {sorted(files)}")
     return files[name]
 
 
