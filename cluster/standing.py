@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import dask
 from distributed import Client, Security
 from distributed.deploy.cluster import Cluster
 
@@ -22,6 +23,8 @@ Standing = str | Path | Client | Cluster
 CONNECT_S = 10.0
 SAFE = ("tls", "wss", "inproc")
 """Ways to talk that others cannot listen to, or talk into."""
+CERTIFICATE = ("ca-file", "client.cert", "client.key")
+"""What a client needs of ``distributed.comm.tls`` in Dask's configuration."""
 WITH_PORT = ("tcp", "tls", "ws", "wss")
 """Ways to talk whose addresses need a port."""
 
@@ -36,6 +39,8 @@ def connect(standing: Standing, *, insecure: bool) -> Client:
     """
     address, security = where(standing)
     refuse_unsafe(address, insecure=insecure)
+    if security is None and urlsplit(address).scheme in ("tls", "wss"):
+        _require_certificate(address)
     try:
         return Client(address, security=security, timeout=CONNECT_S, set_as_default=False)
     except (OSError, TimeoutError, ValueError, TypeError, RuntimeError) as error:  # RuntimeError: tcp, and tls is asked
@@ -102,6 +107,17 @@ def _is_loopback(host: str) -> bool:
     except OSError:
         return False
     return all(ipaddress.ip_address(entry[4][0].partition("%")[0]).is_loopback for entry in found)
+
+
+def _require_certificate(address: str) -> None:
+    missing = [name for name in CERTIFICATE if not dask.config.get(f"distributed.comm.tls.{name}", None)]
+    if missing:
+        names = ", ".join(
+            f"DASK_DISTRIBUTED__COMM__TLS__{name.upper().replace('.', '__').replace('-', '_')}" for name in missing
+        )
+        raise SpotlightError(
+            f"{address}: there is no certificate to show it: export {names} (docs/clusters.md says how they are made)"
+        )
 
 
 def _unreachable(address: str, error: Exception) -> str:

@@ -175,7 +175,7 @@ def test_a_detached_driver_that_cannot_go_on_is_told_of_and_one_that_is_stopped_
     standing: StandingCluster, begin: Begin, tmp_path: Path
 ) -> None:
     with pytest.raises(SpotlightError, match=r"no scheduler answers there.*driver\.log"):
-        Run(settings_file(tmp_path), cluster="tls://127.0.0.1:1").start(detached=True).wait(WAIT_S)
+        Run(settings_file(tmp_path), cluster="tcp://127.0.0.1:1").start(detached=True).wait(WAIT_S)
 
     run = Run(settings_file(tmp_path / "stopped"), ["run.iterations=100"], cluster=standing.file).start(detached=True)
     looked_at = attach(run.directory.path)
@@ -223,7 +223,7 @@ def test_a_worker_that_is_warned_leaves_in_order(standing: StandingCluster, begi
     [
         ("nowhere.json", "is neither an address"),
         ("tcp://192.0.2.1:8786", r"cluster\.insecure = true"),
-        ("tls://127.0.0.1:1", "no scheduler answers there"),
+        ("tcp://127.0.0.1:1", "no scheduler answers there"),
         ("tls://head", "tls://head: names no port: give it as in tls://head:8786"),
         ("tcp://127.0.0.1:99999", "tcp://127.0.0.1:99999: names no port: give it as in tcp://127.0.0.1:8786"),
     ],
@@ -231,6 +231,12 @@ def test_a_worker_that_is_warned_leaves_in_order(standing: StandingCluster, begi
 def test_a_cluster_that_cannot_be_used_is_named_with_the_way_out(begin: Begin, given: str, said: str) -> None:
     with pytest.raises(SpotlightError, match=said):
         begin(given).wait()
+
+
+def test_without_a_certificate_a_scheduler_with_tls_is_not_asked(begin: Begin) -> None:
+    nothing = {"distributed.comm.tls.client.cert": None}
+    with dask.config.set(nothing), pytest.raises(SpotlightError, match="export DASK_.*TLS__CLIENT__CERT.*clusters"):
+        begin("tls://127.0.0.1:1").wait()
 
 
 def test_a_scheduler_of_other_certificates_is_not_spoken_to(
