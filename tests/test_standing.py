@@ -179,6 +179,7 @@ def test_a_detached_driver_that_cannot_go_on_is_told_of_and_one_that_is_stopped_
 
     run = Run(settings_file(tmp_path / "stopped"), ["run.iterations=100"], cluster=standing.file).start(detached=True)
     looked_at = attach(run.directory.path)
+    wait_for(lambda: len(looked_at.workers) > 0)
     with pytest.raises(SpotlightError, match="stop it there"):
         looked_at.stop()
     run.stop()
