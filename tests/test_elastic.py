@@ -138,16 +138,18 @@ def test_an_engine_killed_without_its_worker_is_started_again(live: Live, reques
 
 @pytest.mark.parametrize("frozen", ["engine", "worker"])
 def test_a_frozen_rank_is_replaced_after_the_limit(live: Live, request_of_four: Request, frozen: str) -> None:
-    pids = {
-        name: (live.engine_pid if frozen == "engine" else live.worker_pid)(name) for name in live.snapshot().workers
-    }
+    stopped: list[int] = []
 
-    with live.at_step(5, lambda members: os.kill(pids[members[1]], signal.SIGSTOP)):
+    def freeze(members: list[str]) -> None:
+        stopped.append((live.engine_pid if frozen == "engine" else live.worker_pid)(members[1]))
+        os.kill(stopped[0], signal.SIGSTOP)
+
+    with live.at_step(5, freeze):
         live.start(request_of_four)
         live.finish()
 
     assert len(formings(live, request_of_four, "broken")) >= 1
-    wait_for(lambda: not any(_is_stopped(pid) for pid in pids.values()))
+    wait_for(lambda: not any(_is_stopped(pid) for pid in stopped))
     assert_whole(live, request_of_four)
 
 

@@ -57,7 +57,14 @@ def make_run(
     settings = config.resolve(
         {
             "run": {"dir": str(parent)},
-            "model": {"name": name, "path": str(pipeline), "dtype": dtype, "device": "cpu"},
+            "model": {
+                "name": name,
+                "path": str(pipeline),
+                "dtype": dtype,
+                "device": "cpu",
+                "height_px": 16,
+                "width_px": 32,
+            },
             "data": {"train_prompts": str(DIGITS), "validation_prompts": str(DIGITS)},
             "train": {"lora_rank": rank, "lora_alpha": ALPHA, "old_decay": 0.5},
         },
