@@ -208,8 +208,7 @@ class Informed(Optimum):
         if r == 0:
             rng = np.random.default_rng([seed, 1])
             self.bank = np.stack([draw(rng, 16 * WORLDS * (KEEP + AHEAD))[0] for draw in trial.pool])
-            self.log_chance = np.log(np.stack([_histogram(rewards) for rewards in self.bank]) + 0.5)
-            self.log_chance -= np.log(self.bank.shape[1] + 0.5 * self.log_chance.shape[1])
+            self.log_chance = _log_chance(self.bank)
             self.bank = self.bank.reshape(len(trial.pool), 16 * WORLDS, -1)
         return super().round(trial, r, seed)
 
@@ -242,8 +241,7 @@ class Told(Planner):
         if r == 0:
             rng = np.random.default_rng([seed, 1])
             rewards_KL = np.stack([draw(rng, 8000)[0] for draw in self.pool(trial.iteration)])
-            self.log_chance = np.log(np.stack([_histogram(rewards) for rewards in rewards_KL]) + 0.5)
-            self.log_chance -= np.log(np.exp(self.log_chance).sum(axis=1, keepdims=True))
+            self.log_chance = _log_chance(rewards_KL)
             node_KL = np.rint(rewards_KL * (len(GRID_N) - 1)).astype(np.int64)
             self.chance_KN = np.stack([np.bincount(node_L, minlength=len(GRID_N)) for node_L in node_KL]) / 8000
         with mock.patch.object(bandit, "posterior", self._posterior):
@@ -261,6 +259,12 @@ class Told(Planner):
         super().end(trial)
         for id, (rewards, _) in _learnable(trial).items():
             self.log_likelihood[id] = self.log_likelihood.get(id, 0) + self.log_chance @ _histogram(rewards)
+
+
+def _log_chance(rewards_KL: Array) -> Array:
+    """Of each hundredth that a reward may be, were it from each of these distributions."""
+    log_KN = np.log(np.stack([_histogram(rewards) for rewards in rewards_KL]) + 0.5)
+    return np.asarray(log_KN - np.log(rewards_KL.shape[1] + 0.5 * log_KN.shape[1]))
 
 
 def _histogram(rewards: ArrayLike) -> Array:

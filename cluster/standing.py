@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import dask
 from distributed import Client, Security
 from distributed.deploy.cluster import Cluster
 
@@ -23,8 +22,6 @@ Standing = str | Path | Client | Cluster
 CONNECT_S = 10.0
 SAFE = ("tls", "wss", "inproc")
 """Ways to talk that others cannot listen to, or talk into."""
-CERTIFICATE = ("ca-file", "client.cert", "client.key")
-"""What a client needs of ``distributed.comm.tls`` in Dask's configuration."""
 WITH_PORT = ("tcp", "tls", "ws", "wss")
 """Ways to talk whose addresses need a port."""
 
@@ -110,13 +107,11 @@ def _is_loopback(host: str) -> bool:
 
 
 def _require_certificate(address: str) -> None:
-    missing = [name for name in CERTIFICATE if not dask.config.get(f"distributed.comm.tls.{name}", None)]
-    if missing:
-        names = ", ".join(
-            f"DASK_DISTRIBUTED__COMM__TLS__{name.upper().replace('.', '__').replace('-', '_')}" for name in missing
-        )
+    known = Security().get_tls_config_for_role("client")  # of Dask's configuration
+    if not (known["ca_file"] and known["cert"]):
         raise SpotlightError(
-            f"{address}: there is no certificate to show it: export {names} (docs/clusters.md says how they are made)"
+            f"{address}: there is no certificate to show it: export DASK_DISTRIBUTED__COMM__TLS__CA_FILE, and "
+            "DASK_DISTRIBUTED__COMM__TLS__CLIENT__CERT and __KEY (docs/clusters.md says how they are made)"
         )
 
 

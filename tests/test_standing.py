@@ -240,6 +240,19 @@ def test_without_a_certificate_a_scheduler_with_tls_is_not_asked(begin: Begin) -
         begin("tls://127.0.0.1:1").wait()
 
 
+def test_a_certificate_whose_file_holds_its_key_is_enough_to_ask(begin: Begin, tmp_path: Path) -> None:
+    given = dask_settings(certificates(tmp_path))
+    cert, key = (Path(given[f"distributed.comm.tls.client.{name}"]) for name in ("cert", "key"))
+    (both := tmp_path / "both.pem").write_text(cert.read_text() + key.read_text())
+    del given["distributed.comm.tls.client.key"]
+    given["distributed.comm.tls.client.cert"] = str(both)
+    with (
+        dask.config.set({**given, "distributed.comm.tls.client.key": None}),
+        pytest.raises(SpotlightError, match="no scheduler answers there"),
+    ):
+        begin("tls://127.0.0.1:1").wait()
+
+
 def test_a_scheduler_of_other_certificates_is_not_spoken_to(
     standing: StandingCluster, begin: Begin, tmp_path: Path
 ) -> None:

@@ -134,7 +134,7 @@ class ModelSection(Section):
         return {"gradient_checkpointing": tree.get("name", "tiny-text") not in EMBEDDED, **tree}
 
     @model_validator(mode="after")
-    def _path_where_needed(self) -> Self:
+    def _checkpoints_need_a_path_and_a_size(self) -> Self:
         if not self.embedded and not self.path:
             raise ValueError(f'model.name = "{self.name}" needs model.path = "DIR", a diffusers pipeline directory')
         if not self.embedded and not {"height_px", "width_px"} <= self.model_fields_set:

@@ -331,10 +331,9 @@ def _known(table: Mapping[str, T], name: str, what: str) -> T:
     if name not in table:
         raise SpotlightError(
             f"there is no cost model of the {what} {name!r}; there are {', '.join(map(repr, table))}: name one of them "
-            + (
-                "in pace.gpu, or in pools.reserved.gpu and pools.spot.gpu"
-                if what == "GPU"
-                else "in pace.model, or in model.name"
-            )
+            f"in {_NAMED_IN[what]}"
         )
     return table[name]
+
+
+_NAMED_IN = {"GPU": "pace.gpu, or in pools.reserved.gpu and pools.spot.gpu", "model": "pace.model, or in model.name"}

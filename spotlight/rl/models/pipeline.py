@@ -14,6 +14,7 @@ import json
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -320,10 +321,16 @@ def shift_options(scheduler: Any) -> dict[str, Any]:
 
 
 def _part(kind: Any, directory: Path, name: str, **options: Any) -> Any:
-    try:
+    with _loading(kind, directory / name):
         return kind.from_pretrained(directory, subfolder=name, local_files_only=True, **options)
+
+
+@contextmanager
+def _loading(kind: Any, path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
-        raise SpotlightError(f"{directory / name}: not loadable as {kind.__name__}: {error}") from error
+        raise SpotlightError(f"{path}: not loadable as {kind.__name__}: {error}") from error
 
 
 def _weights(kind: Any, directory: Path, name: str, **dtype: torch.dtype) -> Any:
@@ -342,11 +349,8 @@ def _weights(kind: Any, directory: Path, name: str, **dtype: torch.dtype) -> Any
 def _shapes(kind: Any, directory: Path, name: str, dtype: torch.dtype) -> Any:
     """A network whose weights are all 0, each kept as one number: a few megabytes, whatever its size."""
     require_class(directory / name, kind.__name__)
-    try:
-        with torch.device("meta"):
-            network = kind.from_config(kind.load_config(directory, subfolder=name, local_files_only=True))
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
-        raise SpotlightError(f"{directory / name}: not loadable as {kind.__name__}: {error}") from error
+    with _loading(kind, directory / name), torch.device("meta"):
+        network = kind.from_config(kind.load_config(directory, subfolder=name, local_files_only=True))
     nothing = torch.zeros((), dtype=dtype)
     network.load_state_dict({key: nothing.expand(at.shape) for key, at in network.state_dict().items()}, assign=True)
     return network.requires_grad_(False).eval()
