@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
 from spotlight.clock import wall_clock
-from spotlight.records import SpotlightError, record
+from spotlight.records import record
 
 GRACE_S = 30.0
 """What a preempted GCP machine is given, and Azure at least; SpotServe assumes it too."""
@@ -75,7 +75,7 @@ def sources(names: Sequence[str], *, grace_s: float = GRACE_S, poll_s: float = P
         poll_s: seconds between two looks at a file or a metadata service.
 
     Raises:
-        SpotlightError: a name is unknown, or what follows its colon is of no use.
+        ValueError: it is no name that settings take.
     """
     return [_source(name, grace_s, poll_s) for name in names]
 
@@ -241,7 +241,6 @@ CLOUDS: dict[str, Callable[[str, float], Asked]] = {
     "azure": lambda base_url, grace_s: Azure(base_url=base_url),
 }
 """AWS and Azure say themselves when the machine will be gone."""
-KNOWN = "'sigterm', 'sigusr1', 'file:PATH', 'aws', 'gcp', 'azure' (these three also as 'aws:http://HOST:PORT')"
 
 
 def _source(setting: str, grace_s: float, poll_s: float) -> Source:
@@ -253,7 +252,7 @@ def _source(setting: str, grace_s: float, poll_s: float) -> Source:
     if name in CLOUDS and (value.startswith("http://") or not colon):
         base_url = value.rstrip("/") or LINK_LOCAL
         return Polled(asked=CLOUDS[name](base_url, grace_s), poll_s=poll_s)
-    raise SpotlightError(f"notices: there is no source {setting!r}; there are {KNOWN}")
+    raise ValueError(f"there is no source of notices {setting!r}")
 
 
 @record

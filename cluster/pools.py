@@ -27,7 +27,6 @@ from cluster.dashboard.plugin import ROWS, PagePlugin, prepare
 from cluster.local import Place, local_cluster
 from cluster.member import MemberPlugin, Terms, member_name, terms_of
 from cluster.messages import EVICTED, HEARD_OF
-from cluster.notices import sources
 from cluster.plugins import DispatchPlugin, snapshot_of
 from cluster.relaxed import steady
 from cluster.rules import rules_of
@@ -86,8 +85,6 @@ class Pools:
         self._fetched = 0
         self._noted: list[dict[str, Any]] = []
         """Events that the scheduler does not see."""
-        for pool, section in config.pools:
-            _check_notices(pool, section.notices)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_quiet())
             if swept := sweep_leftovers():
@@ -335,17 +332,6 @@ def _start(stack: contextlib.ExitStack, config: Config, files: Path, directory: 
             f"the run's scheduler cannot be started or reached ({error.__cause__ or error}): "
             "see that this machine's network is up, 127.0.0.1 too, and that no firewall is between"
         ) from error
-
-
-def _check_notices(pool: str, names: tuple[str, ...]) -> None:
-    """
-    Raises:
-        SpotlightError: a name is not known.
-    """
-    try:
-        sources(names)
-    except SpotlightError as error:
-        raise SpotlightError(f"pools.{pool}.{error}") from None
 
 
 @contextlib.contextmanager

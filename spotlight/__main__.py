@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, get_args
 from spotlight.clock import wall_clock
 from spotlight.files import writing
 from spotlight.records import Policy, SpotlightError, Stopped
-from spotlight.store.rows import SUMMARY
 from spotlight.store.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ EXAMPLES = {
         "run a.toml --json > outcome.json",
         "run a.toml --into runs/a",
     ),
-    "resume": ("resume runs/ocr-tiny-20261121-101500",),
+    "resume": ("resume runs/ocr-tiny-20261121-101500", "resume runs/ocr-tiny-20261121-101500 --iterations 60"),
     "status": ("status runs/a", "status runs/a --json | jq .state"),
     "report": ("report runs/a",),
     "cost": ("cost runs/a", "cost runs/a --json | jq .usd"),
@@ -121,8 +120,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_cluster(run)
     _add_json(run, "show nothing on the way, and what came of it as JSON at the end")
 
-    resume = _add_verb(verbs, "resume", _resume, "go on with a run that was stopped or killed")
+    resume = _add_verb(verbs, "resume", _resume, "go on with a run that was stopped or killed, or make it longer")
     resume.add_argument("run_dir", metavar="RUN", help=RUN)
+    resume.add_argument(
+        "--iterations", type=int, metavar="N", help="have it end after so many in all, from now on: a longer run"
+    )
     _add_cluster(resume)
     _add_json(resume, "show nothing on the way, and what came of it as JSON at the end")
 
@@ -258,7 +260,15 @@ def _run(parsed: argparse.Namespace) -> None:
 def _resume(parsed: argparse.Namespace) -> None:
     from spotlight.run import Run
 
-    _follow(Run.resume(parsed.run_dir, cluster=parsed.cluster), parsed)
+    run = Run.resume(parsed.run_dir, cluster=parsed.cluster, iterations=parsed.iterations)
+    was_over = run.state == "finished"
+    _follow(run, parsed)
+    if was_over and not parsed.json:
+        done, longer = (
+            run.config.run.iterations,
+            f"{run.directory.resume_command} --iterations {2 * run.config.run.iterations}",
+        )
+        print(f"all {done} iterations were done before; `{longer}` makes the run twice as long")
 
 
 def _follow(run: Run, parsed: argparse.Namespace) -> None:
@@ -339,7 +349,7 @@ def _cost(parsed: argparse.Namespace) -> None:
         print(json.dumps(labels | cost_json(ledger), indent=1))
         return
     console = Console()
-    so_far = "" if run.objects.size(SUMMARY) is not None else ", as far as it is recorded"
+    so_far = "" if run.summary() else ", as far as it is recorded"
     label = emulated(settings, run.simulated)
     console.print(cost_table(ledger, f"{run.name}{f' ({label})' if label else ''}{so_far}"))
     for name, value in bought(ledger):

@@ -88,7 +88,7 @@ class Driver:
             raise
         finally:
             self._close(ended)
-        if len(run.history()) > done or run.objects.size(SUMMARY) is None:
+        if len(run.history()) > done or run.summary() is None:
             summarise(run, self._accounts, now_s=wall_clock(), began_s=self._began_s)
 
     def _rewind(self) -> None:

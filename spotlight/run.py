@@ -139,10 +139,16 @@ class Run:
         return cls.resume(directory.url, cluster=cluster)
 
     @classmethod
-    def resume(cls, run_dir: str | Path, *, cluster: Standing | None = None) -> Run:
-        """A run that was stopped or killed; `start` goes on where it was, on any cluster."""
+    def resume(cls, run_dir: str | Path, *, cluster: Standing | None = None, iterations: int | None = None) -> Run:
+        """A run that was stopped or killed, or is to be longer; `start` goes on where it was, on any cluster.
+
+        Args:
+            iterations: what its ``run.iterations`` is to be from now on.
+        """
         directory = RunDir.open(run_dir)
         resuming.check(directory)
+        if iterations is not None:
+            directory.change_iterations(iterations)
         run = cls.__new__(cls)
         run._open(directory, directory.config(), cluster)
         return run

@@ -138,6 +138,22 @@ def test_an_unlisted_gpu_needs_a_price(file: Path) -> None:
     assert load(file, ["pools.spot.gpu=h99", "pools.spot.usd_per_h=1"]).pools.spot.gpu == "h99"
 
 
+def test_a_gpu_that_may_be_misspelt_is_asked_about(file: Path) -> None:
+    price = "pools.spot.usd_per_h=1"
+
+    assert "pools.spot.gpu = 'CPU': is 'cpu' meant?" in refusal(file, "pools.spot.gpu=CPU", price)
+    (doubt,) = load(file, ["pools.spot.gpu=h1000", price]).doubts
+    assert doubt.startswith("pools.spot.gpu = 'h1000' is not in the price list (did you mean 'h100'?)")
+    assert load(file, ["pools.spot.gpu=h100-elsewhere", price]).doubts == ()
+
+
+def test_an_unknown_source_of_notices_is_named_beside_the_known_ones(file: Path) -> None:
+    text = refusal(file, 'pools.spot.notices=["sigterm", "telegram"]', "pools.spot.usd_per_h=1")
+
+    assert text.startswith(f"{file}: pools.spot.notices = ['sigterm', 'telegram']: there is no source 'telegram'; ")
+    assert text.endswith("'azure' (these three also as 'aws:http://HOST:PORT')")
+
+
 def test_a_gpu_that_is_no_name_is_refused(file: Path) -> None:
     assert "pools.spot.gpu = [1]: input should be a valid string" in refusal(file, "pools.spot.gpu=[1]")
 

@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from cluster.notices import ANSWER_BYTES, LINK_LOCAL, Aws, Notice, first_notice, sources
-from spotlight.records import SpotlightError
+from spotlight.config import PoolSection
 
 T = TypeVar("T")
 WAIT_S = 60.0
@@ -271,9 +271,16 @@ def test_clouds_are_asked_where_they_serve_every_machine() -> None:
 @pytest.mark.parametrize(
     "name", ["", "spot", "SIGTERM", "sigterm:30", "file", "file:", "aws:", "aws:127.0.0.1:80", "gcp:file:///etc/passwd"]
 )
-def test_an_unknown_source_is_named_beside_the_known_ones(name: str) -> None:
-    with pytest.raises(SpotlightError, match=rf"no source '{name}'; there are 'sigterm', .*'file:PATH', .*'azure'"):
+def test_there_are_no_other_sources(name: str) -> None:
+    with pytest.raises(ValueError, match="there is no source"):
+        PoolSection(usd_per_h=1, notices=("sigterm", name))
+    with pytest.raises(ValueError, match="there is no source"):
         sources(["sigterm", name])
+
+
+@pytest.mark.parametrize("name", ["sigterm", "sigusr1", "file:a b", "aws", "gcp:http://127.0.0.1:80", "azure"])
+def test_settings_take_the_sources_that_there_are(name: str) -> None:
+    assert len(sources(PoolSection(usd_per_h=1, notices=(name,)).notices)) == 1
 
 
 def hear(*names: str) -> Notice:

@@ -112,11 +112,6 @@ def _names(dask_worker: Worker) -> list[Any]:
     return [name for name in dask_worker.digests_total if isinstance(name, tuple) and "pow" in name]
 
 
-def test_an_unknown_source_of_notices_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(SpotlightError, match=r"pools\.spot\..*telegram"):
-        start(tmp_path, 'pools.spot.notices=["telegram"]')
-
-
 def test_a_machine_whose_network_is_down_is_told_so(tmp_path: Path) -> None:
     alone = ["unshare", "--user", "--map-root-user", "--net"]
     if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:

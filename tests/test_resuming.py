@@ -20,12 +20,14 @@ from spotlight import config
 from spotlight.device import protocol
 from spotlight.device.engine import InProcess
 from spotlight.device.modelled import ModelledDevice
+from spotlight.driver import summarise
 from spotlight.files import read_files
 from spotlight.records import SpotlightError
 from spotlight.rl.prompts import read_prompts
 from spotlight.rl.rewards import Scorer
 from spotlight.run import Run
 from spotlight.store import resuming
+from spotlight.store.accounts import Accounts
 from spotlight.store.rows import HISTORY, PROMPTS, SPANS, STARTED, VALIDATION
 from spotlight.store.rundir import RunDir
 
@@ -244,6 +246,86 @@ def test_settings_that_were_cut_short_are_not_filled_up_with_defaults(killed: Ru
     path.write_text(path.read_text().split(last)[0])
 
     assert f"{path}: {says}" in refusal(killed)
+
+
+# Longer
+
+
+def finished(tmp_path: Path, *overrides: str, iterations: int = 2) -> RunDir:
+    """A run of so many iterations that has come to its end."""
+    wanted = ["run.validate_every=1", f"run.iterations={iterations}", *overrides]
+    run = RunDir.create(config.load(settings_file(tmp_path), wanted), float(iterations))
+    Loop(run, synchronous, NoWatch()).go()
+    summarise(run, Accounts(run, run.config()), now_s=1.0, began_s=0.0)
+    return run
+
+
+def test_a_run_that_is_made_longer_is_as_one_that_was_longer_from_the_start(tmp_path: Path) -> None:
+    run, longer = (finished(tmp_path, "strategy.exploration=off", iterations=count) for count in (2, 4))
+
+    run.change_iterations(4)
+    assert not resuming.is_over(run, run.config())
+    go_on(run)
+
+    assert outcome(run.path) == outcome(longer.path)
+
+
+def test_a_longer_run_explores_before_the_iteration_that_none_explored_for(tmp_path: Path) -> None:
+    run = finished(tmp_path)
+    assert run.selection(2) is None
+
+    run.change_iterations(4)
+    copy = RunDir(shutil.copytree(run.path, tmp_path / "copy" / run.name))
+    resuming.check(run)
+    with pytest.raises(Killed):
+        Loop(run, synchronous, KilledAt(3)).go()
+    go_on(run)
+    go_on(copy)
+
+    assert len(run.history()) == 4
+    assert run.selection(2)
+    assert outcome(run.path) == outcome(copy.path)
+
+
+def test_what_was_explored_for_a_longer_run_is_missed(tmp_path: Path) -> None:
+    run = finished(tmp_path)
+    run.change_iterations(4)
+    with pytest.raises(Killed):
+        Loop(run, synchronous, KilledAt(3)).go()
+
+    (run.path / "selections/00003.json").unlink()
+
+    assert "selections/00003.json: is missing" in refusal(run)
+
+
+def test_a_summary_is_of_the_run_as_it_stands(tmp_path: Path) -> None:
+    run = finished(tmp_path)
+    assert resuming.is_over(run, run.config())
+
+    run.change_iterations(3)
+    assert run.summary()
+    go_on(run)
+
+    assert run.summary() is None
+    assert not resuming.is_over(run, run.config())  # the driver sums it up
+
+
+@pytest.mark.parametrize(
+    ("iterations", "says"), [(1, "2 iterations are done, so it cannot end after 1"), (2_000_000, "run.iterations")]
+)
+def test_a_run_cannot_end_where_it_is_past_or_be_endless(tmp_path: Path, iterations: int, says: str) -> None:
+    run = finished(tmp_path)
+    before = run.config()
+
+    with pytest.raises(SpotlightError, match=says):
+        Run.resume(run.path, iterations=iterations)
+
+    assert run.config() == before
+
+
+def test_a_run_that_somebody_runs_is_not_made_longer(killed: RunDir) -> None:
+    with killed.lock(), pytest.raises(SpotlightError, match="is running this run"):
+        RunDir.open(killed.path).change_iterations(60)
 
 
 # Nothing leads out

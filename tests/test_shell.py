@@ -157,6 +157,8 @@ def test_a_run_into_a_directory_is_made_once_and_found_again(tmp_path: Path) -> 
     assert [path.name for path in there.parent.iterdir()] == ["a"]
     with pytest.raises(SpotlightError, match=r"other settings: run\.seed = 3 there and 4 here"):
         Run.into(there, settings, ["run.seed=4"])
+    with pytest.raises(SpotlightError, match=r"new run; `spotlight resume .*/runs/a --iterations 9` changes how long"):
+        Run.into(there, settings, ["run.seed=3", "run.iterations=9"])
     with pytest.raises(SpotlightError, match="something else is there, and no run.*name a new or empty directory"):
         Run.into(tmp_path, settings)
 

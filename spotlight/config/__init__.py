@@ -5,6 +5,7 @@ Read once, at the start. Tasks read the resolved copy in the run directory, neve
 
 from spotlight.config.files import (
     RESOLVED,
+    changed,
     differences,
     dump,
     leaves,
@@ -61,6 +62,7 @@ __all__ = [
     "StrategySection",
     "TrackingSection",
     "TrainSection",
+    "changed",
     "differences",
     "dump",
     "leaves",

@@ -124,6 +124,14 @@ def dump(config: Config) -> str:
     return tomli_w.dumps(tree)
 
 
+def changed(content: bytes, overrides: Sequence[str]) -> bytes:
+    """A file that `dump` wrote, with some values changed: ``"section.key=value"`` each."""
+    tree = tomllib.loads(content.decode())
+    for override in overrides:
+        set_value(tree, override)
+    return tomli_w.dumps(tree).encode()
+
+
 def _is_text(value: str) -> bool:
     """Whether it can be written: bytes of a file's name that are no text become halves of characters."""
     try:

@@ -5,6 +5,7 @@ Defaults are those of a vetted run of ``examples/ocr-tiny.toml``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -20,7 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from spotlight.files import OBJECT_SCHEMES, check_url, is_url, shown
-from spotlight.market.prices import usd_per_h
+from spotlight.market.prices import price_list, usd_per_h
 from spotlight.records import Policy, Sampler
 
 SEED_MAX = 2**63 - 1
@@ -33,6 +34,8 @@ STEPS_MAX = 1000
 """Noise levels that a flow model is trained on."""
 GUIDANCE_MAX = 100.0
 """Some 4 is usual; at 100 nothing is left of an image."""
+NOTICES = re.compile(r"sigterm|sigusr1|file:.+|(aws|gcp|azure)(:http://.+)?")
+"""A source in ``pools.*.notices``."""
 NO_GPU = "cpu"
 """``pools.*.gpu`` of a machine without one."""
 WIDTH_MAX = 1024
@@ -441,6 +444,25 @@ class PoolSection(Section):
     """How the trace takes workers away: without a word, with a notice, by freezing them, or each in turn."""
     slurm: SlurmSection = SlurmSection()
     """Of the pool's jobs."""
+
+    @field_validator("gpu")
+    @classmethod
+    def _listed_gpus_are_written_as_listed(cls, gpu: str) -> str:
+        if gpu not in price_list() and gpu.lower() in price_list():
+            raise PydanticCustomError("gpu", "is '{meant}' meant?", {"meant": gpu.lower()})
+        return gpu
+
+    @field_validator("notices")
+    @classmethod
+    def _notices_are_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := [name for name in names if not NOTICES.fullmatch(name)]:
+            raise PydanticCustomError(
+                "notices",
+                "there is no source {unknown}; there are 'sigterm', 'sigusr1', 'file:PATH', 'aws', 'gcp' and 'azure' "
+                "(these three also as 'aws:http://HOST:PORT')",
+                {"unknown": shown(unknown[0])},
+            )
+        return names
 
     @model_validator(mode="after")
     def _trace_is_from_one_source(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any, Self
 
 from pydantic import model_validator
@@ -204,6 +205,15 @@ class Config(Section):
                 f'pools.reserved.gpu = "{NO_GPU}" and train.lora_rank = 0: to update all weights takes minutes on a '
                 "processor, and five times their memory; set train.lora_rank"
             )
+        kinds = {name.partition("-")[0] for name in price_list()}
+        for name, pool in self.pools:
+            if pool.gpu and pool.gpu.partition("-")[0] not in kinds:
+                close = difflib.get_close_matches(pool.gpu, price_list(), n=1)
+                found.append(
+                    f"pools.{name}.gpu = {pool.gpu!r} is not in the price list"
+                    f"{f' (did you mean {close[0]!r}?)' if close else ''}: its price is taken from "
+                    f"pools.{name}.usd_per_h, and nothing is known of its speed"
+                )
         gpu = self.pools.spot.gpu or USUAL_GPU
         is_dear = gpu in price_list() and self.pools.reserved.usd_per_h >= usd_per_h(gpu, "reserved")
         if not self.reserved_computes and is_dear and gpu != NO_GPU:

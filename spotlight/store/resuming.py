@@ -12,7 +12,7 @@ from pathlib import Path
 from spotlight.config import RESOLVED, Config, not_written
 from spotlight.files import digest, read_files
 from spotlight.records import SpotlightError
-from spotlight.store.rows import HISTORY, PROMPTS, SUMMARY, VALIDATION, HistoryRow
+from spotlight.store.rows import HISTORY, PROMPTS, VALIDATION, HistoryRow
 from spotlight.store.rundir import RunDir, made_again
 from spotlight.store.weights import published
 
@@ -33,7 +33,7 @@ def check(run: RunDir) -> None:
     _check_prompts(run, config)
     if 0 < done < config.run.iterations:
         needed = [run.beliefs_key(done)]
-        if config.strategy.exploration == "stale":
+        if config.strategy.exploration == "stale" and run.summary() is None:  # nobody explores behind a run's end
             needed.append(run.selection_key(done))
         for key in needed:
             if run.objects.size(key) is None:
@@ -93,7 +93,7 @@ def is_over(run: RunDir, config: Config) -> bool:
     """Whether all iterations are done and validated, and what came of them is summed up: nothing is left to do."""
     last = config.run.iterations
     validated = any(row.version == last for row in run.validation()) and not list(unvalidated(run, config, last))
-    return validated and len(run.history()) >= last and run.objects.size(SUMMARY) is not None
+    return validated and len(run.history()) >= last and run.summary() is not None
 
 
 def _check_settings(run: RunDir, config: Config) -> None:

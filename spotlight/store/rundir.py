@@ -136,9 +136,10 @@ class RunDir:
             "pools": _with_prices(settings.pools, {name: pool.prices for name, pool in there.pools if pool.prices}),
         }
         if changed := list(config.differences(there, settings.model_copy(update=ours))):
+            longer = f"; `{run.resume_command} --iterations {settings.run.iterations}` changes how long it is"
             raise SpotlightError(
                 f"{place}: this run was begun with other settings: {'; '.join(changed)}; give those, or another "
-                "directory for a new run"
+                f"directory for a new run{longer if there.run.iterations != settings.run.iterations else ''}"
             )
         return run
 
@@ -310,6 +311,22 @@ class RunDir:
         if content is None:
             raise SpotlightError(f"{where}: no such settings file; restore it")
         return config.parse(content, self.path, where)
+
+    def change_iterations(self, iterations: int) -> None:
+        """Have the run end after so many iterations, more or fewer than before; what is done stays done.
+
+        Raises:
+            SpotlightError: more are done, somebody is running it, or a run cannot have that many.
+        """
+        with self.lock():
+            if iterations < (done := self.count(HISTORY)):
+                raise SpotlightError(
+                    f"{self.url}: {done} iterations are done, so it cannot end after {iterations}: give {done} or more"
+                )
+            before = self.objects.get(config.RESOLVED) or b""
+            after = config.changed(before, [f"run.iterations={iterations}"])
+            config.parse(after, self.path, self.objects.where(config.RESOLVED))
+            self.objects.put(config.RESOLVED, after)
 
     @property
     def latents_url(self) -> str:
@@ -488,8 +505,9 @@ class RunDir:
         self.write_json(f"offload/{iteration:05d}.json", state)
 
     def summary(self) -> Summary | None:
-        """None before the run has come to its end."""
-        return self._file(SUMMARY, Summary, "delete it: `spotlight resume` writes it anew, a report does without")
+        """None before the run has come to its end, and where it went on since."""
+        found = self._file(SUMMARY, Summary, "delete it: `spotlight resume` writes it anew, a report does without")
+        return found if found and found.iterations == self.count(HISTORY) else None
 
     def write_summary(self, summary: Summary) -> None:
         self.write_json(SUMMARY, summary)
