@@ -1,0 +1,1 @@
+"""What planners of exploration are measured on and with: prompts' rewards, policies, and a bound."""
