@@ -36,11 +36,26 @@ def connect(standing: Standing, *, insecure: bool) -> Client:
     """
     address, security = where(standing)
     refuse_unsafe(address, insecure=insecure)
-    if security is None and urlsplit(address).scheme in ("tls", "wss"):
-        _require_certificate(address)
+    _require_certificate(address, security)
     try:
         return Client(address, security=security, timeout=CONNECT_S, set_as_default=False)
     except (OSError, TimeoutError, ValueError, TypeError, RuntimeError) as error:  # RuntimeError: tcp, and tls is asked
+        raise SpotlightError(_unreachable(address, error)) from None
+
+
+def check_reach(standing: Standing) -> None:
+    """
+    Raises:
+        SpotlightError: nobody listens there, or it wants a certificate and we have none.
+    """
+    address, security = where(standing)
+    url = urlsplit(address)
+    if url.scheme not in WITH_PORT:
+        return
+    _require_certificate(address, security)
+    try:
+        socket.create_connection((url.hostname, url.port), timeout=CONNECT_S).close()
+    except OSError as error:
         raise SpotlightError(_unreachable(address, error)) from None
 
 
@@ -106,7 +121,9 @@ def _is_loopback(host: str) -> bool:
     return all(ipaddress.ip_address(entry[4][0].partition("%")[0]).is_loopback for entry in found)
 
 
-def _require_certificate(address: str) -> None:
+def _require_certificate(address: str, security: Security | None) -> None:
+    if security is not None or urlsplit(address).scheme not in ("tls", "wss"):
+        return
     known = Security().get_tls_config_for_role("client")  # of Dask's configuration
     if not (known["ca_file"] and known["cert"]):
         raise SpotlightError(

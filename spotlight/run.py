@@ -226,6 +226,10 @@ class Run:
         tracking.check(self.config)
         self._began_s = wall_clock()
         if self._directory is None:
+            if self._cluster is not None:
+                from cluster.standing import check_reach
+
+                check_reach(self._cluster)
             self._directory = RunDir.create(self.config, self._began_s)
         self._accounts = None if detached else Accounts(self._directory, self.config)
         self._stop.clear()

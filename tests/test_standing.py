@@ -175,7 +175,8 @@ def test_a_detached_driver_that_cannot_go_on_is_told_of_and_one_that_is_stopped_
     standing: StandingCluster, begin: Begin, tmp_path: Path
 ) -> None:
     with pytest.raises(SpotlightError, match=r"no scheduler answers there.*driver\.log"):
-        Run(settings_file(tmp_path), cluster="tcp://127.0.0.1:1").start(detached=True).wait(WAIT_S)
+        lost = Run.into(tmp_path / "made", settings_file(tmp_path), cluster="tcp://127.0.0.1:1")
+        lost.start(detached=True).wait(WAIT_S)
 
     run = Run(settings_file(tmp_path / "stopped"), ["run.iterations=100"], cluster=standing.file).start(detached=True)
     looked_at = attach(run.directory.path)
@@ -229,9 +230,13 @@ def test_a_worker_that_is_warned_leaves_in_order(standing: StandingCluster, begi
         ("tcp://127.0.0.1:99999", "tcp://127.0.0.1:99999: names no port: give it as in tcp://127.0.0.1:8786"),
     ],
 )
-def test_a_cluster_that_cannot_be_used_is_named_with_the_way_out(begin: Begin, given: str, said: str) -> None:
+def test_a_cluster_that_cannot_be_used_is_named_with_the_way_out(
+    begin: Begin, tmp_path: Path, given: str, said: str
+) -> None:
     with pytest.raises(SpotlightError, match=said):
-        begin(given).wait()
+        begin(given)
+
+    assert not list(tmp_path.glob("run-*")), "nothing began"
 
 
 def test_without_a_certificate_a_scheduler_with_tls_is_not_asked(begin: Begin) -> None:
