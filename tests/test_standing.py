@@ -174,9 +174,9 @@ os.kill(os.getpid(), 9)
 def test_a_detached_driver_that_cannot_go_on_is_told_of_and_one_that_is_stopped_stops(
     standing: StandingCluster, begin: Begin, tmp_path: Path
 ) -> None:
+    lost = Run.into(tmp_path / "made", settings_file(tmp_path), cluster="tcp://127.0.0.1:1").start(detached=True)
     with pytest.raises(SpotlightError, match=r"no scheduler answers there.*driver\.log"):
-        lost = Run.into(tmp_path / "made", settings_file(tmp_path), cluster="tcp://127.0.0.1:1")
-        lost.start(detached=True).wait(WAIT_S)
+        lost.wait(WAIT_S)
 
     run = Run(settings_file(tmp_path / "stopped"), ["run.iterations=100"], cluster=standing.file).start(detached=True)
     looked_at = attach(run.directory.path)
