@@ -173,7 +173,7 @@ class Pools:
                 raise SpotlightError(place.failure)
         self._look_at_warm_parent()
         self._scratch.keep()
-        return self._ask("spotlight_status")
+        return self._told("spotlight_status")
 
     def _look_at_warm_parent(self) -> None:
         """Have it go on if it has been stopped for long: no worker could start, and nobody else would say so."""
@@ -196,7 +196,7 @@ class Pools:
 
     def drain(self) -> Drained:
         """Spans, events and decisions since the last call, and the lives of all workers so far."""
-        drained = Drained.of(self._ask("spotlight_drain", fetched=self._fetched))
+        drained = Drained.of(self._told("spotlight_drain", fetched=self._fetched))
         self._fetched += 1
         noted, self._noted = self._noted, []
         return replace(drained, events=[*drained.events, *noted])
@@ -243,6 +243,19 @@ class Pools:
         ):  # a scheduler that is gone, or back, has ended it too
             self.client.unregister_scheduler_plugin(PagePlugin.name)  # first, or it would be the next run's
             self._ask("spotlight_close")
+
+    def _told(self, name: str, **facts: Any) -> dict[str, Any]:
+        """
+        Raises:
+            SpotlightError: the scheduler does not answer, or knows nothing of the run.
+        """
+        answer: dict[str, Any] | None = self._ask(name, **facts)
+        if answer is None:
+            raise SpotlightError(
+                f"the scheduler {self.client.scheduler.address} knows nothing of this run any more: it was restarted, "
+                "or the connection to it broke, which it takes for the run's end; what was committed is kept"
+            )
+        return answer
 
     def _ask(self, name: str, **facts: Any) -> Any:
         """

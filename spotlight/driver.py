@@ -105,7 +105,9 @@ class Driver:
     def _close(self, ended: Ended) -> None:
         assert self.pools
         try:
-            self._follow()
+            with contextlib.suppress(SpotlightError):  # that ended the run, and is told
+                self._follow()
+            self._lease.check()
             self._accounts.close(wall_clock())
         finally:
             self.pools.close()
@@ -122,6 +124,8 @@ class Driver:
         try:
             while any(future.status in ("pending", "lost") for future in futures):  # what is lost is made again
                 _wait(self.pools.client, futures)
+                if any(future.status == "cancelled" for future in futures):
+                    break
                 self._follow()
                 failed = next((future for future in futures if future.status == "error"), None)
                 if failed is not None:
@@ -150,16 +154,18 @@ class Driver:
         """Take over what the cluster did since the last time."""
         assert self.pools
         self._lease.check()
-        drained, status = self.pools.drain(), self.pools.status()
+        drained = self.pools.drain()  # nobody tells it twice: it is kept before anything else can fail
+        self._accounts.take(drained)
         if drained.decisions:
             self._run.append(DECISIONS, *drained.decisions)
         for event in drained.events:
             if said := _worth_saying(event):
                 logger.warning("%s", said)
+        status = self.pools.status()
+        self._accounts.running = status["running"]
         self.waiting_for, self.refused = tuple(status["waiting_for"]), status["refused"]
         if status["hopeless"]:
             raise SpotlightError(status["hopeless"])
-        self._accounts.take(drained, status["running"])
         self._run.push()
         self._show()
 
@@ -228,6 +234,7 @@ def _flatten(packed: Any) -> list[Future[Any]]:
 def _wait(client: Client, futures: Sequence[Future[Any]]) -> None:
     """Until all are done, or for a moment; the client is no default, which a notebook may have of its own."""
     from distributed import wait
+    from distributed.client import FuturesCancelledError
 
-    with client.as_current(), contextlib.suppress(TimeoutError):
+    with client.as_current(), contextlib.suppress(TimeoutError, FuturesCancelledError):
         wait(futures, timeout=POLL_S)

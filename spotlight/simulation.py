@@ -184,7 +184,7 @@ class Simulation:
         drained = self._dispatch.drain()
         if drained.decisions:
             self.directory.append(DECISIONS, *drained.decisions)
-        self._accounts.take(drained, {})
+        self._accounts.take(drained)
 
     def _end(self) -> None:
         """The time is up: what runs is stopped, and lost to nobody."""

@@ -72,7 +72,7 @@ def test_sessions_add_up(tmp_path: Path) -> None:
 
     assert second.worked_s(START_S + 190) == 100
     assert second.first_image_s(START_S + 190) == 100
-    second.take(drained([span("reserved-0", 250, 300)], [life("reserved-0", 200, None)]), {})
+    second.take(drained([span("reserved-0", 250, 300)], [life("reserved-0", 200, None)]))
     second.close(START_S + 300)
 
     assert second.ledger(START_S + 300).seconds() == 100 + 100
@@ -82,7 +82,7 @@ def test_sessions_add_up(tmp_path: Path) -> None:
 def test_the_ledger_of_an_iteration_holds_until_the_next(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     kept = books(run)
-    kept.take(drained([span("spot-0", 1, 5)], [life("spot-0", 0, None)]), {})
+    kept.take(drained([span("spot-0", 1, 5)], [life("spot-0", 0, None)]))
     kept.measure(START_S, START_S + 10)
 
     first, later = kept.ledger(START_S + 10), kept.ledger(START_S + 20)
@@ -210,7 +210,7 @@ def test_a_long_run_is_summed_up_as_it_goes_and_its_account_stays_the_same(
                 for at, phase in ((chance.uniform(2, 9), "rollout"), (50, "explore-r0"), (90, "score"))
                 if worker["worker"] != "spot-2" or k > 20
             ]
-            kept.take(drained(spans, workers), {})
+            kept.take(drained(spans, workers))
             now_s = START_S + 100 * (k + 1)
             kept.measure(now_s - 100, now_s)
         return kept

@@ -101,6 +101,22 @@ def test_a_run_on_plain_workers_gets_the_same_bits_whatever_happens_to_them(
     assert [row["outcome"] for row in run.directory.rows(SPANS)].count("lost") == 1
 
 
+def test_a_connection_to_the_scheduler_that_broke_ends_the_run_which_goes_on_later(
+    standing: StandingCluster, undisturbed: Path, begin: Begin
+) -> None:
+    run = begin(standing.address)
+    wait_for(lambda: run.directory.rows(HISTORY))
+
+    client: Any = run.client
+    client.loop.add_callback(lambda: client.scheduler_comm.comm.abort())
+    with pytest.raises(SpotlightError, match="what was committed is kept"):
+        run.wait(WAIT_S)
+
+    assert run.status.workers == {}, "nobody is paid for any more"
+    Run.resume(run.directory.path, cluster=standing.address).start().wait(WAIT_S)
+    assert outcome(run.directory.path) == outcome(undisturbed)
+
+
 def test_a_driver_killed_on_a_standing_cluster_is_resumed_there(
     standing: StandingCluster, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 from uuid import uuid4
@@ -24,7 +25,7 @@ from factories import make_request
 from runs import settings_file
 from spotlight import config
 from spotlight.plan.beliefs import Beliefs
-from spotlight.records import Gradient, GradientPart, Quarantined, SpotlightError, WeightsRef
+from spotlight.records import Gradient, GradientPart, Quarantined, SpotlightError, Stopped, WeightsRef
 from spotlight.store import journals, updates, weights
 from spotlight.store.journals import Journals
 from spotlight.store.lease import LEASE_S, Lease
@@ -310,6 +311,25 @@ def test_a_run_at_a_url_has_one_driver(run: RunDir, tmp_path: Path, monkeypatch:
 
     with run.lock():  # what others did meanwhile is here again
         assert run.rows(HISTORY) == [{"iteration": 0}]
+
+
+def test_what_a_run_at_a_url_did_before_it_was_stopped_is_there(run: RunDir) -> None:
+    with suppress(Stopped), run.lock():
+        run.append(SPANS, {"at_s": 1.0})
+        raise Stopped
+
+    assert RunDir.open(run.url).rows(SPANS) == [{"at_s": 1.0}]
+
+
+def test_a_driver_that_lost_its_run_puts_nothing_there(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with suppress(Stopped), run.lock() as lease:
+        monkeypatch.setattr(lease, "_lost", "another has it")
+        run.append(SPANS, {"at_s": 1.0})
+        raise Stopped
+
+    assert not RunDir.open(run.url).rows(SPANS)
 
 
 def test_an_object_whose_name_leads_out_of_the_run_is_refused(run: RunDir) -> None:

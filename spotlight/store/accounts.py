@@ -83,9 +83,8 @@ class Accounts:
         self.running: Mapping[str, int] = {}
         """Tasks in progress, by phase."""
 
-    def take(self, drained: Drained, running: Mapping[str, int]) -> None:
+    def take(self, drained: Drained) -> None:
         """Add what the cluster reports: new spans, and the lives of all its workers."""
-        self.running = running
         self._recoveries += recoveries(drained.events, self._broken)
         self._pauses += [(event["at_s"], event["lost_s"]) for event in drained.events if event["event"] == "paused"]
         if drained.events:

@@ -371,7 +371,13 @@ class RunDir:
                         if self._journals:
                             self._pull(anew=True)
                             self.push(at_once=True)
-                        yield lease
+                        try:
+                            yield lease
+                        except BaseException:
+                            with contextlib.suppress(SpotlightError):  # the store is out of reach, or the run another's
+                                lease.check()
+                                self.push(at_once=True)
+                            raise
                         self.push(at_once=True)
                     finally:
                         lease.release()

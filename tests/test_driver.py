@@ -1,0 +1,103 @@
+"""What a driver keeps of a run that ends by an error: all that the cluster told, and nobody is paid for any more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from cluster.pools import Pools
+from runs import settings_file
+from spotlight import config
+from spotlight.driver import Driver
+from spotlight.records import Drained, Span, SpotlightError, WorkerLife
+from spotlight.store.accounts import Accounts
+from spotlight.store.lease import Lease
+from spotlight.store.rows import SPANS
+from spotlight.store.rundir import RunDir
+
+NOW_S = time.time()
+ALIVE = WorkerLife(worker="spot-0", pool="spot", joined_s=NOW_S - 3600, left_s=None, reason="")
+SPAN = Span(
+    worker="spot-0",
+    pool="spot",
+    phase="rollout",
+    iteration=0,
+    key="k",
+    start_s=NOW_S - 3000,
+    stop_s=NOW_S - 60,
+    outcome="done",
+)
+FINE = {"waiting_for": (), "refused": {}, "running": {}, "hopeless": ""}
+
+
+class Failing:
+    """A cluster that tells of a span, once, and then what ends the run; what it told it does not tell again."""
+
+    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+        self._told, self.status = False, status
+
+    def drain(self) -> Drained:
+        spans = [] if self._told else [SPAN]
+        self._told = True
+        return Drained(spans=spans, workers=[ALIVE])
+
+    def close(self) -> None: ...
+
+
+class Held(Lease):
+    """A lease that nobody took away, or somebody did."""
+
+    def __init__(self, lost: str = "") -> None:
+        self._lost = lost
+
+    def check(self) -> None:
+        if self._lost:
+            raise SpotlightError(self._lost)
+
+
+def hopeless() -> dict[str, Any]:
+    return FINE | {"hopeless": "nothing begins"}
+
+
+def failed() -> dict[str, Any]:
+    raise SpotlightError("spot-0: 6 processes in a row could not become a worker")
+
+
+def ended(tmp_path: Path, status: Callable[[], dict[str, Any]], lease: Lease) -> tuple[RunDir, Accounts]:
+    """A run whose cluster says this."""
+    run = RunDir.create(config.load(settings_file(tmp_path)), 0.0)
+    accounts = Accounts(run, run.config())
+    driver = Driver(run, accounts, lease, threading.Event(), began_s=NOW_S)
+    driver.pools = cast(Pools, Failing(status))
+    with pytest.raises(SpotlightError):
+        driver._follow()
+    driver._close("failed")
+    return run, accounts
+
+
+@pytest.mark.parametrize("status", [hopeless, failed])
+def test_what_was_told_is_kept_and_nobody_is_paid_for_after_the_end(
+    tmp_path: Path, status: Callable[[], dict[str, Any]]
+) -> None:
+    run, accounts = ended(tmp_path, status, Held())
+
+    usd = sum(accounts.usd_by_pool(NOW_S).values())
+    assert [row["key"] for row in run.rows(SPANS)] == ["k"]
+    assert usd == pytest.approx(2.5, rel=0.01)  # an hour
+    assert sum(accounts.usd_by_pool(NOW_S + 3600).values()) == pytest.approx(usd, rel=0.01)
+    assert sum(Accounts(run, run.config()).usd_by_pool(NOW_S + 3600).values()) == pytest.approx(usd, rel=0.01)
+    assert accounts.alive() == {}
+
+
+def test_a_run_that_another_driver_has_is_written_to_no_more(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match="another has it"):
+        ended(tmp_path, hopeless, Held("another has it"))
+
+    (run_dir,) = tmp_path.glob("run-*")
+    assert not RunDir(run_dir).rows(SPANS)
+    assert not (run_dir / "workers.jsonl").exists()
