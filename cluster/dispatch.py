@@ -306,7 +306,8 @@ class Dispatch(Decisions):
             agreed = self._stopping or (task.gang is not None and task.gang.planned)
             outcome = "stopped" if agreed and address in self._roster.workers else "lost"
             self.journal.span(task.key, task.label, task.gang, address, started_s, event.at_s, outcome)
-            task.losses += address not in self._roster.workers and task.key in self._training
+            if task.gang is None and address not in self._roster.workers:
+                self._lose(task)
         elif event.work:
             outcome = "failed" if event.state == "erred" else "dropped" if event.work.dropped else "done"
             # Whatever a clock says that was set just then: it was done after it was handed out, and by now.

@@ -61,6 +61,8 @@ from spotlight.records import SpotlightError
 
 logger = logging.getLogger(__name__)
 
+WORKING: tuple[WorkerPool, ...] = ("reserved", "spot", "reward")
+"""Pools of workers that do a GPU's work, or score."""
 LEAVE_S = 5.0
 """For workers to end what belongs to a run; only one that is frozen takes longer."""
 
@@ -332,7 +334,9 @@ class DispatchPlugin(SchedulerPlugin):
 
     def _waits(self, now_s: float) -> str:
         now, lasts_s = self._dispatch.snapshot(), self._quiet.lasts_s(now_s)
-        return sentence(lasts_s, self._running(now_s), missing=self._waiting_for(now), requests=now.waiting)
+        said = sentence(lasts_s, self._running(now_s), missing=self._waiting_for(now), requests=now.waiting)
+        refused = "".join(f"; {name} takes no part: {reason}" for name, reason in list(self._refused.values())[:1])
+        return said + refused
 
     def _running(self, now_s: float) -> list[tuple[str, str, float]]:
         """``(task, worker, seconds)`` of what is at work, what only decides, too."""
@@ -347,7 +351,7 @@ class DispatchPlugin(SchedulerPlugin):
     def _look_at_unready(self, now_s: float) -> None:
         """A worker that has come and will not be ready is ended, so that another may come in its place."""
         for address, state in self._scheduler.workers.items():
-            ours = any(state.resources.get(pool) for pool in ("reserved", "spot", "reward"))
+            ours = any(state.resources.get(pool) for pool in WORKING)
             ready = address in self._nodes or address in self._scorers
             if ours and not ready and address not in self._refused:
                 unready_s = self._heartbeats.overdue_s(address)
@@ -409,18 +413,27 @@ class DispatchPlugin(SchedulerPlugin):
         return [*sorted(missing), *narrow]
 
     def _hopeless(self, now: Snapshot) -> str:
-        """Why the run cannot go on: nothing begins though all is there, or none of the reserved workers that are there
-        can take part; else empty."""
-        now_s = self._clock()
+        """Why the run cannot go on: a task ends all its workers, nothing begins though all is there, or nobody who is
+        there can take part; else empty."""
+        if self._dispatch.outlasted:
+            return self._dispatch.outlasted
+        now_s, waiting_for = self._clock(), self._waiting_for(now)
         busy = not self._unavailable.isdisjoint((*self._nodes, *self._scorers))  # with what is not ours
-        idle = not (busy or self._running(now_s) or self._waiting_for(now))
-        if self._quiet.is_over(now_s) and now.waiting and idle:
-            return f"{self._waits(now_s)}, and all workers are there; what was committed is kept"
-        reserved = {address for address, state in self._scheduler.workers.items() if "reserved" in state.resources}
-        if not reserved or "reserved" in now.pools or not reserved <= self._refused.keys():
+        if self._quiet.is_over(now_s) and not (busy or self._running(now_s)):
+            if now.waiting and not waiting_for:
+                return f"{self._waits(now_s)}, and all workers are there; what was committed is kept"
+            refusals = [self._refusal(pool) for pool in WORKING if pool in waiting_for]
+            if refusals and all(refusals):
+                return refusals[0]
+        return "" if "reserved" in now.pools else self._refusal("reserved")
+
+    def _refusal(self, pool: WorkerPool) -> str:
+        """Why none of the workers of a pool that are there can take part; empty if one can, or there are none."""
+        there = {address for address, state in self._scheduler.workers.items() if pool in state.resources}
+        if not there or not there <= self._refused.keys():
             return ""
-        name, reason = self._refused[min(reserved)]
-        return f"no reserved worker can take part in the run: {name}: {reason}"
+        name, reason = self._refused[min(there)]
+        return f"no {pool} worker can take part in the run: {name}: {reason}"
 
     def snapshot(self) -> Snapshot:
         """The dispatcher's state; to be asked for in the scheduler's process."""

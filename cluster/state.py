@@ -21,6 +21,10 @@ from cluster.snapshot import Doing, Snapshot, view_of
 from spotlight.plan.offload import ANYONE, PhaseDecision, PhaseView, decide_phase
 from spotlight.records import Pool, record
 
+ENOUGH_LOSSES = 10
+"""Times ``Rules.quarantine_after``, after which a task is given up and the run with it: each loss may have been a
+preemption, but a task that is done every second time is lost 50 times in a row once in 10**15."""
+
 
 @record
 class RolloutWindow:
@@ -41,7 +45,7 @@ class Task:
     state: TaskState = "released"
     worker: str = ""
     losses: int = 0
-    """How many workers left before it was done; of what trains."""
+    """How many workers left before it was done; of a task that is no request's."""
     alike: tuple[Key, ...] = ()
     """Of a `Task` that stands for the last shards of a request, all of these: what has happened to one of them so far
     has happened to all. Its key is the first of them."""
@@ -85,6 +89,8 @@ class State:
         self._trained = -1
         self._stopping = False
         self._decided_s = 0.0
+        self.outlasted = ""
+        """Why no worker will ever do a task that must be done; empty while that is not so."""
 
     # Of requests
 
@@ -144,6 +150,16 @@ class State:
         return self._roster.spot_on_nodes(of_at_least=narrowest)
 
     # Of training and workers
+
+    def _lose(self, task: Task) -> None:
+        """Its worker is gone, and it has to be done again: a request is set aside then, but the rest is needed."""
+        task.losses += 1
+        if task.losses >= ENOUGH_LOSSES * self.rules.quarantine_after:
+            self.outlasted = (
+                f"{task.label.phase} {task.label.iteration}: {task.losses} workers were lost at the task "
+                f"{task.key}, so it is probably what ends them: see their memory, and what they logged; what was "
+                "committed is kept"
+            )
 
     def _unbegun(self, tasks: Mapping[Key, Task]) -> list[Task]:
         """Of what waits behind the gate, that for which no worker was named just now."""

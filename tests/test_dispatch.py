@@ -44,7 +44,9 @@ from cluster.events import (
     one_by_one,
     row,
 )
+from cluster.gangs import SCORING
 from cluster.rules import Rules
+from cluster.state import ENOUGH_LOSSES
 from spotlight.records import Surplus
 
 
@@ -394,6 +396,23 @@ def test_where_reserved_workers_have_no_gpu_a_gradient_that_outlasts_its_spot_wo
 
     assert (missing, list(nobody)) == (("spot",), [])
     assert trained(cluster.decide()) == {"train/0": "tcp://u"}
+
+
+@pytest.mark.parametrize(
+    ("pool", "name"),
+    [("gradient-spot", "train"), ("gradient-any", "train"), ("training", "update"), (SCORING, "score")],
+)
+def test_a_task_at_which_every_worker_is_lost_is_given_up_by_name(pool: str, name: str) -> None:
+    cluster = Cluster(quarantine_after=1, reserved_computes=False)
+    kind = {"training": "reserved", SCORING: "reward"}.get(pool, "spot")
+    cluster.submit(name, 1, pool=pool)
+    for number in range(ENOUGH_LOSSES):
+        assert cluster.dispatch.outlasted == ""
+        cluster.join(f"w{number}", pool=kind)
+        cluster.decide()
+        cluster.lose(f"w{number}", (name, 0))
+
+    assert cluster.dispatch.outlasted.startswith(f"{name} 0: 10 workers were lost at the task ('{name}', 0), so it is ")
 
 
 @pytest.mark.parametrize("computes", [True, False])

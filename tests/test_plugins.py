@@ -12,11 +12,13 @@ import pytest
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from distributed import Client, Scheduler, Status, Worker
 
-from cluster.messages import ORDER, PLACE, READY
+from cluster import quiet
+from cluster.messages import ORDER, PLACE, READY, REFUSED
 from cluster.plugins import DispatchPlugin
 from cluster.rules import WATCH_S, Rules
 
 WAIT_S = 30.0
+RULES = Rules()
 
 
 class Live:
@@ -90,13 +92,13 @@ async def until(what: Callable[[], object]) -> None:
 
 
 @asynccontextmanager
-async def live() -> AsyncIterator[Live]:
+async def live(rules: Rules = RULES) -> AsyncIterator[Live]:
     async with AsyncExitStack() as stack:
         scheduler = await stack.enter_async_context(
             Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", protocol="tcp")
         )
         client = await stack.enter_async_context(Client(scheduler.address, asynchronous=True, set_as_default=False))
-        plugin = DispatchPlugin("run", "s", Rules(), owner=client.id, driver="me", member="m")
+        plugin = DispatchPlugin("run", "s", rules, owner=client.id, driver="me", member="m")
         await client.register_plugin(plugin)
         yield Live(scheduler, client, stack)
 
@@ -146,3 +148,37 @@ def test_what_waits_for_a_busy_worker_begins_soon_after_it_is_free(paused: bool)
             return done, there.plugin.status()["hopeless"]
 
     assert asyncio.run(run()) == (["spot-0", "spot-0"], "")
+
+
+@pytest.mark.parametrize(
+    ("who", "computes", "pool"), [("spot", True, "spot"), ("spot", False, "engine"), ("reward", True, "reward")]
+)
+def test_a_run_ends_where_nobody_who_is_there_can_do_what_waits(
+    monkeypatch: pytest.MonkeyPatch, who: str, computes: bool, pool: str
+) -> None:
+    """But not before others had time to come."""
+    monkeypatch.setattr(quiet, "GIVE_UP", 1)
+
+    async def run() -> tuple[str, str, float]:
+        async with live(Rules(reserved_computes=computes, hang_after_s=2.0)) as there:
+            head = await there.worker("head-1", head=1)
+            head.batched_send({"op": READY, "session": "s", "pool": "head", "node": ""})
+            await there.member("reserved-0", "reserved")
+            refused = await there.worker(f"{who}-0", **{who: 1})
+            refused.batched_send({"op": REFUSED, "session": "s", "reason": "it has no run directory"})
+            await until(lambda: there.plugin.status()["refused"])
+            annotations = {"pool": pool, "phase": "score", "iteration": 0, "shards": 1, "widths": [1]}
+            resources = {"engine": 1, "spot": 1} if pool == "engine" else {"gate": 1}
+            layer = MaterializedLayer({("x", 0): (_plus_one, 1)}, annotations=annotations | {"resources": resources})
+            graph: Any = HighLevelGraph({"x": layer}, {"x": set()})
+            waiting = there.client.get(graph, [("x", 0)], sync=False)
+            at_once, began_s = there.plugin.status()["hopeless"], time.monotonic()
+            await until(lambda: there.plugin.status()["hopeless"])
+            del waiting
+            return at_once, there.plugin.status()["hopeless"], time.monotonic() - began_s
+
+    at_once, said, after_s = asyncio.run(run())
+
+    assert at_once == ""
+    assert said == f"no {who} worker can take part in the run: {who}-0: it has no run directory"
+    assert after_s > 1.0

@@ -195,6 +195,8 @@ class VirtualCluster:
                 raise Stopped
             self._settle()
             self._check()
+            if self._dispatch.outlasted:
+                raise SpotlightError(self._dispatch.outlasted)
             if done():
                 return
             if self._clock.next_s is None:
