@@ -42,7 +42,6 @@ from cluster.events import (
     TimePassed,
     Wake,
     WeightsHeld,
-    WindowChanged,
     WorkerAvailable,
     WorkerJoined,
     WorkerLeft,
@@ -112,9 +111,6 @@ class Dispatch(Decisions):
                 return []
             case WeightsHeld():
                 self._roster.hold(event)
-                return []
-            case WindowChanged():
-                self._window = replace(self._window, window_s=event.window_s)
                 return []
             case StopAsked():
                 self._stopping = True

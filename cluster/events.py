@@ -191,14 +191,6 @@ class WeightsHeld:
 
 
 @record
-class WindowChanged:
-    """Reserved workers roll out for so long from when the iteration's graph came; replaces the graph's own window."""
-
-    at_s: float
-    window_s: float
-
-
-@record
 class StopAsked:
     """The run is to end: what runs ends at its next step boundary, and nothing more begins."""
 
@@ -225,7 +217,6 @@ Event = (
     | GangBeats
     | EngineGone
     | WeightsHeld
-    | WindowChanged
     | StopAsked
     | TimePassed
 )

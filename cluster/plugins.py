@@ -38,7 +38,6 @@ from cluster.events import (
     TaskChanged,
     TimePassed,
     WeightsHeld,
-    WindowChanged,
     Work,
     WorkerAvailable,
     WorkerJoined,
@@ -377,10 +376,6 @@ class DispatchPlugin(SchedulerPlugin):
             told = self._dispatch.drain().message()
             self._drained = (fetched + 1, told)
         return told
-
-    def change_window(self, window_s: float) -> None:
-        """Let reserved workers roll out for so long in this iteration."""
-        self._tell(WindowChanged(at_s=self._clock(), window_s=window_s))
 
     def status(self) -> dict[str, Any]:
         """What is running where, for a display; plain values."""

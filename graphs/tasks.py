@@ -597,11 +597,17 @@ def explore_slot(run_dir: str, allocation: Sequence[Request], slot: int, gang: s
 def save_images(
     run_dir: str, version: int, scored: Sequence[Scored | Quarantined], surplus: Sequence[ShardResult] = ()
 ) -> str:
-    """Write the validation images of a version as one .npz; returns its path inside the run directory."""
+    """Write the validation images of a version as one .npz.
+
+    Returns:
+        Its path inside the run directory; empty where every request was set aside.
+    """
     import numpy as np
 
     name = f"images/validation-{version:05d}.npz"
     requests = [result.request for result in scored if isinstance(result, Scored)]
+    if not requests:
+        return ""
     texts = [request.prompt.text for request in requests for _ in request.seeds]
     images = [device.current().images(run_dir, request) for request in requests]
     content = BytesIO()

@@ -337,7 +337,7 @@ def _cost(parsed: argparse.Namespace) -> None:
 
     run = RunDir.open(parsed.run_dir)
     settings = run.config()
-    ledger = Accounts(run, settings).ledger(wall_clock())
+    ledger = Accounts(run, settings, watched=bool(run.holder())).ledger(wall_clock())
     if not ledger.entries:
         raise SpotlightError(f"{run.url}: no finished task is recorded yet, so there is no account: try again later")
     if parsed.json:

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
 from spotlight.clock import wall_clock
@@ -234,7 +235,6 @@ def _flatten(packed: Any) -> list[Future[Any]]:
 def _wait(client: Client, futures: Sequence[Future[Any]]) -> None:
     """Until all are done, or for a moment; the client is no default, which a notebook may have of its own."""
     from distributed import wait
-    from distributed.client import FuturesCancelledError
 
-    with client.as_current(), contextlib.suppress(TimeoutError, FuturesCancelledError):
+    with client.as_current(), contextlib.suppress(TimeoutError, CancelledError):
         wait(futures, timeout=POLL_S)

@@ -33,7 +33,6 @@ from cluster.events import (
     TimePassed,
     Train,
     Wake,
-    WindowChanged,
     Work,
     WorkerAvailable,
     WorkerJoined,
@@ -507,11 +506,9 @@ def test_at_the_end_of_the_window_rollouts_leave_reserved_workers_for_spot_ones(
     assert launched(cluster.decide()) == {"rollout/0": ["tcp://r"]}
     cluster.join("s", node="m")
 
-    quiet = cluster.decide()
-    cluster.tell(WindowChanged(at_s=cluster.now_s, window_s=0.0))
-    (moved,) = cluster.decide()
+    *quiet, (moved,) = ([*cluster.decide()] for _ in range(4))
 
-    assert quiet == []
+    assert quiet == [[], [], []]
     assert isinstance(moved, Regroup)
     assert moved.address == "tcp://r"
 

@@ -44,7 +44,7 @@ from runs import ROOT, settings_file, wait_for
 from spotlight import config
 from spotlight.config import Config
 from spotlight.plan.beliefs import Beliefs
-from spotlight.records import Dropped, Explored, Prompt, Request, Scored, Selection, WeightsRef
+from spotlight.records import Dropped, Explored, Prompt, Quarantined, Request, Scored, Selection, WeightsRef
 from spotlight.rl.advantages import group_advantages
 from spotlight.run import Run
 
@@ -720,3 +720,8 @@ def test_what_samples_is_what_is_explored_with_and_validated() -> None:
 
     assert policies() == {"old"}
     assert policies("train.old_decay=copy") == {"trained"}
+
+
+def test_a_version_of_which_every_image_was_set_aside_has_none(tmp_path: Path) -> None:
+    """The loop then says why; see `Loop._validate`."""
+    assert tasks.save_images(str(tmp_path), 0, [Quarantined(request=make_request(), preemptions=5)]) == ""

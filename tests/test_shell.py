@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from spotlight import run as running
 from spotlight.__main__ import EXAMPLES, main
 from spotlight.config import load
 from spotlight.display import _asked_to_stop
-from spotlight.records import SpotlightError
+from spotlight.records import Drained, SpotlightError, WorkerLife
 from spotlight.run import Run
+from spotlight.store.accounts import Accounts
 from spotlight.store.rundir import RunDir
 
 
@@ -161,6 +163,17 @@ def test_a_run_into_a_directory_is_made_once_and_found_again(tmp_path: Path) -> 
         Run.into(there, settings, ["run.seed=3", "run.iterations=9"])
     with pytest.raises(SpotlightError, match="something else is there, and no run.*name a new or empty directory"):
         Run.into(tmp_path, settings)
+
+
+def test_the_cost_of_a_run_that_goes_on_is_its_cost_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, now_s = RunDir.create(load(settings_file(tmp_path)), 0.0), time.time()
+    life = WorkerLife(worker="reserved-0", pool="reserved", joined_s=now_s - 7200, left_s=None, reason="")
+    Accounts(run, run.config()).take(Drained(workers=[life]))
+
+    with run.lock():
+        main(["cost", str(run.path), "--json"])
+
+    assert json.loads(capsys.readouterr().out)["usd"] == pytest.approx(20.0, rel=0.01)
 
 
 def test_a_run_into_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

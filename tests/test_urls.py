@@ -7,10 +7,11 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import numpy as np
@@ -22,10 +23,14 @@ from tblib.pickling_support import install  # type: ignore[import-untyped]
 from zarr.core.sync import sync
 
 from factories import make_request
+from pipelines import tiny_qwen_image
 from runs import settings_file
 from spotlight import config
+from spotlight.device.engine import Engine
 from spotlight.plan.beliefs import Beliefs
 from spotlight.records import Gradient, GradientPart, Quarantined, SpotlightError, Stopped, WeightsRef
+from spotlight.rl.models.pipeline import PipelineModel
+from spotlight.rl.prompts import read_prompts
 from spotlight.store import journals, updates, weights
 from spotlight.store.journals import Journals
 from spotlight.store.lease import LEASE_S, Lease
@@ -330,6 +335,28 @@ def test_a_driver_that_lost_its_run_puts_nothing_there(
         raise Stopped
 
     assert not RunDir.open(run.url).rows(SPANS)
+
+
+def test_texts_are_encoded_by_one_machine_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+    encode = PipelineModel._run_text_encoders
+
+    def counted(model: PipelineModel, texts: Sequence[str]) -> Any:
+        encoded.append(len(texts))
+        return encode(model, texts)
+
+    monkeypatch.setattr(PipelineModel, "_run_text_encoders", counted)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    checkpoint = [f'model.path="{tiny_qwen_image(tmp_path / "model")}"', 'model.name="qwen-image"']
+    sizes = ["model.height_px=32", "model.width_px=32"]
+    settings = [*checkpoint, *sizes, f'run.dir="memory://{uuid4().hex}/runs"']
+    url = RunDir.create(config.load(settings_file(tmp_path), settings), 0.0).url
+
+    models = [Engine(url, node=Node(tmp_path / name)).model for name in ("one", "another")]
+
+    assert len(encoded) == 1
+    texts = [prompt.text for prompt in read_prompts(RunDir.open(url).config().data.validation_prompts)]
+    assert torch.equal(*(model.encode(texts).embeds_BTD for model in models))
 
 
 def test_an_object_whose_name_leads_out_of_the_run_is_refused(run: RunDir) -> None:

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from cluster.dispatch import differing as dispatched_otherwise
+from cluster.events import GraphCame, Layer
 from elastic import STEPS, Live, latents, undisturbed
 from graphs.loop import Loop, synchronous
 from kills import KillHolder, client_of
 from runs import NoWatch, outcome, settings_file
 from spotlight import config
+from spotlight.clock import wall_clock
 from spotlight.plan.replay import differing
 from spotlight.records import Request
 from spotlight.run import Run
@@ -49,7 +51,8 @@ def assert_whole(live: Live, request: Request) -> None:
 
 
 def close_window(live: Live) -> None:
-    live.plugin.change_window(0.0)
+    layer = Layer(name="rollout", indices=(), pool="any", phase="rollout", iteration=0, window_s=0.0)
+    live.plugin._tell(GraphCame(at_s=wall_clock(), layers=(layer,)))
 
 
 def test_a_rollout_on_a_reserved_worker_moves_when_the_window_closes_and_loses_no_step(live: Live) -> None:

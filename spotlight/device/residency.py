@@ -19,6 +19,8 @@ from spotlight.store import weights
 from spotlight.store.node import Node
 from spotlight.store.rundir import RunDir
 
+ENCODED = "prompts.safetensors"
+"""The run's texts, as its text encoders have them: `models.Model.preload`."""
 RESIDENT_VERSIONS = 2
 """Rollouts use version k, while exploration, and what was begun an iteration early, uses k or k - 1: no version is
 loaded twice."""
@@ -43,10 +45,18 @@ class Residency:
         models.require_memory(settings)
         model = models.load(settings.model, self._node, base=not (only_updates and settings.train.lora_rank))
         if not only_updates:
-            texts = [prompt.text for prompt in self.prompts()]
-            model.preload(texts, cache=self._run.path / "prompts.safetensors")
+            self._preload(model)
         model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
         return model
+
+    def _preload(self, model: models.Model) -> None:
+        """Encode the run's prompts, or have what another machine made of them, through the run's URL."""
+        run, cache = self._run, self._run.path / ENCODED
+        if not cache.exists():
+            run.fetch(ENCODED)
+        model.preload([prompt.text for prompt in self.prompts()], cache=cache)
+        if cache.exists() and run.objects.size(ENCODED) != cache.stat().st_size:
+            run.push_files(ENCODED)
 
     def prompts(self) -> Iterator[Prompt]:
         """All that the run may draw."""

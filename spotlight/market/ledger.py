@@ -90,7 +90,8 @@ def stay(life: WorkerLife, window: Interval) -> Interval:
 
 
 def pool_seconds(workers: Iterable[WorkerLife], window: Interval) -> dict[str, float]:
-    """Seconds that each pool's workers were alive, boot and idle time included.
+    """Seconds that each pool's workers were there, idle or not, from when they joined: how long a machine took to boot
+    before that, nobody sees.
 
     For each pool ``p``, with ``left_i`` the window's end for a worker that never left::
 

@@ -182,7 +182,7 @@ class RunDir:
                 run.objects.put(STARTED, started)
             data = run._keep_prompts(settings.data, train, validation)
             pools = _with_prices(settings.pools, {name: run._keep_prices(name, prices[name]) for name in prices})
-            run._push_files("prompts", "prices")
+            run.push_files("prompts", "prices")
             kept = settings.model_copy(update={"data": data, "pools": pools})
             run.objects.put(config.RESOLVED, config.dump(kept).encode())
         except (FileExistsError, StoreError):
@@ -293,7 +293,7 @@ class RunDir:
             for journal in JOURNALS:
                 self._journals.push(journal)
 
-    def _push_files(self, *names: str) -> None:
+    def push_files(self, *names: str) -> None:
         """Put files, or all files below directories, where the run is."""
         if self._journals:
             for name in names:
@@ -303,7 +303,7 @@ class RunDir:
 
     def push_report(self, page: Path) -> None:
         """Of a run at a URL, put its report there too."""
-        self._push_files(str(page.relative_to(self.path)))
+        self.push_files(str(page.relative_to(self.path)))
 
     def config(self) -> config.Config:
         where = self.objects.where(config.RESOLVED)
