@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +11,7 @@ import pytest
 
 from cluster.pools import Pools
 from runs import settings_file
-from spotlight import config
+from spotlight import config, driver
 from spotlight.driver import Driver
 from spotlight.records import Drained, Span, SpotlightError, WorkerLife
 from spotlight.store.accounts import Accounts
@@ -20,7 +19,7 @@ from spotlight.store.lease import Lease
 from spotlight.store.rows import SPANS
 from spotlight.store.rundir import RunDir
 
-NOW_S = time.time()
+NOW_S = 1.8e9
 ALIVE = WorkerLife(worker="spot-0", pool="spot", joined_s=NOW_S - 3600, left_s=None, reason="")
 SPAN = Span(
     worker="spot-0",
@@ -33,6 +32,11 @@ SPAN = Span(
     outcome="done",
 )
 FINE = {"waiting_for": (), "refused": {}, "running": {}, "hopeless": ""}
+
+
+@pytest.fixture(autouse=True)
+def _now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "wall_clock", lambda: NOW_S)
 
 
 class Failing:
@@ -72,11 +76,11 @@ def ended(tmp_path: Path, status: Callable[[], dict[str, Any]], lease: Lease) ->
     """A run whose cluster says this."""
     run = RunDir.create(config.load(settings_file(tmp_path)), 0.0)
     accounts = Accounts(run, run.config())
-    driver = Driver(run, accounts, lease, threading.Event(), began_s=NOW_S)
-    driver.pools = cast(Pools, Failing(status))
+    ours = Driver(run, accounts, lease, threading.Event(), began_s=NOW_S)
+    ours.pools = cast(Pools, Failing(status))
     with pytest.raises(SpotlightError):
-        driver._follow()
-    driver._close("failed")
+        ours._follow()
+    ours._close("failed")
     return run, accounts
 
 
