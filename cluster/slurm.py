@@ -216,7 +216,7 @@ def slurm_cluster(config: Config, run_dir: Path) -> Iterator[SpecCluster]:
     Raises:
         SpotlightError: dask-jobqueue or Slurm's commands are not there, or Slurm refuses a pool's job.
     """
-    _check_commands()
+    check_commands()
     log = run_dir / "slurm"
     log.mkdir(exist_ok=True)
     with _certificates(run_dir) as (security, theirs):
@@ -369,7 +369,6 @@ def submit(script: str) -> str:
     Raises:
         SpotlightError: Slurm does not take it.
     """
-    _check_commands()
     return _sbatch(script, "--parsable", where="the driver's job").partition(";")[0]
 
 
@@ -408,7 +407,11 @@ def slurms_words(text: str) -> str:
     return f"{words} (`sinfo` lists partitions, `sacctmgr show assoc user=$USER` accounts)" if said else words
 
 
-def _check_commands() -> None:
+def check_commands() -> None:
+    """
+    Raises:
+        SpotlightError: dask-jobqueue or a command of Slurm is not there.
+    """
     for command in ("sbatch", "squeue", "scancel"):
         if shutil.which(command) is None:
             raise SpotlightError(

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from spotlight.clock import wall_clock
-from spotlight.files import writing
+from spotlight.files import is_url, writing
 from spotlight.records import Policy, SpotlightError, Stopped
 from spotlight.store.rundir import RunDir
 
@@ -305,7 +306,7 @@ def _status(parsed: argparse.Namespace) -> None:
 
 
 def _submit(parsed: argparse.Namespace) -> None:
-    from cluster.slurm import scripts, submit
+    from cluster.slurm import check_commands, scripts, submit
     from spotlight import config
     from spotlight.inputs import check_inputs
 
@@ -315,9 +316,15 @@ def _submit(parsed: argparse.Namespace) -> None:
         for what, script in scripts(settings, f"{settings.run.dir}/{settings.run.name}", begin=parsed.begin).items():
             print(f"# --- {what} ---\n{script}")
         return
+    check_commands()
     run = RunDir.create(settings, wall_clock())
     (run.path / "slurm").mkdir()
-    job = submit(scripts(settings, run.url, begin=parsed.begin)["the driver"])
+    try:
+        job = submit(scripts(settings, run.url, begin=parsed.begin)["the driver"])
+    except SpotlightError:
+        if not is_url(run.url):
+            shutil.rmtree(run.path)  # nobody has begun it
+        raise
     print(f"job {job}\nrun directory   {run.url}\noutput          {run.path}/slurm/driver-{job}.out")
 
 

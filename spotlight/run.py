@@ -226,10 +226,7 @@ class Run:
         tracking.check(self.config)
         self._began_s = wall_clock()
         if self._directory is None:
-            if self._cluster is not None:
-                from cluster.standing import check_reach
-
-                check_reach(self._cluster)
+            self._check_cluster()
             self._directory = RunDir.create(self.config, self._began_s)
         self._accounts = None if detached else Accounts(self._directory, self.config)
         self._stop.clear()
@@ -242,6 +239,20 @@ class Run:
         self._thread = threading.Thread(target=self._work, name="spotlight-run")
         self._thread.start()
         return self
+
+    def _check_cluster(self) -> None:
+        """
+        Raises:
+            SpotlightError: there can be none, as far as that shows at once.
+        """
+        if self._cluster is not None:
+            from cluster.standing import check_reach
+
+            check_reach(self._cluster)
+        elif self.config.cluster.manager == "slurm":
+            from cluster.slurm import check_commands
+
+            check_commands()
 
     @property
     def _kept(self) -> Accounts:

@@ -20,6 +20,7 @@ from leftovers import OURS, marked
 from private_slurm import missing, private_slurm
 from runs import COLD_S, LITTLE, little_file, outcome, settings_file, start, wait_for
 from spotlight import config
+from spotlight.__main__ import main
 from spotlight.records import SpotlightError
 from spotlight.run import Run
 from spotlight.store.rows import EVENTS, HISTORY, SUMMARY, WORKERS
@@ -270,6 +271,26 @@ def test_a_job_that_cannot_be_submitted_is_tried_again_until_the_place_gives_up(
 
     assert str(error).removeprefix("sbatch: error: ") in asyncio.run(kept())
     assert len(tries) == cluster.slurm.FAILURES_MAX
+
+
+NO_SBATCH, REFUSED = "needs the command `sbatch`", "the driver's job: Slurm says: invalid partition"
+
+
+@pytest.mark.parametrize(("verb", "says"), [("run", NO_SBATCH), ("submit", NO_SBATCH), ("submit", REFUSED)])
+def test_where_slurm_takes_nothing_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str, says: str
+) -> None:
+    (commands := tmp_path / "bin").mkdir()
+    for command in ("sbatch", "squeue", "scancel") if says == REFUSED else ():
+        (commands / command).write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2; exit 1\n")
+        (commands / command).chmod(0o755)
+    monkeypatch.setenv("PATH", str(commands))
+
+    left = main([verb, str(settings_file(tmp_path)), "--set", 'cluster.manager="slurm"'])
+
+    assert left == 1
+    assert says in capsys.readouterr().err
+    assert not list(tmp_path.glob("run-*"))
 
 
 def test_a_job_is_submitted_again_ever_later() -> None:
