@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 from spotlight import config as configuration
 from spotlight.clock import wall_clock
@@ -237,6 +239,7 @@ class Run:
         self._state, self._driver = "starting", None
         self._over.clear()
         self._thread = threading.Thread(target=self._work, name="spotlight-run")
+        _end_with_process(self)
         self._thread.start()
         return self
 
@@ -478,6 +481,33 @@ class Run:
             self._state, self._error = "failed", _explain(error, self.directory)
         finally:
             self._over.set()
+
+
+_started: WeakSet[Run] = WeakSet()
+
+
+def _end_with_process(run: Run) -> None:
+    """Have the run stop in order when the main thread ends, as a script's does that waits for no run.
+
+    `atexit` is too late for that: by then Python has closed the executors that Dask needs, and waits for the run's
+    thread, which waits for them.
+    """
+    if not _started:
+        threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
+    _started.add(run)
+
+
+def _stop_all() -> None:
+    for run in list(_started):
+        if run._is_ours:
+            run.stop()
+            print(
+                f"spotlight: this process ends, and with it the run; `{run.directory.resume_command}` goes on, and "
+                "`run.wait()` would wait for its end",
+                file=sys.stderr,
+                flush=True,
+            )
+            run._over.wait()
 
 
 def _explain(error: BaseException, run: RunDir) -> BaseException:

@@ -21,7 +21,7 @@ from cluster.member import terms_of
 from graphs.loop import Loop, synchronous
 from kills import KillWorkers, client_of
 from leftovers import Watched
-from runs import ROOT, NoWatch, outcome, settings_file, spotlight, start, wait_for
+from runs import ROOT, WAIT_S, NoWatch, outcome, settings_file, spotlight, start, wait_for
 from spotlight import config
 from spotlight.driver import Driver
 from spotlight.plan.replay import Allocation, differing
@@ -397,6 +397,30 @@ def test_a_script_without_a_main_guard_starts_one_run(tmp_path: Path) -> None:
 
     (run_dir,) = tmp_path.glob("run-*")
     assert len(RunDir.open(run_dir).rows(HISTORY)) == 1
+
+
+ENDS = """
+import sys, time, spotlight
+run = spotlight.Run(sys.argv[1], ["run.iterations=100"]).start()
+while not run.status.iteration:
+    time.sleep(0.1)
+print(run.directory.path, flush=True)
+raise KeyboardInterrupt
+"""
+
+
+def test_a_script_that_ends_without_waiting_for_its_run_stops_it_and_says_so(watched: Watched, tmp_path: Path) -> None:
+    script = [sys.executable, "-c", ENDS, str(settings_file(tmp_path))]
+    done = subprocess.run(
+        script, cwd=ROOT, text=True, capture_output=True, timeout=WAIT_S, check=False, env=watched.environment
+    )
+
+    run = RunDir.open(done.stdout.strip())
+    assert f"this process ends, and with it the run; `{run.resume_command}` goes on" in done.stderr
+    assert "cannot schedule new futures" not in done.stderr
+    assert 0 < len(run.history()) < 100
+    assert not [life for life in read_lives(run) if life.left_s is None]
+    watched.assert_nothing_is_left(tmp_path)
 
 
 def test_training_closes_exploration_that_runs_on_time(tmp_path: Path) -> None:
