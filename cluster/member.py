@@ -205,9 +205,15 @@ class Member:
         )
         opened.callback(self._engine.close)
         peers.serve(self._worker, node)
-        limit_s, quarantine_after = terms.score_limit_s if scores else None, terms.quarantine_after
         install(
-            WorkerDevice(self._worker, self._engine, node, quarantine_after=quarantine_after, score_limit_s=limit_s)
+            WorkerDevice(
+                self._worker,
+                self._engine,
+                node,
+                quarantine_after=terms.quarantine_after,
+                score_limit_s=terms.score_limit_s,
+                scores_only=scores,
+            )
         )
         return node.name
 

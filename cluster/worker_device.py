@@ -60,8 +60,8 @@ class WorkerDevice:
     them, or else from the run directory.
 
     Args:
-        score_limit_s: of a worker that only scores: longest that it may take for a request. It needs no weights, since
-            the images are kept. None: the worker scores what it denoised.
+        score_limit_s: longest that scoring a request may take.
+        scores_only: it needs no weights, since the images are kept; others score what they denoised.
     """
 
     def __init__(
@@ -71,11 +71,12 @@ class WorkerDevice:
         node: Node,
         *,
         quarantine_after: int,
-        score_limit_s: float | None = None,
+        score_limit_s: float = inf,
+        scores_only: bool = False,
     ) -> None:
         self._worker, self._engine, self._node = worker, engine, node
         self._quarantine_after, self._lost_in_row = quarantine_after, 0
-        self._score_limit_s = score_limit_s
+        self._score_limit_s, self._scores_only = score_limit_s, scores_only
 
     def prepare(self, run_dir: str) -> Prepared:
         return self._call(run_dir, PrepareCall())
@@ -89,12 +90,10 @@ class WorkerDevice:
         return self._call(run_dir, DecodeCall(request=request))
 
     def score(self, run_dir: str, request: Request) -> Scored | Dropped:
-        call = ScoreCall(request=request)
-        if self._score_limit_s is None:
+        if not self._scores_only:
             self._bring(run_dir, request.weights, request.policy)
-            return self._call(run_dir, call)
         try:
-            return self._call(run_dir, call, limit_s=self._score_limit_s)
+            return self._call(run_dir, ScoreCall(request=request), limit_s=self._score_limit_s)
         except TimedOut as error:  # a missing reward is no number
             seeds = len(request.seeds)
             return Scored(request=request, rewards=(None,) * seeds, errors=(f"{request.prompt.text!r}: {error}",))

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from spotlight.simulation import Outcome
 
 REFRESH_S = 0.5
+SCORES_MAX = 5
+"""More validations than so many are the first and the last ones."""
 
 
 def follow(run: Run, console: Console | None = None) -> None:
@@ -185,7 +187,8 @@ class _Display:
     def show(self, status: Status) -> None:
         if status.dashboard and not self._dashboard:
             self._dashboard = status.dashboard
-            self._console.print(f"Dask dashboard  {status.dashboard}", soft_wrap=True)
+            page = status.dashboard.removesuffix("/status")
+            self._console.print(f"live page       {page}/spotlight", soft_wrap=True)
         for name, reason in status.refused.items():
             if name not in self._refused:
                 self._refused.add(name)
@@ -255,7 +258,8 @@ def _worth(status: Status) -> str:
 
 
 def _scores(status: Status) -> str:
-    return " -> ".join(f"{score:.3f}" for _, score in sorted(status.scores.items())) or "-"
+    scores = [f"{score:.3f}" for _, score in sorted(status.scores.items())]
+    return " -> ".join(scores if len(scores) <= SCORES_MAX else [scores[0], "...", *scores[-3:]]) or "-"
 
 
 def _number(value: float | None) -> str:

@@ -31,9 +31,15 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True, liv
         logger.warning("%s", doubt)
     data, model = settings.data, settings.model
     pool_prices(settings)
-    for _, pool in settings.pools:
+    for name, pool in settings.pools:
         recorded = read_trace(pool.trace) if pool.trace else None
-        pool_switches(pool, recorded, seed=settings.run.seed, duration_s=1.0)
+        switches = pool_switches(pool, recorded, seed=settings.run.seed, duration_s=1.0)
+        absent = sum(not any(up for _, up in place) for place in switches) if recorded else 0
+        if absent:
+            logger.warning(
+                "pools.%s.workers = %d, and %d of them never come: %s has no more at a time",
+                *(name, pool.workers, absent, pool.trace),
+            )
     scorer = rewards.build(settings.reward)
     for path in (data.train_prompts, data.validation_prompts):
         check_prompts(read_prompts(path), path, scorer.check_prompt)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.config import PoolSection
+from runs import settings_file
+from spotlight.config import PoolSection, load
+from spotlight.inputs import check_inputs
 from spotlight.market.trace_files import parse_trace
 from spotlight.market.trace_models import CALM, synthesise
 from spotlight.market.traces import Switches
@@ -111,3 +114,15 @@ def alternates(moments: Switches) -> bool:
     """Up first, then down, in order of time."""
     in_order = all(before[0] <= after[0] for before, after in pairwise(moments))
     return in_order and [up for _, up in moments] == [index % 2 == 0 for index in range(len(moments))]
+
+
+def test_workers_that_a_trace_never_has_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("0,add,a\n0,add,b\n20000,remove,a\n40000,add,a\n3600000,end,\n")
+
+    for workers in (2, 4):
+        settings = [f"pools.spot.trace={trace}", f"pools.spot.workers={workers}", "pools.reserved.workers=1"]
+        check_inputs(load(settings_file(tmp_path), settings))
+
+    (said,) = caplog.messages
+    assert said == f"pools.spot.workers = 4, and 2 of them never come: {trace} has no more at a time"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,10 +43,12 @@ def example(heading: str, language: str) -> str:
 
 
 @pytest.fixture
-def brightness(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's scorer, as if it were in the file."""
-    monkeypatch.setattr(rewards, "SCORERS", dict(rewards.SCORERS))
-    exec(example("A reward", "python"), vars(rewards))
+def brightness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The page's scorer, in the file that the page names."""
+    (tmp_path / "mine.py").write_text(example("A reward", "python"))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("mine", None)
 
 
 def without_quotes(directory: Path) -> Config:
@@ -53,7 +56,7 @@ def without_quotes(directory: Path) -> Config:
     prompts = directory / "prompts.txt"
     prompts.write_text("a bright sign\na dark sign\na grey sign\n")
     changed = [f"data.{name}_prompts={prompts}" for name in ("train", "validation")]
-    return config.load(settings_file(directory), [*changed, "reward.name=brightness", "run.iterations=1"])
+    return config.load(settings_file(directory), [*changed, "reward.name=mine:Brightness", "run.iterations=1"])
 
 
 class Counting(Scorer):
@@ -87,15 +90,57 @@ def test_a_reward_may_want_whole_prompts_and_say_so_by_any_error(tmp_path: Path)
         check_inputs(settings)
 
 
+class Unlicensed(Counting):
+    """Cannot be made."""
+
+    def __init__(self, key: str = "") -> None:
+        raise RuntimeError("no license")
+
+
+class Undecided(Counting):
+    """Says no, where it has to raise."""
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        return False  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize(
-    ("name", "says"), [("Nothing", "scores nothing: give it __call__, or of"), ("no:Such", r"PYTHONPATH=\.")]
+    ("name", "says"),
+    [
+        ("Nothing", "scores nothing: give it __call__, or of"),
+        ("Unlicensed", r"cannot be made: RuntimeError: no license \(.*test_extending\.py:\d+\)"),
+        ("no:Such", r"PYTHONPATH=\."),
+        ("./mine.py:Such", r"names no module: .* mypkg/mine\.py is mypkg\.mine"),
+        ("broken:Such", r"cannot be imported \(SyntaxError: .*broken\.py, line 1"),
+        ("raising:Such", r"cannot be imported \(ZeroDivisionError: division by zero \(.*raising\.py:2\)\)"),
+    ],
 )
-def test_what_is_no_reward_is_refused_by_name(tmp_path: Path, name: str, says: str) -> None:
+def test_what_is_no_reward_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    (tmp_path / "broken.py").write_text("class Such(\n")
+    (tmp_path / "raising.py").write_text("\n1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
     named = name if ":" in name else f"{__name__}:{name}"
     settings = config.load(settings_file(tmp_path), [f"reward.name={named}"])
 
     with pytest.raises(SpotlightError, match=says):
         rewards.build(settings.reward)
+
+
+def test_options_that_are_no_arguments_are_told_from_faults(tmp_path: Path) -> None:
+    named = [f"reward.name={__name__}:Unlicensed", "reward.options={kee='a'}"]
+    settings = config.load(settings_file(tmp_path), named)
+
+    with pytest.raises(SpotlightError, match="its options do not fit: got an unexpected keyword argument 'kee'"):
+        rewards.build(settings.reward)
+
+
+def test_a_check_that_answers_is_refused(tmp_path: Path) -> None:
+    settings = config.load(settings_file(tmp_path), [f"reward.name={__name__}:Undecided"])
+
+    with pytest.raises(SpotlightError, match=r"digits-train\.txt:1: the reward's check returned False: it has to"):
+        check_inputs(settings)
 
 
 @pytest.mark.usefixtures("brightness")

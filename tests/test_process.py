@@ -13,12 +13,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
 import pytest
 
+from cluster.messages import LOST_ENGINE
+from cluster.worker_device import WorkerDevice
 from cluster.workers import warm_parent, warm_parent_pid
+from factories import make_request
 from graphs.iteration import rollout_requests, unexplored
 from graphs.tasks import prepare
 from runs import settings_file
@@ -27,7 +31,7 @@ from spotlight.device.calls import PrepareCall, RolloutCall
 from spotlight.device.process import Beat, EngineLost, EngineProcess, TimedOut
 from spotlight.device.protocol import ALONE
 from spotlight.device.signals import Stop
-from spotlight.records import NO_DEVICE, WITHOUT_GPU, Request, Rollout, SpotlightError, Stopped
+from spotlight.records import NO_DEVICE, WITHOUT_GPU, Request, Rollout, Scored, SpotlightError, Stopped
 from spotlight.rl.prompts import read_prompts
 from spotlight.store.rundir import RunDir
 
@@ -251,3 +255,31 @@ def test_a_call_that_takes_longer_than_it_may_is_ended_and_the_next_one_finds_an
     assert engine.pid != before
     call: Any = EnvironmentCall()
     assert engine.call(str(run.path), call, lambda beat: None, limit_s=60.0)
+
+
+@pytest.mark.parametrize("scores_only", [False, True])
+def test_scoring_that_takes_too_long_leaves_its_samples_without_a_reward(
+    monkeypatch: pytest.MonkeyPatch, scores_only: bool
+) -> None:
+    """On a worker of a GPU as on one that only scores."""
+    monkeypatch.setattr(WorkerDevice, "_bring", lambda *_: None)
+    limits, told = [], list[str]()
+
+    class Slow:
+        def call(self, run_dir: str, call: object, on_beat: object, limit_s: float) -> None:
+            limits.append(limit_s)
+            raise TimedOut("it took longer than 5 s")
+
+    worker: Any = SimpleNamespace(
+        name="w", batched_send=None, loop=SimpleNamespace(add_callback=lambda _, message: told.append(message["op"]))
+    )
+    engine: Any = Slow()
+    node: Any = None
+    device = WorkerDevice(worker, engine, node, quarantine_after=5, score_limit_s=5.0, scores_only=scores_only)
+
+    scored = device.score("", request := make_request())
+
+    assert isinstance(scored, Scored)
+    assert scored.rewards == (None,) * len(request.seeds)
+    assert "longer than 5 s" in scored.errors[0]
+    assert (limits, told) == ([5.0], [LOST_ENGINE])

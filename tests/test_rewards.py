@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -254,7 +256,7 @@ def test_a_bad_image_costs_only_itself() -> None:
     values, errors = score(scorer, IMAGES, PROMPTS, attempts=2)
 
     assert values == [0.0, 0.1, None, 0.3]
-    assert errors == ["""'"c"': RuntimeError: bad image"""]
+    assert [error.partition(" (")[0] for error in errors] == ["""'"c"': RuntimeError: bad image"""]
     assert scorer.calls == [[0, 1, 2, 3]] * 2 + [[0], [1], [2], [2], [3]]
 
 
@@ -298,6 +300,39 @@ def test_a_range_in_the_settings_is_that_of_a_named_scorer_too() -> None:
 def test_the_planner_sees_rewards_between_0_and_1() -> None:
     assert rewards.normalised((-10.0, 15.0), [-10.0, 15.0, 2.5]) == (0.0, 1.0, 0.5)
     assert rewards.normalised((0.0, 1.0), [0.25]) == (0.25,)
+
+
+@pytest.mark.parametrize(
+    "returned", [[0.5, 1], (np.float32(0.5), True + 0.0), np.array([0.5, 1.0]), torch.tensor([0.5, 1.0])]
+)
+def test_rewards_may_be_numbers_of_any_library(returned: Any) -> None:
+    class Another(Scorer):
+        def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+            return returned
+
+    assert score(Another(), np.zeros((2, 2, 2, 3), np.uint8), ["a", "b"], attempts=1) == ([0.5, 1.0], [])
+
+
+@pytest.mark.parametrize(("returned", "says"), [(None, "None, which is no list"), (["a"], "'a', which is no number")])
+def test_what_is_no_list_of_numbers_is_a_missing_reward_that_says_so(returned: Any, says: str) -> None:
+    class Another(Scorer):
+        def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+            return returned
+
+    missing, (error,) = score(Another(), np.zeros((1, 2, 2, 3), np.uint8), ["a"], attempts=1)
+
+    assert missing == [None]
+    assert says in error
+
+
+def test_an_error_of_a_scorer_says_where_it_was_raised() -> None:
+    class Failing(Scorer):
+        def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+            return [float(np.asarray(images_BHWC).reshape(7).sum())]  # within NumPy, and this is the line
+
+    _, (error,) = score(Failing(), np.zeros((1, 2, 2, 3), np.uint8), ["a"], attempts=1)
+
+    assert re.search(rf"cannot reshape array .* \({re.escape(__file__)}:\d+\)$", error)
 
 
 def test_too_few_rewards_are_missing_rewards() -> None:

@@ -49,6 +49,8 @@ def parse(content: bytes, base: Path, source: str, overrides: Sequence[str] = ()
         base: what the paths in it are relative to.
         source: where it is from, for the errors.
     """
+    if isinstance(overrides, str):
+        raise SpotlightError(f"overrides = {shown(overrides)}: give a list of such texts")
     try:
         tree = tomllib.loads(content.decode())
     except ValueError as error:  # of TOML, of UTF-8, or a number of thousands of digits

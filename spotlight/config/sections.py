@@ -87,10 +87,11 @@ class RunSection(Section):
 
     @model_validator(mode="after")
     def _name_is_of_a_directory(self) -> Self:
-        if "/" in self.name or not self.name.isprintable() or len(self.name.encode()) > NAME_MAX:
+        unfit = "/" in self.name or not self.name.isprintable() or len(self.name.encode()) > NAME_MAX
+        if unfit or not self.name or self.name.startswith("-"):
             raise ValueError(
                 f"run.name = {self.name[:NAME_MAX]!r} begins the name of a directory in run.dir: give it no '/', no "
-                f"control characters, and {NAME_MAX} bytes at most"
+                f"control characters, no '-' at its beginning, and 1 to {NAME_MAX} bytes"
             )
         if "\0" in self.dir:
             raise ValueError(f"run.dir = {shown(self.dir)}: a path has no NUL; give that of a directory")
@@ -249,8 +250,8 @@ class RewardSection(Section):
     batch: int = Field(0, ge=0, le=BATCH_MAX)
     """Most images that the scorer is given at once; of several, the first table's. 0: all of a request."""
     limit_s: float = Field(600.0, gt=0, le=DAY_S)
-    """Longest that a worker of ``pools.reward`` may take to score a request, all attempts together; of several, the
-    first table's. Its process is then ended, and the request's samples have no reward, as if the scorer had failed."""
+    """Longest that it may take to score a request, all attempts together; of several, the first table's. The engine
+    process is then ended, and the request's samples have no reward, as if the scorer had failed."""
     weight: float = Field(1.0, ge=-1000, le=1000)
     """Of this reward in the sum."""
     range: tuple[float, float] | None = None
@@ -599,7 +600,8 @@ class ClusterSection(Section):
     """Where the dashboard listens. It asks nobody for a password: elsewhere than here, whoever reaches it sees prompts,
     images and figures."""
     hang_after_s: float = Field(60.0, ge=0.1, le=DAY_S)
-    """A worker whose work reports nothing for so long is replaced."""
+    """A worker that shows no sign of life for so long is replaced, and so is an engine process that has reported a step
+    and then nothing for so long."""
     quarantine_after: int = Field(5, ge=1, le=1000)
     """A request that loses its workers so many times in a row without a new step is set aside and replaced. A part of
     training that outlasts so many workers is given to a reserved one; if those have no GPU, to another spot one."""

@@ -157,7 +157,11 @@ def check_prompts(prompts: Iterable[Prompt], path: str | Path, check: Callable[[
     """
     for prompt in prompts:
         try:
-            check(prompt)
+            answer: object = check(prompt)  # type: ignore[func-returns-value]
+            if answer is not None:
+                raise SpotlightError(
+                    f"the reward's check returned {answer!r}: it has to raise ValueError, or return nothing"
+                )
         except Exception as error:  # of a person's own reward, too
             said = error if isinstance(error, SpotlightError) else f"the reward refuses it: {error!r}"
             raise SpotlightError(f"{path}:{line_of(Path(path), prompt.id)}: {said}") from None

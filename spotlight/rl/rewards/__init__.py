@@ -7,6 +7,7 @@ needs when it is first called.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache
@@ -20,7 +21,7 @@ from spotlight.files import shown
 from spotlight.records import Prompt, SpotlightError
 from spotlight.rl.rewards.base import Refused as Refused
 from spotlight.rl.rewards.base import Scorer as Scorer
-from spotlight.rl.rewards.base import checked
+from spotlight.rl.rewards.base import checked, told
 from spotlight.rl.rewards.base import score as score
 from spotlight.rl.rewards.geneval import GenEvalScorer as GenEvalScorer
 from spotlight.rl.rewards.geneval import geneval_correct as geneval_correct
@@ -146,7 +147,7 @@ def _one(settings: RewardSection) -> Scorer:
                 raise SpotlightError(f"reward.name = {settings.name!r} is no subclass of spotlight.rl.rewards.Scorer")
             if kind.__call__ is Scorer.__call__ and kind.of is Scorer.of:
                 raise SpotlightError(f"reward.name = {settings.name!r} scores nothing: give it __call__, or of")
-            scorer = kind(**settings.options)
+            scorer = _made(kind, settings)
         else:
             scorer = load(settings.name, **settings.options)
             if settings.range is None:
@@ -158,6 +159,21 @@ def _one(settings: RewardSection) -> Scorer:
         scorer.range, scorer.usual = settings.range, None  # type: ignore[misc]  # of this one alone
     _check_range(settings.name, scorer.range)
     return scorer
+
+
+def _made(kind: type[Scorer], settings: RewardSection) -> Scorer:
+    """A scorer of a person's own class.
+
+    Raises:
+        TypeError: its arguments are others.
+    """
+    inspect.signature(kind).bind(**settings.options)
+    try:
+        return kind(**settings.options)
+    except SpotlightError:
+        raise
+    except Exception as error:  # of anyone's code
+        raise SpotlightError(f"reward.name = {settings.name!r} cannot be made: {told(error)}") from None
 
 
 def _check_range(name: str, within: Any) -> None:
@@ -193,16 +209,16 @@ def imported(name: str, where: str) -> Any:
     """What ``module:Class`` names.
 
     Raises:
-        SpotlightError: it has another form, or there is no such thing.
+        SpotlightError: it has another form, there is no such thing, or the module cannot be imported.
     """
     module, _, attribute = name.partition(":")
+    way_out = "give module:Class, of a module that Python finds (for a file in this directory, PYTHONPATH=.)"
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise SpotlightError(f"{where} = {name!r} names no module: {way_out}; mypkg/mine.py is mypkg.mine")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SpotlightError(
-            f"{where} = {name!r} cannot be imported ({error}): give module:Class, of a module that Python finds (for a "
-            "file in this directory, PYTHONPATH=.)"
-        ) from None
+    except Exception as error:  # of anyone's code
+        raise SpotlightError(f"{where} = {name!r} cannot be imported ({told(error)}): {way_out}") from None
 
 
 Rewards = list[float | None]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sysconfig
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterable, Sequence, Sized
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,8 +17,18 @@ from spotlight.records import Prompt, SpotlightError
 
 BACK_OFF_S = 0.05
 """Pause before the second attempt; it doubles for each further one."""
+NOT_ITS_OWN = (str(Path(__file__).parents[2]), "site-packages", sysconfig.get_path("stdlib"), "<frozen")
+"""In the paths of files that are no person's scorer."""
 ERROR_MAX = 2000
 """Characters of an error that are kept: a server may answer anything."""
+
+
+def told(error: Exception) -> str:
+    """What a scorer raised, and where: its own last line, not that of a library which it called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(part in frame.filename for part in NOT_ITS_OWN)]
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 class Refused(Exception):
@@ -82,7 +95,7 @@ def score(
         except SpotlightError:
             raise
         except Exception as raised:  # a scorer may be anyone's code, or a server
-            error = f"{asked[0].text!r}: {type(raised).__name__}: {raised}"[:ERROR_MAX]
+            error = f"{asked[0].text!r}: {told(raised)}"[:ERROR_MAX]
             if isinstance(raised, Refused):
                 break
     if len(asked) == 1:
@@ -97,11 +110,14 @@ def _joined(scored: Sequence[tuple[list[float | None], list[str]]]) -> tuple[lis
 
 def checked(rewards: Any, expected: int, within: tuple[float, float]) -> list[float]:
     """What a scorer returned, if it is as many numbers as were asked for, all of them in its range."""
+    if not isinstance(rewards, Sized) or not isinstance(rewards, Iterable):
+        raise ValueError(f"the scorer returned {shown(rewards)}, which is no list of rewards")
     if len(rewards) != expected:
         raise ValueError(f"the scorer returned {len(rewards)} rewards for {expected} images")
-    for reward in rewards:
+    found = [each.item() if getattr(each, "ndim", None) == 0 else each for each in rewards]  # such as a torch scalar
+    for reward in found:
         if isinstance(reward, bool) or not isinstance(reward, int | float | np.integer | np.floating):
             raise ValueError(f"the scorer returned {shown(reward)}, which is no number")
         if not within[0] <= reward <= within[1]:  # also catches NaN, which compares false
             raise ValueError(f"the scorer returned {reward}, and says that its rewards lie in {list(within)}")
-    return [float(reward) for reward in rewards]
+    return [float(reward) for reward in found]
