@@ -7,6 +7,7 @@ before this one counts as finished, so a run that was killed anywhere goes on as
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from math import inf
 from statistics import fmean
@@ -48,6 +49,8 @@ from spotlight.store import resuming
 from spotlight.store.rows import HISTORY, VALIDATION, HistoryRow, ValidationRow
 from spotlight.store.rundir import RunDir
 from spotlight.store.weights import published, retain
+
+logger = logging.getLogger(__name__)
 
 
 class Compute(Protocol):
@@ -137,6 +140,8 @@ class Loop:
         results = self._compute(graph)
         after: Published = results["published"]
         training = whole(results["training"])
+        if training.metrics["zero_std_ratio"] == 1.0:
+            logger.warning("iteration %d: all images of each prompt have the same reward, so they teach nothing", k)
         if candidates:
             run.record_selection(results["selection"])
         beliefs = learn_from(beliefs, selection, training, rewards.planned_range(rewards.build(config.reward)))

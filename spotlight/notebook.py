@@ -184,7 +184,9 @@ def images(run: RunDir, iteration: int | None) -> Images:
     """
     done = len(run.history())
     k = done - 1 if iteration is None else iteration
-    selection = run.selection(k) if k >= 0 else None
+    if k < 0:
+        raise SpotlightError(f"{run.url}: no iteration is finished yet, so there are no pictures")
+    selection = run.selection(k)
     if selection is None:
         raise SpotlightError(
             f"{run.url}: no seeds are recorded for iteration {k}; {done} are finished, and only runs "

@@ -143,6 +143,21 @@ def test_a_check_that_answers_is_refused(tmp_path: Path) -> None:
         check_inputs(settings)
 
 
+class Same(Scorer):
+    """Tells no image from another."""
+
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        return [0.5] * len(prompts)
+
+
+def test_a_reward_that_teaches_nothing_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = config.load(settings_file(tmp_path), [f"reward.name={__name__}:Same", "run.iterations=1"])
+
+    Simulation("same", settings, "real").go(report=False)
+
+    assert "iteration 0: all images of each prompt have the same reward, so they teach nothing" in caplog.messages
+
+
 @pytest.mark.usefixtures("brightness")
 def test_a_reward_of_three_lines_trains_on_prompts_without_quoted_text(tmp_path: Path) -> None:
     settings = without_quotes(tmp_path)

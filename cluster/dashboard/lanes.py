@@ -65,6 +65,7 @@ class Lanes:
         plot.xaxis.axis_label = "since the first worker joined (h:mm:ss); drag to look back"
         plot.yaxis.group_text_color = INK
         plot.yaxis.group_text_font_size = "12px"
+        plot.yaxis.group_label_orientation = "normal"
         plot.yaxis.separator_line_color = plot.yaxis.major_tick_line_color = plot.yaxis.axis_line_color = None
 
     def _draw(self) -> None:
