@@ -265,10 +265,8 @@ def _resume(parsed: argparse.Namespace) -> None:
     was_over = run.state == "finished"
     _follow(run, parsed)
     if was_over and not parsed.json:
-        done, longer = (
-            run.config.run.iterations,
-            f"{run.directory.resume_command} --iterations {2 * run.config.run.iterations}",
-        )
+        done = run.config.run.iterations
+        longer = f"{run.directory.resume_command} --iterations {2 * done}"
         print(f"all {done} iterations were done before; `{longer}` makes the run twice as long")
 
 

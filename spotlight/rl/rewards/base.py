@@ -17,7 +17,7 @@ from spotlight.records import Prompt, SpotlightError
 
 BACK_OFF_S = 0.05
 """Pause before the second attempt; it doubles for each further one."""
-NOT_ITS_OWN = (str(Path(__file__).parents[2]), "site-packages", sysconfig.get_path("stdlib"), "<frozen")
+NOT_ITS_OWN = (f"{Path(__file__).parents[2]}/", "site-packages/", f"{sysconfig.get_path('stdlib')}/", "<frozen")
 """In the paths of files that are no person's scorer."""
 ERROR_MAX = 2000
 """Characters of an error that are kept: a server may answer anything."""
