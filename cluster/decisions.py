@@ -53,21 +53,32 @@ class Decisions(State):
                 yield self._launch(self._gangs[launch.request], launch.workers, at_s)
 
     def _make_room(self, at_s: float) -> Iterator[Instruction]:
-        """Training that waits gets spot workers that roll out for the next iteration, where that can go on.
+        """Training that waits, and rollouts that lost their worker, get spot workers that roll out for the next
+        iteration, where that can go on.
 
         Single workers only: who waits for a gang of them might never get it, since a request that lost its gang is
-        placed before fresh ones.
+        placed before fresh ones. So no fresh rollout is looked at, either.
         """
-        if not (self._ahead and self._ready and "spot" in self._phase(at_s).trainers):
+        if not self._ahead:
             return
-        wanted = sum("spot" in self._trainers(task) for task in self._unbegun(self._ready))
+        phase = self._phase(at_s)
+        wanted = self._lost_rollouts(phase)
+        if self._ready and "spot" in phase.trainers:
+            wanted += sum("spot" in self._trainers(task) for task in self._unbegun(self._ready))
         at_work = [gang for gang in self._ahead.values() if gang.members]
         for gang in sorted(at_work, key=lambda gang: not (gang.planned or gang.breaking)):  # those that leave already
             if wanted <= 0:
                 break
             wanted -= len(set(gang.workers) - self._roster.leaving)
             if not (gang.planned or gang.breaking):
-                yield from self._regroup(gang, at_s, "put off", "training waits for a worker")
+                yield from self._regroup(gang, at_s, "put off", "this iteration waits for a worker")
+
+    def _lost_rollouts(self, phase: PhaseDecision) -> int:
+        """Rollouts of this iteration that lost their worker, and may go on on a spot one."""
+        if not (self.rules.moves and self._requests.rollouts_waiting):
+            return 0
+        lost = (gang for gang in self._requests.broken.values() if gang.windowed and gang.widths[0] == 1)
+        return sum("spot" in self._pools_of(gang, phase) for gang in lost)
 
     def _dismiss(self, gang: GangState, at_s: float) -> Iterator[Instruction]:
         head = self._roster.head

@@ -325,11 +325,32 @@ def test_training_that_waits_gets_the_worker_of_a_rollout_of_the_next_iteration(
     (order,) = (each for each in found if isinstance(each, Regroup))
 
     assert trained(found) == {"train/0": "tcp://a"}
-    assert (order.gang, order.cause) == ("rollout-ahead/0", "training waits for a worker")
+    assert (order.gang, order.cause) == ("rollout-ahead/0", "this iteration waits for a worker")
     assert not [each for each in cluster.decide() if isinstance(each, Regroup)], "one leaves already"
     cluster.change(("rollout-ahead", 0), "released")
     cluster.change(("rollout-ahead", 0), "gated")
     assert trained(cluster.decide()) == {"train+/0": "tcp://s"}
+
+
+def test_a_rollout_that_lost_its_worker_gets_that_of_a_rollout_of_the_next_iteration() -> None:
+    cluster = Cluster()
+    cluster.join("a", "b")
+    cluster.submit("rollout", 1)
+    cluster.submit("rollout-ahead", 1, pool="spot", iteration=1, phase="rollout-ahead")
+    assert launched(cluster.decide()) == {"rollout/0": ["tcp://a"], "rollout-ahead/0": ["tcp://b"]}
+    cluster.lose("a", ("rollout", 0))
+
+    (order,) = cluster.decide()
+    again = list(cluster.decide())
+    cluster.change(("rollout-ahead", 0), "released")
+    cluster.change(("rollout-ahead", 0), "gated")
+
+    assert isinstance(order, Regroup)
+    assert (order.gang, again) == ("rollout-ahead/0", []), "one leaves already"
+    assert launched(cluster.decide()) == {"rollout/0": ["tcp://b"]}
+    assert list(cluster.decide()) == []
+    cluster.change(("rollout", 0), "memory")
+    assert launched(cluster.decide()) == {"rollout-ahead/0": ["tcp://b"]}
 
 
 def test_no_more_rollouts_are_put_off_than_others_need_workers() -> None:
