@@ -122,7 +122,7 @@ def _lanes_plot(facts: Facts, window: Interval) -> Plot:
 def money_plot(facts: Facts) -> Plot:
     """Dollars spent by pool over time, beside what reserved GPUs alone would have cost."""
     plot = empty_plot(280, tools="xpan,reset,save", x_axis_label="seconds since the start", y_axis_label="US dollars")
-    plot.yaxis.formatter = NumeralTickFormatter(format="$0,0.00")
+    plot.yaxis.formatter = NumeralTickFormatter(format="$0,0.00[00]")
     at_s, pools, reserved_only = facts.money()
     total = np.sum(list(pools.values()), axis=0)
     source = ColumnDataSource({"at": at_s, "reserved_only": reserved_only, "total": total, **pools})
