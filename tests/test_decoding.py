@@ -70,7 +70,7 @@ VALIDATION_ROW = ValidationRow(version=K, score=0.5, rewards=(1.0, None, 0.0), i
 SUMMARY_ = Summary(
     score_before=0.5,
     score_after=0.75,
-    iterations=K,
+    iterations=1,
     wall_s=60.0,
     usd=1.0,
     usd_wasted=0.25,
