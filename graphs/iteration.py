@@ -278,11 +278,10 @@ def candidates_for(
     limit = exploration.seeds_tried * len(prompts)
     candidates_max = limit if candidates_max is None else min(limit, candidates_max)
     seeds_tried, rounds = exploration.seeds_tried, exploration.rounds
-    if not rounds:
-        if exploration.planner == "bandit":  # which gives a prompt more where it gains more
-            seeds_tried = max(1, ceil(candidates_max / len(prompts)))
-        slots = len(prompts) * ceil(seeds_tried / exploration.request_seeds)
-        rounds = rounds_of(slots, _gangs(config, pools))
+    if not rounds and exploration.planner == "bandit":  # which gives a prompt more where it gains more
+        seeds_tried = max(1, ceil(candidates_max / len(prompts)))
+    slots = len(prompts) * ceil(seeds_tried / exploration.request_seeds)
+    rounds = min(slots, rounds or rounds_of(slots, _gangs(config, pools)))  # one without a request chooses nothing
     template = _template(config, context, "explore", iteration, weights)
     return Candidates(
         iteration=iteration,

@@ -8,7 +8,7 @@ roll out, and the end of training ends exploration.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -112,8 +112,8 @@ def draw(graph: Layered, path: Path) -> None:
         raise SpotlightError(f"{path}: a graph is drawn as {' or '.join(SUFFIXES)}, not as {path.suffix!r}; rename it")
     if not graph.layers:
         raise SpotlightError(f"{path}: the graph has no layers, so there is nothing to draw")
-    layers = {name: layer for name, layer in _read(graph).items() if layer.tasks}
-    dependencies = {name: set(_before(graph, name)) for name in layers}
+    layers = _read(graph)
+    dependencies = {name: set(graph.dependencies[name]) for name in layers}
     columns = _columns(layers, dependencies)
     # Fixed salt and no date: the same graph gives the same bytes.
     with mpl.rc_context({"font.size": 11, "text.color": INK, "svg.hashsalt": "spotlight"}):
@@ -141,15 +141,6 @@ def _read(graph: Layered) -> dict[str, _Layer]:
             lanes=frozenset(lanes),
         )
     return layers
-
-
-def _before(graph: Layered, name: str) -> Iterator[str]:
-    """The layers that a layer waits for, through those without a task: there are more rounds than requests."""
-    for before in graph.dependencies[name]:
-        if len(graph.layers[before]):
-            yield before
-        else:
-            yield from _before(graph, before)
 
 
 def _ancestors(dependencies: Mapping[str, set[str]]) -> dict[str, set[str]]:

@@ -108,7 +108,7 @@ def write_report(run_dir: str | Path) -> Path:
     page, content = facts.dir / "report.html", _page(facts, grid).encode()
     with atomic_write(page) as file:
         file.write(content)
-    RunDir(run_dir).push_report(page)
+    RunDir(run_dir).push_files(page.name)
     return page
 
 

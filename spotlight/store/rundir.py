@@ -294,16 +294,12 @@ class RunDir:
                 self._journals.push(journal)
 
     def push_files(self, *names: str) -> None:
-        """Put files, or all files below directories, where the run is."""
+        """Of a run at a URL, put files, or all files below directories, there too."""
         if self._journals:
             for name in names:
                 path = self.path / name
                 for file in [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file()):
                     self.objects.put(str(file.relative_to(self.path)), file.read_bytes())
-
-    def push_report(self, page: Path) -> None:
-        """Of a run at a URL, put its report there too."""
-        self.push_files(str(page.relative_to(self.path)))
 
     def config(self) -> config.Config:
         where = self.objects.where(config.RESOLVED)

@@ -21,7 +21,7 @@ from spotlight.files import shown
 from spotlight.records import Prompt, SpotlightError
 from spotlight.rl.rewards.base import Refused as Refused
 from spotlight.rl.rewards.base import Scorer as Scorer
-from spotlight.rl.rewards.base import checked, told
+from spotlight.rl.rewards.base import checked, explained
 from spotlight.rl.rewards.base import score as score
 from spotlight.rl.rewards.geneval import GenEvalScorer as GenEvalScorer
 from spotlight.rl.rewards.geneval import geneval_correct as geneval_correct
@@ -173,7 +173,7 @@ def _made(kind: type[Scorer], settings: RewardSection) -> Scorer:
     except SpotlightError:
         raise
     except Exception as error:  # of anyone's code
-        raise SpotlightError(f"reward.name = {settings.name!r} cannot be made: {told(error)}") from None
+        raise SpotlightError(f"reward.name = {settings.name!r} cannot be made: {explained(error)}") from None
 
 
 def _check_range(name: str, within: Any) -> None:
@@ -218,7 +218,7 @@ def imported(name: str, where: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # of anyone's code
-        raise SpotlightError(f"{where} = {name!r} cannot be imported ({told(error)}): {way_out}") from None
+        raise SpotlightError(f"{where} = {name!r} cannot be imported ({explained(error)}): {way_out}") from None
 
 
 Rewards = list[float | None]

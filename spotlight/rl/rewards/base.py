@@ -23,7 +23,7 @@ ERROR_MAX = 2000
 """Characters of an error that are kept: a server may answer anything."""
 
 
-def told(error: Exception) -> str:
+def explained(error: Exception) -> str:
     """What a scorer raised, and where: its own last line, not that of a library which it called."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not any(part in frame.filename for part in NOT_ITS_OWN)]
@@ -95,7 +95,7 @@ def score(
         except SpotlightError:
             raise
         except Exception as raised:  # a scorer may be anyone's code, or a server
-            error = f"{asked[0].text!r}: {told(raised)}"[:ERROR_MAX]
+            error = f"{asked[0].text!r}: {explained(raised)}"[:ERROR_MAX]
             if isinstance(raised, Refused):
                 break
     if len(asked) == 1:
