@@ -176,6 +176,20 @@ def test_the_table_has_a_line_for_each_strategy_that_was_run(tmp_path: Path) -> 
     assert "4.00 [4.00, 4.00]" in middle[0]
 
 
+def test_at_a_glance_each_strategy_is_compared_with_reserved_gpus_alone() -> None:
+    """Twice as soon and as cheap with one recipe; a strategy that was not run in a cell has a dash there."""
+    runs = [row("reserved only (4)", 0, seed, second_s=4.0) for seed in (0, 1)]
+    runs += [row(OURS, 0, seed, second_s=2.0) for seed in (0, 1)]
+    elsewhere = {**row("reserved only (4)", 0, 0), "size": "1280"}
+
+    lines = results.page([*runs, elsewhere], asked(trials=1, sizes=["512", "1280"])).splitlines()
+    untuned = results.page(runs, asked()).splitlines()
+
+    assert lines.count("| reserved only (4) | 1 | 1 |") == 2
+    assert lines.count(f"| {OURS} | 2.0 [2.0, 2.0] | – |") == 2
+    assert untuned.count(f"| {OURS} | *2.0 [2.0, 2.0]* |") == 2
+
+
 def test_what_is_told_of_the_raw_data_is_what_it_says() -> None:
     """``python -m benchmarks.time_to_target --table`` writes tables and page again, and prints the README's rows."""
     rows, arguments = time_to_target.read(time_to_target.DATA), time_to_target.parse([])
