@@ -41,7 +41,8 @@ def test_the_page_of_settings_is_what_the_settings_say() -> None:
 def test_every_benchmark_has_its_results_and_every_command_its_benchmark() -> None:
     benchmarks = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} - {"__init__"}
 
-    commands = set(COMMAND.findall((ROOT / "docs" / "results.md").read_text("utf-8")))
+    pages = ("results.md", "trials.md")
+    commands = {name for page in pages for name in COMMAND.findall((ROOT / "docs" / page).read_text("utf-8"))}
 
     assert commands == benchmarks
 

@@ -120,7 +120,7 @@ def test_the_model_meets_the_measured_run() -> None:
     for _ in range(16):
         score = after(score, 1.0, gain=GAIN)
 
-    assert score == pytest.approx(0.781, abs=0.005)  # docs/results.md: 16 iterations, not explored
+    assert score == pytest.approx(0.781, abs=0.005)  # docs/trials.md: 16 iterations, not explored
 
 
 def test_a_run_that_has_learnt_all_goes_on() -> None:

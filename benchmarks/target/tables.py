@@ -34,13 +34,29 @@ ratio to the row that has 1, with its 95 % interval by paired bootstrap over see
 """
 GLANCE = """## At a glance
 
-How many times sooner, and how many times cheaper, than *{}* in the same column, to the last target of each job, with
-the 95 % interval. In italics: with the base recipe, untuned. –: not run. 0.0: among the seeds are too many that did not
-get there.
+How many times sooner, and how many times cheaper, than *reserved only (4)* in the same column, to the last target of
+each job, with the 95 % interval. In italics: a recipe was not tuned. –: not run. 0.0: too many seeds did not get there.
 
 """
-BASELINE = "reserved only (4)"
-"""What all are compared with at a glance."""
+GAINS = """### What exploration and early rollouts gain
+
+The same, beside the same GPUs without them: above 1 is a gain.
+
+"""
+RESERVED_ONLY = "reserved only (4)"
+WITHOUT = {
+    "reserved only (4), blocking exploration": RESERVED_ONLY,
+    "Spotlight": "reserved + spot, no exploration",
+    "Spotlight, gradients on spot (4 + 8)": "no exploration, gradients on spot",
+    OURS: "no exploration, gradients on spot (1 + 11)",
+    SOONEST: "no exploration, gradients on spot (1 + 47)",
+    "a quarter ahead (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
+} | {
+    name: name.replace("a quarter ahead", "no exploration, gradients on spot" if "(1 +" in name else "no exploration")
+    for name in STRATEGIES
+    if name.startswith("a quarter ahead") and "(4 +" not in name
+}
+"""What explores, or begins rollouts early, and the same GPUs without it."""
 PRICES = """## The same at other prices
 
 {}: dollars by three lists of what an H100 costs on demand and on the spot market, and how many times as many the
@@ -147,24 +163,27 @@ def page(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     tables = [f"## {_title(*cell)}\n\n{_brief(rows, *cell, arguments)}\n" for cell in cells]
     if not cells:
         return PAGE
-    glance = f"{GLANCE.format(BASELINE)}{_glance(rows, cells, arguments)}\n"
+    glance = f"{GLANCE}{_glance(rows, cells, dict.fromkeys(STRATEGIES, RESERVED_ONLY), arguments)}\n"
+    gains = f"{GAINS}{_glance(rows, cells, WITHOUT, arguments)}\n"
     prices = f"{PRICES.format(_title(*cells[0]))}{_elsewhere(rows, *cells[0], arguments)}\n"
-    return "\n".join([PAGE, glance, *tables, prices])
+    return "\n".join([PAGE, glance, gains, *tables, prices])
 
 
-def _glance(rows: Sequence[Row], cells: Sequence[tuple[str, str, str]], arguments: argparse.Namespace) -> str:
-    """A table of times and one of dollars: a line for each strategy, a column for each cell."""
-    found = {(cell, name): _fresh(rows, *cell, name, arguments) for cell, name in product(cells, STRATEGIES)}
+def _glance(
+    rows: Sequence[Row], cells: Sequence[tuple[str, str, str]], beside: Mapping[str, str], arguments: argparse.Namespace
+) -> str:
+    """A table of times and one of dollars: a column for each cell, a line for each strategy and what it is beside."""
+    runs = {(cell, name): _fresh(rows, *cell, name, arguments) for cell, name in product(cells, STRATEGIES)}
+    tuned = {(cell, name): _shown(rows, first_case(*cell, name), arguments) is not None for cell, name in runs}
     parts = []
     for field, title in (("seconds", "times sooner"), ("usd", "times cheaper")):
         lines = [f"| {' | '.join((title, *(', '.join(cell) for cell in cells)))} |", f"|---{'|---' * len(cells)}|"]
-        for name in STRATEGIES:
-            told = [_gain(found[cell, BASELINE], found[cell, name], TARGETS[cell[0]][-1], field) for cell in cells]
-            tuned = [_shown(rows, first_case(*cell, name), arguments) is not None for cell in cells]
-            said = [
-                ratio if is_best or len(ratio) == 1 else f"*{ratio}*"
-                for ratio, is_best in zip(told, tuned, strict=True)
-            ]
+        for name, other in beside.items():
+            said = []
+            for cell in cells:
+                gain = _gain(runs[cell, other], runs[cell, name], TARGETS[cell[0]][-1], field)
+                is_plain = len(gain) == 1 or (tuned[cell, name] and tuned[cell, other])
+                said.append(gain if is_plain else f"*{gain}*")
             if set(said) != {"–"}:
                 lines.append(f"| {name} | {' | '.join(said)} |")
         parts.append("\n".join(lines))

@@ -630,7 +630,7 @@ class SimulationSection(Section):
     """Validation score at the start of modelled learning; the default is the embedded job's."""
     gain: float = Field(0.050, gt=0, le=100)
     """Share of the score's distance to 1 that an iteration without exploration closes, where learning is modelled.
-    Measured: 0.512 to 0.781 in 16 iterations of the embedded job, ``ln(0.488 / 0.219) / 16`` (docs/results.md).
+    Measured: 0.512 to 0.781 in 16 iterations of the embedded job, ``ln(0.488 / 0.219) / 16`` (docs/trials.md).
     An iteration that kept the 8 of some 15 explored seeds closed 0.086, 1.7 times as much, where the model of learning
     says 1.4; in a trial 8 of 32 halved the iterations, and it says 1.8 (current weights: 2.2). So it is on the careful
     side."""
