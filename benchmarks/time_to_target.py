@@ -29,8 +29,9 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from itertools import accumulate, product
 from math import isinf
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from benchmarks.target.cases import (
@@ -150,10 +151,23 @@ def read(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def _begin() -> None:
+    """A process that runs cases is polite, and ends with the one that wants them, in mid-case too."""
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    os.nice(5)
+    Thread(target=follow, daemon=True).start()
+
+
 def make(arguments: argparse.Namespace) -> None:
     """Run what is missing, so many at a time; each line is written when its run has ended."""
     with ProcessPoolExecutor(
-        arguments.processes, mp_context=get_context("spawn"), max_tasks_per_child=8, initializer=os.nice, initargs=(5,)
+        arguments.processes, mp_context=get_context("spawn"), max_tasks_per_child=8, initializer=_begin
     ) as pool:
         running: dict[Future[dict[str, Any]], Case] = {}
         while True:

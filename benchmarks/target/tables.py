@@ -196,7 +196,7 @@ def _gain(theirs: Mapping[int, Row], mine: Mapping[int, Row], target: float, fie
         return "1"
     if not theirs.keys() & mine.keys():
         return "–"
-    return "{:.1f} [{:.1f}, {:.1f}]".format(*interval(_until(theirs, target, field), _until(mine, target, field)))
+    return _ratio(interval(_until(theirs, target, field), _until(mine, target, field)))
 
 
 def _title(job: str, regime: str, size: str) -> str:
@@ -229,7 +229,7 @@ def _elsewhere(rows: Sequence[Row], job: str, regime: str, size: str, arguments:
         usd = {name: _until(at_prices(runs, name, gpu), target, "usd") for name, runs in found.items()}
         dearest = max(usd, key=lambda name: statistics.median(usd[name].values()))
         for name, mine in usd.items():
-            times = "1" if name == dearest else "{:.1f} [{:.1f}, {:.1f}]".format(*interval(usd[dearest], mine))
+            times = "1" if name == dearest else _ratio(interval(usd[dearest], mine))
             columns[name] += [f"{statistics.median(mine.values()):.3g}", times]
     titles = ["strategy", *(cell for name in LISTS for cell in (name, "the dearest, times"))]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
@@ -247,29 +247,31 @@ def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
 
 
 def _headline(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
-    target, seeds = TARGETS[job][-1], set[int]()
-    most = dict.fromkeys(((name, field) for name, goals in GOALS.items() for field in goals), 0.0)
-    seen: list[str] = []
-    theirs = {name: _fresh(rows, job, regime, size, name, arguments) for name in GOALS}
-    for ours in (OURS, SOONEST):
-        mine, said = _fresh(rows, job, regime, size, ours, arguments), []
-        if not all(mine.keys() & runs.keys() for runs in theirs.values()):
-            continue
-        for name, runs in theirs.items():
-            found = {field: interval(_until(runs, target, field), _until(mine, target, field)) for field in UNITS}
-            said.append(f"{name} {' and '.join('{:.1f} [{:.1f}, {:.1f}]'.format(*ratio) for ratio in found.values())}")
-            most |= {(name, field): max(most[name, field], found[field][0]) for field in GOALS[name]}
-        seeds |= {len(mine.keys() & runs.keys()) for runs in theirs.values()}
-        seen.append(f"{_gpus(ours)}'s: {'; '.join(said)}")
-    cases = (first_case(job, regime, size, name) for name in (*GOALS, OURS, SOONEST))
-    if len(seen) < 2 or any(_shown(rows, case, arguments) is None for case in cases):
+    target = TARGETS[job][-1]
+    found = {name: _fresh(rows, job, regime, size, name, arguments) for name in (*GOALS, OURS, SOONEST)}
+    pairs = sorted({len(found[name].keys() & found[ours].keys()) for name, ours in product(GOALS, (OURS, SOONEST))})
+    cases = (first_case(job, regime, size, name) for name in found)
+    if not pairs[0] or any(_shown(rows, case, arguments) is None for case in cases):
         return ""
-    pairs = " to ".join(map(str, sorted({min(seeds), max(seeds)})))
-    goals = [f"{GOALS[name][field]:g} {_met(ratio, GOALS[name][field])}" for (name, field), ratio in most.items()]
+    gains = {
+        (name, ours, field): interval(_until(found[name], target, field), _until(found[ours], target, field))
+        for name, ours, field in product(GOALS, (OURS, SOONEST), UNITS)
+    }
+    said, goals = [], []
+    for name, wanted in GOALS.items():
+        times = (
+            f"{_gpus(ours)} {' and '.join(_ratio(gains[name, ours, field]) for field in UNITS)}"
+            for ours in (OURS, SOONEST)
+        )
+        said.append(f"than {name}: {', '.join(times)}")
+        for field, goal in wanted.items():
+            is_met = max(gains[name, ours, field][0] for ours in (OURS, SOONEST)) >= goal
+            goals.append(f"{goal:g} {'met' if is_met else '**missed**'}")
     return (
-        f"| minutes and dollars to {target} ({job}, {regime}), Qwen-Image at {size} px on H100s, virtual clock, "
-        f"{pairs} seeds, each with its best recipe | `python -m benchmarks.time_to_target` | "
-        f"as multiples of {'; of '.join(seen)} (goals: {' and '.join(goals)}) |"
+        f"| time and dollars to {target} ({job}, {regime}), Qwen-Image at {size} px on H100s, virtual clock, "
+        f"{' to '.join(map(str, sorted({pairs[0], pairs[-1]})))} seeds, each with its best recipe | "
+        f"`python -m benchmarks.time_to_target` | "
+        f"times sooner and cheaper {'; '.join(said)} (goals: {' and '.join(goals)}) |"
     )
 
 
@@ -278,8 +280,8 @@ def _gpus(name: str) -> str:
     return name.rpartition("(")[2].rstrip(")")
 
 
-def _met(ratio: float, goal: float) -> str:
-    return "met" if ratio >= goal else "**missed**"
+def _ratio(found: tuple[float, float, float]) -> str:
+    return "{:.1f} [{:.1f}, {:.1f}]".format(*found)
 
 
 def _cells_of(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
