@@ -340,12 +340,24 @@ def draw(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
     cells = [(*cell, "512") for cell in product(arguments.jobs, arguments.regimes)]
     shown = [cell for cell in cells if any(_fresh(rows, *cell, name, arguments) for name in STRATEGIES)] or cells[:1]
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(12, 4.2 * len(shown)), layout="constrained")
+        figure = Figure(figsize=(11, 3.6 * len(shown) + 2.4), layout="constrained")
         panels = figure.subplots(len(shown), 2, squeeze=False)
         for cell, (left, right) in zip(shown, panels, strict=True):
             found = {name: runs for name in STRATEGIES if (runs := _fresh(rows, *cell, name, arguments))}
             _draw_curves(left, {name: found[name] for name in CURVES if name in found}, cell)
             _draw_costs(right, found, cell)
+        marks = {
+            name: mark for panel in panels[:, 1] for mark, name in zip(*panel.get_legend_handles_labels(), strict=True)
+        }
+        names = [name for name in STRATEGIES if name in marks]
+        figure.legend(
+            [marks[name] for name in names],
+            names,
+            frameon=False,
+            loc="outside lower center",
+            ncols=2,
+            title="median (line: runs that got there)",
+        )
         figure.suptitle("Virtual clock: Qwen-Image at 512 px on H100s; learning is the embedded model's", fontsize=10)
         figure.savefig(arguments.figure, dpi=130)
 
@@ -371,13 +383,14 @@ def _draw_curves(axis: Axes, found: Mapping[str, Mapping[int, Row]], cell: tuple
 
 
 def _draw_costs(axis: Axes, found: Mapping[str, Mapping[int, Row]], cell: tuple[str, str, str]) -> None:
-    """A number for each strategy at its medians, and lines over those runs that got there, if most did."""
+    """Each strategy's number, one for all panels, at its medians; lines over the runs that got there, if most did."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     target = TARGETS[cell[0]][-1]
-    for number, (name, runs) in enumerate(found.items(), 1):
+    for number, name in enumerate(STRATEGIES, 1):
+        runs = found.get(name, {})
         each = [[value / unit for value in _until(runs, target, field).values()] for field, unit in UNITS.items()]
-        minutes, dollars = (statistics.median(values) for values in each)
+        minutes, dollars = (statistics.median(values or [inf]) for values in each)
         if isinf(minutes):
             continue
         there = [[value for value in values if not isinf(value)] for values in each]
@@ -392,7 +405,6 @@ def _draw_costs(axis: Axes, found: Mapping[str, Mapping[int, Row]], cell: tuple[
         ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ticks.set_major_formatter("{x:g}")
         ticks.set_minor_locator(NullLocator())
-    axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), title="median (line: runs that got there)")
 
 
 def tables(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
