@@ -263,5 +263,5 @@ def test_a_reward_with_a_detector_is_made_from_settings(checkpoints: tuple[Path,
 
     assert scorer.of(picture()[None], [prompt]) in ([0.0], [1.0])
     assert isinstance(build(RewardSection(name="geneval", options={"detector": "shapes"})), GenEvalScorer)
-    with pytest.raises(SpotlightError, match="options do not fit"):
+    with pytest.raises(SpotlightError, match="no checkpoint is named; reward.path must name one"):
         build(RewardSection(name="geneval", options={"detector": "mask2former"}))

@@ -19,13 +19,14 @@ from PIL import Image
 from torch import Tensor
 
 from pipelines import tiny_flux, tiny_qwen_image, tiny_sd3
-from runs import PROMPTS
+from runs import PROMPTS, settings_file
 from spotlight import config
 from spotlight.__main__ import main
 from spotlight.records import SpotlightError
 from spotlight.rl import export, models
 from spotlight.rl.export import LORA_FILE, export_weights
 from spotlight.rl.sample import GAP_PX, sample
+from spotlight.simulation import simulate
 from spotlight.store import weights
 from spotlight.store.rundir import RunDir
 
@@ -311,9 +312,11 @@ def test_a_sample_sheet_shows_the_run_before_and_after(pipeline: Path, tmp_path:
 @pytest.mark.parametrize(
     ("to", "more", "says"),
     [
-        ("sheet.txt", {}, r"sheet\.txt: expected the name of an image file, such as .*sheet\.png"),
+        ("sheet.txt", {}, r"sheet\.txt: expected the name of an image file that ends in \.png, \.jpg"),
         ("sheet", {}, "expected the name of an image file"),
         ("sheet.psd", {}, "expected the name of an image file"),
+        (".", {}, "expected the name of an image file"),
+        ("sheet.png", {"seeds": []}, "no seeds: expected one for each column"),
         ("sheet.png", {"seeds": [-1]}, r"seeds \[-1\]: expected"),
         ("sheet.png", {"steps": -3}, "steps -3: expected"),
     ],
@@ -326,6 +329,29 @@ def test_a_sample_that_cannot_be_is_refused_before_anything_is_loaded(
 
     with pytest.raises(SpotlightError, match=says):
         sample(run.path, "a", tmp_path / to, **{"seeds": [0]} | more)
+
+
+def test_a_sample_that_cannot_be_written_is_refused_before_it_is_drawn_and_leaves_what_was_there(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, to = make_run(pipeline, tmp_path), tmp_path / "sheet.png"
+    (tmp_path / "file").write_text("")
+    to.write_bytes(b"mine")
+
+    def cannot(*_: object, **__: object) -> None:
+        raise AssertionError("it was drawn")
+
+    monkeypatch.setattr("spotlight.rl.sample.draw", cannot)
+
+    with pytest.raises(SpotlightError, match=r"a\.png: cannot be written"):
+        sample(run_dir, "a", tmp_path / "file" / "a.png", seeds=[0])
+    with pytest.raises(AssertionError, match="it was drawn"):
+        sample(run_dir, "a", to, seeds=[0])
+    with pytest.raises(SpotlightError, match="no weights version -2"):
+        sample(run_dir, "a", to, seeds=[0], version=-2)
+
+    assert to.read_bytes() == b"mine"
+    assert [file for file in tmp_path.iterdir() if file.name.startswith(".sheet")] == []
 
 
 def test_a_sample_is_of_the_policy_that_was_validated(pipeline: Path, tmp_path: Path) -> None:
@@ -342,3 +368,16 @@ def test_a_sample_is_of_the_policy_that_was_validated(pipeline: Path, tmp_path: 
 def test_a_sample_of_weights_that_are_not_there_says_which_are(pipeline: Path, tmp_path: Path) -> None:
     with pytest.raises(SpotlightError, match="no weights version 7; it has 0, 1"):
         sample(make_run(pipeline, tmp_path), 'a "4"', tmp_path / "sheet.png", seeds=[0], version=7)
+
+
+@pytest.mark.parametrize("verb", ["export", "sample"])
+def test_a_run_whose_learning_was_modelled_has_no_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    (found,) = simulate(settings_file(tmp_path), ["run.iterations=1"], compare=False, report=False)
+    more = ["--prompt", "a"] if verb == "sample" else []
+
+    status = main([verb, str(found.run_dir), *more, "--to", str(tmp_path / "x.png")])
+
+    assert status == 1
+    assert "learning was modelled in this simulated run, so it has no weights" in capsys.readouterr().err

@@ -83,6 +83,9 @@ CASES = {
 FAMILIES = ("qwen-image", "sd3", "flux")
 
 
+TOKENIZERS = (("qwen-image", "tokenizer"), ("sd3", "tokenizer_2"), ("flux", "tokenizer"), ("flux", "tokenizer_2"))
+
+
 class Checkpoints:
     """The tiny pipelines, made when first asked for."""
 
@@ -103,6 +106,21 @@ class Checkpoints:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.mark.parametrize(("name", "folder"), TOKENIZERS)
+def test_a_tokenizer_without_its_vocabulary_is_refused_before_a_run_begins(
+    made: Checkpoints, tmp_path: Path, name: str, folder: str
+) -> None:
+    """Transformers would load it, and give every text the same tokens."""
+    damaged = shutil.copytree(made[name], tmp_path / "pipeline")
+    for file in (damaged / folder).iterdir():
+        file.unlink()
+
+    with pytest.raises(SpotlightError, match=f"{folder}: has no vocabulary of a tokenizer"):
+        checkpoints.survey(name, damaged)
+    with pytest.raises(SpotlightError, match=f"{folder}: has no vocabulary of a tokenizer"):
+        CASES[name].kind.load(str(damaged), CPU).preload([SHORT])
 
 
 def noise(model: Model, rows: int = 1) -> Tensor:

@@ -23,6 +23,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from pipelines import PX_PER_TOKEN, TEXT_DIM, checkpoint_scheduler, tiny_qwen_image
 from spotlight.config import ModelSection
 from spotlight.records import WITHOUT_GPU, SpotlightError
+from spotlight.rl.checkpoints import survey
 from spotlight.rl.models import device_of, load
 from spotlight.rl.models import pipeline as pipeline_module
 from spotlight.rl.models.base import Conditioning
@@ -697,6 +698,53 @@ def test_weights_that_a_file_lacks_are_named_and_never_random(directory: Path, t
 
     with pytest.raises(SpotlightError, match=r"proj_out\.weight"):
         QwenImage.load(str(incomplete), Loading(device=CPU, dtype=torch.float32))
+
+
+def test_weights_that_the_settings_have_no_place_for_are_named_and_never_dropped(
+    directory: Path, tmp_path: Path
+) -> None:
+    shorter = shutil.copytree(directory, tmp_path / "pipeline")
+    file = shorter / "transformer" / "config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"num_layers": settings["num_layers"] - 1}))
+
+    with pytest.raises(SpotlightError, match=r"transformer: \d+ weights have no place .* such as transformer_blocks"):
+        QwenImage.load(str(shorter), Loading(device=CPU, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("transformer/x.safetensors.index.json", '{"weight_map": []}', "not a readable index of weights"),
+        ("transformer/x.safetensors.index.json", '{"weight_map": {"a": 5}}', "not a readable index of weights"),
+        ("transformer/config.json", "[" * 100_000, "config.json: not readable"),
+        ("model_index.json", "[" * 100_000, "not a readable pipeline index"),
+    ],
+)
+def test_a_damaged_description_is_named(directory: Path, tmp_path: Path, name: str, content: str, message: str) -> None:
+    damaged = shutil.copytree(directory, tmp_path / "pipeline")
+    (damaged / name).write_text(content)
+
+    with pytest.raises(SpotlightError, match=message):
+        survey("qwen-image", damaged)
+
+
+def test_a_damaged_schedule_is_named(directory: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(directory, tmp_path / "pipeline")
+    file = damaged / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_shift": "x"}))
+    model = QwenImage.load(str(damaged), Loading(device=CPU, dtype=torch.float32))
+
+    with pytest.raises(SpotlightError, match="scheduler: not loadable as FlowMatchEulerDiscreteScheduler"):
+        model.sigmas(4, 32, 32)
+
+
+def test_where_nothing_asks_for_the_reference_full_weights_are_kept_once(model: QwenImage) -> None:
+    model.make_trainable(rank=0, alpha=0, seed=0, reference=False)
+
+    assert not model._base
+    with pytest.raises(AssertionError, match="no reference would be asked for"), model.reference():
+        pass
 
 
 @pytest.mark.parametrize("name", EMBEDDED)

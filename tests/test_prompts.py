@@ -77,6 +77,10 @@ def test_rows_of_json_and_of_tables_are_prompts_with_metadata(tmp_path: Path) ->
         ("p.jsonl", '{"prompt": ""}', r"p\.jsonl:1: no prompt: .* there is prompt"),
         ("p.csv", "a,b\n1,2\n", r"p\.csv:2: no prompt: .* there is a, b"),
         ("p.csv", "", "the file is empty"),
+        ("p.csv", "prompt\na cat, on a mat\n", r"p\.csv:2: 2 cells for 1 columns: put quotation marks"),
+        ("p.csv", "prompt,tag,tag\na,b,c\n", r"p\.csv:1: the column 'tag' is there twice"),
+        ("p.CSV", 'a,b\n\n"1\n2",2\n', r"p\.CSV:4: no prompt: .* there is a, b"),
+        ("p.jsonl", '{"prompt": "a", "n": NaN}', r"p\.jsonl:1: metadata that is no JSON"),
     ],
 )
 def test_a_row_without_a_prompt_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -84,6 +88,15 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path, name: str, content: str
 
     with pytest.raises(SpotlightError, match=message):
         read_prompts(tmp_path / name)
+
+
+def test_the_kind_of_a_file_is_told_by_its_ending_whatever_its_case(tmp_path: Path) -> None:
+    table, rows = tmp_path / "p.TSV", tmp_path / "p.JSONL"
+    table.write_text("prompt\ttag\na cat, on a mat\tx\n")
+    rows.write_text('{"prompt": "a dog"}\n')
+
+    assert read_prompts(table) == (Prompt(id=0, text="a cat, on a mat", metadata='{"tag": "x"}'),)
+    assert read_prompts(rows) == (Prompt(id=0, text="a dog"),)
 
 
 def test_parquet_is_read_where_pyarrow_is_and_else_named(tmp_path: Path) -> None:

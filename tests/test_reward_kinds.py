@@ -135,6 +135,12 @@ CASES: list[tuple[Objects, dict[str, Any], bool, float]] = [
     ({"dog": [thing(0, 0)] * 2}, include({**DOG, "color": "red"}), True, 0.0),  # mean of 0 for the count, 0 for colour
     ({"dog": [thing(0, 0)], "cat": [thing(90, 0)]}, include(DOG, {**CAT, "position": ["right of", 0]}), True, 1.0),
     (
+        {"dog": [thing(0, 0)], "cat": [thing(90, 0)] * 2},
+        include(DOG, {**CAT, "color": "red", "position": ["right of", 0]}),
+        True,
+        1 / 3,  # 1, then 0 for the count, and one 0 for colour and position together
+    ),
+    (
         {"dog": [thing(0, 0)], "cat": [thing(-90, 0)]},
         include(DOG, {**CAT, "position": ["right of", 0]}),
         False,
@@ -186,11 +192,24 @@ def test_the_scorer_takes_what_is_asked_for_from_the_prompt_and_counts_only_what
         '{"include": []}',
         '{"include": [{"class": "dog"}]}',
         '{"include": [{"class": "a", "count": 1, "position": ["above", 0]}]}',
+        '{"include": [{"class": "a", "count": 1, "color": 3}]}',
+        '{"include": [{"class": "a", "count": 1}, {"class": "a", "count": 1, "position": ["above", 0.0]}]}',
     ],
 )
 def test_a_prompt_without_usable_metadata_is_refused(metadata: str) -> None:
     with pytest.raises(SpotlightError, match="'a dog' has no GenEval metadata"):
         GenEvalScorer(Painted()).check_prompt(Prompt(id=0, text="a dog", metadata=metadata))
+
+
+def test_what_a_clause_leaves_out_may_be_null_as_tables_have_it() -> None:
+    clause = {"class": "dog", "count": 1, "color": None, "position": None}
+    prompt = Prompt(id=0, text="a dog", metadata=json.dumps({"include": [clause], "exclude": None}))
+    image = np.ones((1, 1, 1, 3), dtype=np.uint8)
+
+    GenEvalScorer(Painted()).check_prompt(prompt)
+
+    assert score(GenEvalScorer(Painted()), image, [prompt], attempts=1) == ([1.0], [])
+    assert score(GenEvalScorer(Painted(), graded=False), image, [prompt], attempts=1) == ([1.0], [])
 
 
 def test_all_published_geneval_prompts_are_accepted(shared_data: Path) -> None:
@@ -255,6 +274,31 @@ def test_a_pickled_head_or_checkpoint_is_refused(clip: Path, tmp_path: Path) -> 
         AestheticScorer(str(clip), head=str(tmp_path / "head.pth"))
     with pytest.raises(SpotlightError, match="its weights are pickled"):
         ClipScorer(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", [ClipScorer, PickScorer])
+def test_a_clip_checkpoint_without_a_vocabulary_is_refused_where_texts_matter(
+    clip: Path, tmp_path: Path, kind: type[ClipScorer]
+) -> None:
+    bare = shutil.copytree(
+        clip, tmp_path / "bare", ignore=lambda _, names: {*names} - {"config.json", "model.safetensors"}
+    )
+    save_file({"layers.0.weight": torch.zeros(1, 16), "layers.0.bias": torch.zeros(1)}, tmp_path / "head.safetensors")
+
+    with pytest.raises(SpotlightError, match=r"bare: has no vocabulary of a tokenizer: one of tokenizer\.json"):
+        kind(str(bare))
+    assert AestheticScorer(str(bare), head=str(tmp_path / "head.safetensors"))(pictures(), [""] * 3) == [0.0] * 3
+
+
+def test_what_no_image_could_be_scored_with_is_found_when_a_clip_reward_is_made(clip: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(clip, tmp_path / "damaged")
+    (damaged / "preprocessor_config.json").write_text("{")
+    save_file({"layers.0.weight": torch.zeros(1, 768), "layers.0.bias": torch.zeros(1)}, tmp_path / "h.safetensors")
+
+    with pytest.raises(SpotlightError, match=r"preprocessor_config\.json: not readable"):
+        ClipScorer(str(damaged))
+    with pytest.raises(SpotlightError, match="its first layer takes 768 features, and the CLIP checkpoint .* makes 16"):
+        AestheticScorer(str(clip), head=str(tmp_path / "h.safetensors"))
 
 
 # A vision-language model that reads
@@ -392,11 +436,11 @@ def test_several_tables_are_a_weighted_sum_in_which_nothing_missing_counts_as_a_
     settings = config.load(file).reward
 
     scorer = build(settings)
-    values, errors = score(scorer, GREY, ["x"] * 3, attempts=settings.attempts)
+    values, _, errors = score_each(scorer, GREY, ["x"] * 3, attempts=settings.attempts)
 
     assert scorer.range == (-255.0, 510.0)
     assert values == [2 * 10 - 10, None, 2 * 250 - 100]
-    assert len(errors) == 1
+    assert len(errors) == 2  # of each reward
 
 
 def test_each_of_several_rewards_is_kept_by_itself_and_tried_again_by_itself() -> None:
@@ -440,12 +484,28 @@ def test_an_unknown_key_of_a_further_table_is_named(tmp_path: Path, key: str) ->
         (RewardSection(name="json:JSONDecoder"), "no subclass"),
         (RewardSection(name=f"{__name__}:Mean", options={"unknown": 1}), "options do not fit"),
         (RewardSection(name="geneval"), "reward.options.detector"),
+        (
+            RewardSection(name="geneval", options={"detector": f"{__name__}:Unmakable"}),
+            r"reward\.options\.detector = '.*:Unmakable' cannot be made: FileNotFoundError",
+        ),
+        (RewardSection(name="clip-score"), r"no checkpoint is named; reward\.path must name one"),
+        (RewardSection(name="vlm-ocr", path="/nowhere"), r"/nowhere: no such directory; reward\.path must name one"),
+        (
+            RewardSection(name="geneval", path="/", options={"detector": "mask2former"}),
+            r"/: has no config\.json",
+        ),
+        (RewardSection(name="ocr", options={"x": [1]}), "options do not fit: .*'x'"),
         (RewardSection(name="orc"), "'orc' is not known"),
     ],
 )
 def test_a_reward_that_cannot_be_made_is_named(settings: RewardSection, message: str) -> None:
     with pytest.raises(SpotlightError, match=message):
         build(settings)
+
+
+class Unmakable:
+    def __init__(self) -> None:
+        raise FileNotFoundError("weights")
 
 
 def test_every_prompt_is_checked_by_each_of_several_rewards() -> None:

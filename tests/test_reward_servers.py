@@ -235,7 +235,7 @@ def test_a_table_of_settings_makes_the_scorer_of_a_server() -> None:
     assert values == [40.0]
 
 
-@pytest.mark.parametrize("url", ["", "file:///etc/passwd", "localhost:80", "ftp://host"])
+@pytest.mark.parametrize("url", ["", "file:///etc/passwd", "localhost:80", "ftp://host", "http://host:abc"])
 def test_only_the_address_of_a_web_server_is_taken(url: str) -> None:
     with pytest.raises(SpotlightError, match=r"reward\.url"):
         build(RewardSection(name="http", url=url))
@@ -251,7 +251,7 @@ def test_a_redirect_is_not_followed_and_says_where_to(code: int) -> None:
     assert [path for path, *_ in server.asked] == ["/compute"]
 
 
-@pytest.mark.parametrize("question", ['Rate {prompt}. Reply {"score": S}', "{0}", "{"])
+@pytest.mark.parametrize("question", ['Rate {prompt}. Reply {"score": S}', "{0}", "{", "{prompt.x}"])
 def test_a_question_that_cannot_be_asked_is_refused(question: str) -> None:
     with pytest.raises(SpotlightError, match=r"reward\.options\.question = .*other braces are doubled"):
         ChatScorer("http://127.0.0.1:9", question=question)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from spotlight.config import RewardSection
-from spotlight.records import SpotlightError
+from spotlight.records import Prompt, SpotlightError
 from spotlight.rl import rewards
 from spotlight.rl.prompts import read_prompts
 from spotlight.rl.rewards import Scorer, build, load, ocr_score, quoted_target, score
@@ -313,7 +313,16 @@ def test_rewards_may_be_numbers_of_any_library(returned: Any) -> None:
     assert score(Another(), np.zeros((2, 2, 2, 3), np.uint8), ["a", "b"], attempts=1) == ([0.5, 1.0], [])
 
 
-@pytest.mark.parametrize(("returned", "says"), [(None, "None, which is no list"), (["a"], "'a', which is no number")])
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (None, "None, which is no list"),
+        (["a"], "'a', which is no number"),
+        ({0: 0.5}, "which is no list"),
+        ({0.5}, "which is no list"),
+        (b"\x01", "which is no list"),
+    ],
+)
 def test_what_is_no_list_of_numbers_is_a_missing_reward_that_says_so(returned: Any, says: str) -> None:
     class Another(Scorer):
         def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
@@ -323,6 +332,23 @@ def test_what_is_no_list_of_numbers_is_a_missing_reward_that_says_so(returned: A
 
     assert missing == [None]
     assert says in error
+
+
+def test_a_scorer_cannot_change_the_prompts_that_it_is_asked_for_again() -> None:
+    class Reversing(Scorer):
+        calls = 0
+
+        def of(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt]) -> list[float]:
+            texts = [prompt.text for prompt in prompts]
+            list.reverse(prompts)  # type: ignore[arg-type]  # what nobody should
+            self.calls += 1
+            if self.calls == 1:
+                raise RuntimeError("once")
+            return [float(text == str(image[0, 0, 0])) for text, image in zip(texts, images_BHWC, strict=True)]
+
+    images = np.array([1, 2], np.uint8).reshape(2, 1, 1, 1)
+
+    assert score(Reversing(), images, ["1", "2"], attempts=2) == ([1.0, 1.0], [])
 
 
 def test_an_error_of_a_scorer_says_where_it_was_raised() -> None:

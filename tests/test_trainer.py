@@ -40,7 +40,7 @@ from spotlight.rl.algorithms import Rows, TrainingBatch, objective
 from spotlight.rl.algorithms.base import Objective
 from spotlight.rl.algorithms.noising import noised
 from spotlight.rl.flow import initial_noise, sde_step
-from spotlight.rl.gradients import part_gradient
+from spotlight.rl.gradients import micro_batches, part_gradient
 from spotlight.rl.models.tiny_text import TinyText
 from spotlight.rl.objectives import nft_loss
 from spotlight.rl.parts import Cut, preference_pairs
@@ -67,6 +67,37 @@ def test_before_the_first_update_the_ratio_is_exactly_one(sampler: Sampler, guid
     assert metrics["ratio_std"] == metrics["approx_kl"] == metrics["pg_clipfrac"] == 0
     # The worker ran another batch size, which changes the rounding of a mean of 512 squares and no more.
     assert metrics["log_prob_delta"] <= metrics["log_prob_delta_max"] < 1e-5
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "grpo-guard", "awm"])
+def test_a_pass_before_the_update_gives_what_the_one_that_trains_gives(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So in an iteration's first update, whose policy is the one that trains, there is none."""
+    model, looks = make_model(), 0
+    batch, settings = make_batch(model), TrainSection(algorithm=algorithm, micro_batch=4)
+    before = model.predict
+
+    def predict(*arguments: Any) -> Tensor:
+        nonlocal looks
+        looks += 1
+        return before(*arguments)
+
+    monkeypatch.setattr(model, "predict", predict)
+    metrics, counts = [], []
+    for first in (True, False):
+        goal = objective(model, settings, batch, seed=0, iteration=0, old=None)
+        rows = micro_batches(goal.units, goal.slots, settings.micro_batch, mixed=not settings.is_stepwise)
+        looks = 0
+        goal.remember(rows, first=first)
+        for each in rows:
+            goal.loss(each)
+        metrics.append(goal.metrics())
+        counts.append(looks)
+
+    assert counts[1] == 2 * counts[0]
+    assert metrics[0] == metrics[1]
+    assert metrics[0]["ratio_mean"] == 1
 
 
 def test_the_grpo_gradient_is_the_policy_gradient_of_every_sample_and_step() -> None:

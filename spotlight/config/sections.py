@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from datetime import time
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,7 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from spotlight.files import OBJECT_SCHEMES, check_url, is_url, shown
 from spotlight.market.prices import price_list, usd_per_h
-from spotlight.records import Policy, Sampler
+from spotlight.records import Policy, Pool, Sampler
 
 SEED_MAX = 2**63 - 1
 """The largest integer of TOML."""
@@ -158,8 +160,8 @@ class DataSection(Section):
     """The prompts."""
 
     train_prompts: str
-    """Text file, one prompt a line; or .jsonl, .csv, .parquet, or a directory that `datasets` saved, with a column
-    "prompt" (or "text", "caption", "input") and metadata for rewards. Relative to the settings file."""
+    """Text file, one prompt a line; or .jsonl, .csv, .tsv, .parquet, or a directory that `datasets` saved, with a
+    column "prompt" (or "text", "caption", "input") and metadata for rewards. Relative to the settings file."""
     validation_prompts: str
     """The same, held out from training."""
 
@@ -282,6 +284,8 @@ class RewardSection(Section):
     def _can_differ(self) -> Self:
         if self.range is not None and not self.range[0] < self.range[1]:
             raise ValueError(f"reward.range = {list(self.range)} must be the least score and a larger one")
+        if any(table.also for table in self.also):
+            raise ValueError("a [[reward]] table has no tables beside it of its own: write them one after the other")
         if not self.weight:
             raise ValueError("reward.weight = 0 counts nothing: give it another weight, or leave the table out")
         return self
@@ -380,8 +384,18 @@ class TrainSection(Section):
         return self.algorithm == "nft" and self.old_decay not in ("copy", 0)
 
     @property
+    def has_reference(self) -> bool:
+        """Whether the policy is compared with the one that training started from."""
+        return self.kl > 0 or self.algorithm == "dpo"
+
+    @property
     def sampling_policy(self) -> Policy:
         return "old" if self.keeps_old else "trained"
+
+
+def _as_text(value: Any) -> Any:
+    """TOML takes 00:30:00 without quotation marks for a time of day."""
+    return value.isoformat() if isinstance(value, time) else value
 
 
 class SlurmSection(Section):
@@ -393,7 +407,7 @@ class SlurmSection(Section):
     """Empty: the user's default."""
     gres: str = ""
     """Of a job, which is a node's worth of workers: such as "gpu:8"."""
-    time: str = ""
+    time: Annotated[str, BeforeValidator(_as_text)] = ""
     """Most time that a job may take, such as "24:00:00"; empty: the partition's default."""
     cpus: int = Field(1, ge=1, le=65_536)
     """Of each worker, or of the driver."""
@@ -404,6 +418,12 @@ class SlurmSection(Section):
     """Shell lines to run first, such as "module load cuda"."""
     extra: tuple[str, ...] = ()
     """More options of sbatch, such as "--qos=low"."""
+
+
+def _a_list(value: Any) -> Any:
+    if isinstance(value, str):
+        raise ValueError(f'pools.*.notices = {value!r}: give a list, as in ["{value}"]')
+    return value
 
 
 class PoolSection(Section):
@@ -424,7 +444,7 @@ class PoolSection(Section):
     """How long the pool waits before it replaces a lost worker."""
     workers_per_node: int = Field(8, ge=1, le=WIDTH_MAX)
     """Workers that share a machine, its memory and its links; gangs do not span machines."""
-    notices: tuple[str, ...] = ("sigterm",)
+    notices: Annotated[tuple[str, ...], BeforeValidator(_a_list)] = ("sigterm",)
     """Where a worker learns that its machine will be taken away: "sigterm", "sigusr1", "file:PATH", "aws", "gcp",
     "azure"; the clouds also with the base URL of their metadata service, as in "aws:http://127.0.0.1:1234"."""
     grace_s: float = Field(30.0, ge=0, le=DAY_S)
@@ -495,15 +515,24 @@ class PoolsSection(Section):
         }
 
 
+T = TypeVar("T")
+
+
+def _distinct(names: tuple[T, ...]) -> tuple[T, ...]:
+    if len(set(names)) < len(names):
+        raise ValueError(f"{list(names)} names one twice")
+    return names
+
+
 class StrategySection(Section):
     """What runs where, and what happens to work when a worker is lost."""
 
     exploration: Literal["stale", "blocking", "off"] = "stale"
     """"stale": spot workers explore for the next iteration while this one trains. "blocking": exploration comes before
     each rollout, with current weights. "off": none."""
-    rollout_pools: tuple[Literal["reserved", "spot"], ...] = ("reserved", "spot")
+    rollout_pools: Annotated[tuple[Pool, ...], AfterValidator(_distinct)] = ("reserved", "spot")
     """Which workers roll out. Stale exploration runs on spot workers."""
-    train_pools: tuple[Literal["reserved", "spot"], ...] = ("reserved",)
+    train_pools: Annotated[tuple[Pool, ...], AfterValidator(_distinct)] = ("reserved",)
     """Which workers compute the gradients of an update's parts (``train.parts``), and add them; the update itself is
     taken on a reserved one, which keeps all state. With "spot" too, a spot worker that no rollout needs prefers a part
     to exploration; between equal GPUs no bit changes, and a part whose worker is lost is computed again elsewhere.
@@ -577,7 +606,7 @@ class LatentsSection(Section):
 class TrackingSection(Section):
     """Where metrics go beside the run directory."""
 
-    to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], AfterValidator(_distinct)] = ("tensorboard",)
     """TensorBoard's events are written into the run directory, where it is installed. W&B and MLflow must be installed,
     and take keys and addresses from their own environment (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``, ...)."""
     project: str = Field("spotlight", min_length=1)

@@ -46,7 +46,10 @@ class Residency:
         model = models.load(settings.model, self._node, base=not (only_updates and settings.train.lora_rank))
         if not only_updates:
             self._preload(model)
-        model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
+        train = settings.train
+        model.make_trainable(
+            rank=train.lora_rank, alpha=train.lora_alpha, seed=settings.run.seed, reference=train.has_reference
+        )
         return model
 
     def _preload(self, model: models.Model) -> None:

@@ -221,6 +221,8 @@ class Training:
         except SpotlightError:
             updates.clear(self._run_dir, iteration)  # a resumed run, with other settings, would find them again
             raise
+        finally:
+            self._trainer.forget_gradients()
         self._norms.append(norm)
         self._at = (ref.version, step + 1)
 
@@ -232,7 +234,7 @@ class Training:
         """Samples in the order given, whoever was ready first."""
         samples = part.samples
         first = samples[0].request
-        stochastic = first.sampler != "ode"
+        stochastic = first.sampler != "ode" and self._config.train.is_stepwise
         rows: list[NDArray[np.float32]] = []
         windows: list[NDArray[np.float32]] = []
         log_probs: list[NDArray[np.float32]] = []

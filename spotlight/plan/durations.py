@@ -316,7 +316,7 @@ def _looks(train: TrainSection) -> int:
     """Forward passes of policies that the one in training is compared with, for each that it takes itself."""
     if train.algorithm == "dpo":
         return 1
-    return int(train.is_stepwise or train.algorithm == "awm" or train.keeps_old or train.updates > 1) + (train.kl > 0)
+    return int(train.keeps_old or train.updates > 1) + (train.kl > 0)
 
 
 def _tokens(shape: Transformer, height_px: int, width_px: int) -> int:

@@ -19,6 +19,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Endings of files that can run any code when they are loaded."""
 HEADER_BYTES_MAX = 100_000_000
 """The largest header that the safetensors format allows."""
+VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("tokenizer.model",))
+"""Files of which a tokenizer has one set."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -95,7 +97,7 @@ def require_pipeline(directory: Path, expected: str) -> None:
             f"{directory}: {'has no model_index.json' if directory.is_dir() else 'no such directory'}; "
             f"model.path must name a diffusers {expected} directory on this machine"
         ) from None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise SpotlightError(f"{index}: not a readable pipeline index ({error}); copy the pipeline anew") from None
     if found != expected:
         raise SpotlightError(f"{index}: the pipeline is of class {found!r}, and model.name needs {expected!r}")
@@ -113,7 +115,7 @@ def require_class(directory: Path, expected: str | None) -> Mapping[str, Any]:
         found = config.get("_class_name")
     except FileNotFoundError:
         raise SpotlightError(f"{directory}: has no config.json; copy this part of the pipeline anew") from None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise SpotlightError(f"{file}: not readable ({error}); copy this part of the pipeline anew") from None
     if expected and found != expected:
         raise SpotlightError(f"{file}: the network is of class {found!r}, and {expected!r} is expected here")
@@ -173,17 +175,32 @@ def tensors(file: Path) -> dict[str, tuple[int, ...]]:
         size = file.stat().st_size
         if size != expected:
             raise ValueError(f"{size} bytes instead of {expected}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise SpotlightError(f"{file}: damaged or cut short ({error}); copy it anew") from None
     return found
 
 
 def _index(file: Path) -> dict[str, str]:
     try:
-        found: dict[str, str] = json.loads(file.read_text())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = {
+            str(name): file.with_name(where).name for name, where in json.loads(file.read_text())["weight_map"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SpotlightError(f"{file}: not a readable index of weights ({error}); copy it anew") from None
     return found
+
+
+def require_tokenizer(directory: Path) -> None:
+    """Find out that a tokenizer's vocabulary is there: without one transformers loads it, and all texts are alike.
+
+    Raises:
+        SpotlightError: it is not; the text says which files are expected.
+    """
+    if not any(all((directory / name).is_file() for name in names) for names in VOCABULARIES):
+        raise SpotlightError(
+            f"{directory}: has no vocabulary of a tokenizer: one of "
+            f"{', '.join(' with '.join(names) for names in VOCABULARIES)} is expected; copy this part anew"
+        )
 
 
 @record
@@ -209,6 +226,8 @@ def survey(name: str, path: str | Path) -> Survey:
     family, directory = FAMILIES[name], Path(path)
     require_pipeline(directory, family.pipeline)
     there = [directory / folder for folder in family.encoders if (directory / folder).is_dir()]
+    for folder in there:
+        require_tokenizer(directory / folder.name.replace("text_encoder", "tokenizer"))
     return Survey(
         family=family,
         transformer=network(directory / "transformer", family.transformer),

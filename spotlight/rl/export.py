@@ -21,7 +21,7 @@ from torch import Tensor
 from spotlight.config import Config
 from spotlight.records import Policy, SpotlightError, WeightsRef
 from spotlight.rl import models
-from spotlight.rl.sample import find_version
+from spotlight.rl.sample import find_version, open_trained
 from spotlight.store import weights
 from spotlight.store.rundir import RunDir
 
@@ -68,7 +68,7 @@ def export_weights(
         SpotlightError: no such run or version, ``to`` is taken, or what was written does not load
             back with equal outputs.
     """
-    run = RunDir.open(run_dir)
+    run = open_trained(run_dir)
     ref = find_version(run.url, version)
     if to.exists() and (not to.is_dir() or any(to.iterdir()) or to.samefile(Path.cwd())):
         raise SpotlightError(f"{to}: exists already; export to a new directory, or delete it first")
@@ -104,7 +104,8 @@ def _write(
     settings = run.config()
     model = _load(settings)
     base = _probe(model) if merged else None
-    model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
+    train = settings.train
+    model.make_trainable(rank=train.lora_rank, alpha=train.lora_alpha, seed=settings.run.seed, reference=False)
     model.load_trainable(weights.load(run.url, ref, weights.PARTS[policy]))
     if merged and model.has_lora:
         expected = _probe(model)

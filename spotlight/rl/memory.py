@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from spotlight.config import Config
+from spotlight.config import Config, TrainSection
 from spotlight.plan.batching import SEEDS_MAX
 from spotlight.records import SpotlightError, record
 from spotlight.rl.checkpoints import DTYPE_BYTES, Network, Survey
@@ -57,7 +57,7 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
     vae_size = size if model.vae_dtype == "auto" else DTYPE_BYTES[model.vae_dtype]
     weights = {"transformer": survey.transformer.parameters * size, "VAE": survey.vae.parameters * vae_size}
     copies = OLD_COPIES * train.keeps_old + bool(train.ema_decay)
-    trained = _trained_bytes(survey.transformer, train.lora_rank, lora_targets, size, copies)
+    trained = _trained_bytes(survey.transformer, train, lora_targets, size, copies)
     row = tokens(survey, model.height_px, model.width_px) * width(survey.transformer) * size
     passes = 2 if settings.rollout.guidance > 1 and not survey.transformer.config.get("guidance_embeds") else 1
     explored = settings.exploration.request_seeds if settings.strategy.exploration != "off" else 0
@@ -134,12 +134,12 @@ def _saved(transformer: Network, *, checkpointed: bool) -> float:
     return float(double * SAVED_DOUBLE + single * SAVED_SINGLE)
 
 
-def _trained_bytes(transformer: Network, rank: int, targets: Sequence[str], size: int, copies: int) -> float:
-    if not rank:  # gradient, two moments and where training started, all as the weights are
-        return (4.0 + copies) * transformer.parameters * size
+def _trained_bytes(transformer: Network, train: TrainSection, targets: Sequence[str], size: int, copies: int) -> float:
+    if not train.lora_rank:  # gradient, two moments and perhaps where training started, all as the weights are
+        return (3.0 + train.has_reference + copies) * transformer.parameters * size
     ends = tuple(f".{target}.weight" for target in targets)
     layers = [shape for name, shape in transformer.shapes.items() if name.endswith(ends)]
-    return float((OPTIMIZER_BYTES + 4 * copies) * rank * sum(map(sum, layers)))
+    return float((OPTIMIZER_BYTES + 4 * copies) * train.lora_rank * sum(map(sum, layers)))
 
 
 def _vae_channels(vae: Network) -> int:

@@ -19,15 +19,19 @@ from spotlight.records import Prompt, SpotlightError
 
 COLUMNS = ("prompt", "text", "caption", "input")
 """Of a table, the columns that may hold the prompt; the first that does."""
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+"""Between the cells of a table, by the file's ending."""
+FIRST_ROW = 2
+"""The line of a table's first row, which a line of headings precedes."""
 
 
 def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
-    """The prompts of a file: .txt, .jsonl, .csv or .parquet, or of a directory that `datasets` saved.
+    """The prompts of a file: .txt, .jsonl, .csv, .tsv or .parquet, or of a directory that `datasets` saved.
 
     A text file has one prompt a line. The others have one a row, in the column "prompt" (or "text", "caption",
     "input"); all else that a row says becomes the prompt's metadata, so GenEval's and Flow-Factory's files are read as
     they are. Blank lines are skipped. A prompt's ``id`` is its line's or row's index, blank lines counted, so it always
-    leads back to the line.
+    leads back to the line; of a table's row over several lines, to the last of them.
 
     Raises:
         SpotlightError: the file is missing, cannot be read, or has no prompt in it; or a row has none.
@@ -35,12 +39,12 @@ def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
     path = Path(path)
     if path.is_dir():
         rows = _rows_of_dataset(path)
-    elif path.suffix == ".parquet":
+    elif path.suffix.lower() == ".parquet":
         rows = _rows_of_parquet(path)
-    elif path.suffix in (".jsonl", ".json", ".ndjson"):
+    elif path.suffix.lower() in (".jsonl", ".json", ".ndjson"):
         rows = _rows_of_jsonl(path)
-    elif path.suffix == ".csv":
-        rows = _rows_of_csv(path)
+    elif path.suffix.lower() in DELIMITERS:
+        rows = _rows_of_table(path)
     else:
         lines = enumerate(_text(path).split("\n"))
         rows = ((index, {"prompt": line.strip()}) for index, line in lines if line.strip())
@@ -59,8 +63,8 @@ def _prompt(path: Path, index: int, row: Mapping[str, Any]) -> Prompt:
         )
     more = {str(name): value for name, value in row.items() if name != column and value is not None}
     try:
-        metadata = json.dumps(more, sort_keys=True, ensure_ascii=False) if more else ""
-    except TypeError as error:
+        metadata = json.dumps(more, sort_keys=True, ensure_ascii=False, allow_nan=False) if more else ""
+    except (TypeError, ValueError) as error:
         raise SpotlightError(f"{path}:{line_of(path, index)}: metadata that is no JSON: {error}") from None
     try:
         (row[column] + metadata).encode()
@@ -73,7 +77,7 @@ def _prompt(path: Path, index: int, row: Mapping[str, Any]) -> Prompt:
 
 def line_of(path: Path, index: int) -> int:
     """The line, or row, of a prompt as a person counts: from 1, and after the heading of a table."""
-    return index + (2 if path.suffix == ".csv" else 1)
+    return index + (FIRST_ROW if path.suffix.lower() in DELIMITERS else 1)
 
 
 def _text(path: Path) -> str:
@@ -105,10 +109,20 @@ def _rows_of_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         yield index, row
 
 
-def _rows_of_csv(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    table = csv.DictReader(io.StringIO(_text(path), newline=""))
+def _rows_of_table(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    delimiter = DELIMITERS[path.suffix.lower()]
+    table = csv.DictReader(io.StringIO(_text(path), newline=""), delimiter=delimiter)
     try:
-        yield from enumerate(table)
+        headings = table.fieldnames or ()
+        if twice := sorted({name for name in headings if headings.count(name) > 1}):
+            raise SpotlightError(f"{path}:1: the column {twice[0]!r} is there twice: rename one of the two")
+        for row in table:
+            if None in row:
+                raise SpotlightError(
+                    f"{path}:{table.line_num}: {len(headings) + len(row[None])} cells for {len(headings)} columns: put "
+                    f'quotation marks around text that holds {delimiter!r}, as in "a cat{delimiter} a dog"'
+                )
+            yield table.line_num - FIRST_ROW, row
     except csv.Error as error:
         raise SpotlightError(
             f"{path}:{table.line_num + 1}: not CSV: {error}; is a quotation mark not closed, here or before?"

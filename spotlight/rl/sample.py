@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,51 +17,82 @@ from spotlight.rl import flow, models
 from spotlight.store import weights
 from spotlight.store.rundir import RunDir
 
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+"""Of files that images are written to."""
 GAP_PX = 4
 """Between the images of a sheet."""
 
 
 def sample(
-    run_dir: str | Path, prompt: str, to: Path, *, seeds: Sequence[int], steps: int = 0, version: int = -1
+    run_dir: str | Path, prompt: str, to: Path, *, seeds: Sequence[int], steps: int = 0, version: int | None = None
 ) -> Path:
     """Write one sheet of images: the upper row as the run began, the lower with what it trained.
 
     Args:
         run_dir: of a finished or stopped run; nothing in it is changed.
-        to: an image file.
+        to: an image file; if it is there, it is replaced.
         seeds: one column each.
         steps: 0 for as many as a rollout has.
-        version: of the weights; the latest if negative.
+        version: of the weights; the latest if not given.
 
     Raises:
         SpotlightError: no such run or version, the prompt cannot be encoded, or the image cannot be written.
     """
-    run = RunDir.open(run_dir)
-    _check(run, to, seeds, steps)
-    settings, ref = run.config(), find_version(run.url, None if version < 0 else version)
+    _check(to, seeds, steps)
+    run = open_trained(run_dir)
+    settings, ref = run.config(), find_version(run.url, version)
+    _write(Image.new("RGB", (1, 1)), to, keep=False)  # what cannot be written is found before anything is drawn
     model = models.load(settings.model)
     model.preload([prompt])
-    model.make_trainable(rank=settings.train.lora_rank, alpha=settings.train.lora_alpha, seed=settings.run.seed)
+    train = settings.train
+    model.make_trainable(rank=train.lora_rank, alpha=train.lora_alpha, seed=settings.run.seed, reference=False)
     rows = [draw(model, settings, prompt, seeds, steps)]
     model.load_trainable(weights.load(run.url, ref, weights.PARTS[settings.validation_policy]))
     rows.append(draw(model, settings, prompt, seeds, steps))
-    to.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(sheet(rows)).save(to)
+    _write(Image.fromarray(sheet(rows)), to)
     return to
 
 
-def _check(run: RunDir, to: Path, seeds: Sequence[int], steps: int) -> None:
-    """Before anything is drawn."""
-    if run.simulated:
-        raise SpotlightError(f"{run.url}: a simulated run has no weights to draw with: run its settings")
-    if Image.registered_extensions().get(to.suffix.lower()) not in Image.SAVE or to.is_dir():
-        raise SpotlightError(f"{to}: expected the name of an image file, such as {to.with_suffix('.png')}")
+def open_trained(run_dir: str | Path) -> RunDir:
+    """A run that has weights.
+
+    Raises:
+        SpotlightError: there is no such run, or it was simulated with modelled learning.
+    """
+    run = RunDir.open(run_dir)
+    if run.simulated == "modelled":
+        raise SpotlightError(
+            f"{run.url}: learning was modelled in this simulated run, so it has no weights: run its settings, or "
+            "simulate them with --learning real"
+        )
+    return run
+
+
+def _check(to: Path, seeds: Sequence[int], steps: int) -> None:
+    """Before anything is opened."""
+    if to.suffix.lower() not in SUFFIXES or to.is_dir():
+        raise SpotlightError(f"{to}: expected the name of an image file that ends in {', '.join(SUFFIXES)}")
+    if not seeds:
+        raise SpotlightError("no seeds: expected one for each column")
     if wrong := [seed for seed in seeds if not 0 <= seed < 2**64]:
         raise SpotlightError(f"seeds {wrong}: expected numbers from 0 to 2^64 - 1")
     if not 0 <= steps <= STEPS_MAX:
         raise SpotlightError(
             f"steps {steps}: expected a number from 1 to {STEPS_MAX}, or 0 for as many as a rollout has"
         )
+
+
+def _write(image: Image.Image, to: Path, *, keep: bool = True) -> None:
+    """Write a whole file, or none; without ``keep``, only find out whether it could be."""
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as directory:
+            made = Path(directory) / to.name
+            image.save(made)
+            if keep:
+                made.replace(to)
+    except (OSError, ValueError) as error:  # Pillow's, of a sheet that is too large for the format
+        raise SpotlightError(f"{to}: cannot be written ({error}): choose another place, or a name in .png") from None
 
 
 @torch.no_grad()

@@ -161,6 +161,10 @@ class Trainer:
             self._ema = {name: old.lerp(live[name].float(), 1 - decay) for name, old in self._ema.items()}
         return norm
 
+    def forget_gradients(self) -> None:
+        """Free the memory of the last step's, which would be kept until the next."""
+        self._optimizer.zero_grad()
+
     def finish(
         self,
         updates: Sequence[Sequence[tuple[int, float, Mapping[str, float]]]],

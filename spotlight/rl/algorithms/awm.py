@@ -27,12 +27,15 @@ class Awm:
         self._model, self._settings, self._batch = model, settings, batch
         self._key = (seed, iteration)
         self._old_BS = torch.empty(self.units, self.slots, dtype=torch.float64)
+        self._is_first = False
         self._ratios = Ratios(settings.clip_range)
         self._kl = Mean()
 
     @torch.no_grad()
     def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
-        # Micro-batch by micro-batch as in `loss`: the same shapes give the same bits, and a first ratio of exactly 1.
+        self._is_first = first
+        if first:
+            return  # the policy that trains is this one, and `loss` has its log-probabilities
         for each in rows:
             log_prob_R, _ = self._judge(self._noised(each), each)
             self._old_BS[list(each.samples), list(each.slots)] = log_prob_R.cpu()
@@ -43,6 +46,8 @@ class Awm:
         if settings.kl:
             v_ref_RNC = reference_velocity(self._model, self._batch, at.x_RNC, at.sigma_R, rows)
         log_prob_R, v_RNC = self._judge(at, rows)
+        if self._is_first:
+            self._old_BS[list(rows.samples), list(rows.slots)] = log_prob_R.detach().cpu()
         old_R = self._old_BS[list(rows.samples), list(rows.slots)].to(log_prob_R.device)
         limit = settings.advantage_clip
         loss = self._ratios.loss(log_prob_R, old_R, advantages(self._batch, rows, self._model).clamp(-limit, limit))

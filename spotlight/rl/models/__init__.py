@@ -105,7 +105,13 @@ def require_memory(settings: Config) -> None:
     device = device_of(settings.model)
     if settings.model.embedded or device.type != "cuda":
         return
-    phases = memory.estimate(survey(settings.model.name, settings.model.path), settings, lora_targets(settings.model))
+    found = survey(settings.model.name, settings.model.path)
+    try:
+        phases = memory.estimate(found, settings, lora_targets(settings.model))
+    except (KeyError, TypeError) as error:
+        raise SpotlightError(
+            f"{settings.model.path}: config.json of its transformer or VAE has no usable {error}; copy it anew"
+        ) from None
     properties = torch.cuda.get_device_properties(device)
     memory.require(phases, properties.total_memory, f"{device} ({properties.name})")
 

@@ -168,13 +168,14 @@ class Model(ABC):
 
     # What training changes: the whole transformer, or a LoRA beside it.
 
-    def make_trainable(self, *, rank: int, alpha: float, seed: int) -> None:
+    def make_trainable(self, *, rank: int, alpha: float, seed: int, reference: bool = True) -> None:
         """Choose what training changes; call it once.
 
         Args:
             rank: of the LoRA; 0 trains every weight of the transformer.
             alpha: LoRA scale; 0 means twice the rank.
             seed: of the LoRA's initial weights.
+            reference: whether `reference` will be asked for, which takes a copy of all weights where all are trained.
         """
         if rank:
             self.transformer.requires_grad_(False)
@@ -193,7 +194,8 @@ class Model(ABC):
             self._base = {}
         else:
             self.transformer.requires_grad_(True)
-            self._base = {name: value.detach().clone() for name, value in self.transformer.named_parameters()}
+            start = self.transformer.named_parameters() if reference else ()
+            self._base = {name: value.detach().clone() for name, value in start}
         self.transformer.eval()
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -255,6 +257,7 @@ class Model(ABC):
         if self.has_lora:
             (self.transformer.disable_adapters if enter else self.transformer.enable_adapters)()
             return
+        assert self._base, "make_trainable was told that no reference would be asked for"
         for name, parameter in self.transformer.named_parameters():
             # The storages change places: a copy in place would spoil the passes that await their backward.
             parameter.data, self._base[name] = self._base[name], parameter.data

@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from spotlight.records import SpotlightError, record
-from spotlight.rl.checkpoints import require_class, require_pipeline, weight_files
+from spotlight.rl.checkpoints import require_class, require_pipeline, require_tokenizer, weight_files
 from spotlight.rl.models.base import Conditioning, Model
 from spotlight.store.node import Node, NotOnNode, fingerprint
 from spotlight.store.objects import atomic_write
@@ -197,6 +197,7 @@ class PipelineModel(Model):
             encoder = _weights(self.encoder_classes[name], self._path, name, dtype=self.transformer.dtype)
             parts[name] = encoder.to(self.device)
         for name in self.tokenizer_classes.keys() - left_out:
+            require_tokenizer(self._path / name)
             parts[name] = _part(self.tokenizer_classes[name], self._path, name)
         pipeline: Any = self.pipeline_class(**parts)
         self._check_tokenizer(pipeline)
@@ -270,13 +271,14 @@ class PipelineModel(Model):
         """
         scheduler = self._pipeline.scheduler
         tokens, _ = self.latent_shape(height_px, width_px)
-        with np.errstate(invalid="ignore"):  # stretching a single step to the terminal level divides 0 by 0
+        # Stretching a single step to the terminal level divides 0 by 0
+        with np.errstate(invalid="ignore"), _loading(type(scheduler), self._path / "scheduler"):
             self._set_timesteps(scheduler, steps, tokens)
         sigmas = tuple(scheduler.sigmas.tolist())
         if not all(high > low for high, low in zip(sigmas, sigmas[1:], strict=False)):
             raise SpotlightError(
                 f"{self._path / 'scheduler'} gives the noise levels {sigmas} for {steps} steps, which do not "
-                "descend: take at least 2 steps (rollout.steps, exploration.steps)"
+                "descend: take at least 2 steps (rollout.steps, exploration.steps; of `spotlight sample`, --steps)"
             )
         return sigmas
 
@@ -338,6 +340,11 @@ def _weights(kind: Any, directory: Path, name: str, **dtype: torch.dtype) -> Any
     require_class(directory / name, kind.__name__ if issubclass(kind, ModelMixin) else None)
     weight_files(directory / name)
     network, report = _part(kind, directory, name, use_safetensors=True, output_loading_info=True, **dtype)
+    if issubclass(kind, ModelMixin) and (left := sorted(report["unexpected_keys"])):
+        raise SpotlightError(
+            f"{directory / name}: {len(left)} weights have no place in the network that config.json describes, such "
+            f"as {left[0]}: the two are of different checkpoints; copy the pipeline anew"
+        )
     if missing := sorted(report["missing_keys"]):
         raise SpotlightError(
             f"{directory / name}: {len(missing)} weights that {kind.__name__} needs are absent, such as {missing[0]}; "

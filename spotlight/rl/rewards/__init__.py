@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import cache
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from spotlight.files import shown
 from spotlight.records import Prompt, SpotlightError
 from spotlight.rl.rewards.base import Refused as Refused
 from spotlight.rl.rewards.base import Scorer as Scorer
-from spotlight.rl.rewards.base import checked, explained
+from spotlight.rl.rewards.base import explained
 from spotlight.rl.rewards.base import score as score
 from spotlight.rl.rewards.geneval import GenEvalScorer as GenEvalScorer
 from spotlight.rl.rewards.geneval import geneval_correct as geneval_correct
@@ -33,6 +32,8 @@ from spotlight.rl.rewards.server import ChatOcrScorer, ChatScorer, HttpScorer
 
 if TYPE_CHECKING:
     from spotlight.config import RewardSection
+
+Made = TypeVar("Made")
 
 SCORERS: dict[str, type[Scorer]] = {"ocr": OcrScorer, "scene-ocr": SceneOcrScorer}
 """By the name that ``reward.name`` gives: scorers that need nothing but their options."""
@@ -64,11 +65,11 @@ def _geneval(settings: RewardSection) -> Scorer:
         raise SpotlightError(
             f"reward 'geneval': reward.options.detector = {shown(name)}: give {known}, or 'module:Class' of your own"
         )
-    detector = imported(DETECTORS.get(name, name), "reward.options.detector")
+    kind = imported(DETECTORS.get(name, name), "reward.options.detector")
     graded = options.pop("graded", True)
     if settings.path:
         options["path"] = settings.path
-    return GenEvalScorer(detector(**options), graded=graded)
+    return GenEvalScorer(_made(kind, f"reward.options.detector = {name!r}", options), graded=graded)
 
 
 def _http(settings: RewardSection) -> Scorer:
@@ -111,7 +112,9 @@ MADE: dict[str, Callable[[RewardSection], Scorer]] = {
 """By name: scorers that are made from more of the settings."""
 
 
-@cache
+_LOADED: dict[str, Scorer] = {}
+
+
 def load(name: str, **options: Any) -> Scorer:
     """The scorer of that name with these options, one per process.
 
@@ -122,7 +125,10 @@ def load(name: str, **options: Any) -> Scorer:
     if name not in SCORERS:
         known = ", ".join(map(repr, sorted([*SCORERS, *MADE])))
         raise SpotlightError(f"reward.name = {name!r} is not known; there is {known}, or 'module:Class' of your own")
-    return SCORERS[name](**options)
+    key = repr((name, sorted(options.items())))
+    if key not in _LOADED:
+        _LOADED[key] = SCORERS[name](**options)
+    return _LOADED[key]
 
 
 def build(settings: RewardSection) -> Scorer:
@@ -147,7 +153,7 @@ def _one(settings: RewardSection) -> Scorer:
                 raise SpotlightError(f"reward.name = {settings.name!r} is no subclass of spotlight.rl.rewards.Scorer")
             if kind.__call__ is Scorer.__call__ and kind.of is Scorer.of:
                 raise SpotlightError(f"reward.name = {settings.name!r} scores nothing: give it __call__, or of")
-            scorer = _made(kind, settings)
+            scorer = _made(kind, f"reward.name = {settings.name!r}", settings.options)
         else:
             scorer = load(settings.name, **settings.options)
             if settings.range is None:
@@ -161,19 +167,22 @@ def _one(settings: RewardSection) -> Scorer:
     return scorer
 
 
-def _made(kind: type[Scorer], settings: RewardSection) -> Scorer:
-    """A scorer of a person's own class.
+def _made(kind: Callable[..., Made], setting: str, options: Mapping[str, Any]) -> Made:
+    """A scorer or a detector of a person's own class.
+
+    Args:
+        setting: which names it.
 
     Raises:
         TypeError: its arguments are others.
     """
-    inspect.signature(kind).bind(**settings.options)
+    inspect.signature(kind).bind(**options)
     try:
-        return kind(**settings.options)
+        return kind(**options)
     except SpotlightError:
         raise
     except Exception as error:  # of anyone's code
-        raise SpotlightError(f"reward.name = {settings.name!r} cannot be made: {explained(error)}") from None
+        raise SpotlightError(f"{setting} cannot be made: {explained(error)}") from None
 
 
 def _check_range(name: str, within: Any) -> None:
@@ -238,7 +247,7 @@ def score_each(
 
 
 class Weighted(Scorer):
-    """A weighted sum of rewards. One that is missing leaves the sum missing."""
+    """A weighted sum of rewards, by `score_each`. One that is missing leaves the sum missing."""
 
     def __init__(self, parts: Sequence[tuple[float, Scorer]]) -> None:
         self.parts = tuple(parts)
@@ -246,13 +255,6 @@ class Weighted(Scorer):
         self.range = sum(low for low, _ in ends), sum(high for _, high in ends)  # type: ignore[misc]  # of this one
         usual = [sorted(weight * end for end in planned_range(scorer)) for weight, scorer in self.parts]
         self.usual = sum(low for low, _ in usual), sum(high for _, high in usual)  # type: ignore[misc]  # as well
-
-    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
-        return self.of(images_BHWC, [Prompt(id=0, text=text) for text in prompts])
-
-    def of(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt]) -> list[float]:
-        found = [checked(scorer.of(images_BHWC, prompts), len(prompts), scorer.range) for _, scorer in self.parts]
-        return [value for value in self.sums(found) if value is not None]
 
     def sums(self, parts: Sequence[Sequence[float | None]]) -> Rewards:
         """Of each image, if it has all rewards."""

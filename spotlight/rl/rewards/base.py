@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Set, Sized
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from spotlight.files import shown
 from spotlight.records import Prompt, SpotlightError
+from spotlight.rl.checkpoints import require_class, weight_files
 
 BACK_OFF_S = 0.05
 """Pause before the second attempt; it doubles for each further one."""
@@ -66,6 +67,21 @@ class Scorer:
         self.check(prompt.text)
 
 
+def checkpoint(path: str, setting: str = "reward.path") -> Path:
+    """The directory of a network that a scorer reads, whose files are whole.
+
+    Raises:
+        SpotlightError: it is not given, is no directory, or lacks a file.
+    """
+    directory = Path(path)
+    if not path or not directory.is_dir():
+        found = f"{path}: no such directory" if path else "no checkpoint is named"
+        raise SpotlightError(f"{found}; {setting} must name one in safetensors, as transformers saves it")
+    require_class(directory, None)
+    weight_files(directory)
+    return directory
+
+
 def score(
     scorer: Scorer, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt | str], *, attempts: int, batch: int = 0
 ) -> tuple[list[float | None], list[str]]:
@@ -91,7 +107,8 @@ def score(
         if attempt:
             time.sleep(BACK_OFF_S * 2 ** (attempt - 1))
         try:
-            return list(checked(scorer.of(images_BHWC.copy(), asked), len(asked), scorer.range)), []
+            found = scorer.of(images_BHWC.copy(), list(asked))  # what it changes must not reach the next attempt
+            return list(checked(found, len(asked), scorer.range)), []
         except SpotlightError:
             raise
         except Exception as raised:  # a scorer may be anyone's code, or a server
@@ -110,7 +127,8 @@ def _joined(scored: Sequence[tuple[list[float | None], list[str]]]) -> tuple[lis
 
 def checked(rewards: Any, expected: int, within: tuple[float, float]) -> list[float]:
     """What a scorer returned, if it is as many numbers as were asked for, all of them in its range."""
-    if not isinstance(rewards, Sized) or not isinstance(rewards, Iterable):
+    unordered = isinstance(rewards, Mapping | Set | bytes | bytearray)
+    if unordered or not isinstance(rewards, Sized) or not isinstance(rewards, Iterable):
         raise ValueError(f"the scorer returned {shown(rewards)}, which is no list of rewards")
     if len(rewards) != expected:
         raise ValueError(f"the scorer returned {len(rewards)} rewards for {expected} images")

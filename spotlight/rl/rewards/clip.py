@@ -1,6 +1,7 @@
 """Rewards from CLIP and what is built on it: CLIP score, PickScore, the aesthetic predictor; from local checkpoints.
 
-Images are prepared here, as the checkpoint's ``preprocessor_config.json`` says; torchvision is not needed.
+Images are prepared here, as CLIP's are, with the mean and the deviation of colours that the checkpoint's
+``preprocessor_config.json`` gives; torchvision is not needed. Networks are on the GPU where this process has one.
 Not verified on a GPU, nor with the published weights.
 
 Shapes: B images, E features.
@@ -18,10 +19,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from spotlight.config import ModelSection
 from spotlight.files import shown
 from spotlight.records import SpotlightError
-from spotlight.rl.checkpoints import require_class, tensors, weight_files
-from spotlight.rl.rewards.base import Scorer
+from spotlight.rl.checkpoints import require_class, require_tokenizer, tensors
+from spotlight.rl.rewards.base import Scorer, checkpoint
 
 LAYER = re.compile(r"layers\.\d+\.weight")
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -31,13 +33,15 @@ MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757
 class ClipScorer(Scorer):
     """The cosine of an image's and its prompt's CLIP embeddings."""
 
+    reads_text: ClassVar[bool] = True
     range = (-1.0, 1.0)
     usual: ClassVar[tuple[float, float] | None] = (0.1, 0.45)  # assumed: from published scores of 0.2 to 0.35
 
     def __init__(self, path: str) -> None:
-        self._path = Path(path)
-        require_class(self._path, None)
-        weight_files(self._path)
+        self._path = checkpoint(path)
+        preprocessing(self._path)
+        if self.reads_text:
+            require_tokenizer(self._path)
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         image_BE, text_BE = self.image_features(images_BHWC), self.text_features(prompts)
@@ -51,7 +55,7 @@ class ClipScorer(Scorer):
         parts = []
         with torch.no_grad():
             for image in images_BHWC:  # one by one: in a batch, the last bits would depend on its size
-                x = torch.from_numpy(self._prepared(image))[None]
+                x = torch.from_numpy(self._prepared(image))[None].to(self._model.device)
                 parts.append(self._embedding(self._model.get_image_features(pixel_values=x)))
         return np.concatenate(parts)
 
@@ -63,13 +67,13 @@ class ClipScorer(Scorer):
         with torch.no_grad():
             for text in set(prompts):
                 tokens = self._tokenizer(text, truncation=True, max_length=self._tokens_max, return_tensors="pt")
-                features[text] = self._embedding(self._model.get_text_features(**tokens))
+                features[text] = self._embedding(self._model.get_text_features(**tokens.to(self._model.device)))
         return np.concatenate([features[text] for text in prompts])
 
     @staticmethod
     def _embedding(output: Any) -> NDArray[np.float32]:
         x_BE = getattr(output, "pooler_output", output).float()
-        unit: NDArray[np.float32] = (x_BE / x_BE.norm(dim=-1, keepdim=True)).numpy()
+        unit: NDArray[np.float32] = (x_BE / x_BE.norm(dim=-1, keepdim=True)).cpu().numpy()
         return unit
 
     def _prepared(self, image_HWC: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -102,7 +106,10 @@ class ClipScorer(Scorer):
     def _model(self) -> Any:
         from transformers import CLIPModel
 
-        return CLIPModel.from_pretrained(self._path, local_files_only=True, use_safetensors=True).eval()
+        from spotlight.rl.models import device_of
+
+        model = CLIPModel.from_pretrained(self._path, local_files_only=True, use_safetensors=True).eval()
+        return model.to(device_of(ModelSection()))
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -114,10 +121,17 @@ class ClipScorer(Scorer):
 NORMALISED = (("image_mean", MEAN), ("image_std", STD))
 
 
-def preprocessing(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of how images are prepared; nothing, where it does not."""
-    file = checkpoint / "preprocessor_config.json"
-    return dict(json.loads(file.read_text())) if file.exists() else {}
+def preprocessing(directory: Path) -> dict[str, Any]:
+    """What a checkpoint says of how images are prepared; nothing, where it does not.
+
+    Raises:
+        SpotlightError: the file is damaged.
+    """
+    file = directory / "preprocessor_config.json"
+    try:
+        return dict(json.loads(file.read_text())) if file.exists() else {}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise SpotlightError(f"{file}: not readable ({error}); copy it anew") from None
 
 
 class PickScorer(ClipScorer):
@@ -141,6 +155,7 @@ class AestheticScorer(ClipScorer):
 
     range: ClassVar[tuple[float, float]] = (0.0, 10.0)
     usual: ClassVar[tuple[float, float] | None] = None
+    reads_text: ClassVar[bool] = False
 
     def __init__(self, path: str, *, head: str) -> None:
         super().__init__(path)
@@ -149,7 +164,7 @@ class AestheticScorer(ClipScorer):
             raise SpotlightError(
                 f"{head}: no .safetensors file; the layers of the aesthetic predictor are read from one"
             )
-        _check_head(self._head)
+        _check_head(self._head, require_class(self._path, None).get("projection_dim"))
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         x_BE = self.image_features(images_BHWC).astype(np.float64)
@@ -166,10 +181,10 @@ class AestheticScorer(ClipScorer):
         return [(state[f"{name}.weight"], state[f"{name}.bias"]) for name in names]
 
 
-def _check_head(file: Path) -> None:
+def _check_head(file: Path, features: int | None) -> None:
     """
     Raises:
-        SpotlightError: its layers do not follow each other to a single number.
+        SpotlightError: its layers do not follow each other to a single number, or do not take so many features.
     """
     shapes = tensors(file)
     layers = sorted((name[: -len(".weight")] for name in shapes if LAYER.fullmatch(name)), key=_number)
@@ -182,6 +197,11 @@ def _check_head(file: Path) -> None:
         raise SpotlightError(
             f"{file}: expected layers.N.weight and layers.N.bias of linear layers that follow each other, the last of "
             f"them with one output; found {shown(shapes)}"
+        )
+    if features is not None and ins[0][1] != features:
+        raise SpotlightError(
+            f"{file}: its first layer takes {ins[0][1]} features, and the CLIP checkpoint of reward.path makes "
+            f"{features}: name the checkpoint that the predictor was trained on"
         )
 
 

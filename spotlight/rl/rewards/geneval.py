@@ -87,9 +87,9 @@ def _matches(found: Sequence[Object], clause: Mapping[str, Any], groups: Sequenc
 def geneval_graded(objects: Objects, metadata: Mapping[str, Any]) -> float:
     """How far an image has what its prompt includes: a mean of terms, at most 1, below 0 where far too many are found.
 
-    Each clause gives a term for its count, ``1 - |found - n| / n``; with a colour, one for that, ``1 - |matched - n| /
-    n``, or 0 if the count is wrong; with a position, 1 if it is right, and 0 and 1 if it is wrong (as the server has
-    it), or 0 if its target is not there. What is excluded does not count.
+    Each clause gives a term for its count, ``1 - |found - n| / n``. If the count is wrong, a colour or a position gives
+    0, and both together one 0. If it is right, a colour gives ``1 - |matched - n| / n``; a position 1 if it is right,
+    and 0 and 1 if it is wrong (as the server has it), or 0 if its target is not there. What is excluded does not count.
     """
     terms: list[float] = []
     groups: list[Sequence[Object] | None] = []
@@ -98,7 +98,7 @@ def geneval_graded(objects: Objects, metadata: Mapping[str, Any]) -> float:
         found, matched = every[:count], len(every) == count
         terms.append(1 - abs(len(every) - count) / count)
         if not matched:
-            terms += [0.0] * (("color" in clause) + ("position" in clause))
+            terms += [0.0] * ("color" in clause or "position" in clause)
         elif "color" in clause:
             of_colour = sum(thing["color"] == clause["color"] for thing in found)
             terms.append(1 - abs(of_colour - count) / count)
@@ -151,14 +151,22 @@ def metadata_of(prompt: Prompt) -> Mapping[str, Any]:
         SpotlightError: it says nothing of that, or not in GenEval's form.
     """
     try:
-        found: Mapping[str, Any] = json.loads(prompt.metadata or "{}")
+        found: dict[str, Any] = json.loads(prompt.metadata or "{}")
+        for part in found.keys() & {"include", "exclude"}:  # tables fill what a clause leaves out with null
+            stated = ({k: v for k, v in clause.items() if v is not None} for clause in found[part] or ())
+            found[part] = list(stated)
         clauses = [*found["include"], *found.get("exclude", ())]
         whole = found["include"] and all(
-            isinstance(clause["class"], str) and type(clause["count"]) is int and clause["count"] >= 1
+            isinstance(clause["class"], str)
+            and type(clause["count"]) is int
+            and clause["count"] >= 1
+            and isinstance(clause.get("color", ""), str)
             for clause in clauses
         )
         placed = [(at, *clause["position"]) for at, clause in enumerate(found["include"]) if "position" in clause]
-        earlier = all(relation in RELATIONS and 0 <= target < at for at, relation, target in placed)
+        earlier = all(
+            relation in RELATIONS and type(target) is int and 0 <= target < at for at, relation, target in placed
+        )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         whole = earlier = False
     if not whole or not earlier:

@@ -17,14 +17,13 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from math import ceil, inf
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spotlight.records import SpotlightError
-from spotlight.rl.checkpoints import require_class, weight_files
+from spotlight.rl.rewards.base import checkpoint
 from spotlight.rl.rewards.clip import ClipScorer, preprocessing
 from spotlight.rl.rewards.geneval import MAX_OBJECTS, THRESHOLD, Objects
 
@@ -59,10 +58,10 @@ class Mask2FormerDetector:
         clip: of a CLIP checkpoint, by which colours are told.
     """
 
-    def __init__(self, *, path: str, clip: str) -> None:
-        self._path, self._clip = Path(path), ClipScorer(clip)
-        require_class(self._path, None)
-        weight_files(self._path)
+    def __init__(self, *, path: str = "", clip: str = "") -> None:
+        self._path = checkpoint(path)
+        self._clip = ClipScorer(str(checkpoint(clip, "reward.options.clip")))
+        preprocessing(self._path)
 
     def __call__(self, image_HWC: NDArray[np.uint8], classes: Sequence[str]) -> Objects:
         """Objects of these classes, the most certain first; those that are too unsure to count are left out.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,7 @@ from numpy.typing import NDArray
 
 from spotlight.config import ModelSection
 from spotlight.records import SpotlightError
-from spotlight.rl.checkpoints import require_class, weight_files
-from spotlight.rl.rewards.base import Scorer
+from spotlight.rl.rewards.base import Scorer, checkpoint
 from spotlight.rl.rewards.ocr import READ, ocr_score, quoted_target
 
 TOKENS_MAX = 64
@@ -40,10 +38,8 @@ class ReaderScorer(Scorer):
     def __init__(
         self, path: str, *, question: str = READ, text: str = "", tokens: int = TOKENS_MAX, graded: bool = True
     ) -> None:
-        self._path, self._question, self._text, self._tokens = Path(path), question, text, tokens
+        self._path, self._question, self._text, self._tokens = checkpoint(path), question, text, tokens
         self._graded = graded
-        require_class(self._path, None)
-        weight_files(self._path)
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         targets = [quoted_target(prompt) for prompt in prompts]

@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +97,7 @@ class ChatScorer(Scorer):
         self.range = within  # type: ignore[misc]  # of this one
         try:
             question.format(prompt="")
-        except (KeyError, IndexError, ValueError) as error:
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise SpotlightError(
                 f"reward.options.question = {shown(question)}: {error!r}: {{prompt}} stands for the prompt, and other "
                 "braces are doubled: {{ and }}"
@@ -201,6 +202,10 @@ def encoded_png(image_HWC: NDArray[np.uint8]) -> str:
 
 
 def checked_url(url: str) -> str:
-    if not re.match(r"https?://[^/]", url):
+    try:
+        whole = bool(re.match(r"https?://[^/]", url)) and urlsplit(url).port != 0
+    except ValueError:  # a port that is no number
+        whole = False
+    if not whole:
         raise SpotlightError(f"reward.url = {url!r}: give the server's address, such as http://127.0.0.1:8000")
     return url.rstrip("/")
