@@ -11,6 +11,7 @@ import gc
 import statistics
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 from spotlight.config import Config, load
@@ -45,9 +46,9 @@ def view(idle: int, widths: tuple[int, ...], *, broken: int = 0) -> View:
         )
         for order in range(REQUESTS)
     )
-    sizes = dict.fromkeys(nodes, NODE)
+    sizes = Counter(zip(pools, nodes, strict=True))
     workers = tuple(Idle(worker=f"{nodes[i]}/{i % NODE}", pool=pools[i], node=nodes[i]) for i in chosen)
-    return View(idle=workers, waiting=waiting, nodes=sizes)
+    return View(idle=workers, waiting=waiting, alive=sizes)
 
 
 CASES = {

@@ -170,7 +170,7 @@ class Decisions(State):
         waiting = tuple(self._waiting(self._gangs[name], phase) for name in names)
         wanted = {pool for request in waiting for pool in request.pools}
         idle = tuple(worker for worker in self._roster.idle.values() if worker.pool in wanted)
-        return View(idle=idle, waiting=waiting, nodes=self._roster.nodes)
+        return View(idle=idle, waiting=waiting, alive=self._roster.alive)
 
     def _waiting(self, gang: GangState, phase: PhaseDecision) -> Waiting:
         pools = self._pools_of(gang, phase)

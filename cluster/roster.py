@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from cluster.events import Key, WeightsHeld, WorkerJoined, WorkerPool
-from spotlight.plan.placement import Idle
+from spotlight.plan.placement import Idle, Place
 
 FILES_MAX = 256
 """Of weights: holders of older ones are forgotten. The store has them too, and who gets one there is a holder again."""
@@ -48,8 +48,8 @@ class Roster:
         """Names of workers under notice, until another takes the name."""
         self.hung: set[str] = set()
         """Addresses of workers that were ended because they were silent."""
-        self.nodes: Counter[str] = Counter()
-        """Workers alive on each, but for those that only score."""
+        self.alive: Counter[Place] = Counter()
+        """Workers of a pool on a node, but for those that only score."""
         self._gone: dict[Key, float] = {}
         """Tasks whose worker is gone, until they change, with when they began."""
         self._holders: dict[str, dict[str, str]] = {}
@@ -73,7 +73,7 @@ class Roster:
             self.by_name[event.name] = worker
             self.leaving.discard(event.name)
             if event.pool != "reward":
-                self.nodes[event.node] += 1
+                self.alive[worker.idle.pool, event.node] += 1
             self.note_idle(worker)
 
     def leave(self, address: str, *, expected: bool) -> WorkerState | None:
@@ -88,7 +88,7 @@ class Roster:
         if worker.pool == "head":
             return worker
         if worker.pool != "reward":
-            self.nodes[worker.idle.node] -= 1
+            self.alive[worker.idle.pool, worker.idle.node] -= 1
         if self.by_name.get(worker.name) is worker:
             del self.by_name[worker.name]
             if expected and address not in self.hung:

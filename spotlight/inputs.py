@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 from spotlight import config as configuration
 from spotlight.demands import check_demands
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches
-from spotlight.records import SpotlightError
+from spotlight.plan.durations import TaskDurations
+from spotlight.records import Pool, SpotlightError
 from spotlight.rl import checkpoints, rewards
 from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
 from spotlight.store.accounts import pool_prices
+
+MADE_UP_H_MAX = 100_000
+"""Of a trace: eleven years, which take a second to make up."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +39,29 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True, liv
     data, model = settings.data, settings.model
     pool_prices(settings)
     for name, pool in settings.pools:
+        made_up_h = settings.simulation.hours * pool.speedup if pool.trace_model and not live else 0.0
+        if made_up_h > MADE_UP_H_MAX:
+            raise SpotlightError(
+                f"simulation.hours = {settings.simulation.hours:g} with pools.{name}.speedup = {pool.speedup:g} ask "
+                f"for a made-up trace of {made_up_h:,.0f} h, and at most {MADE_UP_H_MAX:,} can be had: lower one"
+            )
         recorded = read_trace(pool.trace) if pool.trace else None
-        switches = pool_switches(pool, recorded, seed=settings.run.seed, duration_s=1.0)
+        with _named(f"pools.{name}.trace_offset_h = {pool.trace_offset_h:g} of {pool.trace or pool.trace_model!r}"):
+            switches = pool_switches(pool, recorded, seed=settings.run.seed, duration_s=1.0)
         absent = sum(not any(up for _, up in place) for place in switches) if recorded else 0
         if absent:
             logger.warning(
-                "pools.%s.workers = %d, and %d of them never come: %s has no more at a time",
+                "pools.%s.workers = %d, and %d of them never come: %s has no more at a time%s",
                 *(name, pool.workers, absent, pool.trace),
+                f" (trace_share = {pool.trace_share:g})" if pool.trace_share < 1 else "",
             )
     scorer = rewards.build(settings.reward)
     for path in (data.train_prompts, data.validation_prompts):
         check_prompts(read_prompts(path), path, scorer.check_prompt)
     choose_prompts(len(read_prompts(data.train_prompts)), settings.prompts_drawn, seed=settings.run.seed, iteration=0)
     check_demands(settings, validation_prompts=len(read_prompts(data.validation_prompts)), live=live)
+    if settings.pace.gpu or not live:
+        _check_durations(settings)
     if not with_model:
         return
     if settings.latents.url:
@@ -58,7 +75,47 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True, liv
     if model.path and not model.embedded and not Path(model.path).is_dir():
         raise SpotlightError(f"model.path = {model.path!r}: no such directory; give that of a diffusers pipeline")
     if not model.embedded:
-        checkpoints.survey(model.name, model.path)
+        _check_widths(settings, checkpoints.survey(model.name, model.path))
+
+
+def _check_durations(settings: configuration.Config) -> None:
+    """
+    Raises:
+        SpotlightError: the cost model knows nothing of the GPU, the model, its size or a width.
+    """
+    durations = TaskDurations(settings)
+    section = "pace" if settings.pace.gpu else "model"
+    for name, pool in settings.pools:
+        if pool.workers and name != "reward":
+            for width in settings.strategy.widths:
+                with _named(f"[{section}], with strategy.widths = {list(settings.strategy.widths)}"):
+                    durations.step_s(1, width, cast(Pool, name))
+    with _named(f"[{section}], with train.width = {settings.train.width}"):
+        durations.train_s(1, settings.train.width)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    try:
+        yield
+    except SpotlightError as error:
+        raise SpotlightError(f"{where}: {error}") from None
+
+
+def _check_widths(settings: configuration.Config, found: checkpoints.Survey) -> None:
+    """
+    Raises:
+        SpotlightError: a gang cannot share the transformer's heads.
+    """
+    heads = found.transformer.config.get("num_attention_heads")
+    asked = (("strategy.widths", settings.strategy.widths), ("train.width", (settings.train.width,)))
+    for setting, widths in asked:
+        uneven = [width for width in widths if isinstance(heads, int) and heads % width]
+        if uneven:
+            raise SpotlightError(
+                f"{setting}: a gang of {uneven[0]} cannot evenly share the {heads} attention heads of "
+                f"{settings.model.path}: choose a width that divides them"
+            )
 
 
 def check_port(host: str, port: int) -> None:

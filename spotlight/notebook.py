@@ -185,7 +185,8 @@ def images(run: RunDir, iteration: int | None) -> Images:
     done = len(run.history())
     k = done - 1 if iteration is None else iteration
     if k < 0:
-        raise SpotlightError(f"{run.url}: no iteration is finished yet, so there are no pictures")
+        said = f"iteration {k}: expected 0 to {done - 1}" if done else "no iteration is finished yet"
+        raise SpotlightError(f"{run.url}: {said}, so there are no pictures")
     selection = run.selection(k)
     if selection is None:
         raise SpotlightError(

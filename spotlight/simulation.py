@@ -198,9 +198,10 @@ class Simulation:
         self._follow(self.name, self.directory.count(HISTORY), self._hours(self._clock.now_s))
         target = self.config.simulation.target
         reached = [row for row in self.directory.validation() if row.score >= target] if target else []
-        if reached and phase != "compact":
+        if reached:
             self._reached_s = reached[0].at_s
-            raise _Over
+            if phase != "compact":  # which comes last, and is done
+                raise _Over
 
     def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
         self._take()

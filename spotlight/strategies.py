@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from spotlight.config import NO_GPU, Config, leaves, resolve
 from spotlight.records import SpotlightError
+
+logger = logging.getLogger(__name__)
 
 _ON_RESERVED = {
     "strategy.rollout_pools": ["reserved"],
@@ -45,25 +48,37 @@ BASELINES: Mapping[str, Mapping[str, Any]] = {
 def strategies(config: Config, base: Path = Path("/")) -> Iterator[tuple[str, Config]]:
     """The name and the whole settings of each strategy that is to be compared, in order.
 
+    Of the `BASELINES`, which nobody asked for by name, those that these settings cannot have are left out, with a line
+    in the log.
+
     Args:
         base: what the paths in strategies are relative to: the directory of the settings file.
 
     Raises:
         SpotlightError: one of them changes a setting that there is not, or to what it cannot be.
     """
-    for name, changes in (config.simulation.strategies or _baselines(config)).items():
+    asked = config.simulation.strategies
+    for name, changes in (asked or _baselines(config)).items():
         tree = config.model_dump(mode="json", exclude_none=True)
         del tree["simulation"]["strategies"]
         where = f"[simulation.strategies] {name!r}"
         changed = {path: value for path, value in leaves(changes) if value != {}}
         for pool in tree["pools"]:
-            if f"pools.{pool}.gpu" in changed:
-                tree["pools"][pool].pop("usd_per_h", None)  # the price that was listed for its other GPU
+            if f"pools.{pool}.gpu" in changed:  # prices are those of its other GPU
+                tree["pools"][pool].pop("usd_per_h", None)
+                tree["pools"][pool].pop("prices", None)
         if config.pools.reserved.gpu == NO_GPU != changed.get("pools.reserved.gpu", NO_GPU):
             tree["simulation"].pop("update_s", None)  # of the machine without a GPU, in whose place there is one
         for path, value in changed.items():
             _put(tree, path, value, where)
-        yield name, resolve(tree, base, where)
+        try:
+            whole = resolve(tree, base, where)
+        except SpotlightError as error:
+            if asked:
+                raise
+            logger.warning("%r is not compared, for these settings cannot have it: %s", name, error)
+            continue
+        yield name, whole
 
 
 def _baselines(config: Config) -> Mapping[str, Mapping[str, Any]]:

@@ -13,8 +13,8 @@ import pytest
 from runs import settings_file
 from spotlight import config
 from spotlight.market.ledger import reserved_price
-from spotlight.records import Drained, SpotlightError
-from spotlight.store.accounts import Accounts, pool_prices
+from spotlight.records import Drained, SpotlightError, WorkerLife
+from spotlight.store.accounts import Accounts, alive_s, pool_prices
 from spotlight.store.rows import HISTORY, SPANS, VALIDATION, WORKERS
 from spotlight.store.rundir import RunDir
 
@@ -185,6 +185,26 @@ def test_a_file_of_prices_that_is_gone_is_named(tmp_path: Path) -> None:
         books(run)
 
 
+def test_the_page_is_told_what_a_worker_costs_now(tmp_path: Path) -> None:
+    (tmp_path / "prices.csv").write_text("since_start_s,usd_per_h\n0,1\n3600,8\n")
+    kept = books(open_run(tmp_path, spot={"usd_per_h": 2.0, "prices": str(tmp_path / "prices.csv")}))
+    kept.take(drained([], [life("spot-0", 0, None)]))
+
+    before, after = kept.money(START_S + 60), kept.money(START_S + 2 * H)
+
+    assert (before["usd_per_h"]["spot"], after["usd_per_h"]["spot"]) == (1.0, 8.0)
+    assert before["usd_per_h"]["reserved"] == 10.0
+
+
+def test_pauses_between_sessions_are_no_time_of_a_run() -> None:
+    lives = [
+        WorkerLife(worker="a", pool="spot", joined_s=joined_s, left_s=left_s, reason="end")
+        for joined_s, left_s in ((0.0, 10.0), (5.0, 20.0), (100.0, None))
+    ]
+
+    assert alive_s(lives, 130.0) == 20.0 + 30.0
+
+
 @pytest.mark.parametrize("journal", [SPANS, WORKERS])
 def test_a_record_without_a_field_is_an_error_that_names_both(tmp_path: Path, journal: str) -> None:
     run = open_run(tmp_path)
@@ -203,14 +223,16 @@ def test_a_long_run_is_summed_up_as_it_goes_and_its_account_stays_the_same(
         kept, now_s = books(open_run(tmp_path / name)), START_S
         chance.seed(1)
         workers = [life("reserved-0", 0, None, ""), *(life(f"spot-{n}", n, None, "") for n in range(3))]
+        workers += [life("spot-3", 1, 700, "lost"), life("spot-3", 1500, None, "")]  # its name is used again
         for k in range(30):
             spans = [
                 span(worker["worker"], 100 * k + at, 100 * k + at + chance.uniform(1, 9), phase=phase)
                 for worker in workers
                 for at, phase in ((chance.uniform(2, 9), "rollout"), (50, "explore-r0"), (90, "score"))
                 if worker["worker"] != "spot-2" or k > 20
+                if START_S + 100 * k >= worker["joined_s"] - 99 and (not worker["left_s"] or k < 7)
             ]
-            kept.take(drained(spans, workers))
+            kept.take(drained(spans, [worker for worker in workers if worker["joined_s"] <= now_s + 100]))
             now_s = START_S + 100 * (k + 1)
             kept.measure(now_s - 100, now_s)
         return kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -126,3 +127,27 @@ def test_workers_that_a_trace_never_has_are_told_of(tmp_path: Path, caplog: pyte
 
     (said,) = caplog.messages
     assert said == f"pools.spot.workers = 4, and 2 of them never come: {trace} has no more at a time"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["pace.height_px=500"], r"\[pace\], with strategy\.widths = .*: 500 x 512 px is no size of qwen-image"),
+        (["pace.gpu=v100"], "there is no cost model of the GPU 'v100'"),
+        (["pools.spot.trace_model=bursty", "pools.spot.trace_offset_h=1"], ""),
+    ],
+)
+def test_what_the_cost_model_does_not_know_is_found_before_anything_starts(
+    tmp_path: Path, more: list[str], said: str
+) -> None:
+    settings = load(settings_file(tmp_path), ["pace.gpu=h100", *more])
+
+    with pytest.raises(SpotlightError, match=said) if said else nullcontext():
+        check_inputs(settings)
+
+
+def test_a_made_up_trace_that_nobody_could_wait_for_is_refused(tmp_path: Path) -> None:
+    asked = ["pools.spot.trace_model=bursty", "pools.spot.speedup=1000", "simulation.hours=1000"]
+
+    with pytest.raises(SpotlightError, match=r"ask for a made-up trace of 1,000,000 h, and at most 100,000"):
+        check_inputs(load(settings_file(tmp_path), asked), live=False)

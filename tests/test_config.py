@@ -561,3 +561,36 @@ def test_a_named_pipe_is_not_waited_for(file: Path) -> None:
     for read in (load, read_prompts, read_trace, read_prices):
         with pytest.raises(SpotlightError, match=r"pipe: cannot be read as .*: it is a named pipe"):
             read(pipe)
+
+
+def test_of_several_rewards_none_has_more_beside_it(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {"data": {"train_prompts": "a", "validation_prompts": "b"}}
+    nested = {"name": "ocr", "also": [{"name": "ocr"}]}
+
+    for reward in ([{"name": "ocr"}, nested], [nested, {"name": "ocr"}], {"name": "ocr", "also": [nested]}):
+        with pytest.raises(SpotlightError, match="write them one after the other"):
+            resolve(tree | {"reward": reward}, tmp_path)
+    with pytest.raises(SpotlightError, match=r"\[reward\] has no field 'foo'"):
+        resolve(tree | {"reward": {"name": "ocr", "also": [{"name": "ocr", "also": [{"foo": 1}]}]}}, tmp_path)
+
+
+def test_one_of_several_rewards_is_changed_in_the_file(file: Path) -> None:
+    file.write_text(f'{file.read_text()}\n[[reward]]\nname = "ocr"\n[[reward]]\nname = "ocr"\n')
+
+    assert refusal(file, "reward.attempts=5").endswith("there are several [[reward]] tables: change the file")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ('strategy.rollout_pools=["spot","spot"]', "['spot', 'spot'] names one twice"),
+        ('tracking.to=["wandb","wandb"]', "names one twice"),
+        ('pools.spot.notices="sigterm"', """pools.*.notices = 'sigterm': give a list, as in ["sigterm"]"""),
+    ],
+)
+def test_what_is_no_list_of_different_names_is_refused(file: Path, override: str, said: str) -> None:
+    assert said in refusal(file, override)
+
+
+def test_a_time_limit_may_look_like_a_time_of_day(file: Path) -> None:
+    assert load(file, ["cluster.slurm.time=00:30:00"]).cluster.slurm.time == "00:30:00"

@@ -43,7 +43,7 @@ from spotlight.store.rundir import RunDir
 from spotlight.store.thumbnails import pictures, thumbnail
 
 PRICES = {"reserved": 10.0, "spot": 2.5}
-ABOUT = {"kind": "run", "id": 0, "name": "a", "iterations": 9, "label": "", "usd_per_h": PRICES}
+ABOUT = {"kind": "run", "id": 0, "name": "a", "url": "/runs/a", "iterations": 9, "label": "", "usd_per_h": PRICES}
 
 
 def facts_of(*rows: dict[str, Any]) -> Facts:
@@ -66,10 +66,31 @@ def test_rows_that_come_again_change_nothing() -> None:
 def test_another_run_begins_with_an_empty_page() -> None:
     facts = facts_of(ABOUT, {"kind": "validation", "id": 0, "score": 0.5})
 
-    facts.take([ABOUT | {"name": "b"}])
+    facts.take([ABOUT | {"url": "/other/a"}])  # of the same name
 
     assert facts.rows("validation") == []
-    assert facts.latest("run")["name"] == "b"
+    assert facts.latest("run")["url"] == "/other/a"
+
+
+def test_dollars_an_hour_are_those_of_now_where_they_are_known() -> None:
+    facts = facts_of(ABOUT)
+    planned = facts.prices()
+
+    facts.take(
+        [{"kind": "money", "id": -1, "at_s": 1.0, "usd": {}, "usd_reserved_only": 0.0, "usd_per_h": {"spot": 9.0}}]
+    )
+
+    assert planned == PRICES
+    assert facts.prices() == {"spot": 9.0}
+
+
+def test_rows_of_a_kind_that_is_not_known_are_refused_and_not_kept() -> None:
+    facts = facts_of(ABOUT)
+
+    with pytest.raises(KeyError):
+        facts.take([{"kind": "weather", "id": 0}])
+
+    assert facts.rows("weather") == []
 
 
 def test_the_page_keeps_no_more_than_it_shows() -> None:

@@ -17,7 +17,7 @@ from spotlight.market.ledger import (
     segments,
     spot_utilisation,
 )
-from spotlight.records import Span, WorkerLife
+from spotlight.records import Span, SpotlightError, WorkerLife
 
 PRICES = {"reserved": Price.constant(10.0), "spot": Price.constant(2.5)}
 H = 3600.0
@@ -114,6 +114,17 @@ def test_prices_that_count_from_the_start_begin_with_the_first_worker() -> None:
 def test_a_price_that_makes_no_sense_is_refused(times_s: tuple[float, ...], usd_per_h: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match=r"times"):
         Price(times_s=times_s, usd_per_h=usd_per_h)
+
+
+def test_a_price_holds_from_its_moment_on() -> None:
+    price = Price(times_s=(10.0, 20.0), usd_per_h=(1.0, 3.0))
+
+    assert [price.at(time_s) for time_s in (0.0, 10.0, 19.9, 20.0, 1e9)] == [1.0, 1.0, 1.0, 3.0, 3.0]
+
+
+def test_a_worker_of_a_pool_that_has_no_price_is_named() -> None:
+    with pytest.raises(SpotlightError, match=r"workers\.jsonl: x is of the pool 'other'"):
+        pool_usd([WorkerLife(worker="x", pool="other", joined_s=0, left_s=1, reason="end")], {}, (0.0, 1.0))
 
 
 def test_a_span_inside_a_span_counts_once() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.plan.placement import Idle, Launch, Running, View, Waiting, plan, widen
+from spotlight.plan.placement import Idle, Launch, Place, Running, View, Waiting, plan, widen
 from spotlight.records import Pool
 
 ANY: tuple[Pool, ...] = ("reserved", "spot")
@@ -24,6 +25,11 @@ def idle(worker: str) -> Idle:
 
 def node(name: str, workers: int) -> tuple[Idle, ...]:
     return tuple(idle(f"{name}/{rank}") for rank in range(workers))
+
+
+def places(nodes: Mapping[str, int]) -> dict[Place, int]:
+    """Workers alive on each, all of one pool."""
+    return {(idle(name).pool, name): count for name, count in nodes.items()}
 
 
 def waiting(
@@ -171,7 +177,7 @@ def test_survivors_are_not_given_to_fresh_requests() -> None:
     broken = waiting("broken", 2, widths=(2,), held=("spot/0",))
     fresh = waiting("fresh", 1)
 
-    launches = plan(View(idle=(idle("spot/0"),), waiting=(fresh, broken), nodes={"spot": 2}))
+    launches = plan(View(idle=(idle("spot/0"),), waiting=(fresh, broken), alive=places({"spot": 2})))
 
     assert launches == []
 
@@ -180,16 +186,28 @@ def test_survivors_on_a_node_that_shrank_below_every_width_are_free_for_others()
     broken = waiting("broken", 1, widths=(4,), held=("spot/0", "spot/1", "spot/2"))
     fresh = waiting("fresh", 2, widths=(2,))
 
-    launches = plan(View(idle=node("spot", 3), waiting=(broken, fresh), nodes={"spot": 3}))
+    launches = plan(View(idle=node("spot", 3), waiting=(broken, fresh), alive=places({"spot": 3})))
 
     assert placed(launches) == {"fresh": ("spot/0", "spot/1")}
+
+
+def test_workers_of_another_pool_on_the_node_make_no_gang_possible() -> None:
+    """On a machine of three reserved workers and a spot one, no two spot workers can meet."""
+    wide, narrow = waiting("wide", 1, pools=("spot",), widths=(2,), held=("spot-0",)), waiting("narrow", 2)
+    spot = Idle(worker="spot-0", pool="spot", node="m")
+
+    launches = plan(View(idle=(spot,), waiting=(wide, narrow), alive={("spot", "m"): 1, ("reserved", "m"): 3}))
+
+    assert placed(launches) == {"narrow": ("spot-0",)}
 
 
 def test_a_broken_gang_that_moves_to_another_node_frees_all_its_survivors() -> None:
     broken = waiting("broken", 1, widths=(2,), held=("spot-a/0",))
     fresh = waiting("fresh", 2)
 
-    launches = plan(View(idle=(idle("spot-a/0"), *node("spot-b", 2)), waiting=(broken, fresh), nodes={"spot-a": 2}))
+    launches = plan(
+        View(idle=(idle("spot-a/0"), *node("spot-b", 2)), waiting=(broken, fresh), alive=places({"spot-a": 2}))
+    )
 
     assert placed(launches) == {"broken": ("spot-b/0", "spot-b/1"), "fresh": ("spot-a/0",)}
 
@@ -225,7 +243,7 @@ def test_survivors_kept_for_an_older_request_are_not_given_to_a_younger_one() ->
     older = waiting("older", 1, widths=(2,), held=("spot/0",))
     younger = waiting("younger", 2, begun=True)
 
-    launches = plan(View(idle=(idle("spot/0"),), waiting=(younger, older), nodes={"spot": 2}))
+    launches = plan(View(idle=(idle("spot/0"),), waiting=(younger, older), alive=places({"spot": 2})))
 
     assert launches == []
 
@@ -234,7 +252,7 @@ def test_a_worker_that_two_broken_gangs_claim_is_given_to_the_older_one() -> Non
     older, younger = (waiting("older", 1, widths=(2,), held=("spot/0",)), waiting("younger", 2, held=("spot/0",)))
 
     now = plan(View(idle=node("spot", 2), waiting=(older, younger)))
-    too_early = plan(View(idle=node("spot", 1), waiting=(older, younger), nodes={"spot": 2}))
+    too_early = plan(View(idle=node("spot", 1), waiting=(older, younger), alive=places({"spot": 2})))
 
     assert placed(now) == {"older": ("spot/0", "spot/1")}
     assert too_early == []
@@ -244,7 +262,9 @@ def test_of_many_wide_requests_only_the_first_holds_a_node() -> None:
     wide, narrow = (waiting("wide 1", 1, widths=(4,)), waiting("wide 2", 2, widths=(4,))), waiting("narrow", 3)
 
     launches = plan(
-        View(idle=(idle("spot-a/0"), idle("spot-b/0")), waiting=(*wide, narrow), nodes={"spot-a": 4, "spot-b": 4})
+        View(
+            idle=(idle("spot-a/0"), idle("spot-b/0")), waiting=(*wide, narrow), alive=places({"spot-a": 4, "spot-b": 4})
+        )
     )
 
     assert placed(launches) == {"narrow": ("spot-a/0",)}
@@ -254,7 +274,7 @@ def test_a_wide_request_holds_the_node_where_it_will_soonest_fit() -> None:
     wide, narrow = waiting("wide", 1, widths=(4,)), waiting("narrow", 2)
     workers = (*node("spot-a", 1), *node("spot-b", 3))
 
-    launches = plan(View(idle=workers, waiting=(wide, narrow), nodes={"spot-a": 4, "spot-b": 4}))
+    launches = plan(View(idle=workers, waiting=(wide, narrow), alive=places({"spot-a": 4, "spot-b": 4})))
 
     assert placed(launches) == {"narrow": ("spot-a/0",)}
 
@@ -263,7 +283,7 @@ def test_a_request_that_no_node_could_ever_run_holds_up_nobody() -> None:
     too_wide, narrow = waiting("too wide", 1, widths=(4,)), waiting("narrow", 2)
     too_few_shards = replace(waiting("too few shards", 0, widths=(2,)), slots=1)
 
-    launches = plan(View(idle=(idle("spot/0"),), waiting=(too_few_shards, too_wide, narrow), nodes={"spot": 3}))
+    launches = plan(View(idle=(idle("spot/0"),), waiting=(too_few_shards, too_wide, narrow), alive=places({"spot": 3})))
 
     assert placed(launches) == {"narrow": ("spot/0",)}
 
@@ -378,7 +398,7 @@ def test_an_endless_stream_of_narrow_requests_does_not_starve_a_wide_one(
         busy = {worker: left - 1 for worker, left in busy.items() if left > 1}
         queue += [waiting(f"narrow {number}/{n}", 100 + number, widths=(1,)) for n in range(len(workers))]
         free = tuple(each for each in workers if each.worker not in busy)
-        launches = placed(plan(View(idle=free, waiting=tuple(queue), nodes=nodes)))
+        launches = placed(plan(View(idle=free, waiting=tuple(queue), alive=places(nodes))))
         queue = [each for each in queue if each.id not in launches]
         for gang in launches.values():
             busy |= dict.fromkeys(gang, random.randint(1, LONGEST))
@@ -448,17 +468,21 @@ class Cluster:
             assert len(members) <= request.slots
             self.gangs[launch.request] = (replace(request, held=()), launch.workers)
         self.check_survivors(view, placed(launches))
-        assert self.gangs or not any(self.could_run(each, name) for each in view.waiting for name in view.nodes), view
+        assert self.gangs or not any(self.could_run(each, name) for each in view.waiting for name in self.machines), (
+            view
+        )
 
     def could_run(self, request: Waiting, name: str) -> bool:
-        return idle(name).pool in request.pools and request.widths[0] <= self.view().nodes[name]
+        return idle(name).pool in request.pools and request.widths[0] <= self.view().alive.get(
+            (idle(name).pool, name), 0
+        )
 
     def check_survivors(self, view: View, launches: dict[str, tuple[str, ...]]) -> None:
         """What is kept for a request that still waits, and is of use to it, went to none but broken gangs before it."""
         taken = {worker: self.gangs[name][0] for name, workers in launches.items() for worker in workers}
         for kept in self.waiting.values():
             for worker in taken.keys() & set(kept.held):
-                by, useless = taken[worker], view.nodes[idle(worker).node] < kept.widths[0]
+                by, useless = taken[worker], view.alive[idle(worker).pool, idle(worker).node] < kept.widths[0]
                 assert useless or (by.begun and (by.exploring, by.order) < (kept.exploring, kept.order))
 
     def view(self) -> View:
@@ -466,7 +490,7 @@ class Cluster:
         return View(
             idle=tuple(each for worker, each in self.alive.items() if worker not in busy),
             waiting=tuple(self.waiting.values()),
-            nodes=Counter(each.node for each in self.alive.values()),
+            alive=Counter((each.pool, each.node) for each in self.alive.values()),
         )
 
 

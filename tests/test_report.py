@@ -381,7 +381,7 @@ def test_the_cost_of_a_run_without_workers_is_refused(tmp_path: Path, capsys: py
     status = main(["cost", str(write_run(tmp_path / "run", until="history.jsonl"))])
 
     assert status == 1
-    assert "no finished task is recorded yet" in capsys.readouterr().err
+    assert "workers.jsonl is missing or empty" in capsys.readouterr().err
 
 
 def test_the_cost_of_a_run_that_has_not_ended_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -695,3 +695,40 @@ def test_the_colours_come_without_the_libraries_that_draw() -> None:
 
     assert "spotlight.report.palette" in loaded.split()
     assert not {"bokeh", "matplotlib", "numpy", "pandas"} & set(loaded.split())
+
+
+def test_every_loss_has_its_cross_though_names_are_used_again(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", iterations=4)
+    file = run_dir / "workers.jsonl"
+    lives = [json.loads(line) for line in file.read_text().splitlines()]
+    name = f"spot-{SPOTS - 1}"  # the one that was lost with work
+    later = [_life(name, START_S + 30 + n, START_S + 30.5 + n, "left") for n in range(3)]
+    write_jsonl(file, [*lives, *later])
+
+    found = read(run_dir).losses()
+
+    assert len([lane for lane, _ in found if lane == ("spot", name)]) == 1 + 3
+
+
+def test_damaged_metrics_leave_a_report(tmp_path: Path) -> None:
+    """What is no number is left out; what is missing stays empty."""
+    run_dir = write_run(tmp_path / "run")
+    file = run_dir / "history.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[1]["metrics"]["reward_mean"] = float("nan")
+    write_jsonl(file, rows)
+    validated = [json.loads(line) for line in (run_dir / "validation.jsonl").read_text().splitlines()]
+    validated[-1]["rewards"] = validated[-1]["rewards"][:1]
+    write_jsonl(run_dir / "validation.jsonl", validated)
+
+    assert "</main>" in page_of(run_dir)
+
+
+def test_the_account_of_a_run_without_its_workers_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "run")
+    (run_dir / "workers.jsonl").unlink()
+
+    assert main(["cost", str(run_dir)]) == 1
+    assert "workers.jsonl is missing or empty" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from cluster.dispatch import differing
 from runs import PROMPTS, ROOT, little_file, outcome, settings_file
-from spotlight import config
+from spotlight import attach, config
 from spotlight.display import comparison
 from spotlight.records import SpotlightError
 from spotlight.run import Run
@@ -256,7 +256,7 @@ def test_a_target_ends_a_run_and_says_when_and_at_what_cost_it_was_reached(tmp_p
     assert 0 < found.target_usd <= found.usd * (1 + 1e-9)
 
 
-def test_the_last_hour_ends_a_run(tmp_path: Path) -> None:
+def test_the_last_hour_ends_a_run_which_is_then_finished(tmp_path: Path) -> None:
     overrides = ["run.iterations=2000", "simulation.hours=0.02", f"run.dir={tmp_path}"]
 
     (found,) = simulate(settings_file(tmp_path), overrides, compare=False, report=False)
@@ -266,6 +266,7 @@ def test_the_last_hour_ends_a_run(tmp_path: Path) -> None:
     run = RunDir.open(found.run_dir)
     assert "lost" not in {row["outcome"] for row in run.rows(SPANS)}
     assert "broken" not in {row["event"] for row in run.rows(EVENTS)}
+    assert attach(found.run_dir).state == "finished"
 
 
 def test_a_trace_begins_when_its_first_workers_are_there(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ class Facts:
         self._rows: dict[str, dict[int, Row]] = {}
         self._run = ""
         self.money: deque[Money] = deque()
+        self._usd_per_h: dict[str, float] = {}
         self.changes = 0
         """Counts what was taken, but for money: what is drawn from rows is drawn anew when it has changed."""
 
@@ -82,23 +83,25 @@ class Facts:
         return self._find() is not None
 
     def take(self, rows: Iterable[Row]) -> None:
-        """Add the driver's rows; of the same kind and id, the last counts. A run of another name begins anew."""
+        """Add the driver's rows; of the same kind and id, the last counts. Another run begins anew."""
         for row in rows:
             if row["kind"] == "money":
                 self._take_money(row)
                 continue
-            if row["kind"] == "run" and row["name"] != self._run:
-                self._run = row["name"]
+            limit = ROWS_MAX[row["kind"]]
+            if row["kind"] == "run" and row["url"] != self._run:
+                self._run = row["url"]
                 self._rows.clear()
                 self.money.clear()
             of_kind = self._rows.setdefault(row["kind"], {})
             if of_kind.get(row["id"]) != row:
                 self.changes += 1
             of_kind[row["id"]] = row
-            for surplus in sorted(of_kind)[: max(0, len(of_kind) - ROWS_MAX[row["kind"]])]:
+            for surplus in sorted(of_kind)[: max(0, len(of_kind) - limit)]:
                 del of_kind[surplus]
 
     def _take_money(self, row: Row) -> None:
+        self._usd_per_h = row.get("usd_per_h", {})
         now = Money(at_s=row["at_s"], usd=row["usd"], usd_reserved_only=row["usd_reserved_only"])
         if self.money and now.at_s <= self.money[-1].at_s:
             return
@@ -119,8 +122,8 @@ class Facts:
         return found[max(found)] if found else {}
 
     def prices(self) -> dict[str, float]:
-        """Dollars an hour of one worker, by pool."""
-        return dict(self.latest("run").get("usd_per_h", {}))
+        """Dollars an hour of one worker now, by pool."""
+        return dict(self._usd_per_h or self.latest("run").get("usd_per_h", {}))
 
     def usd_per_h(self) -> float:
         """Of all workers that are alive now."""

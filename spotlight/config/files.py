@@ -187,6 +187,8 @@ def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example
     value = _value(override, text)
     for key in keys[:-1]:
         tree = tree.setdefault(key, {})
+        if isinstance(tree, list):
+            raise SpotlightError(f"--set {shown(override)}: there are several [[{key}]] tables: change the file")
         if not isinstance(tree, dict):
             raise SpotlightError(f"--set {shown(override)}: {shown(key)} is a value, not a section")
     tree[keys[-1]] = value
@@ -208,7 +210,7 @@ def _value(override: str, text: str) -> Any:
 def _explain(source: str, error: Mapping[str, Any]) -> str:
     """One pydantic error as one sentence: where, the rule, what came, the way out."""
     parts = [str(part) for part in error["loc"]]
-    if parts[:2] == ["reward", "also"]:  # further [[reward]] tables are reported as what they are
+    while parts[:2] == ["reward", "also"]:  # further [[reward]] tables are reported as what they are
         parts = ["reward", *parts[3:]]
     *sections, field = parts or [""]
     name = ".".join((*sections, field))

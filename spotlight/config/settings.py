@@ -57,6 +57,8 @@ class Config(Section):
         tables = tree.get("reward") if isinstance(tree, dict) else None
         if not isinstance(tables, list) or not tables or not isinstance(tables[0], dict):
             return tree
+        if any("also" in table for table in tables if isinstance(table, dict)):
+            raise ValueError("reward.also: each [[reward]] table is one reward: write them one after the other")
         return tree | {"reward": {**tables[0], "also": tables[1:]} if tables[1:] else tables[0]}
 
     @model_validator(mode="after")
@@ -212,7 +214,7 @@ class Config(Section):
                 found.append(
                     f"pools.{name}.gpu = {pool.gpu!r} is not in the price list"
                     f"{f' (did you mean {close[0]!r}?)' if close else ''}: its price is taken from "
-                    f"pools.{name}.usd_per_h, and nothing is known of its speed"
+                    f"pools.{name}.usd_per_h"
                 )
         gpu = self.pools.spot.gpu or USUAL_GPU
         is_dear = gpu in price_list() and self.pools.reserved.usd_per_h >= usd_per_h(gpu, "reserved")

@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Literal, get_args
 
 from spotlight.market.traces import SECONDS_PER_H
-from spotlight.records import Interval, Span, WorkerLife, base_phase, record
+from spotlight.records import Interval, Span, SpotlightError, WorkerLife, base_phase, record
 
 ALWAYS: Interval = (-inf, inf)
 Kind = Literal["useful", "idle", "start-up", "dropped", "lost", "redone"]
@@ -53,6 +53,10 @@ class Price:
     def moved(self, by_s: float) -> Price:
         """The same prices at times ``by_s`` later, no longer counted from the run's start."""
         return Price(times_s=tuple(at_s + by_s for at_s in self.times_s), usd_per_h=self.usd_per_h)
+
+    def at(self, time_s: float) -> float:
+        """Dollars an hour at a moment."""
+        return self.usd_per_h[max(0, bisect_right(self.times_s, time_s) - 1)]
 
     def usd(self, start_s: float, stop_s: float) -> float:
         """Dollars of one worker from ``start_s`` to ``stop_s``: ``1/3600 * integral of usd_per_h(t) dt``."""
@@ -111,9 +115,18 @@ def pool_usd(workers: Sequence[WorkerLife], prices: Prices, window: Interval) ->
     """
     usd: defaultdict[str, float] = defaultdict(float)
     prices = absolute(prices, workers)
+    _require_prices(prices, workers)
     for life in workers:
         usd[life.pool] += prices[life.pool].usd(*stay(life, window))
     return dict(usd)
+
+
+def _require_prices(prices: Prices, workers: Iterable[WorkerLife]) -> None:
+    for life in workers:
+        if life.pool not in prices:
+            raise SpotlightError(
+                f"workers.jsonl: {life.worker} is of the pool {life.pool!r}, which the settings do not have: restore it"
+            )
 
 
 def overlap_s(start_s: float, stop_s: float, window: Interval) -> float:
@@ -340,6 +353,7 @@ def ledger(
         scores: of every validation, in [0, 1], in order of time.
     """
     prices = absolute(prices, workers)
+    _require_prices(prices, workers)
     sums: defaultdict[tuple[str, str, Kind], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     reserved = {pool: reserved_price(prices, pool) for pool in {life.pool for life in workers}}
     for segment in segments(spans, workers, window):

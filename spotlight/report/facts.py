@@ -180,9 +180,17 @@ class Facts:
 
     def losses(self) -> list[tuple[Lane, float]]:
         """Where and when a preemption struck: at the lost work where there was any, else as the worker went."""
-        struck = [((span.pool, span.worker), span.stop_s) for span in self.spans if span.outcome == "lost"]
-        working = {lane for lane, _ in struck}
-        return struck + [(lane, left_s) for lane, left_s in self.departures() if lane not in working]
+        struck: dict[Lane, list[float]] = {}
+        for span in self.spans:
+            if span.outcome == "lost":
+                struck.setdefault((span.pool, span.worker), []).append(span.stop_s)
+        idle = [
+            ((life.pool, life.worker), life.left_s)
+            for life in self.workers  # whose names are used again
+            if life.left_s is not None and life.was_taken
+            if not any(life.joined_s <= at_s <= life.left_s for at_s in struck.get((life.pool, life.worker), ()))
+        ]
+        return [(lane, at_s) for lane, times in struck.items() for at_s in times] + idle
 
     def money(self) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]], NDArray[np.float64]]:
         """Times, the dollars spent by then in each pool, and the reserved-only price of the work by then."""
@@ -198,6 +206,13 @@ class Facts:
         had = {life.pool for life in self.workers}
         return [pool for pool in self.prices if pool in had or pool in get_args(Pool)]
 
+    def reward_band(self) -> pd.DataFrame | None:
+        """Of trained samples, ``low`` and ``high``: a standard deviation around the mean, by version, if known."""
+        reward, spread = self.curve("reward_mean"), self.curve("reward_std")
+        if reward is None or spread is None:
+            return None
+        return pd.DataFrame({"low": reward - spread, "high": reward + spread}).dropna()
+
     def curve(self, name: str) -> pd.Series[float] | None:
         """A metric over iterations, where the run has it at all and it is a number."""
         if name not in self.history:
@@ -210,10 +225,12 @@ class Facts:
 
         Those of a modelled device show nothing.
         """
+        rows = len(line.rewards)
         path = (self.dir / line.images).resolve()
         if self.simulated == "modelled" or not path.is_file() or not path.is_relative_to(self.dir):
             return None
-        return validation_images(path)
+        found = validation_images(path)
+        return found if found and len(found[0]) <= rows else None  # else the row is damaged
 
 
 def _evenly(lanes: Sequence[Lane]) -> list[Lane]:

@@ -68,6 +68,7 @@ class Feed:
             "kind": "run",
             "id": 0,
             "name": self._run.name,
+            "url": self._run.url,
             "iterations": config.run.iterations,
             "label": emulated(config, self._run.simulated),
             "usd_per_h": {name: pool.usd_per_h for name, pool in config.pools},

@@ -28,6 +28,7 @@ from spotlight.report.money import bought, rows, simulation
 from spotlight.report.palette import FAINT, INK, PHASE_COLOURS, RULE
 from spotlight.report.pictures import write_pictures
 from spotlight.report.plots import money_plot, reward_plot, spending_plot, timeline_plot
+from spotlight.store.accounts import alive_s
 from spotlight.store.objects import atomic_write
 from spotlight.store.rundir import RunDir
 
@@ -78,6 +79,7 @@ FILES = {
     "validation.jsonl": "validation scores; their images are in images/",
     "spans.jsonl": "what every worker did, and when",
     "workers.jsonl": "when every worker came and went",
+    "prices": "what workers cost as time went by",
     "events.jsonl": "what happened to gangs and workers",
     "decisions.jsonl": "what was decided from what, enough to decide it again",
     "quarantined.jsonl": "requests that nobody runs any more",
@@ -88,6 +90,7 @@ FILES = {
     "images": "validation images, and this page's pictures as PNG",
     "selections": "the seeds that every iteration kept, and what exploration scored them",
     "weights": "every weights version, as safetensors",
+    "updates": "gradients of the iteration that was under way",
     "latents": "committed denoising steps, as Zarr",
 }
 SET_ASIDE_NOTE = "Requests that kept killing those who ran them; fresh seeds of their prompts took their places."
@@ -157,7 +160,8 @@ def _timeline(facts: Facts, plot: str) -> str:
     settings = facts.settings
     lanes = LANES_NOTES["ahead" if settings.rollout.prompts_ahead else settings.strategy.exploration]
     if not facts.is_crowded():
-        return _section("What every worker did", TIMELINE_NOTE.format(lanes=lanes), plot)
+        note = TIMELINE_NOTE if facts.zoom() == facts.whole else OVERVIEW_NOTE
+        return _section("What every worker did", note.format(lanes=lanes), plot)
     shown, all_of_them = len(facts.closer().lanes()), len(facts.lanes())
     return _section("What the workers did", CROWDED_NOTE.format(shown=shown, all=all_of_them, lanes=lanes), plot)
 
@@ -189,7 +193,8 @@ def _subtitle(facts: Facts) -> str:
     return (
         f"{settings.model.name}, {settings.train.algorithm}, exploration {settings.strategy.exploration}; "
         f"{pools.reserved.workers} reserved{_without_gpu(settings)} + {pools.spot.workers} spot workers "
-        f"at {_price(pools.reserved)} and {_price(pools.spot)} per hour; "
+        f"at {_price(pools.reserved)} and {_price(pools.spot)} per hour"
+        f"{f', {pools.reward.workers} reward workers at {_price(pools.reward)}' if pools.reward.workers else ''}; "
         f"seed {settings.run.seed}{_paced(settings.pace)}"
     )
 
@@ -223,7 +228,7 @@ def _cards(facts: Facts) -> str:
         "score_before": scores[0] if scores else None,
         "score_after": scores[-1] if len(scores) > 1 else None,
         "iterations": len(facts.history),
-        "wall_s": facts.whole[1] or None,
+        "wall_s": alive_s(facts.workers, facts.whole[1]) or None,
         "usd": ledger.usd() if ledger.entries else None,
         "usd_reserved_only": ledger.usd_reserved_only if facts.spans else None,
         "preemptions": lost["spot"],
@@ -355,7 +360,8 @@ LANES_NOTES = {
     "blue goes on in that iteration. ",
 }
 """What the colours of the lanes are, by how a run explores, or if it begins rollouts early."""
-TIMELINE_NOTE = (
+TIMELINE_NOTE = "One lane per worker. {lanes}Drag to move, or hold ctrl and use the wheel."
+OVERVIEW_NOTE = (
     "One lane per worker. {lanes}Drag to move, drag the window in the small picture, or hold ctrl and use the wheel."
 )
 CROWDED_NOTE = (

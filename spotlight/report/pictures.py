@@ -79,7 +79,7 @@ def draw(facts: Facts, what: str) -> Figure | None:
 
 
 def _reward(facts: Facts) -> Figure | None:
-    reward, spread, explored = (facts.curve(name) for name in ("reward_mean", "reward_std", "explored_reward_mean"))
+    reward, explored, band = facts.curve("reward_mean"), facts.curve("explored_reward_mean"), facts.reward_band()
     if reward is None and not facts.validation:
         return None
     picture = Figure(figsize=(9, 4), layout="constrained")
@@ -88,8 +88,8 @@ def _reward(facts: Facts) -> Figure | None:
     ax.set_axisbelow(True)
     if reward is not None:
         colour = PHASE_COLOURS["train"]
-        if spread is not None:
-            ax.fill_between(reward.index, reward - spread, reward + spread, color=colour, alpha=0.12, lw=0)
+        if band is not None:
+            ax.fill_between(band.index, band["low"], band["high"], color=colour, alpha=0.12, lw=0)
         ax.plot(reward.index, reward, color=colour, lw=2.2, label="trained samples (mean ± std)")
     if explored is not None:
         dashed: Any = {"color": PHASE_COLOURS["explore"], "lw": 1.8, "ls": (0, (4, 2))}

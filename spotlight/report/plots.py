@@ -36,12 +36,12 @@ from spotlight.report.style import Plot, empty_plot, legend_above
 def reward_plot(facts: Facts) -> Plot:
     """Rewards of trained, explored and held-out samples over weights versions."""
     plot = empty_plot(340, tools="xpan,box_zoom,reset,save", x_axis_label="weights version", y_axis_label="reward")
-    reward, spread, explored = (facts.curve(name) for name in ("reward_mean", "reward_std", "explored_reward_mean"))
+    plot.xaxis.ticker.min_interval = 1
+    reward, explored, band = facts.curve("reward_mean"), facts.curve("explored_reward_mean"), facts.reward_band()
     if reward is not None:
         colour = PHASE_COLOURS["train"]
-        if spread is not None:
-            low, high = reward - spread, reward + spread
-            plot.varea(list(reward.index), low, high, color=colour, alpha=0.12, legend_label="± std")
+        if band is not None:
+            plot.varea(list(band.index), band["low"], band["high"], color=colour, alpha=0.12, legend_label="± std")
         _hoverable_line(plot, reward, colour, "trained samples")
     if explored is not None:
         _hoverable_line(plot, explored, PHASE_COLOURS["explore"], "explored seeds (stale weights)", dash="dashed")

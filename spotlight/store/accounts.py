@@ -5,7 +5,7 @@ In memory are the spans of the last iterations; what came before is summed up, s
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +22,7 @@ from spotlight.market.ledger import (
     Entry,
     Ledger,
     Price,
+    absolute,
     busy_intervals,
     ledger,
     overlap_s,
@@ -154,9 +155,15 @@ class Accounts:
         return pool_usd(self._all(), self._prices, (since_s, now_s))
 
     def money(self, now_s: float) -> dict[str, Any]:
-        """What was spent, for the page on the dashboard."""
+        """What was spent, and what a worker of each pool costs an hour now, for the page on the dashboard."""
         reserved_only = self.ledger(now_s).usd_reserved_only
-        return {"at_s": now_s, "usd": self.usd_by_pool(now_s), "usd_reserved_only": reserved_only}
+        prices = absolute(self._prices, self._all())
+        return {
+            "at_s": now_s,
+            "usd": self.usd_by_pool(now_s),
+            "usd_reserved_only": reserved_only,
+            "usd_per_h": {name: prices[name].at(now_s) for name, _ in self._config.pools},
+        }
 
     def ledger(self, now_s: float) -> Ledger:
         """Where seconds and dollars went, as it was worked out last: after each iteration, and at the run's end.
@@ -194,11 +201,16 @@ class Accounts:
         self._folded = summed((*self._folded, *old.entries))
         self._folded_busy_s += self._busy_s(window)
         self._folded_s = until_s
-        there = {life.worker for life in self._all() if life.left_s is None or life.left_s > until_s}
-        first: dict[str, Span] = {}
+        joined: dict[str, list[float]] = {}
+        for life in sorted(self._all(), key=attrgetter("joined_s")):
+            if life.left_s is None or life.left_s > until_s:
+                joined.setdefault(life.worker, []).append(life.joined_s)
+        first: dict[tuple[str, int], Span] = {}
         for span in self._spans:
-            if span.worker in there and (span.worker not in first or span.start_s < first[span.worker].start_s):
-                first[span.worker] = span
+            life_at = bisect_right(joined.get(span.worker, ()), span.start_s) - 1  # names are used again
+            known = first.get((span.worker, life_at))
+            if life_at >= 0 and (known is None or span.start_s < known.start_s):
+                first[span.worker, life_at] = span
         kept = {id(span) for span in first.values()}
         spans = [span for span in self._spans if span.stop_s > until_s or id(span) in kept]
         self._spans, self._latest_s, self._first_spot, self._counted = [], [], {}, 0
@@ -218,12 +230,7 @@ class Accounts:
 
     def worked_s(self, until_s: float) -> float:
         """Seconds before a moment in which there was any worker: how long earlier sessions were."""
-        total_s = reached_s = 0.0
-        for life in sorted(self._earlier, key=attrgetter("joined_s")):
-            stop_s = min(until_s, until_s if life.left_s is None else life.left_s)
-            total_s += max(0.0, stop_s - max(life.joined_s, reached_s))
-            reached_s = max(reached_s, stop_s)
-        return total_s
+        return alive_s(self._earlier, until_s)
 
     def first_image_s(self, began_s: float) -> float | None:
         """Seconds to the first finished request, from ``began_s`` or from the first worker, if that came before."""
@@ -254,6 +261,16 @@ class Accounts:
     def _write_lives(self) -> None:
         with atomic_write(self._run.path / WORKERS) as file:
             file.write("".join(f"{dumps(row_of(life), sort_keys=True)}\n" for life in self._all()).encode())
+
+
+def alive_s(lives: Iterable[WorkerLife], until_s: float) -> float:
+    """Seconds before a moment in which there was any worker, so without pauses between a run's sessions."""
+    total_s = reached_s = 0.0
+    for life in sorted(lives, key=attrgetter("joined_s")):
+        stop_s = min(until_s, until_s if life.left_s is None else life.left_s)
+        total_s += max(0.0, stop_s - max(life.joined_s, reached_s))
+        reached_s = max(reached_s, stop_s)
+    return total_s
 
 
 def read_spans(run: RunDir) -> list[Span]:

@@ -90,7 +90,12 @@ def unvalidated(run: RunDir, config: Config, done: int) -> Iterator[int]:
 
 
 def is_over(run: RunDir, config: Config) -> bool:
-    """Whether all iterations are done and validated, and what came of them is summed up: nothing is left to do."""
+    """Whether all iterations are done and validated, and what came of them is summed up: nothing is left to do.
+
+    A simulated run may end sooner, by its last hour or its target.
+    """
+    if run.simulated:
+        return run.summary() is not None
     last = config.run.iterations
     validated = any(row.version == last for row in run.validation()) and not list(unvalidated(run, config, last))
     return validated and len(run.history()) >= last and run.summary() is not None
