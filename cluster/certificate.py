@@ -7,6 +7,7 @@ more once the system's clock was set back.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from datetime import UTC, datetime, timedelta
@@ -67,7 +68,14 @@ def write(directory: Path, security: Security | None = None) -> tuple[Path, Path
     return files
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write cert.pem and key.pem for all processes of a cluster.")
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="made here; keep it out of git")
+    try:
+        print(*write(parser.parse_args().directory.absolute()))
+    except OSError as error:
+        sys.exit(f"{error.filename}: {error.strerror}: a cluster may use it; delete it, or name another directory")
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m cluster.certificate DIRECTORY")
-    print(*write(Path(sys.argv[1])))
+    main()

@@ -11,6 +11,7 @@ A node is who shares memory. The resource ``node:NAME`` plays several nodes on o
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import multiprocessing
@@ -32,8 +33,8 @@ from cluster.node_parent import continue_node_parent, end_with_this_process, nod
 from cluster.notices import SIGNALS, Notice, first_notice, sources
 from cluster.relaxed import steady
 from cluster.rules import CLOSE_MARGIN_S, LEAVE_POLL_S
+from cluster.version import code_version
 from cluster.worker_device import WorkerDevice
-from spotlight import __version__
 from spotlight.clock import wall_clock
 from spotlight.config import RESOLVED, Config
 from spotlight.device.process import EngineProcess
@@ -87,7 +88,7 @@ class Terms:
 def terms_of(config: Config, run_dir: str, session: str) -> Terms:
     """What the settings ask of workers."""
     return Terms(
-        version=__version__,
+        version=code_version(),
         run_dir=run_dir,
         session=session,
         hang_after_s=config.cluster.hang_after_s,
@@ -204,6 +205,8 @@ class Member:
             renew=node_parent,
         )
         opened.callback(self._engine.close)
+        atexit.register(opened.close)  # a worker that ends without `leave` would wait for its engine for ever
+        opened.callback(atexit.unregister, opened.close)
         peers.serve(self._worker, node)
         install(
             WorkerDevice(
@@ -292,9 +295,9 @@ def _check(terms: Terms) -> None:
     Raises:
         SpotlightError: it could not.
     """
-    if terms.version != __version__:
+    if terms.version != code_version():
         raise SpotlightError(
-            f"it has Spotlight {__version__}, and the driver has {terms.version}: install the same version on both"
+            f"it has Spotlight {code_version()}, and the driver has {terms.version}: install the same version on both"
         )
     if objects_at(terms.run_dir).size(RESOLVED) is None:
         raise SpotlightError(

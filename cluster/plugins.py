@@ -54,7 +54,7 @@ from cluster.rules import WATCH_S, Rules
 from cluster.scheduler_calls import SchedulerCalls
 from cluster.snapshot import Snapshot
 from cluster.translation import STATES, STEP_S, layer_of, work_of
-from spotlight import __version__
+from cluster.version import code_version
 from spotlight.clock import Clock, wall_clock
 from spotlight.records import SpotlightError
 
@@ -88,7 +88,7 @@ class DispatchPlugin(SchedulerPlugin):
     ) -> None:
         self._run, self._session, self._rules = run, session, rules
         self._owner, self._driver, self._member = owner, driver, member
-        self._clock, self._version = clock, __version__
+        self._clock, self._version = clock, code_version()
 
     async def start(self, scheduler: Scheduler) -> None:
         """Begin; nothing is awaited, so that of two runs that come at once the second finds the first.
@@ -141,10 +141,10 @@ class DispatchPlugin(SchedulerPlugin):
                 f"the scheduler {scheduler.address} runs {other._run} already (driver: {other._driver}): wait until it "
                 "ends, or stop it first; a scheduler serves one run at a time"
             )
-        if self._version != __version__:
+        if self._version != code_version():
             raise SpotlightError(
-                f"the scheduler {scheduler.address} has Spotlight {__version__}, and the driver has {self._version}: "
-                "install the same version on both"
+                f"the scheduler {scheduler.address} has Spotlight {code_version()}, and the driver has "
+                f"{self._version}: install the same version on both"
             )
 
     async def close(self) -> None:

@@ -36,7 +36,7 @@ from cluster.standing import Standing, connect
 from cluster.workers import continue_warm_parent, warm_parent_pid
 from spotlight.clock import wall_clock
 from spotlight.config import Config
-from spotlight.records import Drained, SpotlightError
+from spotlight.records import Drained, SpotlightError, WorkerLife
 from spotlight.store.leftovers import Scratch, sweep_ended, sweep_leftovers
 from spotlight.store.rundir import files_of
 from spotlight.store.slots import is_stopped
@@ -83,6 +83,8 @@ class Pools:
         self._stopped_s: float | None = None
         """Since when the warm parent is stopped."""
         self._fetched = 0
+        self._sent_away: dict[str, float] = {}
+        """Workers that were too many (`scale`), and when they were told."""
         self._noted: list[dict[str, Any]] = []
         """Events that the scheduler does not see."""
         with contextlib.ExitStack() as stack:
@@ -135,13 +137,21 @@ class Pools:
                 self.client.register_plugin(plugin)
                 return
             except (ImportError, AttributeError, TypeError) as error:
-                raise SpotlightError(
-                    f"a process of the cluster {self.client.scheduler.address} does not have this Spotlight "
-                    f"({error!r}): install the same version where the scheduler and the workers run"
-                ) from None
+                raise self._without_us("the scheduler", error) from None
             except OSError:
                 if not attempts_left:
                     raise
+            except Exception as error:  # Dask hands on what a worker answered, as a text
+                if "ModuleNotFoundError" not in str(error):
+                    raise
+                raise self._without_us("a worker", error) from None
+
+    def _without_us(self, who: str, error: Exception) -> SpotlightError:
+        return SpotlightError(
+            f"{who} of the cluster {self.client.scheduler.address} does not have this Spotlight ({error!r}): install "
+            "the same version where the scheduler and the workers run, on all of them: Dask hands each what a run "
+            "brings along, also those that take no part"
+        )
 
     def _evicted(self, event: tuple[float, str]) -> None:
         if place := self._place(event[1]):
@@ -199,7 +209,14 @@ class Pools:
         drained = Drained.of(self._told("spotlight_drain", fetched=self._fetched))
         self._fetched += 1
         noted, self._noted = self._noted, []
-        return replace(drained, events=[*drained.events, *noted])
+        return replace(drained, events=[*drained.events, *noted], workers=list(map(self._as_it_left, drained.workers)))
+
+    def _as_it_left(self, life: WorkerLife) -> WorkerLife:
+        """One that was sent away was not taken."""
+        sent_s = self._sent_away.get(life.worker)
+        if sent_s is None or not life.was_taken or not life.joined_s <= sent_s <= (life.left_s or 0):
+            return life
+        return replace(life, reason="sent away")
 
     def show(self, rows: list[dict[str, Any]]) -> None:
         """Hand the page on the dashboard what only the driver knows; see `spotlight.report.feed`."""
@@ -223,6 +240,12 @@ class Pools:
             raise SpotlightError(
                 f"spot = {spot}: this run can have {', '.join(map(str, possible))} (pools.spot.workers)"
             )
+
+        for first, place in places.items():
+            if first >= spot:
+                of_place = place.has if isinstance(place, SlurmJobs) else f"spot-{first}".__eq__
+                names = filter(of_place, (f"spot-{number}" for number in range(self._spot_workers)))
+                self._sent_away |= dict.fromkeys(names, wall_clock())
 
         async def change() -> None:
             for first, place in places.items():

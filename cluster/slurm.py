@@ -52,10 +52,12 @@ ANSWER_S = 60.0
 """For an answer of Slurm's."""
 DRAIN_MARGIN_S = 10.0
 """Beyond the time that a warned worker has; then its job is cancelled."""
-WORKER_START_S = 300
-"""A worker that finds no scheduler for so long ends."""
+WORKER_START_S = 60
+"""A worker that finds no scheduler for so long ends; it is there before the worker is."""
 DRIVER_NOTICE_S = 120
 """Before its time limit, the driver's job is told; the run stops after the steps in flight, and its job is requeued."""
+DRIVER_LEAST_S = 300
+"""A shorter time limit leaves a driver no time to get on."""
 RESUME = "SIGUSR1"
 
 
@@ -264,7 +266,7 @@ def worker_job(
         local_directory='"$scratch"',
         job_name=job_name(run_dir, f"{pool}-{first}"),
         # Slurm limits memory itself
-        worker_extra_args=["--resources", f"{pool}=1", "--memory-limit", "0", *_tls(security)],
+        worker_extra_args=["--resources", f"{pool}=1", "--memory-limit", "0", *_QUIET, *_tls(security)],
         job_directives_skip=["-n 1", "--mem=", *([] if slurm.time else ["-t "])],
         job_extra_directives=[_output(run_dir, f"{pool}-{first}"), *_directives(section, workers)],
         job_script_prologue=[*slurm.setup, *_SCRATCH],
@@ -296,6 +298,8 @@ def _output(run_dir: Path, job: str) -> str:
     return f'--output="{directory}/slurm/{job}-%j.out"'
 
 
+_QUIET = ("--dashboard-address", "127.0.0.1:0")
+"""A worker's own pages are for its machine alone."""
 _SCRATCH = (
     "scratch=$(mktemp -d); trap 'rm -rf \"$scratch\"' EXIT",  # Dask imports from there; its default is open to others
     "trap : TERM USR1",  # the workers hear it themselves
@@ -332,7 +336,7 @@ _END = '[ -z "$told" ] || exit 0; exit $status'
 def driver_script(config: Config, run_dir: Path | str, *, begin: str = "") -> str:
     """The batch script of a run's driver: goes on where the run is, and queues itself again before its time is over.
 
-    `scancel` (SIGTERM) stops the run for good; the signal before the time limit is another one.
+    `scancel` (SIGTERM) stops the run; the signal before the time limit is another one.
     """
     slurm, run, files = config.cluster.slurm, shlex.quote(str(run_dir)), files_of(run_dir)
     header = [
@@ -361,6 +365,37 @@ def driver_script(config: Config, run_dir: Path | str, *, begin: str = "") -> st
             "",
         ]
     )
+
+
+def check_jobs(config: Config, run_dir: Path | str) -> None:
+    """Ask Slurm whether it would take the jobs that the driver will submit.
+
+    Raises:
+        SpotlightError: it would not, or the driver's time limit is too short for it to get on.
+    """
+    limit_s = seconds_of(config.cluster.slurm.time)
+    if limit_s is not None and limit_s < DRIVER_LEAST_S:
+        raise SpotlightError(
+            f"cluster.slurm.time = {config.cluster.slurm.time!r}: the driver is told {DRIVER_NOTICE_S} s before its "
+            f"time is over, and needs minutes to get on: give it {DRIVER_LEAST_S // 60} minutes at least"
+        )
+    for pool, section in config.pools:
+        if section.workers:
+            _check_job(pool, section, files_of(run_dir), None)
+
+
+def seconds_of(limit: str) -> float | None:
+    """A time limit in one of the forms that `man sbatch` has; None of what is another, for Slurm to judge."""
+    days, dash, clock = limit.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in (*parts, *([days] if dash else []))) or len(parts) > 3:
+        return None
+    numbers = list(map(int, parts))
+    if dash:  # days-hours[:minutes[:seconds]]
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+        return ((int(days) * 24 + hours) * 60 + minutes) * 60.0 + seconds
+    hours, minutes, seconds = (0, *numbers, 0)[:3] if len(numbers) < 3 else numbers  # minutes[:seconds], or all three
+    return (hours * 60 + minutes) * 60.0 + seconds
 
 
 def submit(script: str) -> str:

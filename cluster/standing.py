@@ -91,6 +91,8 @@ def where(standing: Standing) -> tuple[str, Security | None]:
 
 def _check_port(address: str) -> None:
     url = urlsplit(address)
+    if url.scheme not in (*WITH_PORT, *SAFE, "ucx"):
+        raise SpotlightError(f"{address}: is no address of a Dask scheduler: give one such as tls://head:8786")
     try:
         known = url.scheme not in WITH_PORT or url.port is not None
     except ValueError:
@@ -125,6 +127,13 @@ def _require_certificate(address: str, security: Security | None) -> None:
     if security is not None or urlsplit(address).scheme not in ("tls", "wss"):
         return
     known = Security().get_tls_config_for_role("client")  # of Dask's configuration
+    for name in ("ca_file", "cert", "key"):
+        file = known.get(name) or ""
+        if file and "\n" not in file and not Path(file).is_file():  # else it is the certificate itself
+            raise SpotlightError(
+                f"{address}: there is no file {file}, which Dask's configuration names as the {name} of TLS here: in "
+                "DASK_DISTRIBUTED__COMM__TLS__CA_FILE and so on give whole paths"
+            )
     if not (known["ca_file"] and known["cert"]):
         raise SpotlightError(
             f"{address}: there is no certificate to show it: export DASK_DISTRIBUTED__COMM__TLS__CA_FILE, and "
@@ -133,7 +142,7 @@ def _require_certificate(address: str, security: Security | None) -> None:
 
 
 def _unreachable(address: str, error: Exception) -> str:
-    cause = f"{error.__cause__ or error}"
+    cause = str(error.__cause__ or "") or str(error) or repr(error)
     if address.startswith("tls://"):
         return (
             f"{address}: no scheduler answers there, or it does not accept our certificate, or we not its ({cause}): "

@@ -42,6 +42,7 @@ EXAMPLES = {
     "simulate": ("simulate examples/paced.toml", "simulate a.toml --alone --json --set pools.spot.workers=16"),
     "graph": ("graph examples/ocr-tiny.toml --to iteration.svg",),
     "export": ("export runs/a --to weights --version 30", "export runs/a --to transformer --merged"),
+    "stop": ("stop runs/a",),
     "sample": ("sample runs/a --prompt cat --seeds 0 1 2 3 --to cat.png",),
     "completion": ("completion > ~/.spotlight-completion",),
 }
@@ -148,6 +149,9 @@ def _parser() -> argparse.ArgumentParser:
     report = _add_verb(verbs, "report", _report, "write a run's report.html and pictures")
     report.add_argument("run_dir", metavar="RUN", help=RUN)
 
+    stop = _add_verb(verbs, "stop", _stop, "have a run that goes on elsewhere end in order, after the steps in flight")
+    stop.add_argument("run_dir", metavar="RUN", help=RUN)
+
     cost = _add_verb(verbs, "cost", _cost, "say where a run's seconds and dollars went")
     cost.add_argument("run_dir", metavar="RUN", help=RUN)
     _add_json(cost)
@@ -187,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--to", type=_local, default=Path("sample.png"), help="an image file (%(default)s)")
     sample.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="one column each (0 1 2 3)")
     sample.add_argument("--steps", type=int, default=0, help="denoising steps (as a rollout)")
-    sample.add_argument("--version", type=int, default=-1, help="weights version (the latest)")
+    sample.add_argument("--version", type=int, help="weights version (the latest)")
 
     _add_verb(
         verbs,
@@ -266,7 +270,7 @@ def _resume(parsed: argparse.Namespace) -> None:
     _follow(run, parsed)
     if was_over and not parsed.json:
         done = run.config.run.iterations
-        longer = f"{run.directory.resume_command} --iterations {2 * done}"
+        longer = f"{run.resume_command} --iterations {2 * done}"
         print(f"all {done} iterations were done before; `{longer}` makes the run twice as long")
 
 
@@ -279,7 +283,7 @@ def _follow(run: Run, parsed: argparse.Namespace) -> None:
         try:
             follow(run)
         except (BrokenPipeError, SystemExit):
-            how = run.directory.resume_command
+            how = run.resume_command
             print(f"spotlight: stopped, for nobody reads what it prints any more; {how} goes on", file=sys.stderr)
             raise
         return
@@ -303,8 +307,18 @@ def _status(parsed: argparse.Namespace) -> None:
         Console().print(status_table(status))
 
 
+def _stop(parsed: argparse.Namespace) -> None:
+    from spotlight.run import Run
+
+    run = Run.attach(parsed.run_dir)
+    if not run.alive:
+        raise SpotlightError(f"{run.directory.url}: nobody is running this run")
+    run.stop()
+    print(f"it ends after the steps in flight; `{run.directory.resume_command}` goes on")
+
+
 def _submit(parsed: argparse.Namespace) -> None:
-    from cluster.slurm import check_commands, scripts, submit
+    from cluster.slurm import check_commands, check_jobs, scripts, submit
     from spotlight import config
     from spotlight.inputs import check_inputs
 
@@ -315,6 +329,7 @@ def _submit(parsed: argparse.Namespace) -> None:
             print(f"# --- {what} ---\n{script}")
         return
     check_commands()
+    check_jobs(settings, f"{settings.run.dir}/{settings.run.name}")
     run = RunDir.create(settings, wall_clock())
     (run.path / "slurm").mkdir()
     try:
@@ -342,7 +357,10 @@ def _cost(parsed: argparse.Namespace) -> None:
 
     run = RunDir.open(parsed.run_dir)
     settings = run.config()
-    ledger = Accounts(run, settings, watched=bool(run.holder())).ledger(wall_clock())
+    accounts = Accounts(run, settings, watched=bool(run.holder()))
+    ledger = accounts.ledger(wall_clock())
+    if not accounts.lives() and run.history():
+        raise SpotlightError(f"{run.url}: workers.jsonl is missing or empty, by which workers are paid for: restore it")
     if not ledger.entries:
         raise SpotlightError(f"{run.url}: no finished task is recorded yet, so there is no account: try again later")
     if parsed.json:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spotlight.records import SpotlightError
@@ -30,7 +31,7 @@ def begin(run: RunDir, cluster: Standing | None) -> subprocess.Popen[bytes]:
     Raises:
         SpotlightError: it could not; in its own words.
     """
-    command, environment = [sys.executable, "-m", "spotlight", "resume", run.url, "--json"], dict(os.environ)
+    command, environment = [sys.executable, "-m", "spotlight", "resume", run.url], dict(os.environ)
     if cluster is not None:
         from distributed import Security
 
@@ -48,6 +49,15 @@ def begin(run: RunDir, cluster: Standing | None) -> subprocess.Popen[bytes]:
     if process.poll():
         raise SpotlightError(_last_words(run))
     return process
+
+
+def is_command(pid: int) -> bool:
+    """Whether a process of this machine is a `spotlight` command that runs a run, which SIGTERM stops in order."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return False
+    return any(Path(word).name in ("spotlight", "__main__.py") for word in words) and bool({"run", "resume"} & {*words})
 
 
 def end_of(process: subprocess.Popen[bytes], run: RunDir, timeout_s: float | None) -> None:

@@ -56,9 +56,9 @@ def follow(run: Run, console: Console | None = None) -> None:
 def _asked_to_stop(run: Run) -> Iterator[list[int]]:
     """What Ctrl-C, SIGTERM and SIGHUP asked of a run that is alive.
 
-    The first is noted, and nothing is interrupted: Python drops what a handler raises within a destructor. The next one
-    interrupts, as does the first where there is nothing to be stopped in order. What `nohup`, or a script's ``&``, has
-    this process ignore stays ignored.
+    The first is noted, and nothing is interrupted: Python drops what a handler raises within a destructor. Ctrl-C after
+    that interrupts, as does any where there is nothing to be stopped in order; SIGTERM may come twice, from Slurm and
+    from its batch script. What `nohup`, or a script's ``&``, has this process ignore stays ignored.
     """
     asked: list[int] = []
     terminals = [stream for stream in (0, 1, 2) if os.isatty(stream)]
@@ -70,7 +70,7 @@ def _asked_to_stop(run: Run) -> Iterator[list[int]]:
                 os.dup2(nowhere, stream)
             os.close(nowhere)
         asked.append(number)
-        if len(asked) > 1 or not run.alive:
+        if not run.alive or (len(asked) > 1 and number == signal.SIGINT):
             raise KeyboardInterrupt
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -83,17 +83,21 @@ def _asked_to_stop(run: Run) -> Iterator[list[int]]:
 
 
 def _watch(run: Run, display: _Display, console: Console, asked: Sequence[int]) -> None:
-    stopping = False
+    stopping = hinted = False
     while run.alive:
         if asked and not stopping:
             stopping = True
             run.stop()
             console.print(
                 f"stopping after the steps in flight; Ctrl-C again leaves at once; either way, "
-                f"`{run.directory.resume_command}` goes on",
+                f"`{run.resume_command}` goes on",
                 soft_wrap=True,
             )
-        display.show(run.status)
+        status = run.status
+        if status.waiting_for and not hinted and (hint := run.how_to_start(status.waiting_for)):
+            hinted = True
+            console.print(hint, soft_wrap=True)
+        display.show(status)
         time.sleep(REFRESH_S)
 
 

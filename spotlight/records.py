@@ -376,11 +376,11 @@ class WorkerLife:
     left_s: float | None
     """None while it lives, or where whoever watched it died first."""
     reason: str
-    """``lost``, ``left`` (on notice) or ``end`` (of the run)."""
+    """``lost``, ``left`` (on notice), ``sent away`` (by `Run.scale`) or ``end`` (of the run)."""
 
     @property
     def was_taken(self) -> bool:
-        """Whether it went before the run's end, with or without a notice."""
+        """Whether it was taken before the run's end, with or without a notice."""
         return self.reason in ("lost", "left")
 
 

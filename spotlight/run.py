@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import shlex
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +23,7 @@ from weakref import WeakSet
 
 from spotlight import config as configuration
 from spotlight.clock import wall_clock
-from spotlight.detached import begin, end_of
+from spotlight.detached import begin, end_of, is_command
 from spotlight.driver import POLL_S, Driver
 from spotlight.files import is_url, writing
 from spotlight.inputs import check_inputs, check_port
@@ -191,7 +195,7 @@ class Run:
         self._error: BaseException | None = None
         self._state = "new"
         self._driver: Driver | None = None
-        self._began_s = 0.0
+        self._began_s = self._ended_s = 0.0
 
     @property
     def directory(self) -> RunDir:
@@ -317,7 +321,7 @@ class Run:
         while self.alive and (timeout_s is None or wall_clock() < began_s + timeout_s):
             time.sleep(POLL_S)
         if not self.alive and self.state == "stopped":
-            raise Stopped(f"resume with: {self.directory.resume_command}")
+            raise Stopped(f"resume with: {self.resume_command}")
 
     def __await__(self) -> Generator[Any, None, Status]:
         """``await run``: as `wait`, while the event loop, of a notebook for example, goes on."""
@@ -331,15 +335,58 @@ class Run:
     def stop(self) -> None:
         """Ask the run to end after the steps in flight; `wait` tells when it has.
 
+        One that a `spotlight` command of this machine runs, such as a detached driver, is asked, too.
+
         Raises:
-            SpotlightError: another process runs it.
+            SpotlightError: another process runs it, which cannot be asked from here.
         """
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
         elif self._thread is None and self._is_elsewhere:
-            holder = self.directory.holder()
-            raise SpotlightError(f"{self.directory.url}: {holder} is running this run: stop it there (SIGTERM, Ctrl-C)")
+            self._stop_elsewhere()
         self._stop.set()
+
+    def _stop_elsewhere(self) -> None:
+        """
+        Raises:
+            SpotlightError: who runs it is on another machine, or would not stop in order.
+        """
+        holder, url = self.directory.lease_holder(), self.directory.url
+        if holder is None or holder.host != socket.gethostname():
+            raise SpotlightError(
+                f"{url}: {holder or 'another process'} is running this run: stop it there (`kill PID`, Ctrl-C, or "
+                "`scancel` for a job of Slurm's)"
+            )
+        if holder.pid == os.getpid() or not is_command(holder.pid):
+            raise SpotlightError(
+                f"{url}: {holder} is running this run, and is no `spotlight` command: stop it there, as by run.stop()"
+            )
+        os.kill(holder.pid, signal.SIGTERM)
+
+    @property
+    def resume_command(self) -> str:
+        """What goes on with it where it is now, for a shell."""
+        where = f" --cluster {shlex.quote(str(self._cluster))}" if isinstance(self._cluster, str | Path) else ""
+        return f"{self.directory.resume_command}{where}"
+
+    def _lacking(self, accounts: Accounts) -> tuple[str, ...]:
+        """Pools of a run that goes on elsewhere without any worker."""
+        there = accounts.alive()
+        pools = ((name, pool) for name, pool in self.config.pools if self._is_elsewhere)
+        return tuple(name for name, pool in pools if pool.workers and not there.get(name))
+
+    def __repr__(self) -> str:
+        return f"<Run {self._directory.url if self._directory else self.config.run.name}: {self.state}>"
+
+    def how_to_start(self, pools: Sequence[str]) -> str:
+        """What a person does who sees that a cluster has no workers of these pools; empty where that is up to us."""
+        if self._cluster is None:
+            return ""
+        address = self._cluster if isinstance(self._cluster, str) else "ADDRESS"
+        workers = " and ".join(f"`dask worker {address} --resources {pool}=1`" for pool in pools)
+        return (
+            f"no worker of the cluster takes part as {' or '.join(pools)}: start {workers}; docs/clusters.md says how"
+        )
 
     def scale(self, *, spot: int) -> None:
         """Have so many spot workers from now on, at most `pools.spot.workers`.
@@ -351,7 +398,11 @@ class Run:
             SpotlightError: it does not run here, its cluster is not its own, or it cannot have that many.
         """
         if self.pools is None:
-            raise SpotlightError("this run has no workers here and now: start it, or scale where it was started")
+            raise SpotlightError(
+                "this run's workers are not there yet: try again in a moment"
+                if self._is_ours
+                else "this run has no workers here and now: start it, or scale where it was started"
+            )
         self.pools.scale(spot)
 
     @property
@@ -364,10 +415,10 @@ class Run:
         ledger, usd_by_pool = accounts.ledger(now_s), accounts.usd_by_pool(now_s)
         return Status(
             state=self.state,
-            phase=driver.phase if driver else "",
+            phase=driver.phase if driver and self._is_ours else "",
             iteration=run.count(HISTORY),
             iterations=self.config.run.iterations,
-            reward=history[-1].metrics["reward_mean"] if history else None,
+            reward=history[-1].metrics.get("reward_mean") if history else None,
             scores={row.version: row.score for row in run.validation()},
             spot_utilisation=accounts.spot_utilisation(now_s),
             usd=sum(usd_by_pool.values()),
@@ -384,10 +435,10 @@ class Run:
             window_s=measured.get("window_s"),
             train_wait_s=measured.get("train_wait_s"),
             spot_worth_renting=None if worth_renting is None else int(worth_renting),
-            waiting_for=driver.waiting_for if driver else (),
+            waiting_for=driver.waiting_for if driver else self._lacking(accounts),
             refused=driver.refused if driver else {},
-            elapsed_s=now_s - self._began_s if self._began_s else 0.0,
-            dashboard=driver.dashboard if driver else "",
+            elapsed_s=(now_s if self._is_ours else self._ended_s) - self._began_s if self._began_s else 0.0,
+            dashboard=driver.dashboard if driver and self._is_ours else "",
             run_dir=run.url,
             emulated_per_real_s=self.config.emulated_per_real_s,
             emulated=emulated(self.config, "" if self._is_ours else run.simulated),  # ours is live
@@ -476,10 +527,11 @@ class Run:
                 self._driver.go(self._cluster)
             self._state = "finished"
         except Stopped:
-            self._state, self._error = "stopped", Stopped(f"resume with: {self.directory.resume_command}")
+            self._state, self._error = "stopped", Stopped(f"resume with: {self.resume_command}")
         except BaseException as error:  # carried to whoever waits
             self._state, self._error = "failed", _explain(error, self.directory)
         finally:
+            self._ended_s = wall_clock()
             self._over.set()
 
 

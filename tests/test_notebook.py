@@ -131,6 +131,8 @@ def test_a_run_that_goes_on_elsewhere_is_seen_as_it_is_and_is_stopped_once_its_d
     assert during.usd > 0
     assert done > 0
     assert run.state == "stopped"
+    with pytest.raises(SpotlightError, match=r"iteration -1: expected 0 to \d+, so there are no pictures"):
+        run.images(-1)
     assert "stopped" in run._repr_html_()
     with pytest.raises(Stopped, match="spotlight resume"):
         asyncio.run(awaited(run))
@@ -144,6 +146,7 @@ def test_a_run_that_nobody_started_is_new_and_says_so(tmp_path: Path) -> None:
     run = Run(settings_file(tmp_path))
 
     assert run.state == "new"
+    assert repr(run) == "<Run run: new>"
     assert "not started yet" in run._repr_html_()
 
 
@@ -166,6 +169,8 @@ def test_there_is_no_picture_of_what_did_not_happen(tmp_path: Path) -> None:
         run.plot("costs")  # type: ignore[arg-type]
     with pytest.raises(SpotlightError, match="no seeds are recorded"):
         run.images(0)
+    with pytest.raises(SpotlightError, match="no iteration is finished yet"):
+        run.images()
     assert run.workers.empty
 
 

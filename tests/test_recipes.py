@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from distributed.cli import dask_scheduler, dask_worker
 
 from cluster.certificate import write
 from recipe_schemas import RESOURCES, SKYPILOT
+from runs import ROOT
 from spotlight import config
 from spotlight.__main__ import _parser
 
@@ -154,6 +157,23 @@ def test_a_certificate_in_files_is_for_this_user_alone_and_is_never_replaced(tmp
     assert [path.name for path in made] == ["cert.pem", "key.pem"]
     assert [path.stat().st_mode & 0o077 for path in (tmp_path / "tls", *made)] == [0, 0, 0]
     assert [path.read_text() for path in made] == before
+
+
+def test_the_command_for_a_certificate_says_what_it_does_and_what_is_there(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cluster.certificate"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    helped, first, again = (
+        subprocess.run([*command, word], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        for word in ("--help", "tls", "tls")
+    )
+
+    assert helped.returncode == first.returncode == 0
+    assert "cert.pem and key.pem" in helped.stdout
+    assert first.stdout.split() == [str(tmp_path / "tls" / name) for name in ("cert.pem", "key.pem")]
+    assert again.returncode == 1
+    assert "cert.pem: File exists: a cluster may use it; delete it, or name another directory" in again.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["tls"]
 
 
 def leaves(tree: Any) -> Iterator[Any]:

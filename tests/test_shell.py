@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import re
@@ -10,11 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from runs import ROOT, settings_file
+from runs import ROOT, settings_file, start, wait_for
 from spotlight import __main__ as shell
 from spotlight import run as running
 from spotlight.__main__ import EXAMPLES, main
@@ -99,7 +101,7 @@ def test_a_url_is_no_local_path_to_write_to(verb: str, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        (["s"], ["submit", "status", "simulate", "sample"]),
+        (["s"], ["submit", "status", "stop", "simulate", "sample"]),
         (["run", "--c"], ["--cluster"]),
         (["run", "a.toml", "--set", "pools.spot.slurm.p"], ["pools.spot.slurm.partition="]),
         (["run", "ex"], []),  # the shell then completes names of files
@@ -216,6 +218,44 @@ def test_what_nohup_has_a_run_ignore_it_ignores() -> None:
 
     assert ignored == signal.SIG_IGN
     assert callable(heard)
+
+
+@pytest.mark.parametrize(("second", "leaves"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_only_ctrl_c_leaves_at_once(second: signal.Signals, leaves: bool) -> None:
+    """Slurm, and then its batch script, send SIGTERM to a job."""
+    run: Any = SimpleNamespace(alive=True)
+    expected = pytest.raises(KeyboardInterrupt) if leaves else contextlib.nullcontext()
+
+    with expected, _asked_to_stop(run) as asked:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(second)
+
+    assert asked == [signal.SIGTERM, second]
+
+
+def test_a_run_is_stopped_from_another_shell(tmp_path: Path) -> None:
+    process = start("run", settings_file(tmp_path), "--set", "run.iterations=300")
+    wait_for(lambda: list(tmp_path.glob("run-*/history.jsonl")), process)
+    (run_dir,) = tmp_path.glob("run-*")
+
+    assert main(["stop", str(run_dir)]) == 0
+    process.communicate()
+
+    assert process.returncode == 130
+    assert main(["stop", str(run_dir)]) == 1  # nobody runs it
+
+
+def test_a_run_that_no_command_runs_is_not_killed_from_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A notebook's kernel would not stop its run in order, and would be gone."""
+    run = RunDir.create(load(settings_file(tmp_path)), 0.0)
+
+    with run.lock():
+        status = main(["stop", str(run.path)])
+
+    assert status == 1
+    assert "is no `spotlight` command: stop it there" in capsys.readouterr().err
 
 
 def test_a_run_where_nothing_can_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

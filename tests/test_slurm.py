@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +41,7 @@ JOBS = (
     "pools.spot.workers_per_node=2",
 )
 WORK = (*LITTLE, 'strategy.rollout_pools=["spot"]')  # without spot workers, nothing goes on
+JOINING = "Starting Worker plugin spotlight-member"
 PACED = ("pace.gpu=h100", "pace.score_s=0", "pace.speedup=1.5")
 """A rollout lasts two seconds, and all of an iteration four: Slurm needs one to displace a job."""
 
@@ -109,7 +111,7 @@ def test_a_job_that_is_not_wanted_any_more_is_drained_and_not_queued_again(
 
     reasons = {row["worker"]: row["reason"] for row in run.directory.rows(WORKERS) if row["reason"] != "end"}
     assert outcome(run.directory.path) == undisturbed
-    assert reasons == {"spot-0": "left", "spot-1": "left"}
+    assert reasons == {"spot-0": "sent away", "spot-1": "sent away"}
     assert "Restarts=0" in slurms("scontrol", "show", "job", first)
 
 
@@ -164,6 +166,24 @@ def test_whoever_is_killed_or_frozen_on_slurm_the_bits_are_the_same(tmp_path: Pa
     eventually(lambda: not jobs())
 
 
+@pytest.mark.live
+@pytest.mark.timeout(3 * COLD_S)
+@pytest.mark.usefixtures("slurm")
+def test_workers_whose_driver_is_killed_while_they_begin_end_and_so_do_their_jobs(tmp_path: Path) -> None:
+    """Told to stop, and killed a second later, as Slurm does with a driver's job that is cancelled."""
+    settings, run = little_file(tmp_path), tmp_path / "run"
+    driver = start("run", settings, "--into", run, *(part for setting in JOBS for part in ("--set", setting)))
+    try:
+        eventually(lambda: [log for log in run.glob("slurm/spot-*.out") if JOINING in log.read_text()])
+        driver.terminate()
+        time.sleep(1.2)
+    finally:
+        driver.kill()
+        driver.communicate()
+
+    eventually(lambda: not jobs())
+
+
 def send(worker: str, what: signal.Signals) -> None:
     """A signal to the worker of this name, which is a process of this machine."""
     (process,) = (each for each in marked(OURS, os.environ[OURS]) if ["--name", worker] in pairs(each.cmdline()))
@@ -195,6 +215,40 @@ def test_what_would_be_submitted_can_be_read_first(tmp_path: Path) -> None:
     assert "#SBATCH --nodelist=n1" in spot
     assert "#SBATCH -t" not in spot
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("90", 5400.0),
+        ("1:30", 90.0),
+        ("01:00:00", 3600.0),
+        ("2-3", 51 * 3600.0),
+        ("1-00:30", 88_200.0),
+        ("1-00:00:30", 86_430.0),
+        ("", None),
+        ("UNLIMITED", None),
+        ("1:2:3:4", None),
+    ],
+)
+def test_time_limits_are_read_as_sbatch_reads_them(limit: str, seconds: float | None) -> None:
+    assert cluster.slurm.seconds_of(limit) == seconds
+
+
+def test_a_driver_without_time_to_get_on_is_refused_before_it_is_queued(tmp_path: Path) -> None:
+    settings = config.load(settings_file(tmp_path), [*JOBS, "cluster.slurm.time=00:03:00"])  # a time of day, to TOML
+
+    with pytest.raises(SpotlightError, match=r"cluster\.slurm\.time = '00:03:00': .* 5 minutes at least"):
+        cluster.slurm.check_jobs(settings, tmp_path / "run")
+
+
+def test_a_workers_own_page_is_for_its_machine_alone(tmp_path: Path) -> None:
+    pytest.importorskip("dask_jobqueue")
+    settings = config.load(settings_file(tmp_path), JOBS)
+
+    found = cluster.slurm.scripts(settings, tmp_path / "run")
+
+    assert ["--dashboard-address 127.0.0.1:0" in script for script in found.values()] == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -273,7 +327,7 @@ def test_a_job_that_cannot_be_submitted_is_tried_again_until_the_place_gives_up(
     assert len(tries) == cluster.slurm.FAILURES_MAX
 
 
-NO_SBATCH, REFUSED = "needs the command `sbatch`", "the driver's job: Slurm says: invalid partition"
+NO_SBATCH, REFUSED = "needs the command `sbatch`", "pools.reserved.slurm: Slurm says: invalid partition"
 
 
 @pytest.mark.parametrize(("verb", "says"), [("run", NO_SBATCH), ("submit", NO_SBATCH), ("submit", REFUSED)])

@@ -26,7 +26,7 @@ from kills import KillWorkers, client_of
 from leftovers import OURS, marked, memory_of
 from runs import ROOT, WAIT_S, NoWatch, outcome, settings_file, wait_for
 from spotlight import attach, config
-from spotlight.detached import certificates_of
+from spotlight.detached import LOG, certificates_of
 from spotlight.records import SpotlightError, Stopped
 from spotlight.run import Run
 from spotlight.store.rows import EVENTS, HISTORY, SPANS
@@ -197,12 +197,11 @@ def test_a_detached_driver_that_cannot_go_on_is_told_of_and_one_that_is_stopped_
     run = Run(settings_file(tmp_path / "stopped"), ["run.iterations=100"], cluster=standing.file).start(detached=True)
     looked_at = attach(run.directory.path)
     wait_for(lambda: len(looked_at.workers) > 0)
-    with pytest.raises(SpotlightError, match="stop it there"):
-        looked_at.stop()
-    run.stop()
-    with pytest.raises(Stopped, match="spotlight resume"):
+    looked_at.stop()
+    with pytest.raises(Stopped, match=f"spotlight resume {run.directory.path} --cluster {standing.file}"):
         run.wait(WAIT_S)
     assert looked_at.state == "stopped"
+    assert "iteration 0/100" in (run.directory.path / LOG).read_text()
     assert len(run.workers) == len(looked_at.workers) > 0
     assert run.status.usd == looked_at.status.usd > 0
 
@@ -242,6 +241,7 @@ def test_a_worker_that_is_warned_leaves_in_order(standing: StandingCluster, begi
         ("nowhere.json", "is neither an address"),
         ("tcp://192.0.2.1:8786", r"cluster\.insecure = true"),
         ("tcp://127.0.0.1:1", "no scheduler answers there"),
+        ("http://head:8786", "http://head:8786: is no address of a Dask scheduler"),
         ("tls://head", "tls://head: names no port: give it as in tls://head:8786"),
         ("tcp://127.0.0.1:99999", "tcp://127.0.0.1:99999: names no port: give it as in tcp://127.0.0.1:8786"),
     ],
@@ -253,6 +253,28 @@ def test_a_cluster_that_cannot_be_used_is_named_with_the_way_out(
         begin(given)
 
     assert not list(tmp_path.glob("run-*")), "nothing began"
+
+
+def test_a_certificate_whose_file_is_not_there_is_named(begin: Begin, tmp_path: Path) -> None:
+    missing = {f"distributed.comm.tls.{name}": str(tmp_path / "cert.pem") for name in ("ca-file", "client.cert")}
+    with dask.config.set(missing), pytest.raises(SpotlightError, match=r"there is no file .*cert\.pem, .* whole paths"):
+        begin("tls://127.0.0.1:1").wait()
+
+
+def test_a_worker_without_the_package_is_told_of_before_anything_runs(
+    standing: StandingCluster, tmp_path: Path, begin: Begin
+) -> None:
+    """Dask hands a run's plugin to all workers, also to those that are to take no part."""
+    (tmp_path / "bare.py").write_text("import sys\nsys.modules['cluster'] = None\n")
+    bare = standing.worker("bare", "other", "--preload", str(tmp_path / "bare.py"))
+    with Client(standing.address, set_as_default=False) as client:
+        wait_for(lambda: "bare" in {worker["name"] for worker in client.scheduler_info(-1)["workers"].values()})
+        try:
+            with pytest.raises(SpotlightError, match="a worker of the cluster .* does not have this Spotlight"):
+                begin(standing.address).wait()
+        finally:
+            bare.kill()
+        wait_for(lambda: "bare" not in {worker["name"] for worker in client.scheduler_info(-1)["workers"].values()})
 
 
 def test_without_a_certificate_a_scheduler_with_tls_is_not_asked(begin: Begin) -> None:

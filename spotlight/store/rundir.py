@@ -37,7 +37,7 @@ from spotlight.records import Quarantined, Selection, SpotlightError, record
 from spotlight.store.decoding import Record, from_json
 from spotlight.store.file_lock import FileLock
 from spotlight.store.journals import Journals
-from spotlight.store.lease import Lease
+from spotlight.store.lease import Holder, Lease
 from spotlight.store.lines import Lines
 from spotlight.store.objects import StoreError, atomic_write, check_address, check_reach, objects_at
 from spotlight.store.rows import (
@@ -400,6 +400,10 @@ class RunDir:
         if here or (found and found.files != lease.files):
             return str(found or "a process of this machine")
         return ""
+
+    def lease_holder(self) -> Holder | None:
+        """As its record has it, who runs the run; None where it says nobody."""
+        return self._lease().holder()
 
     @property
     def resume_command(self) -> str:
