@@ -67,7 +67,7 @@ class Feeder:
         for number in range(self.workers):
             self._join(at_s, number)
         usd_per_h = {"reserved": 10.47, "spot": 2.66}
-        about = {"kind": "run", "id": 0, "name": "made-up", "iterations": 200, "label": "MADE UP"}
+        about = {"kind": "run", "id": 0, "name": "made-up", "url": "made-up", "iterations": 200, "label": "MADE UP"}
         self.page.take([{**about, "usd_per_h": usd_per_h}])
 
     def _join(self, at_s: float, number: int) -> None:

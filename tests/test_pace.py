@@ -70,6 +70,13 @@ def test_comparing_with_another_policy_takes_one_more_forward_pass(train: dict[s
     assert compared / first_update == pytest.approx((1 + 2 + 1) / (1 + 2))
 
 
+@pytest.mark.parametrize("train", [{}, {"algorithm": "awm"}])
+def test_one_update_of_the_very_policy_that_sampled_takes_no_other_pass(train: dict[str, object]) -> None:
+    alone_s = SAMPLES * train_s(*SIZE, gpu="h100", timesteps=2, guidance=4.0, looks=0)
+
+    assert Pace(settings(train=train)).train_s(SAMPLES) == pytest.approx(alone_s)
+
+
 def test_guidance_doubles_denoising_and_training() -> None:
     plain, guided = (Pace(settings(guidance=guidance)) for guidance in (1.0, 4.0))
 

@@ -225,10 +225,14 @@ def test_only_ctrl_c_leaves_at_once(second: signal.Signals, leaves: bool) -> Non
     """Slurm, and then its batch script, send SIGTERM to a job."""
     run: Any = SimpleNamespace(alive=True)
     expected = pytest.raises(KeyboardInterrupt) if leaves else contextlib.nullcontext()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
 
-    with expected, _asked_to_stop(run) as asked:
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(second)
+    try:
+        with expected, _asked_to_stop(run) as asked:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(second)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
     assert asked == [signal.SIGTERM, second]
 

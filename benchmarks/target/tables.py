@@ -59,8 +59,8 @@ WITHOUT = {
 """What explores, or begins rollouts early, and the same GPUs without it."""
 PRICES = """## The same at other prices
 
-{}: dollars by three lists of what an H100 costs on demand and on the spot market, and how many times as many the
-dearest strategy costs, with its 95 % interval. The A100 and the machine without a GPU cost the same in all three.
+Dollars by three lists of what an H100 costs on demand and on the spot market, and how many times as many the dearest
+strategy costs, with its 95 % interval. The A100 and the machine without a GPU cost the same in all three.
 
 """
 CURVES = {
@@ -165,7 +165,11 @@ def page(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
         return PAGE
     glance = f"{GLANCE}{_glance(rows, cells, dict.fromkeys(STRATEGIES, RESERVED_ONLY), arguments)}\n"
     gains = f"{GAINS}{_glance(rows, cells, WITHOUT, arguments)}\n"
-    prices = f"{PRICES.format(_title(*cells[0]))}{_elsewhere(rows, *cells[0], arguments)}\n"
+    like_the_first = (cell for cell in cells if cell[1:] == cells[0][1:])
+    elsewhere = (
+        f"### At other prices: {_title(*cell)}\n\n{_elsewhere(rows, *cell, arguments)}\n" for cell in like_the_first
+    )
+    prices = PRICES + "\n".join(elsewhere)
     return "\n".join([PAGE, glance, gains, *tables, prices])
 
 
