@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from spotlight.simulation import Outcome
 
 REFRESH_S = 0.5
+HINT_AFTER_S = 20.0
+"""A worker that was just started is not ready yet; one that is not there by then may never come by itself."""
 SCORES_MAX = 5
 """More validations than so many are the first and the last ones."""
 
@@ -83,7 +86,7 @@ def _asked_to_stop(run: Run) -> Iterator[list[int]]:
 
 
 def _watch(run: Run, display: _Display, console: Console, asked: Sequence[int]) -> None:
-    stopping = hinted = False
+    stopping, hint_s = False, time.monotonic() + HINT_AFTER_S
     while run.alive:
         if asked and not stopping:
             stopping = True
@@ -94,8 +97,10 @@ def _watch(run: Run, display: _Display, console: Console, asked: Sequence[int]) 
                 soft_wrap=True,
             )
         status = run.status
-        if status.waiting_for and not hinted and (hint := run.how_to_start(status.waiting_for)):
-            hinted = True
+        if not status.waiting_for:
+            hint_s = max(hint_s, time.monotonic() + HINT_AFTER_S)  # once told, never again
+        elif time.monotonic() > hint_s and (hint := run.how_to_start(status.waiting_for)):
+            hint_s = inf
             console.print(hint, soft_wrap=True)
         display.show(status)
         time.sleep(REFRESH_S)

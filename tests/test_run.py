@@ -434,3 +434,10 @@ def test_training_closes_exploration_that_runs_on_time(tmp_path: Path) -> None:
     assert first.seeds_dropped == 0
     assert second.seeds_dropped > 0
     assert len(second.kept[0].seeds) == 4
+
+
+def test_how_workers_are_started_is_told_where_that_is_not_up_to_the_run(tmp_path: Path) -> None:
+    there = Run(settings_file(tmp_path), cluster="tls://head:8786")
+
+    assert "start `dask worker tls://head:8786 --resources spot=1`" in there.how_to_start(["spot"])
+    assert Run(settings_file(tmp_path)).how_to_start(["spot"]) == ""
