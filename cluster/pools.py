@@ -243,8 +243,7 @@ class Pools:
 
         for first, place in places.items():
             if first >= spot:
-                of_place = place.has if isinstance(place, SlurmJobs) else f"spot-{first}".__eq__
-                names = filter(of_place, (f"spot-{number}" for number in range(self._spot_workers)))
+                names = filter(place.has, (f"spot-{number}" for number in range(self._spot_workers)))
                 self._sent_away |= dict.fromkeys(names, wall_clock())
 
         async def change() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -51,8 +53,27 @@ def begin(run: RunDir, cluster: Standing | None) -> subprocess.Popen[bytes]:
     return process
 
 
-def is_command(pid: int) -> bool:
-    """Whether a process of this machine is a `spotlight` command that runs a run, which SIGTERM stops in order."""
+def stop(run: RunDir) -> None:
+    """Ask the process that has a run to end it in order, as it does on SIGTERM; returns at once.
+
+    Raises:
+        SpotlightError: it is on another machine, or would not stop in order.
+    """
+    holder = run.lease_holder()
+    if holder is None or holder.host != socket.gethostname():
+        raise SpotlightError(
+            f"{run.url}: {holder or 'another process'} is running this run: stop it there (`kill PID`, Ctrl-C, or "
+            "`scancel` for a job of Slurm's)"
+        )
+    if holder.pid == os.getpid() or not _is_command(holder.pid):
+        raise SpotlightError(
+            f"{run.url}: {holder} is running this run, and is no `spotlight` command: stop it there, as by run.stop()"
+        )
+    os.kill(holder.pid, signal.SIGTERM)
+
+
+def _is_command(pid: int) -> bool:
+    """Whether a process of this machine is a `spotlight` command that runs a run."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

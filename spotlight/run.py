@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import shlex
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +20,7 @@ from weakref import WeakSet
 
 from spotlight import config as configuration
 from spotlight.clock import wall_clock
-from spotlight.detached import begin, end_of, is_command
+from spotlight.detached import begin, end_of, stop
 from spotlight.driver import POLL_S, Driver
 from spotlight.files import is_url, writing
 from spotlight.inputs import check_inputs, check_port
@@ -343,25 +340,8 @@ class Run:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
         elif self._thread is None and self._is_elsewhere:
-            self._stop_elsewhere()
+            stop(self.directory)
         self._stop.set()
-
-    def _stop_elsewhere(self) -> None:
-        """
-        Raises:
-            SpotlightError: who runs it is on another machine, or would not stop in order.
-        """
-        holder, url = self.directory.lease_holder(), self.directory.url
-        if holder is None or holder.host != socket.gethostname():
-            raise SpotlightError(
-                f"{url}: {holder or 'another process'} is running this run: stop it there (`kill PID`, Ctrl-C, or "
-                "`scancel` for a job of Slurm's)"
-            )
-        if holder.pid == os.getpid() or not is_command(holder.pid):
-            raise SpotlightError(
-                f"{url}: {holder} is running this run, and is no `spotlight` command: stop it there, as by run.stop()"
-            )
-        os.kill(holder.pid, signal.SIGTERM)
 
     @property
     def resume_command(self) -> str:
@@ -371,9 +351,10 @@ class Run:
 
     def _lacking(self, accounts: Accounts) -> tuple[str, ...]:
         """Pools of a run that goes on elsewhere without any worker."""
+        if not self._is_elsewhere:
+            return ()
         there = accounts.alive()
-        pools = ((name, pool) for name, pool in self.config.pools if self._is_elsewhere)
-        return tuple(name for name, pool in pools if pool.workers and not there.get(name))
+        return tuple(name for name, pool in self.config.pools if pool.workers and not there.get(name))
 
     def __repr__(self) -> str:
         return f"<Run {self._directory.url if self._directory else self.config.run.name}: {self.state}>"

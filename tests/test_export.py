@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -332,20 +333,18 @@ def test_a_sample_that_cannot_be_is_refused_before_anything_is_loaded(
 
 
 def test_a_sample_that_cannot_be_written_is_refused_before_it_is_drawn_and_leaves_what_was_there(
-    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pipeline: Path, tmp_path: Path
 ) -> None:
-    run_dir, to = make_run(pipeline, tmp_path), tmp_path / "sheet.png"
+    """The model is gone: whoever loads it, says so."""
+    gone = shutil.copytree(pipeline, tmp_path / "pipeline")
+    run_dir, to = make_run(gone, tmp_path), tmp_path / "sheet.png"
+    shutil.rmtree(gone)
     (tmp_path / "file").write_text("")
     to.write_bytes(b"mine")
 
-    def cannot(*_: object, **__: object) -> None:
-        raise AssertionError("it was drawn")
-
-    monkeypatch.setattr("spotlight.rl.sample.draw", cannot)
-
     with pytest.raises(SpotlightError, match=r"a\.png: cannot be written"):
         sample(run_dir, "a", tmp_path / "file" / "a.png", seeds=[0])
-    with pytest.raises(AssertionError, match="it was drawn"):
+    with pytest.raises(SpotlightError, match=r"model\.path must name"):
         sample(run_dir, "a", to, seeds=[0])
     with pytest.raises(SpotlightError, match="no weights version -2"):
         sample(run_dir, "a", to, seeds=[0], version=-2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -171,12 +171,8 @@ class Facts:
         ]
 
     def departures(self) -> list[tuple[Lane, float]]:
-        """Workers that went before the run's end, and when."""
-        return [
-            ((life.pool, life.worker), life.left_s)
-            for life in self.workers
-            if life.left_s is not None and life.was_taken
-        ]
+        """Workers that were taken before the run's end, and when."""
+        return [((life.pool, life.worker), left_s) for life, left_s in self._taken()]
 
     def losses(self) -> list[tuple[Lane, float]]:
         """Where and when a preemption struck: at the lost work where there was any, else as the worker went."""
@@ -184,13 +180,16 @@ class Facts:
         for span in self.spans:
             if span.outcome == "lost":
                 struck.setdefault((span.pool, span.worker), []).append(span.stop_s)
-        idle = [
-            ((life.pool, life.worker), life.left_s)
-            for life in self.workers  # whose names are used again
-            if life.left_s is not None and life.was_taken
-            if not any(life.joined_s <= at_s <= life.left_s for at_s in struck.get((life.pool, life.worker), ()))
-        ]
-        return [(lane, at_s) for lane, times in struck.items() for at_s in times] + idle
+        found = [(lane, at_s) for lane, times in struck.items() for at_s in times]
+        for life, left_s in self._taken():
+            lane = (life.pool, life.worker)  # of this life alone: names are used again
+            if not any(life.joined_s <= at_s <= left_s for at_s in struck.get(lane, ())):
+                found.append((lane, left_s))
+        return found
+
+    def _taken(self) -> Iterator[tuple[WorkerLife, float]]:
+        """With when they went."""
+        return ((life, life.left_s) for life in self.workers if life.left_s is not None and life.was_taken)
 
     def money(self) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]], NDArray[np.float64]]:
         """Times, the dollars spent by then in each pool, and the reserved-only price of the work by then."""
@@ -225,12 +224,11 @@ class Facts:
 
         Those of a modelled device show nothing.
         """
-        rows = len(line.rewards)
         path = (self.dir / line.images).resolve()
         if self.simulated == "modelled" or not path.is_file() or not path.is_relative_to(self.dir):
             return None
         found = validation_images(path)
-        return found if found and len(found[0]) <= rows else None  # else the row is damaged
+        return found if found and len(found[0]) <= len(line.rewards) else None  # else the row is damaged
 
 
 def _evenly(lanes: Sequence[Lane]) -> list[Lane]:
