@@ -48,7 +48,7 @@ class Status:
 
     state: str
     """"new", "starting", "running", "finished", "stopped" or "failed"; of a run that this process did not start, as its
-    directory has it, where a failed one is "stopped"."""
+    directory has it, where a failed one is "stopped", and one that waits in a queue "new"."""
     phase: str
     iteration: int
     """Iterations finished."""
@@ -284,6 +284,11 @@ class Run:
         return self._is_elsewhere if self._thread is None else self._is_ours
 
     @property
+    def _is_to_end(self) -> bool:
+        """Whether there is an end to wait for: it goes on, or its directory is there for somebody to begin."""
+        return self.alive or (self._directory is not None and self.state == "new")
+
+    @property
     def state(self) -> str:
         """As `Status` has it."""
         if self._thread is not None or self._directory is None:
@@ -291,10 +296,12 @@ class Run:
             return "running" if is_up else self._state
         if self._is_elsewhere:
             return "running"
-        return "finished" if resuming.is_over(self._directory, self.config) else "stopped"
+        if resuming.is_over(self._directory, self.config):
+            return "finished"
+        return "stopped" if self._directory.has_begun else "new"
 
     def wait(self, timeout_s: float | None = None) -> Status:
-        """Wait for the end.
+        """Wait for the end; of a run that waits in Slurm's queue, for its beginning, too.
 
         Raises:
             Stopped: the run was stopped; `start` resumes it.
@@ -308,16 +315,17 @@ class Run:
             if self._process is not None:
                 end_of(self._process, self.directory, timeout_s)
             self._wait_elsewhere(began_s, timeout_s)
-        if self.alive:
-            raise TimeoutError(f"{self.directory.url}: still running after {timeout_s} s")
+        if self._is_to_end:
+            now = "still running" if self.alive else "nobody has begun it"
+            raise TimeoutError(f"{self.directory.url}: {now} after {timeout_s} s")
         if self._error:
             raise self._error
         return self.status
 
     def _wait_elsewhere(self, began_s: float, timeout_s: float | None) -> None:
-        while self.alive and (timeout_s is None or wall_clock() < began_s + timeout_s):
+        while self._is_to_end and (timeout_s is None or wall_clock() < began_s + timeout_s):
             time.sleep(POLL_S)
-        if not self.alive and self.state == "stopped":
+        if self.state == "stopped":
             raise Stopped(f"resume with: {self.resume_command}")
 
     def __await__(self) -> Generator[Any, None, Status]:
@@ -325,7 +333,7 @@ class Run:
         return self._ended().__await__()
 
     async def _ended(self) -> Status:
-        while self.alive:
+        while self._is_to_end:
             await asyncio.sleep(POLL_S)
         return self.wait()
 

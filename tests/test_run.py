@@ -64,6 +64,20 @@ def test_a_run_that_lacks_its_last_validation_is_not_over(undisturbed: Path, tmp
     assert states == ["finished", "stopped", "stopped"]
 
 
+def test_a_run_that_nobody_has_begun_is_new_and_waited_for(tmp_path: Path) -> None:
+    """As one whose driver waits in Slurm's queue; "stopped" would invite a second driver."""
+    directory = RunDir.create(config.load(settings_file(tmp_path)), now_s=0.0)
+    run = Run.attach(directory.path)
+
+    assert run.state == run.status.state == "new"
+    with pytest.raises(TimeoutError, match=r"nobody has begun it after 0.1 s"):
+        run.wait(0.1)
+    with directory.lock():
+        assert run.state == "running"
+    with pytest.raises(Stopped):
+        run.wait(0.1)
+
+
 def test_a_run_whose_last_weights_are_gone_makes_them_again_and_has_no_summary_till_then(
     undisturbed: Path, tmp_path: Path
 ) -> None:

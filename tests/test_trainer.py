@@ -69,10 +69,13 @@ def test_before_the_first_update_the_ratio_is_exactly_one(sampler: Sampler, guid
     assert metrics["log_prob_delta"] <= metrics["log_prob_delta_max"] < 1e-5
 
 
-def test_a_pass_before_the_update_gives_awm_what_the_one_that_trains_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("algorithm", ["grpo", "grpo-guard", "awm"])
+def test_a_pass_before_the_update_gives_what_the_one_that_trains_gives(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So in an iteration's first update, whose policy is the one that trains, there is none."""
     model, looks = make_model(), 0
-    batch, settings = make_batch(model), TrainSection(algorithm="awm", micro_batch=4)
+    batch, settings = make_batch(model), TrainSection(algorithm=algorithm, micro_batch=4)
     before = model.predict
 
     def predict(*arguments: Any) -> Tensor:

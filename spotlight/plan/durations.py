@@ -235,8 +235,8 @@ class TaskDurations:
     def train_s(self, samples: float, width: int = 1) -> float:
         """Seconds that so many workers together take for the gradient of so many samples: reserved ones, if they may.
 
-        To compare with an older policy takes one more forward pass, and with the reference another. DiffusionNFT and
-        AWM do without the older one in one update of the very policy that sampled. Diffusion-DPO trains on pairs alone.
+        To compare with an older policy takes one more forward pass, and with the reference another. DiffusionNFT does
+        without the older one in one update of the very policy that sampled. Diffusion-DPO trains on pairs alone.
         """
         per_sample_s = train_s(
             self._model,
@@ -316,7 +316,7 @@ def _looks(train: TrainSection) -> int:
     """Forward passes of policies that the one in training is compared with, for each that it takes itself."""
     if train.algorithm == "dpo":
         return 1
-    return int(train.is_stepwise or train.keeps_old or train.updates > 1) + (train.kl > 0)
+    return int(train.keeps_old or train.updates > 1) + (train.kl > 0)
 
 
 def _tokens(shape: Transformer, height_px: int, width_px: int) -> int:

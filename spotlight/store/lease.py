@@ -66,6 +66,11 @@ class Lease:
     def files(self) -> str:
         return self._files
 
+    @property
+    def was_taken(self) -> bool:
+        """Whether anybody has had the run, ever."""
+        return self._last()[1] is not None
+
     def holder(self) -> Holder | None:
         """Who has the run now, going by the records alone; None where nobody does."""
         _, last = self._last()

@@ -401,6 +401,11 @@ class RunDir:
             return str(found or "a process of this machine")
         return ""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether anybody has ever run it; a driver that waits in a queue has not."""
+        return self._lease().was_taken
+
     def lease_holder(self) -> Holder | None:
         """As its record has it, who runs the run; None where it says nobody."""
         return self._lease().holder()

@@ -100,7 +100,11 @@ class Objective(Protocol):
         """Mean over the rows; gradients flow to the model."""
 
     def metrics(self) -> dict[str, float]:
-        """Over all rows whose loss was asked for."""
+        """Over all rows whose loss was asked for.
+
+        Raises:
+            SpotlightError: (Flow-GRPO) the policy before the first update is not the one that sampled.
+        """
 
 
 class Mean:

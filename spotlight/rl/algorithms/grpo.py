@@ -47,25 +47,27 @@ class Grpo:
         self._iteration = iteration
         self._old_BS = torch.empty(self.units, self.slots)
         self._old_means: dict[Rows, Tensor] = {}
-        self._diagnosis: dict[str, float] = {}
+        self._is_first = False
         self._ratios = Ratios(settings.clip_range)
         self._kl = Mean()
 
     @torch.no_grad()
     def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
-        # Micro-batch by micro-batch as in `loss`: the same shapes give the same bits, and a first ratio of exactly 1.
+        self._is_first = first
+        if first:
+            return  # the policy that trains is this one, and `loss` has its log-probabilities and means
         for each in rows:
             log_prob_R, mean_RNC, _ = self._judge(each, velocity)
             self._old_BS[list(each.samples), each.slot] = log_prob_R.cpu()
-            if not first and self._settings.algorithm == "grpo-guard":  # in the first, the mean is the old one
+            if self._settings.algorithm == "grpo-guard":
                 self._old_means[each] = mean_RNC.cpu()
-        if self._batch.log_prob_BS is not None:
-            self._diagnosis = self._compare(self._batch.log_prob_BS.cpu())
 
     def loss(self, rows: Rows) -> Tensor:
         settings = self._settings
         reference = self._judge(rows, reference_velocity) if settings.kl else None
         log_prob_R, mean_RNC, std = self._judge(rows, velocity)
+        if self._is_first:
+            self._old_BS[list(rows.samples), rows.slot] = log_prob_R.detach().cpu()
         old_R = self._old_BS[list(rows.samples), rows.slot].to(log_prob_R.device)
         limit = settings.advantage_clip
         advantages_R = advantages(self._batch, rows, self._model).clamp(-limit, limit)
@@ -85,7 +87,9 @@ class Grpo:
         return loss + settings.kl * self._kl.add(divergence, len(rows.samples))
 
     def metrics(self) -> dict[str, float]:
-        return self._ratios.metrics() | self._diagnosis | ({"kl": self._kl.value()} if self._settings.kl else {})
+        workers_BS = self._batch.log_prob_BS
+        diagnosis = {} if workers_BS is None else self._compare(workers_BS.cpu())
+        return self._ratios.metrics() | diagnosis | ({"kl": self._kl.value()} if self._settings.kl else {})
 
     def _judge(self, rows: Rows, velocity: Velocity) -> tuple[Tensor, Tensor, float]:
         """Log-probability, mean and noise of the step that each row's sample really took."""
