@@ -410,15 +410,16 @@ def _add_training(
     """
     k, run_dir, std = selection.iteration, context.run_dir, config.train.advantage_std
     cut = replace(Cut.of(config), prompts=len(selection.kept))
-    assert all(len(kept.seeds) == cut.seeds for kept in selection.kept), "prompts have as many samples each"
-    requests = len(range(0, cut.seeds, request_size(config)))
+    assert all(len(kept.seeds) == config.rollout.seeds_kept for kept in selection.kept), "prompts have as many each"
+    requests = len(range(0, config.rollout.seeds_kept, request_size(config)))
     chunks = cut.chunks if config.trains_as_scored else [range(cut.prompts)]
     parts = [slice(requests * chunk.start, requests * chunk.stop) for chunk in chunks]
     given = [(scores[part], _surplus(rollouts[part])) for part in parts]
     if config.scores_apart:
         given = [([key], list[Key]()) for key in _add_refill(layers, config, context, k, given)]
     weighed = tuple(table.weight for table in (config.reward, *config.reward.also)) if config.adds_advantages else ()
-    calls: Calls = [(tasks.advantage, std, scored, weighed, surplus) for scored, surplus in given]
+    used = config.train.seeds_used
+    calls: Calls = [(tasks.advantage, std, scored, weighed, surplus, used) for scored, surplus in given]
     after = [key for scored, surplus in given for key in (*scored, *surplus)]
     training = layers.add("advantage", k, calls, pool="head", after=after)
     slices = slices_of(config, cut.count)

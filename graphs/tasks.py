@@ -308,13 +308,15 @@ def advantage(
     scored: Sequence[Sequence[Scored]],
     weights: Sequence[float] = (),
     surplus: Sequence[ShardResult] = (),
+    used: int = 0,
 ) -> TrainingSet:
-    """Advantages of all samples that have a reward, in request order.
+    """Advantages of all samples that have a reward, in request order; of those that are trained on, among themselves.
 
     Args:
         weights: of the rewards that are added up, where it is their advantages that are; a model of rewards has no
             parts, and so those of the sum.
         surplus: see `replace_unscored`.
+        used: samples of each prompt that are trained on; 0: all.
     """
     results = [result for each in scored for result in each]
     rows = [
@@ -326,25 +328,45 @@ def advantage(
     rewards = [reward for _, _, reward in rows]
     groups = [result.request.prompt.id for result, _, _ in rows]
     std: Literal["global", "group"] = "group" if settings_std == "group" else "global"
+    trained = _most_telling(rewards, groups, used) if used else list(range(len(rows)))
+    among = [groups[at] for at in trained]
     if weights and all(result.parts for result, _, _ in rows):
         parts = [[result.parts[at][index] or 0.0 for result, index, _ in rows] for at in range(len(weights))]
-        each = [weight * group_advantages(part, groups, std=std) for weight, part in zip(weights, parts, strict=True)]
+        each = [
+            weight * group_advantages([part[at] for at in trained], among, std=std)
+            for weight, part in zip(weights, parts, strict=True)
+        ]
         advantages = [float(sum(values)) for values in zip(*each, strict=True)]
     else:
-        advantages = group_advantages(rewards, groups, std=std).tolist()
+        advantages = group_advantages([rewards[at] for at in trained], among, std=std).tolist()
+    known = dict(zip(trained, advantages, strict=True))
     return TrainingSet(
         samples=tuple(
-            Sample(request=result.request, index=index, reward=reward, advantage=value)
-            for (result, index, reward), value in zip(rows, advantages, strict=True)
+            Sample(request=result.request, index=index, reward=reward, advantage=known.get(at))
+            for at, (result, index, reward) in enumerate(rows)
         ),
         metrics={
             "reward_mean": fmean(rewards),
             "reward_std": spread(rewards),
             "zero_std_ratio": zero_std_ratio(rewards, groups),
             "samples": float(len(rows)),
+            **({"samples_trained": float(len(trained))} if len(trained) < len(rows) else {}),
         },
         steps_resumed=sum(result.steps_resumed for result in results),
     )
+
+
+def _most_telling(rewards: Sequence[float], groups: Sequence[int], used: int) -> list[int]:
+    """Rows of each group whose rewards vary most, ascending; all of a group that has no more."""
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    chosen = (
+        rows[at]
+        for rows in members.values()
+        for at in max_variance_subset([rewards[row] for row in rows], min(used, len(rows)))
+    )
+    return sorted(chosen)
 
 
 def whole(parts: Sequence[TrainingSet]) -> TrainingSet:
@@ -352,6 +374,7 @@ def whole(parts: Sequence[TrainingSet]) -> TrainingSet:
     if len(parts) == 1:
         return parts[0]
     samples = tuple(sample for part in parts for sample in part.samples)
+    trained = [sample for sample in samples if sample.advantage is not None]
     rewards = [sample.reward for sample in samples]
     groups = [len({sample.request.prompt.id for sample in part.samples}) for part in parts]
     flat = sum(part.metrics["zero_std_ratio"] * count for part, count in zip(parts, groups, strict=True))
@@ -362,6 +385,7 @@ def whole(parts: Sequence[TrainingSet]) -> TrainingSet:
             "reward_std": spread(rewards),
             "zero_std_ratio": flat / sum(groups),
             "samples": float(len(samples)),
+            **({"samples_trained": float(len(trained))} if len(trained) < len(samples) else {}),
         },
         steps_resumed=sum(part.steps_resumed for part in parts),
     )
@@ -418,10 +442,10 @@ def gradient_part(
     before: Updated | None = None,
 ) -> GradientPart:
     """What a call of `gradient` is to compute."""
-    samples = sets[0].samples if len(sets) == 1 else [sample for each in sets for sample in each.samples]
+    samples = [sample for each in sets for sample in each.samples if sample.advantage is not None]
     first = 0 if len(samples) == cut.prompts * cut.seeds else cut.chunks[cut.needs(part)[0]].start * cut.seeds
     looked_at = samples if cut.updates > 1 else ()
-    advantages = [sample.advantage for sample in looked_at]
+    advantages = [sample.advantage or 0.0 for sample in looked_at]
     groups = [sample.request.prompt.id for sample in looked_at]
     positions = cut.positions(iteration, update, part, advantages, groups)
     return GradientPart(

@@ -233,7 +233,8 @@ class Sample:
     index: int
     """Row of the request's batch."""
     reward: float
-    advantage: float
+    advantage: float | None
+    """None of one that is not trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots, so that its name can be kept

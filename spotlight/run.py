@@ -69,7 +69,7 @@ class Status:
     """The least that the same work would have cost on reserved GPUs alone."""
     usd_per_iteration: float | None
     usd_per_sample: float | None
-    """That was kept and trained on."""
+    """That was kept."""
     usd_per_point: float | None
     """Of a hundredth of the validation score; None where it has not risen."""
     preemptions: int

@@ -46,6 +46,7 @@ from spotlight.config import Config
 from spotlight.plan.beliefs import Beliefs
 from spotlight.records import Dropped, Explored, Prompt, Quarantined, Request, Scored, Selection, WeightsRef
 from spotlight.rl.advantages import group_advantages
+from spotlight.rl.parts import Cut
 from spotlight.run import Run
 
 VERSION = WeightsRef(version=1, sha256="1" * 64)
@@ -463,6 +464,36 @@ def test_advantages_of_several_rewards_are_added_where_the_settings_ask_for_it()
     assert [sample.advantage for sample in plain] == pytest.approx(
         list(group_advantages([1, 2, 1, 2, 3], groups, std="group"))
     )
+
+
+def test_of_each_prompt_the_most_telling_samples_are_trained_on_and_compared_with_each_other() -> None:
+    requests = [make_request(prompt_id=at, seeds=(1, 2, 3, 4)) for at in range(2)]
+    rewards = [(0.5, 1.0, 0.4, 0.9), (0.0, 0.2, 0.2, 0.2)]
+    scored = [
+        Scored(request=request, rewards=row, parts=(row, tuple(10 * reward for reward in row)))
+        for request, row in zip(requests, rewards, strict=True)
+    ]
+
+    training = tasks.advantage("group", [scored], used=2)
+    together = tasks.advantage("group", [scored], (1.0, 0.5), used=2)
+    apart = [tasks.advantage("group", [[each]], used=2) for each in scored]
+
+    found = [[sample.advantage for sample in training.samples[at : at + 4]] for at in (0, 4)]
+    assert found[0] == [None, pytest.approx(1, abs=1e-3), pytest.approx(-1, abs=1e-3), None]
+    assert found[1][0] == pytest.approx(-1, abs=2e-3)
+    assert sum(value is None for value in found[1]) == 2
+    assert [sample.reward for sample in training.samples] == [*rewards[0], *rewards[1]]  # for the planner
+    assert [each and each * 1.5 for each in found[0]] == [
+        each and pytest.approx(each, abs=2e-3) for each in (sample.advantage for sample in together.samples[:4])
+    ]
+    assert tasks.whole(apart).samples == training.samples
+    assert (training.metrics["samples"], training.metrics["samples_trained"]) == (8, 4)
+    assert tasks.whole(apart).metrics == training.metrics
+    cut = Cut(parts=2, updates=1, prompts=2, seeds=2, pairs=0, seed=0)
+    for sets in (([training], [training]), ([apart[0]], [apart[1]])):
+        parts = [tasks.gradient_part(VERSION, 0, cut, 0, part, sets[part]) for part in (0, 1)]
+        assert [part.positions for part in parts] == [(0, 1), (2, 3)]
+        assert [[sample.reward for sample in part.samples] for part in parts] == [[1.0, 0.4], [0.0, 0.2]]
 
 
 def test_the_weights_of_rewards_reach_advantages_only_where_these_are_added() -> None:

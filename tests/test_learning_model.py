@@ -115,6 +115,15 @@ def test_chosen_seeds_capture_more_the_more_there_are_to_choose_from(stale: bool
     assert all(more > 1.2 * fewer for fewer, more in pairwise(found))
 
 
+def test_half_of_the_samples_teach_less_than_all_of_them_though_they_vary_more() -> None:
+    rows = drawn(0.6, 8, prompts=500).tolist()
+    halves = [[row[at] for at in max_variance_subset(row, 4)] for row in rows]
+
+    assert captured(0.6, rows) == captured(0.6, rows, rolled_out=8)
+    assert 0.5 * captured(0.6, rows) < captured(0.6, halves, rolled_out=8) < captured(0.6, rows)
+    assert captured(0.6, halves) > 1.5 * captured(0.6, rows)  # of four that were all there were
+
+
 def test_the_model_meets_the_measured_run() -> None:
     score = SimulationSection().start
     for _ in range(16):

@@ -69,6 +69,7 @@ def went(
     [
         (6, ()),
         (6, ("train.updates=2", "train.old_decay=copy", "train.kl=0.1")),
+        (5, ("train.seeds_used=2",)),  # four samples of six
         (13, ("rollout.prompts=3", "train.parts=9", "pools.reserved.workers=3")),  # three add a slice of gradients
         (13, ("rollout.prompts=6", "train.parts=9", "pools.reserved.workers=3", "train.updates=2")),
     ],

@@ -63,6 +63,8 @@ NO_GPU = [*(each for each in ONLY_UPDATES if "gpu" not in each), "pools.reserved
 """Nor need it be a GPU. The optimizer's step then takes 1.8 s on one core (`plan.durations`), scaled as the rest."""
 AHEAD = "rollout.prompts_ahead=3"
 """Of the base recipe's twelve prompts: half of the six of another."""
+HALF = "train.seeds_used=4"
+"""Of the base recipe's eight samples a prompt: those whose rewards vary most (PODS)."""
 OURS = "Spotlight, gradients on spot (1 + 11)"
 """What all are compared with."""
 SOONEST = "Spotlight, gradients on spot (1 + 47)"
@@ -111,6 +113,14 @@ STRATEGIES: dict[str, list[str]] = {
     "a quarter ahead, only updates on reserved (no GPU + 48)": [
         *("strategy.exploration=off", "pools.spot.workers=48"),
         *(*NO_GPU, *FINER, AHEAD),
+    ],
+    "half trained, reserved only (4)": [*ON_RESERVED, "strategy.exploration=off", HALF],
+    "half trained (4 + 8), only reserved GPUs train": ["strategy.exploration=off", HALF],
+    "half trained (1 + 11)": ["strategy.exploration=off", *ON_SPOT, *ONE_RESERVED, HALF],
+    "half trained (1 + 47)": ["strategy.exploration=off", *ON_SPOT, *MORE_SPOT, HALF],
+    "half trained, only updates on reserved (no GPU + 12)": [
+        *("strategy.exploration=off", "pools.spot.workers=12"),
+        *(*NO_GPU, HALF),
     ],
     "Spotlight, gradients on spot (4 + 8)": [*ON_SPOT, "exploration.budget=worth"],
     OURS: [*ON_SPOT, *ONE_RESERVED, "exploration.budget=worth"],

@@ -336,6 +336,9 @@ class TrainSection(Section):
     advantage_std: Literal["global", "group"] = "global"
     """Spread that advantages are divided by: that of all rewards of the iteration, so that training waits for the last
     of them; or of each prompt's own, so that training may begin with the first prompts that are scored."""
+    seeds_used: int = Field(0, ge=0, le=100_000)
+    """Samples of each prompt that are trained on, of the ``rollout.seeds_kept``: those whose rewards vary most, with
+    advantages among themselves (PODS, arXiv 2504.13818), so that training takes so much less; 0: all."""
     combine: Literal["rewards", "advantages"] = "rewards"
     """What is added up where there are several ``[[reward]]`` tables, each times its weight: rewards, of whose sum
     advantages are made; or advantages, made of each reward by itself, so that no reward's scale outweighs another's

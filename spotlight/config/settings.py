@@ -129,10 +129,17 @@ class Config(Section):
                 f'run.validate_policy = "{policy}" and {setting} = {self.train.model_dump()[setting[6:]]!r} keeps no '
                 f'such weights: set {setting}, or run.validate_policy = "auto"'
             )
-        if self.train.updates > rollout.prompts * rollout.seeds_kept:
+        used = self.train.seeds_used
+        if used == 1 or used > rollout.seeds_kept:
             raise ValueError(
-                f"train.updates = {self.train.updates} is more than the rollout.prompts * rollout.seeds_kept = "
-                f"{rollout.prompts * rollout.seeds_kept} samples of an iteration, and each needs one: lower it"
+                f"train.seeds_used = {used} must be from 2 to rollout.seeds_kept = {rollout.seeds_kept}: samples are "
+                "compared with each other; change it, or set it to 0 to train on all"
+            )
+        if self.train.updates > rollout.prompts * self.seeds_trained:
+            of_each = "train.seeds_used" if used else "rollout.seeds_kept"
+            raise ValueError(
+                f"train.updates = {self.train.updates} is more than the rollout.prompts * {of_each} = "
+                f"{rollout.prompts * self.seeds_trained} samples of an iteration, and each needs one: lower it"
             )
 
     def _check_sampler(self) -> None:
@@ -234,6 +241,11 @@ class Config(Section):
                 "reference the policy stays"
             )
         return tuple(found)
+
+    @property
+    def seeds_trained(self) -> int:
+        """Samples of each prompt that are trained on."""
+        return self.train.seeds_used or self.rollout.seeds_kept
 
     @property
     def adds_advantages(self) -> bool:

@@ -92,15 +92,20 @@ def unexplored_variance(score: float) -> float:
     return float(_SHARES_Q @ (chance_Q * (1 - chance_Q))) / CHARACTERS
 
 
-def captured(score: float, groups: Sequence[Sequence[float]]) -> float:
+def captured(score: float, groups: Sequence[Sequence[float]], *, rolled_out: int = 0) -> float:
     """Mean over prompts of the variance of their samples' rewards, in units of what unexplored seeds have.
+
+    What is rolled out and not trained on varies from nothing: half of the samples teach at most what all of them do.
 
     Args:
         score: of the weights that drew them.
-        groups: the rewards of each prompt's samples.
+        groups: the rewards of each prompt's samples that are trained on.
+        rolled_out: samples of each prompt, where that is more.
     """
-    expected = np.mean([(len(group) - 1) / len(group) for group in groups]) * unexplored_variance(score)
-    return float(np.mean([np.var(group) for group in groups]) / expected) if expected else 0.0
+    sizes = [max(len(group), rolled_out) for group in groups]
+    expected = np.mean([(size - 1) / size for size in sizes]) * unexplored_variance(score)
+    found = [np.var(group) * len(group) / size for group, size in zip(groups, sizes, strict=True)]
+    return float(np.mean(found) / expected) if expected else 0.0
 
 
 def after(score: float, captured: float, *, gain: float) -> float:

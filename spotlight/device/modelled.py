@@ -132,7 +132,8 @@ class ModelledDevice:
         if update + 1 < run.settings.train.updates or store.published(run.url, version):
             return done
         score = run.score(weights)
-        captured = learning_model.captured(score, _groups(part for parts in gradients for part in parts))
+        groups, rolled_out = _groups(part for parts in gradients for part in parts), run.settings.rollout.seeds_kept
+        captured = learning_model.captured(score, groups, rolled_out=rolled_out)
         learnt = learning_model.after(score, captured, gain=run.settings.simulation.gain)
         _stage(run.url, version, learnt, {"captured": captured, "modelled_score": learnt})
         return done

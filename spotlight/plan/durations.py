@@ -205,8 +205,8 @@ class TaskDurations:
         self._trains_on = self._gpus["reserved" if "reserved" in config.strategy.train_pools else "spot"]
         self._timesteps = config.rollout.stochastic_steps if train.is_stepwise else train.timesteps
         self._looks = _looks(train)
-        pairs = min(train.dpo_pairs, config.rollout.seeds_kept // 2)
-        self._trained_share = 2 * pairs / config.rollout.seeds_kept if train.algorithm == "dpo" else 1.0
+        pairs = min(train.dpo_pairs, config.seeds_trained // 2)
+        self._trained_share = 2 * pairs / config.seeds_trained if train.algorithm == "dpo" else 1.0
         self._score_s = (SCORE_S if pace.score_s is None else pace.score_s) if paced else OCR_SCORE_S
         self._speedup = config.emulated_per_real_s
         self._steps: dict[tuple[int, int, Pool], float] = {}

@@ -33,14 +33,15 @@ from spotlight.store.objects import atomic_write
 from spotlight.store.rundir import RunDir
 
 METRICS = {
-    "reward_mean": "reward of the samples that were trained on",
+    "reward_mean": "reward of the samples that were rolled out",
     "reward_std": "their spread: what the advantage lives on",
     "explored_reward_mean": "reward of all seeds tried, drawn with weights one version old",
     "explored_reward_std": "their spread",
     "rank_correlation": "Spearman, explored against regenerated rewards: does stale ranking hold? 1 is perfect",
     "fidelity": "how much of a difference in explored reward is there again in the rollout",
     "zero_std_ratio": "share of groups whose rewards are all equal: nothing to learn from them",
-    "samples": "trained on",
+    "samples": "rolled out; trained on, too, where there is no next row",
+    "samples_trained": "of these, the most telling of each prompt (train.seeds_used)",
     "seeds_scored": "candidate seeds scored before training ended",
     "beside_seeds": "of the next iteration's candidates, those scored beside this training",
     "steps_resumed": "denoising steps found committed: of what lost its worker, or was begun an iteration early",

@@ -60,7 +60,7 @@ class Cut:
     updates: int
     prompts: int
     seeds: int
-    """Samples of each prompt."""
+    """Samples of each prompt that are trained on."""
     pairs: int
     """Most pairs of a prompt's samples, where pairs are trained on, which no part may take apart; else 0."""
     seed: int
@@ -75,7 +75,7 @@ class Cut:
             parts=train.parts,
             updates=train.updates,
             prompts=rollout.prompts,
-            seeds=rollout.seeds_kept,
+            seeds=config.seeds_trained,
             pairs=train.dpo_pairs if train.algorithm == "dpo" else 0,
             seed=config.run.seed,
             settings=sha256(train.model_dump_json().encode()).hexdigest(),
