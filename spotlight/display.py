@@ -177,7 +177,8 @@ class _Display:
             console=console,
         )
         self._task = self._bar.add_task("iterations", total=None)
-        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+        is_terminal = console.is_terminal and console.file.isatty()  # the former may be said by FORCE_COLOR alone
+        self._live = Live(console=console, refresh_per_second=4) if is_terminal else None
         self._dashboard = ""
         self._said: tuple[int, int, tuple[str, ...]] = (-1, 0, ())
         self._refused: set[str] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import re
 import signal
@@ -15,13 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from runs import ROOT, settings_file, start, wait_for
 from spotlight import __main__ as shell
 from spotlight import run as running
 from spotlight.__main__ import EXAMPLES, main
 from spotlight.config import load
-from spotlight.display import _asked_to_stop
+from spotlight.display import _asked_to_stop, _Display
 from spotlight.records import Drained, SpotlightError, WorkerLife
 from spotlight.run import Run
 from spotlight.store.accounts import Accounts
@@ -118,6 +120,15 @@ def test_a_shell_completes_verbs_options_and_settings(
     shell = subprocess.run(["bash", "-c", f"{capsys.readouterr().out}\n{ask}"], capture_output=True, text=True)
     assert shell.returncode == 0, shell.stderr
     assert shell.stdout.split() == offered
+
+
+def test_what_is_no_terminal_gets_lines_though_colours_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+
+    console = Console(file=io.StringIO())
+
+    assert console.is_terminal
+    assert _Display(console)._live is None
 
 
 def test_the_status_of_a_run_is_json_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
