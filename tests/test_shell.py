@@ -217,6 +217,19 @@ def test_a_reader_that_is_gone_ends_a_verb_quietly() -> None:
     assert process.returncode == 128 + signal.SIGPIPE
 
 
+@pytest.mark.parametrize(("where", "status"), [(">/dev/full", 1), (">&-", 0), (">&- 2>&-", 0)])
+def test_what_cannot_be_printed_is_no_error_of_ours(tmp_path: Path, where: str, status: int) -> None:
+    run = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
+    command = f'exec "$0" -m spotlight status "$1" {where}'
+
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, run.path], cwd=ROOT, text=True, stderr=subprocess.PIPE, check=False
+    )
+
+    said = "spotlight: what this command prints cannot be written (No space left on device): make room\n"
+    assert (done.returncode, done.stderr) == (status, said if status else "")
+
+
 def test_what_nohup_has_a_run_ignore_it_ignores() -> None:
     """And what nobody has it ignore, it hears."""
     run: Any = None
