@@ -197,8 +197,7 @@ class _Display:
     def show(self, status: Status) -> None:
         if status.dashboard and not self._dashboard:
             self._dashboard = status.dashboard
-            page = status.dashboard.removesuffix("/status")
-            self._console.print(f"live page       {page}/spotlight", soft_wrap=True)
+            self._console.print(f"live page       {status.live_page}", soft_wrap=True)
         for name, reason in status.refused.items():
             if name not in self._refused:
                 self._refused.add(name)
@@ -222,6 +221,8 @@ def status_table(status: Status) -> Table:
     table.add_row("workers", ", ".join(f"{count} {pool}" for pool, count in sorted(status.workers.items())) or "-")
     table.add_row("preemptions", str(status.preemptions))
     table.add_row("cost", dollars(status.usd))
+    if status.dashboard:
+        table.add_row("live page", status.live_page)
     if status.emulated:
         table.add_row("", status.emulated)
     return table

@@ -85,7 +85,7 @@ def describe(run: Run) -> str:
     status = run.status
     share = status.iteration / status.iterations
     facts = "".join(f"<div><span>{escape(name)}</span> <b>{escape(value)}</b></div>" for name, value in _facts(status))
-    link = f' · <a href="{escape(_page(status))}" target="_blank">live page</a>' if status.dashboard else ""
+    link = f' · <a href="{escape(status.live_page)}" target="_blank">live page</a>' if status.dashboard else ""
     colour = STATE_COLOURS.get(status.state, FAINT)
     return (
         f'{STYLE}<div class="spotlight-run"><b>{escape(Path(status.run_dir).name)}</b> '
@@ -101,13 +101,8 @@ def _line(trouble: str) -> str:
 
 def _troubles(status: Status) -> list[str]:
     """What a person may have to put right."""
-    waiting = [f"waiting for workers: {' and '.join(status.waiting_for)}"] if status.waiting_for else []
     refused = [f"worker {name} takes no part: {reason}" for name, reason in status.refused.items()]
-    return [status.error] if status.error else [*waiting, *refused] if status.state == "running" else []
-
-
-def _page(status: Status) -> str:
-    return status.dashboard.removesuffix("status") + "spotlight"
+    return [status.error] if status.error else refused
 
 
 def _facts(status: Status) -> list[tuple[str, str]]:
@@ -118,6 +113,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         ("validation", " → ".join(f"{score:.3f}" for score in (scores[:1] + scores[1:][-1:])) or "–"),
         ("reward", "–" if status.reward is None else f"{status.reward:.3f}"),
         ("workers", workers or "–"),
+        *([("waiting for workers", " and ".join(status.waiting_for))] if status.waiting_for else []),
         ("preempted", str(status.preemptions)),
         ("spent", dollars(status.usd)),
         ("the same work on reserved GPUs alone, at least", dollars(status.usd_reserved_only)),
