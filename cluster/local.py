@@ -255,7 +255,7 @@ def local_cluster(config: Config, directory: str, settings: Mapping[str, Any]) -
     clock = TraceClock(name for name, option in options.items() if option["schedule"].is_up_first)
     places = {name: {"cls": Place, "options": {**option, "clock": clock}} for name, option in options.items()}
     dashboard = f"{config.cluster.dashboard_host}:{config.cluster.dashboard_port}"
-    address = {"host": "127.0.0.1", "security": security, "dashboard_address": dashboard}
+    address = {"host": "127.0.0.1", "dashboard_address": dashboard, "security": security, "local_directory": directory}
     return SpecCluster(scheduler={"cls": LeanScheduler, "options": address}, workers=places, security=security)
 
 

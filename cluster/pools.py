@@ -11,8 +11,9 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
@@ -88,14 +89,12 @@ class Pools:
         self._noted: list[dict[str, Any]] = []
         """Events that the scheduler does not see."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_quiet())
+            stack.enter_context(_dask_as_runs_need_it)
             if swept := sweep_leftovers():
                 names = ", ".join(sorted(path.name for path in swept))
                 logger.warning("removed what processes that were killed had left on this machine: %s", names)
             terms, files = terms_of(config, str(run_dir), self.session), files_of(run_dir)
             directory = self._keep_scratch(stack, terms, files)
-            private = {"temporary-directory": directory}  # Dask imports from there; its default is open to other users
-            stack.enter_context(dask.config.set(DASK_SETTINGS | private))
             if standing is None:
                 prepare()
                 self.cluster = _start(stack, config, files, directory)
@@ -360,7 +359,7 @@ def _start(stack: contextlib.ExitStack, config: Config, files: Path, directory: 
     """
     try:
         if config.cluster.manager == "slurm":
-            return stack.enter_context(slurm_cluster(config, files))
+            return stack.enter_context(slurm_cluster(config, files, directory))
         return stack.enter_context(local_cluster(config, directory, DASK_SETTINGS))
     except RuntimeError as error:  # what Dask makes of whatever it was
         raise SpotlightError(
@@ -369,15 +368,42 @@ def _start(stack: contextlib.ExitStack, config: Config, files: Path, directory: 
         ) from error
 
 
+class WhileAny:
+    """A context that several threads may be in: the first to come enters it, the last to go leaves it."""
+
+    def __init__(self, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._context, self._lock, self._inside = context, threading.Lock(), 0
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._stack.enter_context(self._context())
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._stack.close()
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Dask reports each lost worker as a fault, down to the last ones at the end; here they are expected."""
+def _changed_dask() -> Iterator[None]:
+    """Dask's settings and log levels, which all of this process has in common.
+
+    Dask reports each lost worker as a fault, down to the last ones at the end; here they are expected.
+    """
     levels = {"distributed": logging.ERROR, "distributed.worker": logging.CRITICAL}  # as in the worker processes
     before = {name: logging.getLogger(name).level for name in levels}
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
     try:
-        yield
+        with dask.config.set(DASK_SETTINGS):
+            yield
     finally:
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
+
+
+_dask_as_runs_need_it = WhileAny(_changed_dask)

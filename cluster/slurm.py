@@ -210,10 +210,13 @@ _queue = _Queue()
 
 
 @contextlib.contextmanager
-def slurm_cluster(config: Config, run_dir: Path) -> Iterator[SpecCluster]:
+def slurm_cluster(config: Config, run_dir: Path, directory: str) -> Iterator[SpecCluster]:
     """A scheduler here, and the pools' jobs in the queue; all are cancelled at the end.
 
     So are, at the beginning, those that a driver left behind which was killed.
+
+    Args:
+        directory: private to this user, for the scheduler's scratch files: Dask imports from there.
 
     Raises:
         SpotlightError: dask-jobqueue or Slurm's commands are not there, or Slurm refuses a pool's job.
@@ -224,7 +227,7 @@ def slurm_cluster(config: Config, run_dir: Path) -> Iterator[SpecCluster]:
     with _certificates(run_dir) as (security, theirs):
         host = config.cluster.host or socket.gethostname()
         dashboard = f"{config.cluster.dashboard_host}:{config.cluster.dashboard_port}"
-        address = {"host": host, "security": security, "dashboard_address": dashboard}
+        address = {"host": host, "security": security, "dashboard_address": dashboard, "local_directory": directory}
         jobs: dict[str, Any] = {}
         for pool, section in config.pools:
             for first in range(0, section.workers, section.workers_per_node):

@@ -29,6 +29,11 @@ def attach(run_dir: str | Path) -> Run:
     return Run.attach(run_dir)
 
 
+def __dir__() -> list[str]:
+    """With what is there on its first use: notebooks complete names by it."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
     if name == "Run":
         from spotlight.run import Run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
 import os
@@ -59,6 +60,9 @@ EXIT = """exit status:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status, see `EXIT`."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed before Python began
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     parsed = _parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -67,16 +71,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed.verb(parsed)
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # the latter is how Rich says it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the interpreter ends, it flushes again
+        _print_no_more()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("spotlight: left at once", file=sys.stderr, flush=True)
         os._exit(130)  # the run's thread would keep this process until it is done; the workers end with it
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+            _print_no_more()
+            error = SpotlightError(f"what this command prints cannot be written ({error.strerror}): make room")
         if parsed.debug:
             traceback.print_exception(error)
         return _explain(error, told=parsed.debug)
     return 0
+
+
+def _print_no_more() -> None:
+    """Where the interpreter ends, it flushes again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _explain(error: Exception, *, told: bool) -> int:

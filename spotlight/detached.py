@@ -33,7 +33,8 @@ def begin(run: RunDir, cluster: Standing | None) -> subprocess.Popen[bytes]:
     Raises:
         SpotlightError: it could not; in its own words.
     """
-    command, environment = [sys.executable, "-m", "spotlight", "resume", run.url], dict(os.environ)
+    command = [sys.executable, "-m", "spotlight", "resume", run.url]
+    environment = {**os.environ, "FORCE_COLOR": ""}  # which Jupyter sets, for terminals; the log is none
     if cluster is not None:
         from distributed import Security
 

@@ -177,7 +177,8 @@ class _Display:
             console=console,
         )
         self._task = self._bar.add_task("iterations", total=None)
-        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+        is_terminal = console.is_terminal and console.file.isatty()  # the former may be said by FORCE_COLOR alone
+        self._live = Live(console=console, refresh_per_second=4) if is_terminal else None
         self._dashboard = ""
         self._said: tuple[int, int, tuple[str, ...]] = (-1, 0, ())
         self._refused: set[str] = set()
@@ -196,8 +197,7 @@ class _Display:
     def show(self, status: Status) -> None:
         if status.dashboard and not self._dashboard:
             self._dashboard = status.dashboard
-            page = status.dashboard.removesuffix("/status")
-            self._console.print(f"live page       {page}/spotlight", soft_wrap=True)
+            self._console.print(f"live page       {status.live_page}", soft_wrap=True)
         for name, reason in status.refused.items():
             if name not in self._refused:
                 self._refused.add(name)
@@ -221,6 +221,8 @@ def status_table(status: Status) -> Table:
     table.add_row("workers", ", ".join(f"{count} {pool}" for pool, count in sorted(status.workers.items())) or "-")
     table.add_row("preemptions", str(status.preemptions))
     table.add_row("cost", dollars(status.usd))
+    if status.dashboard:
+        table.add_row("live page", status.live_page)
     if status.emulated:
         table.add_row("", status.emulated)
     return table

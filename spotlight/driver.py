@@ -79,9 +79,9 @@ class Driver:
         self.pools = Pools(config, run.url, cluster)
         ended: Ended = "failed"
         try:
-            self._lease.names(self.pools.client.scheduler.address)
-            self._feed, self._tracking = Feed(run, config), Tracking(run, config)
             self.dashboard = self.pools.dashboard
+            self._lease.names(self.pools.client.scheduler.address, self.dashboard)
+            self._feed, self._tracking = Feed(run, config), Tracking(run, config)
             Loop(run, self._compute, self, session=self.pools.session).go()
             ended = "finished"
         except Stopped:

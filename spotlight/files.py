@@ -3,6 +3,7 @@ cannot be written is said."""
 
 from __future__ import annotations
 
+import operator
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -54,6 +55,18 @@ def shown(value: object) -> str:
     except (ValueError, RecursionError):  # it has too many digits, or is too deep
         return f"a {type(value).__name__}"
     return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}..."
+
+
+def whole(value: object, name: str) -> int:
+    """A number that Python code gave.
+
+    Raises:
+        SpotlightError: it is no whole number.
+    """
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise SpotlightError(f"{name} = {shown(value)}: give a whole number") from None
 
 
 def absolute(base: Path, path: str) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from spotlight.files import whole
 from spotlight.records import SpotlightError, WorkerLife
 from spotlight.report.money import dollars
 from spotlight.report.palette import FAINT, INK, LOST, RULE
@@ -36,6 +37,7 @@ STYLE = f"""<style>
 .spotlight-run b {{ font-weight: 600; font-variant-numeric: tabular-nums; }}
 .spotlight-run .facts {{ display: flex; flex-wrap: wrap; gap: 4px 26px; font-size: 13px; margin-top: 6px; }}
 .spotlight-run .facts span {{ color: {FAINT}; }}
+.spotlight-run .trouble {{ color: {LOST}; font-size: 13px; margin-top: 6px; overflow-wrap: anywhere; }}
 .spotlight-run .bar {{ height: 6px; border-radius: 3px; background: {RULE}; margin: 8px 0 2px; }}
 .spotlight-run .bar div {{ height: 6px; border-radius: 3px; background: #43308f; }}
 .spotlight-images {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(96px, 1fr)); gap: 8px;
@@ -49,9 +51,9 @@ _views: set[asyncio.Task[None]] = set()
 
 def show(run: Run) -> None:
     """Display a run, and update what is displayed while the run goes on."""
-    from IPython.display import HTML, display
+    from IPython.display import display
 
-    handle = display(HTML(describe(run)), display_id=True)
+    handle = display(_views_of(run), raw=True, display_id=True)
     if not run.alive or handle is None:
         return
     try:
@@ -64,13 +66,16 @@ def show(run: Run) -> None:
 
 
 async def _follow(run: Run, handle: Any) -> None:
-    from IPython.display import HTML
-
     alive = True
     while alive:
         await asyncio.sleep(REFRESH_S)
         alive = run.alive
-        handle.update(HTML(describe(run)))
+        handle.update(_views_of(run), raw=True)
+
+
+def _views_of(run: Run) -> dict[str, str]:
+    """By MIME type: for a notebook, and for a terminal."""
+    return {"text/html": describe(run), "text/plain": repr(run)}
 
 
 def describe(run: Run) -> str:
@@ -80,17 +85,24 @@ def describe(run: Run) -> str:
     status = run.status
     share = status.iteration / status.iterations
     facts = "".join(f"<div><span>{escape(name)}</span> <b>{escape(value)}</b></div>" for name, value in _facts(status))
-    link = f' · <a href="{escape(_page(status))}" target="_blank">live page</a>' if status.dashboard else ""
+    link = f' · <a href="{escape(status.live_page)}" target="_blank">live page</a>' if status.dashboard else ""
     colour = STATE_COLOURS.get(status.state, FAINT)
     return (
         f'{STYLE}<div class="spotlight-run"><b>{escape(Path(status.run_dir).name)}</b> '
         f'<b style="color: {colour}">{escape(status.state)}</b> {escape(status.phase)}{link}'
-        f'<div class="bar"><div style="width: {share:.1%}"></div></div><div class="facts">{facts}</div></div>'
+        f'<div class="bar"><div style="width: {share:.1%}"></div></div><div class="facts">{facts}</div>'
+        f"{''.join(map(_line, _troubles(status)))}</div>"
     )
 
 
-def _page(status: Status) -> str:
-    return status.dashboard.removesuffix("status") + "spotlight"
+def _line(trouble: str) -> str:
+    return f'<div class="trouble">{escape(trouble)}</div>'
+
+
+def _troubles(status: Status) -> list[str]:
+    """What a person may have to put right."""
+    refused = [f"worker {name} takes no part: {reason}" for name, reason in status.refused.items()]
+    return [status.error] if status.error else refused
 
 
 def _facts(status: Status) -> list[tuple[str, str]]:
@@ -101,6 +113,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         ("validation", " → ".join(f"{score:.3f}" for score in (scores[:1] + scores[1:][-1:])) or "–"),
         ("reward", "–" if status.reward is None else f"{status.reward:.3f}"),
         ("workers", workers or "–"),
+        *([("waiting for workers", " and ".join(status.waiting_for))] if status.waiting_for else []),
         ("preempted", str(status.preemptions)),
         ("spent", dollars(status.usd)),
         ("the same work on reserved GPUs alone, at least", dollars(status.usd_reserved_only)),
@@ -160,6 +173,9 @@ class Images(Sequence[Picture]):
     def __init__(self, found: Iterable[Picture]) -> None:
         self._found = tuple(found)
 
+    def __repr__(self) -> str:
+        return f"<{len(self)} pictures>"
+
     def __len__(self) -> int:
         return len(self._found)
 
@@ -183,14 +199,14 @@ def images(run: RunDir, iteration: int | None) -> Images:
         SpotlightError: there are none.
     """
     done = len(run.history())
-    k = done - 1 if iteration is None else iteration
-    if k < 0:
+    k = done - 1 if iteration is None else whole(iteration, "iteration")
+    selection = run.selection(k) if k >= 0 else None
+    if k < 0 or (selection is None and k >= done):
         said = f"iteration {k}: expected 0 to {done - 1}" if done else "no iteration is finished yet"
         raise SpotlightError(f"{run.url}: {said}, so there are no pictures")
-    selection = run.selection(k)
     if selection is None:
         raise SpotlightError(
-            f"{run.url}: no seeds are recorded for iteration {k}; {done} are finished, and only runs "
-            "that explore record them: look at validation instead, run.plot('before-after')"
+            f"{run.url}: no seeds are recorded for iteration {k}: only runs that explore record "
+            "them: look at validation instead, run.plot('before-after')"
         )
     return Images(pictures(run, selection))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import shlex
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from spotlight.records import SpotlightError, Stopped, record
 from spotlight.report import tracking
 from spotlight.report.money import emulated
 from spotlight.store import resuming
-from spotlight.store.accounts import Accounts
+from spotlight.store.accounts import Accounts, alive_s
 from spotlight.store.disks import full_disk
 from spotlight.store.rows import HISTORY, HistoryRow
 from spotlight.store.rundir import RunDir
@@ -88,12 +89,21 @@ class Status:
     refused: Mapping[str, str]
     """Why workers take no part in the run, by name."""
     elapsed_s: float
+    """Since it was started here, until its end; of a run that this process does not run, how long it had workers."""
     dashboard: str
+    """Dask's, as the run's driver reaches it; empty where nobody runs it."""
     run_dir: str
     emulated_per_real_s: float
     """Of a run that emulates GPUs, by which its seconds and dollars are to be multiplied; 1 of any other."""
     emulated: str
     """What is not real about its seconds and dollars, in words; empty where all of it is."""
+    error: str
+    """Why it failed, as far as this object knows; empty where it did not."""
+
+    @property
+    def live_page(self) -> str:
+        """Our page on Dask's dashboard; empty where nobody runs it."""
+        return f"{self.dashboard.removesuffix('/status')}/spotlight" if self.dashboard else ""
 
 
 class Run:
@@ -424,14 +434,24 @@ class Run:
             window_s=measured.get("window_s"),
             train_wait_s=measured.get("train_wait_s"),
             spot_worth_renting=None if worth_renting is None else int(worth_renting),
-            waiting_for=driver.waiting_for if driver else self._lacking(accounts),
+            waiting_for=driver.waiting_for if driver and self._is_ours else self._lacking(accounts),
             refused=driver.refused if driver else {},
-            elapsed_s=(now_s if self._is_ours else self._ended_s) - self._began_s if self._began_s else 0.0,
-            dashboard=driver.dashboard if driver and self._is_ours else "",
+            elapsed_s=self._elapsed_s(accounts, now_s),
+            dashboard=driver.dashboard if driver and self._is_ours else self._dashboard_elsewhere(),
             run_dir=run.url,
             emulated_per_real_s=self.config.emulated_per_real_s,
             emulated=emulated(self.config, "" if self._is_ours else run.simulated),  # ours is live
+            error=str(self._error) if self._error and self._state == "failed" else "",
         )
+
+    def _dashboard_elsewhere(self) -> str:
+        holder = self.directory.lease_holder() if self._is_elsewhere else None
+        return holder.dashboard if holder else ""
+
+    def _elapsed_s(self, accounts: Accounts, now_s: float) -> float:
+        if self._thread is None:
+            return alive_s(accounts.lives(), now_s)
+        return (now_s if self._is_ours else self._ended_s) - self._began_s
 
     @property
     def history(self) -> pd.DataFrame:
@@ -525,6 +545,7 @@ class Run:
 
 
 _started: WeakSet[Run] = WeakSet()
+os.register_at_fork(after_in_child=_started.clear)  # a fork has no thread of theirs, and must not wait for one
 
 
 def _end_with_process(run: Run) -> None:

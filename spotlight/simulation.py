@@ -111,8 +111,7 @@ def simulate(
     runs = [(first, config), *others]
     for _, each in runs:  # at once, for a run may take hours
         check_inputs(each, with_model=learning == "real", live=False)
-    for name, each in runs:
-        yield Simulation(name, each, learning, follow).go(report=report)
+    return (Simulation(name, each, learning, follow).go(report=report) for name, each in runs)
 
 
 def _same_run(one: Config, other: Config) -> bool:

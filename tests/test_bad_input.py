@@ -11,12 +11,14 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from runs import PROMPTS, WAIT_S, outcome, settings_file, spotlight, start, wait_for
 from spotlight import config
+from spotlight.records import SpotlightError
 from spotlight.run import Run
 from spotlight.store.rows import HISTORY, VALIDATION
 from spotlight.store.rundir import RunDir
@@ -132,6 +134,12 @@ def test_a_settings_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     said = refusal("run", settings)
 
     assert f"{settings}: no such settings file; examples/" in said
+
+
+@pytest.mark.parametrize("overrides", ["run.seed=3", {"run.seed": 3}, [("run.seed", 3)], None])
+def test_overrides_that_are_no_list_of_texts_are_refused(tmp_path: Path, overrides: Any) -> None:
+    with pytest.raises(SpotlightError, match=r'overrides = .*: give a list of texts, such as \["run\.seed=3"\]'):
+        Run(settings_file(tmp_path), overrides)
 
 
 @pytest.mark.parametrize("command", [["resume"], ["report"], ["export", "--to", "new"]])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 from collections.abc import Iterator
+from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +21,7 @@ from spotlight.config import load
 from spotlight.records import SpotlightError, Stopped
 from spotlight.run import Run
 from spotlight.store.rundir import RunDir
+from spotlight.store.thumbnails import Picture
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 QUICK = {
@@ -80,6 +84,7 @@ def test_the_view_of_a_run_follows_it_to_its_end(tmp_path: Path, monkeypatch: py
 
     first, *updates = publisher.outputs
     assert "running" in first["data"]["text/html"]
+    assert first["data"]["text/plain"] == f"<Run {directory.path}: running>"  # what a terminal shows
     assert len(updates) > 1
     assert all(update["update"] for update in updates)
     assert {update["transient"]["display_id"] for update in updates} == {first["transient"]["display_id"]}
@@ -129,10 +134,15 @@ def test_a_run_that_goes_on_elsewhere_is_seen_as_it_is_and_is_stopped_once_its_d
 
     assert (during.state, during.workers) == ("running", {"reserved": 1, "spot": 2})
     assert during.usd > 0
+    assert 0 < during.elapsed_s < 1000
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/spotlight", during.live_page)
     assert done > 0
     assert run.state == "stopped"
+    assert run.status.live_page == ""
     with pytest.raises(SpotlightError, match=r"iteration -1: expected 0 to \d+, so there are no pictures"):
         run.images(-1)
+    with pytest.raises(SpotlightError, match=r"iteration 300: expected 0 to \d+, so there are no pictures"):
+        run.images(300)
     assert "stopped" in run._repr_html_()
     with pytest.raises(Stopped, match="spotlight resume"):
         asyncio.run(awaited(run))
@@ -148,6 +158,31 @@ def test_a_run_that_nobody_started_is_new_and_says_so(tmp_path: Path) -> None:
     assert run.state == "new"
     assert repr(run) == "<Run run: new>"
     assert "not started yet" in run._repr_html_()
+
+
+def test_the_view_of_a_run_that_failed_says_why(tmp_path: Path) -> None:
+    run = Run.into(tmp_path / "made", settings_file(tmp_path), cluster="tcp://127.0.0.1:1").start()
+    with pytest.raises(SpotlightError) as failed:
+        run.wait()
+
+    assert run.status.error == str(failed.value)
+    assert escape(str(failed.value)) in run._repr_html_()
+
+
+def test_the_view_of_a_run_says_what_it_waits_for_and_who_takes_no_part(tmp_path: Path) -> None:
+    directory = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
+    with directory.lock():
+        status = replace(attach(directory.path).status, refused={"spot-7": "it has <no> memory"})
+
+    assert ("waiting for workers", "reserved and spot") in notebook._facts(status)
+    assert notebook._troubles(status) == ["worker spot-7 takes no part: it has <no> memory"]
+
+
+def test_pictures_are_told_in_a_terminal_without_their_bytes() -> None:
+    picture = Picture(prompt="a sign", seed=7, explored_reward=None, reward=0.5, url="data:image/png;base64,AAAA")
+
+    assert repr(notebook.Images([picture])) == "<1 pictures>"
+    assert "base64" not in repr(picture)
 
 
 def test_to_look_at_a_run_takes_its_lock_from_nobody(tmp_path: Path) -> None:
@@ -167,8 +202,8 @@ def test_there_is_no_picture_of_what_did_not_happen(tmp_path: Path) -> None:
         run.plot()
     with pytest.raises(SpotlightError, match="'reward', 'timeline', 'before-after'"):
         run.plot("costs")  # type: ignore[arg-type]
-    with pytest.raises(SpotlightError, match="no seeds are recorded"):
-        run.images(0)
+    with pytest.raises(SpotlightError, match="iteration = '1': give a whole number"):
+        run.images("1")  # type: ignore[arg-type]
     with pytest.raises(SpotlightError, match="no iteration is finished yet"):
         run.images()
     assert run.workers.empty

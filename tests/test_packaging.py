@@ -21,6 +21,10 @@ PIN = re.compile(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)")
 """An exact version without a build tag, which would tie it to one index."""
 
 
+def test_what_the_package_offers_can_be_completed_before_it_is_used() -> None:
+    assert {"Run", "attach", "simulate"} <= set(dir(spotlight))
+
+
 def test_importing_the_package_loads_only_itself_and_the_standard_library() -> None:
     list_modules = "import sys; print(*sys.modules)"
 

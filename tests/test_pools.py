@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import dask
 import pytest
 from distributed import Client, Worker
 
@@ -72,6 +74,26 @@ def test_a_pool_that_is_made_smaller_has_its_last_workers_leave_and_may_grow_aga
         assert sorted(spot()) == [("spot-0", ""), ("spot-1", ""), ("spot-1", "sent away")]
     finally:
         live.close()
+
+
+def test_what_a_run_needs_of_dask_stays_until_the_last_run_of_its_process_ends(tmp_path: Path) -> None:
+    """As of two runs of a notebook; Dask gives a lost worker's place up after 15 s, unless it is told otherwise."""
+
+    def of_dask() -> tuple[str, int]:
+        return dask.config.get("distributed.deploy.lost-worker-timeout"), logging.getLogger("distributed").level
+
+    before = of_dask()
+    first, second = (
+        Pools(config.load(settings_file(place)), place) for place in (tmp_path / "first", tmp_path / "second")
+    )
+    try:
+        first.close()
+        during = of_dask()
+    finally:
+        second.close()
+
+    assert during == ("10000h", logging.ERROR)
+    assert of_dask() == before
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import shutil
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -311,9 +312,14 @@ def test_a_summary_is_of_the_run_as_it_stands(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("iterations", "says"), [(1, "2 iterations are done, so it cannot end after 1"), (2_000_000, "run.iterations")]
+    ("iterations", "says"),
+    [
+        (1, "2 iterations are done, so it cannot end after 1"),
+        (2_000_000, "run.iterations"),
+        (8.0, "iterations = 8.0: give a whole number"),
+    ],
 )
-def test_a_run_cannot_end_where_it_is_past_or_be_endless(tmp_path: Path, iterations: int, says: str) -> None:
+def test_a_run_cannot_end_where_it_is_past_or_be_endless(tmp_path: Path, iterations: Any, says: str) -> None:
     run = finished(tmp_path)
     before = run.config()
 

@@ -172,6 +172,11 @@ def test_an_unknown_scorer_is_an_error_that_names_the_known() -> None:
         load("orc")
 
 
+def test_a_scorer_of_a_notebook_is_refused_at_once_for_workers_do_not_see_it() -> None:
+    with pytest.raises(SpotlightError, match=r"'__main__:Mine': .* write it to a file, .* and name mine:Mine"):
+        build(RewardSection(name="__main__:Mine"))
+
+
 def test_a_scorer_accepts_any_prompt_unless_it_says_otherwise() -> None:
     prompt = "a sign without digits"
 

@@ -437,6 +437,22 @@ def test_a_script_that_ends_without_waiting_for_its_run_stops_it_and_says_so(wat
     watched.assert_nothing_is_left(tmp_path)
 
 
+FORKS = """
+import os, sys, spotlight.run
+run = spotlight.run.Run(sys.argv[1])
+spotlight.run._end_with_process(run)  # as `start` does
+if not (child := os.fork()):
+    os._exit(len(spotlight.run._started))
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_of_a_script_waits_for_no_run_of_it(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", FORKS, str(settings_file(tmp_path))]
+
+    assert subprocess.run(script, cwd=ROOT, timeout=WAIT_S, check=False).returncode == 0
+
+
 def test_training_closes_exploration_that_runs_on_time(tmp_path: Path) -> None:
     overrides = ["exploration.budget=time", "exploration.seeds_tried=200", "run.iterations=2"]
     run = Run(settings_file(tmp_path), overrides).start()

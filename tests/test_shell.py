@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import re
 import signal
@@ -15,13 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from runs import ROOT, settings_file, start, wait_for
 from spotlight import __main__ as shell
 from spotlight import run as running
 from spotlight.__main__ import EXAMPLES, main
 from spotlight.config import load
-from spotlight.display import _asked_to_stop
+from spotlight.display import _asked_to_stop, _Display
 from spotlight.records import Drained, SpotlightError, WorkerLife
 from spotlight.run import Run
 from spotlight.store.accounts import Accounts
@@ -120,6 +122,15 @@ def test_a_shell_completes_verbs_options_and_settings(
     assert shell.stdout.split() == offered
 
 
+def test_what_is_no_terminal_gets_lines_though_colours_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+
+    console = Console(file=io.StringIO())
+
+    assert console.is_terminal
+    assert _Display(console)._live is None
+
+
 def test_the_status_of_a_run_is_json_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
 
@@ -204,6 +215,19 @@ def test_a_reader_that_is_gone_ends_a_verb_quietly() -> None:
 
     assert said == ""
     assert process.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize(("where", "status"), [(">/dev/full", 1), (">&-", 0), (">&- 2>&-", 0)])
+def test_what_cannot_be_printed_is_no_error_of_ours(tmp_path: Path, where: str, status: int) -> None:
+    run = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
+    command = f'exec "$0" -m spotlight status "$1" {where}'
+
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, run.path], cwd=ROOT, text=True, stderr=subprocess.PIPE, check=False
+    )
+
+    said = "spotlight: what this command prints cannot be written (No space left on device): make room\n"
+    assert (done.returncode, done.stderr) == (status, said if status else "")
 
 
 def test_what_nohup_has_a_run_ignore_it_ignores() -> None:

@@ -368,6 +368,11 @@ def test_where_spot_workers_train_too_to_begin_training_early_makes_no_rollout_l
     assert all(early <= late + 0.01 for early, late in zip(lasted_s["group"], lasted_s["global"], strict=True))
 
 
+def test_settings_that_cannot_be_simulated_are_refused_at_the_call(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match="no such settings file"):
+        simulate(tmp_path / "nowhere.toml")
+
+
 def test_what_short_and_long_runs_take_and_cost_is_told_to_three_digits(tmp_path: Path) -> None:
     (run,) = simulate(settings_file(tmp_path), ["run.iterations=1"], compare=False, report=False)
     shown = io.StringIO()

@@ -188,8 +188,9 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_detached_driver_that_cannot_go_on_is_told_of_and_one_that_is_stopped_stops(
-    standing: StandingCluster, begin: Begin, tmp_path: Path
+    standing: StandingCluster, begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a notebook's kernel has it
     lost = Run.into(tmp_path / "made", settings_file(tmp_path), cluster="tcp://127.0.0.1:1").start(detached=True)
     with pytest.raises(SpotlightError, match=r"no scheduler answers there.*driver\.log"):
         lost.wait(WAIT_S)
@@ -201,9 +202,12 @@ def test_a_detached_driver_that_cannot_go_on_is_told_of_and_one_that_is_stopped_
     with pytest.raises(Stopped, match=f"spotlight resume {run.directory.path} --cluster {standing.file}"):
         run.wait(WAIT_S)
     assert looked_at.state == "stopped"
-    assert "iteration 0/100" in (run.directory.path / LOG).read_text()
+    said = (run.directory.path / LOG).read_text()
+    assert "iteration 0/100" in said
+    assert "\x1b" not in said
     assert len(run.workers) == len(looked_at.workers) > 0
     assert run.status.usd == looked_at.status.usd > 0
+    assert run.status.elapsed_s == looked_at.status.elapsed_s > 0
 
 
 def test_the_certificates_of_a_client_are_found_again_in_the_environment() -> None:

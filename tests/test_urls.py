@@ -82,7 +82,7 @@ def test_one_of_two_drivers_has_a_run_and_the_other_is_told_who(objects: Objects
     now_s = 1000.0
     first, second = (Lease(objects, files, lambda: now_s) for files in ("here", "there"))
     first.take()
-    first.names("tls://head:8786")
+    first.names("tls://head:8786", "http://head:8787/status")
 
     with pytest.raises(SpotlightError, match=r"process \d+ on .*, with the scheduler tls://head:8786, is running this"):
         second.take()
@@ -101,7 +101,7 @@ def test_a_lease_whose_machine_is_gone_ends_and_its_owner_finds_out(objects: Obj
     clock["now_s"] += LEASE_S + 1
 
     next_.take()
-    lost.names("tls://head:8786")  # it comes back, and renews
+    lost.names("tls://head:8786", "http://head:8787/status")  # it comes back, and renews
 
     with pytest.raises(SpotlightError, match="is running this run"):
         lost.check()

@@ -49,8 +49,9 @@ def parse(content: bytes, base: Path, source: str, overrides: Sequence[str] = ()
         base: what the paths in it are relative to.
         source: where it is from, for the errors.
     """
-    if isinstance(overrides, str):
-        raise SpotlightError(f"overrides = {shown(overrides)}: give a list of such texts")
+    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
+    if not is_list or not all(isinstance(override, str) for override in overrides):
+        raise SpotlightError(f'overrides = {shown(overrides)}: give a list of texts, such as ["run.seed=3"]')
     try:
         tree = tomllib.loads(content.decode())
     except ValueError as error:  # of TOML, of UTF-8, or a number of thousands of digits

@@ -40,6 +40,7 @@ class Holder:
     """Names the files that its driver holds, on all machines."""
     until_s: float
     scheduler: str = ""
+    dashboard: str = ""
     released: bool = False
 
     def __str__(self) -> str:
@@ -86,16 +87,16 @@ class Lease:
         if last and not last.released and last.files != self._files and last.until_s > self._clock():
             raise self._refusal(last)
         self._number = number + 1
-        self._mine = self._renewed("")
+        self._mine = self._renewed("", "")
         if not self._objects.create(_key(self._number), _json(self._mine)):
             _, last = self._last()
             raise self._refusal(last or self._mine)
         self._objects.delete(*(_key(old) for old in range(max(1, number - 1), number + 1)))
         threading.Thread(target=self._keep, name="spotlight-lease", daemon=True).start()
 
-    def names(self, scheduler: str) -> None:
-        """Have the record say where the run's scheduler is."""
-        self._renew(scheduler)
+    def names(self, scheduler: str, dashboard: str) -> None:
+        """Have the record say where the run's scheduler and its dashboard are."""
+        self._renew(scheduler, dashboard)
 
     def check(self) -> None:
         """
@@ -132,21 +133,26 @@ class Lease:
                 where = self._objects.where(_key(self._number))
                 self._lost = f"{where}: could not be renewed for {LEASE_S:g} s, so another may have the run: {error}"
 
-    def _renew(self, scheduler: str = "") -> None:
+    def _renew(self, scheduler: str = "", dashboard: str = "") -> None:
         with self._renewing:
             assert self._mine
             number, last = self._last()
             if number > self._number:
                 self._lost = str(self._refusal(last or self._mine))
             elif not self._ended.is_set():
-                renewed = self._renewed(scheduler or self._mine.scheduler)
+                renewed = self._renewed(scheduler or self._mine.scheduler, dashboard or self._mine.dashboard)
                 self._objects.put(_key(self._number), _json(renewed))
                 self._mine = renewed
 
-    def _renewed(self, scheduler: str) -> Holder:
+    def _renewed(self, scheduler: str, dashboard: str) -> Holder:
         until_s = self._clock() + LEASE_S
         return Holder(
-            host=socket.gethostname(), pid=os.getpid(), files=self._files, until_s=until_s, scheduler=scheduler
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            files=self._files,
+            until_s=until_s,
+            scheduler=scheduler,
+            dashboard=dashboard,
         )
 
     def _last(self) -> tuple[int, Holder | None]:

@@ -29,7 +29,7 @@ from uuid import uuid4
 
 from spotlight import config
 from spotlight.clock import wall_clock
-from spotlight.files import digest, is_url, read_bytes, read_files
+from spotlight.files import digest, is_url, read_bytes, read_files, whole
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
@@ -312,8 +312,9 @@ class RunDir:
         """Have the run end after so many iterations, more or fewer than before; what is done stays done.
 
         Raises:
-            SpotlightError: more are done, somebody is running it, or a run cannot have that many.
+            SpotlightError: it is no whole number, more are done, a run cannot have that many, or somebody runs it.
         """
+        iterations = whole(iterations, "iterations")
         with self.lock():
             if iterations < (done := self.count(HISTORY)):
                 raise SpotlightError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Iterator
+from dataclasses import field
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ class Picture:
     explored_reward: float | None
     """What exploration scored it with stale weights; None where nothing was explored."""
     reward: float | None
-    url: str
+    url: str = field(repr=False)
     """A data URL; empty where there is no picture."""
 
 

@@ -222,6 +222,11 @@ def imported(name: str, where: str) -> Any:
     """
     module, _, attribute = name.partition(":")
     way_out = "give module:Class, of a module that Python finds (for a file in this directory, PYTHONPATH=.)"
+    if module == "__main__":
+        raise SpotlightError(
+            f"{where} = {name!r}: workers are processes of their own, which do not see what a notebook or a script "
+            f"defines: write it to a file, such as mine.py, and name mine:{attribute}"
+        )
     if not all(part.isidentifier() for part in module.split(".")):
         raise SpotlightError(f"{where} = {name!r} names no module: {way_out}; mypkg/mine.py is mypkg.mine")
     try:
