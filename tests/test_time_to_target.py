@@ -45,6 +45,7 @@ def row(
         "strategy": strategy,
         "trial": trial,
         "seed": seed,
+        "settings": Case(**CELL, strategy=strategy, trial=trial, seed=seed).digest,
         "scores": {str(version): 0.99 if version >= there else 0.5 for version in versions[::2]},
         "seconds": [second_s * version for version in versions],
         "usd": [second_s * version for version in versions],
@@ -124,7 +125,7 @@ def test_only_runs_that_explore_nothing_and_train_alike_are_shared() -> None:
 
 def test_a_run_is_made_again_when_its_strategy_has_other_settings() -> None:
     (case,) = time_to_target.missing([], asked(strategies=["Spotlight"], trials=1, seeds=[3]))
-    made = row("Spotlight", 0, 3)
+    made = {name: value for name, value in row("Spotlight", 0, 3).items() if name != "settings"}
 
     again = [
         time_to_target.missing([line], asked(strategies=["Spotlight"], trials=1, seeds=[3]))
@@ -188,6 +189,29 @@ def test_at_a_glance_each_strategy_is_compared_with_reserved_gpus_alone() -> Non
     assert lines.count("| reserved only (4) | 1 | 1 |") == 2
     assert lines.count(f"| {OURS} | 2.0 [2.0, 2.0] | – |") == 2
     assert untuned.count(f"| {OURS} | *2.0 [2.0, 2.0]* |") == 2
+
+
+def test_runs_that_are_older_than_their_strategys_settings_are_marked() -> None:
+    runs = [row("reserved only (4)", 0, seed, second_s=4.0) for seed in (0, 1)]
+    runs += [row(OURS, 0, seed, second_s=2.0) for seed in (0, 1)]
+    older = [*runs[:-1], {**runs[-1], "settings": "0" * 12}]
+
+    now, before = (results.page(rows, asked(trials=1)) for rows in (runs, older))
+
+    assert results.OLD not in now
+    assert f"| {OURS} | 2.0 [2.0, 2.0] † |" in before
+    assert before.count(results.OLDER) == 1
+    assert f"| {cases.told(0)} †" in before
+
+
+def test_the_readmes_row_says_who_met_a_goal_and_what_exploration_gains() -> None:
+    seconds = dict.fromkeys((*results.GOALS, *results.WITHOUT.values()), 2.0) | {OURS: 2.0, results.SOONEST: 0.25}
+    runs = [row(name, 0, seed, second_s=second_s) for name, second_s in seconds.items() for seed in (0, 1)]
+
+    (said,) = results.headlines(runs, asked(trials=1))
+
+    assert "than without exploration: 1 + 11 1.0 [1.0, 1.0] and 1.0 [1.0, 1.0], 1 + 47 8.0" in said
+    assert "(goals: 4 times sooner met by 1 + 47, 6.4 times cheaper met by 1 + 47)" in said
 
 
 def test_what_is_told_of_the_raw_data_is_what_it_says() -> None:

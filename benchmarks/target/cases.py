@@ -126,12 +126,11 @@ STRATEGIES: dict[str, list[str]] = {
     OURS: [*ON_SPOT, *ONE_RESERVED, "exploration.budget=worth"],
     SOONEST: [*ON_SPOT, *MORE_SPOT, "exploration.request_seeds=2"],
 }
-"""The fifth streams, as RLBoost, unless its recipe divides advantages by the spread of all rewards; the sixth is
-Spotlight but for what it does about a loss. With gradients on spot GPUs too, what is explored is what is worth its
-seconds. All have twelve GPUs, but for those that are reserved only, those that have an A100 or a machine without a GPU
-for updates beside twelve or 48 spot H100s, and 1 + 47, where what is saved goes into more spot GPUs; small requests of
-exploration fill the gaps between its requests and parts. A quarter ahead: idle GPUs begin with the next iteration's
-rollouts, with weights that are one version old; it explores nothing."""
+"""Reserved + spot without exploration streams, as RLBoost, unless its recipe divides advantages by the spread of all
+rewards. Restart on preemption is Spotlight but for what it does about a loss. With gradients on spot GPUs too, 4 + 8
+and 1 + 11 explore what is worth its seconds; 1 + 47 explores as long as training lasts, in small requests, which fill
+the gaps between its other requests and parts. A quarter ahead: idle GPUs begin with the next iteration's rollouts, with
+weights that are one version old; it explores nothing."""
 SPACE: dict[str, dict[str, list[str]]] = {
     "learning rate": {f"{rate:g}": [f"train.learning_rate={rate}"] for rate in (3e-4, 2e-4, 4.5e-4)},
     "advantages by": {"group": ["train.advantage_std=group"], "global": ["train.advantage_std=global"]},
@@ -162,6 +161,11 @@ class Case:
     """Which recipe, by its place in `recipes`."""
     seed: int
 
+    @classmethod
+    def of(cls, row: Row) -> Case:
+        """The run that a line of the raw data is of."""
+        return cls(**{field.name: row[field.name] for field in fields(cls)})
+
     def overrides(self) -> list[str]:
         learnt = [*COMMON, *JOBS[self.job], *REGIMES[self.regime], *recipe(self.trial), f"run.seed={self.seed}"]
         return [*learnt, *SIZES[self.size], *STRATEGIES[self.strategy]]
@@ -173,7 +177,7 @@ class Case:
         """
         if any(row[name] != getattr(self, name) for name in ("job", "regime", "trial", "seed")):
             return False
-        other = Case(**{field.name: row[field.name] for field in fields(Case)})
+        other = Case.of(row)
         if row.get("settings", other.digest) != other.digest:
             return False
         first, second = (config.load(SETTINGS, [*case.overrides(), "train.parts=1"]) for case in (self, other))

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 GOALS = {"reserved only (4)": {"seconds": 4.0}, "all reserved (12)": {"usd": 6.4}}
 """How many times as long, and as dear, they should be."""
 UNITS = {"seconds": 60.0, "usd": 1.0}
+GAINED = {"seconds": "sooner", "usd": "cheaper"}
+BOTH = (OURS, SOONEST)
+"""What the README's row is about."""
 BESIDE = (SOONEST, "no exploration, gradients on spot (1 + 47)")
 """What the strategies of a cell are compared with on the page: the first of these that was run there."""
 BRIEF = ("strategy", "min", "times [95 %]", "dollars", "times [95 %]", "iterations, by seed", "recipe")
@@ -29,19 +32,25 @@ PAGE = """# Time and dollars to a score, by strategy
 Made from the raw data by `python -m benchmarks.time_to_target --table`; do not edit this page. What was run, and what
 follows from it, is in [results.md](results.md#time-and-dollars-to-a-score).
 
-Minutes and dollars are medians over seeds; a run that did not get there (–) took longer than any that did. Times: the
-ratio to the row that has 1, with its 95 % interval by paired bootstrap over seeds. In brackets: reserved + spot GPUs.
+Minutes and dollars are medians over seeds; a run that did not get there (–) took longer than any that did. They count
+up to the first of two validations in a row at the target, without start-up and without validations. Times: the ratio to
+the row that has 1, with its 95 % interval by paired bootstrap over seeds. In brackets: reserved + spot GPUs.
 """
 GLANCE = """## At a glance
 
 How many times sooner, and how many times cheaper, than *reserved only (4)* in the same column, to the last target of
 each job, with the 95 % interval. In italics: a recipe was not tuned. –: not run. 0.0: too many seeds did not get there.
-
 """
+OLD = "†"
+OLDER = f"""
+{OLD}: some of these runs are older than the settings that their strategy has now, or do not say with which they were
+made; those that do not say are from before gradients were added in slices.
+"""
+"""Stands below the tables that have the mark."""
 GAINS = """### What exploration and early rollouts gain
 
-The same, beside the same GPUs without them: above 1 is a gain.
-
+The same, beside the same GPUs without them: above 1 is a gain. Of so many comparisons a few intervals leave 1 out by
+chance. What explores nothing learns once for all clusters and sizes, so its rows and columns are not independent.
 """
 RESERVED_ONLY = "reserved only (4)"
 WITHOUT = {
@@ -60,7 +69,8 @@ WITHOUT = {
 PRICES = """## The same at other prices
 
 Dollars by three lists of what an H100 costs on demand and on the spot market, and how many times as many the dearest
-strategy costs, with its 95 % interval. The A100 and the machine without a GPU cost the same in all three.
+strategy costs, with its 95 % interval. AWS's spot price is that of its cheapest region; in others it is up to 2.5 times
+as high. The A100 and the machine without a GPU cost the same in all three.
 
 """
 CURVES = {
@@ -163,14 +173,19 @@ def page(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     tables = [f"## {_title(*cell)}\n\n{_brief(rows, *cell, arguments)}\n" for cell in cells]
     if not cells:
         return PAGE
-    glance = f"{GLANCE}{_glance(rows, cells, dict.fromkeys(STRATEGIES, RESERVED_ONLY), arguments)}\n"
-    gains = f"{GAINS}{_glance(rows, cells, WITHOUT, arguments)}\n"
+    glance = _explained(GLANCE, _glance(rows, cells, dict.fromkeys(STRATEGIES, RESERVED_ONLY), arguments))
+    gains = _explained(GAINS, _glance(rows, cells, WITHOUT, arguments))
     like_the_first = (cell for cell in cells if cell[1:] == cells[0][1:])
     elsewhere = (
         f"### At other prices: {_title(*cell)}\n\n{_elsewhere(rows, *cell, arguments)}\n" for cell in like_the_first
     )
     prices = PRICES + "\n".join(elsewhere)
     return "\n".join([PAGE, glance, gains, *tables, prices])
+
+
+def _explained(head: str, found: str) -> str:
+    """Tables below what is said of them, which explains the mark of old runs if they have it."""
+    return f"{head}{OLDER if OLD in found else ''}\n{found}\n"
 
 
 def _glance(
@@ -187,11 +202,17 @@ def _glance(
             for cell in cells:
                 gain = _gain(runs[cell, other], runs[cell, name], TARGETS[cell[0]][-1], field)
                 is_plain = len(gain) == 1 or (tuned[cell, name] and tuned[cell, other])
-                said.append(gain if is_plain else f"*{gain}*")
+                mark = "" if len(gain) == 1 else _mark(runs[cell, name], runs[cell, other])
+                said.append(f"{gain if is_plain else f'*{gain}*'}{mark}")
             if set(said) != {"–"}:
                 lines.append(f"| {name} | {' | '.join(said)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
+
+
+def _mark(*of: Mapping[int, Row]) -> str:
+    """A dagger where any of the runs was not made with the settings of now."""
+    return f" {OLD}" if any(Case.of(row).digest != row.get("settings") for runs in of for row in runs.values()) else ""
 
 
 def _gain(theirs: Mapping[int, Row], mine: Mapping[int, Row], target: float, field: str) -> str:
@@ -219,7 +240,7 @@ def _brief(rows: Sequence[Row], job: str, regime: str, size: str, arguments: arg
             cells.append("1" if name == beside else "{:.2f} [{:.2f}, {:.2f}]".format(*interval(mine, theirs)))
         versions = [reached(runs[seed], target) for seed in sorted(runs)]
         cells.append(", ".join("–" if isinf(version) else f"{version:g}" for version in versions))
-        cells.append(told(_shown(rows, first_case(job, regime, size, name), arguments)))
+        cells.append(told(_shown(rows, first_case(job, regime, size, name), arguments)) + _mark(runs))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -252,30 +273,32 @@ def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
 
 def _headline(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
     target = TARGETS[job][-1]
-    found = {name: _fresh(rows, job, regime, size, name, arguments) for name in (*GOALS, OURS, SOONEST)}
-    pairs = sorted({len(found[name].keys() & found[ours].keys()) for name, ours in product(GOALS, (OURS, SOONEST))})
+    beside = {name: dict.fromkeys(BOTH, name) for name in GOALS}
+    beside["without exploration"] = {ours: WITHOUT[ours] for ours in BOTH}
+    names = {*BOTH, *(other for others in beside.values() for other in others.values())}
+    found = {name: _fresh(rows, job, regime, size, name, arguments) for name in names}
+    pairs = sorted(len(found[o].keys() & found[ours].keys()) for each in beside.values() for ours, o in each.items())
     cases = (first_case(job, regime, size, name) for name in found)
     if not pairs[0] or any(_shown(rows, case, arguments) is None for case in cases):
         return ""
     gains = {
-        (name, ours, field): interval(_until(found[name], target, field), _until(found[ours], target, field))
-        for name, ours, field in product(GOALS, (OURS, SOONEST), UNITS)
+        (name, ours, field): interval(_until(found[other], target, field), _until(found[ours], target, field))
+        for (name, others), field in product(beside.items(), UNITS)
+        for ours, other in others.items()
     }
     said, goals = [], []
-    for name, wanted in GOALS.items():
-        times = (
-            f"{_gpus(ours)} {' and '.join(_ratio(gains[name, ours, field]) for field in UNITS)}"
-            for ours in (OURS, SOONEST)
-        )
+    for name in beside:
+        times = (f"{_gpus(ours)} {' and '.join(_ratio(gains[name, ours, field]) for field in UNITS)}" for ours in BOTH)
         said.append(f"than {name}: {', '.join(times)}")
-        for field, goal in wanted.items():
-            is_met = max(gains[name, ours, field][0] for ours in (OURS, SOONEST)) >= goal
-            goals.append(f"{goal:g} {'met' if is_met else '**missed**'}")
+        for field, goal in GOALS.get(name, {}).items():
+            met = [_gpus(ours) for ours in BOTH if gains[name, ours, field][0] >= goal]
+            how = f"met by {' and '.join(met)}" if met else "**missed**"
+            goals.append(f"{goal:g} times {GAINED[field]} {how}")
     return (
         f"| time and dollars to {target} ({job}, {regime}), Qwen-Image at {size} px on H100s, virtual clock, "
         f"{' to '.join(map(str, sorted({pairs[0], pairs[-1]})))} seeds, each with its best recipe | "
         f"`python -m benchmarks.time_to_target` | "
-        f"times sooner and cheaper {'; '.join(said)} (goals: {' and '.join(goals)}) |"
+        f"times sooner and cheaper {'; '.join(said)} (goals: {', '.join(goals)}) |"
     )
 
 
