@@ -11,7 +11,8 @@ and for the other strategies only timed (a test says that the times are the same
 The tables show the base recipe ("untuned") of a strategy as long as no fresh seed was run with its best. The raw data
 has a line per run; runs that are there are not made again. ``python -m benchmarks.time_to_target`` makes what is
 missing (days of one core: see ``--estimate``), prints the tables in Markdown and the README's rows, writes a page with
-the last target's and draws the figure; ``--table`` makes no runs, and ``--smoke`` takes a minute and keeps nothing.
+the last target's and draws the figure; ``--table`` makes no runs, ``--whole`` says what start-up and validations would
+add, and ``--smoke`` takes a minute and keeps nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, fields
@@ -115,9 +116,8 @@ def _simulate(
 
 def missing(rows: Sequence[Row], arguments: argparse.Namespace) -> list[Case]:
     """The runs to make next: of every strategy all trials first, then fresh seeds with the best."""
-    cells = product(arguments.jobs, arguments.regimes, arguments.sizes, arguments.strategies)
     wanted: list[Case] = []
-    for job, regime, size, strategy in cells:
+    for job, regime, size, strategy in _asked(arguments):
         found = best(rows, first_case(job, regime, size, strategy), arguments)
         seeds = arguments.tuning_seeds if found is None else arguments.seeds
         trials = tried(strategy, arguments.trials) if found is None else [found]
@@ -127,6 +127,11 @@ def missing(rows: Sequence[Row], arguments: argparse.Namespace) -> list[Case]:
         ]
     there = {(*(row[field.name] for field in fields(Case)), row.get("settings")) for row in rows}
     return [case for case in wanted if not {(*asdict(case).values(), made) for made in (case.digest, None)} & there]
+
+
+def _asked(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str, str]]:
+    """Job, regime, size and strategy."""
+    return product(arguments.jobs, arguments.regimes, arguments.sizes, arguments.strategies)
 
 
 def estimate(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
@@ -200,6 +205,22 @@ def smoke() -> None:
         print(row)
 
 
+def whole(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Iterator[str]:
+    """A line for each strategy: its iterations, which the tables count, and its whole run. Learning is modelled."""
+    yield "| strategy | iterations: min | whole run: min | iterations: dollars | whole run: dollars |"
+    yield "|---" * 5 + "|"
+    for job, regime, size, strategy in _asked(arguments):
+        case = first_case(job, regime, size, strategy)
+        with tempfile.TemporaryDirectory(prefix="time-to-target-") as directory:
+            overrides = [f"run.dir={directory}", f"run.iterations={arguments.iterations}"]
+            overrides += [f"run.validate_every={arguments.every}", *case.overrides(), *more]
+            run = Simulation(strategy, config.load(SETTINGS, overrides), "modelled")
+            outcome = run.go(report=False)
+            measured = [row.measured for row in run.directory.history()]
+        minutes, usd = sum(row["wall_s"] for row in measured) / 60, sum(row["usd"] for row in measured)
+        yield f"| {strategy} | {minutes:.1f} | {outcome.hours * 60:.1f} | {usd:.2f} | {outcome.usd:.2f} |"
+
+
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """What is asked for: of the command line, if nothing is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -217,6 +238,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--figure", type=Path, default=FIGURE, help="the page goes beside it")
     parser.add_argument("--table", action="store_true", help="make no runs")
     parser.add_argument("--estimate", action="store_true", help="say what the runs would take, and make none")
+    parser.add_argument("--whole", action="store_true", help="say what start-up and validations add; run nothing else")
     parser.add_argument("--smoke", action="store_true", help="four runs of two iterations, and nothing is kept")
     return parser.parse_args(given)
 
@@ -228,6 +250,10 @@ def main() -> None:
         return
     if arguments.estimate:
         print(estimate(read(arguments.data), arguments))
+        return
+    if arguments.whole:
+        for line in whole(arguments):
+            print(line, flush=True)
         return
     if not arguments.table:
         make(arguments)

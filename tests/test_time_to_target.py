@@ -214,6 +214,18 @@ def test_the_readmes_row_says_who_met_a_goal_and_what_exploration_gains() -> Non
     assert "(goals: 4 times sooner met by 1 + 47, 6.4 times cheaper met by 1 + 47)" in said
 
 
+def test_a_whole_run_takes_longer_than_its_iterations_by_start_up_and_validations() -> None:
+    arguments = asked(strategies=["reserved only (4)"], iterations=2, every=1)
+
+    *_, line = time_to_target.whole(arguments, time_to_target.SMOKE)
+
+    name, *numbers = line.strip("| ").split(" | ")
+    iterations_min, whole_min, iterations_usd, whole_usd = map(float, numbers)
+    assert name == "reserved only (4)"
+    assert 0 < iterations_min < whole_min
+    assert 0 < iterations_usd < whole_usd
+
+
 def test_what_is_told_of_the_raw_data_is_what_it_says() -> None:
     """``python -m benchmarks.time_to_target --table`` writes tables and page again, and prints the README's rows."""
     rows, arguments = time_to_target.read(time_to_target.DATA), time_to_target.parse([])
