@@ -137,7 +137,8 @@ def curve(row: Row) -> list[tuple[int, float]]:
 def interval(theirs: Mapping[int, float], ours: Mapping[int, float]) -> tuple[float, float, float]:
     """How many times ours theirs is: the ratio of medians over the seeds that both ran, and its 95 % interval.
 
-    By paired bootstrap over seeds; a run that did not get there took longer than any that did.
+    By paired bootstrap over seeds; a run that did not get there took longer than any that did. A draw of seeds in which
+    neither median got there counts as 1, for it says nothing.
     """
     seeds = sorted(theirs.keys() & ours.keys())
     pairs_S2 = np.array([(theirs[seed], ours[seed]) for seed in seeds])
