@@ -64,7 +64,8 @@ NO_GPU = [*(each for each in ONLY_UPDATES if "gpu" not in each), "pools.reserved
 AHEAD = "rollout.prompts_ahead=3"
 """Of the base recipe's twelve prompts: half of the six of another."""
 HALF = "train.seeds_used=4"
-"""Of the base recipe's eight samples a prompt: those whose rewards vary most (PODS)."""
+"""Of the base recipe's eight samples a prompt, those whose rewards vary most (PODS): a quarter of the sixteen of
+another."""
 OURS = "Spotlight, gradients on spot (1 + 11)"
 """What all are compared with."""
 SOONEST = "Spotlight, gradients on spot (1 + 47)"
@@ -130,7 +131,7 @@ STRATEGIES: dict[str, list[str]] = {
 rewards. Restart on preemption is Spotlight but for what it does about a loss. With gradients on spot GPUs too, 4 + 8
 and 1 + 11 explore what is worth its seconds; 1 + 47 explores as long as training lasts, in small requests, which fill
 the gaps between its other requests and parts. A quarter ahead: idle GPUs begin with the next iteration's rollouts, with
-weights that are one version old; it explores nothing."""
+weights that are one version old; it explores nothing, nor does half trained."""
 SPACE: dict[str, dict[str, list[str]]] = {
     "learning rate": {f"{rate:g}": [f"train.learning_rate={rate}"] for rate in (3e-4, 2e-4, 4.5e-4)},
     "advantages by": {"group": ["train.advantage_std=group"], "global": ["train.advantage_std=global"]},
