@@ -492,7 +492,7 @@ def test_every_number_has_an_upper_bound() -> None:
 
 
 def test_overrides_are_a_list(file: Path) -> None:
-    with pytest.raises(SpotlightError, match=r"overrides = 'run\.seed=3': give a list of such texts"):
+    with pytest.raises(SpotlightError, match=r"overrides = 'run\.seed=3': give a list of texts, such as \["):
         load(file, "run.seed=3")
 
 

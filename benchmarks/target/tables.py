@@ -60,12 +60,17 @@ WITHOUT = {
     OURS: "no exploration, gradients on spot (1 + 11)",
     SOONEST: "no exploration, gradients on spot (1 + 47)",
     "a quarter ahead (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
+    "half trained, reserved only (4)": RESERVED_ONLY,
+    "half trained (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
+    "half trained (1 + 11)": "no exploration, gradients on spot (1 + 11)",
+    "half trained (1 + 47)": "no exploration, gradients on spot (1 + 47)",
+    "half trained, only updates on reserved (no GPU + 12)": "no exploration, only updates on reserved (no GPU + 12)",
 } | {
     name: name.replace("a quarter ahead", "no exploration, gradients on spot" if "(1 +" in name else "no exploration")
     for name in STRATEGIES
     if name.startswith("a quarter ahead") and "(4 +" not in name
 }
-"""What explores, or begins rollouts early, and the same GPUs without it."""
+"""What explores, begins rollouts early, or trains on half of the samples; and the same GPUs without it."""
 PRICES = """## The same at other prices
 
 Dollars by three lists of what an H100 costs on demand and on the spot market, and how many times as many the dearest
