@@ -649,7 +649,7 @@ def test_every_label_names_a_metric_of_a_real_run_and_every_metric_but_seconds_h
     gangs = ("strategy.widths=[1,2]", "pools.spot.workers_per_node=2", "pools.spot.workers=4")
     pools = ("spot", "reserved")
     losses = [f"pools.{pool}.{setting}" for pool in pools for setting in ("trace_model=bursty", "speedup=20000")]
-    in_parts = ("train.advantage_std=group", "exploration.budget=time")
+    in_parts = ("train.advantage_std=group", "train.seeds_used=2", "exploration.budget=time")
     policy = ("train.algorithm=grpo", "train.kl=0.01", "rollout.sampler=sde", "run.iterations=1")
 
     runs: dict[Learning, tuple[str, ...]] = {"modelled": (*gangs, *losses, *in_parts), "real": policy}
