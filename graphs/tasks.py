@@ -340,18 +340,13 @@ def advantage(
     else:
         advantages = group_advantages([rewards[at] for at in trained], among, std=std).tolist()
     known = dict(zip(trained, advantages, strict=True))
+    samples = tuple(
+        Sample(request=result.request, index=index, reward=reward, advantage=known.get(at))
+        for at, (result, index, reward) in enumerate(rows)
+    )
     return TrainingSet(
-        samples=tuple(
-            Sample(request=result.request, index=index, reward=reward, advantage=known.get(at))
-            for at, (result, index, reward) in enumerate(rows)
-        ),
-        metrics={
-            "reward_mean": fmean(rewards),
-            "reward_std": spread(rewards),
-            "zero_std_ratio": zero_std_ratio(rewards, groups),
-            "samples": float(len(rows)),
-            **({"samples_trained": float(len(trained))} if len(trained) < len(rows) else {}),
-        },
+        samples=samples,
+        metrics=_statistics(samples, flat=zero_std_ratio(rewards, groups)),
         steps_resumed=sum(result.steps_resumed for result in results),
     )
 
@@ -374,21 +369,25 @@ def whole(parts: Sequence[TrainingSet]) -> TrainingSet:
     if len(parts) == 1:
         return parts[0]
     samples = tuple(sample for part in parts for sample in part.samples)
-    trained = [sample for sample in samples if sample.advantage is not None]
-    rewards = [sample.reward for sample in samples]
     groups = [len({sample.request.prompt.id for sample in part.samples}) for part in parts]
     flat = sum(part.metrics["zero_std_ratio"] * count for part, count in zip(parts, groups, strict=True))
     return TrainingSet(
         samples=samples,
-        metrics={
-            "reward_mean": fmean(rewards),
-            "reward_std": spread(rewards),
-            "zero_std_ratio": flat / sum(groups),
-            "samples": float(len(samples)),
-            **({"samples_trained": float(len(trained))} if len(trained) < len(samples) else {}),
-        },
+        metrics=_statistics(samples, flat=flat / sum(groups)),
         steps_resumed=sum(part.steps_resumed for part in parts),
     )
+
+
+def _statistics(samples: Sequence[Sample], *, flat: float) -> dict[str, float]:
+    """What is told of a training set; how many are trained on only where it is not all.
+
+    Args:
+        flat: share of groups whose rewards are all equal.
+    """
+    rewards, trained = [sample.reward for sample in samples], sum(sample.advantage is not None for sample in samples)
+    found = {"reward_mean": fmean(rewards), "reward_std": spread(rewards), "zero_std_ratio": flat}
+    found["samples"] = float(len(samples))
+    return found if trained == len(samples) else {**found, "samples_trained": float(trained)}
 
 
 def gradient(

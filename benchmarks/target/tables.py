@@ -50,7 +50,8 @@ made; those that do not say are from before gradients were added in slices.
 GAINS = """### What exploration and early rollouts gain
 
 The same, beside the same GPUs without them: above 1 is a gain. Of so many comparisons a few intervals leave 1 out by
-chance. What explores nothing learns once for all clusters and sizes, so its rows and columns are not independent.
+chance. What explores nothing learns once for all clusters and sizes, so its rows and columns are not independent. Half
+trained: beside the same GPUs that train on all samples.
 """
 RESERVED_ONLY = "reserved only (4)"
 WITHOUT = {
