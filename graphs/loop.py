@@ -37,6 +37,7 @@ from spotlight.plan.offload import (
     Balance,
     Offload,
     adapt,
+    cut_short,
     rollout_window_s,
     spot_worth_renting,
 )
@@ -152,13 +153,8 @@ class Loop:
             "stopped_s": stopped_s,
             "steps_resumed": training.steps_resumed,
             **self._watch.measure(started_s, stopped_s),
-            **self._balance(k, begun_s, window_s),
+            **self._balance(k, begun_s, window_s, results.get("selection")),
         }
-        if candidates:  # beside the training, for the planner; what was explored before it counts elsewhere
-            measured |= {
-                "beside_s": self._watch.measure(begun_s, stopped_s).get("explore_s", 0.0),
-                "beside_seeds": results["selection"].seeds_scored,
-            }
         row = HistoryRow(
             iteration=k,
             weights_version=after.weights.version,
@@ -196,17 +192,26 @@ class Loop:
     def _offload(self, k: int) -> Offload:
         return self._run.offload(k) or Offload(window_s=FIRST_WINDOW_S / self._config.emulated_per_real_s)
 
-    def _balance(self, k: int, began_s: float, window_s: float) -> dict[str, float]:
-        """How reserved and spot workers shared the iteration, as numbers; records the window for the next one."""
+    def _balance(self, k: int, began_s: float, window_s: float, explored: Selection | None) -> dict[str, float]:
+        """How reserved and spot workers shared the iteration, as numbers; records the window for the next one.
+
+        Args:
+            explored: what came of exploration beside it.
+        """
         found = self._watch.balance(k, began_s, window_s)
+        if found and explored and self._config.exploration.budget == "worth":
+            found = cut_short(found, tried=explored.seeds_scored, dropped=explored.seeds_dropped)
         if self._config.strategy.offload == "adaptive" and window_s < inf:
             state, floor_s = self._offload(k), FLOOR_S / self._config.emulated_per_real_s
             self._run.record_offload(k + 1, adapt(state, found.measured, floor_s=floor_s) if found else state)
         if found is None:
             return {}
         return {
+            **({"beside_s": found.explored_s, "beside_seeds": explored.seeds_scored} if explored else {}),
             **({"window_s": window_s} if window_s < inf else {}),
             "spare_s": found.spare_s,
+            "idle_s": found.idle_s,
+            "work_s": found.work_s,
             "train_wait_s": found.measured.train_wait_s,
             "spot_wait_s": found.measured.remote_wait_s,
             **self._worth_renting(found, window_s),
@@ -278,7 +283,7 @@ class Loop:
         spare_s = [row.measured["spare_s"] for row in history if "spare_s" in row.measured]
         if exploration.budget == "time":
             return affordable(spare_s=spare_s, seed_s=seed_s, chunk=chunk)
-        work_s = sum(history[-1].measured.get(name, 0.0) for name in ("rollout_s", "train_s"))
+        work_s = history[-1].measured.get("work_s", 0.0)
         if not (seed_s and work_s):
             return None
         captured = captured_variance(
@@ -292,7 +297,7 @@ class Loop:
             seed=context.seed,
         )
         probes = -(-len(prompts) // PROBE_SHARE)  # or the fidelity would never be measured again
-        idle_s = fmean(spare_s) if spare_s else 0.0
+        idle_s = fmean(row.measured.get("idle_s", 0.0) for row in history)
         return chunk * max(probes, worth_exploring(captured, work_s=work_s, chunk_s=chunk * seed_s, idle_s=idle_s))
 
     def _validated_versions(self) -> set[int]:
@@ -300,7 +305,7 @@ class Loop:
 
 
 def _seed_s(history: Sequence[HistoryRow]) -> float:
-    """Worker seconds to denoise a candidate, in the last iteration that scored some beside its training; or 0.0."""
+    """Worker seconds of a candidate, in the last iteration that scored some beside its training; or 0.0."""
     for row in reversed(history):
         scored, beside_s = row.measured.get("beside_seeds", 0), row.measured.get("beside_s", 0.0)
         if scored and beside_s:

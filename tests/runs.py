@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from spotlight.plan.offload import Balance
 from spotlight.store.rows import HISTORY, VALIDATION
 from spotlight.store.rundir import RunDir
 
@@ -75,7 +76,8 @@ class NoWatch:
     def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
         return {}
 
-    def balance(self, iteration: int, began_s: float, window_s: float) -> None: ...
+    def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
+        return None
 
 
 def settings_file(directory: Path) -> Path:

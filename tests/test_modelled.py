@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
@@ -18,6 +18,7 @@ from spotlight import config
 from spotlight.device import protocol
 from spotlight.device.modelled import ModelledDevice
 from spotlight.device.signals import Clear, CloseExploration, signals
+from spotlight.plan.offload import Balance, Measured
 from spotlight.records import Dropped, GradientPart, Placement, Sample, Scored, SpotlightError, Surplus, WeightsRef
 from spotlight.store import weights
 from spotlight.store.rows import HISTORY, SIMULATED, VALIDATION
@@ -33,7 +34,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> ModelledDevice:
 
 
 class ExploredAtFirst(NoWatch):
-    """A watch that sees exploration beside the training of the first two iterations only."""
+    """A watch that sees exploration beside the training of the first two iterations only, and nobody idle."""
 
     def __init__(self) -> None:
         self._begun = 0
@@ -41,8 +42,16 @@ class ExploredAtFirst(NoWatch):
     def begin(self, phase: str, iteration: int) -> None:
         self._begun += phase == "iterate"
 
-    def measure(self, start_s: float, stop_s: float) -> Mapping[str, float]:
-        return {"rollout_s": 10.0, "train_s": 10.0, "explore_s": 1e4 if self._begun <= 2 else 0.0}
+    def balance(self, iteration: int, began_s: float, window_s: float) -> Balance:
+        return Balance(
+            measured=Measured(train_wait_s=0.0, remote_wait_s=0.0, spot=1, rollout_s=10.0),
+            spare_s=0.0,
+            idle_s=0.0,
+            work_s=20.0,
+            explored_s=1e4 if self._begun <= 2 else 0.0,
+            train_s=10.0,
+            reserved=1,
+        )
 
 
 class Killed(BaseException):

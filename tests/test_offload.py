@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil, inf
 from typing import Any
 
@@ -19,6 +20,7 @@ from spotlight.plan.offload import (
     PhaseView,
     adapt,
     balance,
+    cut_short,
     decide_phase,
     rollout_window_s,
     spot_worth_renting,
@@ -101,6 +103,69 @@ def test_what_an_iteration_recorded_says_who_waited() -> None:
         train_wait_s=(125.0 - 121.0) + (155.0 - 140.0), remote_wait_s=170.0 - 162.0, spot=1, rollout_s=150.0 - 100.0
     )
     assert (found.spare_s, found.train_s) == (170.0 - 150.0, 15.0 + 15.0)
+
+
+def test_scoring_is_work_and_exploration_has_only_what_it_leaves() -> None:
+    spans = [
+        *SPANS,
+        make_span("spot0", "score", 150.0, 152.0),
+        make_span("spot0", "explore-score-r0", 162.0, 165.0, iteration=4),
+    ]
+
+    plain, found = (balance(each, [make_life("spot0")], 3, began_s=100.0, window_s=20.0) for each in (SPANS, spans))
+
+    assert plain
+    assert found
+    assert (found.spare_s, found.work_s, found.explored_s) == (170.0 - 152.0, plain.work_s + 2.0, 12.0 + 3.0)
+
+
+def test_who_scores_beside_the_gpus_takes_none_of_their_time() -> None:
+    scored = replace(make_span("reward0", "score", 150.0, 169.0), pool="reward")
+
+    assert balance([*SPANS, scored], [make_life("spot0")], 3, began_s=100.0, window_s=20.0) == balance(
+        SPANS, [make_life("spot0")], 3, began_s=100.0, window_s=20.0
+    )
+
+
+def make_shared(trains_on: str) -> list[Span]:
+    """Two GPUs a pool: all roll out for 20 s, then the reserved ones or all train for 30 s."""
+    gpus = [f"{pool}{number}" for pool in BOTH for number in range(2)]
+    trainers = [gpu for gpu in gpus if gpu.startswith(trains_on)]
+    waves = [make_span(gpu, "rollout", at_s, at_s + 10.0) for gpu in gpus for at_s in (0.0, 10.0)]
+    return [*waves, *(make_span(gpu, "train", 20.0, 50.0) for gpu in trainers)]
+
+
+@pytest.mark.parametrize(("trains_on", "idle_s"), [("reserved", 20.0), ("", 0.0)])
+def test_what_reserved_gpus_rolled_out_instead_of_training_lengthened_the_iteration(
+    trains_on: str, idle_s: float
+) -> None:
+    lives = [make_life(f"{pool}{number}") for pool in BOTH for number in range(2)]
+
+    found = balance(make_shared(trains_on), lives, 3, began_s=0.0, window_s=60.0)
+
+    # The first sample came after 10 s. With training from then on, it had been over after 40 s instead of 50; spot GPUs
+    # would have rolled out all of these but the reserved ones' first two: for 30 s each instead of 20.
+    assert found
+    assert found.spare_s == (60.0 if trains_on else 0.0)
+    assert found.idle_s == idle_s
+
+
+def test_exploration_that_was_worth_it_and_was_cut_short_lengthens_the_window() -> None:
+    found = balance(SPANS, [make_life("spot0")], 3, began_s=100.0, window_s=20.0)
+    assert found
+    cut = cut_short(found, tried=4, dropped=2)
+
+    assert cut.measured.explore_wait_s == 2 * 12.0 / 4
+    assert cut_short(found, tried=0, dropped=2) == found
+    state, without = Offload(window_s=20.0), found.measured
+    assert adapt(state, cut.measured).window_s == adapt(state, without).window_s + 2 * 12.0 / 4 / 3.0
+
+
+def test_a_window_that_outlasts_the_rollout_does_not_grow_beyond_it_for_exploration() -> None:
+    state = Offload(window_s=150.0)
+    measured = Measured(train_wait_s=0.0, remote_wait_s=0.0, spot=8, rollout_s=20.0, explore_wait_s=3.0)
+
+    assert adapt(state, measured).window_s == 21.0
 
 
 def test_a_trainer_whose_window_never_closed_has_not_waited_for_it() -> None:

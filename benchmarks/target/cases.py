@@ -66,6 +66,8 @@ AHEAD = "rollout.prompts_ahead=3"
 HALF = "train.seeds_used=4"
 """Of the base recipe's eight samples a prompt, those whose rewards vary most (PODS): a quarter of the sixteen of
 another."""
+FOUR = "rollout.seeds_kept=4"
+"""Samples of a prompt, instead of the base recipe's eight. What explores chooses them from up to 32 candidates."""
 OURS = "Spotlight, gradients on spot (1 + 11)"
 """What all are compared with."""
 SOONEST = "Spotlight, gradients on spot (1 + 47)"
@@ -123,6 +125,9 @@ STRATEGIES: dict[str, list[str]] = {
         *("strategy.exploration=off", "pools.spot.workers=12"),
         *(*NO_GPU, HALF),
     ],
+    "four of a prompt, no exploration (4 + 8), only reserved GPUs train": ["strategy.exploration=off", FOUR],
+    "Spotlight, four of a prompt": [FOUR, "exploration.request_seeds=4"],
+    "Spotlight, four of a prompt (1 + 47)": [*ON_SPOT, *MORE_SPOT, FOUR, "exploration.request_seeds=2"],
     "Spotlight, gradients on spot (4 + 8)": [*ON_SPOT, "exploration.budget=worth"],
     OURS: [*ON_SPOT, *ONE_RESERVED, "exploration.budget=worth"],
     SOONEST: [*ON_SPOT, *MORE_SPOT, "exploration.request_seeds=2"],
@@ -131,7 +136,8 @@ STRATEGIES: dict[str, list[str]] = {
 rewards. Restart on preemption is Spotlight but for what it does about a loss. With gradients on spot GPUs too, 4 + 8
 and 1 + 11 explore what is worth its seconds; 1 + 47 explores as long as training lasts, in small requests, which fill
 the gaps between its other requests and parts. A quarter ahead: idle GPUs begin with the next iteration's rollouts, with
-weights that are one version old; it explores nothing, nor does half trained."""
+weights that are one version old; it explores nothing, nor does half trained. Four of a prompt: rolls out and trains on
+four samples of each instead of eight."""
 SPACE: dict[str, dict[str, list[str]]] = {
     "learning rate": {f"{rate:g}": [f"train.learning_rate={rate}"] for rate in (3e-4, 2e-4, 4.5e-4)},
     "advantages by": {"group": ["train.advantage_std=group"], "global": ["train.advantage_std=global"]},

@@ -51,7 +51,8 @@ GAINS = """### What exploration and early rollouts gain
 
 The same, beside the same GPUs without them: above 1 is a gain. Of so many comparisons a few intervals leave 1 out by
 chance. What explores nothing learns once for all clusters and sizes, so its rows and columns are not independent. Half
-trained: beside the same GPUs that train on all samples.
+trained: beside the same GPUs that train on all samples. Four of a prompt: beside the same GPUs that sample and train on
+eight, and explore nothing.
 """
 RESERVED_ONLY = "reserved only (4)"
 WITHOUT = {
@@ -66,12 +67,15 @@ WITHOUT = {
     "half trained (1 + 11)": "no exploration, gradients on spot (1 + 11)",
     "half trained (1 + 47)": "no exploration, gradients on spot (1 + 47)",
     "half trained, only updates on reserved (no GPU + 12)": "no exploration, only updates on reserved (no GPU + 12)",
+    "four of a prompt, no exploration (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
+    "Spotlight, four of a prompt": "reserved + spot, no exploration",
+    "Spotlight, four of a prompt (1 + 47)": "no exploration, gradients on spot (1 + 47)",
 } | {
     name: name.replace("a quarter ahead", "no exploration, gradients on spot" if "(1 +" in name else "no exploration")
     for name in STRATEGIES
     if name.startswith("a quarter ahead") and "(4 +" not in name
 }
-"""What explores, begins rollouts early, or trains on half of the samples; and the same GPUs without it."""
+"""What explores, begins rollouts early, or trains on half of the samples; and the same GPUs that do none of it."""
 PRICES = """## The same at other prices
 
 Dollars by three lists of what an H100 costs on demand and on the spot market, and how many times as many the dearest

@@ -10,13 +10,13 @@ a reserved GPU does not train while a rollout waits that it may run.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from math import ceil, inf
 from typing import Literal, get_args
 
-from spotlight.records import AHEAD, Pool, Span, WorkerLife, base_phase, record
+from spotlight.records import Pool, Span, WorkerLife, base_phase, record
 
 FIRST_WINDOW_S = 150.0
 FLOOR_S = 5.0
@@ -41,6 +41,8 @@ class Measured:
     """From the iteration's beginning to the end of its last rollout."""
     steady: bool = True
     """No spot GPU came or went during it."""
+    explore_wait_s: float = 0.0
+    """The end of training cut exploration that was worth it short by so much, for each spot GPU."""
 
 
 @record
@@ -54,12 +56,12 @@ class Offload:
 
 
 def adapt(state: Offload, measured: Measured, *, eta: float = ETA, floor_s: float = FLOOR_S) -> Offload:
-    """The window for the next iteration: longer where the trainer waited, shorter where spot GPUs did.
+    """The window for the next iteration: longer where the trainer or exploration waited, shorter where spot GPUs did.
 
     ::
 
         T_seed <- rollout    where spot GPUs waited longer, and the window outlasted the rollout
-        T_seed <- max(floor, T_seed + (train_wait - remote_wait) / eta)
+        T_seed <- max(floor, T_seed + (train_wait + explore_wait - remote_wait) / eta)
         M[n]   <- T_seed     where the number of spot GPUs stayed n
         T_seed <- M[n]       where it became n, and M[n] is known
 
@@ -76,8 +78,9 @@ def adapt(state: Offload, measured: Measured, *, eta: float = ETA, floor_s: floa
         raise ValueError(f"eta = {eta} and floor_s = {floor_s} must be positive")
     if not measured.spot:
         return state
-    surplus_s = measured.train_wait_s - measured.remote_wait_s
-    effective_s = min(state.window_s, measured.rollout_s) if surplus_s < 0 else state.window_s
+    surplus_s = measured.train_wait_s + measured.explore_wait_s - measured.remote_wait_s
+    moves = surplus_s < 0 or measured.explore_wait_s > 0
+    effective_s = min(state.window_s, measured.rollout_s) if moves else state.window_s
     window_s = max(floor_s, effective_s + surplus_s / eta)
     if measured.steady:
         return Offload(window_s=window_s, memory={**state.memory, measured.spot: window_s})
@@ -137,6 +140,14 @@ class Balance:
     spare_s: float
     """Worker seconds that exploration had; see the function `spare_s`, less what spot workers trained, or rolled out
     for the next iteration."""
+    idle_s: float
+    """Those of them that lengthened nothing. Where reserved workers alone train, it is what would be left if they had
+    done so as soon as there was something to train on: the iteration would have been shorter, and spot workers would
+    have had the rollouts that reserved ones took after that."""
+    work_s: float
+    """Worker seconds of the iteration's rollouts, with their scoring, and of its training."""
+    explored_s: float
+    """Worker seconds of exploration, with its scoring."""
     train_s: float
     """That reserved workers trained, if they share it evenly."""
     reserved: int = 0
@@ -147,7 +158,7 @@ def spare_s(rollouts: Iterable[Span], workers: Iterable[WorkerLife], *, began_s:
     """Worker seconds that spot workers had beside training, each from the end of its last rollout.
 
     Args:
-        rollouts: spans of an iteration's rollouts.
+        rollouts: spans of an iteration's rollouts and of their scoring.
         workers: of all pools; those that are not alive at the end had no time.
         began_s, until_s: when the iteration began, and when its training ended.
     """
@@ -174,26 +185,32 @@ def balance(
     Args:
         spans: at least those since ``began_s``; times in seconds of one clock.
     """
-    recent = [span for span in spans if span.start_s >= began_s]
-    training = [span for span in recent if base_phase(span.phase) == "train" and span.iteration == iteration]
-    ahead = [span for span in recent if span.phase == AHEAD]
-    rollouts = [span for span in recent if span.phase == "rollout" and span.iteration == iteration]
+    by_phase: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.start_s >= began_s and span.pool in ANYONE:
+            by_phase[base_phase(span.phase)].append(span)
+    training, rollouts, scores = (
+        [span for span in by_phase[phase] if span.iteration == iteration] for phase in ("train", "rollout", "score")
+    )
+    ahead = [span for span in (*by_phase["rollout"], *by_phase["score"]) if span.iteration > iteration]
     if not (training and rollouts):
         return None
     trained_s, rolled_out_s = max(span.stop_s for span in training), max(span.stop_s for span in rollouts)
     closed_s = max([began_s + window_s, *(span.stop_s for span in rollouts if span.pool == "reserved")])
-    remote = [
-        min(span.stop_s, trained_s)
-        for span in recent
-        if span.pool == "spot" and base_phase(span.phase) in ("rollout", "explore")
-    ]
+    remote = [min(span.stop_s, trained_s) for span in (*by_phase["rollout"], *by_phase["explore"]) if _on_spot(span)]
     lives = list(workers)
     alive = Counter(life.pool for life in lives if life.joined_s <= trained_s < (life.left_s or inf))
     spot = [life for life in lives if life.pool == "spot"]
     trainers = max(1, alive["reserved"])
-    here = [span for span in training if span.pool == "reserved"]
+    here = [span for span in training if not _on_spot(span)]
     useful_s = sum(max(0.0, span.stop_s - max(span.start_s, closed_s)) for span in here) / trainers
     moments = [moment for life in spot for moment in (life.joined_s, life.left_s) if moment is not None]
+    all_spare_s = spare_s([*rollouts, *scores], spot, began_s=began_s, until_s=trained_s)
+    beside_s = _worker_s(span for span in (*training, *ahead) if _on_spot(span))
+    left_s = max(0.0, all_spare_s - beside_s)
+    ready_s = min(span.stop_s for span in scores or rollouts) - began_s
+    instead_s = _worker_s(span for span in (*rollouts, *scores) if not _on_spot(span)) - ready_s * trainers
+    shared = any(map(_on_spot, training))  # then nobody waited for reserved workers
     return Balance(
         measured=Measured(
             train_wait_s=max(0.0, trained_s - closed_s - useful_s) if rolled_out_s > closed_s else 0.0,
@@ -202,14 +219,34 @@ def balance(
             spot=alive["spot"],
             steady=not any(began_s <= moment <= trained_s for moment in moments),
         ),
-        spare_s=max(
-            0.0,
-            spare_s(rollouts, spot, began_s=began_s, until_s=trained_s)
-            - sum(span.stop_s - span.start_s for span in (*training, *ahead) if span.pool == "spot"),
-        ),
-        train_s=sum(span.stop_s - span.start_s for span in here) / trainers,
+        spare_s=left_s,
+        idle_s=left_s if shared else max(0.0, left_s - max(0.0, instead_s) * (1 + alive["spot"] / trainers)),
+        work_s=_worker_s((*rollouts, *scores, *training)),
+        explored_s=_worker_s((*by_phase["explore"], *by_phase["explore-score"])),
+        train_s=_worker_s(here) / trainers,
         reserved=alive["reserved"],
     )
+
+
+def _on_spot(span: Span) -> bool:
+    return span.pool == "spot"
+
+
+def _worker_s(spans: Iterable[Span]) -> float:
+    return sum(span.stop_s - span.start_s for span in spans)
+
+
+def cut_short(found: Balance, *, tried: int, dropped: int) -> Balance:
+    """The same iteration, with what its exploration still wanted.
+
+    Args:
+        tried: candidates that were explored.
+        dropped: those that were to be, and for which training left no time.
+    """
+    if not (tried and found.measured.spot):
+        return found
+    wanted_s = dropped * found.explored_s / tried / found.measured.spot
+    return replace(found, measured=replace(found.measured, explore_wait_s=wanted_s))
 
 
 def spot_worth_renting(*, remote_s: float, spot: int, reserved_s: float, reserved: int, train_s: float) -> int:
