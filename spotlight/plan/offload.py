@@ -179,8 +179,10 @@ def balance(
         train_wait_s  = end of training - closing of the window - training since then, shared by all reserved workers,
                         where a rollout ended after the window had closed, else 0
         remote_wait_s = end of training - end of the last rollout or exploration of a spot worker
+        idle_s        = spare_s - (rollouts by reserved workers - reserved x first_s) (1 + spot / reserved)
 
-    Closing lasts until the last reserved worker has handed its rollout back.
+    Closing lasts until the last reserved worker has handed its rollout back. The first sample comes after ``first_s``;
+    until then reserved workers could not have trained. Where spot workers train, too, all of ``spare_s`` is idle.
 
     Args:
         spans: at least those since ``began_s``; times in seconds of one clock.
@@ -205,12 +207,12 @@ def balance(
     here = [span for span in training if not _on_spot(span)]
     useful_s = sum(max(0.0, span.stop_s - max(span.start_s, closed_s)) for span in here) / trainers
     moments = [moment for life in spot for moment in (life.joined_s, life.left_s) if moment is not None]
-    all_spare_s = spare_s([*rollouts, *scores], spot, began_s=began_s, until_s=trained_s)
+    sampling = [*rollouts, *scores]
     beside_s = _worker_s(span for span in (*training, *ahead) if _on_spot(span))
-    left_s = max(0.0, all_spare_s - beside_s)
-    ready_s = min(span.stop_s for span in scores or rollouts) - began_s
-    instead_s = _worker_s(span for span in (*rollouts, *scores) if not _on_spot(span)) - ready_s * trainers
-    shared = any(map(_on_spot, training))  # then nobody waited for reserved workers
+    left_s = max(0.0, spare_s(sampling, spot, began_s=began_s, until_s=trained_s) - beside_s)
+    first_s = min(span.stop_s for span in scores or rollouts) - began_s
+    instead_s = max(0.0, _worker_s(span for span in sampling if not _on_spot(span)) - trainers * first_s)
+    all_train = any(map(_on_spot, training))
     return Balance(
         measured=Measured(
             train_wait_s=max(0.0, trained_s - closed_s - useful_s) if rolled_out_s > closed_s else 0.0,
@@ -220,8 +222,8 @@ def balance(
             steady=not any(began_s <= moment <= trained_s for moment in moments),
         ),
         spare_s=left_s,
-        idle_s=left_s if shared else max(0.0, left_s - max(0.0, instead_s) * (1 + alive["spot"] / trainers)),
-        work_s=_worker_s((*rollouts, *scores, *training)),
+        idle_s=left_s if all_train else max(0.0, left_s - instead_s * (1 + alive["spot"] / trainers)),
+        work_s=_worker_s((*sampling, *training)),
         explored_s=_worker_s((*by_phase["explore"], *by_phase["explore-score"])),
         train_s=_worker_s(here) / trainers,
         reserved=alive["reserved"],
