@@ -280,8 +280,8 @@ class Loop:
         if exploration.budget == "fixed" or not history:
             return None
         seed_s, chunk = _seed_s(history), exploration.request_seeds
-        spare_s = [row.measured["spare_s"] for row in history if "spare_s" in row.measured]
         if exploration.budget == "time":
+            spare_s = [row.measured["spare_s"] for row in history if "spare_s" in row.measured]
             return affordable(spare_s=spare_s, seed_s=seed_s, chunk=chunk)
         work_s = history[-1].measured.get("work_s", 0.0)
         if not (seed_s and work_s):

@@ -150,6 +150,20 @@ def test_what_reserved_gpus_rolled_out_instead_of_training_lengthened_the_iterat
     assert found.idle_s == idle_s
 
 
+def test_a_rollout_that_was_lost_was_no_sample_to_train_on() -> None:
+    lives = [make_life(f"{pool}{number}") for pool in BOTH for number in range(2)]
+    lost = replace(make_span("spot0", "rollout", 0.0, 2.0), outcome="lost")
+
+    found, plain = (
+        balance(spans, lives, 3, began_s=0.0, window_s=60.0)
+        for spans in ([lost, *make_shared("reserved")], make_shared("reserved"))
+    )
+
+    assert found
+    assert plain
+    assert found.idle_s == plain.idle_s
+
+
 def test_exploration_that_was_worth_it_and_was_cut_short_lengthens_the_window() -> None:
     found = balance(SPANS, [make_life("spot0")], 3, began_s=100.0, window_s=20.0)
     assert found

@@ -60,7 +60,7 @@ def adapt(state: Offload, measured: Measured, *, eta: float = ETA, floor_s: floa
 
     ::
 
-        T_seed <- rollout    where spot GPUs waited longer, and the window outlasted the rollout
+        T_seed <- rollout    where spot GPUs or exploration waited longer, and the window outlasted the rollout
         T_seed <- max(floor, T_seed + (train_wait + explore_wait - remote_wait) / eta)
         M[n]   <- T_seed     where the number of spot GPUs stayed n
         T_seed <- M[n]       where it became n, and M[n] is known
@@ -210,7 +210,8 @@ def balance(
     sampling = [*rollouts, *scores]
     beside_s = _worker_s(span for span in (*training, *ahead) if _on_spot(span))
     left_s = max(0.0, spare_s(sampling, spot, began_s=began_s, until_s=trained_s) - beside_s)
-    first_s = min(span.stop_s for span in scores or rollouts) - began_s
+    samples = [span.stop_s for span in scores or rollouts if span.outcome == "done"]
+    first_s = min(samples, default=trained_s) - began_s
     instead_s = max(0.0, _worker_s(span for span in sampling if not _on_spot(span)) - trainers * first_s)
     all_train = any(map(_on_spot, training))
     return Balance(
