@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, get_args
 
 from spotlight.clock import wall_clock
 from spotlight.files import is_url, writing
-from spotlight.records import Policy, SpotlightError, Stopped
+from spotlight.records import Policy, SpotlightError, Stopped, in_a_sentence
 from spotlight.store.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -100,8 +100,7 @@ def _explain(error: Exception, *, told: bool) -> int:
         case Stopped():
             print(f"spotlight: stopped; {error}", file=sys.stderr)
             return 130
-    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-    print(f"spotlight: an error in Spotlight itself, {type(error).__name__}: {error}{notes}", file=sys.stderr)
+    print(f"spotlight: {in_a_sentence(error)}", file=sys.stderr)
     if not told:
         print(f"spotlight: where it happened is in {_kept(error)}; --debug shows it at once", file=sys.stderr)
     return 70

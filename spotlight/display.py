@@ -216,6 +216,8 @@ def status_table(status: Status) -> Table:
     """How a run stands."""
     table = Table(title=Path(status.run_dir).name, show_header=False)
     table.add_row("state", f"{status.state} {status.phase}".strip())
+    if status.error:
+        table.add_row("", status.error)
     table.add_row("iterations", f"{status.iteration} of {status.iterations}")
     table.add_row("validation", _scores(status))
     table.add_row("workers", ", ".join(f"{count} {pool}" for pool, count in sorted(status.workers.items())) or "-")

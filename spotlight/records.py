@@ -45,6 +45,14 @@ class Interrupted(Exception):
     """Work ended before it was done, through no fault of its own; what was committed stays, the rest is done anew."""
 
 
+def in_a_sentence(error: BaseException) -> str:
+    """What ended a run, or a command, as a person is told."""
+    if isinstance(error, SpotlightError):
+        return str(error)
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    return f"an error in Spotlight itself, {type(error).__name__}: {error}{notes}"
+
+
 @record
 class Prompt:
     """A text to draw."""

@@ -25,7 +25,7 @@ from spotlight.detached import begin, end_of, stop
 from spotlight.driver import POLL_S, Driver
 from spotlight.files import is_url, writing
 from spotlight.inputs import check_inputs, check_port
-from spotlight.records import SpotlightError, Stopped, record
+from spotlight.records import SpotlightError, Stopped, in_a_sentence, record
 from spotlight.report import tracking
 from spotlight.report.money import emulated
 from spotlight.store import resuming
@@ -49,7 +49,7 @@ class Status:
 
     state: str
     """"new", "starting", "running", "finished", "stopped" or "failed"; of a run that this process did not start, as its
-    directory has it, where a failed one is "stopped", and one that waits in a queue "new"."""
+    directory has it, where a killed one is "stopped", and one that waits in a queue "new"."""
     phase: str
     iteration: int
     """Iterations finished."""
@@ -98,7 +98,7 @@ class Status:
     emulated: str
     """What is not real about its seconds and dollars, in words; empty where all of it is."""
     error: str
-    """Why it failed, as far as this object knows; empty where it did not."""
+    """Why it failed, or that its driver was killed; empty where neither is so."""
 
     @property
     def live_page(self) -> str:
@@ -308,7 +308,18 @@ class Run:
             return "running"
         if resuming.is_over(self._directory, self.config):
             return "finished"
-        return "stopped" if self._directory.has_begun else "new"
+        last = self._directory.last_holder()
+        if last is None:
+            return "new"
+        return "failed" if last.error else "stopped"
+
+    @property
+    def _why(self) -> str:
+        """As `Status.error` has it."""
+        if self._thread is not None:
+            return in_a_sentence(self._error) if self._error and self._state == "failed" else ""
+        last = None if self._is_elsewhere or self.state == "finished" else self.directory.last_holder()
+        return last.last_words if last else ""
 
     def wait(self, timeout_s: float | None = None) -> Status:
         """Wait for the end; of a run that waits in Slurm's queue, for its beginning, too.
@@ -336,7 +347,9 @@ class Run:
         while self._is_to_end and (timeout_s is None or wall_clock() < began_s + timeout_s):
             time.sleep(POLL_S)
         if self.state == "stopped":
-            raise Stopped(f"resume with: {self.resume_command}")
+            raise Stopped("; ".join(filter(None, (self._why, f"resume with: {self.resume_command}"))))
+        if self.state == "failed":
+            raise SpotlightError(self._why)
 
     def __await__(self) -> Generator[Any, None, Status]:
         """``await run``: as `wait`, while the event loop, of a notebook for example, goes on."""
@@ -441,7 +454,7 @@ class Run:
             run_dir=run.url,
             emulated_per_real_s=self.config.emulated_per_real_s,
             emulated=emulated(self.config, "" if self._is_ours else run.simulated),  # ours is live
-            error=str(self._error) if self._error and self._state == "failed" else "",
+            error=self._why,
         )
 
     def _dashboard_elsewhere(self) -> str:
@@ -532,13 +545,20 @@ class Run:
                 if is_url(self.directory.url):  # others may have gone on with it before this machine had it
                     self._accounts = Accounts(self.directory, self.config)
                 stop, began_s = self._stop, self._began_s
-                self._driver = Driver(self.directory, self._kept, lease, stop, began_s=began_s)
-                self._driver.go(self._cluster)
+                try:
+                    self._driver = Driver(self.directory, self._kept, lease, stop, began_s=began_s)
+                    self._driver.go(self._cluster)
+                except Stopped:
+                    raise
+                except BaseException as error:
+                    self._error = _explain(error, self.directory)
+                    lease.failed(in_a_sentence(self._error))
+                    raise
             self._state = "finished"
         except Stopped:
             self._state, self._error = "stopped", Stopped(f"resume with: {self.resume_command}")
         except BaseException as error:  # carried to whoever waits
-            self._state, self._error = "failed", _explain(error, self.directory)
+            self._state, self._error = "failed", self._error or _explain(error, self.directory)
         finally:
             self._ended_s = wall_clock()
             self._over.set()

@@ -144,7 +144,8 @@ def test_a_run_that_goes_on_elsewhere_is_seen_as_it_is_and_is_stopped_once_its_d
     with pytest.raises(SpotlightError, match=r"iteration 300: expected 0 to \d+, so there are no pictures"):
         run.images(300)
     assert "stopped" in run._repr_html_()
-    with pytest.raises(Stopped, match="spotlight resume"):
+    assert f"its driver, process {pid} on " in run.status.error
+    with pytest.raises(Stopped, match=r"ended without a word: killed, .*; resume with: spotlight resume"):
         asyncio.run(awaited(run))
 
 

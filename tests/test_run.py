@@ -25,7 +25,7 @@ from runs import ROOT, WAIT_S, NoWatch, outcome, settings_file, spotlight, start
 from spotlight import config
 from spotlight.driver import Driver
 from spotlight.plan.replay import Allocation, differing
-from spotlight.records import Stopped
+from spotlight.records import SpotlightError, Stopped
 from spotlight.run import Run
 from spotlight.store.accounts import read_lives
 from spotlight.store.rows import DECISIONS, EVENTS, HISTORY, SPANS, SUMMARY, VALIDATION
@@ -62,6 +62,27 @@ def test_a_run_that_lacks_its_last_validation_is_not_over(undisturbed: Path, tmp
         states.append(Run.attach(copy).state)
 
     assert states == ["finished", "stopped", "stopped"]
+
+
+def test_why_a_run_failed_is_told_to_all_until_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("nobody foresaw this")
+
+    monkeypatch.setattr(Driver, "go", fail)
+    run = Run(settings_file(tmp_path)).start()
+    with pytest.raises(RuntimeError, match="nobody foresaw this"):
+        run.wait(WAIT_S)
+    found = Run.attach(run.directory.path)
+
+    assert found.state == run.state == "failed"
+    for status in (found.status, run.status):
+        assert "in Spotlight itself, RuntimeError: nobody foresaw this; all that was committed is kept" in status.error
+    assert "nobody foresaw this" in found._repr_html_()
+    with pytest.raises(SpotlightError, match="nobody foresaw this"):
+        found.wait(WAIT_S)
+    with run.directory.lock():
+        assert (found.state, found.status.error) == ("running", "")
+    assert (found.state, found.status.error) == ("stopped", "")
 
 
 def test_a_run_that_nobody_has_begun_is_new_and_waited_for(tmp_path: Path) -> None:

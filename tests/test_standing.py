@@ -194,6 +194,11 @@ def test_a_detached_driver_that_cannot_go_on_is_told_of_and_one_that_is_stopped_
     lost = Run.into(tmp_path / "made", settings_file(tmp_path), cluster="tcp://127.0.0.1:1").start(detached=True)
     with pytest.raises(SpotlightError, match=r"no scheduler answers there.*driver\.log"):
         lost.wait(WAIT_S)
+    found = attach(lost.directory.path)
+    assert found.state == "failed"
+    assert "no scheduler answers there" in found.status.error
+    with pytest.raises(SpotlightError, match="no scheduler answers there"):
+        found.wait(WAIT_S)
 
     run = Run(settings_file(tmp_path / "stopped"), ["run.iterations=100"], cluster=standing.file).start(detached=True)
     looked_at = attach(run.directory.path)

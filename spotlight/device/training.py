@@ -246,7 +246,7 @@ class Training:
                 log_probs.append(log_prob_BS[indices])
         model = self._resident.model
         return TrainingBatch(
-            clean_BNC=torch.from_numpy(np.concatenate(rows)).to(model.device),
+            clean_BNC=torch.from_numpy(np.concatenate(rows)),
             advantages_B=np.array([sample.advantage for sample in samples]),
             conditioning=model.encode([sample.request.prompt.text for sample in samples]),
             height_px=first.height_px,
@@ -256,8 +256,8 @@ class Training:
             sde_window=first.sde_window,
             sampler=first.sampler,
             noise_level=first.noise_level,
-            window_BKNC=torch.from_numpy(np.concatenate(windows)).to(model.device) if windows else None,
-            log_prob_BS=torch.from_numpy(np.concatenate(log_probs)).to(model.device) if log_probs else None,
+            window_BKNC=torch.from_numpy(np.concatenate(windows)) if windows else None,
+            log_prob_BS=torch.from_numpy(np.concatenate(log_probs)) if log_probs else None,
             groups_B=tuple(sample.request.prompt.id for sample in samples),
             positions=part.positions,
         )

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @record
 class Holder:
-    """Who has a run."""
+    """Who has a run, or had it last."""
 
     host: str
     pid: int
@@ -42,6 +42,15 @@ class Holder:
     scheduler: str = ""
     dashboard: str = ""
     released: bool = False
+    error: str = ""
+    """Why it failed; empty where it did not, or could not say."""
+
+    @property
+    def last_words(self) -> str:
+        """Of one that has the run no more: why it failed, or that it was killed; empty where it ended in order."""
+        if self.released:
+            return self.error
+        return f"its driver, process {self.pid} on {self.host}, ended without a word: killed, or its machine was lost"
 
     def __str__(self) -> str:
         with_scheduler = f", with the scheduler {self.scheduler}," if self.scheduler else ""
@@ -67,10 +76,9 @@ class Lease:
     def files(self) -> str:
         return self._files
 
-    @property
-    def was_taken(self) -> bool:
-        """Whether anybody has had the run, ever."""
-        return self._last()[1] is not None
+    def last(self) -> Holder | None:
+        """Who has the run, or had it last; None where nobody ever had it."""
+        return self._last()[1]
 
     def holder(self) -> Holder | None:
         """Who has the run now, going by the records alone; None where nobody does."""
@@ -107,6 +115,12 @@ class Lease:
             self._keep_on()
         if self._lost:
             raise SpotlightError(self._lost)
+
+    def failed(self, error: str) -> None:
+        """Have the record say why, when it is released."""
+        with self._renewing:
+            if self._mine:
+                self._mine = replace(self._mine, error=error)
 
     def release(self) -> None:
         """Let the next one have it."""

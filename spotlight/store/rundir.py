@@ -402,10 +402,9 @@ class RunDir:
             return str(found or "a process of this machine")
         return ""
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether anybody has ever run it; a driver that waits in a queue has not."""
-        return self._lease().was_taken
+    def last_holder(self) -> Holder | None:
+        """Who runs the run, or ran it last; None where nobody ever did: a driver that waits in a queue has not."""
+        return self._lease().last()
 
     def lease_holder(self) -> Holder | None:
         """As its record has it, who runs the run; None where it says nobody."""

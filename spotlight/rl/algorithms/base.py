@@ -24,7 +24,7 @@ from spotlight.rl.objectives import clipped_objective
 
 @record
 class TrainingBatch:
-    """Samples of an iteration, in request order, and how they were sampled."""
+    """Samples of an iteration, in request order, and how they were sampled; latents stay on the CPU, see `take`."""
 
     clean_BNC: Tensor
     """Final latents, float32."""
@@ -165,6 +165,7 @@ def reference_velocity(model: Model, batch: TrainingBatch, x_RNC: Tensor, sigma_
 
 
 def take(x_BNC: Tensor, rows: Rows, model: Model) -> Tensor:
+    """The latents of one pass, on the model's device."""
     return x_BNC[list(rows.samples)].to(model.device)
 
 

@@ -88,7 +88,7 @@ class Grpo:
 
     def metrics(self) -> dict[str, float]:
         workers_BS = self._batch.log_prob_BS
-        diagnosis = {} if workers_BS is None else self._compare(workers_BS.cpu())
+        diagnosis = {} if workers_BS is None else self._compare(workers_BS)
         return self._ratios.metrics() | diagnosis | ({"kl": self._kl.value()} if self._settings.kl else {})
 
     def _judge(self, rows: Rows, velocity: Velocity) -> tuple[Tensor, Tensor, float]:
