@@ -316,7 +316,8 @@ def test_a_scheduler_of_other_certificates_is_not_spoken_to(
 def test_a_cluster_of_dask_s_own_classes_is_its_scheduler_and_its_certificates() -> None:
     async def found() -> tuple[Any, Any, Any]:
         security = certificate()
-        scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard": False, "security": security}}
+        options = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0", "security": security}
+        scheduler = {"cls": Scheduler, "options": options}
         async with SpecCluster(scheduler=scheduler, security=security, asynchronous=True) as cluster:
             return where(cluster), cluster.scheduler_address, security
 

@@ -11,8 +11,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.target.cases import OURS, SOONEST, STRATEGIES, TARGETS, Case, Row, first_case, middle, told, tried
+from benchmarks.target.cases import (
+    OURS,
+    SETTINGS,
+    SOONEST,
+    STRATEGIES,
+    TARGETS,
+    Case,
+    Row,
+    first_case,
+    middle,
+    told,
+    tried,
+)
 from benchmarks.target.prices import LISTS, at_prices
+from spotlight import config
 from spotlight.report.palette import AXIS, FAINT, LOST, PHASE_COLOURS, POOL_COLOURS
 
 if TYPE_CHECKING:
@@ -54,6 +67,16 @@ chance. What explores nothing learns once for all clusters and sizes, so its row
 trained: beside the same GPUs that train on all samples. Four of a prompt: beside the same GPUs that sample and train on
 eight, and explore nothing.
 """
+PAPERS = """### The paper's own case: does exploration pay where only reserved GPUs train?
+
+Four reserved and eight spot GPUs, heavy training, base recipe. Of each prompt so many samples are rolled out, and
+trained on. Iterations and seconds are those to the last target. *Sooner*, *cheaper*: than the first line. *Chosen
+samples*: how many times sooner than this line Spotlight is with four explored samples of a prompt.
+"""
+PAPERS_COLUMNS = (
+    *("strategy", "samples", "trained on", "candidates", "iterations, by seed", "s an iteration"),
+    *("times sooner", "times cheaper", "chosen samples, times sooner"),
+)
 RESERVED_ONLY, FOUR_EXPLORED = "reserved only (4)", "Spotlight, four of a prompt"
 WITHOUT = {
     "reserved only (4), blocking exploration": RESERVED_ONLY,
@@ -76,6 +99,12 @@ WITHOUT = {
     if name.startswith("a quarter ahead") and "(4 +" not in name
 }
 """What explores, begins rollouts early, or trains on half of the samples; and the same GPUs that do none of it."""
+ON_FOUR_RESERVED = [
+    *("reserved + spot, no exploration", "a quarter ahead (4 + 8), only reserved GPUs train"),
+    *("half trained (4 + 8), only reserved GPUs train",),
+    *("four of a prompt, no exploration (4 + 8), only reserved GPUs train", "Spotlight", FOUR_EXPLORED),
+]
+"""What trains on four reserved GPUs alone, while eight spot ones roll out."""
 PRICES = """## The same at other prices
 
 Dollars by three lists of what an H100 costs on demand and on the spot market, and how many times as many the dearest
@@ -186,6 +215,9 @@ def page(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
         return PAGE
     glance = _explained(GLANCE, _glance(rows, cells, dict.fromkeys(STRATEGIES, RESERVED_ONLY), arguments))
     gains = _explained(GAINS, _glance(rows, cells, WITHOUT, arguments))
+    theirs = [_papers(rows, *cell, arguments) for cell in cells if _fresh(rows, *cell, FOUR_EXPLORED, arguments)]
+    if theirs:
+        gains += "\n" + _explained(PAPERS, "\n\n".join(theirs))
     like_the_first = (cell for cell in cells if cell[1:] == cells[0][1:])
     elsewhere = (
         f"### At other prices: {_title(*cell)}\n\n{_elsewhere(rows, *cell, arguments)}\n" for cell in like_the_first
@@ -249,11 +281,34 @@ def _brief(rows: Sequence[Row], job: str, regime: str, size: str, arguments: arg
             mine, theirs = (_until(each, target, field) for each in (runs, found[beside]))
             cells.append(f"{statistics.median(mine.values()) / unit:.3g}")
             cells.append("1" if name == beside else "{:.2f} [{:.2f}, {:.2f}]".format(*interval(mine, theirs)))
-        versions = [reached(runs[seed], target) for seed in sorted(runs)]
-        cells.append(", ".join("–" if isinf(version) else f"{version:g}" for version in versions))
+        cells.append(_iterations(runs, target))
         cells.append(told(_shown(rows, first_case(job, regime, size, name), arguments)) + _mark(runs))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _papers(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
+    """A line for each strategy that trains on four reserved GPUs alone: what it does, and what it gains."""
+    found = {name: runs for name in ON_FOUR_RESERVED if (runs := _fresh(rows, job, regime, size, name, arguments))}
+    first, best, target = next(iter(found)), FOUR_EXPLORED, TARGETS[job][-1]
+    lines = [f"| {' | '.join((_title(job, regime, size), *PAPERS_COLUMNS[1:]))} |", "|---" * len(PAPERS_COLUMNS) + "|"]
+    for name, runs in found.items():
+        settings = config.load(SETTINGS, first_case(job, regime, size, name).overrides())
+        kept = settings.rollout.seeds_kept
+        candidates = statistics.fmean(statistics.fmean(row["seeds_scored"]) for row in runs.values())
+        cells = [name, f"{kept}", f"{settings.train.seeds_used or kept}", f"{candidates:.0f}" if candidates else "–"]
+        cells.append(_iterations(runs, target))
+        cells.append(f"{statistics.fmean(row['seconds'][-1] / (len(row['seconds']) - 1) for row in runs.values()):.3g}")
+        gains = [(first, name, "seconds"), (first, name, "usd"), (name, best, "seconds")]
+        cells += [_gain(found[slow], found[fast], target, field) for slow, fast, field in gains]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _iterations(runs: Mapping[int, Row], target: float) -> str:
+    """That each seed needed."""
+    versions = [reached(runs[seed], target) for seed in sorted(runs)]
+    return ", ".join("–" if isinf(version) else f"{version:g}" for version in versions)
 
 
 def _elsewhere(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
