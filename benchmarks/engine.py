@@ -33,9 +33,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import overhead
-from graphs import tasks
 from graphs.iteration import Graph, iteration_graph, rollout_requests, unexplored
-from graphs.tasks import RunContext
+from graphs.tasks.context import RunContext, prepare
 from spotlight import config
 from spotlight.device import protocol
 from spotlight.device.engine import InProcess
@@ -134,7 +133,7 @@ def bench(overrides: Sequence[str], model: Callable[[], Model] | None = None) ->
             made, train = model(), settings.train
             made.make_trainable(rank=train.lora_rank, alpha=train.lora_alpha, seed=settings.run.seed)
             device.engine(str(run.path)).resident.__dict__["model"] = made  # where its cached property keeps it
-        yield Bench(run=run, settings=settings, device=device, context=tasks.prepare(str(run.path)))
+        yield Bench(run=run, settings=settings, device=device, context=prepare(str(run.path)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

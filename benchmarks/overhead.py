@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.pools import Pools
-from graphs import tasks
 from graphs.iteration import Layers, prepare_graph
-from graphs.tasks import RunContext
+from graphs.tasks import sampling
+from graphs.tasks.context import RunContext
 from spotlight import config
 from spotlight.records import Request
 from spotlight.rl.prompts import read_prompts
@@ -56,7 +56,7 @@ def bare_loop(run_dir: str, requests: Sequence[Request]) -> float:
 def whole_system(pools: Pools, run_dir: str, requests: Sequence[Request], turn: int) -> float:
     """The same through graph, gate, commits and results; returns seconds."""
     layers = Layers()
-    calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
+    calls = [(sampling.rollout_shard, run_dir, request) for request in requests]
     shards = layers.add_requests("rollout", turn, calls, pool="any", widths=[1])
     started_s = time.perf_counter()
     pools.client.get(layers.graph(), shards)

@@ -54,7 +54,8 @@ def record(out: Path, versions: Sequence[int], steps: Sequence[int], prompts: in
     """
     from graphs.iteration import Graph, candidates_for
     from graphs.loop import Loop, synchronous
-    from graphs.tasks import RunContext, candidate_seed
+    from graphs.tasks.context import RunContext
+    from graphs.tasks.seeds import candidate_seed
     from spotlight import config
     from spotlight.device.engine import InProcess
     from spotlight.device.protocol import install

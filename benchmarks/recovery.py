@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cluster.pools import Pools
-from graphs import tasks
 from graphs.iteration import Layers, prepare_graph, rollout_requests, unexplored
-from graphs.tasks import RunContext
+from graphs.tasks import sampling
+from graphs.tasks.context import RunContext
 from spotlight import config
 from spotlight.market.trace_files import write_trace
 from spotlight.market.trace_models import BURSTY, synthesise
@@ -135,7 +135,7 @@ class Live:
     def start(self, requests: Sequence[Request]) -> list[Any]:
         """Begin to run them; the futures of all their shards."""
         layers = Layers()
-        calls = [(tasks.rollout_shard, str(self.run.path), request) for request in requests]
+        calls = [(sampling.rollout_shard, str(self.run.path), request) for request in requests]
         shards = layers.add_requests(
             "rollout", requests[0].iteration, calls, pool="spot", widths=self.config.strategy.widths
         )

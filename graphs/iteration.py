@@ -23,8 +23,10 @@ from typing import Any
 
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from graphs import tasks
-from graphs.tasks import Candidates, RunContext
+from graphs.tasks import exploration, sampling, training
+from graphs.tasks.context import RunContext, prepare
+from graphs.tasks.exploration import Candidates
+from graphs.tasks.seeds import candidate_seeds, validation_seeds
 from spotlight.config import Config
 from spotlight.plan import batching
 from spotlight.plan.bandit import equal_shares, rounds_of
@@ -154,7 +156,7 @@ def prepare_graph(run_dir: str, session: str = "", *, on_spot: bool = False) -> 
         on_spot: the reserved workers have no GPU.
     """
     layers = Layers(session, on_spot)
-    (key,) = layers.add("prepare", 0, [(tasks.prepare, run_dir, session)], pool="engine" if on_spot else "trainer")
+    (key,) = layers.add("prepare", 0, [(prepare, run_dir, session)], pool="engine" if on_spot else "trainer")
     return Graph(graph=layers.graph(), outputs={"context": key})
 
 
@@ -182,16 +184,16 @@ def iteration_graph(
     """
     layers, k, run_dir = _layers(config, context), selection.iteration, context.run_dir
     requests = rollout_requests(config, context, selection, weights, before=ahead.weights if ahead else None)
-    calls = [(tasks.rollout_shard, run_dir, request) for request in requests]
+    calls = [(sampling.rollout_shard, run_dir, request) for request in requests]
     pool, widths = _one_pool(config.strategy.rollout_pools), _widths(config)
     rollouts = layers.add_requests("rollout", k, calls, pool=pool, widths=widths, window_s=window_s)
     scores = _add_scores(layers, config, "{}", k, run_dir, rollouts, seed=context.seed)
-    training, updated = _add_training(layers, config, context, selection, weights, rollouts, scores)
-    publish = layers.add("publish", k, [(tasks.publish, run_dir, updated)], pool="trainer", after=[updated])
-    outputs: dict[str, Key | list[Key]] = {"training": training, "published": publish[0]}
+    sets, updated = _add_training(layers, config, context, selection, weights, rollouts, scores)
+    publish = layers.add("publish", k, [(training.publish, run_dir, updated)], pool="trainer", after=[updated])
+    outputs: dict[str, Key | list[Key]] = {"training": sets, "published": publish[0]}
     if k > 0:
         (outputs["compacted"],) = layers.add(
-            "compact", k - 1, [(tasks.compact, run_dir, k - 1, config.latents.keep)], pool="head"
+            "compact", k - 1, [(sampling.compact, run_dir, k - 1, config.latents.keep)], pool="head"
         )
     if candidates:
         outputs["selection"] = _add_exploration(layers, config, context, candidates, pool="spot")
@@ -203,7 +205,7 @@ def iteration_graph(
 def final_graph(config: Config, context: RunContext) -> Graph:
     """Compact the last iteration, which no iteration after it does, and the validation of its weights."""
     layers, last = _layers(config, context), config.run.iterations - 1
-    calls = [(tasks.compact, context.run_dir, iteration, config.latents.keep) for iteration in (last, last + 1)]
+    calls = [(sampling.compact, context.run_dir, iteration, config.latents.keep) for iteration in (last, last + 1)]
     keys = layers.add("compact", last, calls, pool="head")
     return Graph(graph=layers.graph(), outputs={"compacted": keys})
 
@@ -224,13 +226,13 @@ def validation_graph(config: Config, context: RunContext, prompts: Sequence[Prom
         policy=config.validation_policy,
     )
     count = config.run.validation_seeds
-    requests = [replace(template, prompt=prompt, seeds=tasks.validation_seeds(prompt, count)) for prompt in prompts]
-    calls: Calls = [(tasks.rollout_shard, context.run_dir, request) for request in requests]
+    requests = [replace(template, prompt=prompt, seeds=validation_seeds(prompt, count)) for prompt in prompts]
+    calls: Calls = [(sampling.rollout_shard, context.run_dir, request) for request in requests]
     pool, widths = _one_pool(config.gpu_pools), _widths(config)
     rollouts = layers.add_requests("validate", weights.version, calls, pool=pool, widths=widths)
     scores = _add_scores(layers, config, "validate-{}", weights.version, context.run_dir, rollouts)
     surplus = _surplus(rollouts)
-    save = (tasks.save_images, context.run_dir, weights.version, scores, surplus)
+    save = (sampling.save_images, context.run_dir, weights.version, scores, surplus)
     images = layers.add("validate-images", weights.version, [save], pool="engine", after=[*scores, *surplus])
     return Graph(graph=layers.graph(), outputs={"scores": scores, "images": images[0]})
 
@@ -306,7 +308,7 @@ def unexplored(config: Config, context: RunContext, iteration: int, prompts: Seq
     kept = tuple(
         Kept(
             prompt=prompt,
-            seeds=tasks.candidate_seeds(context.seed, iteration, prompt, range(count)),
+            seeds=candidate_seeds(context.seed, iteration, prompt, range(count)),
             explored_rewards=(None,) * count,
         )
         for prompt in prompts
@@ -342,13 +344,13 @@ def _add_rollouts_ahead(
     """Begin with the first prompts of the next iteration, which asks for the very same requests; returns their end."""
     k, early = following.iteration, replace(following, kept=following.kept[: config.rollout.prompts_ahead])
     requests = rollout_requests(config, context, early, weights)
-    calls: Calls = [(tasks.rollout_ahead, context.run_dir, request) for request in requests]
+    calls: Calls = [(sampling.rollout_ahead, context.run_dir, request) for request in requests]
     begun = layers.add_requests(AHEAD, k, calls, pool="spot", widths=_widths(config))
     ends, surplus = _first(begun), _surplus(begun)
     if not config.scores_apart:  # whose workers score what training waits for
-        calls = [(tasks.score, context.run_dir, key) for key in ends]
+        calls = [(sampling.score, context.run_dir, key) for key in ends]
         ends = layers.add("score-ahead", k, calls, pool="engine", after=ends)
-    return layers.add("ahead", k, [(tasks.ended, ends, surplus)], pool="head", after=[*ends, *surplus])[0]
+    return layers.add("ahead", k, [(sampling.ended, ends, surplus)], pool="head", after=[*ends, *surplus])[0]
 
 
 def request_size(config: Config) -> int:
@@ -386,11 +388,11 @@ def _add_scores(
     """
     results, pool = _first(requests), "engine"
     if config.scores_apart:
-        calls: Calls = [(tasks.decode, run_dir, key) for key in results]
+        calls: Calls = [(sampling.decode, run_dir, key) for key in results]
         results, pool = layers.add(phase.format("decode"), iteration, calls, pool="engine", after=results), "reward"
-    calls = [(tasks.score, run_dir, key) for key in results]
+    calls = [(sampling.score, run_dir, key) for key in results]
     if seed is not None and not config.scores_apart:
-        calls = [(tasks.score_whole, run_dir, seed, key) for key in results]
+        calls = [(sampling.score_whole, run_dir, seed, key) for key in results]
     return layers.add(phase.format("score"), iteration, calls, pool=pool, after=results)
 
 
@@ -419,25 +421,25 @@ def _add_training(
         given = [([key], list[Key]()) for key in _add_refill(layers, config, context, k, given)]
     weighed = tuple(table.weight for table in (config.reward, *config.reward.also)) if config.adds_advantages else ()
     used = config.train.seeds_used
-    calls: Calls = [(tasks.advantage, std, scored, weighed, surplus, used) for scored, surplus in given]
+    calls: Calls = [(training.advantage, std, scored, weighed, surplus, used) for scored, surplus in given]
     after = [key for scored, surplus in given for key in (*scored, *surplus)]
-    training = layers.add("advantage", k, calls, pool="head", after=after)
+    sets = layers.add("advantage", k, calls, pool="head", after=after)
     slices = slices_of(config, cut.count)
     gradients: list[list[Key]] = []
     terms: list[list[Key]] = []
     before: list[Key] = []
     for update in range(cut.updates):
-        wanted = [(weights, k, cut, update, part, _sets(training, cut, part), slices) for part in range(cut.count)]
-        firsts, surplus = _add_gradients(layers, config, run_dir, k, wanted, before, after=[*training, *before])
+        wanted = [(weights, k, cut, update, part, _needed(sets, cut, part), slices) for part in range(cut.count)]
+        firsts, surplus = _add_gradients(layers, config, run_dir, k, wanted, before, after=[*sets, *before])
         gradients.append(firsts)
-        calls = [(tasks.add_gradients, run_dir, weights, k, firsts, at) for at in range(slices)]
+        calls = [(training.add_gradients, run_dir, weights, k, firsts, at) for at in range(slices)]
         sums = layers.add("add", k, calls, pool=_gradient_pool(config), after=firsts) if slices > 1 else firsts
         terms.append(sums)
         known = list(gradients), list(terms)
-        call = (tasks.update, run_dir, weights, k, *known, before[0] if before else None, surplus)
+        call = (training.update, run_dir, weights, k, *known, before[0] if before else None, surplus)
         after = [*chain(*gradients, *terms), *surplus, *before]
         before = layers.add("update", k, [call], pool="training", after=after)
-    return training, before[0]
+    return sets, before[0]
 
 
 def _gradient_pool(config: Config) -> str:
@@ -458,7 +460,7 @@ def _add_gradients(
 
     Returns the keys of the gradients, and of the other ranks' tasks.
     """
-    calls: Calls = [(tasks.gradient, run_dir, *part, before[0] if before else None) for part in wanted]
+    calls: Calls = [(training.gradient, run_dir, *part, before[0] if before else None) for part in wanted]
     if config.train.width == 1:
         return layers.add("train", k, calls, pool=_gradient_pool(config), after=after), []
     pool = _one_pool(config.strategy.train_pools)
@@ -476,20 +478,20 @@ def _add_refill(
     """
     run_dir, seed = context.run_dir, context.seed
     after = [key for scores, surplus in parts for key in (*scores, *surplus)]
-    calls: Calls = [(tasks.replace_unscored, run_dir, seed, scores, surplus) for scores, surplus in parts]
+    calls: Calls = [(sampling.replace_unscored, run_dir, seed, scores, surplus) for scores, surplus in parts]
     pool = "trainer" if config.reserved_computes else "engine"
     drawn = layers.add("refill", k, calls, pool=pool, after=after)
     again = layers.add(
-        "refill-score", k, [(tasks.score_all, run_dir, key) for key in drawn], pool="reward", after=drawn
+        "refill-score", k, [(sampling.score_all, run_dir, key) for key in drawn], pool="reward", after=drawn
     )
-    calls = [(tasks.refilled, seed, scores, key) for (scores, _), key in zip(parts, again, strict=True)]
+    calls = [(sampling.refilled, seed, scores, key) for (scores, _), key in zip(parts, again, strict=True)]
     scored = [key for scores, _ in parts for key in scores]
     return layers.add("refilled", k, calls, pool="head", after=[*scored, *again])
 
 
-def _sets(training: list[Key], cut: Cut, part: int) -> list[Key]:
+def _needed(sets: list[Key], cut: Cut, part: int) -> list[Key]:
     """The training sets that a part has samples of."""
-    return training if len(training) == 1 else [training[chunk] for chunk in cut.needs(part)]
+    return sets if len(sets) == 1 else [sets[chunk] for chunk in cut.needs(part)]
 
 
 def _gangs(config: Config, pools: Collection[str]) -> int:
@@ -525,21 +527,21 @@ def _add_exploration(layers: Layers, config: Config, context: RunContext, candid
     surplus: list[Key] = []
     for r in range(candidates.rounds):
         seen = [key for earlier in scores[: max(0, r - 1)] for key in earlier]
-        call = (tasks.allocate, run_dir, candidates, r, seen, list(allocations))
+        call = (exploration.allocate, run_dir, candidates, r, seen, list(allocations))
         allocations += layers.add(f"allocate-r{r}", k, [call], pool="head", after=[*seen, *allocations])
         slots = len(
             equal_shares(
                 len(candidates.prompts), candidates.seeds_tried, candidates.request_seeds, candidates.rounds, r
             )
         )
-        calls: Calls = [(tasks.explore_slot, run_dir, allocations[r], slot) for slot in range(slots)]
+        calls: Calls = [(exploration.explore_slot, run_dir, allocations[r], slot) for slot in range(slots)]
         explored = layers.add_requests(
             f"explore-r{r}", k, calls, pool=pool, widths=_widths(config), after=allocations[r:]
         )
         scores.append(_add_scores(layers, config, f"explore-{{}}-r{r}", k, run_dir, explored))
         surplus += _surplus(explored)
     everything = [key for round_scores in scores for key in round_scores]
-    select = (tasks.select, candidates, everything, allocations, surplus)
+    select = (exploration.select, candidates, everything, allocations, surplus)
     return layers.add("select", k, [select], pool="head", after=[*everything, *allocations, *surplus])[0]
 
 

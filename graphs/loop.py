@@ -26,7 +26,9 @@ from graphs.iteration import (
     unexplored,
     validation_graph,
 )
-from graphs.tasks import RunContext, TrainingSet, forget_unscored, whole
+from graphs.tasks.context import RunContext
+from graphs.tasks.sampling import forget_unscored
+from graphs.tasks.training import TrainingSet, whole
 from spotlight.clock import Clock, wall_clock
 from spotlight.config import Config
 from spotlight.plan.bandit import PROBE_SHARE, RECENT, affordable, captured_variance, rank_correlation

@@ -18,8 +18,9 @@ from cluster.rules import rules_of
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.timing import Denoising, Fixed, Stay
-from graphs import tasks
 from graphs.loop import Loop
+from graphs.tasks import exploration, sampling, training
+from graphs.tasks.context import prepare
 from spotlight import config as configuration
 from spotlight.clock import wall_clock
 from spotlight.config import Config, PoolSection
@@ -263,13 +264,13 @@ class TaskTiming:
         return self._durations.step_s(samples, width, pool)
 
     def work(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> Denoising | Fixed:
-        if function in (tasks.rollout_shard, tasks.rollout_ahead):
+        if function in (sampling.rollout_shard, sampling.rollout_ahead):
             return _denoising(arguments()[1])
-        if function is tasks.explore_slot:
+        if function is exploration.explore_slot:
             _, allocation, slot, *_ = arguments()
             return _denoising(allocation[slot]) if slot < len(allocation) else Fixed(seconds=0.0)
-        if function is tasks.gradient and self._train_width > 1:
-            return self._shared_gradient(tasks.gradient_part(*arguments()[1:-2]))
+        if function is training.gradient and self._train_width > 1:
+            return self._shared_gradient(training.gradient_part(*arguments()[1:-2]))
         return Fixed(seconds=self._seconds(function, arguments))
 
     def _shared_gradient(self, part: GradientPart) -> Denoising:
@@ -280,30 +281,30 @@ class TaskTiming:
 
     def _seconds(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> float:
         durations, device = self._durations, protocol.current()
-        if function in (tasks.score, tasks.score_whole, tasks.score_all) and durations.scores_take_time:
+        if function in (sampling.score, sampling.score_whole, sampling.score_all) and durations.scores_take_time:
             run_dir, *_, given = arguments()
             drawn = [
                 done.request
-                for done in (given if function is tasks.score_all else [given])
+                for done in (given if function is sampling.score_all else [given])
                 if isinstance(done, Rollout)
             ]
             return durations.score_s(sum(len(each.seeds) for each in drawn if not device.has_scores(run_dir, each)))
-        if function is tasks.gradient:
+        if function is training.gradient:
             run_dir, *which = arguments()
-            part = tasks.gradient_part(*which)
+            part = training.gradient_part(*which)
             if device.has_gradient(run_dir, part):
                 return 0.0
             return durations.train_s(len(part.samples)) + durations.gradient_s
-        if function is tasks.add_gradients:
+        if function is training.add_gradients:
             parts = len(arguments()[3])
             return (parts + 1) / slices_of(self._config, parts) * durations.gradient_s
-        if function is tasks.update:
+        if function is training.update:
             gradients = arguments()[3][-1]
             terms = len(gradients) if slices_of(self._config, len(gradients)) == 1 else 1
             return terms * durations.gradient_s + durations.update_s
-        if function is tasks.publish:
+        if function is training.publish:
             return durations.publish_s
-        return durations.prepare_s if function is tasks.prepare else 0.0
+        return durations.prepare_s if function is prepare else 0.0
 
 
 def _denoising(request: Any) -> Denoising:

@@ -23,9 +23,9 @@ from cluster.messages import BEAT
 from cluster.plugins import DispatchPlugin
 from cluster.pools import Pools
 from cluster.snapshot import Snapshot
-from graphs import tasks
 from graphs.iteration import Graph, Layers, prepare_graph, rollout_requests, unexplored
-from graphs.tasks import RunContext
+from graphs.tasks import sampling
+from graphs.tasks.context import RunContext
 from runs import WAIT_S, settings_file, wait_for
 from spotlight import config as configuration
 from spotlight.records import Request, Rollout, Span, WorkerLife
@@ -87,7 +87,7 @@ class Live:
             window_s: how long reserved workers may run it while there are spot workers.
         """
         layers, widths = Layers(), tuple(widths) or self.config.strategy.widths
-        call = (tasks.rollout_shard, str(self.run.path), request)
+        call = (sampling.rollout_shard, str(self.run.path), request)
         shards = layers.add_requests("rollout", request.iteration, [call], pool=pool, widths=widths, window_s=window_s)
         graph = Graph(graph=layers.graph(), outputs={"shards": shards[0]})
         self._all = self.pools.client.get(graph.graph, shards[0], sync=False)

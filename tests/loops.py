@@ -8,7 +8,6 @@ from itertools import chain
 from random import Random
 from typing import Any
 
-import graphs.tasks
 from cluster.dispatch import Dispatch
 from cluster.events import Event, Instruction, Train
 from cluster.virtual.clock import VirtualClock
@@ -17,6 +16,7 @@ from cluster.virtual.faults import DriverKilled, Schedule, stays, strike
 from cluster.virtual.timing import Denoising, Fixed
 from graphs.iteration import Graph
 from graphs.loop import Loop
+from graphs.tasks import exploration, sampling, training
 from runs import NoWatch
 from spotlight.device import protocol
 from spotlight.device.modelled import ModelledDevice
@@ -34,12 +34,12 @@ class LoopTiming:
         self.start_up_s = schedule.start_up_s
 
     def work(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> Denoising | Fixed:
-        if function in (graphs.tasks.rollout_shard, graphs.tasks.rollout_ahead):
+        if function in (sampling.rollout_shard, sampling.rollout_ahead):
             return self._denoising(arguments()[1])
-        if function is graphs.tasks.explore_slot:
+        if function is exploration.explore_slot:
             _, allocation, slot, *_ = arguments()
             return self._denoising(allocation[slot]) if slot < len(allocation) else Fixed(seconds=0.0)
-        if function in (graphs.tasks.gradient, graphs.tasks.add_gradients, graphs.tasks.update):
+        if function in (training.gradient, training.add_gradients, training.update):
             return Fixed(seconds=self._schedule.train_s)
         return Fixed(seconds=0.05)
 

@@ -17,9 +17,10 @@ import torch
 
 from cluster.virtual.timing import Fixed
 from factories import answer
-from graphs import tasks
 from graphs.iteration import rollout_requests, unexplored
-from graphs.tasks import RunContext, TrainingSet
+from graphs.tasks import sampling, training
+from graphs.tasks.context import RunContext, prepare
+from graphs.tasks.training import TrainingSet
 from runs import settings_file
 from spotlight import config
 from spotlight.config import RewardSection
@@ -60,7 +61,7 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.fixture
 def context(run: RunDir) -> RunContext:
-    return tasks.prepare(str(run.path))
+    return prepare(str(run.path))
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_a_rollout_that_is_done_is_not_done_again(run: RunDir, request_: Request
 def test_restart_on_preemption_begins_at_the_first_step(tmp_path: Path) -> None:
     settings = config.load(settings_file(tmp_path), ['strategy.on_preemption="restart"'])
     run = RunDir.create(settings, time.time())
-    context = tasks.prepare(str(run.path))
+    context = prepare(str(run.path))
     prompts = read_prompts(settings.data.train_prompts)[:1]
     request = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
     Engine(run.path).rollout(request)
@@ -190,7 +191,7 @@ def test_a_missing_reward_is_replaced_by_a_fresh_seed_of_its_prompt(run: RunDir,
     assert isinstance(scored, Scored)
     failed = replace(scored, rewards=(None, *scored.rewards[1:]), errors=("out of order",))
 
-    _, fresh = tasks.refill(str(run.path), 0, failed)
+    _, fresh = sampling.refill(str(run.path), 0, failed)
 
     assert fresh.request.prompt == request_.prompt
     assert len(fresh.rewards) == 1
@@ -201,7 +202,7 @@ def test_a_missing_reward_is_replaced_by_a_fresh_seed_of_its_prompt(run: RunDir,
 def test_a_request_that_was_set_aside_is_replaced_as_a_whole(run: RunDir, request_: Request) -> None:
     aside = Quarantined(request=request_, preemptions=5)
 
-    nothing, fresh = tasks.refill(str(run.path), 0, aside)
+    nothing, fresh = sampling.refill(str(run.path), 0, aside)
 
     assert nothing.rewards == (None,) * len(request_.seeds)
     assert len([reward for reward in fresh.rewards if reward is not None]) == len(request_.seeds)
@@ -210,28 +211,28 @@ def test_a_request_that_was_set_aside_is_replaced_as_a_whole(run: RunDir, reques
 
 def test_exploration_that_was_scored_before_it_was_called_off_is_not_lost(run: RunDir, request_: Request) -> None:
     explored = replace(request_, purpose="explore")
-    done = tasks.rollout_shard(str(run.path), explored, "explore-r0-0/0", 0)
-    scored = tasks.score(str(run.path), done)
+    done = sampling.rollout_shard(str(run.path), explored, "explore-r0-0/0", 0)
+    scored = sampling.score(str(run.path), done)
 
     signals.obey(CloseExploration(run=run.path.name, iteration=explored.iteration))
-    again = tasks.rollout_shard(str(run.path), explored, "explore-r0-0/0", 0)
-    other = tasks.rollout_shard(str(run.path), replace(explored, seeds=(1, 2)), "explore-r0-0/1", 0)
+    again = sampling.rollout_shard(str(run.path), explored, "explore-r0-0/0", 0)
+    other = sampling.rollout_shard(str(run.path), replace(explored, seeds=(1, 2)), "explore-r0-0/1", 0)
 
     assert isinstance(scored, Scored)
-    assert tasks.score(str(run.path), again) == replace(scored, steps_resumed=explored.steps)
+    assert sampling.score(str(run.path), again) == replace(scored, steps_resumed=explored.steps)
     assert isinstance(other, Dropped)
 
 
 def test_exploration_that_is_closed_before_it_is_scored_is_dropped_and_rollouts_are_not(
     run: RunDir, request_: Request
 ) -> None:
-    explored = tasks.rollout_shard(str(run.path), replace(request_, purpose="explore"), "explore-r0-0/0", 0)
-    rolled_out = tasks.rollout_shard(str(run.path), request_, "rollout-0/0", 0)
+    explored = sampling.rollout_shard(str(run.path), replace(request_, purpose="explore"), "explore-r0-0/0", 0)
+    rolled_out = sampling.rollout_shard(str(run.path), request_, "rollout-0/0", 0)
 
     signals.obey(CloseExploration(run=run.path.name, iteration=request_.iteration))
 
-    assert isinstance(tasks.score(str(run.path), explored), Dropped)
-    assert isinstance(tasks.score(str(run.path), rolled_out), Scored)
+    assert isinstance(sampling.score(str(run.path), explored), Dropped)
+    assert isinstance(sampling.score(str(run.path), rolled_out), Scored)
 
 
 def test_the_end_of_training_ends_the_scoring_of_exploration_that_is_under_way(
@@ -257,7 +258,7 @@ def scored_apart(tmp_path: Path) -> tuple[RunDir, Request]:
     """A run with workers that only score, and a request that was rolled out."""
     settings = config.load(settings_file(tmp_path), ["pools.reward.workers=1", "pools.reward.usd_per_h=0.5"])
     run = RunDir.create(settings, time.time())
-    context, prompts = tasks.prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:1]
+    context, prompts = prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:1]
     request = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
     Engine(run.path).rollout(request)
     return run, request
@@ -303,34 +304,34 @@ def test_images_that_were_lost_before_they_were_scored_are_drawn_again(scored_ap
 
 def test_exploration_that_is_closed_before_it_is_drawn_is_dropped(scored_apart: tuple[RunDir, Request]) -> None:
     run, request = scored_apart
-    explored = tasks.rollout_shard(str(run.path), replace(request, purpose="explore"), "explore-r0-0/0", 0)
+    explored = sampling.rollout_shard(str(run.path), replace(request, purpose="explore"), "explore-r0-0/0", 0)
 
     signals.obey(CloseExploration(run=run.path.name, iteration=request.iteration))
-    dropped = tasks.decode(str(run.path), explored)
+    dropped = sampling.decode(str(run.path), explored)
     signals.obey(Clear(run=run.path.name))
 
     assert isinstance(dropped, Dropped)
-    assert tasks.score(str(run.path), dropped) == dropped
+    assert sampling.score(str(run.path), dropped) == dropped
 
 
 def test_replacements_that_are_scored_elsewhere_are_those_that_are_scored_at_once(
     scored_apart: tuple[RunDir, Request],
 ) -> None:
     run, request = scored_apart
-    whole = tasks.score(str(run.path), Engine(run.path).rollout(request))
+    whole = sampling.score(str(run.path), Engine(run.path).rollout(request))
     assert isinstance(whole, Scored)
     failed = replace(whole, rewards=(None, whole.rewards[1]), errors=("it is broken",))
-    expected = [*tasks.refill(str(run.path), 0, failed), *tasks.refill(str(run.path), 0, whole)]
+    expected = [*sampling.refill(str(run.path), 0, failed), *sampling.refill(str(run.path), 0, whole)]
 
-    drawn = tasks.replace_unscored(str(run.path), 0, [failed, whole])
-    again = tasks.score_all(str(run.path), drawn)
-    found = tasks.refilled(0, [failed, whole], [each for each in again if isinstance(each, Scored)])
+    drawn = sampling.replace_unscored(str(run.path), 0, [failed, whole])
+    again = sampling.score_all(str(run.path), drawn)
+    found = sampling.refilled(0, [failed, whole], [each for each in again if isinstance(each, Scored)])
 
     assert len(drawn) == 1
     assert [(each.request, each.rewards) for each in found] == [(each.request, each.rewards) for each in expected]
     broken = [replace(each, rewards=(None,), errors=("still broken",)) for each in again if isinstance(each, Scored)]
     with pytest.raises(SpotlightError, match="still broken; mend the scorer"):
-        tasks.refilled(0, [failed, whole], broken)
+        sampling.refilled(0, [failed, whole], broken)
 
 
 def test_latents_that_are_not_finite_are_a_missing_reward_and_never_a_score(run: RunDir, request_: Request) -> None:
@@ -352,7 +353,7 @@ def test_latents_that_are_not_finite_are_a_missing_reward_and_never_a_score(run:
 def test_an_engine_on_another_clock_does_not_wait_though_the_settings_pace_it(tmp_path: Path) -> None:
     settings = config.load(settings_file(tmp_path), ["pace.gpu=h100", "pace.speedup=0.0001"])
     run, device = RunDir.create(settings, time.time()), InProcess(paced=False)
-    context, prompts = tasks.prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:1]
+    context, prompts = prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:1]
     request = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
 
     began_s = time.monotonic()
@@ -378,7 +379,7 @@ def test_on_the_virtual_clock_only_steps_that_are_read_or_kept_are_committed(
 ) -> None:
     settings = config.load(settings_file(tmp_path), [f"latents.keep={keep}", "rollout.steps=8"])
     run = RunDir.create(settings, time.time())
-    context, prompts = tasks.prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:1]
+    context, prompts = prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:1]
     drawn = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
     request = replace(drawn, sampler=sampler, sde_window=window, noise_level=0.7)
     engine, live = Engine(run.path, paced=False), Engine(run.path)
@@ -402,14 +403,14 @@ def test_on_the_virtual_clock_scores_that_are_kept_take_no_time(tmp_path: Path, 
     settings = config.load(settings_file(tmp_path), ["pace.gpu=h100", "pace.score_s=0.5"])
     run = str(RunDir.create(settings, time.time()).path)
     with protocol.using(device):
-        context, prompts = tasks.prepare(run), read_prompts(settings.data.train_prompts)[:1]
+        context, prompts = prepare(run), read_prompts(settings.data.train_prompts)[:1]
         request = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
         done, timing = device.rollout(run, request), TaskTiming(settings)
 
-        first = timing.work(tasks.score, lambda: (run, done))
-        tasks.score(run, done)
-        again = timing.work(tasks.score, lambda: (run, done))
-        all_again = timing.work(tasks.score_all, lambda: (run, [done]))
+        first = timing.work(sampling.score, lambda: (run, done))
+        sampling.score(run, done)
+        again = timing.work(sampling.score, lambda: (run, done))
+        all_again = timing.work(sampling.score_all, lambda: (run, [done]))
 
     assert first == Fixed(seconds=0.5 * len(request.seeds))
     assert again == all_again == Fixed(seconds=0.0)
@@ -420,7 +421,7 @@ def test_widths_that_the_model_cannot_be_split_into_are_refused_with_those_that_
     run = RunDir.create(settings, time.time())
 
     with pytest.raises(SpotlightError, match=r"gang of 3 .* choose among the widths 1, 2 and 4|widths 1, 2, 4"):
-        tasks.prepare(str(run.path))
+        prepare(str(run.path))
 
 
 def test_a_request_too_large_for_the_device_is_named_with_what_would_make_it_fit(run: RunDir) -> None:
@@ -473,16 +474,16 @@ def test_training_in_parts_gives_the_same_bytes_whoever_does_them_and_however_of
         updated: Updated | None = None
         for u in range(updates):
             sets = [TrainingSet(samples=samples, metrics={})]
-            parts = [tasks.gradient_part(context.start, 0, cut, u, part, sets, slices, updated) for part in range(3)]
+            parts = [training.gradient_part(context.start, 0, cut, u, part, sets, slices, updated) for part in range(3)]
             done = (engines[who].gradient(part) for who, part in zip(of_parts, parts, strict=True))
             gradients.append(tuple(map(answer, done)))
-            add = partial(tasks.add_gradients, str(run.path), context.start, 0, gradients[u])
+            add = partial(training.add_gradients, str(run.path), context.start, 0, gradients[u])
             sums.append(tuple(map(add, range(slices))) if slices > 1 else gradients[u])
             after = updated.weights_sha256 if updated else ""
             for who in of_updates[u]:
                 updated = engines[who].update(context.start, gradients, sums, 0, after)
         published.append(publish(run.path, 1).weights)
-        late = tasks.add_gradients(str(run.path), context.start, 0, gradients[0], 0)
+        late = training.add_gradients(str(run.path), context.start, 0, gradients[0], 0)
         assert late.name == ""  # as of a gradient that nobody needs any more
         shutil.rmtree(run.path / "weights" / "v00001")
         shutil.rmtree(run.path / "updates")
@@ -510,7 +511,7 @@ def test_a_gradient_that_was_computed_is_found_and_a_damaged_one_is_named(run: R
     engine = Engine(run.path)
     samples = rolled_out(run, context, engine, 2)
     cut = replace(Cut.of(run.config()), prompts=2, parts=1)
-    part = tasks.gradient_part(context.start, 0, cut, 0, 0, [TrainingSet(samples=samples, metrics={})])
+    part = training.gradient_part(context.start, 0, cut, 0, 0, [TrainingSet(samples=samples, metrics={})])
 
     found = answer(engine.gradient(part))
     shutil.rmtree(run.path / "latents")
@@ -531,7 +532,7 @@ def test_a_gradient_whose_latents_are_drawn_again_on_the_way_is_the_same(run: Ru
 
     def part(weights: WeightsRef) -> GradientPart:
         samples = rolled_out(run, context, engine, 2, weights)
-        return tasks.gradient_part(weights, weights.version, cut, 0, 0, [TrainingSet(samples=samples, metrics={})])
+        return training.gradient_part(weights, weights.version, cut, 0, 0, [TrainingSet(samples=samples, metrics={})])
 
     first = (answer(engine.gradient(part(context.start))),)
     engine.update(context.start, [first], [first], 0)
@@ -551,7 +552,7 @@ def test_where_no_sample_is_better_than_another_no_step_is_taken(run: RunDir, co
     engine = Engine(run.path)
     samples = [replace(sample, advantage=0.0) for sample in rolled_out(run, context, engine, 2)]
     cut = replace(Cut.of(run.config()), prompts=2, parts=1)
-    part = tasks.gradient_part(context.start, 0, cut, 0, 0, [TrainingSet(samples=tuple(samples), metrics={})])
+    part = training.gradient_part(context.start, 0, cut, 0, 0, [TrainingSet(samples=tuple(samples), metrics={})])
 
     found = answer(engine.gradient(part))
     engine.update(context.start, [[found]], [[found]], 0)
@@ -567,7 +568,7 @@ def test_a_gradient_of_other_settings_is_no_part_of_this_update(run: RunDir, con
     edited = settings.model_copy(update={"train": settings.train.model_copy(update={"nft_beta": 0.5})})
     cuts = [replace(Cut.of(each), prompts=2, parts=1) for each in (settings, edited)]
     sets = [TrainingSet(samples=samples, metrics={})]
-    before, after = (tasks.gradient_part(context.start, 0, cut, 0, 0, sets) for cut in cuts)
+    before, after = (training.gradient_part(context.start, 0, cut, 0, 0, sets) for cut in cuts)
 
     answer(engine.gradient(before))
 

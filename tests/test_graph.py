@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from cluster.gangs import GATED, SCORING, TRAINING
 from factories import make_request
-from graphs import tasks
 from graphs.iteration import (
     RESOURCES,
     Ahead,
@@ -38,7 +37,10 @@ from graphs.iteration import (
     validation_graph,
 )
 from graphs.loop import learn_from
-from graphs.tasks import Candidates, RunContext
+from graphs.tasks import exploration, sampling, training
+from graphs.tasks.context import RunContext
+from graphs.tasks.exploration import Candidates
+from graphs.tasks.seeds import candidate_seed
 from kills import KillWorkers, client_of
 from runs import ROOT, settings_file, wait_for
 from spotlight import config
@@ -79,13 +81,13 @@ def allocated(candidates: Candidates) -> list[list[Request]]:
     """What each round tries."""
     rounds: list[list[Request]] = []
     for r in range(candidates.rounds):
-        rounds.append(list(tasks.allocate("", candidates, r, (), list(rounds))))
+        rounds.append(list(exploration.allocate("", candidates, r, (), list(rounds))))
     return rounds
 
 
 def seeds_of(candidates: Candidates, prompt: Prompt, count: int) -> list[int]:
     """A prompt's first candidates."""
-    return [tasks.candidate_seed(candidates.seed, candidates.iteration, prompt, index) for index in range(count)]
+    return [candidate_seed(candidates.seed, candidates.iteration, prompt, index) for index in range(count)]
 
 
 def score(requests: Sequence[Request], rewards: Sequence[float | None]) -> list[Scored]:
@@ -416,7 +418,7 @@ def test_the_bandit_tries_each_prompts_next_candidates_and_no_more_than_there_is
 
     for r in range(rounds):
         seen = [each for earlier in scored[: max(0, r - 1)] for each in earlier]
-        allocations.append(list(tasks.allocate(journals, candidates, r, seen, list(allocations))))
+        allocations.append(list(exploration.allocate(journals, candidates, r, seen, list(allocations))))
         rewards = [data.draw(st.sampled_from([0.0, 0.5, 1.0])) for each in allocations[r] for _ in each.seeds]
         scored.append(score(allocations[r], rewards))
 
@@ -430,7 +432,7 @@ def test_the_bandit_tries_each_prompts_next_candidates_and_no_more_than_there_is
 
 def test_the_bandit_leaves_a_prompt_alone_whose_kept_seeds_cannot_differ_more(journals: str) -> None:
     candidates = replace(make_candidates(seeds_tried=16, keep=4), planner="bandit")
-    first = list(tasks.allocate(journals, candidates, 0, (), ()))
+    first = list(exploration.allocate(journals, candidates, 0, (), ()))
     known = [
         Scored(request=each, rewards=(0.0, 1.0) if each.prompt == PROMPTS[0] else (1.0, 1.0))
         for prompt in PROMPTS
@@ -441,7 +443,7 @@ def test_the_bandit_leaves_a_prompt_alone_whose_kept_seeds_cannot_differ_more(jo
     ]
     earlier = [[each.request for each in known], []]
 
-    chosen = Counter(request.prompt for request in tasks.allocate(journals, candidates, 2, known, earlier))
+    chosen = Counter(request.prompt for request in exploration.allocate(journals, candidates, 2, known, earlier))
 
     assert chosen[PROMPTS[0]] == 0  # two zeros and two ones are kept already
     assert min(chosen[PROMPTS[1]], chosen[PROMPTS[2]]) > 0
@@ -456,8 +458,8 @@ def test_advantages_of_several_rewards_are_added_where_the_settings_ask_for_it()
     ]
     groups = [0, 0, 1, 1, 1]
 
-    added = tasks.advantage("group", [scored], (2.0, -1.0)).samples
-    plain = tasks.advantage("group", [scored]).samples
+    added = training.advantage("group", [scored], (2.0, -1.0)).samples
+    plain = training.advantage("group", [scored]).samples
 
     texts, means = (group_advantages(row, groups, std="group") for row in ([0, 0.5, 0.2, 0.2, 0.9], [9, 3, 0, 100, 50]))
     assert [sample.advantage for sample in added] == pytest.approx(list(2 * texts - means))
@@ -474,24 +476,24 @@ def test_of_each_prompt_the_most_telling_samples_are_trained_on_and_compared_wit
         for request, row in zip(requests, rewards, strict=True)
     ]
 
-    training = tasks.advantage("group", [scored], used=2)
-    together = tasks.advantage("group", [scored], (1.0, 0.5), used=2)
-    apart = [tasks.advantage("group", [[each]], used=2) for each in scored]
+    both = training.advantage("group", [scored], used=2)
+    together = training.advantage("group", [scored], (1.0, 0.5), used=2)
+    apart = [training.advantage("group", [[each]], used=2) for each in scored]
 
-    found = [[sample.advantage for sample in training.samples[at : at + 4]] for at in (0, 4)]
+    found = [[sample.advantage for sample in both.samples[at : at + 4]] for at in (0, 4)]
     assert found[0] == [None, pytest.approx(1, abs=1e-3), pytest.approx(-1, abs=1e-3), None]
     assert found[1][0] == pytest.approx(-1, abs=2e-3)
     assert sum(value is None for value in found[1]) == 2
-    assert [sample.reward for sample in training.samples] == [*rewards[0], *rewards[1]]  # for the planner
+    assert [sample.reward for sample in both.samples] == [*rewards[0], *rewards[1]]  # for the planner
     assert [each and each * 1.5 for each in found[0]] == [
         each and pytest.approx(each, abs=2e-3) for each in (sample.advantage for sample in together.samples[:4])
     ]
-    assert tasks.whole(apart).samples == training.samples
-    assert (training.metrics["samples"], training.metrics["samples_trained"]) == (8, 4)
-    assert tasks.whole(apart).metrics == training.metrics
+    assert training.whole(apart).samples == both.samples
+    assert (both.metrics["samples"], both.metrics["samples_trained"]) == (8, 4)
+    assert training.whole(apart).metrics == both.metrics
     cut = Cut(parts=2, updates=1, prompts=2, seeds=2, pairs=0, seed=0)
-    for sets in (([training], [training]), ([apart[0]], [apart[1]])):
-        parts = [tasks.gradient_part(VERSION, 0, cut, 0, part, sets[part]) for part in (0, 1)]
+    for sets in (([both], [both]), ([apart[0]], [apart[1]])):
+        parts = [training.gradient_part(VERSION, 0, cut, 0, part, sets[part]) for part in (0, 1)]
         assert [part.positions for part in parts] == [(0, 1), (2, 3)]
         assert [[sample.reward for sample in part.samples] for part in parts] == [[1.0, 0.4], [0.0, 0.2]]
 
@@ -543,10 +545,10 @@ def test_exploration_is_an_ode_with_its_own_steps_and_the_weights_that_are_there
 
 
 def test_candidates_differ_between_prompts_iterations_runs_and_replacements() -> None:
-    indices = [*range(16), *range(tasks.REFILL, tasks.REFILL + 16)]
+    indices = [*range(16), *range(sampling.REFILL, sampling.REFILL + 16)]
 
     seeds = {
-        tasks.candidate_seed(seed, iteration, prompt, index)
+        candidate_seed(seed, iteration, prompt, index)
         for seed in (-1, 0, 1, 11)
         for iteration in (0, 1, 11)
         for prompt in PROMPTS
@@ -563,7 +565,7 @@ def test_the_kept_seeds_are_those_whose_rewards_differ_most() -> None:
     rewards = [(11 * index % 21) / 21 for index in range(candidates.seeds_tried * len(PROMPTS))]
     scored = score(requests, rewards)
 
-    selection = tasks.select(candidates, scored, allocated(candidates))
+    selection = exploration.select(candidates, scored, allocated(candidates))
 
     assert [kept.prompt for kept in selection.kept] == list(PROMPTS)
     for kept in selection.kept:
@@ -584,7 +586,7 @@ def test_too_few_scores_are_filled_up_with_untried_candidates() -> None:
     requests = [request for request in allocated(candidates)[0] if request.prompt == PROMPTS[0]][:1]
     dropped = [Dropped(reason="exploration was closed")] * 3
 
-    selection = tasks.select(candidates, [*score(requests, (0.25, 0.5)), *dropped], allocated(candidates))
+    selection = exploration.select(candidates, [*score(requests, (0.25, 0.5)), *dropped], allocated(candidates))
 
     kept = selection.kept[0]
     assert dict(zip(kept.seeds, kept.explored_rewards, strict=True)) == {
@@ -600,7 +602,7 @@ def test_exploration_that_scored_nothing_keeps_what_no_exploration_keeps() -> No
     candidates = candidates_for(settings, SETTING, 2, PROMPTS, VERSION)
 
     plain = unexplored(settings, SETTING, 2, PROMPTS)
-    selection = tasks.select(candidates, [Dropped(reason="exploration was closed")], ())
+    selection = exploration.select(candidates, [Dropped(reason="exploration was closed")], ())
 
     assert [list(kept.seeds) for kept in plain.kept] == [seeds_of(candidates, prompt, count) for prompt in PROMPTS]
     assert selection.kept == plain.kept
@@ -614,7 +616,7 @@ def test_of_more_prompts_than_are_rolled_out_those_are_taken_whose_kept_rewards_
     rewards = [1.0 if request.prompt == solved else index % 2 for request in requests for index in (0, 1)]
     scored = score(requests, rewards)
 
-    selection = tasks.select(candidates, scored, allocated(candidates))
+    selection = exploration.select(candidates, scored, allocated(candidates))
 
     assert [kept.prompt for kept in selection.kept] == [prompt for prompt in PROMPTS if prompt != solved]
     assert [each.prompt for each in selection.explored] == [
@@ -628,11 +630,11 @@ def test_what_is_known_of_a_prompt_counts_once_however_often_it_is_drawn_and_not
     explored = Explored(prompt=seen.id, rewards=(0.0, 1.0))
     nothing = (Explored(prompt=seen.id, rewards=()), Explored(prompt=undrawn.id, rewards=()))
     scored = [Scored(request=make_request(prompt=seen, seeds=(1, 2)), rewards=(1.0, 0.0))]
-    training = tasks.advantage("global", [scored])
+    trained = training.advantage("global", [scored])
 
     def learnt(beliefs: Beliefs, iteration: int, *explored: Explored) -> Beliefs:
         selection = Selection(iteration=iteration, kept=(), seeds_scored=0, seeds_dropped=0, explored=explored)
-        return learn_from(beliefs, selection, training, within=(0.0, 1.0))
+        return learn_from(beliefs, selection, trained, within=(0.0, 1.0))
 
     once = learnt(Beliefs(), 1, explored)
     later = learnt(once, 2, *nothing)
@@ -661,7 +663,7 @@ def test_whatever_was_scored_each_prompt_keeps_so_many_different_candidates(data
         for request in each
     ]
 
-    selection = tasks.select(candidates, scored, allocated(candidates))
+    selection = exploration.select(candidates, scored, allocated(candidates))
 
     for kept in selection.kept:
         assert len(kept.seeds) == len(set(kept.seeds)) == len(kept.explored_rewards) == keep
@@ -745,7 +747,7 @@ def test_what_samples_is_what_is_explored_with_and_validated() -> None:
         selection = unexplored(settings, SETTING, 1, PROMPTS)
         requests = rollout_requests(settings, SETTING, selection, VERSION)
         calls = calls_of(validation_graph(settings, SETTING, PROMPTS, VERSION)).values()
-        validated = [call[2] for call in calls if call[0] is tasks.rollout_shard]
+        validated = [call[2] for call in calls if call[0] is sampling.rollout_shard]
         template = candidates_for(settings, SETTING, 2, PROMPTS, VERSION).template
         return {request.policy for request in (*requests, *validated, template)}
 
@@ -755,4 +757,4 @@ def test_what_samples_is_what_is_explored_with_and_validated() -> None:
 
 def test_a_version_of_which_every_image_was_set_aside_has_none(tmp_path: Path) -> None:
     """The loop then says why; see `Loop._validate`."""
-    assert tasks.save_images(str(tmp_path), 0, [Quarantined(request=make_request(), preemptions=5)]) == ""
+    assert sampling.save_images(str(tmp_path), 0, [Quarantined(request=make_request(), preemptions=5)]) == ""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from graphs.loop import Loop, synchronous
-from graphs.tasks import validation_seeds
+from graphs.tasks.seeds import validation_seeds
 from pipelines import PACKED_CHANNELS, PX_PER_TOKEN, tiny_qwen_image
 from runs import NoWatch, outcome, settings_file
 from spotlight import config

@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from graphs import tasks
+from graphs.tasks.context import prepare
 from runs import settings_file
 from spotlight import config
 from spotlight.device import xfuser_backend
@@ -54,7 +54,7 @@ def test_a_run_that_cannot_have_xfuser_ends_before_its_model_is_loaded(tmp_path:
     run = RunDir.create(config.load(settings_file(tmp_path), ['sp.backend="xfuser"']), 0.0)
 
     with pytest.raises(SpotlightError, match=r"sp\.backend = \"xfuser\""):
-        tasks.prepare(str(run.path))
+        prepare(str(run.path))
 
 
 def test_texts_lose_their_padding_and_batches_of_different_lengths_are_refused() -> None:

@@ -1,0 +1,249 @@
+"""Advantages, gradients of fixed parts, their sums, and the step that they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Literal
+
+from graphs.tasks.sampling import ShardResult
+from spotlight.device import protocol as device
+from spotlight.device.signals import signals
+from spotlight.plan.subset import max_variance_subset
+from spotlight.records import (
+    Gradient,
+    GradientPart,
+    Published,
+    Sample,
+    Scored,
+    SpotlightError,
+    Surplus,
+    Updated,
+    WeightsRef,
+    record,
+)
+from spotlight.rl.advantages import group_advantages, spread, zero_std_ratio
+from spotlight.rl.parts import Cut
+from spotlight.rl.sums import tree_sum
+
+
+@record
+class TrainingSet:
+    """Samples of an iteration, or of a part of it, in request order, and statistics of their rewards."""
+
+    samples: tuple[Sample, ...]
+    metrics: dict[str, float]
+    steps_resumed: int = 0
+    """Of their rollouts, found committed and not computed again."""
+
+
+def advantage(
+    settings_std: str,
+    scored: Sequence[Sequence[Scored]],
+    weights: Sequence[float] = (),
+    surplus: Sequence[ShardResult] = (),
+    used: int = 0,
+) -> TrainingSet:
+    """Advantages of all samples that have a reward, in request order; of those that are trained on, among themselves.
+
+    Args:
+        weights: of the rewards that are added up, where it is their advantages that are; a model of rewards has no
+            parts, and so those of the sum.
+        surplus: see `replace_unscored`.
+        used: samples of each prompt that are trained on; 0: all.
+    """
+    results = [result for each in scored for result in each]
+    rows = [
+        (result, index, reward)
+        for result in results
+        for index, reward in enumerate(result.rewards)
+        if reward is not None
+    ]
+    rewards = [reward for _, _, reward in rows]
+    groups = [result.request.prompt.id for result, _, _ in rows]
+    std: Literal["global", "group"] = "group" if settings_std == "group" else "global"
+    trained = _most_telling(rewards, groups, used) if used else list(range(len(rows)))
+    among = [groups[at] for at in trained]
+    if weights and all(result.parts for result, _, _ in rows):
+        parts = [[result.parts[at][index] or 0.0 for result, index, _ in rows] for at in range(len(weights))]
+        each = [
+            weight * group_advantages([part[at] for at in trained], among, std=std)
+            for weight, part in zip(weights, parts, strict=True)
+        ]
+        advantages = [float(sum(values)) for values in zip(*each, strict=True)]
+    else:
+        advantages = group_advantages([rewards[at] for at in trained], among, std=std).tolist()
+    known = dict(zip(trained, advantages, strict=True))
+    samples = tuple(
+        Sample(request=result.request, index=index, reward=reward, advantage=known.get(at))
+        for at, (result, index, reward) in enumerate(rows)
+    )
+    return TrainingSet(
+        samples=samples,
+        metrics=_statistics(samples, flat=zero_std_ratio(rewards, groups)),
+        steps_resumed=sum(result.steps_resumed for result in results),
+    )
+
+
+def _most_telling(rewards: Sequence[float], groups: Sequence[int], used: int) -> list[int]:
+    """Rows of each group whose rewards vary most, ascending; all of a group that has no more."""
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    chosen = (
+        rows[at]
+        for rows in members.values()
+        for at in max_variance_subset([rewards[row] for row in rows], min(used, len(rows)))
+    )
+    return sorted(chosen)
+
+
+def whole(parts: Sequence[TrainingSet]) -> TrainingSet:
+    """The training set of an iteration from those of its parts, which share no prompt."""
+    if len(parts) == 1:
+        return parts[0]
+    samples = tuple(sample for part in parts for sample in part.samples)
+    groups = [len({sample.request.prompt.id for sample in part.samples}) for part in parts]
+    flat = sum(part.metrics["zero_std_ratio"] * count for part, count in zip(parts, groups, strict=True))
+    return TrainingSet(
+        samples=samples,
+        metrics=_statistics(samples, flat=flat / sum(groups)),
+        steps_resumed=sum(part.steps_resumed for part in parts),
+    )
+
+
+def _statistics(samples: Sequence[Sample], *, flat: float) -> dict[str, float]:
+    """What is told of a training set; how many are trained on only where it is not all.
+
+    Args:
+        flat: share of groups whose rewards are all equal.
+    """
+    rewards, trained = [sample.reward for sample in samples], sum(sample.advantage is not None for sample in samples)
+    found = {"reward_mean": fmean(rewards), "reward_std": spread(rewards), "zero_std_ratio": flat}
+    found["samples"] = float(len(samples))
+    return found if trained == len(samples) else {**found, "samples_trained": float(trained)}
+
+
+def gradient(
+    run_dir: str,
+    weights: WeightsRef,
+    iteration: int,
+    cut: Cut,
+    update: int,
+    part: int,
+    sets: Sequence[TrainingSet],
+    slices: int,
+    before: Updated | None = None,
+    gang: str = "",
+    shard: int = 0,
+) -> Gradient | Surplus:
+    """The gradient of one of the fixed parts of an update, which stays in the store.
+
+    Args:
+        weights: the version that the iteration starts from.
+        sets: of the chunks that the part has samples of, in order.
+        slices: that it is kept in.
+        before: the update before this one.
+        gang: names the part within the graph, where several ranks share its passes; the first one's result is the
+            part's.
+        shard: of all ranks.
+
+    Raises:
+        SpotlightError: its gang was lost again and again.
+    """
+    place = signals.told(gang, shard) if gang else device.ALONE
+    if isinstance(place, Surplus):
+        return place
+    if isinstance(place, int):
+        raise SpotlightError(
+            f"part {part} of iteration {iteration}'s training lost its gang {place} times: if memory is short, make "
+            "train.micro_batch smaller; if workers leave too soon, cut training into more train.parts, or train on "
+            'reserved GPUs only, if there are any (strategy.train_pools = ["reserved"]); then resume the run'
+        )
+    wanted = gradient_part(weights, iteration, cut, update, part, sets, slices, before)
+    return device.current().gradient(run_dir, wanted, place)
+
+
+def gradient_part(
+    weights: WeightsRef,
+    iteration: int,
+    cut: Cut,
+    update: int,
+    part: int,
+    sets: Sequence[TrainingSet],
+    slices: int = 1,
+    before: Updated | None = None,
+) -> GradientPart:
+    """What a call of `gradient` is to compute."""
+    samples = [sample for each in sets for sample in each.samples if sample.advantage is not None]
+    first = 0 if len(samples) == cut.prompts * cut.seeds else cut.chunks[cut.needs(part)[0]].start * cut.seeds
+    looked_at = samples if cut.updates > 1 else ()
+    advantages = [sample.advantage or 0.0 for sample in looked_at]
+    groups = [sample.request.prompt.id for sample in looked_at]
+    positions = cut.positions(iteration, update, part, advantages, groups)
+    return GradientPart(
+        weights=weights,
+        iteration=iteration,
+        update=update,
+        number=part,
+        samples=tuple(samples[position - first] for position in positions),
+        positions=positions,
+        after=before.weights_sha256 if before else "",
+        settings=cut.settings,
+        slices=slices,
+    )
+
+
+def add_gradients(run_dir: str, weights: WeightsRef, iteration: int, parts: Sequence[Gradient], at: int) -> Gradient:
+    """The sum of one slice of all parts' gradients, which stays in the store: the update has one gradient to read."""
+    from spotlight.store import updates
+    from spotlight.store.weights import published
+
+    def is_over() -> bool:
+        return published(run_dir, weights.version + 1) is not None
+
+    if not any(part.slices for part in parts):
+        return updates.put_sum(run_dir, iteration, parts, at, {})
+    if is_over():
+        return Gradient(name="")
+    if found := updates.find_sum(run_dir, iteration, parts, at):
+        return found
+    arrays = (updates.load_slice(run_dir, iteration, part, at) for part in parts)
+    try:
+        return updates.put_sum(run_dir, iteration, parts, at, tree_sum(arrays))
+    except SpotlightError:
+        if is_over():  # by now, and what it was made of is removed
+            return Gradient(name="")
+        raise
+
+
+def update(
+    run_dir: str,
+    weights: WeightsRef,
+    iteration: int,
+    gradients: Sequence[Sequence[Gradient]],
+    terms: Sequence[Sequence[Gradient]],
+    before: Updated | None = None,
+    surplus: Sequence[Gradient | Surplus] = (),
+) -> Updated:
+    """Take an optimizer step with the sum of its parts' gradients; the last one leaves the next version staged.
+
+    Args:
+        gradients: what the parts of this update measured, and of those before it, which another worker may have taken.
+        terms: what each of these updates adds: its parts' gradients, or the slices of their sum.
+        before: the update before this one.
+        surplus: the other ranks of gangs. Dask forgets a task that nobody depends on.
+    """
+    known, added = (tuple(tuple(parts) for parts in each) for each in (gradients, terms))
+    after = before.weights_sha256 if before else ""
+    return device.current().update(run_dir, weights, known, added, iteration, after)
+
+
+def publish(run_dir: str, updated: Updated) -> Published:
+    """Make a staged version one that anybody may use."""
+    from spotlight.store.updates import clear
+    from spotlight.store.weights import publish as publish_staged
+
+    published = publish_staged(run_dir, updated.version)
+    clear(run_dir, updated.version - 1)
+    return published
