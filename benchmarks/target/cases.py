@@ -68,6 +68,8 @@ HALF = "train.seeds_used=4"
 another."""
 FOUR = "rollout.seeds_kept=4"
 """Samples of a prompt, instead of the base recipe's eight. What explores chooses them from up to 32 candidates."""
+SIX = "rollout.prompts=6"
+"""Of an iteration, instead of the base recipe's twelve."""
 OURS = "Spotlight, gradients on spot (1 + 11)"
 """What all are compared with."""
 SOONEST = "Spotlight, gradients on spot (1 + 47)"
@@ -126,6 +128,7 @@ STRATEGIES: dict[str, list[str]] = {
         *(*NO_GPU, HALF),
     ],
     "four of a prompt, no exploration (4 + 8), only reserved GPUs train": ["strategy.exploration=off", FOUR],
+    "six prompts, no exploration (4 + 8), only reserved GPUs train": ["strategy.exploration=off", SIX],
     "Spotlight, four of a prompt": [FOUR, "exploration.request_seeds=4"],
     "Spotlight, four of a prompt (1 + 47)": [*ON_SPOT, *MORE_SPOT, FOUR, "exploration.request_seeds=2"],
     "Spotlight, gradients on spot (4 + 8)": [*ON_SPOT, "exploration.budget=worth"],
@@ -137,7 +140,7 @@ rewards. Restart on preemption is Spotlight but for what it does about a loss. W
 and 1 + 11 explore what is worth its seconds; 1 + 47 explores as long as training lasts, in small requests, which fill
 the gaps between its other requests and parts. A quarter ahead: idle GPUs begin with the next iteration's rollouts, with
 weights that are one version old; it explores nothing, nor does half trained. Four of a prompt: rolls out and trains on
-four samples of each instead of eight."""
+four samples of each instead of eight. Six prompts: rolls out and trains on as many samples, eight of each."""
 SPACE: dict[str, dict[str, list[str]]] = {
     "learning rate": {f"{rate:g}": [f"train.learning_rate={rate}"] for rate in (3e-4, 2e-4, 4.5e-4)},
     "advantages by": {"group": ["train.advantage_std=group"], "global": ["train.advantage_std=global"]},

@@ -69,12 +69,13 @@ eight, and explore nothing.
 """
 PAPERS = """### The paper's own case: does exploration pay where only reserved GPUs train?
 
-Four reserved and eight spot GPUs, heavy training, base recipe. Of each prompt so many samples are rolled out, and
-trained on. Iterations and seconds are those to the last target. *Sooner*, *cheaper*: than the first line. *Chosen
-samples*: how many times sooner than this line Spotlight is with four explored samples of a prompt.
+Four reserved and eight spot GPUs, heavy training, base recipe but for how many prompts and samples of each an iteration
+rolls out, and how many samples it trains on. Iterations and seconds are those to the last target. *Sooner*, *cheaper*:
+than the first line. *Chosen samples*: how many times sooner than this line Spotlight is with four explored samples of a
+prompt.
 """
 PAPERS_COLUMNS = (
-    *("strategy", "samples", "trained on", "candidates", "iterations, by seed", "s an iteration"),
+    *("strategy", "prompts x samples", "trained on", "candidates a prompt", "iterations, by seed", "s an iteration"),
     *("times sooner", "times cheaper", "chosen samples, times sooner"),
 )
 RESERVED_ONLY, FOUR_EXPLORED = "reserved only (4)", "Spotlight, four of a prompt"
@@ -91,6 +92,7 @@ WITHOUT = {
     "half trained (1 + 47)": "no exploration, gradients on spot (1 + 47)",
     "half trained, only updates on reserved (no GPU + 12)": "no exploration, only updates on reserved (no GPU + 12)",
     "four of a prompt, no exploration (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
+    "six prompts, no exploration (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
     FOUR_EXPLORED: "reserved + spot, no exploration",
     "Spotlight, four of a prompt (1 + 47)": "no exploration, gradients on spot (1 + 47)",
 } | {
@@ -102,7 +104,8 @@ WITHOUT = {
 ON_FOUR_RESERVED = [
     *("reserved + spot, no exploration", "a quarter ahead (4 + 8), only reserved GPUs train"),
     *("half trained (4 + 8), only reserved GPUs train",),
-    *("four of a prompt, no exploration (4 + 8), only reserved GPUs train", "Spotlight", FOUR_EXPLORED),
+    *("four of a prompt, no exploration (4 + 8), only reserved GPUs train",),
+    *("six prompts, no exploration (4 + 8), only reserved GPUs train", "Spotlight", FOUR_EXPLORED),
 ]
 """What trains on four reserved GPUs alone, while eight spot ones roll out."""
 PRICES = """## The same at other prices
@@ -294,9 +297,10 @@ def _papers(rows: Sequence[Row], job: str, regime: str, size: str, arguments: ar
     lines = [f"| {' | '.join((_title(job, regime, size), *PAPERS_COLUMNS[1:]))} |", "|---" * len(PAPERS_COLUMNS) + "|"]
     for name, runs in found.items():
         settings = config.load(SETTINGS, first_case(job, regime, size, name).overrides())
-        kept = settings.rollout.seeds_kept
+        prompts, kept = settings.rollout.prompts, settings.rollout.seeds_kept
+        used = settings.train.seeds_used or kept
         candidates = statistics.fmean(statistics.fmean(row["seeds_scored"]) for row in runs.values())
-        cells = [name, f"{kept}", f"{settings.train.seeds_used or kept}", f"{candidates:.0f}" if candidates else "–"]
+        cells = [name, f"{prompts} x {kept}", f"{prompts * used}", f"{candidates:.0f}" if candidates else "–"]
         cells.append(_iterations(runs, target))
         cells.append(f"{statistics.fmean(row['seconds'][-1] / (len(row['seconds']) - 1) for row in runs.values()):.3g}")
         gains = [(first, name, "seconds"), (first, name, "usd"), (name, best, "seconds")]
