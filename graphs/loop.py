@@ -39,7 +39,6 @@ from spotlight.plan.offload import (
     Balance,
     Offload,
     adapt,
-    beside_training,
     cut_short,
     rollout_window_s,
     spot_worth_renting,
@@ -202,10 +201,11 @@ class Loop:
             explored: what came of exploration beside it.
         """
         found = self._watch.balance(k, began_s, window_s)
+        if found and explored and self._config.exploration.budget == "worth":
+            found = cut_short(found, tried=explored.seeds_scored, dropped=explored.seeds_dropped)
         if self._config.strategy.offload == "adaptive" and window_s < inf:
             state, floor_s = self._offload(k), FLOOR_S / self._config.emulated_per_real_s
-            judged = self._judged(found, explored) if found else None
-            self._run.record_offload(k + 1, adapt(state, judged.measured, floor_s=floor_s) if judged else state)
+            self._run.record_offload(k + 1, adapt(state, found.measured, floor_s=floor_s) if found else state)
         if found is None:
             return {}
         return {
@@ -218,15 +218,6 @@ class Loop:
             "spot_wait_s": found.measured.remote_wait_s,
             **self._worth_renting(found, window_s),
         }
-
-    def _judged(self, found: Balance, explored: Selection | None) -> Balance:
-        """For the window, by whether exploration has to be done."""
-        match self._config.exploration.budget:
-            case "time":
-                return beside_training(found)
-            case "worth" if explored:
-                return cut_short(found, tried=explored.seeds_scored, dropped=explored.seeds_dropped)
-        return found
 
     def _worth_renting(self, found: Balance, window_s: float) -> dict[str, float]:
         """How many spot workers rollouts could have used while reserved ones trained; nothing if those do not."""

@@ -49,7 +49,6 @@ class ExploredAtFirst(NoWatch):
             idle_s=0.0,
             work_s=20.0,
             explored_s=1e4 if self._begun <= 2 else 0.0,
-            unrolled_s=0.0,
             train_s=10.0,
             reserved=1,
         )

@@ -31,7 +31,10 @@ class Measured:
     train_wait_s: float
     """The trainer had closed its rollout window and waited for samples of the spot GPUs."""
     remote_wait_s: float
-    """Spot GPUs had no rollout left and nothing else that has to be done: exploration is, where its budget says so."""
+    """Spot GPUs had no rollout and no exploration left and waited for the next weights.
+
+    RLBoost, which does not explore, counts all the time without a rollout. Exploration is what spot GPUs are there for
+    as well: where it fills their time, nobody waits, and the window stays as it is."""
     spot: int
     """Spot GPUs at the iteration's end."""
     rollout_s: float = inf
@@ -65,8 +68,8 @@ def adapt(state: Offload, measured: Measured, *, eta: float = ETA, floor_s: floa
     The first line is ours: RLBoost's rollouts outlast its first window, but a small job's do not, and what a window has
     beyond the rollout would take many iterations to go, to no effect.
 
-    It settles where the trainer waits as long as spot GPUs do. An iteration without spot GPUs measures no balance and
-    changes nothing.
+    It settles where the trainer waits as long as spot GPUs do, and for as long as exploration fills their time: then
+    neither waits. An iteration without spot GPUs measures no balance and changes nothing.
 
     Raises:
         ValueError: ``eta`` or ``floor_s`` is not positive.
@@ -145,8 +148,6 @@ class Balance:
     """Worker seconds of the iteration's rollouts, with their scoring, and of its training."""
     explored_s: float
     """Worker seconds of exploration, with its scoring."""
-    unrolled_s: float
-    """Spot GPUs had no rollout left, whether they explored or not."""
     train_s: float
     """That reserved workers trained, if they share it evenly."""
     reserved: int = 0
@@ -178,7 +179,6 @@ def balance(
         train_wait_s  = end of training - closing of the window - training since then, shared by all reserved workers,
                         where a rollout ended after the window had closed, else 0
         remote_wait_s = end of training - end of the last rollout or exploration of a spot worker
-        unrolled_s    = end of training - end of the last rollout of a spot worker
         idle_s        = spare_s - (rollouts by reserved workers - reserved x first_s) (1 + spot / reserved)
 
     Closing lasts until the last reserved worker has handed its rollout back. The first sample comes after ``first_s``;
@@ -199,8 +199,7 @@ def balance(
         return None
     trained_s, rolled_out_s = max(span.stop_s for span in training), max(span.stop_s for span in rollouts)
     closed_s = max([began_s + window_s, *(span.stop_s for span in rollouts if span.pool == "reserved")])
-    remote = [min(span.stop_s, trained_s) for span in by_phase["rollout"] if _on_spot(span)]
-    explored = [min(span.stop_s, trained_s) for span in by_phase["explore"] if _on_spot(span)]
+    remote = [min(span.stop_s, trained_s) for span in (*by_phase["rollout"], *by_phase["explore"]) if _on_spot(span)]
     lives = list(workers)
     alive = Counter(life.pool for life in lives if life.joined_s <= trained_s < (life.left_s or inf))
     spot = [life for life in lives if life.pool == "spot"]
@@ -218,7 +217,7 @@ def balance(
     return Balance(
         measured=Measured(
             train_wait_s=max(0.0, trained_s - closed_s - useful_s) if rolled_out_s > closed_s else 0.0,
-            remote_wait_s=trained_s - max([*remote, *explored], default=trained_s),
+            remote_wait_s=trained_s - max(remote, default=trained_s),
             rollout_s=rolled_out_s - began_s,
             spot=alive["spot"],
             steady=not any(began_s <= moment <= trained_s for moment in moments),
@@ -227,7 +226,6 @@ def balance(
         idle_s=left_s if all_train else max(0.0, left_s - instead_s * (1 + alive["spot"] / trainers)),
         work_s=_worker_s((*sampling, *training)),
         explored_s=_worker_s((*by_phase["explore"], *by_phase["explore-score"])),
-        unrolled_s=trained_s - max(remote, default=trained_s),
         train_s=_worker_s(here) / trainers,
         reserved=alive["reserved"],
     )
@@ -239,15 +237,6 @@ def _on_spot(span: Span) -> bool:
 
 def _worker_s(spans: Iterable[Span]) -> float:
     return sum(span.stop_s - span.start_s for span in spans)
-
-
-def beside_training(found: Balance) -> Balance:
-    """The same iteration, where exploration has only what training leaves: for the window, spot GPUs waited meanwhile.
-
-    Else reserved GPUs would roll out for exploration to last longer, and training, which everybody waits for, would end
-    later. RLBoost, which does not explore, counts all the time without a rollout, too.
-    """
-    return replace(found, measured=replace(found.measured, remote_wait_s=found.unrolled_s))
 
 
 def cut_short(found: Balance, *, tried: int, dropped: int) -> Balance:
