@@ -215,6 +215,18 @@ def test_the_readmes_row_says_who_met_a_goal_and_what_exploration_gains() -> Non
     assert "(goals: 4 times sooner met by 1 + 47, 6.4 times cheaper met by 1 + 47)" in said
 
 
+def test_chosen_samples_are_also_compared_with_the_soonest_that_explores_nothing() -> None:
+    half = "half trained (4 + 8), only reserved GPUs train"
+    seconds = {"reserved + spot, no exploration": 3.0, half: 2.0, "Spotlight": 1.0, results.FOUR_EXPLORED: 1.0}
+    runs = [row(name, 0, seed, second_s=second_s) for name, second_s in seconds.items() for seed in (0, 1)]
+
+    (said,) = results.headlines(runs, asked(trials=1))
+    page = results.page(runs, asked(trials=1))
+
+    assert "eight others: 3.0 [3.0, 3.0]; than the soonest without exploration: 2.0 [2.0, 2.0] |" in said
+    assert f"| {half} | 12 x 8 | 48 | – | 4, 4 | 2 | 1.5 [1.5, 1.5] | 1.5 [1.5, 1.5] | 2.0 [2.0, 2.0] |" in page
+
+
 def test_a_whole_run_takes_longer_than_its_iterations_by_start_up_and_validations() -> None:
     arguments = asked(strategies=["reserved only (4)"], iterations=2, every=1)
 

@@ -94,6 +94,25 @@ def test_one_of_two_drivers_has_a_run_and_the_other_is_told_who(objects: Objects
     assert first.holder() is None
 
 
+def test_why_its_owner_failed_is_known_after_a_renewal_and_until_the_next_one_has_it(objects: Objects) -> None:
+    clock = {"now_s": 1000.0}
+    first, next_ = (Lease(objects, files, lambda: clock["now_s"]) for files in ("here", "there"))
+    first.take()
+    first.failed("no room")
+    clock["now_s"] += LEASE_S + 1
+    first.check()  # renews it
+    first.release()
+
+    last = next_.last()
+    assert last
+    assert last.last_words == "no room"
+    next_.take()
+    next_.release()
+    last = first.last()
+    assert last
+    assert last.last_words == ""
+
+
 def test_a_lease_whose_machine_is_gone_ends_and_its_owner_finds_out(objects: Objects) -> None:
     clock = {"now_s": 1000.0}
     lost, next_ = (Lease(objects, files, lambda: clock["now_s"]) for files in ("here", "there"))

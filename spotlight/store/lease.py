@@ -95,7 +95,7 @@ class Lease:
         if last and not last.released and last.files != self._files and last.until_s > self._clock():
             raise self._refusal(last)
         self._number = number + 1
-        self._mine = self._renewed("", "")
+        self._mine = Holder(host=socket.gethostname(), pid=os.getpid(), files=self._files, until_s=self._until_s())
         if not self._objects.create(_key(self._number), _json(self._mine)):
             _, last = self._last()
             raise self._refusal(last or self._mine)
@@ -154,20 +154,14 @@ class Lease:
             if number > self._number:
                 self._lost = str(self._refusal(last or self._mine))
             elif not self._ended.is_set():
-                renewed = self._renewed(scheduler or self._mine.scheduler, dashboard or self._mine.dashboard)
+                mine = self._mine
+                scheduler, dashboard = scheduler or mine.scheduler, dashboard or mine.dashboard
+                renewed = replace(mine, until_s=self._until_s(), scheduler=scheduler, dashboard=dashboard)
                 self._objects.put(_key(self._number), _json(renewed))
                 self._mine = renewed
 
-    def _renewed(self, scheduler: str, dashboard: str) -> Holder:
-        until_s = self._clock() + LEASE_S
-        return Holder(
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            files=self._files,
-            until_s=until_s,
-            scheduler=scheduler,
-            dashboard=dashboard,
-        )
+    def _until_s(self) -> float:
+        return self._clock() + LEASE_S
 
     def _last(self) -> tuple[int, Holder | None]:
         """The highest number, and who has it; 0 where there is none."""
