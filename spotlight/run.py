@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from cluster.pools import Pools
     from cluster.standing import Standing
     from spotlight.notebook import Images, Plot
+    from spotlight.store.lease import Lease
 
 
 @record
@@ -313,12 +314,11 @@ class Run:
             return "new"
         return "failed" if last.error else "stopped"
 
-    @property
-    def _why(self) -> str:
-        """As `Status.error` has it."""
+    def _why(self, state: str) -> str:
+        """As `Status.error` has it, of a run in this state."""
         if self._thread is not None:
-            return in_a_sentence(self._error) if self._error and self._state == "failed" else ""
-        last = None if self._is_elsewhere or self.state == "finished" else self.directory.last_holder()
+            return in_a_sentence(self._error) if self._error and state == "failed" else ""
+        last = self.directory.last_holder() if state in ("stopped", "failed") else None
         return last.last_words if last else ""
 
     def wait(self, timeout_s: float | None = None) -> Status:
@@ -346,10 +346,11 @@ class Run:
     def _wait_elsewhere(self, began_s: float, timeout_s: float | None) -> None:
         while self._is_to_end and (timeout_s is None or wall_clock() < began_s + timeout_s):
             time.sleep(POLL_S)
-        if self.state == "stopped":
-            raise Stopped("; ".join(filter(None, (self._why, f"resume with: {self.resume_command}"))))
-        if self.state == "failed":
-            raise SpotlightError(self._why)
+        state = self.state
+        if state == "stopped":
+            raise Stopped("; ".join(filter(None, (self._why(state), f"resume with: {self.resume_command}"))))
+        if state == "failed":
+            raise SpotlightError(self._why(state))
 
     def __await__(self) -> Generator[Any, None, Status]:
         """``await run``: as `wait`, while the event loop, of a notebook for example, goes on."""
@@ -419,14 +420,14 @@ class Run:
 
     @property
     def status(self) -> Status:
-        run, now_s, driver = self.directory, wall_clock(), self._driver
+        run, now_s, driver, state = self.directory, wall_clock(), self._driver, self.state
         accounts = self._kept
         history = run.last(HISTORY, HistoryRow, 1)
         measured = history[-1].measured if history else {}
         worth_renting = measured.get("spot_worth_renting")
         ledger, usd_by_pool = accounts.ledger(now_s), accounts.usd_by_pool(now_s)
         return Status(
-            state=self.state,
+            state=state,
             phase=driver.phase if driver and self._is_ours else "",
             iteration=run.count(HISTORY),
             iterations=self.config.run.iterations,
@@ -454,7 +455,7 @@ class Run:
             run_dir=run.url,
             emulated_per_real_s=self.config.emulated_per_real_s,
             emulated=emulated(self.config, "" if self._is_ours else run.simulated),  # ours is live
-            error=self._why,
+            error=self._why(state),
         )
 
     def _dashboard_elsewhere(self) -> str:
@@ -542,18 +543,7 @@ class Run:
     def _work(self) -> None:
         try:
             with self.directory.lock() as lease:
-                if is_url(self.directory.url):  # others may have gone on with it before this machine had it
-                    self._accounts = Accounts(self.directory, self.config)
-                stop, began_s = self._stop, self._began_s
-                try:
-                    self._driver = Driver(self.directory, self._kept, lease, stop, began_s=began_s)
-                    self._driver.go(self._cluster)
-                except Stopped:
-                    raise
-                except BaseException as error:
-                    self._error = _explain(error, self.directory)
-                    lease.failed(in_a_sentence(self._error))
-                    raise
+                self._drive(lease)
             self._state = "finished"
         except Stopped:
             self._state, self._error = "stopped", Stopped(f"resume with: {self.resume_command}")
@@ -562,6 +552,20 @@ class Run:
         finally:
             self._ended_s = wall_clock()
             self._over.set()
+
+    def _drive(self, lease: Lease) -> None:
+        """Run it to its end; why it failed is left in the lease's record, for whoever looks at the run."""
+        if is_url(self.directory.url):  # others may have gone on with it before this machine had it
+            self._accounts = Accounts(self.directory, self.config)
+        self._driver = Driver(self.directory, self._kept, lease, self._stop, began_s=self._began_s)
+        try:
+            self._driver.go(self._cluster)
+        except Stopped:
+            raise
+        except BaseException as error:
+            self._error = _explain(error, self.directory)
+            lease.failed(in_a_sentence(self._error))
+            raise
 
 
 _started: WeakSet[Run] = WeakSet()

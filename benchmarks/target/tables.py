@@ -102,10 +102,13 @@ WITHOUT = {
 }
 """What explores, begins rollouts early, or trains on half of the samples; and the same GPUs that do none of it."""
 ON_FOUR_RESERVED = [
-    *("reserved + spot, no exploration", "a quarter ahead (4 + 8), only reserved GPUs train"),
-    *("half trained (4 + 8), only reserved GPUs train",),
-    *("four of a prompt, no exploration (4 + 8), only reserved GPUs train",),
-    *("six prompts, no exploration (4 + 8), only reserved GPUs train", "Spotlight", FOUR_EXPLORED),
+    "reserved + spot, no exploration",
+    "a quarter ahead (4 + 8), only reserved GPUs train",
+    "half trained (4 + 8), only reserved GPUs train",
+    "four of a prompt, no exploration (4 + 8), only reserved GPUs train",
+    "six prompts, no exploration (4 + 8), only reserved GPUs train",
+    "Spotlight",
+    FOUR_EXPLORED,
 ]
 """What trains on four reserved GPUs alone, while eight spot ones roll out."""
 PRICES = """## The same at other prices
