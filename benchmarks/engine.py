@@ -38,7 +38,10 @@ from graphs.tasks.context import RunContext, prepare
 from spotlight import config
 from spotlight.device import protocol
 from spotlight.device.engine import InProcess
+from spotlight.plan.durations import BACKWARD_LORA, GPUS, seconds_per_step
 from spotlight.records import Request, WeightsRef
+from spotlight.rl.checkpoints import FAMILIES, Network, Survey
+from spotlight.rl.memory import estimate
 from spotlight.rl.models.base import Conditioning, Model
 from spotlight.rl.models.qwen_transformer import QwenTransformer
 from spotlight.rl.prompts import read_prompts
@@ -49,6 +52,8 @@ QWEN_IMAGE = {"patch_size": 2, "in_channels": 64, "out_channels": 16, "attention
 QWEN_HEADS, QWEN_TEXT_DIM, QWEN_LAYERS = 24, 3584, 60
 TEXT_TOKENS = 64
 """Of the random transformer's prompts."""
+SAMPLES = 2
+"""In a batch of the random transformer's."""
 SQUARE = 8192
 """Side of the matrices whose product is timed."""
 
@@ -223,10 +228,10 @@ class Pass:
     with_gradient: bool
 
 
-def updates(made: Bench, turns: int) -> tuple[Compared, int]:
+def updates(made: Bench, turns: int) -> tuple[Compared, list[Pass]]:
     """An update and its publishing; also the passes that it makes."""
     weights, bare, engine = made.context.start, [], []
-    count = 0
+    made_of: list[Pass] = []
     for turn in range(turns + 1):
         graph = made.graph(turn, weights)
         _computed(graph, "training")  # the rollouts and scores, which the update finds done
@@ -234,8 +239,8 @@ def updates(made: Bench, turns: int) -> tuple[Compared, int]:
             engine.append(took(partial(_computed, graph, "published")))
         weights = _computed(graph, "published").weights
         bare.append(took(partial(bare_update, made.model, found)))
-        count = len(found)
-    return compared(bare, engine), count
+        made_of = found
+    return compared(bare, engine), made_of
 
 
 def _computed(graph: Graph, output: str) -> Any:
@@ -285,8 +290,8 @@ def on_cpu(turns: int, samples: int) -> None:
     with bench(sized) as made:
         count = made.settings.rollout.steps
         print(_row(f"{count} steps of {samples} samples", steps(made, turns)), flush=True)
-        found, count = updates(made, turns)
-        print(_row(f"an update of {samples} samples, {count} passes", found), flush=True)
+        found, made_of = updates(made, turns)
+        print(_row(f"an update of {samples} samples, {len(made_of)} passes", found), flush=True)
     batch = max(8, samples * 5 // 16)
     bare_s, _, ratios = overhead.measure(batch, 8, turns)
     ratio = statistics.median(ratios)
@@ -297,28 +302,67 @@ def _row(what: str, found: Compared) -> str:
     return f"| {what} | {found.bare_s:.3f} | {found.ratio:.3f} | {found.cpu_ratio:.3f} |"
 
 
-def on_gpu(turns: int, layers: int) -> None:
-    """A random transformer of Qwen-Image's size."""
+def on_gpu(turns: int, layers: int, rank: int) -> None:
+    """A random transformer of Qwen-Image's size, with and without a fixed order of sums."""
     device = torch.device("cuda")
+    name = torch.cuda.get_device_name()
     rate = matrix_rate(device)
-    print(f"{torch.cuda.get_device_name()}: {rate / 1e12:.0f} TFLOP/s in a product of {SQUARE} x {SQUARE} bfloat16")
+    print(f"{name}: {rate / 1e12:.0f} TFLOP/s in a product of {SQUARE} x {SQUARE} bfloat16")
     print(f"weights come in at {map_in_rate(device) / 1e9:.1f} GB/s (a file in the page cache, to the GPU)\n")
-    print("| what | bare, s | bare / engine (goal 0.98) | in CPU seconds | TFLOP/s | of the product's | memory, GB |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+    print(f"| what, {SAMPLES} samples | deterministic | bare, s | bare / engine (goal 0.98) | in CPU seconds ", end="")
+    print("| TFLOP/s | of the product's | cost model, s | memory, GB | estimated, GB |")
+    print("|---" * 10 + "|", flush=True)
     for px in (512, 1280):
-        sized = [f"model.height_px={px}", f"model.width_px={px}", "rollout.prompts=1", "rollout.seeds_kept=2"]
-        more = ["rollout.request_seeds=2", "train.lora_rank=64", 'model.device="cuda"', "rollout.guidance=1"]
-        with bench([*sized, *more], lambda: RandomQwen(device, layers=layers)) as made:
+        sized = [f"model.height_px={px}", f"model.width_px={px}", "rollout.prompts=1", f"rollout.seeds_kept={SAMPLES}"]
+        more = [f"rollout.request_seeds={SAMPLES}", f"run.validation_seeds={SAMPLES}", "rollout.guidance=1"]
+        large = [f"train.lora_rank={rank}", 'model.device="cuda"']
+        with bench([*sized, *more, *large], lambda: RandomQwen(device, layers=layers)) as made:
             made.model.transformer.enable_gradient_checkpointing()
-            torch.cuda.reset_peak_memory_stats()
-            found, count = steps(made, turns), made.settings.rollout.steps
-            achieved = count * _flops(made) / found.bare_s
-            rates = f" {achieved / 1e12:.0f} | {achieved / rate:.2f} | {_peak_gb():.1f} |"
-            print(_row(f"{px} px: {count} steps of 2 samples", found) + rates, flush=True)
-            torch.cuda.reset_peak_memory_stats()
-            found, count = updates(made, turns)
-            print(_row(f"{px} px: an update, {count} passes", found) + f" | | {_peak_gb():.1f} |", flush=True)
+            model = CostModel(made, next((gpu for gpu in GPUS if gpu in name.lower()), "h100"))
+            for deterministic in (True, False):
+                torch.use_deterministic_algorithms(deterministic)
+                flags = "yes" if deterministic else "no"
+                torch.cuda.reset_peak_memory_stats()
+                found, count = steps(made, turns), made.settings.rollout.steps
+                achieved = count * _flops(made) / found.bare_s
+                rates = f"{achieved / 1e12:.0f} | {achieved / rate:.2f} | {count * model.step_s:.2f}"
+                sizes = f"{_peak_gb():.1f} | {model.denoising_gb:.1f}"
+                print(_row(f"{px} px: {count} steps | {flags}", found) + f" {rates} | {sizes} |", flush=True)
+                torch.cuda.reset_peak_memory_stats()
+                found, made_of = updates(made, turns)
+                sizes = f"{model.passes_s(made_of):.2f} | {_peak_gb():.1f} | {model.training_gb:.1f}"
+                what = f"{px} px: an update, {len(made_of)} passes | {flags}"
+                print(_row(what, found) + f" | | {sizes} |", flush=True)
         torch.cuda.empty_cache()
+
+
+class CostModel:
+    """What the simulator says of the same work (`plan.durations`), and `rl.memory` of the space that it takes."""
+
+    def __init__(self, made: Bench, gpu: str) -> None:
+        settings, transformer = made.settings, made.model.transformer
+        model = {"name": "qwen-image", "dtype": "bfloat16", "gradient_checkpointing": True}
+        large = settings.model_copy(update={"model": settings.model.model_copy(update=model)})
+        weights = {name.replace(".base_layer", ""): tuple(at.shape) for name, at in transformer.state_dict().items()}
+        shapes = {name: shape for name, shape in weights.items() if ".lora_" not in name}
+        survey = Survey(
+            family=FAMILIES["qwen-image"],
+            transformer=Network(config=transformer.config, shapes=shapes),
+            vae=Network(
+                config={"base_dim": 96, "temperal_downsample": (False, True, True)}, shapes={}
+            ),  # has no weights here
+            encoders=(),
+        )
+        _, denoising, _, training = estimate(survey, large, QwenTransformer.lora_targets)
+        self.denoising_gb, self.training_gb = (each.total_bytes / 1e9 for each in (denoising, training))
+        size = settings.model.height_px, settings.model.width_px
+        self._forward_s = seconds_per_step("qwen-image", *size, gpu=gpu)
+        self.step_s = SAMPLES * self._forward_s
+
+    def passes_s(self, passes: Sequence[Pass]) -> float:
+        """Of an update that makes these passes."""
+        rows = ((len(each.arguments["hidden_states"]), each.with_gradient) for each in passes)
+        return sum(count * self._forward_s * (1 + BACKWARD_LORA * learns) for count, learns in rows)
 
 
 def _peak_gb() -> float:
@@ -359,12 +403,13 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--samples", type=int, default=512, help="of a batch, on a CPU (%(default)s)")
     parser.add_argument("--layers", type=int, default=QWEN_LAYERS, help="of the random transformer (%(default)s)")
+    parser.add_argument("--rank", type=int, default=64, help="of its LoRA (%(default)s)")
     parser.add_argument("--cpu", action="store_true", help="also where there is a GPU")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
     if torch.cuda.is_available() and not arguments.cpu:
-        on_gpu(arguments.turns, arguments.layers)
+        on_gpu(arguments.turns, arguments.layers, arguments.rank)
     else:
         on_cpu(arguments.turns, arguments.samples)
 

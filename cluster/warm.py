@@ -18,6 +18,8 @@ from multiprocessing import forkserver, reduction, spawn
 from types import TracebackType
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by torch's import: losing a peer is no news here
+# A library that looks for GPUs as it is imported must not open CUDA here: what is forked from here could not use it.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import cluster.member
 import cluster.workers

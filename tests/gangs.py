@@ -35,9 +35,12 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["spotlight.device.sequence_parallel", "spotlight.rl.models.tiny_text"])
 
 
-def tiny_model(*, lora: bool = False) -> TinyText:
+CPU = torch.device("cpu")
+
+
+def tiny_model(*, lora: bool = False, device: torch.device = CPU) -> TinyText:
     """The embedded model; its LoRA, if asked for, is one that changes the output."""
-    model = TinyText.load("", torch.device("cpu"), torch.float32)
+    model = TinyText.load("", device, torch.float32)
     return _with_lora(model) if lora else model
 
 
@@ -45,7 +48,7 @@ def _with_lora(model: ModelT) -> ModelT:
     model.make_trainable(rank=4, alpha=0, seed=0)
     draw = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw)
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=draw).to(parameter.device)
     return model
 
 
@@ -53,10 +56,10 @@ def _with_lora(model: ModelT) -> ModelT:
 def velocity(model: Model) -> NDArray[np.float32]:
     """One guided prediction for two samples, whose texts are of different lengths."""
     tokens, channels = model.latent_shape(HEIGHT_PX, WIDTH_PX)
-    x_BNC = torch.randn(2, tokens, channels, generator=torch.Generator().manual_seed(2))
-    texts = model.encode(TEXTS)
+    x_BNC = torch.randn(2, tokens, channels, generator=torch.Generator().manual_seed(2)).to(model.device)
+    texts, levels_B = model.encode(TEXTS), torch.tensor([0.9, 0.3], device=model.device)
     size = {"height_px": HEIGHT_PX, "width_px": WIDTH_PX}
-    return model.velocity(x_BNC, torch.tensor([0.9, 0.3]), texts, guidance=4.0, **size).numpy()
+    return model.velocity(x_BNC, levels_B, texts, guidance=4.0, **size).cpu().numpy()
 
 
 def flux_model(checkpoint: str) -> Model:
@@ -72,15 +75,15 @@ def gradients(model: Model, gang: Gang | None = None, *, checkpointed: bool = Fa
         model.transformer.enable_gradient_checkpointing()
     model.transformer.train(checkpointed)
     tokens, channels = model.latent_shape(HEIGHT_PX, WIDTH_PX)
-    x_BNC, aim_BNC = torch.randn(2, 2, tokens, channels, generator=torch.Generator().manual_seed(2))
+    x_BNC, aim_BNC = torch.randn(2, 2, tokens, channels, generator=torch.Generator().manual_seed(2)).to(model.device)
     size = {"height_px": HEIGHT_PX, "width_px": WIDTH_PX}
-    texts = model.encode(TEXTS)
+    texts, levels_B = model.encode(TEXTS), torch.tensor([0.9, 0.3], device=model.device)
     for parameter in model.parameters():
         parameter.grad = None
-    v_BNC = model.velocity(x_BNC, torch.tensor([0.9, 0.3]), texts, guidance=1.0, **size)
+    v_BNC = model.velocity(x_BNC, levels_B, texts, guidance=1.0, **size)
     (v_BNC - aim_BNC).square().mean().backward()
     found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
-    return [(gang.sum(each) if gang else each).numpy() for each in found]
+    return [(gang.sum(each) if gang else each).cpu().numpy() for each in found]
 
 
 def kept_for_backward(model: Model) -> int:
@@ -97,6 +100,12 @@ def kept_for_backward(model: Model) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         gradients(model)
     return sum(kept.values())
+
+
+def as_if_on_hosts(rank: int) -> None:
+    """Let members share a GPU over NCCL, where there are too few: it refuses that to processes of one host only."""
+    if torch.cuda.device_count() < 2:
+        os.environ |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class Member:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from random import Random
 from typing import Any
+
+from torch import Tensor
 
 from cluster.dispatch import Dispatch
 from cluster.events import Event, Instruction, Train
@@ -15,12 +19,15 @@ from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.faults import DriverKilled, Schedule, stays, strike
 from cluster.virtual.timing import Denoising, Fixed
 from graphs.iteration import Graph
-from graphs.loop import Loop
+from graphs.loop import Loop, synchronous
 from graphs.tasks import exploration, sampling, training
 from runs import NoWatch
+from spotlight import config
 from spotlight.device import protocol
+from spotlight.device.engine import InProcess
 from spotlight.device.modelled import ModelledDevice
 from spotlight.records import Request, Stopped
+from spotlight.store import weights
 from spotlight.store.rundir import RunDir
 
 
@@ -124,3 +131,19 @@ def _compute(cluster: VirtualCluster, graph: Graph) -> Mapping[str, Any]:
         name: [results[key] for key in keys] if isinstance(keys, list) else results[keys]
         for name, keys in graph.outputs.items()
     }
+
+
+def begun_and_ended(settings: Path, overrides: Sequence[str]) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """The weights that a run in this process begins and ends with."""
+    with tempfile.TemporaryDirectory() as directory, protocol.using(InProcess(paced=False)):
+        run = RunDir.create(config.load(settings, [*overrides, f"run.dir={directory}"]), 0.0)
+        Loop(run, synchronous, NoWatch()).go()
+        first, last = (weights.published(run.url, version) for version in (0, len(run.history())))
+        assert first
+        assert last
+        return weights.load(run.url, first.weights), weights.load(run.url, last.weights)
+
+
+def apart(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+    """How far weights differ, in all."""
+    return sum(float((first[name].float() - second[name].float()).abs().sum()) for name in first)

@@ -6,6 +6,7 @@ Same bytes on every call: the seed is fixed.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,30 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 def tiny_qwen_image(directory: Path) -> Path:
     """Write a pipeline of about half a million random weights to ``directory``, and return it."""
+    return _qwen_image(directory, _transformer)
+
+
+def qwen_image_of_layers(directory: Path, layers: int) -> Path:
+    """The same with so many of the published transformer's 60 layers, of 0.34 billion weights each, in bfloat16."""
+
+    def transformer() -> QwenImageTransformer2DModel:
+        made = QwenImageTransformer2DModel(
+            patch_size=2,
+            in_channels=PACKED_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            num_layers=layers,
+            attention_head_dim=128,
+            num_attention_heads=24,
+            joint_attention_dim=TEXT_DIM,
+            guidance_embeds=False,
+            axes_dims_rope=(16, 56, 56),
+        )
+        return made.to(torch.bfloat16)
+
+    return _qwen_image(directory, transformer)
+
+
+def _qwen_image(directory: Path, transformer: Callable[[], QwenImageTransformer2DModel]) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         parts: dict[str, Any] = {
@@ -51,7 +76,7 @@ def tiny_qwen_image(directory: Path) -> Path:
             "vae": _vae(),
             "text_encoder": _text_encoder(),
             "tokenizer": _tokenizer(),
-            "transformer": _transformer(),
+            "transformer": transformer(),
         }
     pipeline: Any = QwenImagePipeline(**parts)
     pipeline.save_pretrained(directory, safe_serialization=True)

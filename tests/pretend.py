@@ -11,7 +11,6 @@ overrides, divided by spaces. It is a program of its own because torch has one s
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,39 +125,16 @@ for _operator, _does in (
 def main() -> None:
     import spotlight.device.engine
     import spotlight.rl.models
+    from loops import apart, begun_and_ended
 
     settings = Path(sys.argv[1])
     for asked in sys.argv[2:]:
-        old, here = _weights(settings, asked.split())
+        old, here = begun_and_ended(settings, asked.split())
         with pytest.MonkeyPatch.context() as patch, OnlyThere():
             for module in (spotlight.device.engine, spotlight.rl.models):
                 patch.setattr(module, "device_of", lambda model: DEVICE)
-            _, there = _weights(settings, asked.split())
-        print(_apart(old, here), _apart(here, there), flush=True)
-
-
-def _weights(settings: Path, overrides: Sequence[str]) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
-    """Those that a run begins and ends with."""
-    from graphs.loop import Loop, synchronous
-    from runs import NoWatch
-    from spotlight import config
-    from spotlight.device import protocol
-    from spotlight.device.engine import InProcess
-    from spotlight.store import weights
-    from spotlight.store.rundir import RunDir
-
-    with tempfile.TemporaryDirectory() as directory:
-        protocol._device = InProcess(paced=False)
-        run = RunDir.create(config.load(settings, [*overrides, f"run.dir={directory}"]), 0.0)
-        Loop(run, synchronous, NoWatch()).go()
-        first, last = (weights.published(run.url, version) for version in (0, len(run.history())))
-        assert first
-        assert last
-        return weights.load(run.url, first.weights), weights.load(run.url, last.weights)
-
-
-def _apart(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> float:
-    return sum(float((first[name].float() - second[name].float()).abs().sum()) for name in first)
+            _, there = begun_and_ended(settings, asked.split())
+        print(apart(old, here), apart(here, there), flush=True)
 
 
 if __name__ == "__main__":

@@ -427,7 +427,7 @@ def test_widths_that_the_model_cannot_be_split_into_are_refused_with_those_that_
 def test_a_request_too_large_for_the_device_is_named_with_what_would_make_it_fit(run: RunDir) -> None:
     with (
         pytest.raises(SpotlightError, match=r"request r7 .* rollout\.request_seeds"),
-        Engine(run.path).resident.memory("request r7 (64 samples)"),
+        Engine(run.path).resident.limits("request r7 (64 samples)"),
     ):
         raise torch.OutOfMemoryError("tried to allocate 20 GiB")
 

@@ -16,6 +16,7 @@ import torch
 from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
+from peft.tuners.lora.layer import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -269,6 +270,49 @@ def test_a_lora_reaches_every_block_and_starts_without_effect(made: Checkpoints,
     ]
     assert torch.equal(velocity(model), before)
     assert all(any(layer.startswith(f"{block}.") for layer in model.trainable()) for block in blocks)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_lora_beside_bfloat16_computes_in_it_what_peft_would_in_float32(made: Checkpoints, name: str) -> None:
+    model = made.model(name, Loading(device=CPU.device, dtype=torch.bfloat16))
+    alone = velocity(model)
+    model.make_trainable(rank=4, alpha=0, seed=0)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+
+    ours, our_gradients, our_bytes = pass_and_gradients(model)
+    with model.reference():
+        reference = velocity(model)
+    for module in model.transformer.modules():
+        if isinstance(module, LoraLayer):
+            del module.__dict__["forward"]  # as peft has it
+    theirs, their_gradients, their_bytes = pass_and_gradients(model)
+
+    assert our_bytes < 0.9 * their_bytes
+    assert torch.equal(reference, alone)
+    assert (velocity(model) - alone).norm() > 0.1 * alone.norm()
+    assert (ours - theirs).norm() < 0.03 * theirs.norm()
+    assert {gradient.dtype for gradient in our_gradients} == {torch.float32}
+    apart = sum(float((a - b).square().sum()) for a, b in zip(our_gradients, their_gradients, strict=True))
+    assert apart < 0.05**2 * sum(float(each.square().sum()) for each in their_gradients)
+
+
+def pass_and_gradients(model: PipelineModel) -> tuple[Tensor, list[Tensor], int]:
+    """What a pass predicts, the gradients of its mean square, and the bytes that were kept for these."""
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    size = {"height_px": HEIGHT_PX, "width_px": WIDTH_PX}
+    for parameter in model.parameters():
+        parameter.grad = None
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        v_BNC = model.velocity(noise(model), torch.tensor([0.6]), model.encode([LONG]), guidance=1.0, **size)
+    v_BNC.square().mean().backward()
+    return v_BNC.detach(), [p.grad for p in model.parameters() if p.grad is not None], sum(kept.values())
 
 
 @pytest.mark.parametrize("name", FAMILIES)

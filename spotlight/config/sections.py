@@ -130,7 +130,10 @@ class ModelSection(Section):
     """Training keeps each block's input only, and computes the rest again: the same bits, about 4/3 of the time, a
     fraction of the memory. Left out, it is on for all models but the embedded ones."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """"auto": a GPU where torch finds one. CUDA is not verified."""
+    """"auto": a GPU where torch finds one."""
+    deterministic: bool = True
+    """A GPU computes the same bits each time, so no kill changes any, if all GPUs of the run are of one kind. False: it
+    may take faster kernels whose sums have no fixed order. On a processor the bits are always the same."""
 
     @model_validator(mode="before")
     @classmethod

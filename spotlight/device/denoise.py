@@ -108,7 +108,7 @@ class Denoiser:
             SpotlightError: it does not fit the device's memory.
         """
         try:
-            with self._resident.memory(f"request {request.id} ({len(request.seeds)} samples)"):
+            with self._resident.limits(f"request {request.id} ({len(request.seeds)} samples)"):
                 return self._denoise(request, place, resume=self._resumes)
         except (GangBroken, StaleEpoch) as error:
             reason = signals.check(request)  # what called the gang off may have been meant for all of the run

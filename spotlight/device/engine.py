@@ -35,7 +35,7 @@ from spotlight.records import (
     WeightsRef,
 )
 from spotlight.rl import rewards
-from spotlight.rl.models import Model, device_of, works_without_gpu
+from spotlight.rl.models import Model, device_of, fix_order_of_sums, works_without_gpu
 from spotlight.store import updates
 from spotlight.store.latents import LatentStore
 from spotlight.store.node import Node
@@ -123,6 +123,7 @@ class Engine:
         run = RunDir(run_dir, copy=node.root / "run" if node else None)
         run.fetch("prompts")
         self._config = run.config()
+        fix_order_of_sums(self._config.model)
         self._pace = Pace(self._config, waits=paced)
         self.store = LatentStore(run.latents_url)
         self.resident = Residency(run, self._config, node)

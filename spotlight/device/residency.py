@@ -118,8 +118,8 @@ class Residency:
         self._loaded = None
 
     @contextmanager
-    def memory(self, what: str) -> Iterator[None]:
-        """Say of a full device what was too large for it, and what may be made smaller."""
+    def limits(self, what: str) -> Iterator[None]:
+        """Say what the device cannot do: it is full, or a kernel has no fixed order of its sums; and the way out."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -128,4 +128,11 @@ class Residency:
                 f"{what} does not fit the memory of device {self.model.device}: {error}; make rollout.request_seeds, "
                 "exploration.request_seeds, run.validation_seeds or train.micro_batch smaller, allow wider gangs "
                 "(strategy.widths), or take a device with more memory"
+            ) from error
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            raise SpotlightError(
+                f"{what}: {str(error).partition('.')[0]}; set model.deterministic = false, and a run that loses "
+                "workers may have other last bits than one that loses none"
             ) from error

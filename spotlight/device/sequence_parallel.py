@@ -10,6 +10,7 @@ called off, so that no lost or halted peer, and no lost host, ever blocks a surv
 - Backward passes are shared as forward ones are: each rank has the part of a gradient that comes from its own tokens,
   and `Gang.sum` adds them.
 - All ranks get the same bits.
+- NCCL connects GPUs, and gloo processors; and the members that share one GPU, through the host: slow, but it works.
 
 Shapes: W ranks, N latent tokens, T text tokens.
 """
@@ -124,6 +125,8 @@ class Gang:
         self._called_off = called_off
         self._timeout_s = timeout_s
         self._backend: Any = None
+        self._queues = False
+        """Whether exchanges are queued on the GPU, which the host may be ahead of: NCCL's are."""
         self._started: deque[tuple[Callable[[], bool], Any]] = deque()
         self._exits = ExitStack()
 
@@ -188,7 +191,7 @@ class Gang:
         y = torch.empty_like(x)
         try:
             work = self._backend.alltoall_base(y, x, [], [])
-            if self._device.type == "cuda":
+            if self._queues:
                 work.wait()  # the stream waits, not the host
                 arrived = torch.cuda.Event()
                 arrived.record(torch.cuda.current_stream(self._device))
@@ -253,23 +256,29 @@ class Gang:
     def _connect(self, given_up: Event) -> Any:
         timeout = timedelta(seconds=self._timeout_s)
         store = FileStore(str(self._meeting), self.width)
-        self._meet(store, given_up)
+        devices = self._meet(store, given_up)
         store.set_timeout(timeout)
-        connect = _nccl if self._device.type == "cuda" else _gloo
+        self._queues = self._device.type == "cuda" and len(devices) == self.width  # NCCL refuses two ranks on one GPU
+        connect = _nccl if self._queues else _gloo
         backend = connect(store, self.rank, self.width, timeout)
         hello_W = torch.zeros(self.width, device=self._device)
         backend.alltoall_base(torch.empty_like(hello_W), hello_W, [], []).wait()  # only now NCCL connects
         store.set_timeout(GONE_TIMEOUT)  # the others leave when they are done, and the file goes with the first
         return backend
 
-    def _meet(self, store: FileStore, given_up: Event) -> None:
-        """Wait until all ranks are here, so that the connecting that follows waits for nobody who is still to come."""
+    def _meet(self, store: FileStore, given_up: Event) -> set[bytes]:
+        """Wait until all ranks are here, so that the connecting that follows waits for nobody who is still to come.
+
+        Returns:
+            Their devices, each once.
+        """
         store.set_timeout(GONE_TIMEOUT)
-        store.set(f"here-{self.rank}", "")
+        store.set(f"here-{self.rank}", _name(self._device))
         everyone = [f"here-{rank}" for rank in range(self.width)]
         while not store.check(everyone):
             if given_up.wait(MEET_POLL_S):
                 raise RuntimeError("given up")
+        return set(map(store.get, everyone))
 
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -279,6 +288,11 @@ class Gang:
         closing = Thread(target=_close, args=(backend, kind is not None), name=f"leave {self.name}", daemon=True)
         del backend  # the thread's is the last reference: the destructor waits, up to the timeout, for what is stuck
         closing.start()
+
+
+def _name(device: torch.device) -> str:
+    """Tells the GPUs of a node apart, whichever of them each process sees."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
 
 
 def _gloo(store: FileStore, rank: int, width: int, timeout: timedelta) -> Any:

@@ -145,7 +145,7 @@ class Training:
             resident.changed()
         what = f"part {part.number} of iteration {part.iteration}'s training ({len(part.samples)} samples)"
         width = gang.width if gang else 1
-        with resident.memory(what), self._pace.lasting(self._pace.train_s(len(part.samples), width)):
+        with resident.limits(what), self._pace.lasting(self._pace.train_s(len(part.samples), width)):
             made = part_gradient(
                 resident.model,
                 self._config.train,

@@ -20,7 +20,7 @@ from bokeh.embed import components
 from bokeh.models import Model
 from bokeh.resources import Resources
 
-from spotlight.config import Config, PaceSection, PoolSection
+from spotlight.config import Config, ModelSection, PaceSection, PoolSection
 from spotlight.device.learning_model import MODEL
 from spotlight.market.ledger import Ledger, spot_utilisation
 from spotlight.report.facts import Facts, read
@@ -199,12 +199,18 @@ def _subtitle(facts: Facts) -> str:
         f"{pools.reserved.workers} reserved{_without_gpu(settings)} + {pools.spot.workers} spot workers "
         f"at {_price(pools.reserved)} and {_price(pools.spot)} per hour"
         f"{f', {pools.reward.workers} reward workers at {_price(pools.reward)}' if pools.reward.workers else ''}; "
-        f"seed {settings.run.seed}{_paced(settings.pace)}"
+        f"seed {settings.run.seed}{_unordered(settings.model)}{_paced(settings.pace)}"
     )
 
 
 def _without_gpu(settings: Config) -> str:
     return "" if settings.reserved_computes else " (without a GPU)"
+
+
+def _unordered(model: ModelSection) -> str:
+    if model.deterministic or model.device == "cpu":
+        return ""
+    return "; NOT DETERMINISTIC: on a GPU, the same settings may come to other last bits (model.deterministic = false)"
 
 
 def _paced(pace: PaceSection) -> str:

@@ -96,6 +96,16 @@ def device_of(settings: ModelSection) -> torch.device:
     return torch.device(device)
 
 
+def fix_order_of_sums(settings: ModelSection) -> None:
+    """Have this process's GPU compute the same bits each time, if the settings say so; before it computes anything."""
+    if device_of(settings).type != "cuda":
+        return
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch wants to know that cuBLAS has
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a help to find bugs
+    torch.use_deterministic_algorithms(settings.deterministic)
+
+
 def require_memory(settings: Config) -> None:
     """Find out, before anything is loaded, that a phase of the run does not fit this process's GPU.
 

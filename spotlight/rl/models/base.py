@@ -24,6 +24,7 @@ from peft.utils import get_peft_model_state_dict
 from torch import Tensor
 
 from spotlight.records import record
+from spotlight.rl.models import lora
 
 
 @record
@@ -191,6 +192,8 @@ class Model(ABC):
                 )
             for parameter in self.parameters():
                 parameter.data = parameter.data.float()  # adapters learn in float32 whatever the base is
+            if self.dtype == torch.bfloat16:
+                lora.compute_in_the_networks_dtype(self.transformer)
             self._base = {}
         else:
             self.transformer.requires_grad_(True)
