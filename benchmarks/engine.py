@@ -5,8 +5,8 @@ bare side repeats the very passes that the engine's update made of the transform
 the mean square of each as a loss, and one step of AdamW.
 
 ``python -m benchmarks.engine`` takes the embedded model; where there is a GPU, a random transformer of Qwen-Image's
-size at 512 and 1280 px, and adds the achieved rate beside that of a matrix product, the memory, and how fast weights
-come in. The form for GPUs was NOT VERIFIED ON A GPU.
+size at 512 and 1280 px, and adds the achieved rate beside that of a matrix product, what a LoRA and a fixed order of
+sums cost, what the cost model says, the memory, and how fast weights come in.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,20 +28,24 @@ import torch
 from dask.local import get_sync
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from numpy.typing import NDArray
+from peft.tuners.lora.layer import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import overhead
 from graphs.iteration import Graph, iteration_graph, rollout_requests, unexplored
 from graphs.tasks.context import RunContext, prepare
 from spotlight import config
+from spotlight.config import ModelSection
 from spotlight.device import protocol
 from spotlight.device.engine import InProcess
 from spotlight.plan.durations import BACKWARD_LORA, GPUS, seconds_per_step
 from spotlight.records import Request, WeightsRef
 from spotlight.rl.checkpoints import FAMILIES, Network, Survey
 from spotlight.rl.memory import estimate
+from spotlight.rl.models import fix_order_of_sums
 from spotlight.rl.models.base import Conditioning, Model
 from spotlight.rl.models.qwen_transformer import QwenTransformer
 from spotlight.rl.prompts import read_prompts
@@ -302,38 +306,101 @@ def _row(what: str, found: Compared) -> str:
     return f"| {what} | {found.bare_s:.3f} | {found.ratio:.3f} | {found.cpu_ratio:.3f} |"
 
 
-def on_gpu(turns: int, layers: int, rank: int) -> None:
-    """A random transformer of Qwen-Image's size, with and without a fixed order of sums."""
-    device = torch.device("cuda")
-    name = torch.cuda.get_device_name()
+def on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int]) -> None:
+    """A random transformer of Qwen-Image's size: its passes, and what the engine makes of them."""
+    device, name = torch.device("cuda"), torch.cuda.get_device_name()
+    gpu = next((known for known in GPUS if known in name.lower()), "h100")
     rate = matrix_rate(device)
     print(f"{name}: {rate / 1e12:.0f} TFLOP/s in a product of {SQUARE} x {SQUARE} bfloat16")
     print(f"weights come in at {map_in_rate(device) / 1e9:.1f} GB/s (a file in the page cache, to the GPU)\n")
-    print(f"| what, {SAMPLES} samples | deterministic | bare, s | bare / engine (goal 0.98) | in CPU seconds ", end="")
-    print("| TFLOP/s | of the product's | cost model, s | memory, GB | estimated, GB |")
-    print("|---" * 10 + "|", flush=True)
-    for px in (512, 1280):
+    fix_order_of_sums(ModelSection(device="cuda"))
+    model = RandomQwen(device, layers=layers)
+    model.transformer.enable_gradient_checkpointing()
+    model.make_trainable(rank=rank, alpha=0, seed=0)
+    print(
+        f"| a pass | without a LoRA, s | TFLOP/s | of the product's | GPU busy | with one of rank {rank}, times ",
+        end="",
+    )
+    print("| as peft computes it, times | without a fixed order of sums, times | cost model, s |")
+    print("|---" * 9 + "|", flush=True)
+    for px in sizes:
+        for samples in (SAMPLES, 4 * SAMPLES) if px <= 512 else (SAMPLES,):  # as many as training has room for
+            print(_passes_row(model, px, samples, turns, rate, gpu), flush=True)
+    del model
+    torch.cuda.empty_cache()
+    print(f"\n| what, {SAMPLES} samples | bare, s | bare / engine (goal 0.98) | in CPU seconds ", end="")
+    print("| cost model, s | memory, GB | estimated, GB |\n" + "|---" * 7 + "|", flush=True)
+    for px in sizes:
         sized = [f"model.height_px={px}", f"model.width_px={px}", "rollout.prompts=1", f"rollout.seeds_kept={SAMPLES}"]
         more = [f"rollout.request_seeds={SAMPLES}", f"run.validation_seeds={SAMPLES}", "rollout.guidance=1"]
-        large = [f"train.lora_rank={rank}", 'model.device="cuda"']
+        large = [f"train.lora_rank={rank}", 'model.device="cuda"', "train.timesteps=2", f"train.micro_batch={SAMPLES}"]
         with bench([*sized, *more, *large], lambda: RandomQwen(device, layers=layers)) as made:
             made.model.transformer.enable_gradient_checkpointing()
-            model = CostModel(made, next((gpu for gpu in GPUS if gpu in name.lower()), "h100"))
-            for deterministic in (True, False):
-                torch.use_deterministic_algorithms(deterministic)
-                flags = "yes" if deterministic else "no"
-                torch.cuda.reset_peak_memory_stats()
-                found, count = steps(made, turns), made.settings.rollout.steps
-                achieved = count * _flops(made) / found.bare_s
-                rates = f"{achieved / 1e12:.0f} | {achieved / rate:.2f} | {count * model.step_s:.2f}"
-                sizes = f"{_peak_gb():.1f} | {model.denoising_gb:.1f}"
-                print(_row(f"{px} px: {count} steps | {flags}", found) + f" {rates} | {sizes} |", flush=True)
-                torch.cuda.reset_peak_memory_stats()
-                found, made_of = updates(made, turns)
-                sizes = f"{model.passes_s(made_of):.2f} | {_peak_gb():.1f} | {model.training_gb:.1f}"
-                what = f"{px} px: an update, {len(made_of)} passes | {flags}"
-                print(_row(what, found) + f" | | {sizes} |", flush=True)
+            costs = CostModel(made, gpu)
+            torch.cuda.reset_peak_memory_stats()
+            found, count = steps(made, turns), made.settings.rollout.steps
+            used = f"{count * costs.step_s:.2f} | {_peak_gb():.1f} | {costs.denoising_gb:.1f}"
+            print(_row(f"{px} px: {count} steps", found) + f" {used} |", flush=True)
+            torch.cuda.reset_peak_memory_stats()
+            found, made_of = updates(made, turns)
+            used = f"{costs.passes_s(made_of):.2f} | {_peak_gb():.1f} | {costs.training_gb:.1f}"
+            print(_row(f"{px} px: an update, {len(made_of)} passes", found) + f" {used} |", flush=True)
         torch.cuda.empty_cache()
+
+
+def _passes_row(model: RandomQwen, px: int, samples: int, turns: int, rate: float, gpu: str) -> str:
+    """A forward pass, and one with its backward, each in several forms."""
+    text = model.encode([""] * samples)
+    x_BNC = torch.randn(samples, *model.latent_shape(px, px), device=model.device)
+    sigma_B = torch.full((samples,), 0.5, device=model.device)
+    work = partial(model.predict, x_BNC, sigma_B, text, px, px, 1.0)
+
+    def median_s(does: Callable[[], object], within: AbstractContextManager[Any]) -> float:
+        with within:
+            return statistics.median([took(does).wall_s for _ in range(turns + 1)][1:])
+
+    def learn() -> None:
+        work().square().mean().backward()
+
+    with torch.no_grad():
+        without_s = median_s(work, model.reference())
+        with_s, as_peft_s = median_s(work, nullcontext()), median_s(work, as_peft(model))
+        busy = _kernels_s(work) / with_s
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), model.reference():
+        work()
+    flops_per_s = counter.get_total_flops() / without_s
+    learns_s, learns_as_peft_s = median_s(learn, nullcontext()), median_s(learn, as_peft(model))
+    torch.use_deterministic_algorithms(False)
+    free_s = median_s(learn, nullcontext())
+    torch.use_deterministic_algorithms(True)
+    modelled_s = samples * seconds_per_step("qwen-image", px, px, gpu=gpu)
+    rates = f"{without_s:.3f} | {flops_per_s / 1e12:.0f} | {flops_per_s / rate:.2f} | {busy:.2f}"
+    forward = f"{with_s / without_s:.2f} | {as_peft_s / without_s:.2f} | | {modelled_s:.2f}"
+    learning = f"{learns_s / without_s:.2f} | {learns_as_peft_s / without_s:.2f} | {free_s / without_s:.2f}"
+    return (
+        f"| {px} px, {samples} samples, forward | {rates} | {forward} |\n"
+        f"| {px} px, {samples} samples, and backward | | | | | {learning} | {modelled_s * (1 + BACKWARD_LORA):.2f} |"
+    )
+
+
+def _kernels_s(work: Callable[[], object]) -> float:
+    """Seconds in which the GPU computes."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        work()
+        torch.cuda.synchronize()
+    return sum(each.self_device_time_total for each in found.key_averages()) / 1e6
+
+
+@contextmanager
+def as_peft(model: Model) -> Iterator[None]:
+    """Inside, the layers of the LoRA compute as peft has it, in float32."""
+    layers: list[Any] = [each for each in model.transformer.modules() if isinstance(each, LoraLayer)]
+    ours = [each.__dict__.pop("forward") for each in layers]
+    try:
+        yield
+    finally:
+        for each, forward in zip(layers, ours, strict=True):
+            each.forward = forward
 
 
 class CostModel:
@@ -369,18 +436,6 @@ def _peak_gb() -> float:
     return torch.cuda.max_memory_allocated() / 1e9
 
 
-@torch.no_grad()
-def _flops(made: Bench) -> int:
-    """Of one step, as torch counts them: two for a multiplication and an addition."""
-    (request, *_) = made.requests(0, made.context.start)
-    text = made.model.encode([request.prompt.text]).rows([0] * len(request.seeds))
-    tokens, channels = made.model.latent_shape(request.height_px, request.width_px)
-    x_BNC = torch.randn(len(request.seeds), tokens, channels, device=made.model.device)
-    with FlopCounterMode(display=False) as counter:
-        _forward(made.model, x_BNC, 0.5, text, request)
-    return counter.get_total_flops()
-
-
 def matrix_rate(device: torch.device, times: int = 20) -> float:
     """FLOP/s of a large product in bfloat16."""
     a, b = (torch.randn(SQUARE, SQUARE, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -403,13 +458,14 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--samples", type=int, default=512, help="of a batch, on a CPU (%(default)s)")
     parser.add_argument("--layers", type=int, default=QWEN_LAYERS, help="of the random transformer (%(default)s)")
-    parser.add_argument("--rank", type=int, default=64, help="of its LoRA (%(default)s)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1280], help="in pixels, on a GPU (%(default)s)")
+    parser.add_argument("--rank", type=int, default=32, help="of its LoRA (%(default)s)")
     parser.add_argument("--cpu", action="store_true", help="also where there is a GPU")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
     if torch.cuda.is_available() and not arguments.cpu:
-        on_gpu(arguments.turns, arguments.layers, arguments.rank)
+        on_gpu(arguments.turns, arguments.layers, arguments.rank, arguments.sizes)
     else:
         on_cpu(arguments.turns, arguments.samples)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -106,6 +107,13 @@ def as_if_on_hosts(rank: int) -> None:
     """Let members share a GPU over NCCL, where there are too few: it refuses that to processes of one host only."""
     if torch.cuda.device_count() < 2:
         os.environ |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def wait_until_left() -> None:
+    """A process that ends while a thread of it still leaves a gang is ended by torch's own threads."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("leave "):
+            thread.join()
 
 
 class Member:

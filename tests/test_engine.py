@@ -432,6 +432,17 @@ def test_a_request_too_large_for_the_device_is_named_with_what_would_make_it_fit
         raise torch.OutOfMemoryError("tried to allocate 20 GiB")
 
 
+def test_a_kernel_without_a_fixed_order_of_its_sums_is_named_with_the_way_out(run: RunDir) -> None:
+    text = "cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_determ...'. You can"
+    with (
+        pytest.raises(SpotlightError, match=r"^request r7: cumsum_cuda_kernel .*, but you set.*deterministic = false"),
+        Engine(run.path).resident.limits("request r7"),
+    ):
+        raise RuntimeError(text)
+    with pytest.raises(RuntimeError, match="another"), Engine(run.path).resident.limits("request r7"):
+        raise RuntimeError("another error")
+
+
 def rolled_out(
     run: RunDir, context: RunContext, engine: Engine, prompts: int, weights: WeightsRef | None = None
 ) -> tuple[Sample, ...]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import spawn
 
-from gangs import as_if_on_hosts, gradients, tiny_model, velocity
+from gangs import as_if_on_hosts, gradients, tiny_model, velocity, wait_until_left
 from kills import KillWorkers, client_of
 from loops import apart, begun_and_ended
 from pipelines import qwen_image_of_layers, write_clip
@@ -143,3 +143,4 @@ def member(rank: int, folder: Path, connected_by: str) -> None:
         pass_with_one_that_ends()
     assert "took longer" not in str(raised.value)
     assert np.array_equal(velocity(model), alone)
+    wait_until_left()

@@ -24,7 +24,7 @@ from pipelines import PX_PER_TOKEN, TEXT_DIM, checkpoint_scheduler, tiny_qwen_im
 from spotlight.config import ModelSection
 from spotlight.records import WITHOUT_GPU, SpotlightError
 from spotlight.rl.checkpoints import survey
-from spotlight.rl.models import device_of, load
+from spotlight.rl.models import device_of, fix_order_of_sums, load
 from spotlight.rl.models import pipeline as pipeline_module
 from spotlight.rl.models.base import Conditioning
 from spotlight.rl.models.pipeline import TEXT_MULTIPLE, Encoded, Loading
@@ -763,6 +763,24 @@ def test_an_embedded_models_weights_are_in_the_package(name: EmbeddedName) -> No
 def test_a_gpu_that_is_not_there_is_named_with_the_way_out() -> None:
     with pytest.raises(SpotlightError, match=r"finds no GPU.*model\.device"):
         device_of(ModelSection(device="cuda"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_gpu_has_a_fixed_order_of_sums_where_the_settings_say_so(
+    monkeypatch: pytest.MonkeyPatch, device: str, deterministic: bool
+) -> None:
+    monkeypatch.setattr("spotlight.rl.models.device_of", lambda settings: torch.device(device))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        fix_order_of_sums(ModelSection(deterministic=deterministic))
+
+        expected = deterministic and device != "cpu"
+        assert torch.are_deterministic_algorithms_enabled() == expected
+        assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == expected
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
 def test_a_process_that_may_have_no_gpu_works_on_the_processor_whatever_the_settings_say(

@@ -476,6 +476,16 @@ def test_paced_devices_are_named_as_such(tmp_path: Path, capsys: pytest.CaptureF
     assert "PACED: qwen-image on h100 is emulated" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_run_whose_sums_have_no_fixed_order_is_named_as_such(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, iterations=1)
+    plain = write_report(run_dir).read_text()
+    text = (run_dir / config.RESOLVED).read_text()
+    (run_dir / config.RESOLVED).write_text(text.replace("deterministic = true", "deterministic = false"))
+
+    assert "NOT DETERMINISTIC" in write_report(run_dir).read_text()
+    assert "NOT DETERMINISTIC" not in plain
+
+
 @pytest.mark.parametrize(
     ("exploration", "ahead", "said"),
     [

@@ -1,7 +1,7 @@
 """One request on several GPUs by xfuser's sequence parallelism, for whoever sets ``sp.backend = "xfuser"``.
 
-NOT VERIFIED ON A GPU. Written for xfuser 0.7, which cannot even be imported where there is none: importing this file
-does not import it.
+NOT VERIFIED ON A GPU since it failed there. xfuser 0.7 cannot even be imported where there is none (importing this file
+does not import it), unless it is deceived: so deceived, a gang of two on a CPU agrees with one device to 2.4e-7.
 
 - xfuser keeps its groups in globals, and makes them of torch's default process group: each gang has a world of its own,
   and leaves none of it behind.
@@ -111,8 +111,8 @@ def _world(gang: Gang) -> Iterator[None]:
     from xfuser.core.distributed import (
         init_distributed_environment,
         initialize_model_parallel,
-        initialize_runtime_state,
         parallel_state,
+        runtime_state,
     )
 
     meeting = gang.meeting.with_name(f"{gang.meeting.name}.world")
@@ -122,13 +122,23 @@ def _world(gang: Gang) -> Iterator[None]:
         initialize_model_parallel(ulysses_degree=gang.width)
         settings = xFuserArgs()
         settings.ulysses_degree, settings.attention_backend = gang.width, "SDPA"
-        initialize_runtime_state(engine_config=settings.create_config()[0])
+        runtime_state._RUNTIME = _state(settings.create_config()[0])
         yield
     finally:
+        runtime_state._RUNTIME = None
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
         _forget(parallel_state)
         meeting.unlink(missing_ok=True)
+
+
+def _state(config: Any) -> Any:
+    """What xfuser keeps of a configuration. Without a pipeline, it would make up one of a single GPU, and refuse it."""
+    from xfuser.core.distributed.runtime_state import ExternalRuntimeState, RuntimeState
+
+    state = ExternalRuntimeState.__new__(ExternalRuntimeState)
+    RuntimeState.__init__(state, config)
+    return state
 
 
 def _forget(parallel_state: Any) -> None:

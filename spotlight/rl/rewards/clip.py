@@ -2,7 +2,7 @@
 
 Images are prepared here, as CLIP's are, with the mean and the deviation of colours that the checkpoint's
 ``preprocessor_config.json`` gives; torchvision is not needed. Networks are on the GPU where this process has one.
-Not verified on a GPU, nor with the published weights.
+Tiny checkpoints were tried on a GPU; the published weights nowhere.
 
 Shapes: B images, E features.
 """
