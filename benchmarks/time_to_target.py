@@ -12,7 +12,7 @@ The tables show the base recipe ("untuned") of a strategy as long as no fresh se
 has a line per run; runs that are there are not made again. ``python -m benchmarks.time_to_target`` makes what is
 missing (days of one core: see ``--estimate``), prints the tables in Markdown and the README's rows, writes a page with
 the last target's and draws the figure; ``--table`` makes no runs, ``--whole`` says what start-up and validations would
-add, and ``--smoke`` takes a minute and keeps nothing.
+add, ``--launches`` what launching kernels would, and ``--smoke`` takes a minute and keeps nothing.
 """
 
 from __future__ import annotations
@@ -59,6 +59,10 @@ from spotlight.simulation import Learning, Simulation
 
 DATA = ROOT / "benchmarks" / "data" / "time_to_target.jsonl"
 FIGURE = ROOT / "docs" / "time_to_target.png"
+LAYER_S = 0.0068
+"""To launch the kernels of a layer, on an H100's host, with a LoRA (docs/results.md, On a GPU)."""
+REQUESTS = (1, 2, 4, 8)
+"""Samples."""
 SMOKE = ["run.validation_seeds=1", "rollout.prompts=3", "rollout.seeds_kept=2", "rollout.steps=2"]
 SMOKE += ["exploration.prompts=3", "exploration.seeds_tried=4", "exploration.rounds=1", "exploration.steps=2"]
 SMOKE += ["rollout.request_seeds=2", "exploration.request_seeds=4"]
@@ -221,6 +225,31 @@ def whole(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Iterator[s
         yield f"| {strategy} | {minutes:.1f} | {outcome.hours * 60:.1f} | {usd:.2f} | {outcome.usd:.2f} |"
 
 
+def launches(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Iterator[str]:
+    """A line for each strategy: an iteration as the tables have it, and if launching kernels takes a processor's time.
+
+    A request then has as many samples as end an iteration soonest. Learning is modelled.
+    """
+    yield "| job, cell | strategy | an iteration: s | with launches: s | samples a request | times as long |"
+    yield "|---" * 6 + "|"
+    for job, regime, size, strategy in _asked(arguments):
+        case = first_case(job, regime, size, strategy)
+        usual_s = _iteration_s(case, arguments, more)
+        costs = [f"pace.layer_s={LAYER_S}", *more]
+        found = {seeds: _iteration_s(case, arguments, [*costs, f"rollout.request_seeds={seeds}"]) for seeds in REQUESTS}
+        seeds = min(found, key=lambda each: found[each])
+        cell = f"{job}, {regime}, {size} px"
+        yield f"| {cell} | {strategy} | {usual_s:.1f} | {found[seeds]:.1f} | {seeds} | {found[seeds] / usual_s:.2f} |"
+
+
+def _iteration_s(case: Case, arguments: argparse.Namespace, more: Sequence[str]) -> float:
+    with tempfile.TemporaryDirectory(prefix="time-to-target-") as directory:
+        overrides = [f"run.dir={directory}", f"run.iterations={arguments.iterations}", *case.overrides(), *more]
+        run = Simulation(case.strategy, config.load(SETTINGS, overrides), "modelled")
+        run.go(report=False)
+        return statistics.fmean(row.measured["wall_s"] for row in run.directory.history())
+
+
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """What is asked for: of the command line, if nothing is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -239,6 +268,9 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="make no runs")
     parser.add_argument("--estimate", action="store_true", help="say what the runs would take, and make none")
     parser.add_argument("--whole", action="store_true", help="say what start-up and validations add; run nothing else")
+    parser.add_argument(
+        "--launches", action="store_true", help="say what launching kernels would add; run nothing else"
+    )
     parser.add_argument("--smoke", action="store_true", help="four runs of two iterations, and nothing is kept")
     return parser.parse_args(given)
 
@@ -253,6 +285,10 @@ def main() -> None:
         return
     if arguments.whole:
         for line in whole(arguments):
+            print(line, flush=True)
+        return
+    if arguments.launches:
+        for line in launches(arguments):
             print(line, flush=True)
         return
     if not arguments.table:

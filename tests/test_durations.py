@@ -9,6 +9,7 @@ import pytest
 from spotlight import config
 from spotlight.device.pace import Pace
 from spotlight.plan.durations import (
+    BACKWARD_LORA,
     GPUS,
     LOCAL_PUBLISH_S,
     LOCAL_START_UP_S,
@@ -148,6 +149,32 @@ def test_a_run_of_its_own_model_takes_the_gpus_of_its_pools() -> None:
         config.load(EXAMPLES / "qwen-image-ocr.toml", [*overrides, 'strategy.train_pools=["spot"]'])
     )
     assert on_spot.train_s(10) == 10 * train_s(*size, gpu="a100", timesteps=2, guidance=4.0)
+
+
+def test_no_pass_is_shorter_than_launching_its_kernels() -> None:
+    usual, launched = (
+        TaskDurations(
+            config.load(EXAMPLES / "paced.toml", ["train.micro_batch=16", "pace.speedup=1", f"pace.layer_s={layer_s}"])
+        )
+        for layer_s in (0, 0.01)
+    )
+    guided = [
+        "pace.speedup=1",
+        "pace.guidance=4",
+        "train.timesteps=2",
+        "train.kl=0.1",
+        "train.micro_batch=16",
+        "pace.layer_s=0.1",
+    ]
+    settings = config.load(EXAMPLES / "paced.toml", guided)
+    layers, forwards = 60, 1 + BACKWARD_LORA + (settings.train.keeps_old or settings.train.updates > 1) + 1
+
+    assert launched.step_s(1, 1) == launched.step_s(2, 1) > usual.step_s(2, 1)
+    assert launched.step_s(64, 1) == usual.step_s(64, 1)
+    assert launched.train_s(1024) == usual.train_s(1024)
+    assert TaskDurations(settings).step_s(1, 1) == pytest.approx(2 * layers * 0.1)
+    assert TaskDurations(settings).train_s(1) == pytest.approx(2 * layers * 0.1 * forwards)
+    assert TaskDurations(settings).train_s(9) == pytest.approx(2 * 2 * layers * 0.1 * forwards)
 
 
 def test_a_paced_run_takes_what_its_devices_wait_for() -> None:

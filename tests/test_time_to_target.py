@@ -239,6 +239,18 @@ def test_a_whole_run_takes_longer_than_its_iterations_by_start_up_and_validation
     assert 0 < iterations_usd < whole_usd
 
 
+def test_launches_lengthen_iterations_of_small_requests() -> None:
+    arguments = asked(strategies=["no exploration, gradients on spot (1 + 47)"], iterations=2)
+
+    *_, line = time_to_target.launches(arguments, [each for each in time_to_target.SMOKE if "request" not in each])
+
+    _, name, usual_s, launched_s, seeds, times = line.strip("| ").split(" | ")
+    assert name == "no exploration, gradients on spot (1 + 47)"
+    assert float(launched_s) > 1.1 * float(usual_s) > 0
+    assert int(seeds) in time_to_target.REQUESTS
+    assert float(times) == pytest.approx(float(launched_s) / float(usual_s), rel=0.02)
+
+
 def test_what_is_told_of_the_raw_data_is_what_it_says() -> None:
     """``python -m benchmarks.time_to_target --table`` writes tables and page again, and prints the README's rows."""
     rows, arguments = time_to_target.read(time_to_target.DATA), time_to_target.parse([])

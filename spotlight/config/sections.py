@@ -590,6 +590,9 @@ class PaceSection(Section):
     """Seconds to score an image on the worker that scores it: one of ``pools.reward``, or the one that denoised it. 0
     where a server elsewhere scores at once. Left out, it is what a vision-language model takes on a GPU
     (`plan.durations.SCORE_S`)."""
+    layer_s: float = Field(0.0, ge=0, le=DAY_S)
+    """What a processor takes to launch the kernels of one layer, without which no pass is computed, however small. 0:
+    they are launched in no time, as CUDA graphs would have it. Measured on an H100's host: 0.0068 (docs/results.md)."""
     speedup: float = Field(1.0, ge=SPEEDUP_MIN, le=SPEEDUP_MAX)
     """Emulated seconds in one real second."""
 

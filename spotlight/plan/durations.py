@@ -8,6 +8,7 @@ and what is assumed, stands beside it. Seconds are those of one GPU or one group
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
 from typing import TypeVar
 
 from spotlight.config import Config, TrainSection
@@ -116,15 +117,24 @@ def forward_flops(model: str, height_px: int, width_px: int) -> float:
 
 
 def seconds_per_step(
-    model: str, height_px: int, width_px: int, *, width: int = 1, gpu: str, batch: int = 1, guidance: float = 1.0
+    model: str,
+    height_px: int,
+    width_px: int,
+    *,
+    width: int = 1,
+    gpu: str,
+    batch: int = 1,
+    guidance: float = 1.0,
+    layer_s: float = 0.0,
 ) -> float:
     """Seconds of one denoising step of a batch on a sequence-parallel group of ``width`` GPUs in one node::
 
-        passes * (max(batch F / (width e P), W / M) + 4 L (batch (S / width) 2 d (width - 1) / width / B + c))
+        passes * (max(batch F / (width e P), W / M, L l) + 4 L (batch (S / width) 2 d (width - 1) / width / B + c))
 
-    ``F`` is `forward_flops`, ``e P`` the peak times `EFFICIENCY`, ``W / M`` the time to read all weights once;
-    each layer has four all-to-alls of ``2 d`` bytes per token at bandwidth ``B``, each with a latency ``c``; a width
-    of 1 has none. True classifier-free guidance (above 1) takes two passes.
+    ``F`` is `forward_flops`, ``e P`` the peak times `EFFICIENCY`, ``W / M`` the time to read all weights once, ``l``
+    (``layer_s``) what launching a layer's kernels takes; each layer has four all-to-alls of ``2 d`` bytes per token at
+    bandwidth ``B``, each with a latency ``c``; a width of 1 has none. True classifier-free guidance (above 1) takes two
+    passes.
 
     Raises:
         SpotlightError: no such model or GPU, a size of no whole tokens, or a width that does not divide the heads.
@@ -137,7 +147,8 @@ def seconds_per_step(
     if width > 1:
         sent_bytes = batch * _tokens(shape, height_px, width_px) / width * 2 * shape.dim * (width - 1) / width
         exchange_s = 4 * shape.layers * (sent_bytes / (LINK_EFFICIENCY * device.link_bytes_per_s) + device.collective_s)
-    return _passes(guidance) * (max(compute_s, shape.weights_bytes / device.bytes_per_s) + exchange_s)
+    at_least_s = max(shape.weights_bytes / device.bytes_per_s, shape.layers * layer_s)
+    return _passes(guidance) * (max(compute_s, at_least_s) + exchange_s)
 
 
 def parallel_efficiency(model: str, height_px: int, width_px: int, *, width: int, gpu: str, batch: int = 1) -> float:
@@ -197,6 +208,7 @@ class TaskDurations:
         self._model = pace.model if paced else model.name
         self._size = (pace.height_px, pace.width_px) if paced else (model.height_px, model.width_px)
         self._guidance = pace.guidance if paced else config.rollout.guidance
+        self._layer_s = pace.layer_s if paced else 0.0
         self._lora = pace.lora if paced else train.lora_rank > 0
         self._gpus = {
             name: pace.gpu or ("cpu" if embedded else (pool.gpu or USUAL_GPU).partition("-")[0])
@@ -204,7 +216,7 @@ class TaskDurations:
         }
         self._trains_on = self._gpus["reserved" if "reserved" in config.strategy.train_pools else "spot"]
         self._timesteps = config.rollout.stochastic_steps if train.is_stepwise else train.timesteps
-        self._looks = _looks(train)
+        self._looks, self._micro_batch = _looks(train), train.micro_batch
         pairs = min(train.dpo_pairs, config.seeds_trained // 2)
         self._trained_share = 2 * pairs / config.seeds_trained if train.algorithm == "dpo" else 1.0
         self._score_s = (SCORE_S if pace.score_s is None else pace.score_s) if paced else OCR_SCORE_S
@@ -219,7 +231,13 @@ class TaskDurations:
         asked = (samples, width, pool)
         if asked not in self._steps:
             emulated_s = seconds_per_step(
-                self._model, *self._size, width=width, gpu=self._gpus[pool], batch=samples, guidance=self._guidance
+                self._model,
+                *self._size,
+                width=width,
+                gpu=self._gpus[pool],
+                batch=samples,
+                guidance=self._guidance,
+                layer_s=self._layer_s,
             )
             self._steps[asked] = emulated_s / self._speedup
         return self._steps[asked]
@@ -237,6 +255,7 @@ class TaskDurations:
 
         To compare with an older policy takes one more forward pass, and with the reference another. DiffusionNFT does
         without the older one in one update of the very policy that sampled. Diffusion-DPO trains on pairs alone.
+        Launching the kernels of each pass is a lower bound.
         """
         per_sample_s = train_s(
             self._model,
@@ -250,7 +269,11 @@ class TaskDurations:
         efficiency = (
             parallel_efficiency(self._model, *self._size, width=width, gpu=self._trains_on) if width > 1 else 1.0
         )
-        return samples * self._trained_share * per_sample_s / (width * efficiency * self._speedup)
+        trained = samples * self._trained_share
+        passes = ceil(trained * self._timesteps / self._micro_batch) * _passes(self._guidance)
+        forwards = 1 + (BACKWARD_LORA if self._lora else BACKWARD_FULL) + self._looks
+        launches_s = passes * forwards * _known(TRANSFORMERS, self._model, "model").layers * self._layer_s
+        return max(trained * per_sample_s / (width * efficiency * self._speedup), launches_s / self._speedup)
 
     # What the system itself costs, on top of the work
 
