@@ -55,12 +55,11 @@ from benchmarks.target.cases import (
 )
 from benchmarks.target.tables import best, curve, draw, headlines, is_at, page, reached, tables
 from spotlight import config
+from spotlight.plan.durations import LAYER_S
 from spotlight.simulation import Learning, Simulation
 
 DATA = ROOT / "benchmarks" / "data" / "time_to_target.jsonl"
 FIGURE = ROOT / "docs" / "time_to_target.png"
-LAYER_S = 0.0068
-"""To launch the kernels of a layer, on an H100's host, with a LoRA (docs/results.md, On a GPU)."""
 REQUESTS = (1, 2, 4, 8)
 """Samples."""
 SMOKE = ["run.validation_seeds=1", "rollout.prompts=3", "rollout.seeds_kept=2", "rollout.steps=2"]

@@ -31,6 +31,7 @@ from spotlight.config import Config
 from spotlight.plan import batching
 from spotlight.plan.bandit import equal_shares, rounds_of
 from spotlight.plan.beliefs import Beliefs
+from spotlight.plan.durations import TRANSFORMERS, TaskDurations
 from spotlight.plan.stochastic_steps import stochastic_steps
 from spotlight.records import AHEAD, Kept, Prompt, Purpose, Request, Selection, WeightsRef, record
 from spotlight.rl import rewards
@@ -363,7 +364,17 @@ def request_size(config: Config) -> int:
         seeds_max=batching.SEEDS_MAX,
         fixed_s=REQUEST_S,
         sample_s=1.0,
+        least_s=_least_samples(config),
     )
+
+
+def _least_samples(config: Config) -> float:
+    """As many as take as long as launching a step's kernels, where there is a cost model."""
+    emulated = bool(config.pace.gpu)
+    name = config.pace.model if emulated else config.model.name
+    if name not in TRANSFORMERS or (config.model.embedded and not emulated):
+        return 0.0
+    return TaskDurations(config).least_samples(config.strategy.rollout_pools[0])
 
 
 def _layers(config: Config, context: RunContext) -> Layers:

@@ -11,6 +11,7 @@ from spotlight.device.pace import Pace
 from spotlight.plan.durations import (
     BACKWARD_LORA,
     GPUS,
+    LAYER_S,
     LOCAL_PUBLISH_S,
     LOCAL_START_UP_S,
     OCR_SCORE_S,
@@ -138,13 +139,15 @@ def test_a_run_of_its_own_model_takes_the_gpus_of_its_pools() -> None:
     durations = TaskDurations(config.load(EXAMPLES / "qwen-image-ocr.toml", overrides))
     size: tuple[str, int, int] = ("qwen-image", 512, 512)
 
-    reserved_s = seconds_per_step(*size, gpu="h100", width=1, batch=4, guidance=4.0)
-    spot_s = seconds_per_step(*size, gpu="a100", width=1, batch=4, guidance=4.0)
+    reserved_s = seconds_per_step(*size, gpu="h100", width=1, batch=8, guidance=4.0)
+    spot_s = seconds_per_step(*size, gpu="a100", width=1, batch=8, guidance=4.0)
 
-    assert durations.step_s(4, 1) == reserved_s
-    assert durations.step_s(4, 1, "spot") == spot_s > reserved_s
+    assert durations.step_s(8, 1) == reserved_s
+    assert durations.step_s(8, 1, "spot") == spot_s > reserved_s
+    assert durations.step_s(1, 1) == durations.step_s(1, 1, "spot") == pytest.approx(2 * 60 * LAYER_S)
+    assert durations.least_samples() == pytest.approx(5.4, abs=0.1)
     # Two stochastic steps, of a LoRA, with old log-probabilities; whoever trains does it alone.
-    assert durations.train_s(10) == 10 * train_s(*size, gpu="h100", timesteps=2, guidance=4.0)
+    assert durations.train_s(20) == 20 * train_s(*size, gpu="h100", timesteps=2, guidance=4.0)
     on_spot = TaskDurations(
         config.load(EXAMPLES / "qwen-image-ocr.toml", [*overrides, 'strategy.train_pools=["spot"]'])
     )

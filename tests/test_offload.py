@@ -305,6 +305,14 @@ def test_requests_are_as_large_as_keeps_the_last_wave_full() -> None:
     assert size == 4
 
 
+def test_a_request_has_no_fewer_samples_than_take_as_long() -> None:
+    of = {"prompts": 32, "seeds": 16, "gangs": 12, "seeds_max": 8, "fixed_s": 0.25, "sample_s": 1.0}
+
+    # In waves of 12: 128 requests of 4 samples, or 64 of 8.
+    assert request_seeds(**of) == 4  # type: ignore[arg-type]  # 11 x 4.25 s, and 6 x 8.25 s
+    assert request_seeds(**of, least_s=5.0) == 8  # type: ignore[arg-type]  # 11 x 5.25 s, and 6 x 8.25 s
+
+
 def test_where_size_makes_no_difference_requests_are_large() -> None:
     size = request_seeds(prompts=4, seeds=8, gangs=4, seeds_max=8, fixed_s=0.0, sample_s=1.0)
 

@@ -178,8 +178,8 @@ class RolloutSection(Section):
     """Samples per group that are rolled out and trained on. Where exploration chooses them and an iteration lasts as
     long as reserved workers train, half as many of as many candidates can teach nearly as much (docs/results.md)."""
     request_seeds: int = Field(0, ge=0, le=BATCH_MAX)
-    """Most samples in one request: one forward batch. 0 leaves it to `plan.batching.request_seeds`: up to 8, and
-    such that the workers of the rollout pools have no short last wave."""
+    """Most samples in one request: one forward batch. 0 leaves it to `plan.batching.request_seeds`: up to 8, such that
+    the workers of the rollout pools have no short last wave, and not so few that launching kernels takes the time."""
     prompts_ahead: int = Field(0, ge=0, le=100_000)
     """Of the prompts of an iteration, so many are rolled out while the one before it trains, by spot workers that would
     idle, with weights that are one version old (one-step off-policy). For DiffusionNFT without exploration."""

@@ -76,6 +76,11 @@ GPUS = {  # published: the makers' data sheets
 SCORE_S = (420 - 360) * 4 / 512
 """GPU-seconds to score an image with a vision-language model of 8e9 parameters. Published: moving the reward off four
 H800 shortened a step of 512 images from 420 to 360 s (verl-omni)."""
+LAYER_S = 0.0068
+"""What a processor takes to launch the kernels of a layer with a LoRA, one by one. Measured on an H100's host: 0.41 s
+for 60 layers (docs/results.md). On others it is assumed."""
+BATCH_MANY = 64
+"""Samples beside which launches are nothing."""
 BACKWARD_LORA, BACKWARD_FULL = 2, 3
 """Backward passes cost this many forward ones: activations again (checkpointing), their gradients, and the weights'."""
 BOOT_S = 120.0
@@ -208,7 +213,7 @@ class TaskDurations:
         self._model = pace.model if paced else model.name
         self._size = (pace.height_px, pace.width_px) if paced else (model.height_px, model.width_px)
         self._guidance = pace.guidance if paced else config.rollout.guidance
-        self._layer_s = pace.layer_s if paced else 0.0
+        self._layer_s = pace.layer_s if paced else 0.0 if embedded else LAYER_S
         self._lora = pace.lora if paced else train.lora_rank > 0
         self._gpus = {
             name: pace.gpu or ("cpu" if embedded else (pool.gpu or USUAL_GPU).partition("-")[0])
@@ -241,6 +246,10 @@ class TaskDurations:
             )
             self._steps[asked] = emulated_s / self._speedup
         return self._steps[asked]
+
+    def least_samples(self, pool: Pool = "reserved") -> float:
+        """Below so many samples in a batch, a step takes no less: launches, or reading the weights, take as long."""
+        return self.step_s(1, 1, pool) * BATCH_MANY / self.step_s(BATCH_MANY, 1, pool)
 
     @property
     def scores_take_time(self) -> bool:
