@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from cluster.virtual.timing import Fixed
 from factories import answer
@@ -47,6 +49,7 @@ from spotlight.records import (
 )
 from spotlight.rl.parts import Cut
 from spotlight.rl.prompts import read_prompts
+from spotlight.rl.rewards import Scorer
 from spotlight.simulation import TaskTiming
 from spotlight.store import updates as kept_updates
 from spotlight.store.latents import MissingLatents
@@ -441,6 +444,31 @@ def test_a_kernel_without_a_fixed_order_of_its_sums_is_named_with_the_way_out(ru
         raise RuntimeError(text)
     with pytest.raises(RuntimeError, match="another"), Engine(run.path).resident.limits("request r7"):
         raise RuntimeError("another error")
+
+
+def test_only_rewards_may_take_kernels_without_a_fixed_order(run: RunDir, request_: Request) -> None:
+    engine, found = Engine(run.path), []
+
+    class Reader(Scorer):
+        def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+            found.append(torch.is_deterministic_algorithms_warn_only_enabled())
+            warnings.warn("a kernel does not have a deterministic implementation", UserWarning, stacklevel=1)
+            return [0.5] * len(images_BHWC)
+
+    engine.__dict__["_scorer"] = Reader()
+    torch.use_deterministic_algorithms(True)
+    try:
+        engine.rollout(request_)
+        scored = engine.score(request_)
+
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    assert isinstance(scored, Scored)
+    assert scored.errors == ()
+    assert found == [True] * len(found) != []
 
 
 def rolled_out(

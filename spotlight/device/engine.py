@@ -35,7 +35,7 @@ from spotlight.records import (
     WeightsRef,
 )
 from spotlight.rl import rewards
-from spotlight.rl.models import Model, device_of, fix_order_of_sums, works_without_gpu
+from spotlight.rl.models import Model, any_order_of_sums, device_of, fix_order_of_sums, works_without_gpu
 from spotlight.store import updates
 from spotlight.store.latents import LatentStore
 from spotlight.store.node import Node
@@ -247,9 +247,10 @@ class Engine:
         shown = np.flatnonzero(finite_B)
         prompts = [request.prompt] * len(shown)
         settings = self._config.reward
-        found, found_parts, errors = rewards.score_each(
-            self._scorer, images[shown], prompts, attempts=settings.attempts, batch=settings.batch
-        )
+        with any_order_of_sums():
+            found, found_parts, errors = rewards.score_each(
+                self._scorer, images[shown], prompts, attempts=settings.attempts, batch=settings.batch
+            )
         values, *parts = (_at(shown, each, len(request.seeds)) for each in (found, *found_parts))
         lost = [request.seeds[index] for index in np.flatnonzero(~finite_B)]
         return (

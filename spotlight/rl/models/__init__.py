@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -104,6 +107,21 @@ def fix_order_of_sums(settings: ModelSection) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch wants to know that cuBLAS has
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a help to find bugs
     torch.use_deterministic_algorithms(settings.deterministic)
+
+
+@contextmanager
+def any_order_of_sums() -> Iterator[None]:
+    """Inside, kernels that have no fixed order are taken, too: networks of rewards may have no others."""
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
+            yield
+    finally:
+        torch.use_deterministic_algorithms(True)
 
 
 def require_memory(settings: Config) -> None:
