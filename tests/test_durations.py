@@ -178,6 +178,8 @@ def test_no_pass_is_shorter_than_launching_its_kernels() -> None:
     assert TaskDurations(settings).step_s(1, 1) == pytest.approx(2 * layers * 0.1)
     assert TaskDurations(settings).train_s(1) == pytest.approx(2 * layers * 0.1 * forwards)
     assert TaskDurations(settings).train_s(9) == pytest.approx(2 * 2 * layers * 0.1 * forwards)
+    stepwise = config.load(EXAMPLES / "qwen-image-ocr.toml")  # each of its two steps has passes of its own
+    assert TaskDurations(stepwise).train_s(1) == pytest.approx(2 * 2 * layers * LAYER_S * (1 + BACKWARD_LORA + 1))
 
 
 def test_a_paced_run_takes_what_its_devices_wait_for() -> None:

@@ -221,7 +221,7 @@ class TaskDurations:
         }
         self._trains_on = self._gpus["reserved" if "reserved" in config.strategy.train_pools else "spot"]
         self._timesteps = config.rollout.stochastic_steps if train.is_stepwise else train.timesteps
-        self._looks, self._micro_batch = _looks(train), train.micro_batch
+        self._looks, self._micro_batch, self._is_stepwise = _looks(train), train.micro_batch, train.is_stepwise
         pairs = min(train.dpo_pairs, config.seeds_trained // 2)
         self._trained_share = 2 * pairs / config.seeds_trained if train.algorithm == "dpo" else 1.0
         self._score_s = (SCORE_S if pace.score_s is None else pace.score_s) if paced else OCR_SCORE_S
@@ -279,7 +279,10 @@ class TaskDurations:
             parallel_efficiency(self._model, *self._size, width=width, gpu=self._trains_on) if width > 1 else 1.0
         )
         trained = samples * self._trained_share
-        passes = ceil(trained * self._timesteps / self._micro_batch) * _passes(self._guidance)
+        slots, mixed = (
+            (self._timesteps, 1) if self._is_stepwise else (1, self._timesteps)
+        )  # one step, or any, in a pass
+        passes = slots * ceil(trained * mixed / self._micro_batch) * _passes(self._guidance)
         forwards = 1 + (BACKWARD_LORA if self._lora else BACKWARD_FULL) + self._looks
         launches_s = passes * forwards * _known(TRANSFORMERS, self._model, "model").layers * self._layer_s
         return max(trained * per_sample_s / (width * efficiency * self._speedup), launches_s / self._speedup)
