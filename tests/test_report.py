@@ -27,7 +27,7 @@ from spotlight.device.learning_model import MODEL
 from spotlight.display import summary_table
 from spotlight.records import Prompt, Quarantined, SpotlightError
 from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, write_report
-from spotlight.report.facts import LANES_MAX, read
+from spotlight.report.facts import COLUMNS, LANES_MAX, read
 from spotlight.report.money import WASTE, bought, rows
 from spotlight.report.page import HIDDEN, METRICS
 from spotlight.simulation import Learning, Simulation
@@ -668,7 +668,9 @@ def test_every_label_names_a_metric_of_a_real_run_and_every_metric_but_seconds_h
     for learning, overrides in runs.items():
         run = Simulation("test", config.load(settings_file(tmp_path / learning), overrides), learning)
         run.go(report=False)
-        seen |= {str(metric) for metric in history_frame(run.directory.path)}
+        found = {str(metric) for metric in history_frame(run.directory.path)}
+        assert set(COLUMNS) <= found
+        seen |= found
 
     assert METRICS.keys() - seen == set()
     shown = {metric for metric in seen if not metric.startswith(HIDDEN)}
@@ -681,6 +683,13 @@ def test_history_is_flat_and_indexed_by_iteration(tmp_path: Path) -> None:
     assert list(frame.index) == [0, 1, 2]
     assert list(frame["weights_version"]) == [1, 2, 3]
     assert {"reward_mean", "rank_correlation", "wall_s", "usd"} <= set(frame)
+
+
+def test_a_history_without_an_iteration_has_columns_all_the_same(tmp_path: Path) -> None:
+    frame = history_frame(RunDir.create(config.load(settings_file(tmp_path)), 0.0))
+
+    assert len(frame) == len(frame["reward_mean"]) == 0
+    assert frame.index.name == "iteration"
 
 
 def test_an_iteration_that_was_run_again_counts_once(tmp_path: Path) -> None:

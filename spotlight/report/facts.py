@@ -40,8 +40,15 @@ LANES_MAX, SPANS_MAX = 64, 20_000
 """Rows and bars of a timeline: more cannot be told apart, and a browser takes long to draw them."""
 
 
+COLUMNS = ["weights_version", "weights_sha256", "reward_mean", "reward_std", "zero_std_ratio", "samples"]
+COLUMNS += ["seeds_scored", "wall_s", "rollout_s", "score_s", "train_s", "publish_s", "usd", "preemptions"]
+"""That the history of every run has."""
+
+
 def history_frame(run: str | Path | RunDir) -> pd.DataFrame:
     """Metrics and measurements of every finished iteration, one column each, indexed by iteration.
+
+    Before the first, it has the columns that every run has, and no row.
 
     Args:
         run: its directory or URL; or as it was opened, which spares a look at all that is there.
@@ -49,7 +56,8 @@ def history_frame(run: str | Path | RunDir) -> pd.DataFrame:
     Raises:
         SpotlightError: the directory is not a run, or its history is damaged.
     """
-    return _frame((run if isinstance(run, RunDir) else RunDir.open(run)).history())
+    frame = _frame((run if isinstance(run, RunDir) else RunDir.open(run)).history())
+    return frame if len(frame) else frame.reindex(columns=COLUMNS)
 
 
 def _frame(history: Sequence[HistoryRow]) -> pd.DataFrame:
