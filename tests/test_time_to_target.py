@@ -239,6 +239,18 @@ def test_a_whole_run_takes_longer_than_its_iterations_by_start_up_and_validation
     assert 0 < iterations_usd < whole_usd
 
 
+def test_many_gpus_are_compared_where_four_chosen_samples_were_run_on_them() -> None:
+    seconds = {"reserved only (4)": 8.0, results.WITHOUT[results.FOUR_ON_MANY]: 3.0, "half trained (1 + 47)": 2.0}
+    seconds |= {results.FOUR_ON_MANY: 1.0, "Spotlight, gradients on spot (1 + 47)": 0.5}
+    runs = [row(name, 0, seed, second_s=second_s) for name, second_s in seconds.items() for seed in (0, 1)]
+    elsewhere = [{**each, "size": "1280"} for each in runs if each["strategy"] != results.FOUR_ON_MANY]
+
+    (said,) = results.headlines([*runs, *elsewhere], asked(trials=1, sizes=["512", "1280"]))
+
+    assert "| (digits 512 px) times sooner than reserved only (4): 8.0 [8.0, 8.0]; than without" in said
+    assert "without exploration: 3.0 [3.0, 3.0]; than the soonest without: 2.0 [2.0, 2.0] |" in said
+
+
 def test_launches_lengthen_iterations_of_small_requests() -> None:
     arguments = asked(strategies=["no exploration, gradients on spot (1 + 47)"], iterations=2)
 

@@ -128,6 +128,7 @@ STRATEGIES: dict[str, list[str]] = {
         *(*NO_GPU, HALF),
     ],
     "four of a prompt, no exploration (4 + 8), only reserved GPUs train": ["strategy.exploration=off", FOUR],
+    "four of a prompt, no exploration (1 + 47)": ["strategy.exploration=off", *ON_SPOT, *MORE_SPOT, FOUR],
     "six prompts, no exploration (4 + 8), only reserved GPUs train": ["strategy.exploration=off", SIX],
     "Spotlight, four of a prompt": [FOUR, "exploration.request_seeds=4"],
     "Spotlight, four of a prompt (1 + 47)": [*ON_SPOT, *MORE_SPOT, FOUR, "exploration.request_seeds=2"],

@@ -80,6 +80,7 @@ PAPERS_COLUMNS = (
     *("times sooner", "times cheaper", "chosen samples, times sooner"),
 )
 RESERVED_ONLY, FOUR_EXPLORED = "reserved only (4)", "Spotlight, four of a prompt"
+FOUR_ON_MANY = "Spotlight, four of a prompt (1 + 47)"
 WITHOUT = {
     "reserved only (4), blocking exploration": RESERVED_ONLY,
     "Spotlight": "reserved + spot, no exploration",
@@ -95,7 +96,8 @@ WITHOUT = {
     "four of a prompt, no exploration (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
     "six prompts, no exploration (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
     FOUR_EXPLORED: "reserved + spot, no exploration",
-    "Spotlight, four of a prompt (1 + 47)": "no exploration, gradients on spot (1 + 47)",
+    FOUR_ON_MANY: "no exploration, gradients on spot (1 + 47)",
+    "four of a prompt, no exploration (1 + 47)": "no exploration, gradients on spot (1 + 47)",
 } | {
     name: name.replace("a quarter ahead", "no exploration, gradients on spot" if "(1 +" in name else "no exploration")
     for name in STRATEGIES
@@ -339,10 +341,11 @@ def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
     """The rows of the README's table, to the last target: a cell's, if 1 + 11, 1 + 47 and all that has a goal were run,
     each with its own best recipe; and what four explored samples of a prompt gain.
 
-    Of the first size; the tables have the others.
+    Of the first size, but for what they gain on many GPUs; the tables have the others.
     """
     cells = [cell for cell in _cells_of(arguments) if cell[-1] == arguments.sizes[0]]
-    found = (*(_headline(rows, *cell, arguments) for cell in cells), _gained_by_four(rows, cells, arguments))
+    by_four = _gained_by_four(rows, cells, arguments), _gained_on_many(rows, arguments)
+    found = (*(_headline(rows, *cell, arguments) for cell in cells), *by_four)
     return [row for row in found if row]
 
 
@@ -398,6 +401,32 @@ def _gained_by_four(rows: Sequence[Row], cells: Sequence[tuple[str, str, str]], 
         "| `python -m benchmarks.time_to_target` "
         f"| four chosen samples ({', '.join(where)}), times sooner than eight others: {', '.join(beside_eight)}; "
         f"than the soonest without exploration: {', '.join(beside_best)} |"
+    )
+
+
+def _gained_on_many(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
+    """What four explored samples gain on 1 + 47, in each cell where that was run."""
+    rivals = [name for name in STRATEGIES if name.endswith("(1 + 47)") and not name.startswith("Spotlight")]
+    cells, reserved, unexplored, soonest = [], [], [], []
+    for job, regime, size in _cells_of(arguments):
+        if not (runs := _fresh(rows, job, regime, size, FOUR_ON_MANY, arguments)):
+            continue
+        mine = _until(runs, TARGETS[job][-1], "seconds")
+
+        def beside(name: str, cell: tuple[str, str, str] = (job, regime, size)) -> dict[int, float]:
+            return _until(_fresh(rows, *cell, name, arguments), TARGETS[cell[0]][-1], "seconds")
+
+        cells.append(f"{job} {size}")
+        reserved.append(_ratio(interval(beside(RESERVED_ONLY), mine)))
+        unexplored.append(_ratio(interval(beside(WITHOUT[FOUR_ON_MANY]), mine)))
+        best = min(filter(None, map(beside, rivals)), key=lambda seconds: statistics.median(seconds.values()))
+        soonest.append(_ratio(interval(best, mine)))
+    if not cells:
+        return ""
+    return (
+        "| the same, six levels, four chosen samples, 1 + 47; base recipe | `python -m benchmarks.time_to_target` "
+        f"| ({', '.join(cells)} px) times sooner than reserved only (4): {', '.join(reserved)}; than without "
+        f"exploration: {', '.join(unexplored)}; than the soonest without: {', '.join(soonest)} |"
     )
 
 
