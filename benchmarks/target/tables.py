@@ -341,10 +341,10 @@ def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
     """The rows of the README's table, to the last target: a cell's, if 1 + 11, 1 + 47 and all that has a goal were run,
     each with its own best recipe; and what four explored samples of a prompt gain.
 
-    Of the first size, but for what they gain on many GPUs; the tables have the others.
+    Recipes of their own are of the first size; the tables have the others.
     """
     cells = [cell for cell in _cells_of(arguments) if cell[-1] == arguments.sizes[0]]
-    by_four = _gained_by_four(rows, cells, arguments), _gained_on_many(rows, arguments)
+    by_four = _gained_by_four(rows, arguments), _gained_on_many(rows, arguments)
     found = (*(_headline(rows, *cell, arguments) for cell in cells), *by_four)
     return [row for row in found if row]
 
@@ -380,11 +380,11 @@ def _headline(rows: Sequence[Row], job: str, regime: str, size: str, arguments: 
     )
 
 
-def _gained_by_four(rows: Sequence[Row], cells: Sequence[tuple[str, str, str]], arguments: argparse.Namespace) -> str:
+def _gained_by_four(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     """What exploration gains where reserved GPUs alone train, in each cell where that was run: beside eight samples of
     a prompt, and beside the soonest of all that explores nothing."""
     beside_eight, beside_best, where = [], [], []
-    for cell in cells:
+    for cell in _cells_of(arguments):
         found = {name: runs for name in ON_FOUR_RESERVED if (runs := _fresh(rows, *cell, name, arguments))}
         if FOUR_EXPLORED not in found:
             continue
@@ -393,13 +393,13 @@ def _gained_by_four(rows: Sequence[Row], cells: Sequence[tuple[str, str, str]], 
         unexplored = [seconds for name, seconds in times.items() if not name.startswith("Spotlight")]
         beside_eight.append(_ratio(interval(times[WITHOUT[FOUR_EXPLORED]], mine)))
         beside_best.append(_ratio(interval(min(unexplored, key=lambda s: statistics.median(s.values())), mine)))
-        where.append(cell[0])
+        where.append(f"{cell[0]} {cell[-1]}")
     if not where:
         return ""
     return (
         "| the same, six levels, only 4 reserved GPUs train, 8 spot ones explore; base recipe "
         "| `python -m benchmarks.time_to_target` "
-        f"| four chosen samples ({', '.join(where)}), times sooner than eight others: {', '.join(beside_eight)}; "
+        f"| four chosen samples ({', '.join(where)} px), times sooner than eight others: {', '.join(beside_eight)}; "
         f"than the soonest without exploration: {', '.join(beside_best)} |"
     )
 
