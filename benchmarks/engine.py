@@ -415,9 +415,7 @@ class CostModel:
         survey = Survey(
             family=FAMILIES["qwen-image"],
             transformer=Network(config=transformer.config, shapes=shapes),
-            vae=Network(
-                config={"base_dim": 96, "temperal_downsample": (False, True, True)}, shapes={}
-            ),  # has no weights here
+            vae=Network(config={"base_dim": 96, "temperal_downsample": (False, True, True)}, shapes={}),  # here is none
             encoders=(),
         )
         _, denoising, _, training = estimate(survey, large, QwenTransformer.lora_targets)

@@ -22,7 +22,7 @@ from spotlight.device import sequence_parallel
 from spotlight.device.sequence_parallel import Gang, GangBroken
 from spotlight.run import Run
 from spotlight.store.rows import SPANS
-from test_pretend import CHECKPOINT, CHECKPOINTS, EMBEDDED, SHORT
+from test_pretend import CHECKPOINT, CHECKPOINTS, EMBEDDED, SHORT, write_prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -66,14 +66,11 @@ def test_workers_killed_on_a_gpu_change_no_bit(tmp_path: Path, model: str) -> No
 
 @pytest.mark.parametrize("name", EMBEDDED)
 def test_every_algorithm_learns_on_a_gpu_what_it_learns_on_a_processor(tmp_path: Path, name: str) -> None:
-    (tmp_path / "few.txt").write_text("".join(f'A sign that says "{text}".\n' for text in ("42", "7", "e", "a")))
-
     assert_same_on_both(tmp_path, f"{SHORT} {EMBEDDED[name]}")
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_every_checkpoint_learns_on_a_gpu_what_it_learns_on_a_processor(tmp_path: Path, name: str) -> None:
-    (tmp_path / "few.txt").write_text("".join(f'A sign that says "{text}".\n' for text in ("42", "7", "e", "a")))
     path, clip = CHECKPOINTS[name](tmp_path / "checkpoint"), write_clip(tmp_path / "clip")
 
     assert_same_on_both(
@@ -82,6 +79,7 @@ def test_every_checkpoint_learns_on_a_gpu_what_it_learns_on_a_processor(tmp_path
 
 
 def assert_same_on_both(directory: Path, overrides: str) -> None:
+    write_prompts(directory)
     began, here = begun_and_ended(settings_file(directory), [*overrides.split(), "model.device=cpu"])
     _, there = begun_and_ended(settings_file(directory), [*overrides.split(), "model.device=cuda"])
 

@@ -31,9 +31,14 @@ EMBEDDED = {
 CHECKPOINTS = {"qwen-image": tiny_qwen_image, "sd3": tiny_sd3, "flux": tiny_flux}
 
 
+def write_prompts(directory: Path) -> None:
+    """Those of `SHORT`."""
+    (directory / "few.txt").write_text("".join(f'A sign that says "{text}".\n' for text in ("42", "7", "e", "a")))
+
+
 def run_on_both(directory: Path, cases: list[str]) -> list[tuple[float, float]]:
     """How far weights were moved in each case, and how far those of the CPU and of the device are apart, in all."""
-    (directory / "few.txt").write_text("".join(f'A sign that says "{text}".\n' for text in ("42", "7", "e", "a")))
+    write_prompts(directory)
     command = [sys.executable, str(ROOT / "tests" / "pretend.py"), str(settings_file(directory)), *cases]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert told.returncode == 0, told.stderr

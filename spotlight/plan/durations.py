@@ -78,7 +78,7 @@ SCORE_S = (420 - 360) * 4 / 512
 H800 shortened a step of 512 images from 420 to 360 s (verl-omni)."""
 LAYER_S = 0.0068
 """What a processor takes to launch the kernels of a layer with a LoRA, one by one. Measured on an H100's host: 0.41 s
-for 60 layers (docs/results.md). On others it is assumed."""
+for 60 layers in one call, 0.53 s in another (docs/results.md). On others it is assumed."""
 BATCH_MANY = 64
 """Samples beside which launches are nothing."""
 BACKWARD_LORA, BACKWARD_FULL = 2, 3
