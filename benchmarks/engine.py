@@ -12,6 +12,7 @@ sums cost, what the cost model says, the memory, and how fast weights come in.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
@@ -46,6 +47,7 @@ from spotlight.records import Request, WeightsRef
 from spotlight.rl.checkpoints import FAMILIES, Network, Survey
 from spotlight.rl.memory import estimate
 from spotlight.rl.models import fix_order_of_sums
+from spotlight.rl.models.attention import pack_texts
 from spotlight.rl.models.base import Conditioning, Model
 from spotlight.rl.models.qwen_transformer import QwenTransformer
 from spotlight.rl.prompts import read_prompts
@@ -306,10 +308,9 @@ def _row(what: str, found: Compared) -> str:
     return f"| {what} | {found.bare_s:.3f} | {found.ratio:.3f} | {found.cpu_ratio:.3f} |"
 
 
-def on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int]) -> None:
-    """A random transformer of Qwen-Image's size: its passes, and what the engine makes of them."""
+def passes_on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int]) -> None:
+    """Of a random transformer of Qwen-Image's size."""
     device, name = torch.device("cuda"), torch.cuda.get_device_name()
-    gpu = next((known for known in GPUS if known in name.lower()), "h100")
     rate = matrix_rate(device)
     print(f"{name}: {rate / 1e12:.0f} TFLOP/s in a product of {SQUARE} x {SQUARE} bfloat16")
     print(f"weights come in at {map_in_rate(device) / 1e9:.1f} GB/s (a file in the page cache, to the GPU)\n")
@@ -317,26 +318,37 @@ def on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int]) -> None:
     model = RandomQwen(device, layers=layers)
     model.transformer.enable_gradient_checkpointing()
     model.make_trainable(rank=rank, alpha=0, seed=0)
-    print(
-        f"| a pass | without a LoRA, s | TFLOP/s | of the product's | GPU busy | with one of rank {rank}, times ",
-        end="",
-    )
-    print("| as peft computes it, times | without a fixed order of sums, times | cost model, s |")
-    print("|---" * 9 + "|", flush=True)
+    names = [
+        "a pass",
+        "without a LoRA, s",
+        "TFLOP/s",
+        "of the product's",
+        "GPU busy",
+        f"with one of rank {rank}, times",
+    ]
+    names += [
+        "as peft computes it, times",
+        "without a mask, times",
+        "captured, times",
+        "without a fixed order of sums, times",
+    ]
+    print(f"| {' | '.join([*names, 'cost model, s'])} |\n" + "|---" * 11 + "|", flush=True)
     for px in sizes:
-        for samples in (SAMPLES, 4 * SAMPLES) if px <= 512 else (SAMPLES,):  # as many as training has room for
-            print(_passes_row(model, px, samples, turns, rate, gpu), flush=True)
-    del model
-    torch.cuda.empty_cache()
+        for samples in (4 * SAMPLES, SAMPLES, 1) if px <= 512 else (SAMPLES,):  # as many as training has room for
+            print(_passes_row(model, px, samples, turns, rate), flush=True)
+
+
+def engine_on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int]) -> None:
+    """What the engine makes of the same transformer."""
     print(f"\n| what, {SAMPLES} samples | bare, s | bare / engine (goal 0.98) | in CPU seconds ", end="")
     print("| cost model, s | memory, GB | estimated, GB |\n" + "|---" * 7 + "|", flush=True)
     for px in sizes:
         sized = [f"model.height_px={px}", f"model.width_px={px}", "rollout.prompts=1", f"rollout.seeds_kept={SAMPLES}"]
         more = [f"rollout.request_seeds={SAMPLES}", f"run.validation_seeds={SAMPLES}", "rollout.guidance=1"]
         large = [f"train.lora_rank={rank}", 'model.device="cuda"', "train.timesteps=2", f"train.micro_batch={SAMPLES}"]
-        with bench([*sized, *more, *large], lambda: RandomQwen(device, layers=layers)) as made:
+        with bench([*sized, *more, *large], partial(RandomQwen, torch.device("cuda"), layers=layers)) as made:
             made.model.transformer.enable_gradient_checkpointing()
-            costs = CostModel(made, gpu)
+            costs = CostModel(made)
             torch.cuda.reset_peak_memory_stats()
             found, count = steps(made, turns), made.settings.rollout.steps
             used = f"{count * costs.step_s:.2f} | {_peak_gb():.1f} | {costs.denoising_gb:.1f}"
@@ -345,10 +357,12 @@ def on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int]) -> None:
             found, made_of = updates(made, turns)
             used = f"{costs.passes_s(made_of):.2f} | {_peak_gb():.1f} | {costs.training_gb:.1f}"
             print(_row(f"{px} px: an update, {len(made_of)} passes", found) + f" {used} |", flush=True)
+        del made, costs
+        gc.collect()  # modules refer to each other in cycles
         torch.cuda.empty_cache()
 
 
-def _passes_row(model: RandomQwen, px: int, samples: int, turns: int, rate: float, gpu: str) -> str:
+def _passes_row(model: RandomQwen, px: int, samples: int, turns: int, rate: float) -> str:
     """A forward pass, and one with its backward, each in several forms."""
     text = model.encode([""] * samples)
     x_BNC = torch.randn(samples, *model.latent_shape(px, px), device=model.device)
@@ -365,21 +379,27 @@ def _passes_row(model: RandomQwen, px: int, samples: int, turns: int, rate: floa
     with torch.no_grad():
         without_s = median_s(work, model.reference())
         with_s, as_peft_s = median_s(work, nullcontext()), median_s(work, as_peft(model))
+        packed_s = median_s(work, packing(model))
+        with model.capturing():
+            work()  # the median leaves out the second, which is captured
+            captured_s = median_s(work, nullcontext())
         busy = _kernels_s(work) / with_s
     with FlopCounterMode(display=False) as counter, torch.no_grad(), model.reference():
         work()
     flops_per_s = counter.get_total_flops() / without_s
     learns_s, learns_as_peft_s = median_s(learn, nullcontext()), median_s(learn, as_peft(model))
+    learns_packed_s = median_s(learn, packing(model))
     torch.use_deterministic_algorithms(False)
     free_s = median_s(learn, nullcontext())
     torch.use_deterministic_algorithms(True)
-    modelled_s = samples * seconds_per_step("qwen-image", px, px, gpu=gpu)
+    modelled_s = samples * seconds_per_step("qwen-image", px, px, gpu=gpu_name())
     rates = f"{without_s:.3f} | {flops_per_s / 1e12:.0f} | {flops_per_s / rate:.2f} | {busy:.2f}"
-    forward = f"{with_s / without_s:.2f} | {as_peft_s / without_s:.2f} | | {modelled_s:.2f}"
-    learning = f"{learns_s / without_s:.2f} | {learns_as_peft_s / without_s:.2f} | {free_s / without_s:.2f}"
+    forms = [(with_s, as_peft_s, packed_s, captured_s), (learns_s, learns_as_peft_s, learns_packed_s)]
+    forward, learning = (" | ".join(f"{each / without_s:.2f}" for each in times) for times in forms)
     return (
-        f"| {px} px, {samples} samples, forward | {rates} | {forward} |\n"
-        f"| {px} px, {samples} samples, and backward | | | | | {learning} | {modelled_s * (1 + BACKWARD_LORA):.2f} |"
+        f"| {px} px, {samples} samples, forward | {rates} | {forward} | | {modelled_s:.2f} |\n"
+        f"| {px} px, {samples} samples, and backward | | | | | {learning} | | {free_s / without_s:.2f} | "
+        f"{modelled_s * (1 + BACKWARD_LORA):.2f} |"
     )
 
 
@@ -403,10 +423,23 @@ def as_peft(model: Model) -> Iterator[None]:
             each.forward = forward
 
 
+@contextmanager
+def packing(model: Model) -> Iterator[None]:
+    """Inside, attention has no mask (`model.pack_texts`)."""
+    attentions = [block.attn for block in model.transformer.transformer_blocks]
+    plain = [each.processor for each in attentions]
+    pack_texts(model.transformer, model.device)
+    try:
+        yield
+    finally:
+        for each, processor in zip(attentions, plain, strict=True):
+            each.processor = processor
+
+
 class CostModel:
     """What the simulator says of the same work (`plan.durations`), and `rl.memory` of the space that it takes."""
 
-    def __init__(self, made: Bench, gpu: str) -> None:
+    def __init__(self, made: Bench) -> None:
         settings, transformer = made.settings, made.model.transformer
         model = {"name": "qwen-image", "dtype": "bfloat16", "gradient_checkpointing": True}
         large = settings.model_copy(update={"model": settings.model.model_copy(update=model)})
@@ -421,13 +454,19 @@ class CostModel:
         _, denoising, _, training = estimate(survey, large, QwenTransformer.lora_targets)
         self.denoising_gb, self.training_gb = (each.total_bytes / 1e9 for each in (denoising, training))
         size = settings.model.height_px, settings.model.width_px
-        self._forward_s = seconds_per_step("qwen-image", *size, gpu=gpu)
+        self._forward_s = seconds_per_step("qwen-image", *size, gpu=gpu_name())
         self.step_s = SAMPLES * self._forward_s
 
     def passes_s(self, passes: Sequence[Pass]) -> float:
         """Of an update that makes these passes."""
         rows = ((len(each.arguments["hidden_states"]), each.with_gradient) for each in passes)
         return sum(count * self._forward_s * (1 + BACKWARD_LORA * learns) for count, learns in rows)
+
+
+def gpu_name() -> str:
+    """As the cost model has it; an H100 for those that it does not know."""
+    name = torch.cuda.get_device_name().lower()
+    return next((known for known in GPUS if known in name), "h100")
 
 
 def _peak_gb() -> float:
@@ -458,12 +497,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=QWEN_LAYERS, help="of the random transformer (%(default)s)")
     parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1280], help="in pixels, on a GPU (%(default)s)")
     parser.add_argument("--rank", type=int, default=32, help="of its LoRA (%(default)s)")
+    parser.add_argument("--only", choices=["passes", "engine"], help="of the two tables of a GPU")
     parser.add_argument("--cpu", action="store_true", help="also where there is a GPU")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 
     if torch.cuda.is_available() and not arguments.cpu:
-        on_gpu(arguments.turns, arguments.layers, arguments.rank, arguments.sizes)
+        large = arguments.turns, arguments.layers, arguments.rank, arguments.sizes
+        if arguments.only != "engine":
+            passes_on_gpu(*large)
+            gc.collect()  # modules refer to each other in cycles
+            torch.cuda.empty_cache()
+        if arguments.only != "passes":
+            engine_on_gpu(*large)
     else:
         on_cpu(arguments.turns, arguments.samples)
 

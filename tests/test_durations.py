@@ -144,24 +144,27 @@ def test_a_run_of_its_own_model_takes_the_gpus_of_its_pools() -> None:
 
     assert durations.step_s(8, 1) == reserved_s
     assert durations.step_s(8, 1, "spot") == spot_s > reserved_s
-    assert durations.step_s(1, 1) == durations.step_s(1, 1, "spot") == pytest.approx(2 * 60 * LAYER_S)
-    assert durations.least_samples() == pytest.approx(5.4, abs=0.1)
+    assert durations.step_s(1, 1) == durations.step_s(8, 1) / 8  # a graph is launched in no time
+    assert durations.least_samples() == 1
+    launched = TaskDurations(config.load(EXAMPLES / "qwen-image-ocr.toml", [*overrides, "model.cuda_graphs=false"]))
+    assert launched.step_s(1, 1) == launched.step_s(1, 1, "spot") == pytest.approx(2 * 60 * LAYER_S)
+    assert launched.least_samples() == pytest.approx(7.4, abs=0.1)
+    assert durations.step_s(1, 2) == launched.step_s(1, 2) > launched.step_s(1, 1)  # a gang has no graphs
     # Two stochastic steps, of a LoRA, with old log-probabilities; whoever trains does it alone.
-    assert durations.train_s(20) == 20 * train_s(*size, gpu="h100", timesteps=2, guidance=4.0)
+    assert durations.train_s(64) == 64 * train_s(*size, gpu="h100", timesteps=2, guidance=4.0)
     on_spot = TaskDurations(
         config.load(EXAMPLES / "qwen-image-ocr.toml", [*overrides, 'strategy.train_pools=["spot"]'])
     )
-    assert on_spot.train_s(10) == 10 * train_s(*size, gpu="a100", timesteps=2, guidance=4.0)
+    assert on_spot.train_s(64) == 64 * train_s(*size, gpu="a100", timesteps=2, guidance=4.0)
 
 
 def test_no_pass_is_shorter_than_launching_its_kernels() -> None:
+    few = ["model.cuda_graphs=false", "train.micro_batch=16", "pace.speedup=1"]
     usual, launched = (
-        TaskDurations(
-            config.load(EXAMPLES / "paced.toml", ["train.micro_batch=16", "pace.speedup=1", f"pace.layer_s={layer_s}"])
-        )
-        for layer_s in (0, 0.01)
+        TaskDurations(config.load(EXAMPLES / "paced.toml", [*few, f"pace.layer_s={layer_s}"])) for layer_s in (0, 0.01)
     )
     guided = [
+        "model.cuda_graphs=false",
         "pace.speedup=1",
         "pace.guidance=4",
         "train.timesteps=2",

@@ -6,16 +6,17 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from cluster.virtual.timing import Fixed
 from factories import answer
@@ -27,10 +28,12 @@ from runs import settings_file
 from spotlight import config
 from spotlight.config import RewardSection
 from spotlight.device import protocol
+from spotlight.device.denoise import Denoiser
 from spotlight.device.engine import Engine, InProcess
 from spotlight.device.modelled import ModelledDevice
 from spotlight.device.pace import Pace
-from spotlight.device.protocol import Device
+from spotlight.device.protocol import ALONE, Device
+from spotlight.device.residency import Residency
 from spotlight.device.signals import Clear, CloseExploration, Stop, signals
 from spotlight.plan.durations import SCORE_S
 from spotlight.records import (
@@ -47,6 +50,7 @@ from spotlight.records import (
     Updated,
     WeightsRef,
 )
+from spotlight.rl.models import captured
 from spotlight.rl.parts import Cut
 from spotlight.rl.prompts import read_prompts
 from spotlight.rl.rewards import Scorer
@@ -425,6 +429,52 @@ def test_widths_that_the_model_cannot_be_split_into_are_refused_with_those_that_
 
     with pytest.raises(SpotlightError, match=r"gang of 3 .* choose among the widths 1, 2 and 4|widths 1, 2, 4"):
         prepare(str(run.path))
+
+
+class Recorder:
+    """Stands for CUDA graphs where there is no GPU: work is done again, into the same tensor."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        self.recorded += 1
+        output = work()
+        return lambda: output.copy_(work()), output
+
+
+class Alone:
+    """A gang of one that is told it is two."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def agree(self, code: int) -> int:
+        return code
+
+    def broadcast(self, values: Tensor) -> Tensor:
+        return values
+
+
+@pytest.mark.parametrize(("on", "width", "expected"), [(True, 1, 1), (False, 1, 0), (True, 2, 0)])
+def test_passes_are_captured_on_a_gpu_outside_of_gangs(
+    run: RunDir, request_: Request, monkeypatch: pytest.MonkeyPatch, on: bool, width: int, expected: int
+) -> None:
+    engine, recorder = Engine(run.path), Recorder()
+    engine.rollout(request_)
+    plain = engine.store.clean(request_)
+    shutil.rmtree(run.path / "latents")
+    assert not engine.resident.captures  # on a processor
+    monkeypatch.setattr(Residency, "captures", on)
+    monkeypatch.setattr(captured, "Graphs", lambda: recorder)
+    monkeypatch.setattr(Denoiser, "_gang_of", lambda *_: Alone())
+
+    engine.rollout(request_, replace(ALONE, width=width))
+
+    assert recorder.recorded == expected
+    np.testing.assert_array_equal(engine.store.clean(request_), plain)
 
 
 def test_a_request_too_large_for_the_device_is_named_with_what_would_make_it_fit(run: RunDir) -> None:

@@ -148,7 +148,8 @@ def qwen_image(train: Any = (), run: Any = (), **changes: Any) -> tuple[Survey, 
 def test_training_the_published_model_needs_what_was_reckoned_for_it(
     side_px: int, checkpointed: bool, expected_gb: tuple[float, float]
 ) -> None:
-    survey, settings = qwen_image(height_px=side_px, width_px=side_px, gradient_checkpointing=checkpointed)
+    size = {"height_px": side_px, "width_px": side_px}
+    survey, settings = qwen_image(**size, gradient_checkpointing=checkpointed, cuda_graphs=False)
 
     *_, training = memory.estimate(survey, settings, QwenImage.lora_targets)
 
@@ -175,6 +176,20 @@ def test_a_validation_is_a_batch_too() -> None:
 
     assert many.total_bytes > few.total_bytes
     assert "run.validation_seeds" in many.way_out
+
+
+def test_graphs_of_denoising_are_there_while_training() -> None:
+    with_graphs, without = (
+        memory.estimate(*qwen_image(height_px=1280, width_px=1280, cuda_graphs=on), QwenImage.lora_targets)
+        for on in (True, False)
+    )
+
+    _, denoising, decoding, training = with_graphs
+    for phase, same in ((decoding, without[2]), (training, without[3])):
+        assert phase.total_bytes - same.total_bytes == pytest.approx(denoising.parts["activations"])
+    assert denoising == without[1]
+    with pytest.raises(SpotlightError, match=r"set model\.cuda_graphs = false"):
+        memory.require([training], 50e9, "a GPU")
 
 
 def test_the_ranks_of_a_gang_share_what_training_keeps() -> None:

@@ -134,6 +134,13 @@ class ModelSection(Section):
     deterministic: bool = True
     """A GPU computes the same bits each time, so no kill changes any, if all GPUs of the run are of one kind. False: it
     may take faster kernels whose sums have no fixed order. On a processor the bits are always the same."""
+    cuda_graphs: bool = True
+    """A GPU denoises with passes that are captured once for their shapes, and repeated as a whole, which saves the time
+    that their kernels take to be launched: with few samples it is most of a pass. The same bits; it keeps the memory of
+    a pass. Not in gangs."""
+    pack_texts: bool = False
+    """Qwen-Image in half precision on a GPU attends without a mask: its texts are packed, and flash attention has a
+    fixed order of sums that costs little, where with a mask it can double a training pass. NOT VERIFIED ON A GPU."""
 
     @model_validator(mode="before")
     @classmethod
@@ -150,6 +157,15 @@ class ModelSection(Section):
             raise ValueError(
                 f'model.name = "{self.name}" needs model.height_px and model.width_px, the size of its images, such as '
                 "512 each: the defaults are the embedded model's"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _flash_attention_is_for_qwen_image_in_half_precision(self) -> Self:
+        if self.pack_texts and (self.name != "qwen-image" or self.dtype == "float32"):
+            raise ValueError(
+                f'model.pack_texts = true is for model.name = "qwen-image" in bfloat16 or float16, and here is '
+                f'"{self.name}" in {self.dtype}: leave it out'
             )
         return self
 
@@ -591,8 +607,9 @@ class PaceSection(Section):
     where a server elsewhere scores at once. Left out, it is what a vision-language model takes on a GPU
     (`plan.durations.SCORE_S`)."""
     layer_s: float = Field(0.0, ge=0, le=DAY_S)
-    """What a processor takes to launch the kernels of one layer, without which no pass is computed, however small. 0:
-    they are launched in no time, as CUDA graphs would have it. Measured on an H100's host: 0.0068 (docs/results.md)."""
+    """What a processor takes to launch the kernels of one layer, where passes are not CUDA graphs (training, gangs, or
+    all with ``model.cuda_graphs = false``). 0: no time. Measured on hosts of an H100: 0.0068 to 0.0126, in the middle
+    0.0094 (docs/results.md)."""
     speedup: float = Field(1.0, ge=SPEEDUP_MIN, le=SPEEDUP_MAX)
     """Emulated seconds in one real second."""
 

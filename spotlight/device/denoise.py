@@ -144,6 +144,8 @@ class Denoiser:
         with ExitStack() as stack:
             gang = stack.enter_context(self._gang_of(request, place)) if place.width > 1 else None
             first, x_BNC, writer = self._begin(request, place, gang, stack, resume=resume)
+            if self._resident.captures and not gang:
+                stack.enter_context(self._resident.model.capturing())
             step_s = self._pace.step_s(len(request.seeds), place.width)
             for step in range(first, request.steps):
                 reason = self._agree(request, place, gang)

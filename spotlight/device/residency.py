@@ -72,6 +72,11 @@ class Residency:
         return self._config.sp.backend
 
     @property
+    def captures(self) -> bool:
+        """Whether passes without gradients are repeated as CUDA graphs, outside of gangs."""
+        return self._config.model.cuda_graphs and self.model.device.type == "cuda"
+
+    @property
     def loaded(self) -> WeightsRef | None:
         """The version that is in the model."""
         return self._loaded[0] if self._loaded else None
@@ -126,8 +131,8 @@ class Residency:
             torch.cuda.empty_cache()
             raise SpotlightError(
                 f"{what} does not fit the memory of device {self.model.device}: {error}; make rollout.request_seeds, "
-                "exploration.request_seeds, run.validation_seeds or train.micro_batch smaller, allow wider gangs "
-                "(strategy.widths), or take a device with more memory"
+                "exploration.request_seeds, run.validation_seeds or train.micro_batch smaller, set model.cuda_graphs = "
+                "false, allow wider gangs (strategy.widths), or take a device with more memory"
             ) from error
         except RuntimeError as error:
             if "deterministic" not in str(error):

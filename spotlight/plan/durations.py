@@ -76,9 +76,9 @@ GPUS = {  # published: the makers' data sheets
 SCORE_S = (420 - 360) * 4 / 512
 """GPU-seconds to score an image with a vision-language model of 8e9 parameters. Published: moving the reward off four
 H800 shortened a step of 512 images from 420 to 360 s (verl-omni)."""
-LAYER_S = 0.0068
-"""What a processor takes to launch the kernels of a layer with a LoRA, one by one. Measured on an H100's host: 0.41 s
-for 60 layers in one call, 0.53 s in another (docs/results.md). On others it is assumed."""
+LAYER_S = 0.0094
+"""What a processor takes to launch the kernels of a layer with a LoRA, one by one. Measured on hosts of an H100, for 60
+layers: 0.41, 0.53, 0.59 and 0.75 s, of which it is the middle (docs/results.md). On others it is assumed."""
 BATCH_MANY = 64
 """Samples beside which launches are nothing."""
 BACKWARD_LORA, BACKWARD_FULL = 2, 3
@@ -214,6 +214,7 @@ class TaskDurations:
         self._size = (pace.height_px, pace.width_px) if paced else (model.height_px, model.width_px)
         self._guidance = pace.guidance if paced else config.rollout.guidance
         self._layer_s = pace.layer_s if paced else 0.0 if embedded else LAYER_S
+        self._captures = model.cuda_graphs
         self._lora = pace.lora if paced else train.lora_rank > 0
         self._gpus = {
             name: pace.gpu or ("cpu" if embedded else (pool.gpu or USUAL_GPU).partition("-")[0])
@@ -232,7 +233,7 @@ class TaskDurations:
         self._reserved_computes = config.reserved_computes
 
     def step_s(self, samples: int, width: int, pool: Pool = "reserved") -> float:
-        """Seconds of one denoising step of a batch on a gang of a pool."""
+        """Seconds of one denoising step of a batch on a gang of a pool. Alone, CUDA graphs are launched in no time."""
         asked = (samples, width, pool)
         if asked not in self._steps:
             emulated_s = seconds_per_step(
@@ -242,7 +243,7 @@ class TaskDurations:
                 gpu=self._gpus[pool],
                 batch=samples,
                 guidance=self._guidance,
-                layer_s=self._layer_s,
+                layer_s=0.0 if self._captures and width == 1 else self._layer_s,
             )
             self._steps[asked] = emulated_s / self._speedup
         return self._steps[asked]

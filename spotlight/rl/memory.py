@@ -29,6 +29,8 @@ SPARE = 0.08
 """Of a device's memory, for what is not counted here."""
 OPTIMIZER_BYTES = 16
 """Of a trained value: itself, its gradient and two moments in float32."""
+CAPTURED = "CUDA graphs"
+"""What is kept of denoising for passes to come."""
 OLD_COPIES = 2
 """Of an old policy: the trainer's, and the one that samples."""
 
@@ -64,6 +66,8 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
     explored = settings.exploration.request_seeds if settings.strategy.exploration != "off" else 0
     images = max(settings.rollout.request_seeds or SEEDS_MAX, explored, settings.run.validation_seeds)
     pixels = (min(model.height_px, 512) * min(model.width_px, 512)) if model.vae_tiling else _pixels(settings)
+    denoising = LIVE * row * images
+    captured = {CAPTURED: denoising} if model.cuda_graphs else {}
     encoders = sum(network.parameters for network in survey.encoders) * size
     kept = _saved(survey.transformer, checkpointed=model.gradient_checkpointing) * row * passes * train.micro_batch
     kept /= train.width  # each rank of a gang keeps those of its own tokens
@@ -76,7 +80,7 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
         ),
         Phase(
             name=f"denoising {images} samples of {size_px}",
-            parts={**weights, "what is trained": trained, "activations": LIVE * row * images},
+            parts={**weights, "what is trained": trained, "activations": denoising},
             way_out="make rollout.request_seeds, exploration.request_seeds and run.validation_seeds smaller",
         ),
         Phase(
@@ -84,13 +88,14 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
             parts={
                 **weights,
                 "what is trained": trained,
+                **captured,
                 "pixels": VAE_LIVE * _vae_channels(survey.vae) * pixels * vae_size,
             },
             way_out="set model.vae_tiling = true",
         ),
         Phase(
             name=f"training at {size_px} with{'' if model.gradient_checkpointing else 'out'} checkpointing",
-            parts={**weights, "what is trained": trained, "activations": kept},
+            parts={**weights, "what is trained": trained, **captured, "activations": kept},
             way_out="make train.micro_batch smaller, share its passes (train.width)"
             if model.gradient_checkpointing
             else "set model.gradient_checkpointing = true, or make train.micro_batch smaller",
@@ -107,10 +112,11 @@ def require(phases: Sequence[Phase], available_bytes: float, device: str) -> Non
     for phase in phases:
         if phase.total_bytes > available_bytes * (1 - SPARE):
             parts = ", ".join(f"{name} {count / 1e9:.1f}" for name, count in phase.parts.items())
+            graphs = "set model.cuda_graphs = false, " if CAPTURED in phase.parts else ""
             raise SpotlightError(
                 f"{phase.name} needs about {phase.total_bytes / 1e9:.0f} GB ({parts}), and {device} has "
-                f"{available_bytes / 1e9:.0f}: {phase.way_out}, choose a smaller model.dtype or size, or take a device "
-                "with more memory"
+                f"{available_bytes / 1e9:.0f}: {phase.way_out}, {graphs}choose a smaller model.dtype "
+                "or size, or take a device with more memory"
             )
 
 

@@ -60,9 +60,13 @@ def load(settings: ModelSection, node: Node | None = None, *, base: bool = True)
 
             return TinyShapes.load(settings.path, loading.device, loading.dtype, node)
         case "qwen-image":
+            from spotlight.rl.models.attention import pack_texts
             from spotlight.rl.models.qwen_image import QwenImage
 
-            return QwenImage.load(settings.path, loading, node)
+            model = QwenImage.load(settings.path, loading, node)
+            if settings.pack_texts and device.type == "cuda":
+                pack_texts(model.transformer, device)
+            return model
         case "sd3":
             from spotlight.rl.models.sd3 import StableDiffusion3
 

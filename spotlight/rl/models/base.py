@@ -25,6 +25,7 @@ from torch import Tensor
 
 from spotlight.records import record
 from spotlight.rl.models import lora
+from spotlight.rl.models.captured import CapturedPasses
 
 
 @record
@@ -65,6 +66,7 @@ class Model(ABC):
     _base: dict[str, Tensor]
     """Where full-weights training started, by parameter name; empty beside a LoRA."""
     _in_reference: bool = False
+    _capturing: bool = False
 
     def preload(self, texts: Sequence[str], cache: Path | None = None) -> None:  # noqa: B027  # nothing is the default
         """Encode all texts of a run at once, where encoding is costly; otherwise there is nothing to do.
@@ -166,6 +168,25 @@ class Model(ABC):
     def guide(self, positive_BNC: Tensor, negative_BNC: Tensor, guidance: float) -> Tensor:
         """True classifier-free guidance: ``neg + s (pos - neg)``."""
         return negative_BNC + guidance * (positive_BNC - negative_BNC)
+
+    def run(self, **arguments: Any) -> Tensor:
+        """What the transformer returns; the only door to it for `predict`."""
+        through = self._captured if self._capturing else self.transformer
+        output: Tensor = through(**arguments, return_dict=False)[0]
+        return output
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inside, which must be without gradients, a GPU repeats passes whose shapes it has seen (`captured`)."""
+        self._capturing = True
+        try:
+            yield
+        finally:
+            self._capturing = False
+
+    @cached_property
+    def _captured(self) -> CapturedPasses:
+        return CapturedPasses(self.transformer)
 
     # What training changes: the whole transformer, or a LoRA beside it.
 

@@ -53,7 +53,7 @@ class Flux(PipelineModel):
         assert text.pooled_BP is not None
         dtype, device = self.dtype, x_BNC.device
         places = self._pipeline._prepare_latent_image_ids(1, *self.grid(height_px, width_px), device, dtype)
-        (v_BNC,) = self.transformer(
+        v_BNC = self.run(
             hidden_states=x_BNC.to(dtype),
             encoder_hidden_states=text.embeds_BTD.to(dtype),
             pooled_projections=text.pooled_BP.to(dtype),
@@ -61,7 +61,6 @@ class Flux(PipelineModel):
             guidance=torch.full_like(sigma_B, guidance) if self.embeds_guidance else None,
             img_ids=places,
             txt_ids=torch.zeros(text.embeds_BTD.shape[1], 3, device=device, dtype=dtype),
-            return_dict=False,
         )
         return v_BNC.float()
 

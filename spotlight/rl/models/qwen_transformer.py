@@ -38,13 +38,12 @@ class QwenTransformer(Model):
         self, x_BNC: Tensor, sigma_B: Tensor, text: Conditioning, height_px: int, width_px: int, guidance: float
     ) -> Tensor:
         dtype = self.dtype
-        (v_BNC,) = self.transformer(
+        v_BNC = self.run(
             hidden_states=x_BNC.to(dtype),
             encoder_hidden_states=text.embeds_BTD.to(dtype),
             encoder_hidden_states_mask=text.mask_BT,
             timestep=self._timestep(sigma_B, dtype),
             img_shapes=[[(1, *self.grid(height_px, width_px))]] * x_BNC.shape[0],
-            return_dict=False,
         )
         return v_BNC.float()
 

@@ -77,12 +77,11 @@ class StableDiffusion3(PipelineModel):
     ) -> Tensor:
         assert text.pooled_BP is not None
         dtype = self.dtype
-        (v,) = self.transformer(
+        v = self.run(
             hidden_states=self._unpacked(x_BNC.to(dtype), height_px, width_px),
             encoder_hidden_states=text.embeds_BTD.to(dtype),
             pooled_projections=text.pooled_BP.to(dtype),
             timestep=1000 * sigma_B,
-            return_dict=False,
         )
         return self._packed(v.float())
 
