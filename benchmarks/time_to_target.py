@@ -12,7 +12,8 @@ The tables show the base recipe ("untuned") of a strategy as long as no fresh se
 has a line per run; runs that are there are not made again. ``python -m benchmarks.time_to_target`` makes what is
 missing (days of one core: see ``--estimate``), prints the tables in Markdown and the README's rows, writes a page with
 the last target's and draws the figure; ``--table`` makes no runs, ``--whole`` says what start-up and validations would
-add, ``--launches`` what launching kernels would, and ``--smoke`` takes a minute and keeps nothing.
+add, ``--as-measured`` how long iterations last at what
+an H100 took, and ``--smoke`` takes a minute and keeps nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate, product
 from math import isinf
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.target.cases import (
     JOBS,
@@ -55,7 +57,7 @@ from benchmarks.target.cases import (
 )
 from benchmarks.target.tables import best, curve, draw, headlines, is_at, page, reached, tables
 from spotlight import config
-from spotlight.plan.durations import LAYER_S
+from spotlight.plan.durations import GPUS, LAYER_S
 from spotlight.simulation import Learning, Simulation
 
 DATA = ROOT / "benchmarks" / "data" / "time_to_target.jsonl"
@@ -224,21 +226,48 @@ def whole(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Iterator[s
         yield f"| {strategy} | {minutes:.1f} | {outcome.hours * 60:.1f} | {usd:.2f} | {outcome.usd:.2f} |"
 
 
-def launches(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Iterator[str]:
-    """A line for each strategy: an iteration as the tables have it, and if launching kernels takes a processor's time.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Of Qwen-Image on an H100, over the cost model's: `benchmarks.engine`, docs/results.md."""
 
-    A request then has as many samples as end an iteration soonest. Learning is modelled.
+    denoising: float
+    """With two samples, in CUDA graphs."""
+    training: float
+    """A pass with its backward, and one of the old policy's."""
+    rows: int
+    """Of such a pass."""
+
+
+SPEEDS = {
+    "512": Speed(denoising=0.1525 / 0.129, training=2.44 / 2.91, rows=8),
+    "1280": Speed(denoising=1.12 / 1.036, training=4.48 / 7.07, rows=2),
+}
+
+
+def as_measured(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Iterator[str]:
+    """A line for each strategy: an iteration as the tables have it, and at the speed that was measured on an H100.
+
+    There each training pass also takes as long as launching its kernels, and a request has as many samples as end an
+    iteration soonest. Learning is modelled.
     """
-    yield "| job, cell | strategy | an iteration: s | with launches: s | samples a request | times as long |"
+    yield "| job, cell | strategy | an iteration: s | as measured: s | samples a request | times as long |"
     yield "|---" * 6 + "|"
     for job, regime, size, strategy in _asked(arguments):
-        case = first_case(job, regime, size, strategy)
+        case, speed = first_case(job, regime, size, strategy), SPEEDS[size]
         usual_s = _iteration_s(case, arguments, more)
-        costs = [f"pace.layer_s={LAYER_S}", *more]
-        found = {seeds: _iteration_s(case, arguments, [*costs, f"rollout.request_seeds={seeds}"]) for seeds in REQUESTS}
-        seeds = min(found, key=lambda each: found[each])
+        gpu = config.load(SETTINGS, case.overrides()).pace.gpu
+        usual = GPUS[gpu]
+        measured = replace(
+            usual, flops_per_s=speed.denoising * usual.flops_per_s, train_speed=speed.training / speed.denoising
+        )
+        costs = [f"pace.layer_s={LAYER_S}", f"train.micro_batch={speed.rows}", *more]
+        with patch.dict(GPUS, {gpu: measured}):
+            took_s = {
+                each: _iteration_s(case, arguments, [*costs, f"rollout.request_seeds={each}"]) for each in REQUESTS
+            }
+        seeds = min(took_s, key=lambda each: took_s[each])
         cell = f"{job}, {regime}, {size} px"
-        yield f"| {cell} | {strategy} | {usual_s:.1f} | {found[seeds]:.1f} | {seeds} | {found[seeds] / usual_s:.2f} |"
+        yield f"| {cell} | {strategy} | {usual_s:.1f} | {took_s[seeds]:.1f} | {seeds} | {took_s[seeds] / usual_s:.2f} |"
 
 
 def _iteration_s(case: Case, arguments: argparse.Namespace, more: Sequence[str]) -> float:
@@ -268,7 +297,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--estimate", action="store_true", help="say what the runs would take, and make none")
     parser.add_argument("--whole", action="store_true", help="say what start-up and validations add; run nothing else")
     parser.add_argument(
-        "--launches", action="store_true", help="say what launching kernels would add; run nothing else"
+        "--as-measured", action="store_true", help="say how long iterations last on an H100; run nothing else"
     )
     parser.add_argument("--smoke", action="store_true", help="four runs of two iterations, and nothing is kept")
     return parser.parse_args(given)
@@ -286,8 +315,8 @@ def main() -> None:
         for line in whole(arguments):
             print(line, flush=True)
         return
-    if arguments.launches:
-        for line in launches(arguments):
+    if arguments.as_measured:
+        for line in as_measured(arguments):
             print(line, flush=True)
         return
     if not arguments.table:

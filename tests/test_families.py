@@ -362,7 +362,6 @@ def test_a_gpu_draws_what_the_cpu_draws(made: Checkpoints, name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_estimate_of_a_gpus_memory_refuses_what_it_cannot_hold(made: Checkpoints, name: str) -> None:
-    """NOT VERIFIED ON A GPU since its size was mended."""
     settings = config.resolve(
         {
             "data": {"train_prompts": "a", "validation_prompts": "b"},

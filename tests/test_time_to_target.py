@@ -17,6 +17,7 @@ from benchmarks.target.cases import OURS, SEEDS, SOONEST, SPACE, STRATEGIES, TRI
 from benchmarks.target.prices import at_prices
 from runs import ROOT
 from spotlight import config
+from spotlight.plan.durations import GPUS
 
 CELL = {"job": "digits", "regime": "2 levels", "size": "512"}
 
@@ -251,16 +252,24 @@ def test_many_gpus_are_compared_where_four_chosen_samples_were_run_on_them() -> 
     assert "without exploration: 3.0 [3.0, 3.0]; than the soonest without: 2.0 [2.0, 2.0] |" in said
 
 
-def test_launches_lengthen_iterations_of_small_requests() -> None:
-    arguments = asked(strategies=["no exploration, gradients on spot (1 + 47)"], iterations=2)
+def test_an_iteration_is_also_told_at_the_speed_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten times slower at training, say; the cost model is as before afterwards."""
+    name, usual = "no exploration, gradients on spot (1 + 47)", dict(GPUS)
+    arguments, brief = (
+        asked(strategies=[name], iterations=2),
+        [each for each in time_to_target.SMOKE if "request" not in each],
+    )
+    slow = replace(time_to_target.SPEEDS["512"], denoising=1.0, training=0.1)
+    monkeypatch.setitem(time_to_target.SPEEDS, "512", slow)
 
-    *_, line = time_to_target.launches(arguments, [each for each in time_to_target.SMOKE if "request" not in each])
+    *_, line = time_to_target.as_measured(arguments, brief)
 
-    _, name, usual_s, launched_s, seeds, times = line.strip("| ").split(" | ")
-    assert name == "no exploration, gradients on spot (1 + 47)"
-    assert float(launched_s) > 1.1 * float(usual_s) > 0
+    _, found, usual_s, measured_s, seeds, times = line.strip("| ").split(" | ")
+    assert found == name
+    assert float(measured_s) > 1.5 * float(usual_s) > 0
     assert int(seeds) in time_to_target.REQUESTS
-    assert float(times) == pytest.approx(float(launched_s) / float(usual_s), rel=0.02)
+    assert float(times) == pytest.approx(float(measured_s) / float(usual_s), rel=0.02)
+    assert usual == GPUS
 
 
 def test_what_is_told_of_the_raw_data_is_what_it_says() -> None:

@@ -134,5 +134,4 @@ def member(rank: int, meeting: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(find_spec("xfuser") is None, reason="needs xfuser")
 def test_a_gang_of_xfuser_predicts_what_one_gpu_does_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """NOT VERIFIED ON A GPU since xfuser is told its configuration; two members on a CPU agree to 2.4e-7."""
     spawn(member, (tmp_path / "meeting",), nprocs=2)

@@ -582,8 +582,8 @@ class SpSection(Section):
     """How the members of a gang share a forward pass (sequence parallelism)."""
 
     backend: Literal["native", "xfuser"] = "native"
-    """"native": diffusers' own split, whose exchanges end with the gang. "xfuser": of Qwen-Image on GPUs only, where
-    it is not verified; the extra "xfuser" installs it. A lost peer is then noticed after ``cluster.hang_after_s``."""
+    """"native": diffusers' own split, whose exchanges end with the gang. "xfuser": of Qwen-Image on GPUs only, verified
+    with two members on one; the extra "xfuser" installs it. A lost peer is noticed after ``cluster.hang_after_s``."""
 
 
 class PaceSection(Section):

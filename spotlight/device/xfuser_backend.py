@@ -1,7 +1,7 @@
 """One request on several GPUs by xfuser's sequence parallelism, for whoever sets ``sp.backend = "xfuser"``.
 
-NOT VERIFIED ON A GPU since it failed there. xfuser 0.7 cannot even be imported where there is none (importing this file
-does not import it), unless it is deceived: so deceived, a gang of two on a CPU agrees with one device to 2.4e-7.
+Two members on one H100 predict what one GPU does; several GPUs are not verified. xfuser 0.7 cannot even be imported
+where there is none (importing this file does not import it).
 
 - xfuser keeps its groups in globals, and makes them of torch's default process group: each gang has a world of its own,
   and leaves none of it behind.
