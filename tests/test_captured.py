@@ -15,10 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.engine import passes
 from gangs import tiny_model
 from pipelines import qwen_image_of_layers
+from recorders import Repeats
+from spotlight.config import TrainSection
 from spotlight.records import SpotlightError
 from spotlight.rl.models import Loading, Model, captured
 from spotlight.rl.models.captured import KEPT, CapturedPasses
 from spotlight.rl.models.qwen_image import QwenImage
+from spotlight.rl.trainer import Trainer
 from test_families import FAMILIES, LONG, SHORT, Checkpoints
 
 MODELS = ("tiny-text", *FAMILIES, "two of 60 layers")
@@ -29,15 +32,6 @@ CASES += [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in MODELS] 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
-
-
-def repeated(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Stands for a graph where there is no GPU: work is done again, from the same tensors into the same one."""
-    output = work()
-    return lambda: _do(output.copy_(work())), output
-
-
-def _do(_: object) -> None: ...
 
 
 def load(name: str, made: Checkpoints, device: str) -> Model:
@@ -83,15 +77,9 @@ def test_captured_passes_give_the_bits_of_plain_ones(
     made: Checkpoints, monkeypatch: pytest.MonkeyPatch, name: str, device: str
 ) -> None:
     model = load(name, made, device)
-    recorded: list[Callable[[], None]] = []
-    recorder = captured.Graphs() if device == "cuda" else repeated
+    if device == "cpu":
+        monkeypatch.setattr(captured, "Graphs", Repeats)
 
-    def counted(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        replay, output = recorder(work)
-        recorded.append(replay)
-        return replay, output
-
-    monkeypatch.setattr(captured, "Graphs", lambda: counted)
     for seed in range(4):
         move(model, seed)
         plain, plain_alone = velocity(model, seed), velocity(model, seed, rows=1)
@@ -100,6 +88,7 @@ def test_captured_passes_give_the_bits_of_plain_ones(
             assert torch.equal(velocity(model, seed, rows=1), plain_alone)
 
     assert plain.abs().max() > 0
+    recorded = [known for known in model._captured._known.values() if known]
     assert len(recorded) == 2  # one for each number of rows
 
 
@@ -182,16 +171,31 @@ def test_the_memory_that_a_graph_does_not_get_is_spoken_of_as_everywhere() -> No
 
 
 def test_the_graphs_of_the_shapes_used_last_are_kept() -> None:
-    recorded: list[int] = []
-
-    def recorder(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        replay, output = repeated(work)
-        recorded.append(len(output))
-        return replay, output
-
-    run = CapturedPasses(lambda **arguments: (2 * arguments["x"],), recorder)
+    repeats = Repeats()
+    run = CapturedPasses(lambda **arguments: (2 * arguments["x"],), repeats)
 
     for rows in (1, 1, 2, 2, 1, *range(3, KEPT + 2), 1, 2, 2):
         assert torch.equal(run(x=torch.full((rows,), 3.0))[0], torch.full((rows,), 6.0))
 
-    assert recorded == [1, 2, 2]
+    assert [len(output) for output in repeats.recorded] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_weights_stay_where_a_graph_reads_them(rank: int) -> None:
+    """Whatever is loaded, compared with or learned in between."""
+    model = tiny_model()
+    model.make_trainable(rank=rank, alpha=0, seed=0)
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    state = {name: value + 1 for name, value in model.trainable().items()}
+    trainer = Trainer(model, TrainSection(lora_rank=rank, old_decay=0.5, ema_decay=0.5), seed=0)
+
+    model.load_trainable(state)
+    with model.reference():
+        pass
+    with model.standing_in([parameter.detach().clone() for parameter in model.parameters()]):
+        model.load_trainable(state)
+    gradient = {f"{at}": torch.ones_like(parameter) for at, parameter in enumerate(model.parameters())}
+    assert trainer.step(1, [gradient], iteration=0, update=0) > 0
+    trainer.load_state(trainer.state(), trainer.old())
+
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places

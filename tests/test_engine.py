@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from graphs.iteration import rollout_requests, unexplored
 from graphs.tasks import sampling, training
 from graphs.tasks.context import RunContext, prepare
 from graphs.tasks.training import TrainingSet
+from recorders import Repeats
 from runs import settings_file
 from spotlight import config
 from spotlight.config import RewardSection
@@ -431,18 +432,6 @@ def test_widths_that_the_model_cannot_be_split_into_are_refused_with_those_that_
         prepare(str(run.path))
 
 
-class Recorder:
-    """Stands for CUDA graphs where there is no GPU: work is done again, into the same tensor."""
-
-    def __init__(self) -> None:
-        self.recorded = 0
-
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        self.recorded += 1
-        output = work()
-        return lambda: output.copy_(work()), output
-
-
 class Alone:
     """A gang of one that is told it is two."""
 
@@ -462,18 +451,18 @@ class Alone:
 def test_passes_are_captured_on_a_gpu_outside_of_gangs(
     run: RunDir, request_: Request, monkeypatch: pytest.MonkeyPatch, on: bool, width: int, expected: int
 ) -> None:
-    engine, recorder = Engine(run.path), Recorder()
+    engine, repeats = Engine(run.path), Repeats()
     engine.rollout(request_)
     plain = engine.store.clean(request_)
     shutil.rmtree(run.path / "latents")
     assert not engine.resident.captures  # on a processor
     monkeypatch.setattr(Residency, "captures", on)
-    monkeypatch.setattr(captured, "Graphs", lambda: recorder)
+    monkeypatch.setattr(captured, "Graphs", lambda: repeats)
     monkeypatch.setattr(Denoiser, "_gang_of", lambda *_: Alone())
 
     engine.rollout(request_, replace(ALONE, width=width))
 
-    assert recorder.recorded == expected
+    assert len(repeats.recorded) == expected
     np.testing.assert_array_equal(engine.store.clean(request_), plain)
 
 

@@ -18,7 +18,7 @@ from spotlight.records import SpotlightError, record
 KEPT = 8
 """Graphs of a transformer: requests have few sizes, and each graph keeps its inputs and its output."""
 
-Replay = Callable[[], None]
+Replay = Callable[[], object]
 Recorder = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
 """Records some work, which it need not do: what does it again, and the tensor that then holds its result."""
 
