@@ -159,9 +159,14 @@ def test_what_cannot_be_captured_is_named_with_the_way_out(made: Checkpoints) ->
         run(x=torch.ones(1))
 
 
-def test_the_memory_that_a_graph_does_not_get_is_spoken_of_as_everywhere() -> None:
+@pytest.mark.parametrize("hidden", [False, True])
+def test_the_memory_that_a_graph_does_not_get_is_spoken_of_as_everywhere(hidden: bool) -> None:
     def fills_up(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+        try:
+            raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+        finally:
+            if hidden:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     run = CapturedPasses(lambda **arguments: (arguments["x"],), fills_up)
     run(x=torch.ones(1))

@@ -81,9 +81,10 @@ class CapturedPasses:
 
         try:
             replay, output = self._recorder(work)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            for each in (error, error.__context__):  # what ends the capture in vain may hide why
+                if isinstance(each, torch.OutOfMemoryError):
+                    raise each from None
             raise SpotlightError(
                 f"a pass of {type(self._transformer).__name__} cannot be captured as a CUDA graph "
                 f"({str(error).partition('.')[0]}): set model.cuda_graphs = false"
