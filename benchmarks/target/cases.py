@@ -127,6 +127,10 @@ STRATEGIES: dict[str, list[str]] = {
         *("strategy.exploration=off", "pools.spot.workers=12"),
         *(*NO_GPU, HALF),
     ],
+    "half trained, a quarter ahead, only updates on reserved (no GPU + 12)": [
+        *("strategy.exploration=off", "pools.spot.workers=12"),
+        *(*NO_GPU, HALF, AHEAD),
+    ],
     "four of a prompt, no exploration (4 + 8), only reserved GPUs train": ["strategy.exploration=off", FOUR],
     "four of a prompt, no exploration (1 + 47)": ["strategy.exploration=off", *ON_SPOT, *MORE_SPOT, FOUR],
     "six prompts, no exploration (4 + 8), only reserved GPUs train": ["strategy.exploration=off", SIX],
