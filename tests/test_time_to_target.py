@@ -218,13 +218,14 @@ def test_the_readmes_row_says_who_met_a_goal_and_what_exploration_gains() -> Non
 
 def test_chosen_samples_are_also_compared_with_the_soonest_that_explores_nothing() -> None:
     half = "half trained (4 + 8), only reserved GPUs train"
-    seconds = {"reserved + spot, no exploration": 3.0, half: 2.0, "Spotlight": 1.0, results.FOUR_EXPLORED: 1.0}
+    seconds = {"reserved + spot, no exploration": 3.0, half: 2.0, "Spotlight": 2.0, results.FOUR_EXPLORED: 1.0}
     runs = [row(name, 0, seed, second_s=second_s) for name, second_s in seconds.items() for seed in (0, 1)]
 
     (said,) = results.headlines(runs, asked(trials=1))
     page = results.page(runs, asked(trials=1))
 
-    assert "eight others: 3.0 [3.0, 3.0]; than the soonest without exploration: 2.0 [2.0, 2.0] |" in said
+    assert "eight others: 3.0 [3.0, 3.0]; eight chosen: 1.5 [1.5, 1.5]; four, than the soonest without" in said
+    assert "without exploration: 2.0 [2.0, 2.0] |" in said
     assert f"| {half} | 12 x 8 | 48 | – | 4, 4 | 2 | 1.5 [1.5, 1.5] | 1.5 [1.5, 1.5] | 2.0 [2.0, 2.0] |" in page
 
 

@@ -79,7 +79,7 @@ PAPERS_COLUMNS = (
     *("strategy", "prompts x samples", "trained on", "candidates a prompt", "iterations, by seed", "s an iteration"),
     *("times sooner", "times cheaper", "chosen samples, times sooner"),
 )
-RESERVED_ONLY, FOUR_EXPLORED = "reserved only (4)", "Spotlight, four of a prompt"
+RESERVED_ONLY, EIGHT_EXPLORED, FOUR_EXPLORED = "reserved only (4)", "Spotlight", "Spotlight, four of a prompt"
 FOUR_ON_MANY = "Spotlight, four of a prompt (1 + 47)"
 WITHOUT = {
     "reserved only (4), blocking exploration": RESERVED_ONLY,
@@ -381,9 +381,9 @@ def _headline(rows: Sequence[Row], job: str, regime: str, size: str, arguments: 
 
 
 def _gained_by_four(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
-    """What exploration gains where reserved GPUs alone train, in each cell where that was run: beside eight samples of
-    a prompt, and beside the soonest of all that explores nothing."""
-    beside_eight, beside_best, where = [], [], []
+    """What exploration gains where reserved GPUs alone train, in each cell where that was run: four chosen samples of a
+    prompt beside eight others, eight chosen ones beside them, and four beside the soonest that explores nothing."""
+    beside_eight, with_eight, beside_best, where = [], [], [], []
     for cell in _cells_of(arguments):
         found = {name: runs for name in ON_FOUR_RESERVED if (runs := _fresh(rows, *cell, name, arguments))}
         if FOUR_EXPLORED not in found:
@@ -391,7 +391,9 @@ def _gained_by_four(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
         times = {name: _until(runs, TARGETS[cell[0]][-1], "seconds") for name, runs in found.items()}
         mine = times.pop(FOUR_EXPLORED)
         unexplored = [seconds for name, seconds in times.items() if not name.startswith("Spotlight")]
-        beside_eight.append(_ratio(interval(times[WITHOUT[FOUR_EXPLORED]], mine)))
+        others = times[WITHOUT[FOUR_EXPLORED]]
+        beside_eight.append(_ratio(interval(others, mine)))
+        with_eight.append(_ratio(interval(others, times[EIGHT_EXPLORED])) if EIGHT_EXPLORED in times else "–")
         beside_best.append(_ratio(interval(min(unexplored, key=lambda s: statistics.median(s.values())), mine)))
         where.append(f"{cell[0]} {cell[-1]}")
     if not where:
@@ -400,7 +402,7 @@ def _gained_by_four(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
         "| the same, six levels, only 4 reserved GPUs train, 8 spot ones explore; base recipe "
         "| `python -m benchmarks.time_to_target` "
         f"| four chosen samples ({', '.join(where)} px), times sooner than eight others: {', '.join(beside_eight)}; "
-        f"than the soonest without exploration: {', '.join(beside_best)} |"
+        f"eight chosen: {', '.join(with_eight)}; four, than the soonest without exploration: {', '.join(beside_best)} |"
     )
 
 
