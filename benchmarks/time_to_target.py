@@ -6,7 +6,8 @@ Qwen-Image on H100s. Seconds and dollars are those of the iterations; start-up a
 A strategy's recipe is the best of so many trials on tuning seeds, which end at the target in the middle: as many for
 each, drawn at random from one space, and the same for all that explore, and for all that do not. Fresh seeds are then
 run with it, to the last target. What nobody explores for learns the same whoever rolls it out: such a run is made once,
-and for the other strategies only timed (a test says that the times are the same).
+and for the other strategies only timed (a test says that the times are the same). So is blocking exploration at another
+size.
 
 The tables show the base recipe ("untuned") of a strategy as long as no fresh seed was run with its best. The raw data
 has a line per run; runs that are there are not made again. ``python -m benchmarks.time_to_target`` makes what is
@@ -196,7 +197,7 @@ def make(arguments: argparse.Namespace) -> None:
 
 
 def smoke() -> None:
-    """A strategy that learns, one that is only timed, and ours; the timed one must take as long as if it learnt."""
+    """Strategies that learn, some that are only timed, and ours; the timed ones must take as long as if they learnt."""
     names = ("reserved only (4)", "reserved + spot, no exploration", OURS)
     cases = [Case(job="digits", regime="2 levels", size="512", strategy=name, trial=0, seed=0) for name in names]
     target = TARGETS["digits"][-1]
@@ -205,8 +206,14 @@ def smoke() -> None:
     learnt = measure(cases[1], target, 2, 1, (), SMOKE)
     assert timed["scores"] == learnt["scores"] == first["scores"], "strategies that explore nothing learn alike"
     assert timed["seconds"] == learnt["seconds"], "to learn takes no time of the virtual clock"
+    blocking = replace(cases[0], strategy=f"{names[0]}, blocking exploration")
+    large = replace(blocking, size="1280")
+    explored = measure(blocking, target, 2, 1, (), SMOKE)
+    timed_too, learnt_too = (measure(large, target, 2, 1, rows, SMOKE) for rows in ([explored], ()))
+    assert timed_too["scores"] == learnt_too["scores"] == explored["scores"], "no clock decides what is tried first"
+    assert timed_too["seconds"] == learnt_too["seconds"], "nor what it costs"
     ours = measure(cases[2], target, 2, 1, (), SMOKE)
-    for row in (first, timed, ours):
+    for row in (first, timed, explored, timed_too, ours):
         print(row)
 
 

@@ -121,7 +121,9 @@ def test_only_runs_that_explore_nothing_and_train_alike_are_shared() -> None:
     assert not replace(twelve, trial=7).learns_as(learnt)
     assert not Case(**CELL, strategy="half trained, reserved only (4)", trial=0, seed=1).learns_as(learnt)
     blocking = Case(**CELL, strategy="reserved only (4), blocking exploration", trial=0, seed=1)
-    assert not replace(blocking, size="1280").learns_as(row(blocking.strategy, 0, 1))  # how much it explores differs
+    assert replace(blocking, size="1280").learns_as(row(blocking.strategy, 0, 1))  # no clock decides what it explores
+    assert not blocking.learns_as(learnt)
+    assert not replace(ours, size="1280").learns_as(row(OURS, 0, 1))  # how much it explores differs
     assert not twelve.learns_as({**learnt, "settings": "what four had once"})
 
 

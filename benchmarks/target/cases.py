@@ -186,9 +186,10 @@ class Case:
         return [*learnt, *SIZES[self.size], *STRATEGIES[self.strategy]]
 
     def learns_as(self, row: Row) -> bool:
-        """Whether a run that explores nothing has learnt the same.
+        """Whether a run has learnt the same: one that explores nothing; or at another size, where exploration blocks.
 
-        How work is cut changes the order of sums, so bits, and no score so far (docs/results.md).
+        Of blocking exploration no clock decides anything. How work is cut changes the order of sums, so bits, and no
+        score so far (docs/results.md).
         """
         if any(row[name] != getattr(self, name) for name in ("job", "regime", "trial", "seed")):
             return False
@@ -197,8 +198,9 @@ class Case:
             return False
         first, second = (config.load(SETTINGS, [*case.overrides(), "train.parts=1"]) for case in (self, other))
         unexplored = first.strategy.exploration == second.strategy.exploration == "off"
+        blocking = first.strategy.exploration == "blocking" and self.strategy == row["strategy"]
         as_old = first.rollout.prompts_ahead == second.rollout.prompts_ahead
-        return unexplored and as_old and Cut.of(first) == Cut.of(second)
+        return (unexplored or blocking) and as_old and Cut.of(first) == Cut.of(second)
 
     @property
     def digest(self) -> str:
