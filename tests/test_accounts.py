@@ -93,6 +93,17 @@ def test_the_ledger_of_an_iteration_holds_until_the_next(tmp_path: Path) -> None
     assert kept.usd_by_pool(START_S + 20) == pytest.approx({"spot": 20 * 2.0 / H})
 
 
+def test_a_pause_that_ends_after_its_iteration_or_is_told_of_late_counts_in_the_next(tmp_path: Path) -> None:
+    kept, found = books(open_run(tmp_path)), []
+    for start_s, stop_s, paused_at_s in ((0, 10, 4), (12, 20, 11), (20, 30, 15), (30, 40, 40)):
+        pause = {"event": "paused", "at_s": START_S + paused_at_s, "lost_s": 2.0}
+        kept.take(Drained.of({"spans": [], "workers": [], "events": [pause], "decisions": []}))
+        times = [kept.measure(START_S + start_s, START_S + stop_s) for _ in range(2)]
+        found.append([each.get("paused_s", 0.0) for each in times])
+
+    assert found == [[2.0, 2.0]] * 4
+
+
 def test_history_says_what_the_dollars_bought(tmp_path: Path) -> None:
     run = open_run(tmp_path)
     run.append(WORKERS, life("reserved-0", 0, 2 * H, "end"))

@@ -694,14 +694,16 @@ def test_requests_are_sized_for_the_workers_that_roll_out_unless_the_settings_si
     assert [request_size(settings) for settings in (both, reserved, set_by_hand)] == [3, 8, 5]
 
 
-def test_requests_of_a_large_model_have_enough_samples_to_fill_a_gpu() -> None:
-    """32 prompts of 16 samples, 12 workers: requests of 4 would end soonest, if a step took as long as its samples."""
+def test_requests_of_a_large_model_without_cuda_graphs_have_enough_samples_to_fill_a_gpu() -> None:
+    """32 prompts of 16 samples, 12 workers: requests of 4 end soonest, if a step takes as long as its samples."""
     large = ["rollout.request_seeds=0", "pools.reserved.workers=4", "pools.spot.workers=8"]
     file = ROOT / "examples" / "qwen-image-ocr.toml"
-    settings, unknown = (config.load(file, [*large, f"model.name={name}"]) for name in ("qwen-image", "flux"))
+    launched = "model.cuda_graphs=false"
+    settings, unknown = (config.load(file, [*large, launched, f"model.name={name}"]) for name in ("qwen-image", "flux"))
+    captured = config.load(file, large)
     paced = config.load(ROOT / "examples" / "paper-512.toml", ["rollout.request_seeds=0"])
 
-    assert [request_size(each) for each in (settings, unknown, paced)] == [8, 4, 4]
+    assert [request_size(each) for each in (settings, unknown, paced, captured)] == [8, 4, 4, 4]
 
 
 # A real cluster

@@ -68,6 +68,8 @@ class Accounts:
         self._recoveries: list[tuple[float, float]] = []
         self._pauses: list[tuple[float, float]] = []
         """When the run went on after a pause, and how long that was."""
+        self._told_with: dict[int, float] = {}
+        """Of each pause, the end of the stretch of time that was measured with it."""
         self._add_spans(read_spans(run))
         last_s = self._latest_s[-1] if self._spans else 0.0
         lives = read_lives(run)
@@ -131,7 +133,7 @@ class Accounts:
         taken = [life for life in workers if life.was_taken and start_s <= (life.left_s or 0) <= stop_s]
         preempted = [life for life in taken if life.pool == "spot"]
         recoveries_s = [r for at_s, r in self._recoveries if start_s <= at_s <= stop_s]
-        lost_s = sum(lost_s for at_s, lost_s in self._pauses if start_s <= at_s <= stop_s)
+        lost_s = self._paused_s(stop_s)
         firsts = [self._spans[index] for _, index in sorted(self._first_spot.values(), key=itemgetter(1))]
         return {
             "wall_s": stop_s - start_s,
@@ -145,6 +147,13 @@ class Accounts:
             **({"recovery_s": median(recoveries_s)} if recoveries_s else {}),
             **({"paused_s": lost_s} if lost_s else {}),
         }
+
+    def _paused_s(self, stop_s: float) -> float:
+        """Lost until then, and not before the last stretch: a pause may end after its iteration, or be told of late."""
+        for at, (at_s, _) in enumerate(self._pauses):
+            if at_s <= stop_s:
+                self._told_with.setdefault(at, stop_s)
+        return sum(lost_s for at, (_, lost_s) in enumerate(self._pauses) if self._told_with.get(at) == stop_s)
 
     def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
         """How reserved and spot workers shared an iteration."""
