@@ -37,8 +37,9 @@ def pack_texts(transformer: Any, device: torch.device) -> None:
     """
     if find_spec("torch.nn.attention.varlen") is None or torch.cuda.get_device_capability(device) < CAPABLE:
         raise SpotlightError(
-            f"model.pack_texts = true needs torch 2.10 or newer and a GPU of capability {CAPABLE[0]}.{CAPABLE[1]} or "
-            f"higher, and here are torch {torch.__version__} and {torch.cuda.get_device_name(device)}: set it to false"
+            "model.pack_texts = true needs torch.nn.attention.varlen (torch 2.13 has it) and a GPU of capability "
+            f"{CAPABLE[0]}.{CAPABLE[1]} or higher, and here are torch {torch.__version__} and "
+            f"{torch.cuda.get_device_name(device)}: set it to false"
         )
     _diffusers.dispatch_attention_fn = _dispatch
     for block in transformer.transformer_blocks:
