@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.engine import passes
-from gangs import tiny_model
+from gangs import gradients, tiny_model
 from pipelines import qwen_image_of_layers
 from recorders import Repeats
 from spotlight.config import TrainSection
@@ -92,6 +92,13 @@ def test_captured_passes_give_the_bits_of_plain_ones(
     assert plain.abs().max() > 0
     recorded = [known for known in model._captured._known.values() if known]
     assert len(recorded) == 2  # one for each number of rows
+
+
+def test_a_pass_that_is_to_be_learned_from_is_not_captured() -> None:
+    model = tiny_model(lora=True)
+
+    with pytest.raises(AssertionError, match="no gradients"), model.capturing():
+        gradients(model)
 
 
 class Captured(TorchDispatchMode):

@@ -171,6 +171,7 @@ class Model(ABC):
 
     def run(self, **arguments: Any) -> Tensor:
         """What the transformer returns; the only door to it for `predict`."""
+        assert not (self._capturing and torch.is_grad_enabled()), "a captured pass has no gradients"
         through = self._captured if self._capturing else self.transformer
         output: Tensor = through(**arguments, return_dict=False)[0]
         return output
