@@ -244,7 +244,7 @@ def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) 
 
     parts = [kept, Gradient(name="without a row")]
     assert updates.find_sum(bucket, 0, parts, 1) is None
-    summed = updates.put_sum(bucket, 0, parts, 1, {"1": 2 * updates.load_slice(bucket, 0, kept, 1)["1"]})
+    summed = updates.put_sum(bucket, 0, parts, 1, {"1": 2 * next(updates.load_slices(bucket, 0, [kept], 1))["1"]})
     assert updates.find_sum(bucket, 0, parts, 1) == summed
     assert updates.find_sum(bucket, 0, parts, 0) is None
     assert summed.rows == 2
@@ -259,10 +259,10 @@ def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) 
 
     bytes_kept = BucketObjects(bucket).get(f"updates/00000/{kept.name}.safetensors") or b""
     BucketObjects(bucket).put(f"updates/00000/{kept.name}.safetensors", bytes_kept[:-1] + b"x")
-    assert updates.load_slice(bucket, 0, kept, 0)["0"].tolist() == [1, 1, 1]
+    assert next(updates.load_slices(bucket, 0, [kept], 0))["0"].tolist() == [1, 1, 1]
     damaged = f"memory://.*/{kept.name}.safetensors: expected sha256 {kept.slices[1].sha256}"
     with pytest.raises(SpotlightError, match=damaged):
-        updates.load_slice(bucket, 0, kept, 1)
+        next(updates.load_slices(bucket, 0, [kept], 1))
     assert BucketObjects(bucket).sizes("updates") == {}
     with pytest.raises(SpotlightError, match="no such file"):
         updates.load(bucket, 0, kept)
@@ -271,7 +271,7 @@ def test_gradients_are_at_the_url_until_their_version_is_published(bucket: str) 
     BucketObjects(bucket).put(f"updates/00000/{kept.name}.safetensors", bytes_kept[: kept.slices[1].start])
     assert updates.find(bucket, part) is None  # without its end
     with pytest.raises(SpotlightError, match="found no such file"):
-        updates.load_slice(bucket, 0, kept, 1)
+        next(updates.load_slices(bucket, 0, [kept], 1))
 
 
 def test_the_same_command_makes_a_run_at_a_url_and_then_finds_it(

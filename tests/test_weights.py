@@ -145,9 +145,11 @@ def test_publishing_what_was_never_staged_says_so(tmp_path: Path) -> None:
         weights.publish(tmp_path, 2)
 
 
-@pytest.mark.parametrize("harm", [truncate, alter, Path.unlink])
+@pytest.mark.parametrize("harm", [truncate, Path.unlink])
 @pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "manifest.json"])
-def test_a_damaged_staging_is_not_published(tmp_path: Path, name: str, harm: Callable[[Path], object]) -> None:
+def test_a_staging_that_is_not_whole_is_not_published(
+    tmp_path: Path, name: str, harm: Callable[[Path], object]
+) -> None:
     weights.stage(tmp_path, 1, tensors(1), {"step": torch.ones(3)}, {})
     harm(tmp_path / "weights" / ".staged-v00001" / name)
     if name == "manifest.json" and harm is truncate:
@@ -157,6 +159,20 @@ def test_a_damaged_staging_is_not_published(tmp_path: Path, name: str, harm: Cal
         weights.publish(tmp_path, 1)
 
     assert weights.published(tmp_path, 1) is None
+
+
+@pytest.mark.parametrize("part", ["trainable", "optimizer"])
+def test_bytes_that_a_disk_changed_before_publishing_are_refused_by_who_reads_them(
+    tmp_path: Path, part: weights.Part
+) -> None:
+    name = {"trainable": "weights", "optimizer": "optimizer"}[part]
+    weights.stage(tmp_path, 1, tensors(1), {"step": torch.ones(3)}, {})
+    alter(tmp_path / "weights" / ".staged-v00001" / f"{name}.safetensors")
+
+    ref = weights.publish(tmp_path, 1).weights
+
+    with pytest.raises(SpotlightError, match=rf"{name}\.safetensors: expected sha256 .*; delete .* and `spotlight res"):
+        weights.load(tmp_path, ref, part)
 
 
 @pytest.mark.parametrize(

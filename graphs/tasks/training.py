@@ -208,9 +208,10 @@ def add_gradients(run_dir: str, weights: WeightsRef, iteration: int, parts: Sequ
         return Gradient(name="")
     if found := updates.find_sum(run_dir, iteration, parts, at):
         return found
-    arrays = (updates.load_slice(run_dir, iteration, part, at) for part in parts)
     try:
-        return updates.put_sum(run_dir, iteration, parts, at, tree_sum(arrays))
+        return updates.put_sum(
+            run_dir, iteration, parts, at, tree_sum(updates.load_slices(run_dir, iteration, parts, at))
+        )
     except SpotlightError:
         if is_over():  # by now, and what it was made of is removed
             return Gradient(name="")

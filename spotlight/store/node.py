@@ -380,10 +380,12 @@ def is_held(root: Path, descriptor: int) -> bool:
 
 
 def _receive(partial: Path, sha256: str, size_bytes: int, source: Source) -> None:
-    digest = new_sha256()
-    with partial.open("wb") as file:
+    digest, hashed = new_sha256(), None
+    with partial.open("wb") as file, ThreadPoolExecutor(1) as hashing:
         for block in _blocks(sha256, size_bytes, source):
-            digest.update(block)
+            if hashed:
+                hashed.result()  # no more than two blocks are held
+            hashed = hashing.submit(digest.update, block)
             file.write(block)
     if digest.hexdigest() != sha256:
         raise OSError(f"expected sha256 {sha256}, came {digest.hexdigest()}")

@@ -12,7 +12,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -63,10 +63,11 @@ class Objects(Protocol):
         """None if it is not there."""
         ...
 
-    def put(self, key: str, content: bytes, *, durable: bool = True) -> None:
+    def put(self, key: str, content: bytes | Sequence[memoryview], *, durable: bool = True) -> None:
         """Replace it at once.
 
         Args:
+            content: in one piece or in several.
             durable: whether it is when this returns; it need not be if it can be made again.
         """
         ...
@@ -121,9 +122,9 @@ class DirectoryObjects:
         """
         return content_of(self.path / key)
 
-    def put(self, key: str, content: bytes, *, durable: bool = True) -> None:
+    def put(self, key: str, content: bytes | Sequence[memoryview], *, durable: bool = True) -> None:
         with atomic_write(self._place(key), durable=durable) as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
 
     def create(self, key: str, content: bytes) -> bool:
         path = self._place(key)
@@ -183,11 +184,12 @@ class BucketObjects:
             return asked_again(lambda: bytes(obstore.get(self._store, key).bytes()))
         return None
 
-    def put(self, key: str, content: bytes, *, durable: bool = True) -> None:
+    def put(self, key: str, content: bytes | Sequence[memoryview], *, durable: bool = True) -> None:
         import obstore
 
+        whole = content if isinstance(content, bytes) else b"".join(content)
         with told(self.where(key), "written"):
-            asked_again(lambda: obstore.put(self._store, key, content))
+            asked_again(lambda: obstore.put(self._store, key, whole))
 
     def create(self, key: str, content: bytes) -> bool:
         import obstore

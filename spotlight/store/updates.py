@@ -18,8 +18,10 @@ with. Nothing is flushed to the disk: who loses it computes it again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from hashlib import sha256
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING
 from spotlight.records import Gradient, GradientPart, Slice, SpotlightError
 from spotlight.store.decoding import from_json
 from spotlight.store.objects import objects_at
+from spotlight.store.tensor_files import THREADS, Content, ahead
 from spotlight.store.weights import RunAt
 
 if TYPE_CHECKING:
@@ -67,29 +70,27 @@ def put(
         gradient: what was measured; its name and slices are filled in.
         slices: which tensors each of them has, as far as they are there; None: one has all.
     """
-    from safetensors.torch import save
-
-    contents: list[bytes] = []
+    contents: list[Content] = []
     if tensors:
         names = [sorted(tensors)] if slices is None else slices
-        kept = {each: tensor.detach().cpu().contiguous() for each, tensor in tensors.items()}
-        there = [{each: kept[each] for each in some if each in kept} for some in names]
-        assert sum(map(len, there)) == len(kept), "each tensor is in one slice"
-        contents = [save(some) for some in there]
+        there = [{each: tensors[each] for each in some if each in tensors} for some in names]
+        assert sum(map(len, there)) == len(tensors), "each tensor is in one slice"
+        contents = [Content(some) for some in there]
     return _put(run, part.iteration, replace(gradient, name=part.name), contents)
 
 
-def _put(run: RunAt, iteration: int, gradient: Gradient, contents: Sequence[bytes]) -> Gradient:
+def _put(run: RunAt, iteration: int, gradient: Gradient, contents: Sequence[Content]) -> Gradient:
     """Write a gradient whose slices these are."""
-    ends = accumulate(map(len, contents))
-    slices = tuple(
-        Slice(start=end - len(content), size=len(content), sha256=sha256(content).hexdigest())
-        for end, content in zip(ends, contents, strict=True)
-    )
+    slices: list[Slice] = []
     if contents:
-        key = f"{_folder(iteration)}/{gradient.name}.safetensors"
-        objects_at(run).put(key, contents[0] if len(contents) == 1 else b"".join(contents), durable=False)
-    return _announced(run, iteration, replace(gradient, slices=slices))
+        with ThreadPoolExecutor(THREADS) as pool:
+            digests = pool.map(Content.sha256, contents)
+            pieces = [piece for content in contents for piece in content.pieces]
+            objects_at(run).put(f"{_folder(iteration)}/{gradient.name}.safetensors", pieces, durable=False)
+            ends = accumulate(map(len, contents))
+            for end, content, digest in zip(ends, contents, digests, strict=True):
+                slices.append(Slice(start=end - len(content), size=len(content), sha256=digest))
+    return _announced(run, iteration, replace(gradient, slices=tuple(slices)))
 
 
 def _announced(run: RunAt, iteration: int, gradient: Gradient) -> Gradient:
@@ -106,16 +107,20 @@ def load(run: RunAt, iteration: int, gradient: Gradient) -> dict[str, Tensor]:
     """
     from safetensors.torch import load as from_bytes
 
-    contents = (_slice(run, iteration, gradient, at) for at in range(len(gradient.slices)))
+    contents = ahead(partial(_slice, run, iteration, gradient), range(len(gradient.slices)))
     return {name: tensor for content in contents for name, tensor in from_bytes(content).items()}
 
 
-def load_slice(run: RunAt, iteration: int, gradient: Gradient, at: int) -> dict[str, NDArray[np.float32]]:
-    """As `load`, one slice of a part's gradient, without torch."""
+def load_slices(
+    run: RunAt, iteration: int, gradients: Iterable[Gradient], at: int
+) -> Iterator[dict[str, NDArray[np.float32]]]:
+    """As `load`, one slice of each part's gradient, without torch."""
     from safetensors.numpy import load as from_bytes
 
-    arrays: dict[str, NDArray[np.float32]] = {}
-    return arrays | from_bytes(_slice(run, iteration, gradient, at)) if gradient.slices else arrays
+    def read(gradient: Gradient) -> dict[str, NDArray[np.float32]]:
+        return from_bytes(_slice(run, iteration, gradient, at)) if gradient.slices else {}
+
+    return ahead(read, gradients)
 
 
 def find_sum(run: RunAt, iteration: int, parts: Sequence[Gradient], at: int) -> Gradient | None:
@@ -130,10 +135,7 @@ def put_sum(
     summed = Gradient(name=_sum_name(parts, at), rows=sum(part.rows for part in parts))
     if not any(part.slices for part in parts):
         return summed
-    import numpy as np
-    from safetensors.numpy import save
-
-    return _put(run, iteration, summed, [save({each: np.asarray(arrays[each]) for each in sorted(arrays)})])
+    return _put(run, iteration, summed, [Content(arrays)])
 
 
 def _sum_name(parts: Sequence[Gradient], at: int) -> str:
@@ -143,11 +145,9 @@ def _sum_name(parts: Sequence[Gradient], at: int) -> str:
 
 def put_weights(run: RunAt, iteration: int, tensors: Mapping[str, Tensor]) -> str:
     """Keep the weights after an update; returns their hash."""
-    from safetensors.torch import save
-
-    content = save({each: tensors[each].detach().cpu().contiguous() for each in sorted(tensors)})
-    digest = sha256(content).hexdigest()
-    objects_at(run).put(f"{_folder(iteration)}/{digest}.safetensors", content, durable=False)
+    content = Content(tensors)
+    digest = content.sha256()
+    objects_at(run).put(f"{_folder(iteration)}/{digest}.safetensors", content.pieces, durable=False)
     return digest
 
 

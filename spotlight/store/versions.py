@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from hashlib import file_digest
 from io import BufferedReader
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Protocol
 from spotlight.files import is_url
 from spotlight.store.node import Source, from_file
 from spotlight.store.objects import BucketObjects
+from spotlight.store.tensor_files import Content
 
 MANIFEST = "manifest.json"
 _VERSION = re.compile(r"v(\d{5,})")
@@ -47,8 +48,12 @@ class Versions(Protocol):
     def begin(self, version: int) -> None:
         """Forget what an earlier attempt staged."""
 
-    def write(self, version: int, name: str, content: bytes, sha256: str) -> None:
-        """Put a file of a version that will be staged; durable when this returns."""
+    def write(self, version: int, name: str, content: Content, sha256: Callable[[], str]) -> None:
+        """Put a file of a version that will be staged; durable when this returns.
+
+        Args:
+            sha256: waits for the hash, which is computed meanwhile.
+        """
 
     def stage(self, version: int, manifest: bytes) -> None:
         """All files of a version are written."""
@@ -62,6 +67,8 @@ class Versions(Protocol):
 
     def found(self, version: int, name: str, sha256: str, *, staged: bool = False) -> tuple[int, str]:
         """Bytes and hash of a file that should have this hash.
+
+        Of one that was staged just now, the bytes alone are looked at: whoever reads it checks what comes.
 
         Raises:
             FileNotFoundError: it is not there.
@@ -122,9 +129,10 @@ class DirectoryVersions:
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)
 
-    def write(self, version: int, name: str, content: bytes, sha256: str) -> None:
+    def write(self, version: int, name: str, content: Content, sha256: Callable[[], str]) -> None:
         path = self._path(version, staged=True) / name
-        path.write_bytes(content)
+        with path.open("wb") as file:
+            file.writelines(content.pieces)
         _flush(path)
 
     def stage(self, version: int, manifest: bytes) -> None:
@@ -138,7 +146,8 @@ class DirectoryVersions:
 
     def found(self, version: int, name: str, sha256: str, *, staged: bool = False) -> tuple[int, str]:
         with _opened(self._path(version, staged=staged) / name) as file:
-            return os.fstat(file.fileno()).st_size, file_digest(file, "sha256").hexdigest()
+            digest = sha256 if staged else file_digest(file, "sha256").hexdigest()
+            return os.fstat(file.fileno()).st_size, digest
 
     def publish(self, version: int) -> None:
         self._remove(version)
@@ -211,8 +220,8 @@ class BucketVersions:
     def begin(self, version: int) -> None:
         self.drop(version)
 
-    def write(self, version: int, name: str, content: bytes, sha256: str) -> None:
-        self._objects.put(self._file(version, sha256), content)
+    def write(self, version: int, name: str, content: Content, sha256: Callable[[], str]) -> None:
+        self._objects.put(self._file(version, sha256()), content.pieces)
 
     def stage(self, version: int, manifest: bytes) -> None:
         self._objects.put(self._manifest(version, staged=True), manifest)

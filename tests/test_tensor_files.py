@@ -1,0 +1,97 @@
+"""Safetensors files as views of the tensors' memory; and calls that are made ahead."""
+
+from __future__ import annotations
+
+import threading
+import time
+from hashlib import sha256
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spotlight.store.tensor_files import THREADS, Content, ahead
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=5).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 3), max_size=3)),
+    )
+)
+def test_the_bytes_are_those_that_the_library_writes(shapes: dict[str, tuple[torch.dtype, list[int]]]) -> None:
+    tensors = {name: (torch.randn(shape) * 9).to(dtype) for name, (dtype, shape) in shapes.items()}
+
+    content = Content(tensors)
+
+    found = safetensors.torch.load(bytes(content))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+    assert len(content) == len(bytes(content))
+    assert content.sha256() == sha256(bytes(content)).hexdigest()
+    if all(name.isalnum() and name.isascii() for name in tensors):  # others it escapes in its own way
+        assert len(content) == len(safetensors.torch.save(tensors))
+
+
+def test_a_version_of_before_has_the_same_hash() -> None:
+    tensors = {"b": torch.arange(6.0), "a.x": torch.ones(2, 3, dtype=torch.bfloat16), "a": torch.tensor(0.5)}
+
+    assert bytes(Content(tensors)) == safetensors.torch.save(tensors)
+
+
+def test_parts_of_larger_arrays_are_whole() -> None:
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    arrays = {"columns": whole[:, 1:3], "turned": whole.T, "scalar": np.array(3, np.float32)}
+    as_tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    for found in (safetensors.numpy.load(bytes(Content(each))) for each in (arrays, as_tensors)):
+        assert found.keys() == arrays.keys()
+        assert all(np.array_equal(found[name], array) for name, array in arrays.items())
+
+
+def test_nothing_is_copied() -> None:
+    tensor, array = torch.zeros(4), np.zeros(4, np.float32)
+    first, second = Content({"a": tensor}), Content({"a": array})
+
+    tensor[0] = array[0] = 1.0
+
+    for content in (first, second):
+        assert safetensors.torch.load(bytes(content))["a"].tolist() == [1, 0, 0, 0]
+
+
+def test_calls_ahead_come_in_order_and_their_number_is_bounded() -> None:
+    begun: list[int] = []
+
+    def late(item: int) -> int:
+        begun.append(item)
+        time.sleep(0.01 * (3 - item % 3))
+        return item
+
+    results = ahead(late, range(20))
+
+    assert [next(results), len(begun) <= THREADS] == [0, True]
+    assert list(results) == list(range(1, 20))
+
+
+def test_an_error_ahead_is_raised_in_its_place_and_ends_the_rest() -> None:
+    goes_on = threading.Event()
+
+    def fail_at_two(item: int) -> int:
+        if item == 2:
+            raise OSError("no such slice")
+        goes_on.wait(0.05)
+        return item
+
+    results = ahead(fail_at_two, range(100))
+
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(OSError, match="no such slice"):
+        next(results)
+    assert list(results) == []
