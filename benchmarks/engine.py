@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -308,7 +308,7 @@ def _row(what: str, found: Compared) -> str:
     return f"| {what} | {found.bare_s:.3f} | {found.ratio:.3f} | {found.cpu_ratio:.3f} |"
 
 
-def passes_on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int]) -> None:
+def passes_on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int], forms: Sequence[str]) -> None:
     """Of a random transformer of Qwen-Image's size."""
     device, name = torch.device("cuda"), torch.cuda.get_device_name()
     rate = matrix_rate(device)
@@ -318,24 +318,12 @@ def passes_on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int]) -> N
     model = RandomQwen(device, layers=layers)
     model.transformer.enable_gradient_checkpointing()
     model.make_trainable(rank=rank, alpha=0, seed=0)
-    names = [
-        "a pass",
-        "without a LoRA, s",
-        "TFLOP/s",
-        "of the product's",
-        "GPU busy",
-        f"with one of rank {rank}, times",
-    ]
-    names += [
-        "as peft computes it, times",
-        "without a mask, times",
-        "captured, times",
-        "without a fixed order of sums, times",
-    ]
-    print(f"| {' | '.join([*names, 'cost model, s'])} |\n" + "|---" * 11 + "|", flush=True)
+    print(f"LoRA of rank {rank}, without one it computes at TFLOP/s (of the product's)\n")
+    print("| a pass | form | s | GPU busy, s | cost model, s | TFLOP/s |\n" + "|---" * 6 + "|", flush=True)
     for px in sizes:
         for samples in (4 * SAMPLES, SAMPLES, 1) if px <= 512 else (SAMPLES,):  # as many as training has room for
-            print(_passes_row(model, px, samples, turns, rate), flush=True)
+            for row in _passes_rows(model, px, samples, turns, rate, forms):
+                print(row, flush=True)
 
 
 def engine_on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int]) -> None:
@@ -362,45 +350,33 @@ def engine_on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int]) -> N
         torch.cuda.empty_cache()
 
 
-def _passes_row(model: RandomQwen, px: int, samples: int, turns: int, rate: float) -> str:
+def _passes_rows(
+    model: RandomQwen, px: int, samples: int, turns: int, rate: float, forms: Sequence[str]
+) -> Iterator[str]:
     """A forward pass, and one with its backward, each in several forms."""
     text = model.encode([""] * samples)
     x_BNC = torch.randn(samples, *model.latent_shape(px, px), device=model.device)
     sigma_B = torch.full((samples,), 0.5, device=model.device)
     work = partial(model.predict, x_BNC, sigma_B, text, px, px, 1.0)
-
-    def median_s(does: Callable[[], object], within: AbstractContextManager[Any]) -> float:
-        with within:
-            return statistics.median([took(does).wall_s for _ in range(turns + 1)][1:])
+    modelled_s = samples * seconds_per_step("qwen-image", px, px, gpu=gpu_name())
 
     def learn() -> None:
         work().square().mean().backward()
 
-    with torch.no_grad():
-        without_s = median_s(work, model.reference())
-        with_s, as_peft_s = median_s(work, nullcontext()), median_s(work, as_peft(model))
-        packed_s = median_s(work, packing(model))
-        with model.capturing():
-            work()  # the median leaves out the second, which is captured
-            captured_s = median_s(work, nullcontext())
-        busy = _kernels_s(work) / with_s
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), model.reference():
-        work()
-    flops_per_s = counter.get_total_flops() / without_s
-    learns_s, learns_as_peft_s = median_s(learn, nullcontext()), median_s(learn, as_peft(model))
-    learns_packed_s = median_s(learn, packing(model))
-    torch.use_deterministic_algorithms(False)
-    free_s = median_s(learn, nullcontext())
-    torch.use_deterministic_algorithms(True)
-    modelled_s = samples * seconds_per_step("qwen-image", px, px, gpu=gpu_name())
-    rates = f"{without_s:.3f} | {flops_per_s / 1e12:.0f} | {flops_per_s / rate:.2f} | {busy:.2f}"
-    forms = [(with_s, as_peft_s, packed_s, captured_s), (learns_s, learns_as_peft_s, learns_packed_s)]
-    forward, learning = (" | ".join(f"{each / without_s:.2f}" for each in times) for times in forms)
-    return (
-        f"| {px} px, {samples} samples, forward | {rates} | {forward} | | {modelled_s:.2f} |\n"
-        f"| {px} px, {samples} samples, and backward | | | | | {learning} | | {free_s / without_s:.2f} | "
-        f"{modelled_s * (1 + BACKWARD_LORA):.2f} |"
-    )
+    for form in forms:
+        within, learns = FORMS[form], form.startswith(LEARNS)
+        with within(model), nullcontext() if learns else torch.no_grad():
+            does = learn if learns else work
+            does()
+            wall_s = statistics.median([took(does).wall_s for _ in range(turns + 1)][1:])
+            busy_s, expected_s = _kernels_s(does), modelled_s * (1 + BACKWARD_LORA if learns else 1)
+            speed = ""
+            if form == WITHOUT_LORA:
+                with FlopCounterMode(display=False) as counter:
+                    does()
+                flops_per_s = counter.get_total_flops() / wall_s
+                speed = f"{flops_per_s / 1e12:.0f} ({flops_per_s / rate:.2f})"
+        yield f"| {px} px, {samples} samples | {form} | {wall_s:.3f} | {busy_s:.3f} | {expected_s:.2f} | {speed} |"
 
 
 def _kernels_s(work: Callable[[], object]) -> float:
@@ -434,6 +410,49 @@ def packing(model: Model) -> Iterator[None]:
     finally:
         for each, processor in zip(attentions, plain, strict=True):
             each.processor = processor
+
+
+@contextmanager
+def in_any_order(_: Model) -> Iterator[None]:
+    """Inside, sums have no fixed order (`model.deterministic = false`)."""
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True)
+
+
+def _within(*contexts: Callable[[Model], AbstractContextManager[Any]]) -> Callable[[Model], ExitStack]:
+    """All of them, one in the other."""
+
+    def entered(model: Model) -> ExitStack:
+        stack = ExitStack()
+        for context in contexts:
+            stack.enter_context(context(model))
+        return stack
+
+    return entered
+
+
+def _capturing(model: Model) -> AbstractContextManager[Any]:
+    return model.capturing()
+
+
+WITHOUT_LORA, LEARNS = "without a LoRA", "with backward"
+FORMS = {
+    WITHOUT_LORA: _within(lambda model: model.reference()),
+    "with it": _within(),
+    "as peft computes it": _within(as_peft),
+    "without a mask": _within(packing),
+    "captured": _within(_capturing),
+    "captured, without a mask": _within(packing, _capturing),
+    LEARNS: _within(),
+    f"{LEARNS}, as peft computes it": _within(as_peft),
+    f"{LEARNS}, without a mask": _within(packing),
+    f"{LEARNS}, without a fixed order of sums": _within(in_any_order),
+    f"{LEARNS}, without either": _within(packing, in_any_order),
+}
+"""Of a pass."""
 
 
 class CostModel:
@@ -498,6 +517,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1280], help="in pixels, on a GPU (%(default)s)")
     parser.add_argument("--rank", type=int, default=32, help="of its LoRA (%(default)s)")
     parser.add_argument("--only", choices=["passes", "engine"], help="of the two tables of a GPU")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="of its passes (all)")
     parser.add_argument("--cpu", action="store_true", help="also where there is a GPU")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -505,7 +525,7 @@ def main() -> None:
     if torch.cuda.is_available() and not arguments.cpu:
         large = arguments.turns, arguments.layers, arguments.rank, arguments.sizes
         if arguments.only != "engine":
-            passes_on_gpu(*large)
+            passes_on_gpu(*large, arguments.forms)
             gc.collect()  # modules refer to each other in cycles
             torch.cuda.empty_cache()
         if arguments.only != "passes":

@@ -26,8 +26,9 @@ from spotlight.rl.models.qwen_image import QwenImage
 from spotlight.rl.trainer import Trainer
 from test_families import FAMILIES, LONG, SHORT, Checkpoints
 
-MODELS = ("tiny-text", *FAMILIES, "two of 60 layers")
-CASES = [(name, "cpu") for name in MODELS[:-1]]
+LARGE, PACKED = "two of 60 layers", "two of 60 layers without a mask"
+MODELS = ("tiny-text", *FAMILIES, LARGE, PACKED)
+CASES = [(name, "cpu") for name in MODELS[:-2]]
 CASES += [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in MODELS]  # type: ignore[misc]
 
 
@@ -45,11 +46,13 @@ def load(name: str, made: Checkpoints, device: str) -> Model:
     if name in FAMILIES:
         model = made.model(name, Loading(device=at, dtype=torch.float32))
     else:
-        directory = made._root / name.replace(" ", "-")
+        directory = made._root / LARGE.replace(" ", "-")
         if not directory.exists():
             qwen_image_of_layers(directory, 2)
         model = QwenImage.load(str(directory), Loading(device=at, dtype=torch.bfloat16))
         model.preload([SHORT, LONG])
+        if name == PACKED:
+            attention.pack_texts(model.transformer, at)
     model.make_trainable(rank=4, alpha=0, seed=0)
     move(model, seed=1)
     return model
