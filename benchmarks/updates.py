@@ -115,7 +115,7 @@ def turn(run: Path, node: Node, trainer: Trainer, adapters: Adapters, number: in
         ]
 
     terms = clock.time(ADD, add)
-    found = clock.time(FETCH, lambda: [updates.load(run, number, term) for term in terms])
+    found = clock.time(FETCH, lambda: list(updates.load_terms(run, number, terms)))
 
     def step() -> None:
         trainer.step(PARTS, found, iteration=number, update=0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from hashlib import sha256
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.store.tensor_files import THREADS, Content, ahead
+from spotlight.store.tensor_files import THREADS, Content, ahead, hash_of, hashing, read_arrays
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
 
@@ -35,7 +37,7 @@ def test_the_bytes_are_those_that_the_library_writes(shapes: dict[str, tuple[tor
     for name, tensor in tensors.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
     assert len(content) == len(bytes(content))
-    assert content.sha256() == sha256(bytes(content)).hexdigest()
+    assert hash_of(content) == sha256(bytes(content)).hexdigest()
     if all(name.isalnum() and name.isascii() for name in tensors):  # others it escapes in its own way
         assert len(content) == len(safetensors.torch.save(tensors))
 
@@ -95,3 +97,67 @@ def test_an_error_ahead_is_raised_in_its_place_and_ends_the_rest() -> None:
     with pytest.raises(OSError, match="no such slice"):
         next(results)
     assert list(results) == []
+
+
+def test_pieces_are_passed_on_in_order_and_hashed() -> None:
+    pieces = [bytes([at % 251]) * size for at, size in enumerate([3, 1 << 20, 0, 1 << 17, 9, 1 << 18])]
+    digest = sha256()
+
+    assert list(hashing(iter(pieces), digest)) == pieces
+    assert digest.hexdigest() == hash_of(pieces) == sha256(b"".join(pieces)).hexdigest()
+
+
+def arrays() -> dict[str, np.ndarray]:
+    return {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.array(0.5), "c": np.zeros((0, 4), np.int8)}
+
+
+def test_arrays_come_with_the_hash_of_their_bytes_from_wherever_they_lie_in_a_file() -> None:
+    content = bytes(Content(arrays()))
+    file = BytesIO(b"before" + content + b"after")
+    file.seek(6)
+
+    found, digest = read_arrays(file, len(content))
+
+    assert digest == sha256(content).hexdigest()
+    assert found.keys() == arrays().keys()
+    for name, array in arrays().items():
+        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
+        assert np.array_equal(found[name], array)
+    assert file.read() == b"after"
+
+
+@given(st.data())
+def test_damaged_bytes_have_another_hash_or_are_no_safetensors_file(data: st.DataObject) -> None:
+    content = bytes(Content(arrays()))
+    at, size = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, len(content)))
+    changed = bytearray(content)
+    changed[at] ^= data.draw(st.integers(1, 255))
+
+    for damaged in (bytes(changed), content[:size]):
+        try:
+            _, digest = read_arrays(BytesIO(damaged), len(content))
+        except ValueError:
+            continue
+        assert (digest == sha256(content).hexdigest()) == (damaged == content)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 4 << 40]}},
+        {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}},
+        {"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+        {"a": {"shape": [1], "data_offsets": [0, 4]}},
+        {"a": 3},
+        ["a"],
+        {},
+    ],
+)
+def test_headers_that_lie_are_refused_before_memory_is_taken(header: object) -> None:
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(4)
+
+    with pytest.raises(ValueError, match=r"\w"):
+        read_arrays(BytesIO(content), len(content))

@@ -215,7 +215,7 @@ class Training:
             self._resident.use(ref)
         self._resident.changed()
         self._at = None  # half-way through a step, the optimizer's state belongs to none
-        tensors = (updates.load(self._run_dir, iteration, each) for each in terms)
+        tensors = updates.load_terms(self._run_dir, iteration, terms)
         try:
             norm = self._trainer.step(rows, tensors, iteration=iteration, update=step)
         except SpotlightError:

@@ -49,6 +49,7 @@ from safetensors import SafetensorError
 
 from spotlight.records import SpotlightError
 from spotlight.store.slots import end_leftovers
+from spotlight.store.tensor_files import hashing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -380,13 +381,9 @@ def is_held(root: Path, descriptor: int) -> bool:
 
 
 def _receive(partial: Path, sha256: str, size_bytes: int, source: Source) -> None:
-    digest, hashed = new_sha256(), None
-    with partial.open("wb") as file, ThreadPoolExecutor(1) as hashing:
-        for block in _blocks(sha256, size_bytes, source):
-            if hashed:
-                hashed.result()  # no more than two blocks are held
-            hashed = hashing.submit(digest.update, block)
-            file.write(block)
+    digest = new_sha256()
+    with partial.open("wb") as file:
+        file.writelines(hashing(_blocks(sha256, size_bytes, source), digest))
     if digest.hexdigest() != sha256:
         raise OSError(f"expected sha256 {sha256}, came {digest.hexdigest()}")
 

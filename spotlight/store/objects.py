@@ -12,12 +12,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import lru_cache, partial
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path, PurePath
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, BinaryIO, Protocol, TypeVar
 from uuid import uuid4
 
 from spotlight.files import OBJECT_SCHEMES, SECRETS_COME_FROM, check_url, is_url
@@ -63,12 +65,20 @@ class Objects(Protocol):
         """None if it is not there."""
         ...
 
-    def put(self, key: str, content: bytes | Sequence[memoryview], *, durable: bool = True) -> None:
+    def put(self, key: str, content: bytes | Iterable[memoryview], *, durable: bool = True) -> None:
         """Replace it at once.
 
         Args:
-            content: in one piece or in several.
+            content: in one piece, or in several that are asked for one after the other.
             durable: whether it is when this returns; it need not be if it can be made again.
+        """
+        ...
+
+    def opened(self, key: str, start: int, size: int) -> AbstractContextManager[BinaryIO]:
+        """A file whose next bytes are this range of it.
+
+        Raises:
+            OSError: it is not there, or has no such range.
         """
         ...
 
@@ -122,9 +132,15 @@ class DirectoryObjects:
         """
         return content_of(self.path / key)
 
-    def put(self, key: str, content: bytes | Sequence[memoryview], *, durable: bool = True) -> None:
+    def put(self, key: str, content: bytes | Iterable[memoryview], *, durable: bool = True) -> None:
         with atomic_write(self._place(key), durable=durable) as file:
             file.writelines([content] if isinstance(content, bytes) else content)
+
+    @contextlib.contextmanager
+    def opened(self, key: str, start: int, size: int) -> Iterator[BinaryIO]:
+        with (self.path / key).open("rb") as file:
+            file.seek(start)
+            yield file
 
     def create(self, key: str, content: bytes) -> bool:
         path = self._place(key)
@@ -184,12 +200,16 @@ class BucketObjects:
             return asked_again(lambda: bytes(obstore.get(self._store, key).bytes()))
         return None
 
-    def put(self, key: str, content: bytes | Sequence[memoryview], *, durable: bool = True) -> None:
+    def put(self, key: str, content: bytes | Iterable[memoryview], *, durable: bool = True) -> None:
         import obstore
 
         whole = content if isinstance(content, bytes) else b"".join(content)
         with told(self.where(key), "written"):
             asked_again(lambda: obstore.put(self._store, key, whole))
+
+    @contextlib.contextmanager
+    def opened(self, key: str, start: int, size: int) -> Iterator[BinaryIO]:
+        yield BytesIO(self.source(key)("", start, size))
 
     def create(self, key: str, content: bytes) -> bool:
         import obstore

@@ -1,7 +1,8 @@
-"""The bytes of a safetensors file as views of the tensors' own memory: gigabytes are hashed and written, not copied.
+"""Safetensors files, tensor by tensor: gigabytes are hashed while they are written or read, and never copied whole.
 
-The library reads these files. Its writer would make two copies of them, which takes longer than to hash and to write
-them. The format, from its documentation (https://github.com/huggingface/safetensors#format) ::
+The library copies a file's bytes two times to make them. Memory for gigabytes that is new each time costs more than to
+hash and to write them; that of one tensor is used again for the next. The format, from its documentation
+(https://github.com/huggingface/safetensors#format) ::
 
     8 bytes     length of the header, little-endian
     header      JSON: of each tensor dtype, shape, and where its bytes begin and end in what follows; padded with spaces
@@ -15,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, TypeVar
+from math import prod
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,56 +30,118 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Piece = TypeVar("Piece", bytes, memoryview)
 
 THREADS = 4
-"""That hash, read or write files of tensors at once. None of them holds Python's lock meanwhile."""
+"""That hash or read files of tensors at once. None of them holds Python's lock meanwhile."""
+SMALL_BYTES = 1 << 16
+"""A piece that is no larger is hashed sooner than a thread is told to."""
 ALIGNED_BYTES = 8
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}
 _DTYPES |= {f"{kind}int{bits}": f"{kind.upper() or 'I'}{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)}
+_ARRAYS = {known: np.dtype(name) for name, known in _DTYPES.items() if name != "bfloat16"}
+
+
+class Digest(Protocol):
+    """What `hashlib` makes."""
+
+    def update(self, piece: bytes | memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
 
 
 class Content:
-    """What a file holds, in pieces that are not copied; tensors of a GPU were brought to the CPU."""
+    """What a file of these tensors holds: piece by piece, each brought from its device when it is asked for."""
 
     def __init__(self, tensors: Tensors) -> None:
         """
         Args:
             tensors: may not change as long as this is used.
         """
-        header, end = {}, 0
-        views = {name: _viewed(tensor) for name, tensor in tensors.items()}
         names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that all are aligned
-        for name in names:
-            dtype, view = views[name]
-            offsets = [end, end := end + view.nbytes]
-            header[name] = {"dtype": dtype, "shape": list(tensors[name].shape), "data_offsets": offsets}
+        self._tensors = [tensors[name] for name in names]
+        header, end = {}, 0
+        for name, tensor in zip(names, self._tensors, strict=True):
+            offsets = [end, end := end + tensor.nbytes]
+            dtype = _DTYPES[str(tensor.dtype).removeprefix("torch.")]
+            header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % ALIGNED_BYTES)
-        self.pieces = [memoryview(len(text).to_bytes(8, "little") + text)]
-        self.pieces += [views[name][1] for name in names]
+        self._head = len(text).to_bytes(8, "little") + text
+        self._size = len(self._head) + end
+
+    def __iter__(self) -> Iterator[memoryview]:
+        yield memoryview(self._head)
+        yield from map(_viewed, self._tensors)
 
     def __len__(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
+        return self._size
 
     def __bytes__(self) -> bytes:
-        return b"".join(self.pieces)
-
-    def sha256(self) -> str:
-        digest = sha256()
-        for piece in self.pieces:
-            digest.update(piece)
-        return digest.hexdigest()
+        return b"".join(self)
 
 
-def _viewed(tensor: Tensor | NDArray[Any]) -> tuple[str, memoryview]:
-    """What safetensors calls the dtype, and the bytes."""
+def _viewed(tensor: Tensor | NDArray[Any]) -> memoryview:
     if isinstance(tensor, np.ndarray):
-        array = np.ascontiguousarray(tensor)
-        return _DTYPES[array.dtype.name], array.reshape(-1).view(np.uint8).data
+        return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
     import torch
 
-    flat = tensor.detach().cpu().contiguous().flatten()
-    return _DTYPES[str(flat.dtype).removeprefix("torch.")], flat.view(torch.uint8).numpy().data
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def hash_of(pieces: Iterable[bytes | memoryview]) -> str:
+    """SHA-256 of all of them."""
+    digest = sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def hashing(pieces: Iterable[Piece], digest: Digest) -> Iterator[Piece]:
+    """The same pieces; each is hashed while whoever takes them is busy with it."""
+    busy: Future[None] | None = None
+    with ThreadPoolExecutor(1) as thread:
+        for piece in pieces:
+            if busy:
+                busy.result()
+                busy = None
+            if len(piece) > SMALL_BYTES:
+                busy = thread.submit(digest.update, piece)
+            else:
+                digest.update(piece)
+            yield piece
+
+
+def read_arrays(file: BinaryIO, size: int) -> tuple[dict[str, NDArray[Any]], str]:
+    """The arrays that the next bytes of a file hold, and the SHA-256 of these bytes.
+
+    Raises:
+        ValueError: they are no safetensors file of this size, or one of dtypes that numpy lacks.
+    """
+    digest, arrays, end = sha256(), {}, 0
+    length = file.read(8)
+    text = file.read(min(int.from_bytes(length, "little"), size))
+    left = size - len(length) - len(text)
+    digest.update(length + text)
+    try:
+        header: dict[str, dict[str, Any]] = json.loads(text)
+        for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
+            dtype, shape = _ARRAYS[header[name]["dtype"]], header[name]["shape"]
+            if prod(shape) * dtype.itemsize > left:
+                raise ValueError(f"{name} is larger than the file")
+            array = np.empty(shape, dtype)
+            if header[name]["data_offsets"] != [end, end := end + array.nbytes]:
+                raise ValueError(f"{name} is not where it should be")
+            view, left = _viewed(array), left - array.nbytes
+            if file.readinto(view) != array.nbytes:  # type: ignore[attr-defined]
+                raise ValueError(f"{name} was cut short")
+            digest.update(view)
+            arrays[name] = array
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no header of safetensors ({error!r})") from None
+    if left:
+        raise ValueError(f"{left} bytes belong to no tensor")
+    return arrays, digest.hexdigest()
 
 
 def ahead(does: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from hashlib import sha256
@@ -29,13 +29,15 @@ from typing import TYPE_CHECKING
 from spotlight.records import Gradient, GradientPart, Slice, SpotlightError
 from spotlight.store.decoding import from_json
 from spotlight.store.objects import objects_at
-from spotlight.store.tensor_files import THREADS, Content, ahead
+from spotlight.store.tensor_files import THREADS, Content, ahead, hash_of, read_arrays
 from spotlight.store.weights import RunAt
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor  # only those who touch tensors pay for torch
+
+_SUM = "sum-"
 
 
 def find(run: RunAt, part: GradientPart) -> Gradient | None:
@@ -81,16 +83,23 @@ def put(
 
 def _put(run: RunAt, iteration: int, gradient: Gradient, contents: Sequence[Content]) -> Gradient:
     """Write a gradient whose slices these are."""
-    slices: list[Slice] = []
+    digests: list[Future[str]] = []
     if contents:
         with ThreadPoolExecutor(THREADS) as pool:
-            digests = pool.map(Content.sha256, contents)
-            pieces = [piece for content in contents for piece in content.pieces]
-            objects_at(run).put(f"{_folder(iteration)}/{gradient.name}.safetensors", pieces, durable=False)
-            ends = accumulate(map(len, contents))
-            for end, content, digest in zip(ends, contents, digests, strict=True):
-                slices.append(Slice(start=end - len(content), size=len(content), sha256=digest))
-    return _announced(run, iteration, replace(gradient, slices=tuple(slices)))
+
+            def pieces() -> Iterator[memoryview]:
+                for content in contents:
+                    whole = list(content)
+                    digests.append(pool.submit(hash_of, whole))
+                    yield from whole
+
+            objects_at(run).put(f"{_folder(iteration)}/{gradient.name}.safetensors", pieces(), durable=False)
+    ends = accumulate(map(len, contents))
+    slices = tuple(
+        Slice(start=end - len(content), size=len(content), sha256=digest.result())
+        for end, content, digest in zip(ends, contents, digests, strict=True)
+    )
+    return _announced(run, iteration, replace(gradient, slices=slices))
 
 
 def _announced(run: RunAt, iteration: int, gradient: Gradient) -> Gradient:
@@ -105,20 +114,25 @@ def load(run: RunAt, iteration: int, gradient: Gradient) -> dict[str, Tensor]:
     Raises:
         SpotlightError: its file is lost or damaged; it is computed again when the run is resumed.
     """
-    from safetensors.torch import load as from_bytes
+    import torch
 
-    contents = ahead(partial(_slice, run, iteration, gradient), range(len(gradient.slices)))
-    return {name: tensor for content in contents for name, tensor in from_bytes(content).items()}
+    slices = ahead(partial(_slice, run, iteration, gradient), range(len(gradient.slices)))
+    return {name: torch.from_numpy(array) for arrays in slices for name, array in arrays.items()}
+
+
+def load_terms(run: RunAt, iteration: int, gradients: Sequence[Gradient]) -> Iterator[dict[str, Tensor]]:
+    """As `load`, of several: the slices of a sum are read some at a time; of whole gradients, one is held at a time."""
+    several = ahead if all(each.name.startswith(_SUM) for each in gradients) else map
+    yield from several(partial(load, run, iteration), gradients)
 
 
 def load_slices(
     run: RunAt, iteration: int, gradients: Iterable[Gradient], at: int
 ) -> Iterator[dict[str, NDArray[np.float32]]]:
     """As `load`, one slice of each part's gradient, without torch."""
-    from safetensors.numpy import load as from_bytes
 
     def read(gradient: Gradient) -> dict[str, NDArray[np.float32]]:
-        return from_bytes(_slice(run, iteration, gradient, at)) if gradient.slices else {}
+        return _slice(run, iteration, gradient, at) if gradient.slices else {}
 
     return ahead(read, gradients)
 
@@ -140,14 +154,14 @@ def put_sum(
 
 def _sum_name(parts: Sequence[Gradient], at: int) -> str:
     named = json.dumps([at, *((part.name, part.slices[at].sha256 if part.slices else "") for part in parts)])
-    return f"sum-{sha256(named.encode()).hexdigest()[:16]}"
+    return f"{_SUM}{sha256(named.encode()).hexdigest()[:16]}"
 
 
 def put_weights(run: RunAt, iteration: int, tensors: Mapping[str, Tensor]) -> str:
     """Keep the weights after an update; returns their hash."""
-    content = Content(tensors)
-    digest = content.sha256()
-    objects_at(run).put(f"{_folder(iteration)}/{digest}.safetensors", content.pieces, durable=False)
+    pieces = list(Content(tensors))
+    digest = hash_of(pieces)
+    objects_at(run).put(f"{_folder(iteration)}/{digest}.safetensors", pieces, durable=False)
     return digest
 
 
@@ -159,8 +173,12 @@ def load_weights(run: RunAt, iteration: int, digest: str) -> dict[str, Tensor]:
     """
     from safetensors.torch import load as from_bytes
 
-    objects, key = objects_at(run), f"{_folder(iteration)}/{digest}.safetensors"
-    return from_bytes(_checked(run, iteration, key, objects.get(key), digest))
+    key = f"{_folder(iteration)}/{digest}.safetensors"
+    content = objects_at(run).get(key)
+    found = "no such file" if content is None else f"sha256 {hash_of([content])}"
+    if content is None or found != f"sha256 {digest}":
+        raise _damaged(run, iteration, key, digest, found)
+    return from_bytes(content)
 
 
 def clear(run: RunAt, iteration: int) -> None:
@@ -172,26 +190,28 @@ def _folder(iteration: int) -> str:
     return f"updates/{iteration:05d}"
 
 
-def _slice(run: RunAt, iteration: int, gradient: Gradient, at: int) -> bytes:
+def _slice(run: RunAt, iteration: int, gradient: Gradient, at: int) -> dict[str, NDArray[np.float32]]:
     objects, key, chosen = objects_at(run), f"{_folder(iteration)}/{gradient.name}.safetensors", gradient.slices[at]
-    if len(gradient.slices) == 1:
-        return _checked(run, iteration, key, objects.get(key), chosen.sha256)
     stop = chosen.start + chosen.size
     try:
-        content: bytes | None = objects.source(key)("", chosen.start, chosen.size)
+        with objects.opened(key, chosen.start, chosen.size) as file:
+            arrays, digest = read_arrays(file, chosen.size)
+            if digest == chosen.sha256:
+                return arrays
+            found = f"sha256 {digest}"
     except OSError:
         if (size := objects.size(key)) is not None and size >= stop:
             raise  # the store's fault
-        content = None
-    return _checked(run, iteration, key, content, chosen.sha256, f" in bytes {chosen.start} to {stop}")
+        found = "no such file"
+    except ValueError as error:
+        found = f"other bytes: {error}"
+    where = f" in bytes {chosen.start} to {stop}" if len(gradient.slices) > 1 else ""
+    raise _damaged(run, iteration, key, f"{chosen.sha256}{where}", found)
 
 
-def _checked(run: RunAt, iteration: int, key: str, content: bytes | None, digest: str, where: str = "") -> bytes:
-    found = "no such file" if content is None else f"sha256 {sha256(content).hexdigest()}"
-    if content is None or found != f"sha256 {digest}":
-        clear(run, iteration)  # so that it is not found, and computed again
-        raise SpotlightError(
-            f"{objects_at(run).where(key)}: expected sha256 {digest}{where}, found {found}; it was removed: `spotlight "
-            "resume` computes it again"
-        )
-    return content
+def _damaged(run: RunAt, iteration: int, key: str, expected: str, found: str) -> SpotlightError:
+    clear(run, iteration)  # so that it is not found, and computed again
+    return SpotlightError(
+        f"{objects_at(run).where(key)}: expected sha256 {expected}, found {found}; it was removed: `spotlight resume` "
+        "computes it again"
+    )

@@ -16,8 +16,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from hashlib import file_digest
+from hashlib import sha256 as new_sha256
 from io import BufferedReader
 from pathlib import Path
 from typing import Protocol
@@ -25,7 +26,7 @@ from typing import Protocol
 from spotlight.files import is_url
 from spotlight.store.node import Source, from_file
 from spotlight.store.objects import BucketObjects
-from spotlight.store.tensor_files import Content
+from spotlight.store.tensor_files import Content, hash_of, hashing
 
 MANIFEST = "manifest.json"
 _VERSION = re.compile(r"v(\d{5,})")
@@ -48,12 +49,9 @@ class Versions(Protocol):
     def begin(self, version: int) -> None:
         """Forget what an earlier attempt staged."""
 
-    def write(self, version: int, name: str, content: Content, sha256: Callable[[], str]) -> None:
-        """Put a file of a version that will be staged; durable when this returns.
-
-        Args:
-            sha256: waits for the hash, which is computed meanwhile.
-        """
+    def write(self, version: int, name: str, content: Content) -> str:
+        """Put a file of a version that will be staged; durable when this returns its hash."""
+        ...
 
     def stage(self, version: int, manifest: bytes) -> None:
         """All files of a version are written."""
@@ -129,11 +127,12 @@ class DirectoryVersions:
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)
 
-    def write(self, version: int, name: str, content: Content, sha256: Callable[[], str]) -> None:
-        path = self._path(version, staged=True) / name
+    def write(self, version: int, name: str, content: Content) -> str:
+        path, digest = self._path(version, staged=True) / name, new_sha256()
         with path.open("wb") as file:
-            file.writelines(content.pieces)
+            file.writelines(hashing(content, digest))
         _flush(path)
+        return digest.hexdigest()
 
     def stage(self, version: int, manifest: bytes) -> None:
         staged = self._path(version, staged=True)
@@ -220,8 +219,11 @@ class BucketVersions:
     def begin(self, version: int) -> None:
         self.drop(version)
 
-    def write(self, version: int, name: str, content: Content, sha256: Callable[[], str]) -> None:
-        self._objects.put(self._file(version, sha256()), content.pieces)
+    def write(self, version: int, name: str, content: Content) -> str:
+        pieces = list(content)
+        digest = hash_of(pieces)
+        self._objects.put(self._file(version, digest), pieces)
+        return digest
 
     def stage(self, version: int, manifest: bytes) -> None:
         self._objects.put(self._manifest(version, staged=True), manifest)
