@@ -404,7 +404,7 @@ def packing(model: Model) -> Iterator[None]:
     """Inside, attention has no mask (`model.pack_texts`)."""
     attentions = [block.attn for block in model.transformer.transformer_blocks]
     plain = [each.processor for each in attentions]
-    pack_texts(model.transformer, model.device)
+    pack_texts(model.transformer)
     try:
         yield
     finally:
@@ -435,6 +435,7 @@ def _within(*contexts: Callable[[Model], AbstractContextManager[Any]]) -> Callab
 
 
 def _capturing(model: Model) -> AbstractContextManager[Any]:
+    model.__dict__.pop("_captured", None)  # graphs of another form
     return model.capturing()
 
 

@@ -16,9 +16,9 @@ from gangs import TEXTS, gradients, tiny_model, velocity
 from pipelines import qwen_image_of_layers
 from spotlight import config
 from spotlight.config import ModelSection
-from spotlight.records import SpotlightError
+from spotlight.rl import models
 from spotlight.rl.models import Loading, Model, attention, fix_order_of_sums
-from spotlight.rl.models.attention import Packing, pack_texts, packed
+from spotlight.rl.models.attention import Packing, can_pack, pack_texts, packed
 from spotlight.rl.models.qwen_image import QwenImage
 
 TINY = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
@@ -104,28 +104,38 @@ def test_a_transformer_computes_and_learns_as_under_its_mask(
         torch.testing.assert_close(one, other, atol=1e-3 * float(abs(other).max()), rtol=0)
 
 
-@pytest.mark.parametrize(("has_flash", "capability"), [(False, (9, 0)), (True, (7, 5)), (True, (9, 0))])
-def test_a_gpu_without_flash_attention_is_refused(
-    monkeypatch: pytest.MonkeyPatch, has_flash: bool, capability: tuple[int, int]
+@pytest.mark.parametrize(
+    ("settings", "has_flash", "capability", "packs"),
+    [
+        ([], True, (9, 0), True),
+        (["model.pack_texts=false"], True, (9, 0), False),
+        (["model.dtype=float32"], True, (9, 0), False),
+        ([], False, (9, 0), False),
+        ([], True, (7, 5), False),
+    ],
+)
+def test_texts_are_packed_where_a_gpu_has_flash_attention_for_them(
+    monkeypatch: pytest.MonkeyPatch, settings: list[str], has_flash: bool, capability: tuple[int, int], packs: bool
 ) -> None:
     monkeypatch.setattr(transformer_qwenimage, "dispatch_attention_fn", attention._with_mask)
     monkeypatch.setattr(attention, "find_spec", lambda name: object() if has_flash else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     model = tiny_model(lora=True)
+    monkeypatch.setattr(QwenImage, "load", lambda *_: model)
+    large = ["model.name=qwen-image", "model.path=x", "model.height_px=64", "model.width_px=64", "model.dtype=bfloat16"]
+    large += ["train.lora_rank=4"]
 
-    if has_flash and capability >= (8, 0):
-        pack_texts(model.transformer, torch.device("cuda"))
-        assert all(isinstance(block.attn.processor, Packing) for block in model.transformer.transformer_blocks)
-    else:
-        with pytest.raises(SpotlightError, match=r"capability 8\.0 or higher, and here are torch .* a GPU"):
-            pack_texts(model.transformer, torch.device("cuda"))
+    loaded = models.load(config.load(TINY, [*large, *settings]).model)
+
+    processors = [block.attn.processor for block in loaded.transformer.transformer_blocks]
+    assert [isinstance(each, Packing) for each in processors] == [packs] * len(processors)
+    assert (attention._diffusers.dispatch_attention_fn is attention._dispatch) == packs
 
 
-@pytest.mark.parametrize("model", ["name=tiny-text dtype=bfloat16", "name=qwen-image path=x height_px=64 width_px=64"])
-def test_other_models_and_precisions_have_nothing_to_pack(model: str) -> None:
-    with pytest.raises(SpotlightError, match=r"model\.pack_texts = true is for .*qwen-image.* leave it out"):
-        config.load(TINY, [*(f"model.{each}" for each in model.split()), "model.pack_texts=true"])
+def test_without_a_gpu_nothing_is_packed() -> None:
+    assert not can_pack(torch.device("cpu"))
 
 
 @pytest.mark.gpu
@@ -135,7 +145,7 @@ def test_a_large_transformer_on_a_gpu_predicts_what_it_does_under_its_mask(tmp_p
     model = QwenImage.load(str(path), Loading(device=device, dtype=torch.bfloat16))
     model.preload(TEXTS)
     plain = velocity(model)
-    pack_texts(model.transformer, device)
+    pack_texts(model.transformer)
     assert all(isinstance(block.attn.processor, Packing) for block in model.transformer.transformer_blocks)
 
     ours = velocity(model)

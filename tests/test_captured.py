@@ -52,7 +52,7 @@ def load(name: str, made: Checkpoints, device: str) -> Model:
         model = QwenImage.load(str(directory), Loading(device=at, dtype=torch.bfloat16))
         model.preload([SHORT, LONG])
         if name == PACKED:
-            attention.pack_texts(model.transformer, at)
+            attention.pack_texts(model.transformer)
     model.make_trainable(rank=4, alpha=0, seed=0)
     move(model, seed=1)
     return model

@@ -60,12 +60,12 @@ def load(settings: ModelSection, node: Node | None = None, *, base: bool = True)
 
             return TinyShapes.load(settings.path, loading.device, loading.dtype, node)
         case "qwen-image":
-            from spotlight.rl.models.attention import pack_texts
+            from spotlight.rl.models.attention import can_pack, pack_texts
             from spotlight.rl.models.qwen_image import QwenImage
 
             model = QwenImage.load(settings.path, loading, node)
-            if settings.pack_texts and device.type == "cuda":
-                pack_texts(model.transformer, device)
+            if settings.pack_texts and settings.dtype != "float32" and can_pack(device):
+                pack_texts(model.transformer)
             return model
         case "sd3":
             from spotlight.rl.models.sd3 import StableDiffusion3
