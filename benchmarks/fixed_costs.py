@@ -1,8 +1,7 @@
 """What does a live run spend beside its work? A paced run without preemptions on a small cluster, measured.
 
 ``python -m benchmarks.fixed_costs`` prints the settings of ``[simulation]`` that it finds, in seconds of this machine,
-as busy as it is now; the defaults are those of a quiet one. ``--update`` measures an optimizer's step of a large LoRA
-on one core instead.
+as busy as it is now; the defaults are those of a quiet one. What an update of a large LoRA costs: `benchmarks.updates`.
 """
 
 from __future__ import annotations
@@ -10,35 +9,21 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median
-from typing import TYPE_CHECKING, cast
-
-import torch
+from statistics import mean
 
 from spotlight import config
 from spotlight.config import Config
 from spotlight.plan.durations import TaskDurations
 from spotlight.records import Span
-from spotlight.rl.trainer import Trainer
 from spotlight.run import Run
 from spotlight.store.rows import SPANS
 from spotlight.store.rundir import RunDir
 
-if TYPE_CHECKING:
-    from spotlight.rl.models import Model
-
 SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
 PROMPTS, SEEDS, STEPS = 8, 4, 10
-BLOCKS, DIM, RANK = 60, 3072, 64
-LORA_SHAPES = [
-    *([(RANK, DIM), (DIM, RANK)] * 8),  # queries, keys, values and outputs, of image and text
-    *([(RANK, DIM), (4 * DIM, RANK), (RANK, 4 * DIM), (DIM, RANK)] * 2),  # both layers of their two MLPs
-]
-"""Of a block of Qwen-Image: 0.85 GB in all of them, in bfloat16."""
 DENOISING = ("rollout", "explore-r")
 
 
@@ -115,41 +100,6 @@ def measure() -> dict[str, float]:
         return {name: round(seconds, 4) for name, seconds in fixed_costs(live.directory, asked).items()}
 
 
-class Adapters:
-    """The trainable weights of a LoRA in so many of Qwen-Image's blocks, and no model."""
-
-    def __init__(self, blocks: int) -> None:
-        self._shapes = [shape for _ in range(blocks) for shape in LORA_SHAPES]
-        self._parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in self._shapes]
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return self._parameters
-
-    def trainable(self) -> dict[str, torch.Tensor]:
-        return {str(at): parameter.detach() for at, parameter in enumerate(self._parameters)}
-
-
-def update_s(blocks: int = 6, steps: int = 7) -> float:
-    """CPU seconds on one core to add a gradient, clip it, step and let the old policy follow, for all blocks.
-
-    The median of the steps after the first two, which make the optimizer's moments.
-    """
-    torch.set_num_threads(1)
-    adapters = Adapters(blocks)
-    train = config.load(SETTINGS).train
-    assert train.keeps_old
-    trainer = Trainer(cast("Model", adapters), train, seed=0)
-    gradient = {name: torch.randn_like(value) for name, value in adapters.trainable().items()}
-    took_s = []
-    for step in range(steps):
-        began_s = time.process_time()
-        trainer.step(1, [gradient], iteration=step, update=0)
-        trainer.finish([[(1, 0.0, {})]], [0.0], iteration=step)
-        took_s.append(time.process_time() - began_s)
-    return median(took_s[2:]) * BLOCKS / blocks
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--update", action="store_true", help="an optimizer's step on one core, in CPU seconds")
-    print(json.dumps({"update_s": round(update_s(), 2)} if parser.parse_args().update else measure()))
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    print(json.dumps(measure()))

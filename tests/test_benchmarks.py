@@ -21,6 +21,7 @@ SMALL = {
     "recovery": ("--parts", "weights", "--weights-gb", "0.01"),
     "scale": ("--turns", "1", "--hours", "0"),
     "soak": ("--iterations", "30"),
+    "updates": ("--blocks", "1", "--turns", "1"),
     "time_to_target": ("--table", "--data", "{tmp}/data/time_to_target.jsonl", "--figure", "{tmp}/figure.png"),
 }
 """Takes seconds: what is recorded is shown, what is pure is computed, and what is live is tried once."""

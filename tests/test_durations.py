@@ -218,7 +218,7 @@ def test_machines_with_a_large_model_boot_and_load_it() -> None:
     )
 
     assert lora.start_up_s == full.start_up_s == start_up_s("qwen-image")
-    assert (lora.publish_s, full.publish_s) == (PUBLISH_LORA_S, load_s("qwen-image"))
+    assert [lora.publish_s, full.publish_s] == pytest.approx([PUBLISH_LORA_S, PUBLISH_LORA_S * 40.9 / 0.85])
 
 
 def test_an_update_takes_time_where_the_reserved_worker_has_no_gpu() -> None:

@@ -699,8 +699,8 @@ class SimulationSection(Section):
     where the workers are processes of one machine (measured), and else what it takes at 10 Gb/s."""
     publish_s: float | None = Field(None, ge=0, le=DAY_S)
     """From the last update to new weights on every worker. Left out, it is 0.084 s where the workers are processes of
-    one machine (the embedded model, paced or not; measured: as ``form_s``), and else what a LoRA of 0.85 GB or all
-    weights take at 10 Gb/s."""
+    one machine (the embedded model, paced or not; measured: as ``form_s``), and else what a LoRA of 1.7 GB in float32,
+    or all weights, take at 10 Gb/s, with the old policy and the optimizer's state."""
     update_s: float | None = Field(None, ge=0, le=DAY_S)
     """Of an optimizer's step, beside reading what it adds. Left out, it is nothing on a GPU or for an embedded model;
     on a reserved worker without a GPU, 1.8 s for a LoRA of 0.85 GB (measured on one core: docs/results.md, fixed

@@ -86,12 +86,15 @@ BACKWARD_LORA, BACKWARD_FULL = 2, 3
 BOOT_S = 120.0
 """From asking for a spot machine to its worker's first line. Assumed: no measurement was found."""
 LORA_BYTES = 0.85e9
-"""Of a LoRA as it is published. Assumed: rank 64 of the twelve linear layers in each of Qwen-Image's blocks."""
-PUBLISH_LORA_S = 1.0
-"""To have a new LoRA of 0.85 GB on every worker, at 10 Gb/s. Computed, and rounded up."""
+"""Of a LoRA in bfloat16, as the transformer is; its files are in float32, twice as large. Assumed: rank 64 of the twelve
+linear layers in each of Qwen-Image's blocks."""
+PUBLISH_LORA_S = 7.2
+"""To write a version of it, 6.8 GB with the old policy and the optimizer's state, to have the old policy, 1.7 GB, on
+every worker, at 10 Gb/s (computed), and to load it there. With a directory in memory, one core that hashes 1.8 GB/s and
+another beside it, 6.8 s were measured: docs/results.md, fixed costs."""
 LOCAL_PUBLISH_S, LOCAL_START_UP_S = 0.084, 0.1
-"""The same, and from the start of a worker's process until it works, where workers are processes of one machine.
-Measured: docs/results.md, fixed costs (0.051 s to join and 0.045 s for the first request)."""
+"""The same of the embedded model, and from the start of a worker's process until it works, where workers are processes
+of one machine. Measured: docs/results.md, fixed costs (0.051 s to join and 0.045 s for the first request)."""
 GRADIENT_LORA_S = 1.4
 """To keep the gradient of a LoRA of 0.85 GB, 1.7 GB in float32, where others find it, or to fetch it, at 10 Gb/s.
 Computed."""
@@ -330,15 +333,19 @@ class TaskDurations:
             return self._fixed.update_s
         if self._is_local or self._reserved_computes:
             return 0.0
-        weights_bytes = LORA_BYTES if self._lora else TRANSFORMERS[self._model].weights_bytes
-        return UPDATE_LORA_S * weights_bytes / LORA_BYTES
+        return UPDATE_LORA_S * self._loras
 
     @property
     def publish_s(self) -> float:
         """From the last update to new weights on every worker."""
         if self._fixed.publish_s is not None:
             return self._fixed.publish_s
-        return LOCAL_PUBLISH_S if self._is_local else PUBLISH_LORA_S if self._lora else load_s(self._model)
+        return LOCAL_PUBLISH_S if self._is_local else PUBLISH_LORA_S * self._loras
+
+    @property
+    def _loras(self) -> float:
+        """How many times as large as a LoRA is what training changes."""
+        return 1.0 if self._lora else TRANSFORMERS[self._model].weights_bytes / LORA_BYTES
 
     @property
     def start_up_s(self) -> float:
