@@ -86,7 +86,7 @@ BACKWARD_LORA, BACKWARD_FULL = 2, 3
 BOOT_S = 120.0
 """From asking for a spot machine to its worker's first line. Assumed: no measurement was found."""
 LORA_BYTES = 0.85e9
-"""Of a LoRA in bfloat16, as the transformer is; its files are in float32, twice as large. Assumed: rank 64 of the twelve
+"""Of a LoRA in bfloat16, as the transformer is; its files are in float32, twice as large. Assumed: rank 64 of twelve
 linear layers in each of Qwen-Image's blocks."""
 PUBLISH_LORA_S = 7.2
 """To write a version of it, 6.8 GB with the old policy and the optimizer's state, to have the old policy, 1.7 GB, on
