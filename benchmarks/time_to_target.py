@@ -247,8 +247,8 @@ class Speed:
 
 
 SPEEDS = {
-    "512": Speed(denoising=0.1525 / 0.126, training=2.44 / 2.42, rows=8),
-    "1280": Speed(denoising=1.12 / 0.777, training=4.48 / 3.86, rows=2),
+    "512": Speed(denoising=0.1525 / 0.126, training=2.44 / 3.03, rows=8),
+    "1280": Speed(denoising=1.12 / 0.777, training=4.48 / 4.07, rows=2),
 }
 PUBLISHING = f"simulation.publish_s={PUBLISH_LORA_S / TRACE_SPEEDUP:.2f}"
 """What `benchmarks.updates` measured, in an iteration of fewer samples; the tables have 0.19."""
