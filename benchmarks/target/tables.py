@@ -48,7 +48,7 @@ follows from it, is in [results.md](results.md#time-and-dollars-to-a-score).
 Minutes and dollars are medians over seeds; a run that did not get there (–) took longer than any that did. They count
 up to the first of two validations in a row at the target, without start-up and without validations. Times: the ratio to
 the row that has 1, with its 95 % interval by paired bootstrap over seeds. In brackets: reserved + spot GPUs. Seconds
-are a cost model's; at what an H100 took, [iterations last 0.9 to 1.5 times as long](results.md#on-a-gpu).
+are a cost model's; at what an H100 took, [iterations last 0.8 to 1.4 times as long](results.md#on-a-gpu).
 """
 GLANCE = """## At a glance
 
