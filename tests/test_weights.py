@@ -56,7 +56,7 @@ def alter(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("part", ["trainable", "optimizer", "ema"])
 @pytest.mark.parametrize("library", ["torch", "numpy"])
 def test_numbers_that_are_not_finite_are_never_staged(tmp_path: Path, value: float, part: str, library: str) -> None:

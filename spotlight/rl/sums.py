@@ -54,7 +54,8 @@ def sliced(sizes: Sequence[int], slices: int) -> list[range]:
 
 
 def tree_sum(gradients: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
-    """The sum by a binary tree, ((g0 + g1) + (g2 + g3)) + ...; of K gradients, log2(K) + 1 are held at once.
+    """The sum by a binary tree, ((g0 + g1) + (g2 + g3)) + ...; of K gradients, log2(K) + 1 are held at once, and
+    those that were read ahead.
 
     Args:
         gradients: in the order of their parts, or slices; what one of them lacks, it adds nothing to.

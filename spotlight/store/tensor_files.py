@@ -1,8 +1,8 @@
-"""Safetensors files, tensor by tensor: gigabytes are hashed while they are written or read, and never copied whole.
+"""Safetensors files, tensor by tensor: gigabytes are hashed while they are written or read, not copied before.
 
-The library copies a file's bytes two times to make them. Memory for gigabytes that is new each time costs more than to
-hash and to write them; that of one tensor is used again for the next. The format, from its documentation
-(https://github.com/huggingface/safetensors#format) ::
+The library copies a file's bytes two times to make them, and to allocate gigabytes anew for each file takes longer than
+to hash and to write them. So one tensor is handled at a time, and its memory is used again for the next. The format,
+from its documentation (https://github.com/huggingface/safetensors#format) ::
 
     8 bytes     length of the header, little-endian
     header      JSON: of each tensor dtype, shape, and where its bytes begin and end in what follows; padded with spaces
@@ -35,8 +35,10 @@ Piece = TypeVar("Piece", bytes, memoryview)
 THREADS = 4
 """That hash or read files of tensors at once. None of them holds Python's lock meanwhile."""
 SMALL_BYTES = 1 << 16
-"""A piece that is no larger is hashed sooner than a thread is told to."""
+"""Pieces up to this size are hashed at once: to hand them to a thread would take longer."""
 ALIGNED_BYTES = 8
+HEADER_BYTES_MAX = 100_000_000
+"""Of a header, as in the library."""
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}
 _DTYPES |= {f"{kind}int{bits}": f"{kind.upper() or 'I'}{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)}
 _ARRAYS = {known: np.dtype(name) for name, known in _DTYPES.items() if name != "bfloat16"}
@@ -56,7 +58,7 @@ class Content:
     def __init__(self, tensors: Tensors) -> None:
         """
         Args:
-            tensors: may not change as long as this is used.
+            tensors: of floating-point, integer and bool dtypes. They may not change as long as this is used.
         """
         names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so that all are aligned
         self._tensors = [tensors[name] for name in names]
@@ -110,6 +112,8 @@ def hashing(pieces: Iterable[Piece], digest: Digest) -> Iterator[Piece]:
             else:
                 digest.update(piece)
             yield piece
+    if busy:
+        busy.result()
 
 
 def read_arrays(file: BinaryIO, size: int) -> tuple[dict[str, NDArray[Any]], str]:
@@ -120,41 +124,46 @@ def read_arrays(file: BinaryIO, size: int) -> tuple[dict[str, NDArray[Any]], str
     """
     digest, arrays, end = sha256(), {}, 0
     length = file.read(8)
-    text = file.read(min(int.from_bytes(length, "little"), size))
+    header_bytes = int.from_bytes(length, "little")
+    if header_bytes > min(size, HEADER_BYTES_MAX):
+        raise ValueError(f"a header of {header_bytes} bytes")
+    text = file.read(header_bytes)
+    digest.update(length)
+    digest.update(text)
     left = size - len(length) - len(text)
-    digest.update(length + text)
     try:
         header: dict[str, dict[str, Any]] = json.loads(text)
         for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
             dtype, shape = _ARRAYS[header[name]["dtype"]], header[name]["shape"]
+            if not all(type(count) is int and count >= 0 for count in shape):
+                raise ValueError("a shape that is none")
             if prod(shape) * dtype.itemsize > left:
-                raise ValueError(f"{name} is larger than the file")
+                raise ValueError("a tensor that is larger than the file")
             array = np.empty(shape, dtype)
             if header[name]["data_offsets"] != [end, end := end + array.nbytes]:
-                raise ValueError(f"{name} is not where it should be")
+                raise ValueError("a tensor that is not where it should be")
             view, left = _viewed(array), left - array.nbytes
             if file.readinto(view) != array.nbytes:  # type: ignore[attr-defined]
-                raise ValueError(f"{name} was cut short")
+                raise ValueError("a tensor that was cut short")
             digest.update(view)
             arrays[name] = array
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no header of safetensors ({error!r})") from None
+    except (KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError("a header that is none") from None
     if left:
-        raise ValueError(f"{left} bytes belong to no tensor")
+        raise ValueError(f"{left} bytes that belong to no tensor")
     return arrays, digest.hexdigest()
 
 
 def ahead(does: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """What ``map`` yields, a bounded number of calls ahead of the one that is yielded."""
+    """What ``map`` yields, up to `THREADS` calls ahead; an error is raised in its place, and waits for no other call."""
     begun: deque[Future[Result]] = deque()
-    with ThreadPoolExecutor(THREADS) as pool:
-        try:
-            for item in items:
-                begun.append(pool.submit(does, item))
-                if len(begun) >= THREADS:
-                    yield begun.popleft().result()
-            while begun:
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        for item in items:
+            begun.append(pool.submit(does, item))
+            if len(begun) >= THREADS:
                 yield begun.popleft().result()
-        finally:
-            for each in begun:
-                each.cancel()
+        while begun:
+            yield begun.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # a read that hangs ends by its own limit

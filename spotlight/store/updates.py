@@ -121,7 +121,7 @@ def load(run: RunAt, iteration: int, gradient: Gradient) -> dict[str, Tensor]:
 
 
 def load_terms(run: RunAt, iteration: int, gradients: Sequence[Gradient]) -> Iterator[dict[str, Tensor]]:
-    """As `load`, of several: the slices of a sum are read some at a time; of whole gradients, one is held at a time."""
+    """As `load`, of several: slices of a sum are read some at a time, whole gradients one after the other."""
     several = ahead if all(each.name.startswith(_SUM) for each in gradients) else map
     yield from several(partial(load, run, iteration), gradients)
 
@@ -149,7 +149,10 @@ def put_sum(
     summed = Gradient(name=_sum_name(parts, at), rows=sum(part.rows for part in parts))
     if not any(part.slices for part in parts):
         return summed
-    return _put(run, iteration, summed, [Content(arrays)])
+    import numpy as np
+
+    # A sum of scalars is no array
+    return _put(run, iteration, summed, [Content({name: np.asarray(array) for name, array in arrays.items()})])
 
 
 def _sum_name(parts: Sequence[Gradient], at: int) -> str:
@@ -204,7 +207,7 @@ def _slice(run: RunAt, iteration: int, gradient: Gradient, at: int) -> dict[str,
             raise  # the store's fault
         found = "no such file"
     except ValueError as error:
-        found = f"other bytes: {error}"
+        found = str(error)
     where = f" in bytes {chosen.start} to {stop}" if len(gradient.slices) > 1 else ""
     raise _damaged(run, iteration, key, f"{chosen.sha256}{where}", found)
 

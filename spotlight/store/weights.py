@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from spotlight.files import is_url
 from spotlight.records import PartRef, Policy, Published, SpotlightError, WeightsRef, record
 from spotlight.store.decoding import from_json
 from spotlight.store.node import Node, NotOnNode, Source, map_tensors
@@ -100,7 +101,8 @@ def stage(
     A directory that an earlier attempt left behind is replaced. Tensors of a mapping may not share memory.
 
     Args:
-        trainable: all that training changes, by name; any dtype and device. Arrays of numpy do without torch.
+        trainable: all that training changes, by name; of floating-point, integer or bool dtypes, on any device. Arrays
+            of numpy do without torch.
         optimizer: the optimizer's tensors; parameters without state are simply absent.
         metrics: what the training of this version measured.
 
@@ -117,7 +119,7 @@ def stage(
         parts["old"] = old
     if ema is not None:
         parts["ema"] = ema
-    with ThreadPoolExecutor(len(parts)) as pool:
+    with ThreadPoolExecutor(1 if is_url(run) else len(parts)) as pool:  # what goes to a bucket is in memory as a whole
         written = {_FILES[part]: pool.submit(_write, versions, version, part, parts[part]) for part in parts}
         files = {name: entry.result() for name, entry in written.items()}
     created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -142,7 +144,7 @@ def _all_finite(tensors: Iterable[Tensor | NDArray[Any]]) -> bool:
         if isinstance(tensor, np.ndarray):
             if not np.isfinite(tensor).all():
                 return False
-        elif tensor.numel():
+        elif tensor.is_floating_point() and tensor.numel():
             low, high = tensor.aminmax()
             found[tensor.device].append(low.isfinite() & high.isfinite())
     return all(reduce(and_, finite) for finite in found.values())

@@ -1,0 +1,69 @@
+"""What an update is made of: gradients of parts, and slices of their sum, in a directory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from spotlight.records import Gradient, GradientPart, WeightsRef
+from spotlight.rl.sums import tree_sum
+from spotlight.store import updates
+
+FIRST = WeightsRef(version=0, sha256="0" * 64)
+SLICES = (["0", "1"], ["2"])
+
+
+def keep(run: Path, number: int, tensors: dict[str, Tensor]) -> Gradient:
+    part = GradientPart(weights=FIRST, iteration=0, update=0, number=number, samples=(), positions=(), slices=2)
+    return updates.put(run, part, Gradient(name="", rows=1), tensors, SLICES if tensors else None)
+
+
+def test_slices_are_added_by_the_same_tree_as_whole_gradients_scalars_and_all(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    made: list[dict[str, Tensor]] = [
+        {
+            "0": torch.randn((), generator=draw),
+            "1": torch.randn(3, 2, generator=draw),
+            "2": torch.randn(5, generator=draw),
+        }
+        for _ in range(7)
+    ]
+    made[2] = {}  # nothing to learn
+    parts = [keep(tmp_path, number, tensors) for number, tensors in enumerate(made)]
+
+    terms = [
+        updates.put_sum(tmp_path, 0, parts, at, tree_sum(updates.load_slices(tmp_path, 0, parts, at))) for at in (0, 1)
+    ]
+
+    expected = tree_sum(made)
+    for found in (
+        tree_sum(updates.load_terms(tmp_path, 0, terms)),
+        tree_sum(updates.load_terms(tmp_path, 0, parts)),
+    ):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_whole_gradients_are_read_one_after_the_other_and_slices_of_a_sum_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def load(run: str, iteration: int, gradient: Gradient) -> dict[str, Tensor]:
+        read.append(gradient.name)
+        return {}
+
+    monkeypatch.setattr(updates, "load", load)
+
+    for prefix, ahead in (("u0-p", False), ("sum-", True)):
+        read.clear()
+        terms = updates.load_terms(tmp_path, 0, [Gradient(name=f"{prefix}{number}") for number in range(9)])
+        next(terms)
+        time.sleep(0.1)
+        assert (len(read) > 1) == ahead
+        assert len(read) < 9
+        assert len(list(terms)) == 8
