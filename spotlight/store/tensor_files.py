@@ -155,7 +155,7 @@ def read_arrays(file: BinaryIO, size: int) -> tuple[dict[str, NDArray[Any]], str
 
 
 def ahead(does: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """What ``map`` yields, up to `THREADS` calls ahead; an error is raised in its place, and waits for no other call."""
+    """What ``map`` yields, up to `THREADS` calls ahead; an error is raised in its place and waits for no other call."""
     begun: deque[Future[Result]] = deque()
     pool = ThreadPoolExecutor(THREADS)
     try:
