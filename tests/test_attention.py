@@ -119,6 +119,7 @@ def test_texts_are_packed_where_a_gpu_has_flash_attention_for_them(
 ) -> None:
     monkeypatch.setattr(transformer_qwenimage, "dispatch_attention_fn", attention._with_mask)
     monkeypatch.setattr(attention, "find_spec", lambda name: object() if has_flash else None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -29,9 +29,9 @@ _with_mask = _diffusers.dispatch_attention_fn
 
 
 def can_pack(device: torch.device) -> bool:
-    """Whether torch and the device have flash attention for it."""
-    has_it = device.type == "cuda" and find_spec("torch.nn.attention.varlen") is not None
-    return has_it and torch.cuda.get_device_capability(device) >= CAPABLE
+    """Whether torch and the device have flash attention for it; ROCm, on which nobody tried, counts as without."""
+    has_it = torch.version.cuda is not None and find_spec("torch.nn.attention.varlen") is not None
+    return device.type == "cuda" and has_it and torch.cuda.get_device_capability(device) >= CAPABLE
 
 
 def pack_texts(transformer: Any) -> None:
