@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 from torch import Tensor
 
+from benchmarks.engine import took
 from spotlight import config
 from spotlight.plan.durations import GRADIENT_LORA_S, LORA_BYTES, PUBLISH_LORA_S, UPDATE_LORA_S
 from spotlight.records import Gradient, GradientPart, WeightsRef
@@ -82,17 +82,9 @@ class Clock:
         self.took_s: dict[str, list[float]] = defaultdict(list)
 
     def time(self, name: str, work: Callable[[], T]) -> T:
-        _finish()
-        began_s = time.perf_counter()
-        result = work()
-        _finish()
-        self.took_s[name].append(time.perf_counter() - began_s)
-        return result
-
-
-def _finish() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        results: list[T] = []
+        self.took_s[name].append(took(lambda: results.append(work())).wall_s)
+        return results[0]
 
 
 def turn(run: Path, node: Node, trainer: Trainer, adapters: Adapters, number: int, clock: Clock) -> None:

@@ -703,8 +703,8 @@ class SimulationSection(Section):
     or all weights, take at 10 Gb/s, with the old policy and the optimizer's state."""
     update_s: float | None = Field(None, ge=0, le=DAY_S)
     """Of an optimizer's step, beside reading what it adds. Left out, it is nothing on a GPU or for an embedded model;
-    on a reserved worker without a GPU, 1.8 s for a LoRA of 0.85 GB (measured on one core: docs/results.md, fixed
-    costs), in proportion for all weights. In a comparison, a strategy that has a GPU in the place of such a worker is
+    on a reserved worker without a GPU, 1.8 s for a LoRA of 1.7 GB in float32 (measured on one core, docs/results.md),
+    in proportion for all weights. In a comparison, a strategy that has a GPU in the place of such a worker is
     not charged with what is given here."""
     start_up_s: float | None = Field(None, ge=0, le=DAY_S)
     """From the moment a worker's machine is there until the worker can work. Left out, it is 0.1 s where the workers

@@ -91,7 +91,7 @@ linear layers in each of Qwen-Image's blocks."""
 PUBLISH_LORA_S = 7.2
 """To write a version of it, 6.8 GB with the old policy and the optimizer's state, to have the old policy, 1.7 GB, on
 every worker, at 10 Gb/s (computed), and to load it there. With a directory in memory, one core that hashes 1.8 GB/s and
-another beside it, 6.8 s were measured: docs/results.md, fixed costs."""
+another beside it, 6.8 s were measured: `benchmarks.updates`, docs/results.md."""
 LOCAL_PUBLISH_S, LOCAL_START_UP_S = 0.084, 0.1
 """The same of the embedded model, and from the start of a worker's process until it works, where workers are processes
 of one machine. Measured: docs/results.md, fixed costs (0.051 s to join and 0.045 s for the first request)."""
@@ -100,7 +100,7 @@ GRADIENT_LORA_S = 1.4
 Computed."""
 UPDATE_LORA_S = 1.8
 """AdamW, the gradient's norm and the old policy of a LoRA of 0.85 GB, on one core of a processor. Measured with a tenth
-of its weights: docs/results.md, fixed costs."""
+of its weights: `benchmarks.updates`, docs/results.md."""
 LOCAL_GRADIENT_S = 0.015
 """The same of the embedded model, on one machine: 1.8 MB, written or read and hashed. Measured, in CPU time."""
 OCR_SCORE_S = 0.0063
