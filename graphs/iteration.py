@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
 from math import ceil, inf
 from typing import Any
 
@@ -33,7 +33,7 @@ from spotlight.plan.bandit import equal_shares, rounds_of
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.durations import TRANSFORMERS, TaskDurations
 from spotlight.plan.stochastic_steps import stochastic_steps
-from spotlight.records import AHEAD, Kept, Prompt, Purpose, Request, Selection, WeightsRef, record
+from spotlight.records import AHEAD, Kept, Prompt, Purpose, Request, Scored, Selection, WeightsRef, record
 from spotlight.rl import rewards
 from spotlight.rl.parts import Cut
 from spotlight.rl.sums import slices_of
@@ -168,6 +168,7 @@ def iteration_graph(
     weights: WeightsRef,
     candidates: Candidates | None,
     *,
+    drawn_with: WeightsRef | None = None,
     ahead: Ahead | None = None,
     window_s: float = inf,
 ) -> Graph:
@@ -180,6 +181,7 @@ def iteration_graph(
         selection: the kept seeds of iteration k.
         weights: version k.
         candidates: what exploration for k + 1 may try; None where it is off or already known.
+        drawn_with: the weights that explored for k, where what they drew is trained on.
         ahead: of rollouts that are begun an iteration early; None where there are none.
         window_s: how long reserved workers roll out while there are spot workers.
     """
@@ -189,7 +191,8 @@ def iteration_graph(
     pool, widths = _one_pool(config.strategy.rollout_pools), _widths(config)
     rollouts = layers.add_requests("rollout", k, calls, pool=pool, widths=widths, window_s=window_s)
     scores = _add_scores(layers, config, "{}", k, run_dir, rollouts, seed=context.seed)
-    sets, updated = _add_training(layers, config, context, selection, weights, rollouts, scores)
+    drawn = drawn_samples(config, context, selection, drawn_with or weights)
+    sets, updated = _add_training(layers, config, context, selection, weights, rollouts, scores, drawn)
     publish = layers.add("publish", k, [(training.publish, run_dir, updated)], pool="trainer", after=[updated])
     outputs: dict[str, Key | list[Key]] = {"training": sets, "published": publish[0]}
     if k > 0:
@@ -224,6 +227,7 @@ def validation_graph(config: Config, context: RunContext, prompts: Sequence[Prom
     template = replace(
         _template(config, context, "validate", weights.version, weights),
         sampler="ode",
+        sigmas=context.validation_sigmas,
         policy=config.validation_policy,
     )
     count = config.run.validation_seeds
@@ -244,7 +248,13 @@ def example_graph(config: Config) -> Graph:
     sigmas = tuple(1 - step / steps for step in range(steps + 1))
     version = [WeightsRef(version=number, sha256="") for number in (0, 1)]
     context = RunContext(
-        run_dir="", run="", seed=config.run.seed, sigmas=sigmas, explore_sigmas=sigmas, start=version[0]
+        run_dir="",
+        run="",
+        seed=config.run.seed,
+        sigmas=sigmas,
+        explore_sigmas=sigmas,
+        validation_sigmas=sigmas,
+        start=version[0],
     )
     prompts = [Prompt(id=index, text="") for index in range(config.prompts_drawn)]
     explores = config.strategy.exploration == "stale"
@@ -285,11 +295,10 @@ def candidates_for(
         seeds_tried = max(1, ceil(candidates_max / len(prompts)))
     slots = len(prompts) * ceil(seeds_tried / exploration.request_seeds)
     rounds = min(slots, rounds or rounds_of(slots, _gangs(config, pools)))  # one without a request chooses nothing
-    template = _template(config, context, "explore", iteration, weights)
     return Candidates(
         iteration=iteration,
         prompts=tuple(prompts),
-        template=replace(template, sampler="ode", sigmas=context.explore_sigmas),
+        template=_explored(config, context, iteration, weights),
         seed=context.seed,
         seeds_tried=seeds_tried,
         request_seeds=exploration.request_seeds,
@@ -299,6 +308,7 @@ def candidates_for(
         candidates_max=candidates_max,
         planner=exploration.planner,
         beliefs=beliefs.about([prompt.id for prompt in prompts]),
+        reuse=exploration.reuse,
         reward_range=rewards.planned_range(rewards.build(config.reward)),
     )
 
@@ -322,6 +332,8 @@ def rollout_requests(
 ) -> list[Request]:
     """The kept seeds as requests; their order is the order in which training consumes them.
 
+    Those that were drawn already, by exploration, are in none.
+
     Args:
         before: with which the first ``rollout.prompts_ahead`` prompts are rolled out instead.
     """
@@ -335,7 +347,28 @@ def rollout_requests(
             weights=before if before and number < early else weights,
         )
         for number, kept in enumerate(selection.kept)
+        if not kept.drawn
         for first in range(0, len(kept.seeds), size)
+    ]
+
+
+def drawn_samples(
+    config: Config, context: RunContext, selection: Selection, weights: WeightsRef
+) -> list[tuple[Scored, ...]]:
+    """Of each prompt, what exploration drew that is trained on; nothing where it is rolled out.
+
+    Args:
+        weights: that explored.
+    """
+    template = _explored(config, context, selection.iteration, weights)
+    return [
+        tuple(
+            Scored(
+                request=replace(template, prompt=kept.prompt, seeds=each.seeds), rewards=each.rewards, parts=each.parts
+            )
+            for each in kept.drawn
+        )
+        for kept in selection.kept
     ]
 
 
@@ -415,6 +448,7 @@ def _add_training(
     weights: WeightsRef,
     rollouts: list[list[Key]],
     scores: list[Key],
+    drawn: Sequence[tuple[Scored, ...]],
 ) -> tuple[list[Key], Key]:
     """Advantages, then of each update the gradients of its parts, their sums, and the step.
 
@@ -426,13 +460,18 @@ def _add_training(
     assert all(len(kept.seeds) == config.rollout.seeds_kept for kept in selection.kept), "prompts have as many each"
     requests = len(range(0, config.rollout.seeds_kept, request_size(config)))
     chunks = cut.chunks if config.trains_as_scored else [range(cut.prompts)]
-    parts = [slice(requests * chunk.start, requests * chunk.stop) for chunk in chunks]
+    before_each = list(accumulate((0 if kept.drawn else requests for kept in selection.kept), initial=0))
+    parts = [slice(before_each[chunk.start], before_each[chunk.stop]) for chunk in chunks]
     given = [(scores[part], _surplus(rollouts[part])) for part in parts]
     if config.scores_apart:
         given = [([key], list[Key]()) for key in _add_refill(layers, config, context, k, given)]
+    drawn_of = [[each for each in drawn[chunk.start : chunk.stop] if each] for chunk in chunks]
     weighed = tuple(table.weight for table in (config.reward, *config.reward.also)) if config.adds_advantages else ()
     used = config.train.seeds_used
-    calls: Calls = [(training.advantage, std, scored, weighed, surplus, used) for scored, surplus in given]
+    calls: Calls = [
+        (training.advantage, std, [*scored, *explored], weighed, surplus, used)
+        for (scored, surplus), explored in zip(given, drawn_of, strict=True)
+    ]
     after = [key for scored, surplus in given for key in (*scored, *surplus)]
     sets = layers.add("advantage", k, calls, pool="head", after=after)
     slices = slices_of(config, cut.count)
@@ -582,6 +621,12 @@ def _template(config: Config, context: RunContext, purpose: Purpose, iteration: 
         weights=weights,
         policy=config.train.sampling_policy,
     )
+
+
+def _explored(config: Config, context: RunContext, iteration: int, weights: WeightsRef) -> Request:
+    """A request that explores, without its prompt and seeds."""
+    template = _template(config, context, "explore", iteration, weights)
+    return replace(template, sampler="ode", sigmas=context.explore_sigmas)
 
 
 def _one_pool(pools: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from statistics import fmean
 from typing import Any, Protocol
@@ -139,7 +140,10 @@ class Loop:
         begun_s = self._clock()
         window_s = self._window_s(k)
         ahead = self._rollouts_ahead(context, k)
-        graph = iteration_graph(config, context, selection, weights, candidates, ahead=ahead, window_s=window_s)
+        drawn_with = self._weights(selection.version, context) if any(kept.drawn for kept in selection.kept) else None
+        graph = iteration_graph(
+            config, context, selection, weights, candidates, drawn_with=drawn_with, ahead=ahead, window_s=window_s
+        )
         results = self._compute(graph)
         after: Published = results["published"]
         training = whole(results["training"])
@@ -166,7 +170,7 @@ class Loop:
         )
         run.append(HISTORY, row_of(row))
         kept = {0, after.weights.version, weights.version, *self._validated_versions()}
-        if config.rollout.prompts_ahead:  # some samples of this iteration are of the version before
+        if config.trains_on_older:  # some samples of this iteration are of the version before
             kept.add(max(0, k - 1))
         retain(run.url, kept)
         run.retain_beliefs(kept, weights.version - 1)
@@ -348,7 +352,8 @@ def _pairs(selection: Selection, training: TrainingSet) -> list[tuple[int, float
 
 def _metrics(selection: Selection, training: TrainingSet, after: Published) -> dict[str, float]:
     """What the iteration measured, none of it dependent on time or place."""
-    pairs = [(explored, regenerated) for _, explored, regenerated in _pairs(selection, training)]
+    again = replace(selection, kept=tuple(kept for kept in selection.kept if not kept.drawn))
+    pairs = [(explored, regenerated) for _, explored, regenerated in _pairs(again, training)]
     metrics = dict(training.metrics) | dict(after.metrics)
     metrics["seeds_scored"] = float(selection.seeds_scored)
     if selection.reward_mean is not None and selection.reward_std is not None:

@@ -195,6 +195,17 @@ class Scored:
 
 
 @record
+class Drawn:
+    """An exploring request of which some samples are trained on."""
+
+    seeds: tuple[int, ...]
+    rewards: tuple[float | None, ...]
+    """Of the samples that are trained on; None for the others."""
+    parts: tuple[tuple[float | None, ...], ...] = ()
+    """See `Scored`."""
+
+
+@record
 class Kept:
     """The seeds that one prompt's group is rolled out with."""
 
@@ -202,10 +213,15 @@ class Kept:
     seeds: tuple[int, ...]
     explored_rewards: tuple[float | None, ...]
     """What exploration scored them with stale weights; None where nothing was explored."""
+    drawn: tuple[Drawn, ...] = ()
+    """The requests that explored them, where they are trained on as they were drawn, and not rolled out."""
 
     def __post_init__(self) -> None:
         if len(self.seeds) != len(self.explored_rewards):
             raise ValueError(f"{len(self.seeds)} seeds and {len(self.explored_rewards)} explored rewards: give as many")
+        count = sum(reward is not None for request in self.drawn for reward in request.rewards)
+        if self.drawn and count != len(self.seeds):
+            raise ValueError(f"{len(self.seeds)} seeds, and rewards of {count} that were drawn: give as many")
 
 
 @record
@@ -229,6 +245,8 @@ class Selection:
     reward_mean: float | None = None
     """Of all seeds scored, kept or not; None where there were none."""
     reward_std: float | None = None
+    version: int = 0
+    """Of the weights that explored."""
     explored: tuple[Explored, ...] = ()
     """Of all prompts, also those that are not rolled out: what the planner learns from."""
 

@@ -294,6 +294,10 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
         (["pools.reserved.workers=0", "pools.reserved.usd_per_h=1"], ["pools.reserved.workers"]),
         (["exploration.seeds_tried=4"], ["exploration.seeds_tried = 4", "rollout.seeds_kept = 8"]),
         (["rollout.prompts_ahead=4"], ["rollout.prompts_ahead = 4", 'strategy.exploration = "stale"']),
+        (
+            ["exploration.reuse=true", "train.algorithm=grpo", "rollout.sampler=sde"],
+            ["exploration.reuse = true", 'train.algorithm = "grpo"', "exploration.reuse = false"],
+        ),
         (["rollout.prompts_ahead=99"], ["rollout.prompts_ahead = 99", "rollout.prompts = 8: lower it"]),
         (
             ["rollout.prompts_ahead=4", "strategy.exploration=off", "strategy.on_preemption=restart"],

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal, Self
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from cluster.virtual.timing import Fixed
 from factories import answer
-from graphs.iteration import rollout_requests, unexplored
+from graphs.iteration import candidates_for, rollout_requests, unexplored
 from graphs.tasks import sampling, training
 from graphs.tasks.context import RunContext, prepare
 from graphs.tasks.training import TrainingSet
@@ -51,6 +52,7 @@ from spotlight.records import (
     Updated,
     WeightsRef,
 )
+from spotlight.rl.gradients import part_gradient
 from spotlight.rl.models import captured
 from spotlight.rl.parts import Cut
 from spotlight.rl.prompts import read_prompts
@@ -622,6 +624,34 @@ def test_a_gradient_whose_latents_are_drawn_again_on_the_way_is_the_same(run: Ru
 
     again = answer(Engine(run.path).gradient(second))
 
+    assert again == found
+
+
+def test_candidates_are_trained_on_at_the_levels_of_rollouts_and_drawn_again_though_exploration_is_closed(
+    run: RunDir, context: RunContext
+) -> None:
+    engine, settings = Engine(run.path), run.config()
+    few = replace(context, explore_sigmas=engine.model.sigmas(2, settings.model.height_px, settings.model.width_px))
+    prompts = read_prompts(settings.data.train_prompts)[:2]
+    template = candidates_for(settings, few, 0, prompts, context.start).template
+    requests = [replace(template, prompt=prompt, seeds=(7, 8)) for prompt in prompts]
+    for request in requests:
+        engine.rollout(request)
+    samples = tuple(
+        Sample(request=request, index=at, reward=0.0, advantage=at - 0.5) for request in requests for at in (0, 1)
+    )
+    cut = replace(Cut.of(settings), prompts=2, seeds=2, parts=1)
+    part = training.gradient_part(context.start, 0, cut, 0, 0, [TrainingSet(samples=samples, metrics={})])
+
+    with patch("spotlight.device.training.part_gradient", wraps=part_gradient) as passes:
+        found = answer(engine.gradient(part))
+    assert passes.call_args.args[2].sigmas == context.sigmas
+    shutil.rmtree(run.path / "updates")
+    shutil.rmtree(run.path / "latents")
+    signals.obey(CloseExploration(run=run.path.name, iteration=0))
+    again = answer(Engine(run.path).gradient(part))
+
+    assert {len(request.sigmas) for request in requests} == {3}
     assert again == found
 
 

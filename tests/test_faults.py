@@ -135,6 +135,7 @@ AHEAD = (
     "run.iterations=4",
     "run.validate_every=1",
 )
+REUSE = ("exploration.reuse=true", "train.parts=3", "run.iterations=4")
 
 
 def _run(directory: Path, *more: str) -> RunDir:
@@ -165,7 +166,7 @@ def _left_behind(run: RunDir) -> tuple[dict[str, Any], dict[str, bytes]]:
     return outcome(run.path), {str(path.relative_to(run.path)): path.read_bytes() for path in weights}
 
 
-@pytest.fixture(scope="module", params=[(), AHEAD], ids=["exploring", "ahead"])
+@pytest.fixture(scope="module", params=[(), AHEAD, REUSE], ids=["exploring", "ahead", "reuse"])
 def undisturbed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[tuple[str, ...], tuple[dict[str, Any], dict[str, bytes]]]:

@@ -26,6 +26,7 @@ from graphs.iteration import (
     Graph,
     Key,
     candidates_for,
+    drawn_samples,
     example_graph,
     exploration_graph,
     final_graph,
@@ -53,9 +54,16 @@ from spotlight.run import Run
 
 VERSION = WeightsRef(version=1, sha256="1" * 64)
 SETTING = RunContext(
-    run_dir="", run="run", seed=5, sigmas=(1.0, 0.5, 0.0), explore_sigmas=(1.0, 0.0), start=replace(VERSION, version=0)
+    run_dir="",
+    run="run",
+    seed=5,
+    sigmas=(1.0, 0.5, 0.0),
+    explore_sigmas=(1.0, 0.0),
+    validation_sigmas=(1.0, 0.7, 0.3, 0.0),
+    start=replace(VERSION, version=0),
 )
 AHEAD = ("strategy.exploration=off", "rollout.prompts_ahead=2", "rollout.request_seeds=8")
+REUSE = ("exploration.reuse=true", "train.advantage_std=group", "train.parts=8", "rollout.prompts=3")
 PROMPTS = tuple(Prompt(id=index, text=f'a sign that says "{index}"') for index in (4, 7, 1))
 SCORES_APART = ("pools.reward.workers=2", "pools.reward.usd_per_h=0.5")
 SPOT_WORKS = ('strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]')
@@ -121,12 +129,29 @@ def above(graph: Graph, layer: str) -> set[str]:
     return near.union(*(above(graph, name) for name in near))
 
 
+def reused(settings: Config, *, drawn: Sequence[Prompt]) -> Selection:
+    """Iteration 1, of whose prompts exploration drew these, each in two requests, and nothing of the others."""
+    candidates = candidates_for(settings, SETTING, 1, PROMPTS, replace(VERSION, version=0))
+    count = settings.rollout.seeds_kept
+    requests = [
+        replace(candidates.template, prompt=prompt, seeds=tuple(seeds_of(candidates, prompt, 2 * count))[half::2])
+        for prompt in drawn
+        for half in (0, 1)
+    ]
+    scored = score(requests, [(11 * index % 21) / 21 for index in range(2 * count * len(drawn))])
+    return exploration.select(candidates, scored, [requests])
+
+
 GRAPHS = {
     "prepare": prepare_graph("run"),
     "iteration": example_graph(load()),
     "without exploration": example_graph(load('strategy.exploration="off"')),
     "some ahead": example_graph(load(*AHEAD)),
     "in parts": example_graph(load("train.advantage_std=group")),
+    "drawn before": iteration_graph(load(*REUSE), SETTING, reused(load(*REUSE), drawn=PROMPTS), VERSION, None),
+    "some drawn before": iteration_graph(
+        load(*REUSE, *SCORES_APART), SETTING, reused(load(*REUSE), drawn=PROMPTS[1:]), VERSION, None
+    ),
     "scored apart": example_graph(load("train.advantage_std=group", *SCORES_APART)),
     "validation scored apart": validation_graph(load(*SCORES_APART), SETTING, PROMPTS, VERSION),
     "exploration": exploration_graph(load(), SETTING, make_candidates()),
@@ -294,6 +319,54 @@ def test_the_next_iteration_asks_for_the_very_requests_that_were_begun_early() -
     asked = [call[2] for key, call in calls_of(last).items() if key[0] == "rollout-2"]
     assert begun == asked[: len(begun)]
     assert not any("ahead" in name for name in last.graph.layers)
+
+
+@pytest.mark.parametrize("apart", [(), SCORES_APART])
+def test_what_exploration_drew_is_trained_on_and_only_the_rest_is_rolled_out(apart: Sequence[str]) -> None:
+    settings = load(*REUSE, *apart)
+    selection = reused(settings, drawn=PROMPTS[1:])
+    graph = iteration_graph(settings, SETTING, selection, VERSION, None)
+    calls = calls_of(graph)
+
+    rolled = [call[2] for key, call in calls.items() if key[0] == "rollout-1"]
+    assert {request.prompt for request in rolled} == {PROMPTS[0]}
+    assert [seed for request in rolled for seed in request.seeds] == list(selection.kept[0].seeds)
+    scores = [("refilled-1", at) for at in range(3)] if apart else [("score-1", at) for at in range(len(rolled))]
+    for at, kept in enumerate(selection.kept):
+        given = calls["advantage-1", at][2]
+        waits_for = scores[at : at + 1] if apart else scores if at == 0 else []
+        drawn = tuple(each for each in given if isinstance(each, tuple) and isinstance(each[0], Scored))
+        assert given == [*waits_for, *drawn]
+        assert [[scored.rewards for scored in each] for each in drawn] == [
+            [each.rewards for each in kept.drawn] for _ in range(bool(kept.drawn))
+        ]
+    assert list(map(bool, (kept.drawn for kept in selection.kept))) == [False, True, True]
+
+
+def test_of_what_exploration_drew_only_the_kept_samples_are_trained_on_with_the_rewards_that_they_have() -> None:
+    settings, before = load(*REUSE), replace(VERSION, version=0)
+    selection = reused(settings, drawn=PROMPTS)
+
+    assert selection.version == 0
+    for kept, drawn in zip(selection.kept, drawn_samples(settings, SETTING, selection, before), strict=True):
+        trained = training.advantage("group", [drawn]).samples
+        rewards = {sample.request.seeds[sample.index]: sample.reward for sample in trained}
+        assert rewards == dict(zip(kept.seeds, kept.explored_rewards, strict=True))
+        assert {(sample.request.purpose, sample.request.weights.version) for sample in trained} == {("explore", 0)}
+        assert {sample.request.sigmas for sample in trained} == {SETTING.explore_sigmas}
+        assert sum(sample.advantage or 0.0 for sample in trained) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_prompt_of_which_some_seeds_were_never_drawn_is_rolled_out_as_a_whole() -> None:
+    settings = load(*REUSE, "exploration.planner=equal")
+    candidates = candidates_for(settings, SETTING, 1, PROMPTS, VERSION)
+    (request, *_) = exploration.allocate("", candidates, 0, (), ())
+    few = replace(request, seeds=request.seeds[:3])
+
+    selection = exploration.select(candidates, score([few], (0.1, 0.5, 0.9)), [[few]])
+
+    assert sorted(map(str, selection.kept[0].explored_rewards)) == ["0.1", "0.5", "0.9", *["None"] * 5]
+    assert {kept.drawn for kept in selection.kept} == {()}
 
 
 def test_exploration_waits_for_nothing_of_the_training_beside_it() -> None:

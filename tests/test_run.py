@@ -257,6 +257,27 @@ def test_rollouts_that_are_made_early_are_the_same_whoever_is_killed(tmp_path: P
     assert outcome(run.directory.path) == outcome(alone.path)
 
 
+def test_candidates_that_are_trained_on_are_the_same_whoever_is_killed(tmp_path: Path) -> None:
+    reuse = ("exploration.reuse=true", "exploration.steps=4", "rollout.steps=8", "train.parts=3")
+    alone = RunDir.create(config.load(settings_file(tmp_path / "alone"), reuse), now_s=0.0)
+    Loop(alone, synchronous, NoWatch()).go()
+    run = Run(settings_file(tmp_path / "struck"), reuse).start()
+    client_of(run).register_plugin(KillWorkers("explore-r1-2", pool="spot", count=2))
+    client_of(run).register_plugin(KillWorkers("train-1", pool="reserved", count=1), name="kill-training")
+
+    run.wait()
+
+    spans = run.directory.rows(SPANS)
+    phases = [span["phase"] for span in spans]
+    assert "rollout" not in phases, "all candidates are scored, so that no prompt lacks any"
+    assert {span["phase"].partition("-")[0] for span in spans if span["outcome"] == "lost"} >= {"explore", "train"}
+    last = alone.selection(2)
+    assert last is not None
+    assert last.version == 1
+    assert all(kept.drawn for kept in last.kept)
+    assert outcome(run.directory.path) == outcome(alone.path)
+
+
 def test_gangs_that_share_training_and_are_killed_at_it_change_nothing(undisturbed: Path, tmp_path: Path) -> None:
     shared = ("train.width=2", "train.parts=9", 'strategy.train_pools=["reserved","spot"]', "pools.reserved.workers=2")
     quiet, struck = (Run(settings_file(tmp_path / name), shared).start() for name in ("quiet", "struck"))

@@ -16,6 +16,7 @@ class RunContext:
     seed: int
     sigmas: tuple[float, ...]
     explore_sigmas: tuple[float, ...]
+    validation_sigmas: tuple[float, ...]
     start: WeightsRef
     """Version 0."""
     session: str = ""
@@ -32,6 +33,7 @@ def prepare(run_dir: str, session: str = "") -> RunContext:
         seed=run.config().run.seed,
         sigmas=prepared.sigmas,
         explore_sigmas=prepared.explore_sigmas,
+        validation_sigmas=prepared.validation_sigmas,
         start=prepared.start,
         session=session,
     )

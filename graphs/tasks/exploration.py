@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import compress
 from statistics import fmean
@@ -15,7 +15,7 @@ from spotlight.plan import bandit
 from spotlight.plan.beliefs import Arm, Beliefs
 from spotlight.plan.replay import allocation_row
 from spotlight.plan.subset import max_variance_subset, most_varied
-from spotlight.records import Dropped, Explored, Kept, Prompt, Quarantined, Request, Scored, Selection, record
+from spotlight.records import Drawn, Dropped, Explored, Kept, Prompt, Quarantined, Request, Scored, Selection, record
 from spotlight.rl.advantages import spread
 from spotlight.rl.rewards import normalised
 from spotlight.store.rows import DECISIONS
@@ -41,6 +41,8 @@ class Candidates:
     """Candidates that there is time for, of all prompts together."""
     planner: Literal["bandit", "equal"] = "equal"
     beliefs: Beliefs = Beliefs()
+    reuse: bool = False
+    """Kept candidates are trained on as they were drawn."""
     reward_range: tuple[float, float] = (0.0, 1.0)
     """Least and largest reward; the planner sees rewards mapped to [0, 1]."""
 
@@ -153,6 +155,8 @@ def select(
         _keep(candidates, prompt, list(zip(seeds_of[prompt.id], rewards_of[prompt.id], strict=True)))
         for prompt in candidates.prompts
     ]
+    if candidates.reuse:
+        groups = [replace(group, drawn=_drawn(group, scored)) for group in groups]
     kept_rewards = [[reward for reward in group.explored_rewards if reward is not None] for group in groups]
     kept = tuple(groups[index] for index in most_varied(kept_rewards, candidates.groups))
     rewards = [reward for each in rewards_of.values() for reward in each]
@@ -163,8 +167,27 @@ def select(
         seeds_dropped=sum(len(request.seeds) for requests in allocations for request in requests) - len(rewards),
         reward_mean=fmean(rewards) if rewards else None,
         reward_std=spread(rewards) if rewards else None,
+        version=candidates.template.weights.version,
         explored=tuple(Explored(prompt=prompt, rewards=tuple(each)) for prompt, each in rewards_of.items()),
     )
+
+
+def _drawn(kept: Kept, scored: Sequence[Scored | Dropped | Quarantined]) -> tuple[Drawn, ...]:
+    """The requests that drew the kept seeds of a prompt; none if some of these were never drawn."""
+    if None in kept.explored_rewards:
+        return ()
+    of_prompt = [each for each in scored if isinstance(each, Scored) and each.request.prompt == kept.prompt]
+    return tuple(_only(each, kept.seeds) for each in of_prompt if not set(kept.seeds).isdisjoint(each.request.seeds))
+
+
+def _only(scored: Scored, kept: Collection[int]) -> Drawn:
+    """With the rewards of the kept seeds alone."""
+    seeds = scored.request.seeds
+
+    def only(rewards: Sequence[float | None]) -> tuple[float | None, ...]:
+        return tuple(reward if seed in kept else None for seed, reward in zip(seeds, rewards, strict=True))
+
+    return Drawn(seeds=seeds, rewards=only(scored.rewards), parts=tuple(map(only, scored.parts)))
 
 
 def _keep(candidates: Candidates, prompt: Prompt, pairs: list[tuple[int, float]]) -> Kept:

@@ -82,6 +82,9 @@ class RunSection(Section):
     """Iterations between validations. Validation also runs before the first and after the last iteration."""
     validation_seeds: int = Field(4, ge=1, le=BATCH_MAX)
     """Images per validation prompt, all of them one forward batch."""
+    validation_steps: int = Field(0, ge=0, le=STEPS_MAX)
+    """Denoising steps of a validation image; 0 means as many as a rollout. Published recipes train on images of fewer
+    steps than they are judged by."""
     validate_policy: Literal["auto", "trained", "old", "average"] = "auto"
     """Which weights of a version are validated and exported: those in training, the older ones that sample
     (``train.old_decay``), or their moving average (``train.ema_decay``). "auto" is the average where there is one, else
@@ -240,6 +243,10 @@ class ExplorationSection(Section):
     16, as keep the workers busy that explore, over the candidates that there is time for."""
     steps: int = Field(0, ge=0, le=STEPS_MAX)
     """Denoising steps of a candidate; 0 means as many as a rollout."""
+    reuse: bool = False
+    """Train on the kept candidates as exploration drew them, instead of rolling their seeds out again: with weights one
+    version old (one-step off-policy) where exploration is "stale", with current ones where it is "blocking". For
+    DiffusionNFT, which trains on clean samples, whoever drew them. A prompt with too few candidates is rolled out."""
     planner: Literal["bandit", "equal"] = "bandit"
     """"bandit": candidates go where they raise the variance of the kept seeds most; "equal": to all prompts alike."""
     budget: Literal["time", "fixed", "worth"] = "time"

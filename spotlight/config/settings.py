@@ -70,6 +70,7 @@ class Config(Section):
         self._check_training()
         self._check_sampler()
         self._check_ahead()
+        self._check_reuse()
         self._check_widths()
         return self
 
@@ -199,6 +200,13 @@ class Config(Section):
                 'the time that spot workers have beside training; set prompts_ahead = 0, or exploration = "off"'
             )
 
+    def _check_reuse(self) -> None:
+        if self.exploration.reuse and self.strategy.exploration != "off" and self.train.algorithm != "nft":
+            raise ValueError(
+                f'exploration.reuse = true with train.algorithm = "{self.train.algorithm}": its samples must be drawn '
+                'by rollouts; set exploration.reuse = false, or train.algorithm = "nft"'
+            )
+
     @property
     def doubts(self) -> tuple[str, ...]:
         """What can be run, but is probably not meant."""
@@ -307,6 +315,11 @@ class Config(Section):
         """Prompts of the data set that an iteration looks at: those explored, or else those rolled out."""
         explored = 0 if self.strategy.exploration == "off" else self.exploration.prompts
         return explored or self.rollout.prompts
+
+    @property
+    def trains_on_older(self) -> bool:
+        """Whether samples of an iteration may be of the version before the one that it starts from."""
+        return bool(self.rollout.prompts_ahead) or (self.exploration.reuse and self.strategy.exploration == "stale")
 
     @property
     def trains_as_scored(self) -> bool:

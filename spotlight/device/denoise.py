@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -122,6 +123,8 @@ class Denoiser:
         try:
             return self._store.clean(request)
         except MissingLatents:
+            if request.purpose == "explore":  # its exploration is closed: as a rollout it has the same bits
+                request = replace(request, purpose="rollout")
             self.rollout(request)
             return self._store.clean(request)
 

@@ -150,7 +150,7 @@ class Engine:
         return rewards.build(self._config.reward)
 
     def prepare(self) -> Prepared:
-        """Noise levels of rollouts and of exploration; version 0 is published.
+        """Noise levels of rollouts, of exploration and of validations; version 0 is published.
 
         Raises:
             SpotlightError: the model cannot draw this size, or cannot be split as the settings want, or by what.
@@ -166,10 +166,11 @@ class Engine:
             ("train.width", (settings.train.width,)),
         ):
             sequence_parallel.check_widths(self.model.transformer, rows * columns, text_tokens, widths, setting)
-        steps, explore_steps = settings.rollout.steps, settings.exploration.steps or settings.rollout.steps
+        steps = settings.rollout.steps
         return Prepared(
             sigmas=self.model.sigmas(steps, *size),
-            explore_sigmas=self.model.sigmas(explore_steps, *size),
+            explore_sigmas=self.model.sigmas(settings.exploration.steps or steps, *size),
+            validation_sigmas=self.model.sigmas(settings.run.validation_steps or steps, *size),
             start=self._training.publish_start(),
         )
 
@@ -235,7 +236,8 @@ class Engine:
             return known  # whoever stored it took the images away
         images, finite_B = kept or self._images(request)
         values, parts, errors = self._rewards(request, images, finite_B)
-        small: dict[str, Any] = {} if request.purpose == "explore" else {"thumbnails": thumbnails(images)}
+        trained = request.purpose != "explore" or self._config.exploration.reuse
+        small: dict[str, Any] = {"thumbnails": thumbnails(images)} if trained else {}
         if parts:
             small["parts"] = parts
         return {"digest": request.digest, "rewards": values, "errors": errors, **small}

@@ -59,8 +59,13 @@ class ModelledDevice:
         if found is None:
             _stage(run.url, 0, settings.simulation.start, {})
             found = store.publish(run.url, 0)
-        steps, explore_steps = settings.rollout.steps, settings.exploration.steps or settings.rollout.steps
-        return Prepared(sigmas=_even(steps), explore_sigmas=_even(explore_steps), start=found.weights)
+        steps = settings.rollout.steps
+        return Prepared(
+            sigmas=_even(steps),
+            explore_sigmas=_even(settings.exploration.steps or steps),
+            validation_sigmas=_even(settings.run.validation_steps or steps),
+            start=found.weights,
+        )
 
     def rollout(self, run_dir: str, request: Request, place: Placement = ALONE) -> Rollout | Dropped | Surplus:
         """All steps at once; like an engine, it needs the weights that the request names.

@@ -38,6 +38,7 @@ class Prepared:
     sigmas: tuple[float, ...]
     """Noise levels of rollouts."""
     explore_sigmas: tuple[float, ...]
+    validation_sigmas: tuple[float, ...]
     start: WeightsRef
     """Version 0, which is published."""
 

@@ -245,6 +245,8 @@ class Training:
                 windows.append(window_BKNC[indices])
                 log_probs.append(log_prob_BS[indices])
         model = self._resident.model
+        size = first.height_px, first.width_px
+        explored = first.purpose == "explore"  # perhaps in fewer steps: the levels are those of rollouts all the same
         return TrainingBatch(
             clean_BNC=torch.from_numpy(np.concatenate(rows)),
             advantages_B=np.array([sample.advantage for sample in samples]),
@@ -252,7 +254,7 @@ class Training:
             height_px=first.height_px,
             width_px=first.width_px,
             guidance=first.guidance,
-            sigmas=first.sigmas,
+            sigmas=model.sigmas(self._config.rollout.steps, *size) if explored else first.sigmas,
             sde_window=first.sde_window,
             sampler=first.sampler,
             noise_level=first.noise_level,

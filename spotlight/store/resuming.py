@@ -42,11 +42,11 @@ def check(run: RunDir) -> None:
                     f"{where}: is missing, and iteration {done} needs it: restore it, or {made_again(done)}"
                 )
     before = done - 1
-    if config.rollout.prompts_ahead and before > 0 and done < config.run.iterations and not published(run.url, before):
+    if config.trains_on_older and before > 0 and done < config.run.iterations and not published(run.url, before):
         where = run.objects.where(f"weights/v{before:05d}")
         raise SpotlightError(
             f"{where}: are missing, and samples of iteration {done} are drawn with these weights "
-            "(rollout.prompts_ahead): restore them, or begin a new run"
+            "(rollout.prompts_ahead or exploration.reuse): restore them, or begin a new run"
         )
     run.beliefs(done)
     run.selection(done)

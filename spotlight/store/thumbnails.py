@@ -79,7 +79,15 @@ def pictures(run: RunDir, selection: Selection) -> list[Picture]:
 
 
 def _of_group(store: LatentStore, iteration: int, kept: Kept) -> Iterator[Picture]:
-    """A group's seeds are split into requests in order, each named after its first one."""
+    """By request, each named after its first seed: those that explored it, or those that its seeds are split into."""
+    for drawn in kept.drawn:
+        found = store.scores_of(iteration, f"{iteration:05d}-explore-{kept.prompt.id:05d}-{drawn.seeds[0]}")
+        urls = (found or {}).get("thumbnails") or [""] * len(drawn.seeds)
+        for seed, reward, url in zip(drawn.seeds, drawn.rewards, urls, strict=False):
+            if reward is not None:
+                yield Picture(prompt=kept.prompt.text, seed=seed, explored_reward=reward, reward=reward, url=str(url))
+    if kept.drawn:
+        return
     at = 0
     while at < len(kept.seeds):
         found = store.scores_of(iteration, f"{iteration:05d}-rollout-{kept.prompt.id:05d}-{kept.seeds[at]}")
