@@ -505,6 +505,11 @@ def test_the_lanes_are_explained_by_what_the_run_does(tmp_path: Path, exploratio
     assert said in page
     assert ("amber" in page.lower().partition("<section>")[2]) == (exploration != "off")
     assert ("seeds that were explored" in page) == (exploration != "off")
+    assert "trained on as it was drawn" not in page
+    (run_dir / config.RESOLVED).write_text(
+        (run_dir / config.RESOLVED).read_text().replace("reuse = false", "reuse = true")
+    )
+    assert ("trained on as it was drawn" in page_of(run_dir)) == (exploration != "off")
 
 
 def test_a_terminal_that_has_no_sign_for_times_shows_the_account_all_the_same(tmp_path: Path) -> None:

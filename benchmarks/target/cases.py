@@ -70,6 +70,14 @@ FOUR = "rollout.seeds_kept=4"
 """Samples of a prompt, instead of the base recipe's eight. What explores chooses them from up to 32 candidates."""
 SIX = "rollout.prompts=6"
 """Of an iteration, instead of the base recipe's twelve."""
+SHORT = ["rollout.steps=6", "run.validation_steps=16"]
+"""Samples of as few steps as candidates have; validated as all others are."""
+CHOSEN = [HALF, *SHORT]
+"""Eight samples in six steps, of which the four are trained on whose rewards vary most: what comes nearest to training
+on candidates without exploration."""
+DRAWN = [FOUR, "exploration.reuse=true", "exploration.budget=fixed", "exploration.request_seeds=2"]
+"""Four of a prompt's candidates, trained on as they were drawn. No clock decides how many are tried."""
+DRAWN += ["exploration.rounds=4", "exploration.seeds_tried=8"]
 OURS = "Spotlight, gradients on spot (1 + 11)"
 """What all are compared with."""
 SOONEST = "Spotlight, gradients on spot (1 + 47)"
@@ -136,6 +144,18 @@ STRATEGIES: dict[str, list[str]] = {
     "six prompts, no exploration (4 + 8), only reserved GPUs train": ["strategy.exploration=off", SIX],
     "Spotlight, four of a prompt": [FOUR, "exploration.request_seeds=4"],
     "Spotlight, four of a prompt (1 + 47)": [*ON_SPOT, *MORE_SPOT, FOUR, "exploration.request_seeds=2"],
+    "chosen of eight in six steps, reserved only (4)": [*ON_RESERVED, "strategy.exploration=off", *CHOSEN],
+    "chosen of eight in six steps (4 + 8), only reserved GPUs train": ["strategy.exploration=off", *CHOSEN],
+    "chosen of eight in six steps (1 + 11)": ["strategy.exploration=off", *ON_SPOT, *ONE_RESERVED, *CHOSEN],
+    "chosen of eight in six steps (1 + 47)": ["strategy.exploration=off", *ON_SPOT, *MORE_SPOT, *CHOSEN],
+    "chosen of eight in six steps, only updates on reserved (no GPU + 12)": [
+        *("strategy.exploration=off", "pools.spot.workers=12"),
+        *(*NO_GPU, *CHOSEN),
+    ],
+    "Spotlight, as drawn (4 + 8), only reserved GPUs train": DRAWN,
+    "Spotlight, as drawn (1 + 11)": [*ON_SPOT, *ONE_RESERVED, *DRAWN],
+    "Spotlight, as drawn (1 + 47)": [*ON_SPOT, *MORE_SPOT, *DRAWN],
+    "Spotlight, as drawn (no GPU + 12)": ["pools.spot.workers=12", *NO_GPU, *DRAWN],
     "Spotlight, gradients on spot (4 + 8)": [*ON_SPOT, "exploration.budget=worth"],
     OURS: [*ON_SPOT, *ONE_RESERVED, "exploration.budget=worth"],
     SOONEST: [*ON_SPOT, *MORE_SPOT, "exploration.request_seeds=2"],
@@ -145,7 +165,9 @@ rewards. Restart on preemption is Spotlight but for what it does about a loss. W
 and 1 + 11 explore what is worth its seconds; 1 + 47 explores as long as training lasts, in small requests, which fill
 the gaps between its other requests and parts. A quarter ahead: idle GPUs begin with the next iteration's rollouts, with
 weights that are one version old; it explores nothing, nor does half trained. Four of a prompt: rolls out and trains on
-four samples of each instead of eight. Six prompts: rolls out and trains on as many samples, eight of each."""
+four samples of each instead of eight. Six prompts: rolls out and trains on as many samples, eight of each. As drawn:
+trains on the four candidates of a prompt whose rewards vary most, of eight that were drawn an iteration earlier, and
+rolls out nothing. Chosen of eight in six steps: the same, but the eight are rolled out with the weights of now."""
 SPACE: dict[str, dict[str, list[str]]] = {
     "learning rate": {f"{rate:g}": [f"train.learning_rate={rate}"] for rate in (3e-4, 2e-4, 4.5e-4)},
     "advantages by": {"group": ["train.advantage_std=group"], "global": ["train.advantage_std=global"]},
@@ -186,27 +208,32 @@ class Case:
         return [*learnt, *SIZES[self.size], *STRATEGIES[self.strategy]]
 
     def learns_as(self, row: Row) -> bool:
-        """Whether a run has learnt the same: one that explores nothing; or at another size, where exploration blocks.
+        """Whether a run has learnt the same, on whatever GPUs and at whatever size: no clock decides what either tries.
 
-        Of blocking exploration no clock decides anything. How work is cut changes the order of sums, so bits, and no
-        score so far (docs/results.md).
+        How work is cut changes the order of sums, so bits, and no score so far (docs/results.md).
         """
         if any(row[name] != getattr(self, name) for name in ("job", "regime", "trial", "seed")):
             return False
         other = Case.of(row)
         if row.get("settings", other.digest) != other.digest:
             return False
-        first, second = (config.load(SETTINGS, [*case.overrides(), "train.parts=1"]) for case in (self, other))
-        unexplored = first.strategy.exploration == second.strategy.exploration == "off"
-        blocking = first.strategy.exploration == "blocking" and self.strategy == row["strategy"]
-        as_old = first.rollout.prompts_ahead == second.rollout.prompts_ahead
-        return (unexplored or blocking) and as_old and Cut.of(first) == Cut.of(second)
+        return _learnt(self) is not None and _learnt(self) == _learnt(other)
 
     @property
     def digest(self) -> str:
         """Of what its settings have that the file's have not."""
         told = json.dumps(self.overrides()).replace(str(ROOT), "")
         return sha256(told.encode()).hexdigest()[:12]
+
+
+def _learnt(case: Case) -> tuple[Any, ...] | None:
+    """All that decides what is learnt; None where a clock does, too."""
+    settings = config.load(SETTINGS, [*case.overrides(), "train.parts=1", "rollout.request_seeds=0"])
+    how, exploration = settings.strategy.exploration, settings.exploration
+    if how == "stale" and exploration.budget != "fixed":
+        return None
+    tried = None if how == "off" else exploration
+    return how, tried, settings.rollout, settings.run.validation_steps, Cut.of(settings)
 
 
 def recipes(count: int) -> list[dict[str, str]]:

@@ -163,6 +163,8 @@ def _section(title: str, note: str, body: str) -> str:
 def _timeline(facts: Facts, plot: str) -> str:
     settings = facts.settings
     lanes = LANES_NOTES["ahead" if settings.rollout.prompts_ahead else settings.strategy.exploration]
+    if settings.exploration.reuse and settings.strategy.exploration != "off":
+        lanes += REUSE_NOTE
     if not facts.is_crowded():
         note = TIMELINE_NOTE if facts.zoom() == facts.whole else OVERVIEW_NOTE
         return _section("What every worker did", note.format(lanes=lanes), plot)
@@ -370,6 +372,7 @@ LANES_NOTES = {
     "blue goes on in that iteration. ",
 }
 """What the colours of the lanes are, by how a run explores, or if it begins rollouts early."""
+REUSE_NOTE = "What is kept of it is trained on as it was drawn, so that a rollout (blue) is of what it left out. "
 TIMELINE_NOTE = "One lane per worker. {lanes}Drag to move, or hold ctrl and use the wheel."
 OVERVIEW_NOTE = (
     "One lane per worker. {lanes}Drag to move, drag the window in the small picture, or hold ctrl and use the wheel."
