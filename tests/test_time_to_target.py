@@ -124,9 +124,6 @@ def test_only_runs_that_explore_nothing_and_train_alike_are_shared() -> None:
     assert replace(blocking, size="1280").learns_as(row(blocking.strategy, 0, 1))  # no clock decides what it explores
     assert not blocking.learns_as(learnt)
     assert not replace(ours, size="1280").learns_as(row(OURS, 0, 1))  # how much it explores differs
-    drawn = Case(**CELL, strategy="Spotlight, as drawn (1 + 11)", trial=0, seed=1)
-    assert replace(drawn, size="1280").learns_as(row("Spotlight, as drawn (1 + 47)", 0, 1))
-    assert not drawn.learns_as(learnt)
     few = Case(**CELL, strategy="chosen of eight in six steps (1 + 11)", trial=0, seed=1)
     assert few.learns_as(row("chosen of eight in six steps (1 + 47)", 0, 1))
     assert not few.learns_as(row("half trained (1 + 11)", 0, 1))  # in sixteen

@@ -75,9 +75,6 @@ SHORT = ["rollout.steps=6", "run.validation_steps=16"]
 CHOSEN = [HALF, *SHORT]
 """Eight samples in six steps, of which the four are trained on whose rewards vary most: what comes nearest to training
 on candidates without exploration."""
-DRAWN = [FOUR, "exploration.reuse=true", "exploration.budget=fixed", "exploration.request_seeds=2"]
-"""Four of a prompt's candidates, trained on as they were drawn. No clock decides how many are tried."""
-DRAWN += ["exploration.rounds=4", "exploration.seeds_tried=8"]
 OURS = "Spotlight, gradients on spot (1 + 11)"
 """What all are compared with."""
 SOONEST = "Spotlight, gradients on spot (1 + 47)"
@@ -152,10 +149,7 @@ STRATEGIES: dict[str, list[str]] = {
         *("strategy.exploration=off", "pools.spot.workers=12"),
         *(*NO_GPU, *CHOSEN),
     ],
-    "Spotlight, as drawn (4 + 8), only reserved GPUs train": DRAWN,
-    "Spotlight, as drawn (1 + 11)": [*ON_SPOT, *ONE_RESERVED, *DRAWN],
-    "Spotlight, as drawn (1 + 47)": [*ON_SPOT, *MORE_SPOT, *DRAWN],
-    "Spotlight, as drawn (no GPU + 12)": ["pools.spot.workers=12", *NO_GPU, *DRAWN],
+    "Spotlight, four as drawn": [FOUR, "exploration.request_seeds=4", "exploration.reuse=true"],
     "Spotlight, gradients on spot (4 + 8)": [*ON_SPOT, "exploration.budget=worth"],
     OURS: [*ON_SPOT, *ONE_RESERVED, "exploration.budget=worth"],
     SOONEST: [*ON_SPOT, *MORE_SPOT, "exploration.request_seeds=2"],
@@ -166,8 +160,9 @@ and 1 + 11 explore what is worth its seconds; 1 + 47 explores as long as trainin
 the gaps between its other requests and parts. A quarter ahead: idle GPUs begin with the next iteration's rollouts, with
 weights that are one version old; it explores nothing, nor does half trained. Four of a prompt: rolls out and trains on
 four samples of each instead of eight. Six prompts: rolls out and trains on as many samples, eight of each. As drawn:
-trains on the four candidates of a prompt whose rewards vary most, of eight that were drawn an iteration earlier, and
-rolls out nothing. Chosen of eight in six steps: the same, but the eight are rolled out with the weights of now."""
+trains on the four candidates of a prompt whose rewards vary most, which were drawn in six steps while the iteration
+before trained, and rolls out nothing. Chosen of eight in six steps: trains on the same of eight samples of as few steps,
+which are rolled out with the weights of now, and explores nothing."""
 SPACE: dict[str, dict[str, list[str]]] = {
     "learning rate": {f"{rate:g}": [f"train.learning_rate={rate}"] for rate in (3e-4, 2e-4, 4.5e-4)},
     "advantages by": {"group": ["train.advantage_std=group"], "global": ["train.advantage_std=global"]},
@@ -229,11 +224,11 @@ class Case:
 def _learnt(case: Case) -> tuple[Any, ...] | None:
     """All that decides what is learnt; None where a clock does, too."""
     settings = config.load(SETTINGS, [*case.overrides(), "train.parts=1", "rollout.request_seeds=0"])
-    how, exploration = settings.strategy.exploration, settings.exploration
-    if how == "stale" and exploration.budget != "fixed":
-        return None
-    tried = None if how == "off" else exploration
-    return how, tried, settings.rollout, settings.run.validation_steps, Cut.of(settings)
+    how = settings.strategy.exploration
+    explored = None if how == "off" else settings.exploration
+    return (
+        None if how == "stale" else (how, explored, settings.rollout, settings.run.validation_steps, Cut.of(settings))
+    )
 
 
 def recipes(count: int) -> list[dict[str, str]]:

@@ -68,12 +68,6 @@ chance. What explores nothing learns once for all clusters and sizes, so its row
 trained: beside the same GPUs that train on all samples. Four of a prompt: beside the same GPUs that sample and train on
 eight, and explore nothing.
 """
-CHOICE = """### Drawn an iteration early, or rolled out and then chosen?
-
-*As drawn* trains on four of eight candidates of six steps, drawn while the iteration before trains, with weights one
-version old. Beside it, the same GPUs that explore nothing: they roll out eight samples of six steps with the weights of
-now, and train on the four whose rewards vary most. Above 1, to draw early is a gain.
-"""
 PAPERS = """### The paper's own case: does exploration pay where only reserved GPUs train?
 
 Four reserved and eight spot GPUs, heavy training, base recipe but for how many prompts and samples of each an iteration
@@ -86,7 +80,7 @@ PAPERS_COLUMNS = (
     *("times sooner", "times cheaper", "chosen samples, times sooner"),
 )
 RESERVED_ONLY, EIGHT_EXPLORED, FOUR_EXPLORED = "reserved only (4)", "Spotlight", "Spotlight, four of a prompt"
-FOUR_ON_MANY, AS_DRAWN = "Spotlight, four of a prompt (1 + 47)", "Spotlight, as drawn (1 + 47)"
+FOUR_ON_MANY, AS_DRAWN = "Spotlight, four of a prompt (1 + 47)", "Spotlight, four as drawn"
 NO_GPU_UNEXPLORED = "no exploration, only updates on reserved (no GPU + 12)"
 WITHOUT = {
     "reserved only (4), blocking exploration": RESERVED_ONLY,
@@ -110,32 +104,23 @@ WITHOUT = {
     "chosen of eight in six steps (1 + 11)": "no exploration, gradients on spot (1 + 11)",
     "chosen of eight in six steps (1 + 47)": "no exploration, gradients on spot (1 + 47)",
     "chosen of eight in six steps, only updates on reserved (no GPU + 12)": NO_GPU_UNEXPLORED,
-    "Spotlight, as drawn (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
-    "Spotlight, as drawn (1 + 11)": "no exploration, gradients on spot (1 + 11)",
-    AS_DRAWN: "no exploration, gradients on spot (1 + 47)",
-    "Spotlight, as drawn (no GPU + 12)": NO_GPU_UNEXPLORED,
+    AS_DRAWN: "reserved + spot, no exploration",
 } | {
     name: name.replace("a quarter ahead", "no exploration, gradients on spot" if "(1 +" in name else "no exploration")
     for name in STRATEGIES
     if name.startswith("a quarter ahead") and "(4 +" not in name
 }
 """What explores, begins rollouts early, or trains on half of the samples; and the same GPUs that do none of it."""
-AS_CHOSEN = {
-    name: name.replace("Spotlight, as drawn", "chosen of eight in six steps").replace(
-        " (no GPU", ", only updates on reserved (no GPU"
-    )
-    for name in STRATEGIES
-    if name.startswith("Spotlight, as drawn")
-}
-"""What trains on candidates as they were drawn; and the same GPUs that roll out as many, as short, and choose then."""
 ON_FOUR_RESERVED = [
     "reserved + spot, no exploration",
     "a quarter ahead (4 + 8), only reserved GPUs train",
     "half trained (4 + 8), only reserved GPUs train",
     "four of a prompt, no exploration (4 + 8), only reserved GPUs train",
     "six prompts, no exploration (4 + 8), only reserved GPUs train",
+    "chosen of eight in six steps (4 + 8), only reserved GPUs train",
     "Spotlight",
     FOUR_EXPLORED,
+    AS_DRAWN,
 ]
 """What trains on four reserved GPUs alone, while eight spot ones roll out."""
 PRICES = """## The same at other prices
@@ -248,8 +233,6 @@ def page(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
         return PAGE
     glance = _explained(GLANCE, _glance(rows, cells, dict.fromkeys(STRATEGIES, RESERVED_ONLY), arguments))
     gains = _explained(GAINS, _glance(rows, cells, WITHOUT, arguments))
-    if any(_fresh(rows, *cell, name, arguments) for cell, name in product(cells, AS_CHOSEN)):
-        gains += "\n" + _explained(CHOICE, _glance(rows, cells, AS_CHOSEN, arguments))
     theirs = [_papers(rows, *cell, arguments) for cell in cells if _fresh(rows, *cell, FOUR_EXPLORED, arguments)]
     if theirs:
         gains += "\n" + _explained(PAPERS, "\n\n".join(theirs))
