@@ -161,8 +161,8 @@ the gaps between its other requests and parts. A quarter ahead: idle GPUs begin 
 weights that are one version old; it explores nothing, nor does half trained. Four of a prompt: rolls out and trains on
 four samples of each instead of eight. Six prompts: rolls out and trains on as many samples, eight of each. As drawn:
 trains on the four candidates of a prompt whose rewards vary most, which were drawn in six steps while the iteration
-before trained, and rolls out nothing. Chosen of eight in six steps: trains on the same of eight samples of as few steps,
-which are rolled out with the weights of now, and explores nothing."""
+before trained, and rolls out nothing. Chosen of eight in six steps: trains on such four of eight samples of as few
+steps, which are rolled out with the weights of now, and explores nothing."""
 SPACE: dict[str, dict[str, list[str]]] = {
     "learning rate": {f"{rate:g}": [f"train.learning_rate={rate}"] for rate in (3e-4, 2e-4, 4.5e-4)},
     "advantages by": {"group": ["train.advantage_std=group"], "global": ["train.advantage_std=global"]},
