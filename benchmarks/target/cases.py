@@ -225,10 +225,10 @@ def _learnt(case: Case) -> tuple[Any, ...] | None:
     """All that decides what is learnt; None where a clock does, too."""
     settings = config.load(SETTINGS, [*case.overrides(), "train.parts=1", "rollout.request_seeds=0"])
     how = settings.strategy.exploration
-    explored = None if how == "off" else settings.exploration
-    return (
-        None if how == "stale" else (how, explored, settings.rollout, settings.run.validation_steps, Cut.of(settings))
-    )
+    if how == "stale":
+        return None
+    explored = settings.exploration if how == "blocking" else None
+    return how, explored, settings.rollout, settings.run.validation_steps, Cut.of(settings)
 
 
 def recipes(count: int) -> list[dict[str, str]]:
