@@ -509,7 +509,10 @@ def test_the_lanes_are_explained_by_what_the_run_does(tmp_path: Path, exploratio
     (run_dir / config.RESOLVED).write_text(
         (run_dir / config.RESOLVED).read_text().replace("reuse = false", "reuse = true")
     )
-    assert ("trained on as it was drawn" in page_of(run_dir)) == (exploration != "off")
+    reused = page_of(run_dir)
+    assert ("trained on as it was drawn" in reused) == (exploration != "off")
+    earlier = "one version earlier than the samples chosen from them"
+    assert ((earlier in page), (earlier in reused)) == (exploration == "stale", False)
 
 
 def test_a_terminal_that_has_no_sign_for_times_shows_the_account_all_the_same(tmp_path: Path) -> None:

@@ -174,7 +174,8 @@ def _timeline(facts: Facts, plot: str) -> str:
 
 def _reward_note(settings: Config) -> str:
     explored = "" if settings.strategy.exploration == "off" else ", of all seeds that were explored"
-    earlier = EXPLORED_NOTE if settings.strategy.exploration == "stale" else ""
+    again = settings.strategy.exploration == "stale" and not settings.exploration.reuse
+    earlier = EXPLORED_NOTE if again else ""
     return (
         f"Mean reward of the samples that were trained on{explored}, and of the held-out prompts. {earlier}"
         "Click a name to hide its line."
