@@ -79,8 +79,11 @@ PAPERS_COLUMNS = (
     *("strategy", "prompts x samples", "trained on", "candidates a prompt", "iterations, by seed", "s an iteration"),
     *("times sooner", "times cheaper", "chosen samples, times sooner"),
 )
-RESERVED_ONLY, EIGHT_EXPLORED, FOUR_EXPLORED = "reserved only (4)", "Spotlight", "Spotlight, four of a prompt"
+RESERVED_ONLY, FOUR_EXPLORED = "reserved only (4)", "Spotlight, four of a prompt"
 FOUR_ON_MANY, AS_DRAWN = "Spotlight, four of a prompt (1 + 47)", "Spotlight, four as drawn"
+CHOSEN_ON_RESERVED = "chosen of eight in six steps, reserved only (4)"
+CHOSEN_ON_MANY = "chosen of eight in six steps (1 + 47)"
+CHOSEN_WITHOUT_GPU = "chosen of eight in six steps, only updates on reserved (no GPU + 12)"
 NO_GPU_UNEXPLORED = "no exploration, only updates on reserved (no GPU + 12)"
 WITHOUT = {
     "reserved only (4), blocking exploration": RESERVED_ONLY,
@@ -99,11 +102,11 @@ WITHOUT = {
     FOUR_EXPLORED: "reserved + spot, no exploration",
     FOUR_ON_MANY: "no exploration, gradients on spot (1 + 47)",
     "four of a prompt, no exploration (1 + 47)": "no exploration, gradients on spot (1 + 47)",
-    "chosen of eight in six steps, reserved only (4)": RESERVED_ONLY,
+    CHOSEN_ON_RESERVED: RESERVED_ONLY,
     "chosen of eight in six steps (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
     "chosen of eight in six steps (1 + 11)": "no exploration, gradients on spot (1 + 11)",
-    "chosen of eight in six steps (1 + 47)": "no exploration, gradients on spot (1 + 47)",
-    "chosen of eight in six steps, only updates on reserved (no GPU + 12)": NO_GPU_UNEXPLORED,
+    CHOSEN_ON_MANY: "no exploration, gradients on spot (1 + 47)",
+    CHOSEN_WITHOUT_GPU: NO_GPU_UNEXPLORED,
     AS_DRAWN: "reserved + spot, no exploration",
 } | {
     name: name.replace("a quarter ahead", "no exploration, gradients on spot" if "(1 +" in name else "no exploration")
@@ -353,7 +356,7 @@ def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
     Recipes of their own are of the first size; the tables have the others.
     """
     cells = [cell for cell in _cells_of(arguments) if cell[-1] == arguments.sizes[0]]
-    by_four = _gained_by_four(rows, arguments), _gained_on_many(rows, arguments)
+    by_four = _gained_by_four(rows, arguments), _gained_by_choice(rows, arguments)
     found = (*(_headline(rows, *cell, arguments) for cell in cells), *by_four)
     return [row for row in found if row]
 
@@ -390,54 +393,54 @@ def _headline(rows: Sequence[Row], job: str, regime: str, size: str, arguments: 
 
 
 def _gained_by_four(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
-    """What exploration gains where reserved GPUs alone train, in each cell where that was run: four chosen samples of a
-    prompt beside eight others, eight chosen ones beside them, and four beside the soonest that explores nothing."""
-    beside_eight, with_eight, beside_best, where = [], [], [], []
+    """What choosing gains where reserved GPUs alone train, in each cell where four explored samples of a prompt were
+    run: times sooner than eight others, of what explores and of the soonest that does not."""
+    chosen_before, drawn, unexplored, where = [], [], [], []
     for cell in _cells_of(arguments):
         found = {name: runs for name in ON_FOUR_RESERVED if (runs := _fresh(rows, *cell, name, arguments))}
         if FOUR_EXPLORED not in found:
             continue
         times = {name: _until(runs, TARGETS[cell[0]][-1], "seconds") for name, runs in found.items()}
-        mine = times.pop(FOUR_EXPLORED)
-        unexplored = [seconds for name, seconds in times.items() if not name.startswith("Spotlight")]
-        others = times[WITHOUT[FOUR_EXPLORED]]
-        beside_eight.append(_ratio(interval(others, mine)))
-        with_eight.append(_ratio(interval(others, times[EIGHT_EXPLORED])) if EIGHT_EXPLORED in times else "–")
-        beside_best.append(_ratio(interval(min(unexplored, key=lambda s: statistics.median(s.values())), mine)))
+        others = times.pop(WITHOUT[FOUR_EXPLORED])
+        gains = {name: _ratio(interval(others, mine)) for name, mine in times.items()}
+        rest = {name: statistics.median(mine.values()) for name, mine in times.items() if "Spotlight" not in name}
+        chosen_before.append(gains[FOUR_EXPLORED])
+        drawn.append(gains.get(AS_DRAWN, "–"))
+        unexplored.append(gains[min(rest, key=lambda name: rest[name])] if rest else "–")
         where.append(f"{cell[0]} {cell[-1]}")
     if not where:
         return ""
     return (
         "| the same, six levels, only 4 reserved GPUs train, 8 spot ones explore; base recipe "
         "| `python -m benchmarks.time_to_target` "
-        f"| four chosen samples ({', '.join(where)} px), times sooner than eight others: {', '.join(beside_eight)}; "
-        f"eight chosen: {', '.join(with_eight)}; four, than the soonest without exploration: {', '.join(beside_best)} |"
+        f"| times sooner than eight unchosen samples ({', '.join(where)} px): four chosen {', '.join(chosen_before)}; "
+        f"as drawn {', '.join(drawn)}; the soonest without exploration {', '.join(unexplored)} |"
     )
 
 
-def _gained_on_many(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
-    """What four explored samples gain on 1 + 47, in each cell where that was run."""
-    rivals = [name for name in STRATEGIES if name.endswith("(1 + 47)") and not name.startswith("Spotlight")]
-    cells, reserved, unexplored, soonest = [], [], [], []
-    for job, regime, size in _cells_of(arguments):
-        if not (runs := _fresh(rows, job, regime, size, FOUR_ON_MANY, arguments)):
+def _gained_by_choice(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
+    """What the soonest and the cheapest gain that explore nothing, in each cell where they were run: four chosen of
+    eight samples of six steps."""
+    sooner, than_same, cheaper, cheaper_than_same, where = [], [], [], [], []
+    for cell in _cells_of(arguments):
+        target = TARGETS[cell[0]][-1]
+        asked = (RESERVED_ONLY, CHOSEN_ON_RESERVED, CHOSEN_ON_MANY, CHOSEN_WITHOUT_GPU)
+        plain, same, many, none = (_fresh(rows, *cell, name, arguments) for name in asked)
+        if not (plain and same and many and none):
             continue
-        mine = _until(runs, TARGETS[job][-1], "seconds")
-
-        def beside(name: str, cell: tuple[str, str, str] = (job, regime, size)) -> dict[int, float]:
-            return _until(_fresh(rows, *cell, name, arguments), TARGETS[cell[0]][-1], "seconds")
-
-        cells.append(f"{job} {size}")
-        reserved.append(_ratio(interval(beside(RESERVED_ONLY), mine)))
-        unexplored.append(_ratio(interval(beside(WITHOUT[FOUR_ON_MANY]), mine)))
-        best = min(filter(None, map(beside, rivals)), key=lambda seconds: statistics.median(seconds.values()))
-        soonest.append(_ratio(interval(best, mine)))
-    if not cells:
+        sooner.append(_gain(plain, many, target, "seconds"))
+        than_same.append(_gain(same, many, target, "seconds"))
+        cheaper.append(_gain(plain, none, target, "usd"))
+        cheaper_than_same.append(_gain(same, none, target, "usd"))
+        where.append(f"{cell[0]} {cell[-1]}")
+    if not where:
         return ""
     return (
-        "| the same, six levels, four chosen samples, 1 + 47; base recipe | `python -m benchmarks.time_to_target` "
-        f"| ({', '.join(cells)} px) times sooner than reserved only (4): {', '.join(reserved)}; than without "
-        f"exploration: {', '.join(unexplored)}; than the soonest without: {', '.join(soonest)} |"
+        "| the same, six levels, nothing explored, four chosen of eight samples of six steps; base recipe "
+        "| `python -m benchmarks.time_to_target` "
+        f"| ({', '.join(where)} px) 1 + 47 times sooner than reserved only (4): {', '.join(sooner)}; if that does so, "
+        f"too: {', '.join(than_same)}; no GPU + 12 times cheaper: {', '.join(cheaper)}; "
+        f"{', '.join(cheaper_than_same)} |"
     )
 
 
