@@ -533,7 +533,8 @@ def draw(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
 
 def _colour(name: str) -> str:
     """Where it has no line, that of its kind: reserved GPUs alone, spot ones too, or exploration beside training."""
-    kind = POOL_COLOURS["reserved"] if name.startswith(("reserved only", "all reserved")) else POOL_COLOURS["spot"]
+    alone = RESERVED_ONLY in name or name.startswith("all reserved")
+    kind = POOL_COLOURS["reserved" if alone else "spot"]
     return CURVES.get(name, PHASE_COLOURS["explore"] if name.startswith("Spotlight") else kind)
 
 
