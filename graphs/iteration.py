@@ -33,10 +33,22 @@ from spotlight.plan.bandit import equal_shares, rounds_of
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.durations import TRANSFORMERS, TaskDurations
 from spotlight.plan.stochastic_steps import stochastic_steps
-from spotlight.records import AHEAD, Kept, Prompt, Purpose, Request, Scored, Selection, WeightsRef, record
+from spotlight.records import (
+    AHEAD,
+    Kept,
+    Prompt,
+    Purpose,
+    Request,
+    Scored,
+    Selection,
+    SpotlightError,
+    WeightsRef,
+    record,
+)
 from spotlight.rl import rewards
 from spotlight.rl.parts import Cut
 from spotlight.rl.sums import slices_of
+from spotlight.store.rundir import made_again
 
 Key = tuple[str, int]
 Calls = Sequence[tuple[Any, ...]]
@@ -287,7 +299,7 @@ def candidates_for(
         candidates_max: how many there is time for; None where nothing is known of the time.
         pools: whose workers explore.
     """
-    exploration = config.exploration
+    exploration, known = config.exploration, beliefs.about([prompt.id for prompt in prompts])
     limit = exploration.seeds_tried * len(prompts)
     candidates_max = limit if candidates_max is None else min(limit, candidates_max)
     seeds_tried, rounds = exploration.seeds_tried, exploration.rounds
@@ -307,7 +319,7 @@ def candidates_for(
         groups=config.rollout.prompts,
         candidates_max=candidates_max,
         planner=exploration.planner,
-        beliefs=beliefs.about([prompt.id for prompt in prompts]),
+        beliefs=replace(known, fidelity=1.0) if exploration.reuse else known,  # what is kept is what was drawn
         reuse=exploration.reuse,
         reward_range=rewards.planned_range(rewards.build(config.reward)),
     )
@@ -359,8 +371,17 @@ def drawn_samples(
 
     Args:
         weights: that explored.
+
+    Raises:
+        SpotlightError: they, or the settings, are others than those that explored.
     """
     template = _explored(config, context, selection.iteration, weights)
+    if any(kept.drawn for kept in selection.kept) and template.kind != selection.explored_as:
+        raise SpotlightError(
+            f"{context.run_dir}: the samples of iteration {selection.iteration} were explored with other weights or "
+            f"other settings, and would be drawn anew for their old rewards: put the settings back as they were, or "
+            f"{made_again(selection.iteration)}"
+        )
     return [
         tuple(
             Scored(

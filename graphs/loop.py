@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import inf
 from statistics import fmean
 from typing import Any, Protocol
@@ -173,7 +172,7 @@ class Loop:
         if config.trains_on_older:  # some samples of this iteration are of the version before
             kept.add(max(0, k - 1))
         retain(run.url, kept)
-        run.retain_beliefs(kept, weights.version - 1)
+        run.retain_beliefs(kept, weights.version - 1 - config.trains_on_older)
         return after.weights
 
     def _rollouts_ahead(self, context: RunContext, k: int) -> Ahead | None:
@@ -205,11 +204,13 @@ class Loop:
             explored: what came of exploration beside it.
         """
         found = self._watch.balance(k, began_s, window_s)
+        rolled_out = found is not None and found.measured.rollout_s > 0  # or it says nothing of the window
         if found and explored and self._config.exploration.budget == "worth":
             found = cut_short(found, tried=explored.seeds_scored, dropped=explored.seeds_dropped)
         if self._config.strategy.offload == "adaptive" and window_s < inf:
             state, floor_s = self._offload(k), FLOOR_S / self._config.emulated_per_real_s
-            self._run.record_offload(k + 1, adapt(state, found.measured, floor_s=floor_s) if found else state)
+            adapted = adapt(state, found.measured, floor_s=floor_s) if found and rolled_out else state
+            self._run.record_offload(k + 1, adapted)
         if found is None:
             return {}
         return {
@@ -220,7 +221,7 @@ class Loop:
             "work_s": found.work_s,
             "train_wait_s": found.measured.train_wait_s,
             "spot_wait_s": found.measured.remote_wait_s,
-            **self._worth_renting(found, window_s),
+            **(self._worth_renting(found, window_s) if rolled_out else {}),
         }
 
     def _worth_renting(self, found: Balance, window_s: float) -> dict[str, float]:
@@ -327,7 +328,8 @@ def _first_error(results: Sequence[Scored | Quarantined]) -> str:
 def learn_from(beliefs: Beliefs, selection: Selection, training: TrainingSet, within: tuple[float, float]) -> Beliefs:
     """What the planner learns from an iteration: all that was explored, and what of it came back in the rollouts.
 
-    A prompt of which nothing was explored is left as it is: its past must not count twice.
+    A prompt of which nothing was explored is left as it is: its past must not count twice. What was trained on as it
+    was drawn did not come back.
     """
     explored_rewards = {each.prompt: normalised(within, each.rewards) for each in selection.explored if each.rewards}
     by_prompt: dict[int, list[tuple[float, float]]] = {}
@@ -338,13 +340,14 @@ def learn_from(beliefs: Beliefs, selection: Selection, training: TrainingSet, wi
 
 
 def _pairs(selection: Selection, training: TrainingSet) -> list[tuple[int, float, float]]:
-    """``(prompt id, explored reward, regenerated reward)`` of the kept seeds."""
+    """``(prompt id, explored reward, regenerated reward)`` of the kept seeds that were rolled out."""
     regenerated = {
         (sample.request.prompt.id, sample.request.seeds[sample.index]): sample.reward for sample in training.samples
     }
     return [
         (kept.prompt.id, explored, regenerated[kept.prompt.id, seed])
         for kept in selection.kept
+        if not kept.drawn
         for seed, explored in zip(kept.seeds, kept.explored_rewards, strict=True)
         if explored is not None and (kept.prompt.id, seed) in regenerated
     ]
@@ -352,8 +355,7 @@ def _pairs(selection: Selection, training: TrainingSet) -> list[tuple[int, float
 
 def _metrics(selection: Selection, training: TrainingSet, after: Published) -> dict[str, float]:
     """What the iteration measured, none of it dependent on time or place."""
-    again = replace(selection, kept=tuple(kept for kept in selection.kept if not kept.drawn))
-    pairs = [(explored, regenerated) for _, explored, regenerated in _pairs(again, training)]
+    pairs = [(explored, regenerated) for _, explored, regenerated in _pairs(selection, training)]
     metrics = dict(training.metrics) | dict(after.metrics)
     metrics["seeds_scored"] = float(selection.seeds_scored)
     if selection.reward_mean is not None and selection.reward_std is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from hashlib import sha256
 from json import dumps
@@ -121,6 +121,11 @@ class Request:
     @property
     def steps(self) -> int:
         return len(self.sigmas) - 1
+
+    @property
+    def kind(self) -> str:
+        """SHA-256 of what does not name its run, its prompt and its seeds."""
+        return replace(self, run="", prompt=Prompt(id=-1, text=""), seeds=()).digest
 
     @property
     def digest(self) -> str:
@@ -247,6 +252,8 @@ class Selection:
     reward_std: float | None = None
     version: int = 0
     """Of the weights that explored."""
+    explored_as: str = ""
+    """See `Request.kind`: of all requests that explored."""
     explored: tuple[Explored, ...] = ()
     """Of all prompts, also those that are not rolled out: what the planner learns from."""
 

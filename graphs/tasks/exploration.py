@@ -168,6 +168,7 @@ def select(
         reward_mean=fmean(rewards) if rewards else None,
         reward_std=spread(rewards) if rewards else None,
         version=candidates.template.weights.version,
+        explored_as=candidates.template.kind,
         explored=tuple(Explored(prompt=prompt, rewards=tuple(each)) for prompt, each in rewards_of.items()),
     )
 

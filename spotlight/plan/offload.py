@@ -172,7 +172,7 @@ def spare_s(rollouts: Iterable[Span], workers: Iterable[WorkerLife], *, began_s:
 def balance(
     spans: Sequence[Span], workers: Iterable[WorkerLife], iteration: int, *, began_s: float, window_s: float
 ) -> Balance | None:
-    """What was recorded of an iteration, as the feedback wants it; None if it did not train or roll out.
+    """What was recorded of an iteration, as the feedback wants it; None if it did not train.
 
     ::
 
@@ -181,8 +181,9 @@ def balance(
         remote_wait_s = end of training - end of the last rollout or exploration of a spot worker
         idle_s        = spare_s - (rollouts by reserved workers - reserved x first_s) (1 + spot / reserved)
 
-    Closing lasts until the last reserved worker has handed its rollout back. The first sample comes after ``first_s``;
-    until then reserved workers could not have trained. Where spot workers train, too, all of ``spare_s`` is idle.
+    Closing lasts until the last reserved worker has handed its rollout back. The first sample comes after ``first_s``,
+    or training begins then, with samples that were drawn before; until then reserved workers could not have trained.
+    Where spot workers train, too, all of ``spare_s`` is idle.
 
     Args:
         spans: at least those since ``began_s``; times in seconds of one clock.
@@ -195,9 +196,10 @@ def balance(
         [span for span in by_phase[phase] if span.iteration == iteration] for phase in ("train", "rollout", "score")
     )
     ahead = [span for span in (*by_phase["rollout"], *by_phase["score"]) if span.iteration > iteration]
-    if not (training and rollouts):
+    if not training:
         return None
-    trained_s, rolled_out_s = max(span.stop_s for span in training), max(span.stop_s for span in rollouts)
+    trained_s = max(span.stop_s for span in training)
+    rolled_out_s = max((span.stop_s for span in rollouts), default=began_s)
     closed_s = max([began_s + window_s, *(span.stop_s for span in rollouts if span.pool == "reserved")])
     remote = [min(span.stop_s, trained_s) for span in (*by_phase["rollout"], *by_phase["explore"]) if _on_spot(span)]
     lives = list(workers)
@@ -211,7 +213,7 @@ def balance(
     beside_s = _worker_s(span for span in (*training, *ahead) if _on_spot(span))
     left_s = max(0.0, spare_s(sampling, spot, began_s=began_s, until_s=trained_s) - beside_s)
     samples = [span.stop_s for span in scores or rollouts if span.outcome == "done"]
-    first_s = min(samples, default=trained_s) - began_s
+    first_s = min([*samples, *(span.start_s for span in training)]) - began_s
     instead_s = max(0.0, _worker_s(span for span in sampling if not _on_spot(span)) - trainers * first_s)
     all_train = any(map(_on_spot, training))
     return Balance(
