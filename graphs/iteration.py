@@ -35,6 +35,7 @@ from spotlight.plan.durations import TRANSFORMERS, TaskDurations
 from spotlight.plan.stochastic_steps import stochastic_steps
 from spotlight.records import (
     AHEAD,
+    Drawn,
     Kept,
     Prompt,
     Purpose,
@@ -271,14 +272,23 @@ def example_graph(config: Config) -> Graph:
     prompts = [Prompt(id=index, text="") for index in range(config.prompts_drawn)]
     explores = config.strategy.exploration == "stale"
     now, following = (unexplored(config, context, k, prompts[: config.rollout.prompts]) for k in (1, 2))
+    if explores and config.exploration.reuse:
+        drawn = (replace(kept, drawn=(_all_of(kept),)) for kept in now.kept)
+        now = replace(now, kept=tuple(drawn), explored_as=_explored(config, context, 1, version[0]).kind)
     return iteration_graph(
         config,
         context,
         now,
         version[1],
         candidates_for(config, context, 2, prompts, version[1]) if explores else None,
+        drawn_with=version[0],
         ahead=Ahead(weights=version[0], following=following) if config.rollout.prompts_ahead else None,
     )
+
+
+def _all_of(kept: Kept) -> Drawn:
+    """One request that explored all of them."""
+    return Drawn(seeds=kept.seeds, rewards=(0.0,) * len(kept.seeds))
 
 
 def candidates_for(
@@ -485,7 +495,11 @@ def _add_training(
     parts = [slice(before_each[chunk.start], before_each[chunk.stop]) for chunk in chunks]
     given = [(scores[part], _surplus(rollouts[part])) for part in parts]
     if config.scores_apart:
-        given = [([key], list[Key]()) for key in _add_refill(layers, config, context, k, given)]
+        rolled_out = [at for at, (scored, _) in enumerate(given) if scored]
+        refilled = _add_refill(layers, config, context, k, [given[at] for at in rolled_out]) if rolled_out else []
+        given = [([], []) for _ in given]
+        for at, key in zip(rolled_out, refilled, strict=True):
+            given[at] = [key], []
     drawn_of = [[each for each in drawn[chunk.start : chunk.stop] if each] for chunk in chunks]
     weighed = tuple(table.weight for table in (config.reward, *config.reward.also)) if config.adds_advantages else ()
     used = config.train.seeds_used

@@ -201,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--prompt", required=True)
     sample.add_argument("--to", type=_local, default=Path("sample.png"), help="an image file (%(default)s)")
     sample.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="one column each (0 1 2 3)")
-    sample.add_argument("--steps", type=int, default=0, help="denoising steps (as a rollout)")
+    sample.add_argument("--steps", type=int, default=0, help="denoising steps (as a validation)")
     sample.add_argument("--version", type=int, help="weights version (the latest)")
 
     _add_verb(

@@ -212,7 +212,7 @@ class Drawn:
 
 @record
 class Kept:
-    """The seeds that one prompt's group is rolled out with."""
+    """The seeds of one prompt's group that is trained on."""
 
     prompt: Prompt
     seeds: tuple[int, ...]

@@ -47,12 +47,22 @@ from runs import ROOT, settings_file, wait_for
 from spotlight import config
 from spotlight.config import Config
 from spotlight.plan.beliefs import Beliefs
-from spotlight.records import Dropped, Explored, Prompt, Quarantined, Request, Scored, Selection, WeightsRef
+from spotlight.records import (
+    Dropped,
+    Explored,
+    Prompt,
+    Quarantined,
+    Request,
+    Scored,
+    Selection,
+    SpotlightError,
+    WeightsRef,
+)
 from spotlight.rl.advantages import group_advantages
 from spotlight.rl.parts import Cut
 from spotlight.run import Run
 
-VERSION = WeightsRef(version=1, sha256="1" * 64)
+VERSION, BEFORE = WeightsRef(version=1, sha256="1" * 64), WeightsRef(version=0, sha256="0" * 64)
 SETTING = RunContext(
     run_dir="",
     run="run",
@@ -131,7 +141,7 @@ def above(graph: Graph, layer: str) -> set[str]:
 
 def reused(settings: Config, *, drawn: Sequence[Prompt]) -> Selection:
     """Iteration 1, of whose prompts exploration drew these, each in two requests, and nothing of the others."""
-    candidates = candidates_for(settings, SETTING, 1, PROMPTS, replace(VERSION, version=0))
+    candidates = candidates_for(settings, SETTING, 1, PROMPTS, BEFORE)
     count = settings.rollout.seeds_kept
     requests = [
         replace(candidates.template, prompt=prompt, seeds=tuple(seeds_of(candidates, prompt, 2 * count))[half::2])
@@ -148,9 +158,11 @@ GRAPHS = {
     "without exploration": example_graph(load('strategy.exploration="off"')),
     "some ahead": example_graph(load(*AHEAD)),
     "in parts": example_graph(load("train.advantage_std=group")),
-    "drawn before": iteration_graph(load(*REUSE), SETTING, reused(load(*REUSE), drawn=PROMPTS), VERSION, None),
+    "drawn before": iteration_graph(
+        load(*REUSE), SETTING, reused(load(*REUSE), drawn=PROMPTS), VERSION, None, drawn_with=BEFORE
+    ),
     "some drawn before": iteration_graph(
-        load(*REUSE, *SCORES_APART), SETTING, reused(load(*REUSE), drawn=PROMPTS[1:]), VERSION, None
+        load(*REUSE, *SCORES_APART), SETTING, reused(load(*REUSE), drawn=PROMPTS[1:]), VERSION, None, drawn_with=BEFORE
     ),
     "scored apart": example_graph(load("train.advantage_std=group", *SCORES_APART)),
     "validation scored apart": validation_graph(load(*SCORES_APART), SETTING, PROMPTS, VERSION),
@@ -325,16 +337,17 @@ def test_the_next_iteration_asks_for_the_very_requests_that_were_begun_early() -
 def test_what_exploration_drew_is_trained_on_and_only_the_rest_is_rolled_out(apart: Sequence[str]) -> None:
     settings = load(*REUSE, *apart)
     selection = reused(settings, drawn=PROMPTS[1:])
-    graph = iteration_graph(settings, SETTING, selection, VERSION, None)
+    graph = iteration_graph(settings, SETTING, selection, VERSION, None, drawn_with=BEFORE)
     calls = calls_of(graph)
 
     rolled = [call[2] for key, call in calls.items() if key[0] == "rollout-1"]
     assert {request.prompt for request in rolled} == {PROMPTS[0]}
     assert [seed for request in rolled for seed in request.seeds] == list(selection.kept[0].seeds)
-    scores = [("refilled-1", at) for at in range(3)] if apart else [("score-1", at) for at in range(len(rolled))]
+    scores = [("refilled-1", 0)] if apart else [("score-1", at) for at in range(len(rolled))]
+    assert sum(key[0] == "refilled-1" for key in calls) == bool(apart)
     for at, kept in enumerate(selection.kept):
         given = calls["advantage-1", at][2]
-        waits_for = scores[at : at + 1] if apart else scores if at == 0 else []
+        waits_for = [] if kept.drawn else scores
         drawn = tuple(each for each in given if isinstance(each, tuple) and isinstance(each[0], Scored))
         assert given == [*waits_for, *drawn]
         assert [[scored.rewards for scored in each] for each in drawn] == [
@@ -344,17 +357,49 @@ def test_what_exploration_drew_is_trained_on_and_only_the_rest_is_rolled_out(apa
 
 
 def test_of_what_exploration_drew_only_the_kept_samples_are_trained_on_with_the_rewards_that_they_have() -> None:
-    settings, before = load(*REUSE), replace(VERSION, version=0)
+    settings = load(*REUSE)
     selection = reused(settings, drawn=PROMPTS)
 
     assert selection.version == 0
-    for kept, drawn in zip(selection.kept, drawn_samples(settings, SETTING, selection, before), strict=True):
+    for kept, drawn in zip(selection.kept, drawn_samples(settings, SETTING, selection, BEFORE), strict=True):
         trained = training.advantage("group", [drawn]).samples
         rewards = {sample.request.seeds[sample.index]: sample.reward for sample in trained}
         assert rewards == dict(zip(kept.seeds, kept.explored_rewards, strict=True))
         assert {(sample.request.purpose, sample.request.weights.version) for sample in trained} == {("explore", 0)}
         assert {sample.request.sigmas for sample in trained} == {SETTING.explore_sigmas}
         assert sum(sample.advantage or 0.0 for sample in trained) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weights"),
+    [
+        (("exploration.steps=2",), BEFORE),
+        (("rollout.guidance=2",), BEFORE),
+        ((), VERSION),
+        ((), replace(BEFORE, sha256="2")),
+    ],
+)
+def test_what_was_explored_with_other_settings_or_weights_is_not_trained_on(
+    overrides: Sequence[str], weights: WeightsRef
+) -> None:
+    selection = reused(load(*REUSE), drawn=PROMPTS)
+    context = replace(SETTING, explore_sigmas=(1.0, 0.4, 0.0)) if "exploration.steps=2" in overrides else SETTING
+
+    with pytest.raises(SpotlightError, match=r"iteration 1 were explored with other weights .* delete weights/v00001"):
+        iteration_graph(load(*REUSE, *overrides), context, selection, VERSION, None, drawn_with=weights)
+
+
+def test_the_graph_that_is_drawn_has_no_rollout_where_candidates_are_trained_on() -> None:
+    layers = example_graph(load(*REUSE)).graph.layers
+
+    assert {name.partition("-")[0] for name in layers} >= {"explore", "advantage", "train"}
+    assert not layers["rollout-1"]
+
+
+def test_a_validation_has_its_own_steps() -> None:
+    calls = calls_of(validation_graph(load(), SETTING, PROMPTS, VERSION))
+
+    assert {call[2].sigmas for key, call in calls.items() if key[0] == "validate-1"} == {SETTING.validation_sigmas}
 
 
 def test_a_prompt_of_which_some_seeds_were_never_drawn_is_rolled_out_as_a_whole() -> None:

@@ -505,12 +505,12 @@ def test_the_lanes_are_explained_by_what_the_run_does(tmp_path: Path, exploratio
     assert said in page
     assert ("amber" in page.lower().partition("<section>")[2]) == (exploration != "off")
     assert ("seeds that were explored" in page) == (exploration != "off")
-    assert "trained on as it was drawn" not in page
+    assert "trained on as they were drawn" not in page
     (run_dir / config.RESOLVED).write_text(
         (run_dir / config.RESOLVED).read_text().replace("reuse = false", "reuse = true")
     )
     reused = page_of(run_dir)
-    assert ("trained on as it was drawn" in reused) == (exploration != "off")
+    assert ("trained on as they were drawn" in reused) == (exploration != "off")
     earlier = "one version earlier than the samples chosen from them"
     assert ((earlier in page), (earlier in reused)) == (exploration == "stale", False)
 

@@ -30,6 +30,7 @@ from spotlight.run import Run
 from spotlight.store.accounts import read_lives
 from spotlight.store.rows import DECISIONS, EVENTS, HISTORY, SPANS, SUMMARY, VALIDATION
 from spotlight.store.rundir import RunDir
+from spotlight.store.thumbnails import pictures
 
 
 @pytest.fixture(scope="module")
@@ -271,11 +272,33 @@ def test_candidates_that_are_trained_on_are_the_same_whoever_is_killed(tmp_path:
     phases = [span["phase"] for span in spans]
     assert "rollout" not in phases, "all candidates are scored, so that no prompt lacks any"
     assert {span["phase"].partition("-")[0] for span in spans if span["outcome"] == "lost"} >= {"explore", "train"}
-    last = alone.selection(2)
-    assert last is not None
-    assert last.version == 1
-    assert all(kept.drawn for kept in last.kept)
+    selections = [alone.selection(k) for k in (1, 2)]
+    assert [selection.version for selection in selections if selection] == [0, 1]
+    for selection in filter(None, selections):  # the first one's latents and scores are compacted by now
+        assert all(kept.drawn for kept in selection.kept)
+        shown = pictures(alone, selection)
+        assert [each.reward for each in shown] == [each.explored_reward for each in shown]
+        assert [each.url[:10] for each in shown] == ["data:image"] * 12
     assert outcome(run.directory.path) == outcome(alone.path)
+
+
+def test_an_iteration_that_is_done_again_trains_on_the_same_candidates_or_says_what_it_lacks(tmp_path: Path) -> None:
+    reuse = ("exploration.reuse=true", "exploration.steps=4")
+    alone = RunDir.create(config.load(settings_file(tmp_path / "alone"), reuse), now_s=0.0)
+    Loop(alone, synchronous, NoWatch()).go()
+    again = tmp_path / "again"
+    shutil.copytree(alone.path, again)
+    shutil.rmtree(again / "weights" / "v00003")
+    shutil.rmtree(again / "latents")  # so that they are drawn again, with the weights before
+
+    Run.resume(again).start().wait()
+    repeated = outcome(again)
+    for version in ("v00003", "v00001"):
+        shutil.rmtree(again / "weights" / version)
+
+    assert repeated == outcome(alone.path)
+    with pytest.raises(SpotlightError, match=r"v00001: are missing, and samples of iteration 2 are drawn with these"):
+        Run.resume(again)
 
 
 def test_gangs_that_share_training_and_are_killed_at_it_change_nothing(undisturbed: Path, tmp_path: Path) -> None:

@@ -342,6 +342,19 @@ def test_what_the_planner_knew_is_kept_only_where_the_weights_are(tmp_path: Path
     assert known | {"00000"} == {path.name[1:] for path in run.path.glob("weights/v*")}
 
 
+def test_candidates_that_are_trained_on_are_planned_by_the_time_that_they_had(tmp_path: Path) -> None:
+    few = ("run.iterations=7", "run.validate_every=3", "exploration.budget=time", "exploration.seeds_tried=16")
+    run = simulated(tmp_path, *few, "exploration.reuse=true", "train.timesteps=1").directory
+
+    history = run.history()
+    assert all({"spare_s", "beside_s", "work_s"} <= row.measured.keys() for row in history[:-1])
+    planned = [selection.seeds_scored + selection.seeds_dropped for k in range(2, 7) if (selection := run.selection(k))]
+    assert max(planned) < 16 * 3
+    known = {path.stem for path in run.path.glob("beliefs/*.json")}
+    assert known == {"00003", "00005", "00006", "00007"}
+    assert known | {"00000"} == {path.name[1:] for path in run.path.glob("weights/v*")}
+
+
 def test_the_shell_compares_with_what_the_settings_name(tmp_path: Path) -> None:
     settings = settings_file(tmp_path)
     text = settings.read_text() + '\n[simulation.strategies."no exploration"]\n"strategy.exploration" = "off"\n'

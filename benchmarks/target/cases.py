@@ -225,7 +225,7 @@ def _learnt(case: Case) -> tuple[Any, ...] | None:
     """All that decides what is learnt; None where a clock does, too."""
     settings = config.load(SETTINGS, [*case.overrides(), "train.parts=1", "rollout.request_seeds=0"])
     how = settings.strategy.exploration
-    if how == "stale":
+    if how == "stale" or (how == "blocking" and not settings.exploration.rounds):  # as many as keep the GPUs busy
         return None
     explored = settings.exploration if how == "blocking" else None
     return how, explored, settings.rollout, settings.run.validation_steps, Cut.of(settings)

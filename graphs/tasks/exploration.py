@@ -36,7 +36,7 @@ class Candidates:
     rounds: int
     keep: int
     groups: int
-    """Prompts that are rolled out."""
+    """Prompts that are trained on."""
     candidates_max: int
     """Candidates that there is time for, of all prompts together."""
     planner: Literal["bandit", "equal"] = "equal"

@@ -12,6 +12,7 @@ from spotlight.device import protocol as device
 from spotlight.device.signals import signals
 from spotlight.records import Dropped, Quarantined, Request, Rollout, Scored, SpotlightError, Surplus
 from spotlight.store.rundir import RunDir
+from spotlight.store.thumbnails import explored_id
 
 if TYPE_CHECKING:
     from spotlight.store.latents import LatentStore
@@ -235,9 +236,12 @@ def forget_unscored(run_dir: str) -> None:
 
 def compact(run_dir: str, iteration: int, keep: Literal["clean", "all", "none"]) -> None:
     """Apply the retention setting to the latents of an iteration that training is done with."""
-    store = _latents(run_dir)
+    store, selection = _latents(run_dir), RunDir(run_dir).selection(iteration)
     if store:
-        store.finish_iteration(iteration, keep)
+        kept = selection.kept if selection else ()
+        store.finish_iteration(
+            iteration, keep, {explored_id(iteration, each.prompt, drawn) for each in kept for drawn in each.drawn}
+        )
 
 
 def _latents(run_dir: str) -> LatentStore | None:

@@ -123,7 +123,7 @@ class Denoiser:
         try:
             return self._store.clean(request)
         except MissingLatents:
-            if request.purpose == "explore":  # its exploration is closed: as a rollout it has the same bits
+            if request.purpose == "explore":  # which may be closed by now: as a rollout it has the same bits
                 request = replace(request, purpose="rollout")
             self.rollout(request)
             return self._store.clean(request)

@@ -27,7 +27,8 @@ Words = NDArray[np.uint64]
 
 MODEL = (
     "learning is modelled, not simulated: each iteration the distance of the score to 1 shrinks by a share in "
-    "proportion to the reward variance of the kept seeds, at the pace of the embedded two-digit job"
+    "proportion to the reward variance of the kept seeds, at the pace of the embedded two-digit job; old weights and "
+    "fewer steps cost nothing"
 )
 CHARACTERS = 2
 SPREAD = 0.48

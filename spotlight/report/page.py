@@ -373,7 +373,7 @@ LANES_NOTES = {
     "blue goes on in that iteration. ",
 }
 """What the colours of the lanes are, by how a run explores, or if it begins rollouts early."""
-REUSE_NOTE = "What is kept of it is trained on as it was drawn, so that a rollout (blue) is of what it left out. "
+REUSE_NOTE = "Kept candidates are trained on as they were drawn; blue are prompts that had too few. "
 TIMELINE_NOTE = "One lane per worker. {lanes}Drag to move, or hold ctrl and use the wheel."
 OVERVIEW_NOTE = (
     "One lane per worker. {lanes}Drag to move, drag the window in the small picture, or hold ctrl and use the wheel."

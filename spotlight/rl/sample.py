@@ -32,7 +32,7 @@ def sample(
         run_dir: of a finished or stopped run; nothing in it is changed.
         to: an image file; if it is there, it is replaced.
         seeds: one column each.
-        steps: 0 for as many as a rollout has.
+        steps: 0 for as many as a validation has.
         version: of the weights; the latest if not given.
 
     Raises:
@@ -78,7 +78,7 @@ def _check(to: Path, seeds: Sequence[int], steps: int) -> None:
         raise SpotlightError(f"seeds {wrong}: expected numbers from 0 to 2^64 - 1")
     if not 0 <= steps <= STEPS_MAX:
         raise SpotlightError(
-            f"steps {steps}: expected a number from 1 to {STEPS_MAX}, or 0 for as many as a rollout has"
+            f"steps {steps}: expected a number from 1 to {STEPS_MAX}, or 0 for as many as a validation has"
         )
 
 
@@ -99,7 +99,7 @@ def _write(image: Image.Image, to: Path, *, keep: bool = True) -> None:
 def draw(model: models.Model, settings: Config, prompt: str, seeds: Sequence[int], steps: int) -> NDArray[np.uint8]:
     """One image a seed, without chance beyond the first noise; each is drawn by itself."""
     height_px, width_px = settings.model.height_px, settings.model.width_px
-    sigmas = model.sigmas(steps or settings.rollout.steps, height_px, width_px)
+    sigmas = model.sigmas(steps or settings.run.validation_steps or settings.rollout.steps, height_px, width_px)
     text = model.encode([prompt])
     images = []
     for seed in seeds:

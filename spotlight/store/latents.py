@@ -29,10 +29,10 @@ Shapes: B samples of a request, N latent tokens, C channels, K latents of a wind
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -229,7 +229,7 @@ class LatentStore:
 
     def scores(self, request: Request) -> dict[str, Any] | None:
         """What `put_scores` was given, also after the iteration was compacted; None as of `get_record`."""
-        return self.scores_of(request.iteration, request.id)
+        return self.scores_by_id(request.iteration)(request.id)
 
     def known_scores(self, request: Request) -> dict[str, Any] | None:
         """As `scores`, of this very request alone: another one may have had its id."""
@@ -243,10 +243,10 @@ class LatentStore:
             if known and None in known["rewards"]:
                 run(self._store.delete(_record_key(f"scores/{name}")))
 
-    def scores_of(self, iteration: int, request: str) -> dict[str, Any] | None:
-        """As `scores`, of a request that is known by its id alone."""
-        found = self.get_record(f"scores/{request}")
-        return found or (self.get_record(_scores_of(iteration)) or {}).get(request)
+    def scores_by_id(self, iteration: int) -> Callable[[str], dict[str, Any] | None]:
+        """Finds what is stored of an iteration's requests that are known by their ids alone; see `scores`."""
+        compacted = cache(lambda: self.get_record(_scores_of(iteration)) or {})
+        return lambda request: self.get_record(f"scores/{request}") or compacted().get(request)
 
     def put_images(self, request: Request, images_BHWC: NDArray[np.uint8], finite_B: NDArray[np.bool_]) -> None:
         """Keep decoded images until somebody elsewhere has scored them; written again, they are the same bytes.
@@ -275,7 +275,9 @@ class LatentStore:
         """Nobody needs the images of a request any more, if there are any."""
         run(self._store.delete(_images_key(request)))
 
-    def finish_iteration(self, iteration: int, keep: Literal["clean", "all", "none"]) -> None:
+    def finish_iteration(
+        self, iteration: int, keep: Literal["clean", "all", "none"], pictured: Container[str] | None = None
+    ) -> None:
         """Compact an iteration that nobody works on any more, and remove what is not kept.
 
         ``clean`` moves the clean latents of its complete requests into one sharded array (one per latent
@@ -284,6 +286,9 @@ class LatentStore:
         Orphan ``.partial`` files of killed writers go in any case, and images that nobody scored. Scores, a record for
         each request, become one of the iteration; other records stay.
 
+        Args:
+            pictured: ids of the requests that explored whose images somebody may want to see; None: of all.
+
         Raises:
             SpotlightError: the compacted copy does not read back as written; nothing was removed.
         """
@@ -291,7 +296,7 @@ class LatentStore:
         for prefix in (root, commits):
             run(self._store.delete_partials(prefix))
         run(self._store.delete_all(f"images/{iteration:05d}"))
-        self._compact_scores(iteration)
+        self._compact_scores(iteration, pictured)
         if keep == "all":
             return
         doomed = [commits, root]
@@ -305,12 +310,15 @@ class LatentStore:
             run(self._store.delete_all(prefix))
         self._forget(iteration)
 
-    def _compact_scores(self, iteration: int) -> None:
+    def _compact_scores(self, iteration: int, pictured: Container[str] | None) -> None:
         """One record instead of many, which go once it is there."""
         names = [name for name in run(self._store.names("records/scores")) if name.startswith(f"{iteration:05d}-")]
         if names:
             each = {name: self.get_record(f"scores/{name}") for name in sorted(names)}
             known = {name: value for name, value in each.items() if value is not None}
+            for name, value in known.items():
+                if pictured is not None and "-explore-" in name and name not in pictured:
+                    value.pop("thumbnails", None)
             self.put_record(_scores_of(iteration), (self.get_record(_scores_of(iteration)) or {}) | known)
         for name in names:
             run(self._store.delete(_record_key(f"scores/{name}")))

@@ -6,20 +6,17 @@ They are data URLs, so that whoever shows one needs no file. The same images giv
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.records import Kept, Selection, record
+from spotlight.records import Drawn, Kept, Prompt, Selection, record
 from spotlight.store.rundir import RunDir
-
-if TYPE_CHECKING:
-    from spotlight.store.latents import LatentStore
 
 SIDE_PX = 128
 """The longest side; smaller images stay as they are."""
@@ -74,14 +71,19 @@ def pictures(run: RunDir, selection: Selection) -> list[Picture]:
         return []
     from spotlight.store.latents import LatentStore  # where nothing was ever stored, nobody imports Zarr
 
-    store = LatentStore(run.latents_url)
-    return [picture for kept in selection.kept for picture in _of_group(store, selection.iteration, kept)]
+    find = LatentStore(run.latents_url).scores_by_id(selection.iteration)
+    return [picture for kept in selection.kept for picture in _of_group(find, selection.iteration, kept)]
 
 
-def _of_group(store: LatentStore, iteration: int, kept: Kept) -> Iterator[Picture]:
+def explored_id(iteration: int, prompt: Prompt, drawn: Drawn) -> str:
+    """As `Request.id`."""
+    return f"{iteration:05d}-explore-{prompt.id:05d}-{drawn.seeds[0]}"
+
+
+def _of_group(find: Callable[[str], dict[str, Any] | None], iteration: int, kept: Kept) -> Iterator[Picture]:
     """By request, each named after its first seed: those that explored it, or those that its seeds are split into."""
     for drawn in kept.drawn:
-        found = store.scores_of(iteration, f"{iteration:05d}-explore-{kept.prompt.id:05d}-{drawn.seeds[0]}")
+        found = find(explored_id(iteration, kept.prompt, drawn))
         urls = (found or {}).get("thumbnails") or [""] * len(drawn.seeds)
         for seed, reward, url in zip(drawn.seeds, drawn.rewards, urls, strict=False):
             if reward is not None:
@@ -90,7 +92,7 @@ def _of_group(store: LatentStore, iteration: int, kept: Kept) -> Iterator[Pictur
         return
     at = 0
     while at < len(kept.seeds):
-        found = store.scores_of(iteration, f"{iteration:05d}-rollout-{kept.prompt.id:05d}-{kept.seeds[at]}")
+        found = find(f"{iteration:05d}-rollout-{kept.prompt.id:05d}-{kept.seeds[at]}")
         count = len(found["rewards"]) if found else 1
         if found:
             urls = found.get("thumbnails") or [""] * count
