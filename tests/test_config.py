@@ -98,7 +98,7 @@ def test_every_refusal_begins_with_the_file(file: Path) -> None:
         (
             "exploration.seed_tried=3",
             "[exploration] has no field 'seed_tried' (did you mean 'seeds_tried'?); "
-            "it has 'budget', 'planner', 'prompts', 'request_seeds', 'rounds', 'seeds_tried', 'steps'",
+            "it has 'budget', 'planner', 'prompts', 'request_seeds', 'reuse', 'rounds', 'seeds_tried', 'steps'",
         ),
         ("latents.zzz=1", "[latents] has no field 'zzz'; it has 'keep', 'url'"),
         (
