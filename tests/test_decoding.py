@@ -19,6 +19,7 @@ from spotlight.plan.beliefs import Arm, Beliefs, learn
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation, allocation_row
 from spotlight.records import (
+    Drawn,
     Explored,
     Kept,
     Prompt,
@@ -50,7 +51,17 @@ K = 3
 PROMPT = Prompt(id=7, text='a sign that says "47"')
 SELECTION = Selection(
     iteration=K,
-    kept=(Kept(prompt=PROMPT, seeds=(2**62 + 1, 5), explored_rewards=(0.25, None)),),
+    kept=(
+        Kept(prompt=PROMPT, seeds=(2**62 + 1, 5), explored_rewards=(0.25, None)),
+        Kept(
+            prompt=PROMPT,
+            seeds=(5, 9),
+            explored_rewards=(0.5, 1.0),
+            drawn=(Drawn(seeds=(5, 6, 9), rewards=(0.5, None, 1.0), parts=((0.1, None, 0.2),)),),
+        ),
+    ),
+    version=2,
+    explored_as="a" * 64,
     seeds_scored=4,
     seeds_dropped=2,
     reward_mean=0.1 + 0.2,
@@ -212,7 +223,11 @@ DAMAGE: list[tuple[str, Callable[[Any], object], str]] = [
     (DECISIONS, lambda v: v.update(decision=None), "decision: expected a valid string, found None"),
     ("weights/v00000/manifest.json", lambda v: v.update(version="0"), "version: expected a valid integer, found '0'"),
     # Missing fields
-    (f"selections/{K:05d}.json", lambda v: v["kept"][0].pop("seeds"), r"no field 'kept\[0\].seeds'; it has \['expl"),
+    (
+        f"selections/{K:05d}.json",
+        lambda v: v["kept"][0].pop("seeds"),
+        r"no field 'kept\[0\].seeds'; it has \['drawn', '",
+    ),
     (f"beliefs/{K:05d}.json", lambda v: v["prompts"][1].pop("counts"), r"no field 'prompts\[1\].counts'; it has \["),
     (f"offload/{K:05d}.json", lambda v: v.pop("window_s"), r"no field 'window_s'; it has \['memory'\]"),
     (SUMMARY, lambda v: v.pop("usd"), "no field 'usd'"),
