@@ -116,7 +116,7 @@ class Request:
     @property
     def id(self) -> str:
         """Unique within a run: no seed occurs twice for one prompt, purpose and iteration."""
-        return f"{self.iteration:05d}-{self.purpose}-{self.prompt.id:05d}-{self.seeds[0]}"
+        return request_id(self.iteration, self.purpose, self.prompt, self.seeds[0])
 
     @property
     def steps(self) -> int:
@@ -134,6 +134,11 @@ class Request:
         weights = row_of(self.weights)
         del weights["parts"]  # what samples is named without them
         return sha256(dumps(value | {"weights": weights}, sort_keys=True, default=row_of).encode()).hexdigest()
+
+
+def request_id(iteration: int, purpose: Purpose, prompt: Prompt, first_seed: int) -> str:
+    """See `Request.id`."""
+    return f"{iteration:05d}-{purpose}-{prompt.id:05d}-{first_seed}"
 
 
 @record

@@ -212,7 +212,8 @@ class Case:
         other = Case.of(row)
         if row.get("settings", other.digest) != other.digest:
             return False
-        return _learnt(self) is not None and _learnt(self) == _learnt(other)
+        mine = _learnt(self)
+        return mine is not None and mine == _learnt(other)
 
     @property
     def digest(self) -> str:

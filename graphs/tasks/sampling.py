@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from graphs.tasks.seeds import candidate_seeds
 from spotlight.device import protocol as device
 from spotlight.device.signals import signals
-from spotlight.records import Dropped, Quarantined, Request, Rollout, Scored, SpotlightError, Surplus
+from spotlight.records import Dropped, Quarantined, Request, Rollout, Scored, SpotlightError, Surplus, request_id
 from spotlight.store.rundir import RunDir
-from spotlight.store.thumbnails import explored_id
 
 if TYPE_CHECKING:
     from spotlight.store.latents import LatentStore
@@ -236,12 +235,15 @@ def forget_unscored(run_dir: str) -> None:
 
 def compact(run_dir: str, iteration: int, keep: Literal["clean", "all", "none"]) -> None:
     """Apply the retention setting to the latents of an iteration that training is done with."""
-    store, selection = _latents(run_dir), RunDir(run_dir).selection(iteration)
+    store = _latents(run_dir)
     if store:
-        kept = selection.kept if selection else ()
-        store.finish_iteration(
-            iteration, keep, {explored_id(iteration, each.prompt, drawn) for each in kept for drawn in each.drawn}
+        selection = RunDir(run_dir).selection(iteration)
+        trained_on = (
+            request_id(iteration, "explore", kept.prompt, drawn.seeds[0])
+            for kept in (selection.kept if selection else ())
+            for drawn in kept.drawn
         )
+        store.finish_iteration(iteration, keep, set(trained_on))
 
 
 def _latents(run_dir: str) -> LatentStore | None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.records import Drawn, Kept, Prompt, Selection, record
+from spotlight.records import Kept, Selection, record, request_id
 from spotlight.store.rundir import RunDir
 
 SIDE_PX = 128
@@ -75,15 +75,10 @@ def pictures(run: RunDir, selection: Selection) -> list[Picture]:
     return [picture for kept in selection.kept for picture in _of_group(find, selection.iteration, kept)]
 
 
-def explored_id(iteration: int, prompt: Prompt, drawn: Drawn) -> str:
-    """As `Request.id`."""
-    return f"{iteration:05d}-explore-{prompt.id:05d}-{drawn.seeds[0]}"
-
-
 def _of_group(find: Callable[[str], dict[str, Any] | None], iteration: int, kept: Kept) -> Iterator[Picture]:
     """By request, each named after its first seed: those that explored it, or those that its seeds are split into."""
     for drawn in kept.drawn:
-        found = find(explored_id(iteration, kept.prompt, drawn))
+        found = find(request_id(iteration, "explore", kept.prompt, drawn.seeds[0]))
         urls = (found or {}).get("thumbnails") or [""] * len(drawn.seeds)
         for seed, reward, url in zip(drawn.seeds, drawn.rewards, urls, strict=False):
             if reward is not None:
@@ -92,7 +87,7 @@ def _of_group(find: Callable[[str], dict[str, Any] | None], iteration: int, kept
         return
     at = 0
     while at < len(kept.seeds):
-        found = find(f"{iteration:05d}-rollout-{kept.prompt.id:05d}-{kept.seeds[at]}")
+        found = find(request_id(iteration, "rollout", kept.prompt, kept.seeds[at]))
         count = len(found["rewards"]) if found else 1
         if found:
             urls = found.get("thumbnails") or [""] * count
