@@ -210,6 +210,8 @@ def bandit(
     slots: int = 16,
     later: int = 0,
     candidates: int = 10**6,
+    chunk: int = CHUNK,
+    complete: int = 0,
     rho: float | None = 1.0,
     seed: int = 0,
 ) -> list[tuple[int, int, int]]:
@@ -221,8 +223,9 @@ def bandit(
         slots=slots,
         later=later,
         candidates=candidates,
-        chunk=CHUNK,
+        chunk=chunk,
         keep=KEEP,
+        complete=complete,
         rho=rho,
         seed=seed,
     )
@@ -397,7 +400,35 @@ def test_each_prompts_next_chunk_is_run_before_any_prompts_next_but_one() -> Non
     assert sorted(chunks) == [(p, 0, CHUNK) for p in range(3)]
 
 
-@pytest.mark.parametrize(("wrong", "said"), [({"slots": -1}, "slots = -1"), ({"rho": 1.5}, "rho = 1.5")])
+def test_prompts_are_completed_one_after_the_other_before_any_gets_more() -> None:
+    begun, *others = [Arm(prompt=p) for p in range(4)]
+
+    chunks = bandit([replace(begun, tried=2, pending=2), *others], slots=5, later=64, chunk=2, complete=3)
+    (second, _, _), (third, _, _) = chunks[1], chunks[3]
+
+    assert chunks == [(0, 2, 2), (second, 0, 2), (second, 2, 2), (third, 0, 2), (third, 2, 2)]
+    assert {second, third} < {1, 2, 3}
+
+
+def test_solved_prompts_are_completed_too() -> None:
+    """They would be rolled out whole."""
+    beliefs = learn(Beliefs(), 0, {0: (1.0,) * 64, 1: (0.0, 1.0) * 32})
+    arms = [Arm(prompt=0), Arm(prompt=1)]
+
+    assert chunks_of(bandit(arms, beliefs, iteration=1, slots=8), 2)[0] == 0
+    assert chunks_of(bandit(arms, beliefs, iteration=1, slots=8, complete=2), 2)[0] == KEEP // CHUNK
+
+
+def test_no_more_is_given_out_to_complete_prompts_than_there_is_time_for() -> None:
+    chunks = bandit([Arm(prompt=p) for p in range(4)], slots=16, candidates=CHUNK + 1, complete=4)
+
+    assert sum(count for _, _, count in chunks) == CHUNK + 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"slots": -1}, "slots = -1"), ({"rho": 1.5}, "rho = 1.5"), ({"complete": -1}, "complete = -1")],
+)
 def test_an_allocation_out_of_range_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         bandit([Arm(prompt=0)], **wrong)

@@ -567,6 +567,15 @@ def test_the_bandit_leaves_a_prompt_alone_whose_kept_seeds_cannot_differ_more(jo
     assert min(chosen[PROMPTS[1]], chosen[PROMPTS[2]]) > 0
 
 
+def test_prompts_that_are_trained_on_as_drawn_are_completed_one_after_the_other(journals: str) -> None:
+    candidates = replace(make_candidates(keep=4), planner="bandit", reuse=True, groups=2, candidates_max=10)
+
+    allocated = exploration.allocate(journals, candidates, 0, (), ())
+
+    first, second, third, fourth = [request.prompt for request in allocated[:4]]
+    assert first == second != third == fourth
+
+
 def test_advantages_of_several_rewards_are_added_where_the_settings_ask_for_it() -> None:
     requests = [make_request(prompt_id=at, seeds=(1, 2, 3)) for at in range(2)]
     parts = [((0.0, 0.5, 1.0), (9.0, 3.0, None)), ((0.2, 0.2, 0.9), (0.0, 100.0, 50.0))]

@@ -86,6 +86,7 @@ def _bandit_chunks(
         "candidates": max(0, candidates.candidates_max - sum(arm.tried for arm in arms)),
         "chunk": candidates.request_seeds,
         "keep": candidates.keep,
+        "complete": candidates.groups if candidates.reuse else 0,
         "seed": candidate_seed(candidates.seed, candidates.iteration, Prompt(id=-1, text=""), round_index),
     }
     chunks = bandit.allocate(arms, candidates.beliefs, **given)

@@ -246,8 +246,8 @@ class ExplorationSection(Section):
     reuse: bool = False
     """Train on the kept candidates as exploration drew them, instead of rolling their seeds out again: with weights one
     version old (one-step off-policy) where exploration is "stale", with current ones where it is "blocking". For
-    DiffusionNFT, which trains on clean samples, whoever drew them. A prompt with fewer candidates than
-    ``rollout.seeds_kept`` is rolled out: with few spot GPUs, that is most of them."""
+    DiffusionNFT, which trains on clean samples, whoever drew them. So the planner gives prompt after prompt
+    ``rollout.seeds_kept`` candidates before any gets more; one that has fewer when training ends is rolled out."""
     planner: Literal["bandit", "equal"] = "bandit"
     """"bandit": candidates go where they raise the variance of the kept seeds most; "equal": to all prompts alike."""
     budget: Literal["time", "fixed", "worth"] = "time"

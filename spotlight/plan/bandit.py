@@ -149,6 +149,7 @@ def allocate(
     candidates: int,
     chunk: int,
     keep: int,
+    complete: int = 0,
     rho: float | None = None,
     seed: int,
 ) -> list[tuple[int, int, int]]:
@@ -170,6 +171,8 @@ def allocate(
         chunk: candidates in a chunk; the last may have fewer.
         keep: seeds of a prompt that are kept, from 2. With fewer scored, untried seeds fill the group, so the
             first ``keep`` gain nothing and chunks are judged by what they gain together with those behind them.
+        complete: prompts that get ``keep`` candidates before any gets more, one prompt after the other, those that gain
+            most first: where candidates are trained on as drawn, a prompt with fewer is rolled out whole.
         rho: ranking fidelity, 0 to 1; None takes the beliefs'.
         seed: fixes the worlds' random numbers, the same for all arms, so that equal arms have equal gains.
 
@@ -180,10 +183,10 @@ def allocate(
         ValueError: a number is out of range.
     """
     rho = beliefs.fidelity if rho is None else rho
-    if min(chunk, keep - 1) < 1 or min(slots, later, candidates) < 0 or not 0 <= rho <= 1:
+    if min(chunk, keep - 1) < 1 or min(slots, later, candidates, complete) < 0 or not 0 <= rho <= 1:
         raise ValueError(
             f"chunk = {chunk} must be positive, keep = {keep} at least 2, slots = {slots}, later = {later}, "
-            f"candidates = {candidates} not negative, and rho = {rho} in [0, 1]"
+            f"candidates = {candidates} and complete = {complete} not negative, and rho = {rho} in [0, 1]"
         )
     plan = min(slots + later, -(-candidates // chunk))
     if not arms or not slots or not plan:
@@ -194,10 +197,12 @@ def allocate(
     gained_PJ = worlds_PWJ.mean(axis=1)
     slopes_PJ = rho**2 * _slopes(gained_PJ)
     least = LEAST_GAIN * unexplored_variance(chance_PKN, shares_PK, keep).mean()
-    order = _greedy(arms, slopes_PJ, plan, least)
+    completing = _completing(arms, slopes_PJ, complete, chunk, keep)[:plan]
+    order = completing + _greedy(arms, slopes_PJ, plan, least, completing)
     if not any(arm.tried for arm in arms):
         order += _probes(order, slopes_PJ, plan)
-    return sorted(_chunks(arms, order, chunk, candidates), key=lambda allotted: allotted[1])[:slots]
+    chunks, first = _chunks(arms, order, chunk, candidates), len(completing)
+    return [*chunks[:first], *sorted(chunks[first:], key=lambda allotted: allotted[1])][:slots]
 
 
 def captured_variance(
@@ -258,18 +263,32 @@ def _slopes(gained_PJ: Array) -> Array:
     return slopes_PJ
 
 
-def _greedy(arms: Sequence[Arm], slopes_PJ: Array, slots: int, least: float) -> list[int]:
-    """Arms in the order of their chunks: the steepest first, of equal ones the least tried."""
+def _completing(arms: Sequence[Arm], slopes_PJ: Array, complete: int, chunk: int, keep: int) -> list[int]:
+    """Arms in the order of the chunks that so many of them lack to have ``keep`` candidates: those that have some
+    first, then the steepest."""
+    order = sorted(range(len(arms)), key=lambda p: (not arms[p].tried, -slopes_PJ[p, 0], p))
+    return [p for p in order[:complete] for _ in range(arms[p].tried, keep, chunk)]
+
+
+def _greedy(arms: Sequence[Arm], slopes_PJ: Array, slots: int, least: float, given: Sequence[int] = ()) -> list[int]:
+    """Arms in the order of their chunks: the steepest first, of equal ones the least tried; behind those given."""
     planned = [0] * len(arms)
-    waiting = [(-slopes_PJ[p, 0], arm.tried, p) for p, arm in enumerate(arms) if slopes_PJ[p, 0] >= least]
-    heapq.heapify(waiting)
+    for p in given:
+        planned[p] += 1
+    waiting: list[tuple[float, int, int]] = []
+
+    def wait(p: int) -> None:
+        if planned[p] < slopes_PJ.shape[1] and (slope := slopes_PJ[p, planned[p]]) >= least:
+            heapq.heappush(waiting, (-slope, arms[p].tried + planned[p], p))
+
+    for p in range(len(arms)):
+        wait(p)
     order: list[int] = []
-    while waiting and len(order) < slots:
-        _, tried, p = heapq.heappop(waiting)
+    while waiting and len(given) + len(order) < slots:
+        p = heapq.heappop(waiting)[-1]
         order.append(p)
         planned[p] += 1
-        if planned[p] < slopes_PJ.shape[1] and slopes_PJ[p, planned[p]] >= least:
-            heapq.heappush(waiting, (-slopes_PJ[p, planned[p]], tried + 1, p))
+        wait(p)
     return order
 
 
