@@ -81,6 +81,17 @@ def test_recipes_differ_and_each_is_one_that_a_run_can_have() -> None:
             config.load(cases.SETTINGS, Case(**CELL, strategy=strategy, trial=trial, seed=0).overrides())
 
 
+def test_half_of_a_prompts_samples_is_half_of_what_the_recipe_has() -> None:
+    large = next(trial for trial, point in enumerate(cases.recipes(72)) if point["groups x samples"] == "6 x 16")
+
+    def settings(strategy: str, trial: int) -> config.Config:
+        return config.load(cases.SETTINGS, Case(**CELL, strategy=strategy, trial=trial, seed=0).overrides())
+
+    chosen, drawn = "chosen of eight in six steps (1 + 11)", "Spotlight, four as drawn"
+    assert [settings(chosen, trial).train.seeds_used for trial in (0, large)] == [4, 8]
+    assert [settings(drawn, trial).rollout.seeds_kept for trial in (0, large)] == [4, 8]
+
+
 def test_the_best_trial_is_run_on_fresh_seeds_once_all_trials_are_there() -> None:
     name = "Spotlight"
     trials = [row(name, trial, seed, second_s=3.0 if trial else 5.0) for trial in TRIED for seed in TUNING_SEEDS]

@@ -63,11 +63,11 @@ NO_GPU = [*(each for each in ONLY_UPDATES if "gpu" not in each), "pools.reserved
 """Nor need it be a GPU. The optimizer's step then takes 1.8 s on one core (`plan.durations`), scaled as the rest."""
 AHEAD = "rollout.prompts_ahead=3"
 """Of the base recipe's twelve prompts: half of the six of another."""
-HALF = "train.seeds_used=4"
-"""Of the base recipe's eight samples a prompt, those whose rewards vary most (PODS): a quarter of the sixteen of
-another."""
-FOUR = "rollout.seeds_kept=4"
-"""Samples of a prompt, instead of the base recipe's eight. What explores chooses them from up to 32 candidates."""
+HALF = "train.seeds_used={half}"
+"""Of a prompt's samples, those whose rewards vary most (PODS): four of the base recipe's eight."""
+FOUR = "rollout.seeds_kept={half}"
+"""Half of a prompt's samples: four instead of the base recipe's eight. What explores chooses them from up to 32
+candidates."""
 SIX = "rollout.prompts=6"
 """Of an iteration, instead of the base recipe's twelve."""
 SHORT = ["rollout.steps=6", "run.validation_steps=16"]
@@ -200,7 +200,8 @@ class Case:
 
     def overrides(self) -> list[str]:
         learnt = [*COMMON, *JOBS[self.job], *REGIMES[self.regime], *recipe(self.trial), f"run.seed={self.seed}"]
-        return [*learnt, *SIZES[self.size], *STRATEGIES[self.strategy]]
+        half = int(dict(each.split("=") for each in recipe(self.trial))["rollout.seeds_kept"]) // 2
+        return [*learnt, *SIZES[self.size], *(each.format(half=half) for each in STRATEGIES[self.strategy])]
 
     def learns_as(self, row: Row) -> bool:
         """Whether a run has learnt the same, on whatever GPUs and at whatever size: no clock decides what either tries.
