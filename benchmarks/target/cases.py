@@ -150,6 +150,10 @@ STRATEGIES: dict[str, list[str]] = {
         *(*NO_GPU, *CHOSEN),
     ],
     "Spotlight, four as drawn": [FOUR, "exploration.request_seeds=4", "exploration.reuse=true"],
+    "Spotlight, four as drawn (1 + 47)": [
+        *(*ON_SPOT, *MORE_SPOT, FOUR),
+        *("exploration.request_seeds=1", "exploration.reuse=true"),
+    ],
     "Spotlight, gradients on spot (4 + 8)": [*ON_SPOT, "exploration.budget=worth"],
     OURS: [*ON_SPOT, *ONE_RESERVED, "exploration.budget=worth"],
     SOONEST: [*ON_SPOT, *MORE_SPOT, "exploration.request_seeds=2"],

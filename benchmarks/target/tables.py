@@ -81,6 +81,7 @@ PAPERS_COLUMNS = (
 )
 RESERVED_ONLY, FOUR_EXPLORED = "reserved only (4)", "Spotlight, four of a prompt"
 FOUR_ON_MANY, AS_DRAWN = "Spotlight, four of a prompt (1 + 47)", "Spotlight, four as drawn"
+DRAWN_ON_MANY = "Spotlight, four as drawn (1 + 47)"
 CHOSEN_ON_RESERVED = "chosen of eight in six steps, reserved only (4)"
 CHOSEN_ON_MANY = "chosen of eight in six steps (1 + 47)"
 CHOSEN_WITHOUT_GPU = "chosen of eight in six steps, only updates on reserved (no GPU + 12)"
@@ -108,6 +109,7 @@ WITHOUT = {
     CHOSEN_ON_MANY: "no exploration, gradients on spot (1 + 47)",
     CHOSEN_WITHOUT_GPU: NO_GPU_UNEXPLORED,
     AS_DRAWN: "reserved + spot, no exploration",
+    DRAWN_ON_MANY: "no exploration, gradients on spot (1 + 47)",
 } | {
     name: name.replace("a quarter ahead", "no exploration, gradients on spot" if "(1 +" in name else "no exploration")
     for name in STRATEGIES
