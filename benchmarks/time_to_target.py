@@ -11,7 +11,7 @@ size.
 
 The tables show the base recipe ("untuned") of a strategy as long as no fresh seed was run with its best. The raw data
 has a line per run; runs that are there are not made again. ``python -m benchmarks.time_to_target`` makes what is
-missing (days of one core: see ``--estimate``), prints the tables in Markdown and the README's rows, writes a page with
+missing (days of one core: see ``--estimate``), prints the tables in Markdown and the README's, writes a page with
 the last target's and draws the figure; ``--table`` makes no runs, ``--whole`` says what start-up and validations would
 add, ``--as-measured`` how long iterations last at what
 an H100 took, and ``--smoke`` takes a minute and keeps nothing.
@@ -333,7 +333,7 @@ def main() -> None:
         make(arguments)
     rows = read(arguments.data)
     found = tables(rows, arguments)
-    print(found, *headlines(rows, arguments), sep="\n")
+    print(found, *headlines(rows, arguments), sep="\n\n")
     arguments.data.with_suffix(".md").write_text(found)
     arguments.figure.with_suffix(".md").write_text(page(rows, arguments))
     draw(rows, arguments)

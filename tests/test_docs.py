@@ -48,7 +48,10 @@ def test_every_benchmark_has_its_results_and_every_command_its_benchmark() -> No
 
 
 def test_the_readme_is_a_five_minute_read() -> None:
-    assert len((ROOT / "README.md").read_bytes()) < 9_000
+    """Without the tables that `benchmarks.time_to_target` makes."""
+    written = re.sub(r"^\|.*\d \[.*\n", "", (ROOT / "README.md").read_text("utf-8"), flags=re.MULTILINE)
+
+    assert len(written.encode()) < 8_500
 
 
 def headings(page: Path) -> set[str]:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from math import inf, isinf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -31,12 +31,13 @@ from spotlight.report.palette import AXIS, FAINT, LOST, PHASE_COLOURS, POOL_COLO
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-GOALS = {"reserved only (4)": {"seconds": 4.0}, "all reserved (12)": {"usd": 6.4}}
-"""How many times as long, and as dear, they should be."""
+GOALS = {"reserved only (4)": "4 times sooner", "all reserved (12)": "6.4 times cheaper"}
+"""What the README's first table is beside, and by how much it should be better."""
 UNITS = {"seconds": 60.0, "usd": 1.0}
-GAINED = {"seconds": "sooner", "usd": "cheaper"}
 BOTH = (OURS, SOONEST)
-"""What the README's row is about."""
+"""What that table is about."""
+HEAVY = "6 levels"
+"""The regime of the README's second table."""
 BESIDE = (SOONEST, "no exploration, gradients on spot (1 + 47)")
 """What the strategies of a cell are compared with on the page: the first of these that was run there."""
 BRIEF = ("strategy", "min", "times [95 %]", "dollars", "times [95 %]", "iterations, by seed", "recipe")
@@ -128,6 +129,37 @@ ON_FOUR_RESERVED = [
     AS_DRAWN,
 ]
 """What trains on four reserved GPUs alone, while eight spot ones roll out."""
+
+
+class Gain(NamedTuple):
+    """A line of the README's second table."""
+
+    who: str
+    ours: Sequence[str]
+    """Strategies, of which a cell's best is taken."""
+    than: str
+    other: str
+    """The strategy that they are beside."""
+    field: str = "seconds"
+
+
+_UNEXPLORED = [name for name in ON_FOUR_RESERVED[1:] if "Spotlight" not in name]
+GAINED = [
+    Gain("4 + 8: four explored", [FOUR_EXPLORED], "sooner than eight unexplored", ON_FOUR_RESERVED[0]),
+    Gain("4 + 8: four as drawn", [AS_DRAWN], "the same", ON_FOUR_RESERVED[0]),
+    Gain("4 + 8: the soonest that explores nothing", _UNEXPLORED, "the same", ON_FOUR_RESERVED[0]),
+    Gain("1 + 47: four as drawn", [DRAWN_ON_MANY], "sooner than reserved only (4)", RESERVED_ONLY),
+    Gain("1 + 47: four of eight in six steps", [CHOSEN_ON_MANY], "the same", RESERVED_ONLY),
+    Gain("the same", [CHOSEN_ON_MANY], "sooner than (4) that does so", CHOSEN_ON_RESERVED),
+    Gain(
+        "no GPU + 12: four of eight in six steps",
+        [CHOSEN_WITHOUT_GPU],
+        "cheaper than reserved only (4)",
+        RESERVED_ONLY,
+        "usd",
+    ),
+    Gain("the same", [CHOSEN_WITHOUT_GPU], "cheaper than (4) that does so", CHOSEN_ON_RESERVED, "usd"),
+]
 PRICES = """## The same at other prices
 
 Dollars by three lists of what an H100 costs on demand and on the spot market, and how many times as many the dearest
@@ -352,98 +384,51 @@ def _elsewhere(rows: Sequence[Row], job: str, regime: str, size: str, arguments:
 
 
 def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
-    """The rows of the README's table, to the last target: a cell's, if 1 + 11, 1 + 47 and all that has a goal were run,
-    each with its own best recipe; and what four explored samples of a prompt gain.
+    """The README's tables, to the last target: of the first cell in which 1 + 11, 1 + 47 and all that they are compared
+    with were run, each with its own best recipe; and of six levels in all cells.
 
-    Recipes of their own are of the first size; the tables have the others.
+    Recipes of their own are of the first size; docs/time_to_target.md has the others.
     """
     cells = [cell for cell in _cells_of(arguments) if cell[-1] == arguments.sizes[0]]
-    by_four = _gained_by_four(rows, arguments), _gained_by_choice(rows, arguments)
-    found = (*(_headline(rows, *cell, arguments) for cell in cells), *by_four)
-    return [row for row in found if row]
+    tuned = (_by_own_recipes(rows, *cell, arguments) for cell in cells)
+    return [*[found for found in tuned if found][:1], *_by_cells(rows, arguments)]
 
 
-def _headline(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
-    target = TARGETS[job][-1]
-    beside = {name: dict.fromkeys(BOTH, name) for name in GOALS}
-    beside["without exploration"] = {ours: WITHOUT[ours] for ours in BOTH}
-    names = {*BOTH, *(other for others in beside.values() for other in others.values())}
+def _by_own_recipes(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
+    """A line for 1 + 11 and 1 + 47, a column for what they are beside: times sooner, and times cheaper."""
+    target, names = TARGETS[job][-1], {*BOTH, *GOALS, *(WITHOUT[ours] for ours in BOTH)}
     found = {name: _fresh(rows, job, regime, size, name, arguments) for name in names}
-    pairs = sorted(len(found[o].keys() & found[ours].keys()) for each in beside.values() for ours, o in each.items())
-    cases = (first_case(job, regime, size, name) for name in found)
-    if not pairs[0] or any(_shown(rows, case, arguments) is None for case in cases):
+    if any(_shown(rows, first_case(job, regime, size, name), arguments) is None for name in names):
         return ""
-    gains = {
-        (name, ours, field): interval(_until(found[other], target, field), _until(found[ours], target, field))
-        for (name, others), field in product(beside.items(), UNITS)
-        for ours, other in others.items()
-    }
-    said, goals = [], []
-    for name in beside:
-        times = (f"{_gpus(ours)} {' and '.join(_ratio(gains[name, ours, field]) for field in UNITS)}" for ours in BOTH)
-        said.append(f"than {name}: {', '.join(times)}")
-        for field, goal in GOALS.get(name, {}).items():
-            met = [_gpus(ours) for ours in BOTH if gains[name, ours, field][0] >= goal]
-            how = f"met by {' and '.join(met)}" if met else "**missed**"
-            goals.append(f"{goal:g} times {GAINED[field]} {how}")
-    return (
-        f"| time and dollars to {target} ({job}, {regime}), Qwen-Image at {size} px on H100s, virtual clock, "
-        f"{' to '.join(map(str, sorted({pairs[0], pairs[-1]})))} seeds, each with its best recipe | "
-        f"`python -m benchmarks.time_to_target` | "
-        f"times sooner and cheaper {'; '.join(said)} (goals: {', '.join(goals)}) |"
-    )
+    goals = (f"{name} (goal: {told})" for name, told in GOALS.items())
+    cell = f"{job} to {target}, {regime}, {size} px: times sooner; cheaper"
+    lines = [f"| {' | '.join((cell, *goals, 'itself without exploration'))} |", "|---" * (len(GOALS) + 2) + "|"]
+    for ours in BOTH:
+        others = (*GOALS, WITHOUT[ours])
+        gains = ("; ".join(_gain(found[other], found[ours], target, field) for field in UNITS) for other in others)
+        lines.append(f"| {' | '.join((_gpus(ours), *gains))} |")
+    return "\n".join(lines)
 
 
-def _gained_by_four(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
-    """What choosing gains where reserved GPUs alone train, in each cell where four explored samples of a prompt were
-    run: times sooner than eight others, of what explores and of the soonest that does not."""
-    chosen_before, drawn, unexplored, where = [], [], [], []
-    for cell in _cells_of(arguments):
-        found = {name: runs for name in ON_FOUR_RESERVED if (runs := _fresh(rows, *cell, name, arguments))}
-        if FOUR_EXPLORED not in found:
-            continue
-        times = {name: _until(runs, TARGETS[cell[0]][-1], "seconds") for name, runs in found.items()}
-        others = times.pop(WITHOUT[FOUR_EXPLORED])
-        gains = {name: _ratio(interval(others, mine)) for name, mine in times.items()}
-        rest = {name: statistics.median(mine.values()) for name, mine in times.items() if "Spotlight" not in name}
-        chosen_before.append(gains[FOUR_EXPLORED])
-        drawn.append(gains.get(AS_DRAWN, "–"))
-        unexplored.append(gains[min(rest, key=lambda name: rest[name])] if rest else "–")
-        where.append(f"{cell[0]} {cell[-1]}")
-    if not where:
-        return ""
-    return (
-        "| the same, six levels, only 4 reserved GPUs train, 8 spot ones explore; base recipe "
-        "| `python -m benchmarks.time_to_target` "
-        f"| times sooner than eight unchosen samples ({', '.join(where)} px): four chosen {', '.join(chosen_before)}; "
-        f"as drawn {', '.join(drawn)}; the soonest without exploration {', '.join(unexplored)} |"
-    )
-
-
-def _gained_by_choice(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
-    """What the soonest and the cheapest gain that explore nothing, in each cell where they were run: four chosen of
-    eight samples of six steps."""
-    sooner, than_same, cheaper, cheaper_than_same, where = [], [], [], [], []
-    for cell in _cells_of(arguments):
-        target = TARGETS[cell[0]][-1]
-        asked = (RESERVED_ONLY, CHOSEN_ON_RESERVED, CHOSEN_ON_MANY, CHOSEN_WITHOUT_GPU)
-        plain, same, many, none = (_fresh(rows, *cell, name, arguments) for name in asked)
-        if not (plain and same and many and none):
-            continue
-        sooner.append(_gain(plain, many, target, "seconds"))
-        than_same.append(_gain(same, many, target, "seconds"))
-        cheaper.append(_gain(plain, none, target, "usd"))
-        cheaper_than_same.append(_gain(same, none, target, "usd"))
-        where.append(f"{cell[0]} {cell[-1]}")
-    if not where:
-        return ""
-    return (
-        "| the same, six levels, nothing explored, four chosen of eight samples of six steps; base recipe "
-        "| `python -m benchmarks.time_to_target` "
-        f"| ({', '.join(where)} px) 1 + 47 times sooner than reserved only (4): {', '.join(sooner)}; if that does so, "
-        f"too: {', '.join(than_same)}; no GPU + 12 times cheaper: {', '.join(cheaper)}; "
-        f"{', '.join(cheaper_than_same)} |"
-    )
+def _by_cells(rows: Sequence[Row], arguments: argparse.Namespace) -> Iterator[str]:
+    """A line for each of `GAINED_BY`, a column for each job and size: times sooner, or times cheaper."""
+    cells = [
+        cell for cell in _cells_of(arguments) if cell[1] == HEAVY and _fresh(rows, *cell, FOUR_EXPLORED, arguments)
+    ]
+    if not cells:
+        return
+    heads = (f"{job} {size} px" for job, _, size in cells)
+    lines = [f"| {' | '.join((HEAVY, 'times', *heads))} |", "|---" * (len(cells) + 2) + "|"]
+    for each in GAINED:
+        gains = []
+        for cell in cells:
+            target = TARGETS[cell[0]][-1]
+            runs = {name: _fresh(rows, *cell, name, arguments) for name in (*each.ours, each.other)}
+            times = {name: _until(runs[name], target, each.field).values() for name in each.ours if runs[name]}
+            best = min(times, key=lambda name: statistics.median(times[name]), default=each.ours[0])
+            gains.append(_gain(runs[each.other], runs[best], target, each.field))
+        lines.append(f"| {' | '.join((each.who, each.than, *gains))} |")
+    yield "\n".join(lines)
 
 
 def _gpus(name: str) -> str:
