@@ -36,7 +36,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import overhead
-from graphs.iteration import Graph, iteration_graph, rollout_requests, unexplored
+from graphs.iteration import iteration_graph
+from graphs.layers import Graph
+from graphs.requests import rollout_requests, unexplored
 from graphs.tasks.context import RunContext, prepare
 from spotlight import config
 from spotlight.config import ModelSection

@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.pools import Pools
-from graphs.iteration import Layers, prepare_graph
+from graphs.iteration import prepare_graph
+from graphs.layers import Layers
 from graphs.tasks import sampling
 from graphs.tasks.context import RunContext
 from spotlight import config
@@ -110,7 +111,7 @@ def iteration_stretch(iterations: int) -> list[float]:
 
 
 def _template(settings: config.Config, context: RunContext) -> Request:
-    from graphs.iteration import rollout_requests, unexplored
+    from graphs.requests import rollout_requests, unexplored
 
     prompts = read_prompts(settings.data.train_prompts)[:1]
     return rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]

@@ -52,8 +52,9 @@ def record(out: Path, versions: Sequence[int], steps: Sequence[int], prompts: in
     Args:
         steps: denoising steps; each number of them is a row of its own.
     """
-    from graphs.iteration import Graph, candidates_for
+    from graphs.layers import Graph
     from graphs.loop import Loop, synchronous
+    from graphs.requests import candidates_for
     from graphs.tasks.context import RunContext
     from graphs.tasks.seeds import candidate_seed
     from spotlight import config

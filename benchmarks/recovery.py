@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cluster.pools import Pools
-from graphs.iteration import Layers, prepare_graph, rollout_requests, unexplored
+from graphs.iteration import prepare_graph
+from graphs.layers import Layers
+from graphs.requests import rollout_requests, unexplored
 from graphs.tasks import sampling
 from graphs.tasks.context import RunContext
 from spotlight import config

@@ -25,7 +25,7 @@ import psutil
 
 from cluster.certificate import certificate
 from cluster.pools import Pools
-from graphs.iteration import Graph
+from graphs.layers import Graph
 from graphs.loop import Loop
 from spotlight import config
 from spotlight.store.rundir import RunDir

@@ -1,155 +1,32 @@
-"""One iteration as a Dask graph: its layers, keys, edges and annotations. It starts and watches nothing.
-
-A layer is a phase of an iteration. Its annotations say in which ``pool`` its tasks run; the cluster
-turns that into places. Dask's synchronous scheduler ignores them and gets the same results.
-
-Pools: ``any``, ``spot`` and ``reserved`` tasks are shards of denoising requests, as many each as the widest gang has
-ranks, parked behind the gate until workers of the pool are free; ``engine`` tasks need a model, and go where their
-input is, or to a spot worker if reserved ones have no GPU; ``reward`` tasks score, parked behind the gate until a
-worker that only scores is free, where there are such; ``trainer`` tasks prepare the run and publish, on reserved
-workers; ``gradient-any``, ``-spot`` and ``-reserved`` tasks compute the gradients of an update's parts and add them,
-each on one worker, parked behind the gate until one of the pool is free that no rollout needs; ``training`` tasks take
-the optimizer's steps, behind the gate too, on the worker that took the one before, if it can be had; ``head`` tasks
-only decide, beside the scheduler.
-"""
+"""One iteration as a Dask graph: a layer for each of its phases. It starts and watches nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, chain
-from math import ceil, inf
+from math import inf
 from typing import Any
 
-from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
-
+from graphs.layers import Calls, Graph, Key, Layers, first_shards, other_shards, pool_of
+from graphs.requests import (
+    candidates_for,
+    drawn_samples,
+    exploring_template,
+    request_size,
+    rollout_requests,
+    unexplored,
+    validation_requests,
+    widths_of,
+)
 from graphs.tasks import exploration, sampling, training
 from graphs.tasks.context import RunContext, prepare
 from graphs.tasks.exploration import Candidates
-from graphs.tasks.seeds import candidate_seeds, validation_seeds
 from spotlight.config import Config
-from spotlight.plan import batching
-from spotlight.plan.bandit import equal_shares, rounds_of
-from spotlight.plan.beliefs import Beliefs
-from spotlight.plan.durations import TRANSFORMERS, TaskDurations
-from spotlight.plan.stochastic_steps import stochastic_steps
-from spotlight.records import (
-    AHEAD,
-    Drawn,
-    Kept,
-    Prompt,
-    Purpose,
-    Request,
-    Scored,
-    Selection,
-    SpotlightError,
-    WeightsRef,
-    record,
-)
-from spotlight.rl import rewards
+from spotlight.plan.bandit import equal_shares
+from spotlight.records import AHEAD, Drawn, Kept, Prompt, Scored, Selection, WeightsRef, record
 from spotlight.rl.parts import Cut
 from spotlight.rl.sums import slices_of
-from spotlight.store.rundir import made_again
-
-Key = tuple[str, int]
-Calls = Sequence[tuple[Any, ...]]
-"""``(function, *arguments)`` each; keys among the arguments become edges."""
-
-RESOURCES = {
-    "any": {"gate": 1},
-    "spot": {"gate": 1},
-    "reserved": {"gate": 1},
-    "engine": {"engine": 1},
-    "reward": {"gate": 1},
-    "trainer": {"reserved": 1, "engine": 1},
-    "gradient-any": {"gate": 1},
-    "gradient-reserved": {"gate": 1},
-    "gradient-spot": {"gate": 1},
-    "training": {"gate": 1},
-    "head": {"head": 1},
-}
-"""No worker has a ``gate``: what asks for one waits until the cluster opens it."""
-REQUEST_S = 0.25
-"""What a request costs whatever its size, in samples: half a sample of the embedded model, nothing for a large one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """A graph under construction, layer by layer, upstream first."""
-
-    session: str = ""
-    """Part of all names: a scheduler that knows a key gives its old result, whoever asks."""
-    on_spot: bool = False
-    """What needs an engine, and is no update, runs on spot workers: the reserved ones have no GPU."""
-    tasks: dict[str, MaterializedLayer] = field(default_factory=dict)
-    dependencies: dict[str, set[str]] = field(default_factory=dict)
-
-    def add(
-        self,
-        phase: str,
-        iteration: int,
-        calls: Calls,
-        *,
-        pool: str,
-        after: Sequence[Key] = (),
-    ) -> list[Key]:
-        """Add one task per call.
-
-        Args:
-            after: keys whose layers the calls depend on.
-        """
-        return self._add(self._free_name(phase, iteration), phase, iteration, calls, pool, after)
-
-    def _free_name(self, phase: str, iteration: int) -> str:
-        name = f"{phase}-{iteration}" + (f"-{self.session}" if self.session else "")
-        while name in self.tasks:
-            name += "+"
-        return name
-
-    def _add(
-        self, name: str, phase: str, iteration: int, calls: Calls, pool: str, after: Sequence[Key], **more: Any
-    ) -> list[Key]:
-        needs = RESOURCES[pool] | ({"spot": 1} if self.on_spot and pool == "engine" else {})
-        annotations = {"pool": pool, "phase": phase, "iteration": iteration, "resources": needs, **more}
-        mapping = {(name, index): call for index, call in enumerate(calls)}
-        self.tasks[name] = MaterializedLayer(mapping, annotations=annotations)
-        self.dependencies[name] = {layer for layer, _ in after}
-        return list(mapping)
-
-    def add_requests(
-        self,
-        phase: str,
-        iteration: int,
-        calls: Calls,
-        *,
-        pool: str,
-        widths: Sequence[int],
-        after: Sequence[Key] = (),
-        window_s: float = inf,
-    ) -> list[list[Key]]:
-        """Add requests, each as many tasks as the widest gang has ranks; returns the shards of each.
-
-        A task is told its request's name within the graph and its own number, by which the cluster places it.
-
-        Args:
-            window_s: how long reserved workers run them while there are spot workers.
-        """
-        name, shards = self._free_name(phase, iteration), max(widths)
-        sharded = [(*call, f"{name}/{index}", shard) for index, call in enumerate(calls) for shard in range(shards)]
-        more = {"shards": shards, "widths": list(widths), "window_s": window_s}
-        keys = self._add(name, phase, iteration, sharded, pool, after, **more)
-        return [keys[first : first + shards] for first in range(0, len(keys), shards)]
-
-    def graph(self) -> HighLevelGraph:
-        return HighLevelGraph(self.tasks, self.dependencies)
-
-
-@record
-class Graph:
-    """A graph, and the keys of what the driver wants from it."""
-
-    graph: HighLevelGraph
-    outputs: Mapping[str, Key | list[Key]]
 
 
 @record
@@ -201,7 +78,7 @@ def iteration_graph(
     layers, k, run_dir = _layers(config, context), selection.iteration, context.run_dir
     requests = rollout_requests(config, context, selection, weights, before=ahead.weights if ahead else None)
     calls = [(sampling.rollout_shard, run_dir, request) for request in requests]
-    pool, widths = _one_pool(config.strategy.rollout_pools), _widths(config)
+    pool, widths = pool_of(config.strategy.rollout_pools), widths_of(config)
     rollouts = layers.add_requests("rollout", k, calls, pool=pool, widths=widths, window_s=window_s)
     scores = _add_scores(layers, config, "{}", k, run_dir, rollouts, seed=context.seed)
     drawn = drawn_samples(config, context, selection, drawn_with or weights)
@@ -230,26 +107,18 @@ def final_graph(config: Config, context: RunContext) -> Graph:
 def exploration_graph(config: Config, context: RunContext, candidates: Candidates) -> Graph:
     """Exploration with nothing beside it: before the first iteration, or before each one."""
     layers = _layers(config, context)
-    selection = _add_exploration(layers, config, context, candidates, pool=_one_pool(config.gpu_pools))
+    selection = _add_exploration(layers, config, context, candidates, pool=pool_of(config.gpu_pools))
     return Graph(graph=layers.graph(), outputs={"selection": selection})
 
 
 def validation_graph(config: Config, context: RunContext, prompts: Sequence[Prompt], weights: WeightsRef) -> Graph:
     """Score a weights version on the held-out prompts; the seeds are the same for every version."""
-    layers = _layers(config, context)
-    template = replace(
-        _template(config, context, "validate", weights.version, weights),
-        sampler="ode",
-        sigmas=context.validation_sigmas,
-        policy=config.validation_policy,
-    )
-    count = config.run.validation_seeds
-    requests = [replace(template, prompt=prompt, seeds=validation_seeds(prompt, count)) for prompt in prompts]
+    layers, requests = _layers(config, context), validation_requests(config, context, prompts, weights)
     calls: Calls = [(sampling.rollout_shard, context.run_dir, request) for request in requests]
-    pool, widths = _one_pool(config.gpu_pools), _widths(config)
+    pool, widths = pool_of(config.gpu_pools), widths_of(config)
     rollouts = layers.add_requests("validate", weights.version, calls, pool=pool, widths=widths)
     scores = _add_scores(layers, config, "validate-{}", weights.version, context.run_dir, rollouts)
-    surplus = _surplus(rollouts)
+    surplus = other_shards(rollouts)
     save = (sampling.save_images, context.run_dir, weights.version, scores, surplus)
     images = layers.add("validate-images", weights.version, [save], pool="engine", after=[*scores, *surplus])
     return Graph(graph=layers.graph(), outputs={"scores": scores, "images": images[0]})
@@ -274,7 +143,7 @@ def example_graph(config: Config) -> Graph:
     now, following = (unexplored(config, context, k, prompts[: config.rollout.prompts]) for k in (1, 2))
     if explores and config.exploration.reuse:
         drawn = (replace(kept, drawn=(_all_of(kept),)) for kept in now.kept)
-        now = replace(now, kept=tuple(drawn), explored_as=_explored(config, context, 1, version[0]).kind)
+        now = replace(now, kept=tuple(drawn), explored_as=exploring_template(config, context, 1, version[0]).kind)
     return iteration_graph(
         config,
         context,
@@ -291,118 +160,6 @@ def _all_of(kept: Kept) -> Drawn:
     return Drawn(seeds=kept.seeds, rewards=(0.0,) * len(kept.seeds))
 
 
-def candidates_for(
-    config: Config,
-    context: RunContext,
-    iteration: int,
-    prompts: Sequence[Prompt],
-    weights: WeightsRef,
-    *,
-    beliefs: Beliefs = Beliefs(),  # noqa: B008  # a frozen value
-    candidates_max: int | None = None,
-    pools: Collection[str] = ("spot",),
-) -> Candidates:
-    """What exploration for an iteration may try with the given weights.
-
-    Args:
-        beliefs: what the planner learnt from the iterations before.
-        candidates_max: how many there is time for; None where nothing is known of the time.
-        pools: whose workers explore.
-    """
-    exploration, known = config.exploration, beliefs.about([prompt.id for prompt in prompts])
-    limit = exploration.seeds_tried * len(prompts)
-    candidates_max = limit if candidates_max is None else min(limit, candidates_max)
-    seeds_tried, rounds = exploration.seeds_tried, exploration.rounds
-    if not rounds and exploration.planner == "bandit":  # which gives a prompt more where it gains more
-        seeds_tried = max(1, ceil(candidates_max / len(prompts)))
-    slots = len(prompts) * ceil(seeds_tried / exploration.request_seeds)
-    rounds = min(slots, rounds or rounds_of(slots, _gangs(config, pools)))  # one without a request chooses nothing
-    return Candidates(
-        iteration=iteration,
-        prompts=tuple(prompts),
-        template=_explored(config, context, iteration, weights),
-        seed=context.seed,
-        seeds_tried=seeds_tried,
-        request_seeds=exploration.request_seeds,
-        rounds=rounds,
-        keep=config.rollout.seeds_kept,
-        groups=config.rollout.prompts,
-        candidates_max=candidates_max,
-        planner=exploration.planner,
-        beliefs=replace(known, fidelity=1.0) if exploration.reuse else known,  # what is kept is what was drawn
-        reuse=exploration.reuse,
-        reward_range=rewards.planned_range(rewards.build(config.reward)),
-    )
-
-
-def unexplored(config: Config, context: RunContext, iteration: int, prompts: Sequence[Prompt]) -> Selection:
-    """The selection where nothing is explored: each prompt's first candidates."""
-    count = config.rollout.seeds_kept
-    kept = tuple(
-        Kept(
-            prompt=prompt,
-            seeds=candidate_seeds(context.seed, iteration, prompt, range(count)),
-            explored_rewards=(None,) * count,
-        )
-        for prompt in prompts
-    )
-    return Selection(iteration=iteration, kept=kept, seeds_scored=0, seeds_dropped=0)
-
-
-def rollout_requests(
-    config: Config, context: RunContext, selection: Selection, weights: WeightsRef, *, before: WeightsRef | None = None
-) -> list[Request]:
-    """The kept seeds as requests; their order is the order in which training consumes them.
-
-    Those that were drawn already, by exploration, are in none.
-
-    Args:
-        before: with which the first ``rollout.prompts_ahead`` prompts are rolled out instead.
-    """
-    template = _template(config, context, "rollout", selection.iteration, weights)
-    size, early = request_size(config), config.rollout.prompts_ahead if before else 0
-    return [
-        replace(
-            template,
-            prompt=kept.prompt,
-            seeds=kept.seeds[first : first + size],
-            weights=before if before and number < early else weights,
-        )
-        for number, kept in enumerate(selection.kept)
-        if not kept.drawn
-        for first in range(0, len(kept.seeds), size)
-    ]
-
-
-def drawn_samples(
-    config: Config, context: RunContext, selection: Selection, weights: WeightsRef
-) -> list[tuple[Scored, ...]]:
-    """Of each prompt, what exploration drew that is trained on; nothing where it is rolled out.
-
-    Args:
-        weights: that explored.
-
-    Raises:
-        SpotlightError: they, or the settings, are others than those that explored.
-    """
-    template = _explored(config, context, selection.iteration, weights)
-    if any(kept.drawn for kept in selection.kept) and template.kind != selection.explored_as:
-        raise SpotlightError(
-            f"{context.run_dir}: the samples of iteration {selection.iteration} were explored with other weights or "
-            f"other settings, and would be drawn anew for their old rewards: put the settings back as they were, or "
-            f"{made_again(selection.iteration)}"
-        )
-    return [
-        tuple(
-            Scored(
-                request=replace(template, prompt=kept.prompt, seeds=each.seeds), rewards=each.rewards, parts=each.parts
-            )
-            for each in kept.drawn
-        )
-        for kept in selection.kept
-    ]
-
-
 def _add_rollouts_ahead(
     layers: Layers, config: Config, context: RunContext, following: Selection, weights: WeightsRef
 ) -> Key:
@@ -410,35 +167,12 @@ def _add_rollouts_ahead(
     k, early = following.iteration, replace(following, kept=following.kept[: config.rollout.prompts_ahead])
     requests = rollout_requests(config, context, early, weights)
     calls: Calls = [(sampling.rollout_ahead, context.run_dir, request) for request in requests]
-    begun = layers.add_requests(AHEAD, k, calls, pool="spot", widths=_widths(config))
-    ends, surplus = _first(begun), _surplus(begun)
+    begun = layers.add_requests(AHEAD, k, calls, pool="spot", widths=widths_of(config))
+    ends, surplus = first_shards(begun), other_shards(begun)
     if not config.scores_apart:  # whose workers score what training waits for
         calls = [(sampling.score, context.run_dir, key) for key in ends]
         ends = layers.add("score-ahead", k, calls, pool="engine", after=ends)
     return layers.add("ahead", k, [(sampling.ended, ends, surplus)], pool="head", after=[*ends, *surplus])[0]
-
-
-def request_size(config: Config) -> int:
-    """Most samples in a rollout's request: the settings', or the size that ends the rollout soonest on these pools."""
-    rollout = config.rollout
-    return rollout.request_seeds or batching.request_seeds(
-        prompts=rollout.prompts,
-        seeds=rollout.seeds_kept,
-        gangs=max(1, _gangs(config, config.strategy.rollout_pools)),
-        seeds_max=batching.SEEDS_MAX,
-        fixed_s=REQUEST_S,
-        sample_s=1.0,
-        least_s=_least_samples(config),
-    )
-
-
-def _least_samples(config: Config) -> float:
-    """As many as take as long as launching a step's kernels, where there is a cost model."""
-    emulated = bool(config.pace.gpu)
-    name = config.pace.model if emulated else config.model.name
-    if name not in TRANSFORMERS or (config.model.embedded and not emulated):
-        return 0.0
-    return TaskDurations(config).least_samples(config.strategy.rollout_pools[0])
 
 
 def _layers(config: Config, context: RunContext) -> Layers:
@@ -461,7 +195,7 @@ def _add_scores(
         phase: with ``{}`` for what is done.
         seed: the run's, of what is trained on: where it was denoised, what has no reward is replaced at once.
     """
-    results, pool = _first(requests), "engine"
+    results, pool = first_shards(requests), "engine"
     if config.scores_apart:
         calls: Calls = [(sampling.decode, run_dir, key) for key in results]
         results, pool = layers.add(phase.format("decode"), iteration, calls, pool="engine", after=results), "reward"
@@ -493,7 +227,7 @@ def _add_training(
     chunks = cut.chunks if config.trains_as_scored else [range(cut.prompts)]
     before_each = list(accumulate((0 if kept.drawn else requests for kept in selection.kept), initial=0))
     parts = [slice(before_each[chunk.start], before_each[chunk.stop]) for chunk in chunks]
-    given = [(scores[part], _surplus(rollouts[part])) for part in parts]
+    given = [(scores[part], other_shards(rollouts[part])) for part in parts]
     if config.scores_apart:
         rolled_out = [at for at, (scored, _) in enumerate(given) if scored]
         refilled = _add_refill(layers, config, context, k, [given[at] for at in rolled_out]) if rolled_out else []
@@ -528,7 +262,7 @@ def _add_training(
 
 
 def _gradient_pool(config: Config) -> str:
-    return f"gradient-{_one_pool(config.strategy.train_pools)}"
+    return f"gradient-{pool_of(config.strategy.train_pools)}"
 
 
 def _add_gradients(
@@ -548,9 +282,9 @@ def _add_gradients(
     calls: Calls = [(training.gradient, run_dir, *part, before[0] if before else None) for part in wanted]
     if config.train.width == 1:
         return layers.add("train", k, calls, pool=_gradient_pool(config), after=after), []
-    pool = _one_pool(config.strategy.train_pools)
+    pool = pool_of(config.strategy.train_pools)
     gangs = layers.add_requests("train", k, calls, pool=pool, widths=[config.train.width], after=after)
-    return _first(gangs), _surplus(gangs)
+    return first_shards(gangs), other_shards(gangs)
 
 
 def _add_refill(
@@ -579,28 +313,6 @@ def _needed(sets: list[Key], cut: Cut, part: int) -> list[Key]:
     return sets if len(sets) == 1 else [sets[chunk] for chunk in cut.needs(part)]
 
 
-def _gangs(config: Config, pools: Collection[str]) -> int:
-    """Requests that the workers of these pools can run at once."""
-    workers = {"reserved": config.pools.reserved.workers, "spot": config.pools.spot.workers}
-    return sum(workers[pool] for pool in set(pools)) // _widths(config)[0]
-
-
-def _widths(config: Config) -> tuple[int, ...]:
-    widths = config.strategy.widths
-    return widths if config.strategy.elastic else widths[-1:]
-
-
-def _first(requests: list[list[Key]]) -> list[Key]:
-    """The shard of each request that returns its result."""
-    return [shards[0] for shards in requests]
-
-
-def _surplus(requests: list[list[Key]]) -> list[Key]:
-    """The other shards. Whoever collects the scores depends on them, since Dask forgets a task that nobody depends on;
-    a score does not, so it never waits for them."""
-    return [key for shards in requests for key in shards[1:]]
-
-
 def _add_exploration(layers: Layers, config: Config, context: RunContext, candidates: Candidates, *, pool: str) -> Key:
     """Rounds of allocate, slots and score, then select.
 
@@ -621,49 +333,10 @@ def _add_exploration(layers: Layers, config: Config, context: RunContext, candid
         )
         calls: Calls = [(exploration.explore_slot, run_dir, allocations[r], slot) for slot in range(slots)]
         explored = layers.add_requests(
-            f"explore-r{r}", k, calls, pool=pool, widths=_widths(config), after=allocations[r:]
+            f"explore-r{r}", k, calls, pool=pool, widths=widths_of(config), after=allocations[r:]
         )
         scores.append(_add_scores(layers, config, f"explore-{{}}-r{r}", k, run_dir, explored))
-        surplus += _surplus(explored)
+        surplus += other_shards(explored)
     everything = [key for round_scores in scores for key in round_scores]
     select = (exploration.select, candidates, everything, allocations, surplus)
     return layers.add("select", k, [select], pool="head", after=[*everything, *allocations, *surplus])[0]
-
-
-def _template(config: Config, context: RunContext, purpose: Purpose, iteration: int, weights: WeightsRef) -> Request:
-    rollout, model = config.rollout, config.model
-    return Request(
-        run=context.run,
-        iteration=iteration,
-        purpose=purpose,
-        prompt=Prompt(id=-1, text=""),
-        seeds=(),
-        sampler=rollout.sampler,
-        sigmas=context.sigmas,
-        sde_window=stochastic_steps(
-            rollout.sde_window,
-            rollout.stochastic_steps,
-            order=rollout.sde_window_order,
-            stride=rollout.sde_window_stride,
-            every=rollout.sde_window_every,
-            seed=context.seed,
-            iteration=iteration,
-        ),
-        noise_level=rollout.noise_level,
-        guidance=rollout.guidance,
-        height_px=model.height_px,
-        width_px=model.width_px,
-        weights=weights,
-        policy=config.train.sampling_policy,
-    )
-
-
-def _explored(config: Config, context: RunContext, iteration: int, weights: WeightsRef) -> Request:
-    """A request that explores, without its prompt and seeds."""
-    template = _template(config, context, "explore", iteration, weights)
-    return replace(template, sampler="ode", sigmas=context.explore_sigmas)
-
-
-def _one_pool(pools: Sequence[str]) -> str:
-    """The annotation of tasks that may run in these pools."""
-    return "any" if len(set(pools)) > 1 else pools[0]

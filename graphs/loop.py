@@ -15,17 +15,9 @@ from typing import Any, Protocol
 
 from dask.local import get_sync
 
-from graphs.iteration import (
-    Ahead,
-    Graph,
-    candidates_for,
-    exploration_graph,
-    final_graph,
-    iteration_graph,
-    prepare_graph,
-    unexplored,
-    validation_graph,
-)
+from graphs.iteration import Ahead, exploration_graph, final_graph, iteration_graph, prepare_graph, validation_graph
+from graphs.layers import Graph
+from graphs.requests import candidates_for, unexplored
 from graphs.tasks.context import RunContext
 from graphs.tasks.sampling import forget_unscored
 from graphs.tasks.training import TrainingSet, whole

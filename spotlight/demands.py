@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from graphs.iteration import request_size
+from graphs.requests import request_size
 from spotlight.config import Config
 from spotlight.records import SpotlightError, record
 from spotlight.rl.parts import Cut

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from cluster.pools import Pools
     from cluster.standing import Standing
-    from graphs.iteration import Graph
+    from graphs.layers import Graph
     from spotlight.plan.offload import Balance
     from spotlight.store.lease import Lease
 

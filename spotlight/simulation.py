@@ -41,7 +41,7 @@ from spotlight.strategies import strategies
 
 if TYPE_CHECKING:
     from cluster.events import WorkerPool
-    from graphs.iteration import Graph
+    from graphs.layers import Graph
     from spotlight.plan.offload import Balance
 
 Learning = Literal["modelled", "real"]

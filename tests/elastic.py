@@ -23,7 +23,9 @@ from cluster.messages import BEAT
 from cluster.plugins import DispatchPlugin
 from cluster.pools import Pools
 from cluster.snapshot import Snapshot
-from graphs.iteration import Graph, Layers, prepare_graph, rollout_requests, unexplored
+from graphs.iteration import prepare_graph
+from graphs.layers import Graph, Layers
+from graphs.requests import rollout_requests, unexplored
 from graphs.tasks import sampling
 from graphs.tasks.context import RunContext
 from runs import WAIT_S, settings_file, wait_for

@@ -18,7 +18,7 @@ from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.faults import DriverKilled, Schedule, stays, strike
 from cluster.virtual.timing import Denoising, Fixed
-from graphs.iteration import Graph
+from graphs.layers import Graph
 from graphs.loop import Loop, synchronous
 from graphs.tasks import exploration, sampling, training
 from runs import NoWatch

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cluster.virtual.timing import Fixed
 from factories import answer
-from graphs.iteration import candidates_for, rollout_requests, unexplored
+from graphs.requests import candidates_for, rollout_requests, unexplored
 from graphs.tasks import sampling, training
 from graphs.tasks.context import RunContext, prepare
 from graphs.tasks.training import TrainingSet

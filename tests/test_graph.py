@@ -21,23 +21,17 @@ from hypothesis import strategies as st
 from cluster.gangs import GATED, SCORING, TRAINING
 from factories import make_request
 from graphs.iteration import (
-    RESOURCES,
     Ahead,
-    Graph,
-    Key,
-    candidates_for,
-    drawn_samples,
     example_graph,
     exploration_graph,
     final_graph,
     iteration_graph,
     prepare_graph,
-    request_size,
-    rollout_requests,
-    unexplored,
     validation_graph,
 )
+from graphs.layers import RESOURCES, Graph, Key
 from graphs.loop import learn_from
+from graphs.requests import candidates_for, drawn_samples, request_size, rollout_requests, unexplored
 from graphs.tasks import exploration, sampling, training
 from graphs.tasks.context import RunContext
 from graphs.tasks.exploration import Candidates

@@ -23,7 +23,7 @@ from cluster.messages import LOST_ENGINE
 from cluster.worker_device import WorkerDevice
 from cluster.workers import warm_parent, warm_parent_pid
 from factories import make_request
-from graphs.iteration import rollout_requests, unexplored
+from graphs.requests import rollout_requests, unexplored
 from graphs.tasks.context import prepare
 from runs import settings_file
 from spotlight import config

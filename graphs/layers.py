@@ -1,0 +1,139 @@
+"""A graph under construction: layers of tasks, their keys, edges and annotations.
+
+The annotations say in which ``pool`` a layer's tasks run; the cluster turns that into places. Dask's synchronous
+scheduler ignores them and gets the same results.
+
+Pools: ``any``, ``spot`` and ``reserved`` tasks are shards of denoising requests, as many each as the widest gang has
+ranks, parked behind the gate until workers of the pool are free; ``engine`` tasks need a model, and go where their
+input is, or to a spot worker if reserved ones have no GPU; ``reward`` tasks score, parked behind the gate until a
+worker that only scores is free, where there are such; ``trainer`` tasks prepare the run and publish, on reserved
+workers; ``gradient-any``, ``-spot`` and ``-reserved`` tasks compute the gradients of an update's parts and add them,
+each on one worker, parked behind the gate until one of the pool is free that no rollout needs; ``training`` tasks take
+the optimizer's steps, behind the gate too, on the worker that took the one before, if it can be had; ``head`` tasks
+only decide, beside the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+
+from spotlight.records import record
+
+Key = tuple[str, int]
+Calls = Sequence[tuple[Any, ...]]
+"""``(function, *arguments)`` each; keys among the arguments become edges."""
+
+RESOURCES = {
+    "any": {"gate": 1},
+    "spot": {"gate": 1},
+    "reserved": {"gate": 1},
+    "engine": {"engine": 1},
+    "reward": {"gate": 1},
+    "trainer": {"reserved": 1, "engine": 1},
+    "gradient-any": {"gate": 1},
+    "gradient-reserved": {"gate": 1},
+    "gradient-spot": {"gate": 1},
+    "training": {"gate": 1},
+    "head": {"head": 1},
+}
+"""No worker has a ``gate``: what asks for one waits until the cluster opens it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A graph under construction, layer by layer, upstream first."""
+
+    session: str = ""
+    """Part of all names: a scheduler that knows a key gives its old result, whoever asks."""
+    on_spot: bool = False
+    """What needs an engine, and is no update, runs on spot workers: the reserved ones have no GPU."""
+    tasks: dict[str, MaterializedLayer] = field(default_factory=dict)
+    dependencies: dict[str, set[str]] = field(default_factory=dict)
+
+    def add(
+        self,
+        phase: str,
+        iteration: int,
+        calls: Calls,
+        *,
+        pool: str,
+        after: Sequence[Key] = (),
+    ) -> list[Key]:
+        """Add one task per call.
+
+        Args:
+            after: keys whose layers the calls depend on.
+        """
+        return self._add(self._free_name(phase, iteration), phase, iteration, calls, pool, after)
+
+    def _free_name(self, phase: str, iteration: int) -> str:
+        name = f"{phase}-{iteration}" + (f"-{self.session}" if self.session else "")
+        while name in self.tasks:
+            name += "+"
+        return name
+
+    def _add(
+        self, name: str, phase: str, iteration: int, calls: Calls, pool: str, after: Sequence[Key], **more: Any
+    ) -> list[Key]:
+        needs = RESOURCES[pool] | ({"spot": 1} if self.on_spot and pool == "engine" else {})
+        annotations = {"pool": pool, "phase": phase, "iteration": iteration, "resources": needs, **more}
+        mapping = {(name, index): call for index, call in enumerate(calls)}
+        self.tasks[name] = MaterializedLayer(mapping, annotations=annotations)
+        self.dependencies[name] = {layer for layer, _ in after}
+        return list(mapping)
+
+    def add_requests(
+        self,
+        phase: str,
+        iteration: int,
+        calls: Calls,
+        *,
+        pool: str,
+        widths: Sequence[int],
+        after: Sequence[Key] = (),
+        window_s: float = inf,
+    ) -> list[list[Key]]:
+        """Add requests, each as many tasks as the widest gang has ranks; returns the shards of each.
+
+        A task is told its request's name within the graph and its own number, by which the cluster places it.
+
+        Args:
+            window_s: how long reserved workers run them while there are spot workers.
+        """
+        name, shards = self._free_name(phase, iteration), max(widths)
+        sharded = [(*call, f"{name}/{index}", shard) for index, call in enumerate(calls) for shard in range(shards)]
+        more = {"shards": shards, "widths": list(widths), "window_s": window_s}
+        keys = self._add(name, phase, iteration, sharded, pool, after, **more)
+        return [keys[first : first + shards] for first in range(0, len(keys), shards)]
+
+    def graph(self) -> HighLevelGraph:
+        return HighLevelGraph(self.tasks, self.dependencies)
+
+
+@record
+class Graph:
+    """A graph, and the keys of what the driver wants from it."""
+
+    graph: HighLevelGraph
+    outputs: Mapping[str, Key | list[Key]]
+
+
+def first_shards(requests: list[list[Key]]) -> list[Key]:
+    """The shard of each request that returns its result."""
+    return [shards[0] for shards in requests]
+
+
+def other_shards(requests: list[list[Key]]) -> list[Key]:
+    """The other shards. Whoever collects the scores depends on them, since Dask forgets a task that nobody depends on;
+    a score does not, so it never waits for them."""
+    return [key for shards in requests for key in shards[1:]]
+
+
+def pool_of(pools: Sequence[str]) -> str:
+    """The annotation of tasks that may run in these pools."""
+    return "any" if len(set(pools)) > 1 else pools[0]
