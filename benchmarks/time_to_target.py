@@ -57,7 +57,10 @@ from benchmarks.target.cases import (
     middle,
     tried,
 )
-from benchmarks.target.tables import best, curve, draw, headlines, is_at, page, reached, tables
+from benchmarks.target.figure import draw
+from benchmarks.target.outcomes import best, curve, is_at, reached
+from benchmarks.target.readme import headlines
+from benchmarks.target.tables import page, tables
 from spotlight import config
 from spotlight.plan.durations import GPUS, LAYER_S, PUBLISH_LORA_S
 from spotlight.simulation import Learning, Simulation

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import time_to_target
-from benchmarks.target import cases
-from benchmarks.target import tables as results
+from benchmarks.target import cases, outcomes, readme, tables
 from benchmarks.target.cases import OURS, SEEDS, SOONEST, SPACE, STRATEGIES, TRIALS, TUNING_SEEDS, Case, Row
 from benchmarks.target.prices import at_prices
 from runs import ROOT
@@ -109,8 +108,8 @@ def test_the_table_shows_the_base_recipe_until_the_best_one_was_run_on_fresh_see
     tuned = [row(name, trial, seed, second_s=3.0 if trial else 5.0) for trial in TRIED for seed in TUNING_SEEDS]
     fresh = [row(name, 0, 1), row(OURS, 0, 1)]
 
-    before = results.table([*tuned, *fresh], **CELL, arguments=asked())
-    after = results.table([*tuned, *fresh, row(name, TRIED[1], 1)], **CELL, arguments=asked())
+    before = tables.table([*tuned, *fresh], **CELL, arguments=asked())
+    after = tables.table([*tuned, *fresh, row(name, TRIED[1], 1)], **CELL, arguments=asked())
 
     recipe = cases.told(TRIED[1])
     assert ("| Spotlight | untuned |" in before, recipe in before) == (True, False)
@@ -162,14 +161,14 @@ def test_a_run_is_made_again_when_its_strategy_has_other_settings() -> None:
     ],
 )
 def test_ratios_are_of_seeds_that_both_ran(theirs: dict[int, float], expected: tuple[float, ...]) -> None:
-    assert results.interval(theirs, {0: 10.0, 1: 20.0, 2: 30.0}) == pytest.approx(expected)
+    assert outcomes.interval(theirs, {0: 10.0, 1: 20.0, 2: 30.0}) == pytest.approx(expected)
 
 
 def test_an_interval_holds_what_other_seeds_might_have_shown() -> None:
     ours = dict.fromkeys(range(8), 10.0)
     theirs = {seed: 20.0 + 2 * seed for seed in range(8)}
 
-    whole, low, high = results.interval(theirs, ours)
+    whole, low, high = outcomes.interval(theirs, ours)
 
     assert whole == pytest.approx(2.7)
     assert 2.0 < low < 2.4
@@ -179,16 +178,16 @@ def test_an_interval_holds_what_other_seeds_might_have_shown() -> None:
 def test_a_target_is_reached_by_two_validations_in_a_row() -> None:
     once, twice = row("Spotlight", 0, 0, there=8), row("Spotlight", 0, 0, there=6)
 
-    assert results.reached(once, 0.9) == inf
-    assert results.reached(twice, 0.9) == 6
-    assert results.until(twice, 0.9, "usd") == 6.0
+    assert outcomes.reached(once, 0.9) == inf
+    assert outcomes.reached(twice, 0.9) == 6
+    assert outcomes.until(twice, 0.9, "usd") == 6.0
 
 
 def test_the_table_has_a_line_for_each_strategy_that_was_run(tmp_path: Path) -> None:
     runs = [row(OURS, 0, seed) for seed in (*TUNING_SEEDS, 0, 1)]
     runs += [row("reserved only (4)", 0, seed, second_s=4.0) for seed in (*TUNING_SEEDS, 0, 1)]
 
-    lines = results.table(runs, **CELL, arguments=asked(trials=1)).splitlines()
+    lines = tables.table(runs, **CELL, arguments=asked(trials=1)).splitlines()
 
     middle = [line for line in lines if "| 0.85 |" in line]
     assert [line.split(" | ")[0] for line in middle] == ["| reserved only (4)", f"| {OURS}"]
@@ -201,8 +200,8 @@ def test_at_a_glance_each_strategy_is_compared_with_reserved_gpus_alone() -> Non
     runs += [row(OURS, 0, seed, second_s=2.0) for seed in (0, 1)]
     elsewhere = {**row("reserved only (4)", 0, 0), "size": "1280"}
 
-    lines = results.page([*runs, elsewhere], asked(trials=1, sizes=["512", "1280"])).splitlines()
-    untuned = results.page(runs, asked()).splitlines()
+    lines = tables.page([*runs, elsewhere], asked(trials=1, sizes=["512", "1280"])).splitlines()
+    untuned = tables.page(runs, asked()).splitlines()
 
     assert lines.count("| reserved only (4) | 1 | 1 |") == 2
     assert lines.count(f"| {OURS} | 2.0 [2.0, 2.0] | – |") == 2
@@ -214,19 +213,19 @@ def test_runs_that_are_older_than_their_strategys_settings_are_marked() -> None:
     runs += [row(OURS, 0, seed, second_s=2.0) for seed in (0, 1)]
     older = [*runs[:-1], {**runs[-1], "settings": "0" * 12}]
 
-    now, before = (results.page(rows, asked(trials=1)) for rows in (runs, older))
+    now, before = (tables.page(rows, asked(trials=1)) for rows in (runs, older))
 
-    assert results.OLD not in now
+    assert tables.OLD not in now
     assert f"| {OURS} | 2.0 [2.0, 2.0] † |" in before
-    assert before.count(results.OLDER) == 1
+    assert before.count(tables.OLDER) == 1
     assert f"| {cases.told(0)} †" in before
 
 
 def test_the_readmes_first_table_is_beside_what_has_goals_and_beside_itself_without_exploration() -> None:
-    seconds = dict.fromkeys((*results.GOALS, *results.WITHOUT.values()), 2.0) | {OURS: 2.0, SOONEST: 0.25}
+    seconds = dict.fromkeys((*readme.GOALS, *cases.WITHOUT.values()), 2.0) | {OURS: 2.0, SOONEST: 0.25}
     runs = [row(name, 0, seed, second_s=second_s) for name, second_s in seconds.items() for seed in (0, 1)]
 
-    (table,) = results.headlines(runs, asked(trials=1))
+    (table,) = readme.headlines(runs, asked(trials=1))
 
     equal, eight = "1.0 [1.0, 1.0]; 1.0 [1.0, 1.0]", "8.0 [8.0, 8.0]; 8.0 [8.0, 8.0]"
     assert table.splitlines()[2:] == [
@@ -236,22 +235,22 @@ def test_the_readmes_first_table_is_beside_what_has_goals_and_beside_itself_with
 
 
 def test_a_strategy_without_a_recipe_of_its_own_is_not_in_the_readmes_first_table() -> None:
-    names = {*results.GOALS, *results.WITHOUT.values(), OURS, SOONEST}
+    names = {*readme.GOALS, *cases.WITHOUT.values(), OURS, SOONEST}
     runs = [row(name, 0, seed) for name in names for seed in (0, 1)]
 
-    assert results.headlines(runs, asked()) == []
+    assert readme.headlines(runs, asked()) == []
 
 
 def test_the_readmes_second_table_has_a_column_for_each_cell_with_heavy_training() -> None:
     half = "half trained (4 + 8), only reserved GPUs train"
-    seconds = {"reserved + spot, no exploration": 3.0, half: 2.0, results.FOUR_EXPLORED: 1.0}
-    seconds |= {results.RESERVED_ONLY: 8.0, results.CHOSEN_ON_RESERVED: 4.0, results.CHOSEN_ON_MANY: 1.0}
+    seconds = {"reserved + spot, no exploration": 3.0, half: 2.0, cases.FOUR_EXPLORED: 1.0}
+    seconds |= {cases.RESERVED_ONLY: 8.0, cases.CHOSEN_ON_RESERVED: 4.0, cases.CHOSEN_ON_MANY: 1.0}
     runs = [row(name, 0, seed, second_s=second_s) for name, second_s in seconds.items() for seed in (0, 1)]
-    heavy = [{**each, "regime": results.HEAVY} for each in runs]
-    large = [{**each, "size": "1280"} for each in heavy if each["strategy"] != results.CHOSEN_ON_MANY]
+    heavy = [{**each, "regime": readme.HEAVY} for each in runs]
+    large = [{**each, "size": "1280"} for each in heavy if each["strategy"] != cases.CHOSEN_ON_MANY]
 
-    (table,) = results.headlines(
-        [*runs, *heavy, *large], asked(trials=1, regimes=["2 levels", results.HEAVY], sizes=["512", "1280"])
+    (table,) = readme.headlines(
+        [*runs, *heavy, *large], asked(trials=1, regimes=["2 levels", readme.HEAVY], sizes=["512", "1280"])
     )
 
     lines = table.splitlines()
@@ -268,10 +267,10 @@ def test_the_readmes_second_table_has_a_column_for_each_cell_with_heavy_training
 
 def test_chosen_samples_are_compared_with_all_that_trains_on_reserved_gpus_alone() -> None:
     half = "half trained (4 + 8), only reserved GPUs train"
-    seconds = {"reserved + spot, no exploration": 3.0, half: 2.0, "Spotlight": 2.0, results.FOUR_EXPLORED: 1.0}
+    seconds = {"reserved + spot, no exploration": 3.0, half: 2.0, "Spotlight": 2.0, cases.FOUR_EXPLORED: 1.0}
     runs = [row(name, 0, seed, second_s=second_s) for name, second_s in seconds.items() for seed in (0, 1)]
 
-    page = results.page(runs, asked(trials=1))
+    page = tables.page(runs, asked(trials=1))
 
     assert f"| {half} | 12 x 8 | 48 | – | 4, 4 | 2 | 1.5 [1.5, 1.5] | 1.5 [1.5, 1.5] | 2.0 [2.0, 2.0] |" in page
 
@@ -312,19 +311,19 @@ def test_what_is_told_of_the_raw_data_is_what_it_says() -> None:
     """``python -m benchmarks.time_to_target --table`` writes tables and page again, and prints the README's."""
     rows, arguments = time_to_target.read(time_to_target.DATA), time_to_target.parse([])
 
-    assert results.tables(rows, arguments) == time_to_target.DATA.with_suffix(".md").read_text()
-    assert results.page(rows, arguments) == time_to_target.FIGURE.with_suffix(".md").read_text()
-    readme, found = (ROOT / "README.md").read_text(), results.headlines(rows, arguments)
+    assert tables.tables(rows, arguments) == time_to_target.DATA.with_suffix(".md").read_text()
+    assert tables.page(rows, arguments) == time_to_target.FIGURE.with_suffix(".md").read_text()
+    text, found = (ROOT / "README.md").read_text(), readme.headlines(rows, arguments)
     assert len(found) == 2
-    assert all(f"\n\n{table}\n\n" in readme for table in found)
+    assert all(f"\n\n{table}\n\n" in text for table in found)
 
 
 def test_a_strategy_whose_trials_are_not_all_there_is_shown_untuned() -> None:
     runs = [row(OURS, trial, seed) for trial in TRIED for seed in TUNING_SEEDS][:-1]
     runs += [row(OURS, trial, seed, second_s=2.0 - trial) for trial in (0, 1) for seed in SEEDS]
 
-    before = results.table(runs, **CELL, arguments=asked())
-    after = results.table([*runs, row(OURS, TRIED[-1], TUNING_SEEDS[-1], there=8)], **CELL, arguments=asked())
+    before = tables.table(runs, **CELL, arguments=asked())
+    after = tables.table([*runs, row(OURS, TRIED[-1], TUNING_SEEDS[-1], there=8)], **CELL, arguments=asked())
 
     assert "| untuned |" in before
     assert "untuned" not in after

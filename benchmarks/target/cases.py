@@ -167,6 +167,55 @@ four samples of each instead of eight. Six prompts: rolls out and trains on as m
 trains on the four candidates of a prompt whose rewards vary most, which were drawn in six steps while the iteration
 before trained, and rolls out nothing. Chosen of eight in six steps: trains on such four of eight samples of as few
 steps, which are rolled out with the weights of now, and explores nothing."""
+RESERVED_ONLY, FOUR_EXPLORED = "reserved only (4)", "Spotlight, four of a prompt"
+FOUR_ON_MANY, AS_DRAWN = "Spotlight, four of a prompt (1 + 47)", "Spotlight, four as drawn"
+DRAWN_ON_MANY = "Spotlight, four as drawn (1 + 47)"
+CHOSEN_ON_RESERVED = "chosen of eight in six steps, reserved only (4)"
+CHOSEN_ON_MANY = "chosen of eight in six steps (1 + 47)"
+CHOSEN_WITHOUT_GPU = "chosen of eight in six steps, only updates on reserved (no GPU + 12)"
+NO_GPU_UNEXPLORED = "no exploration, only updates on reserved (no GPU + 12)"
+WITHOUT = {
+    "reserved only (4), blocking exploration": RESERVED_ONLY,
+    "Spotlight": "reserved + spot, no exploration",
+    "Spotlight, gradients on spot (4 + 8)": "no exploration, gradients on spot",
+    OURS: "no exploration, gradients on spot (1 + 11)",
+    SOONEST: "no exploration, gradients on spot (1 + 47)",
+    "a quarter ahead (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
+    "half trained, reserved only (4)": RESERVED_ONLY,
+    "half trained (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
+    "half trained (1 + 11)": "no exploration, gradients on spot (1 + 11)",
+    "half trained (1 + 47)": "no exploration, gradients on spot (1 + 47)",
+    "half trained, only updates on reserved (no GPU + 12)": NO_GPU_UNEXPLORED,
+    "four of a prompt, no exploration (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
+    "six prompts, no exploration (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
+    FOUR_EXPLORED: "reserved + spot, no exploration",
+    FOUR_ON_MANY: "no exploration, gradients on spot (1 + 47)",
+    "four of a prompt, no exploration (1 + 47)": "no exploration, gradients on spot (1 + 47)",
+    CHOSEN_ON_RESERVED: RESERVED_ONLY,
+    "chosen of eight in six steps (4 + 8), only reserved GPUs train": "reserved + spot, no exploration",
+    "chosen of eight in six steps (1 + 11)": "no exploration, gradients on spot (1 + 11)",
+    CHOSEN_ON_MANY: "no exploration, gradients on spot (1 + 47)",
+    CHOSEN_WITHOUT_GPU: NO_GPU_UNEXPLORED,
+    AS_DRAWN: "reserved + spot, no exploration",
+    DRAWN_ON_MANY: "no exploration, gradients on spot (1 + 47)",
+} | {
+    name: name.replace("a quarter ahead", "no exploration, gradients on spot" if "(1 +" in name else "no exploration")
+    for name in STRATEGIES
+    if name.startswith("a quarter ahead") and "(4 +" not in name
+}
+"""What explores, begins rollouts early, or trains on half of the samples; and the same GPUs that do none of it."""
+ON_FOUR_RESERVED = [
+    "reserved + spot, no exploration",
+    "a quarter ahead (4 + 8), only reserved GPUs train",
+    "half trained (4 + 8), only reserved GPUs train",
+    "four of a prompt, no exploration (4 + 8), only reserved GPUs train",
+    "six prompts, no exploration (4 + 8), only reserved GPUs train",
+    "chosen of eight in six steps (4 + 8), only reserved GPUs train",
+    "Spotlight",
+    FOUR_EXPLORED,
+    AS_DRAWN,
+]
+"""What trains on four reserved GPUs alone, while eight spot ones roll out."""
 SPACE: dict[str, dict[str, list[str]]] = {
     "learning rate": {f"{rate:g}": [f"train.learning_rate={rate}"] for rate in (3e-4, 2e-4, 4.5e-4)},
     "advantages by": {"group": ["train.advantage_std=group"], "global": ["train.advantage_std=global"]},

@@ -1,0 +1,115 @@
+"""The figure of `benchmarks.time_to_target`: scores over time, and minutes against dollars."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import inf, isinf
+from typing import TYPE_CHECKING
+
+from benchmarks.target.cases import (
+    OURS,
+    RESERVED_ONLY,
+    SOONEST,
+    STRATEGIES,
+    TARGETS,
+    Row,
+)
+from benchmarks.target.outcomes import (
+    UNITS,
+    curve,
+    fresh,
+    times_until,
+)
+from spotlight.report.palette import AXIS, FAINT, LOST, PHASE_COLOURS, POOL_COLOURS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CURVES = {
+    "reserved only (4)": POOL_COLOURS["reserved"],
+    "all reserved (12)": FAINT,
+    "all reserved (48)": AXIS,
+    "no exploration, gradients on spot (1 + 47)": POOL_COLOURS["spot"],
+    OURS: PHASE_COLOURS["explore"],
+    SOONEST: LOST,
+}
+"""Strategies whose runs are drawn as lines, with their colours."""
+
+
+def draw(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
+    """A row of panels for each job and regime: score against time, and minutes against dollars to the last target."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    cells = [(*cell, "512") for cell in product(arguments.jobs, arguments.regimes)]
+    shown = [cell for cell in cells if any(fresh(rows, *cell, name, arguments) for name in STRATEGIES)] or cells[:1]
+    with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(11, 3.6 * len(shown) + 2.4), layout="constrained")
+        panels = figure.subplots(len(shown), 2, squeeze=False)
+        for cell, (left, right) in zip(shown, panels, strict=True):
+            found = {name: runs for name in STRATEGIES if (runs := fresh(rows, *cell, name, arguments))}
+            _draw_curves(left, {name: found[name] for name in CURVES if name in found}, cell)
+            _draw_costs(right, found, cell)
+        marks = {
+            name: mark for panel in panels[:, 1] for mark, name in zip(*panel.get_legend_handles_labels(), strict=True)
+        }
+        names = [name for name in STRATEGIES if name in marks]
+        figure.legend(
+            [marks[name] for name in names],
+            names,
+            frameon=False,
+            loc="outside lower center",
+            ncols=2,
+            title="median (line: runs that got there)",
+        )
+        figure.suptitle("Virtual clock: Qwen-Image at 512 px on H100s; learning is the embedded model's", fontsize=10)
+        figure.savefig(arguments.figure, dpi=130)
+
+
+def _colour(name: str) -> str:
+    """Where it has no line, that of its kind: reserved GPUs alone, spot ones too, or exploration beside training."""
+    alone = RESERVED_ONLY in name or name.startswith("all reserved")
+    kind = POOL_COLOURS["reserved" if alone else "spot"]
+    return CURVES.get(name, PHASE_COLOURS["explore"] if name.startswith("Spotlight") else kind)
+
+
+def _draw_curves(axis: Axes, found: Mapping[str, Mapping[int, Row]], cell: tuple[str, str, str]) -> None:
+    """A line for each run."""
+    job, regime, _ = cell
+    for name, runs in found.items():
+        for row in runs.values():
+            points = [(row["seconds"][version] / UNITS["seconds"], score) for version, score in curve(row)]
+            axis.plot(*zip(*points, strict=True), color=_colour(name), lw=1)
+        axis.plot([], [], color=_colour(name), label=name)
+    for target in TARGETS[job]:
+        axis.axhline(target, color=AXIS, lw=0.6, ls="--")
+    axis.set(xlim=(0, None), xlabel="minutes, emulated", ylabel=f"validation score, {job}, {regime}")
+    axis.legend(frameon=False, loc="lower right")
+
+
+def _draw_costs(axis: Axes, found: Mapping[str, Mapping[int, Row]], cell: tuple[str, str, str]) -> None:
+    """Each strategy's number, one for all panels, at its medians; lines over the runs that got there, if most did."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    target = TARGETS[cell[0]][-1]
+    for number, name in enumerate(STRATEGIES, 1):
+        runs = found.get(name, {})
+        each = [[value / unit for value in times_until(runs, target, field).values()] for field, unit in UNITS.items()]
+        minutes, dollars = (statistics.median(values or [inf]) for values in each)
+        if isinf(minutes):
+            continue
+        there = [[value for value in values if not isinf(value)] for values in each]
+        reach = [
+            [[middle - min(values)], [max(values) - middle]]
+            for values, middle in zip(there, (minutes, dollars), strict=True)
+        ]
+        axis.errorbar(minutes, dollars, xerr=reach[0], yerr=reach[1], color=_colour(name), lw=0.8, alpha=0.4)
+        axis.plot(minutes, dollars, ls="", marker=f"${number}$", ms=9, color=_colour(name), label=name)
+    axis.set(xscale="log", yscale="log", xlabel=f"minutes to {target}, emulated", ylabel=f"US dollars to {target}")
+    for ticks in (axis.xaxis, axis.yaxis):
+        ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ticks.set_major_formatter("{x:g}")
+        ticks.set_minor_locator(NullLocator())

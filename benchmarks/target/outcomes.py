@@ -1,0 +1,137 @@
+"""What came of runs: when each reached a score, and how many times sooner or cheaper one strategy is than another."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import inf, isinf
+
+import numpy as np
+
+from benchmarks.target.cases import (
+    Case,
+    Row,
+    first_case,
+    middle,
+    tried,
+)
+
+UNITS = {"seconds": 60.0, "usd": 1.0}
+IN_A_ROW = 2
+"""So many validations in succession must reach a target, for a single one may by luck."""
+RESAMPLES = 4000
+
+
+def reached(row: Row, target: float) -> float:
+    """The first version of so many in succession that are at the target; infinite where there are none."""
+    versions = sorted(map(int, row["scores"]))
+    scores = {int(version): score for version, score in row["scores"].items()}
+    runs = (versions[at : at + IN_A_ROW] for at in range(len(versions) - IN_A_ROW + 1))
+    return next((float(run[0]) for run in runs if min(scores[v] for v in run) >= target), inf)
+
+
+def is_at(scores: Sequence[float], target: float) -> bool:
+    """Whether the last validations of a run are."""
+    return len(scores) >= IN_A_ROW and min(scores[-IN_A_ROW:]) >= target
+
+
+def until(row: Row, target: float, field: str) -> float:
+    """Seconds or dollars until then; infinite where the run did not get there."""
+    version = reached(row, target)
+    return inf if isinf(version) else row[field][int(version)]
+
+
+def chosen(rows: Sequence[Row], case: Case, tuning: Sequence[int], count: int) -> int | None:
+    """The trial whose tuning runs came soonest to the target in the middle, then highest; None before all are made.
+
+    A single trial is not chosen, and needs no tuning runs.
+    """
+    trials = tried(case.strategy, count)
+    if len(trials) == 1:
+        return trials[0]
+    target = middle(case.job)
+    ranks = []
+    for trial in trials:
+        mine = [row for row in rows if row["trial"] == trial and row["seed"] in tuning and _same(row, case)]
+        if len(mine) < len(tuning):
+            return None
+        times = [until(row, target, "seconds") for row in mine]
+        ranks.append((statistics.fmean(times), -statistics.fmean(curve(row)[-1][1] for row in mine), trial))
+    return min(ranks)[-1]
+
+
+def _same(row: Row, case: Case) -> bool:
+    return all(row[name] == getattr(case, name) for name in ("job", "regime", "size", "strategy"))
+
+
+def curve(row: Row) -> list[tuple[int, float]]:
+    return sorted((int(version), score) for version, score in row["scores"].items())
+
+
+def interval(theirs: Mapping[int, float], ours: Mapping[int, float]) -> tuple[float, float, float]:
+    """How many times ours theirs is: the ratio of medians over the seeds that both ran, and its 95 % interval.
+
+    By paired bootstrap over seeds; a run that did not get there took longer than any that did. A draw of seeds in which
+    neither median got there counts as 1, for it says nothing.
+    """
+    seeds = sorted(theirs.keys() & ours.keys())
+    pairs_S2 = np.array([(theirs[seed], ours[seed]) for seed in seeds])
+    draws_RS = np.random.Generator(np.random.Philox(0)).integers(len(seeds), size=(RESAMPLES, len(seeds)))
+    with np.errstate(invalid="ignore"):
+        medians_R2 = np.median(pairs_S2[draws_RS], axis=1)
+        ratios_R = np.nan_to_num(medians_R2[:, 0] / medians_R2[:, 1], nan=1.0, posinf=inf)
+        whole = np.median(pairs_S2, axis=0)
+        low, high = np.quantile(ratios_R, (0.025, 0.975), method="nearest")
+        return float(whole[0] / whole[1]), float(low), float(high)
+
+
+def ratio(found: tuple[float, float, float]) -> str:
+    return "{:.1f} [{:.1f}, {:.1f}]".format(*found)
+
+
+def gain(theirs: Mapping[int, Row], mine: Mapping[int, Row], target: float, field: str) -> str:
+    """How many times theirs mine is, with its interval; of the baseline itself 1, of what was not run a dash."""
+    if mine is theirs:
+        return "1"
+    if not theirs.keys() & mine.keys():
+        return "–"
+    return ratio(interval(times_until(theirs, target, field), times_until(mine, target, field)))
+
+
+def iterations_of(runs: Mapping[int, Row], target: float) -> str:
+    """That each seed needed."""
+    versions = [reached(runs[seed], target) for seed in sorted(runs)]
+    return ", ".join("–" if isinf(version) else f"{version:g}" for version in versions)
+
+
+def cells_of(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+    return product(arguments.jobs, arguments.regimes, arguments.sizes)
+
+
+def fresh(
+    rows: Sequence[Row], job: str, regime: str, size: str, name: str, arguments: argparse.Namespace
+) -> dict[int, Row]:
+    case = first_case(job, regime, size, name)
+    return _runs(rows, case, shown(rows, case, arguments) or 0, arguments)
+
+
+def _runs(rows: Sequence[Row], case: Case, trial: int, arguments: argparse.Namespace) -> dict[int, Row]:
+    """A recipe's, by fresh seed."""
+    mine = [row for row in rows if _same(row, case) and row["seed"] not in arguments.tuning_seeds]
+    return {row["seed"]: row for row in mine if row["trial"] == trial}
+
+
+def shown(rows: Sequence[Row], case: Case, arguments: argparse.Namespace) -> int | None:
+    """The best recipe, once fresh seeds have been run with it; None: the tables show the base one, untuned."""
+    trial = best(rows, case, arguments)
+    return trial if trial is not None and _runs(rows, case, trial, arguments) else None
+
+
+def best(rows: Sequence[Row], case: Case, arguments: argparse.Namespace) -> int | None:
+    return chosen(rows, case, arguments.tuning_seeds, arguments.trials)
+
+
+def times_until(runs: Mapping[int, Row], target: float, field: str) -> dict[int, float]:
+    return {seed: until(row, target, field) for seed, row in runs.items()}

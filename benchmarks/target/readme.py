@@ -1,0 +1,122 @@
+"""The README's tables of `benchmarks.time_to_target`."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from benchmarks.target.cases import (
+    AS_DRAWN,
+    CHOSEN_ON_MANY,
+    CHOSEN_ON_RESERVED,
+    CHOSEN_WITHOUT_GPU,
+    DRAWN_ON_MANY,
+    FOUR_EXPLORED,
+    ON_FOUR_RESERVED,
+    OURS,
+    RESERVED_ONLY,
+    SOONEST,
+    TARGETS,
+    WITHOUT,
+    Row,
+    first_case,
+)
+from benchmarks.target.outcomes import (
+    UNITS,
+    cells_of,
+    fresh,
+    gain,
+    shown,
+    times_until,
+)
+
+GOALS = {"reserved only (4)": "4 times sooner", "all reserved (12)": "6.4 times cheaper"}
+"""What the README's first table is beside, and by how much it should be better."""
+BOTH = (OURS, SOONEST)
+"""What that table is about."""
+HEAVY = "6 levels"
+"""The regime of the README's second table."""
+
+
+class Gain(NamedTuple):
+    """A line of the README's second table."""
+
+    who: str
+    ours: Sequence[str]
+    """Strategies, of which a cell's best is taken."""
+    than: str
+    other: str
+    """The strategy that they are beside."""
+    field: str = "seconds"
+
+
+_UNEXPLORED = [name for name in ON_FOUR_RESERVED[1:] if "Spotlight" not in name]
+GAINED = [
+    Gain("4 + 8: four explored", [FOUR_EXPLORED], "sooner than eight unexplored", ON_FOUR_RESERVED[0]),
+    Gain("4 + 8: four as drawn", [AS_DRAWN], "the same", ON_FOUR_RESERVED[0]),
+    Gain("4 + 8: the soonest that explores nothing", _UNEXPLORED, "the same", ON_FOUR_RESERVED[0]),
+    Gain("1 + 47: four as drawn", [DRAWN_ON_MANY], "sooner than reserved only (4)", RESERVED_ONLY),
+    Gain("1 + 47: four of eight in six steps", [CHOSEN_ON_MANY], "the same", RESERVED_ONLY),
+    Gain("the same", [CHOSEN_ON_MANY], "sooner than (4) that does so", CHOSEN_ON_RESERVED),
+    Gain(
+        "no GPU + 12: four of eight in six steps",
+        [CHOSEN_WITHOUT_GPU],
+        "cheaper than reserved only (4)",
+        RESERVED_ONLY,
+        "usd",
+    ),
+    Gain("the same", [CHOSEN_WITHOUT_GPU], "cheaper than (4) that does so", CHOSEN_ON_RESERVED, "usd"),
+]
+
+
+def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
+    """The README's tables, to the last target: of the first cell in which 1 + 11, 1 + 47 and all that they are compared
+    with were run, each with its own best recipe; and of six levels in all cells.
+
+    Recipes of their own are of the first size; docs/time_to_target.md has the others.
+    """
+    cells = [cell for cell in cells_of(arguments) if cell[-1] == arguments.sizes[0]]
+    tuned = (_by_own_recipes(rows, *cell, arguments) for cell in cells)
+    return [*[found for found in tuned if found][:1], *_by_cells(rows, arguments)]
+
+
+def _by_own_recipes(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
+    """A line for 1 + 11 and 1 + 47, a column for what they are beside: times sooner, and times cheaper."""
+    target, names = TARGETS[job][-1], {*BOTH, *GOALS, *(WITHOUT[ours] for ours in BOTH)}
+    found = {name: fresh(rows, job, regime, size, name, arguments) for name in names}
+    if any(shown(rows, first_case(job, regime, size, name), arguments) is None for name in names):
+        return ""
+    goals = (f"{name} (goal: {told})" for name, told in GOALS.items())
+    cell = f"{job} to {target}, {regime}, {size} px: times sooner; cheaper"
+    lines = [f"| {' | '.join((cell, *goals, 'itself without exploration'))} |", "|---" * (len(GOALS) + 2) + "|"]
+    for ours in BOTH:
+        others = (*GOALS, WITHOUT[ours])
+        gains = ("; ".join(gain(found[other], found[ours], target, field) for field in UNITS) for other in others)
+        lines.append(f"| {' | '.join((_gpus(ours), *gains))} |")
+    return "\n".join(lines)
+
+
+def _by_cells(rows: Sequence[Row], arguments: argparse.Namespace) -> Iterator[str]:
+    """A line for each of `GAINED_BY`, a column for each job and size: times sooner, or times cheaper."""
+    cells = [cell for cell in cells_of(arguments) if cell[1] == HEAVY and fresh(rows, *cell, FOUR_EXPLORED, arguments)]
+    if not cells:
+        return
+    heads = (f"{job} {size} px" for job, _, size in cells)
+    lines = [f"| {' | '.join((HEAVY, 'times', *heads))} |", "|---" * (len(cells) + 2) + "|"]
+    for each in GAINED:
+        gains = []
+        for cell in cells:
+            target = TARGETS[cell[0]][-1]
+            runs = {name: fresh(rows, *cell, name, arguments) for name in (*each.ours, each.other)}
+            times = {name: times_until(runs[name], target, each.field).values() for name in each.ours if runs[name]}
+            best = min(times, key=lambda name: statistics.median(times[name]), default=each.ours[0])
+            gains.append(gain(runs[each.other], runs[best], target, each.field))
+        lines.append(f"| {' | '.join((each.who, each.than, *gains))} |")
+    yield "\n".join(lines)
+
+
+def _gpus(name: str) -> str:
+    """As "1 + 11"."""
+    return name.rpartition("(")[2].rstrip(")")
