@@ -17,8 +17,8 @@ from spotlight.store.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "examples" / "prompts"
-WAIT_S = 120.0
-"""Longest that any of these tests waits for something; a run takes some ten seconds."""
+WAIT_S = 240.0
+"""Longest that any of these tests waits for something; a run takes some ten seconds of a quiet machine."""
 COLD_S = 400.0
 """The same where workers begin cold: each imports torch itself, which takes ten seconds of a core."""
 

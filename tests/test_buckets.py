@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from graphs.loop import Loop, synchronous
-from runs import ROOT, NoWatch, settings_file
+from runs import ROOT, WAIT_S, NoWatch, settings_file
 from spotlight import config
 from spotlight.run import Run
 from spotlight.store.objects import BucketObjects
@@ -61,7 +61,9 @@ def test_a_run_at_a_url_survives_its_driver_and_is_seen_from_anywhere(
     settings.write_text(settings.read_text().replace(f'dir = "{tmp_path}"', f'dir = "{bucket}/runs"'))
     command = [sys.executable, str(ROOT / "tests" / "killing_driver.py"), str(settings), "rollout", "1", "memory"]
 
-    killed = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=120, env=os.environ)
+    killed = subprocess.run(
+        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=WAIT_S, env=os.environ
+    )
 
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     (name,) = {key.split("/")[0] for key in BucketObjects(f"{bucket}/runs").sizes("")}

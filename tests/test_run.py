@@ -357,7 +357,7 @@ def test_a_killed_driver_leaves_nothing_and_is_resumed_as_if_nothing_had_been(
     command = [sys.executable, str(ROOT / "tests" / "killing_driver.py"), str(settings), phase, str(iteration), state]
     environment = watched.environment
     killed = subprocess.run(
-        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=120, env=environment
+        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=WAIT_S, env=environment
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     watched.assert_nothing_is_left(tmp_path)
@@ -375,7 +375,7 @@ def test_ctrl_c_and_its_like_stop_cleanly_leave_nothing_and_say_how_to_resume(
     process = start("run", settings_file(tmp_path), environment=watched.environment)
     wait_for(lambda: list(tmp_path.glob("run-*/history.jsonl")), process)
     process.send_signal(asked)
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=WAIT_S)
     watched.assert_nothing_is_left(tmp_path)
     (run_dir,) = tmp_path.glob("run-*")
 
@@ -472,7 +472,7 @@ def test_a_script_without_a_main_guard_starts_one_run(tmp_path: Path) -> None:
     overrides = ["strategy.exploration=off", "run.iterations=1"]
     script.write_text(f"import spotlight\nspotlight.Run({str(settings)!r}, {overrides}).start().wait()\n")
 
-    subprocess.run([sys.executable, str(script)], check=True, timeout=100)
+    subprocess.run([sys.executable, str(script)], check=True, timeout=WAIT_S)
 
     (run_dir,) = tmp_path.glob("run-*")
     assert len(RunDir.open(run_dir).rows(HISTORY)) == 1
