@@ -7,6 +7,8 @@ from collections.abc import Container
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -15,7 +17,10 @@ from loops import go_struck
 from runs import outcome, settings_file
 from spotlight import config
 from spotlight.device.engine import InProcess
+from spotlight.records import Gradient, GradientPart
+from spotlight.store import updates
 from spotlight.store.rundir import RunDir
+from spotlight.store.weights import RunAt
 
 SMALL = (
     *("run.iterations=2", "run.validate_every=2", "rollout.prompts=2", "rollout.seeds_kept=3", "rollout.steps=2"),
@@ -27,6 +32,9 @@ SMALL = (
         "train.timesteps=1",
     ),
 )
+
+
+STOCHASTIC = ("rollout.sampler=sde", "rollout.sde_window=[0, 1]")
 
 
 def schedule(*, reserved: int, spot: int = 0) -> Schedule:
@@ -50,15 +58,32 @@ def schedule(*, reserved: int, spot: int = 0) -> Schedule:
 
 
 def went(
-    directory: Path, how: Schedule, *overrides: str, kills: Container[int] = ()
+    directory: Path,
+    how: Schedule,
+    *overrides: str,
+    kills: Container[int] = (),
+    computed: list[str] | None = None,
 ) -> tuple[dict[str, object], list[str]]:
-    """What came of a run, with real learning on a virtual cluster, and who trained, task by task."""
+    """What came of a run, with real learning on a virtual cluster, and who trained, task by task.
+
+    Args:
+        computed: gets the name of each gradient that is computed, not found.
+    """
     directory.mkdir()
     held_out = directory / "held-out.txt"
     held_out.write_text('a sign that says "12"\n')
     settings = config.load(settings_file(directory), [*SMALL, f"data.validation_prompts={held_out}", *overrides])
     run, trained = RunDir.create(settings, 0.0), list[str]()
-    go_struck(run, how, lambda: InProcess(paced=False), trained, kills)
+
+    keep = updates.put
+
+    def put(run: RunAt, part: GradientPart, *rest: Any) -> Gradient:
+        if computed is not None:
+            computed.append(part.name)
+        return keep(run, part, *rest)
+
+    with patch.object(updates, "put", put):
+        go_struck(run, how, lambda: InProcess(paced=False), trained, kills)
     found = outcome(run.path)
     shutil.rmtree(directory)
     return found, trained
@@ -68,6 +93,10 @@ def went(
     ("each", "overrides"),
     [
         (6, ()),
+        (6, ("train.algorithm=grpo", *STOCHASTIC)),
+        (6, ("train.algorithm=grpo-guard", *STOCHASTIC)),
+        (6, ("train.algorithm=awm", "train.updates=2")),
+        (6, ("train.algorithm=dpo", "rollout.prompts=5")),
         (6, ("train.updates=2", "train.old_decay=copy", "train.kl=0.1")),
         (5, ("train.seeds_used=2",)),  # four samples of six
         (13, ("rollout.prompts=3", "train.parts=9", "pools.reserved.workers=3")),  # three add a slice of gradients
@@ -78,18 +107,22 @@ def test_any_number_of_reserved_workers_trains_the_same_bits_whoever_is_killed(
     tmp_path: Path, each: int, overrides: tuple[str, ...]
 ) -> None:
     alone, tasks = went(tmp_path / "alone", schedule(reserved=1), *overrides)
-    updates = len(tasks) // each // 2
+    each_iteration = len(tasks) // each // 2
 
-    for reserved, kills in ((2, ()), (4, ()), (1, (2, 5, 9)), (4, (0, 3, 4, 5, 7, 8, 13))):
-        found, trained = went(tmp_path / "more", schedule(reserved=reserved), *overrides, kills=kills)
+    for reserved, kills in ((2, ()), (4, ()), (1, (2, 5, 9)), (2, (1, 4)), (4, (0, 3, 4, 5, 7, 8, 13))):
+        computed: list[str] = []
+        found, trained = went(
+            tmp_path / "more", schedule(reserved=reserved), *overrides, kills=kills, computed=computed
+        )
 
         assert found == alone
+        assert len(set(computed)) <= len(computed) <= len(set(computed)) + len(kills)
         assert len({address.split("#")[0] for address in trained}) == reserved
-        assert len(trained) >= 2 * each * updates + len(kills)  # what was lost is done again, and no more than found
+        assert len(trained) >= 2 * each * each_iteration + len(kills)  # what was lost is done again
 
 
 def test_gradients_on_spot_workers_change_no_bit(tmp_path: Path) -> None:
-    settings = ("pools.spot.workers=3", "train.algorithm=grpo", "rollout.sampler=sde", "rollout.sde_window=[0, 1]")
+    settings = ("pools.spot.workers=3", "train.algorithm=grpo", *STOCHASTIC)
     both, on_spot = 'strategy.train_pools=["reserved", "spot"]', 'strategy.train_pools=["spot"]'
     cluster = schedule(reserved=1, spot=3)
 
