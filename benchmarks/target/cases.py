@@ -41,7 +41,7 @@ JOBS: dict[str, list[str]] = {
 }
 """Strict: an image is right or wrong, as in GenEval. So groups are flat where a prompt is solved or hopeless."""
 TARGETS = {"digits": (0.75, 0.85, 0.92), "mixed": (0.6, 0.7, 0.8), "mixed, strict": (0.3, 0.4, 0.45)}
-"""The last is near the plateau of the first two jobs, and as far as time allowed for the third. Recipes are chosen by
+"""The last is near the plateau of the first job; of the others it is as far as time allowed. Recipes are chosen by
 the one in the middle."""
 REGIMES = {"2 levels": ["train.timesteps=2"], "6 levels": ["train.timesteps=6"]}
 """How heavy training is. With two noise levels a sample, spot GPUs would idle for 49 % of an iteration that neither
