@@ -37,9 +37,7 @@ def values(preset: Path) -> dict[str, Any]:
 def test_each_number_names_its_source(preset: Path) -> None:
     sources = set(re.findall(r"\[(\w+)\]", preset.read_text("utf-8").split("[run]")[0]))
 
-    without = [
-        key for _, key, source in recipe(preset) if not re.search(rf"\[({'|'.join(sources)})\]|Sol-RL", source)
-    ]
+    without = [key for _, key, source in recipe(preset) if not re.search(rf"\[({'|'.join(sources)})\]|Sol-RL", source)]
 
     assert without == []
     assert values(preset)["train"].keys() >= TOLD

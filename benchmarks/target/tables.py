@@ -71,7 +71,7 @@ eight, and explore nothing.
 """
 PAPERS = """### Does exploration pay where only reserved GPUs train, and training is heavy?
 
-The paper's GPUs, four reserved and eight spot ones, but with more training: without exploration spot GPUs would idle for
+The paper's GPUs, four reserved and eight spot ones, but more training: without exploration spot GPUs would idle for
 74 % of an iteration, where the paper has 47 %. Base recipe but for how many prompts and samples of each an iteration
 rolls out, and how many samples it trains on. Iterations and seconds are those to the last target. *Sooner*, *cheaper*:
 than the first line. *Chosen samples*: how many times sooner than this line Spotlight is with four explored samples of a
