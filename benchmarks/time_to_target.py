@@ -11,10 +11,10 @@ size.
 
 The tables show the base recipe ("untuned") of a strategy as long as no fresh seed was run with its best. The raw data
 has a line per run; runs that are there are not made again. ``python -m benchmarks.time_to_target`` makes what is
-missing (days of one core: see ``--estimate``), prints the tables in Markdown and the README's, writes a page with
-the last target's and draws the figure; ``--table`` makes no runs, ``--whole`` says what start-up and validations would
-add, ``--as-measured`` how long iterations last at what
-an H100 took, and ``--smoke`` takes a minute and keeps nothing.
+missing (days of one core: see ``--estimate``), prints the tables in Markdown and the README's, which ``--readme`` puts
+into it, writes a page with the last target's and draws the figure; ``--table`` makes no runs, ``--whole`` says what
+start-up and validations would add, ``--as-measured`` how long iterations last at what an H100 took, and ``--smoke``
+takes a minute and keeps nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from benchmarks.target.cases import (
 )
 from benchmarks.target.figure import draw
 from benchmarks.target.outcomes import best, curve, is_at, reached
-from benchmarks.target.readme import headlines
+from benchmarks.target.readme import headlines, put
 from benchmarks.target.tables import page, tables
 from spotlight import config
 from spotlight.plan.durations import GPUS, LAYER_S, PUBLISH_LORA_S
@@ -306,6 +306,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=1, help="runs at a time")
     parser.add_argument("--data", type=Path, default=DATA, help="raw data, read and added to; tables go beside it")
     parser.add_argument("--figure", type=Path, default=FIGURE, help="the page goes beside it")
+    parser.add_argument("--readme", type=Path, help="put its tables into this file, below their marks")
     parser.add_argument("--table", action="store_true", help="make no runs")
     parser.add_argument("--estimate", action="store_true", help="say what the runs would take, and make none")
     parser.add_argument("--whole", action="store_true", help="say what start-up and validations add; run nothing else")
@@ -336,7 +337,10 @@ def main() -> None:
         make(arguments)
     rows = read(arguments.data)
     found = tables(rows, arguments)
-    print(found, *headlines(rows, arguments), sep="\n\n")
+    for_readme = headlines(rows, arguments)
+    print(found, *for_readme, sep="\n\n")
+    if arguments.readme:
+        arguments.readme.write_text(put(arguments.readme.read_text(), for_readme))
     arguments.data.with_suffix(".md").write_text(found)
     arguments.figure.with_suffix(".md").write_text(page(rows, arguments))
     draw(rows, arguments)

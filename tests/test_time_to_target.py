@@ -308,14 +308,23 @@ def test_an_iteration_is_also_told_at_the_speed_that_was_measured(monkeypatch: p
 
 
 def test_what_is_told_of_the_raw_data_is_what_it_says() -> None:
-    """``python -m benchmarks.time_to_target --table`` writes tables and page again, and prints the README's."""
+    """``python -m benchmarks.time_to_target --table --readme README.md`` writes them again."""
     rows, arguments = time_to_target.read(time_to_target.DATA), time_to_target.parse([])
 
     assert tables.tables(rows, arguments) == time_to_target.DATA.with_suffix(".md").read_text()
     assert tables.page(rows, arguments) == time_to_target.FIGURE.with_suffix(".md").read_text()
-    text, found = (ROOT / "README.md").read_text(), readme.headlines(rows, arguments)
-    assert len(found) == 2
-    assert all(f"\n\n{table}\n\n" in text for table in found)
+    text = (ROOT / "README.md").read_text()
+    assert readme.put(text, readme.headlines(rows, arguments)) == text
+
+
+def test_the_readmes_tables_are_put_below_their_marks() -> None:
+    text = f"one\n\n{readme.MARK}\n| a |\n|---|\n| 1 |\n\ntwo | three\n\n{readme.MARK}\n| b |\n\n"
+
+    again = readme.put(text, ["| c |\n|---|", "| d |"])
+
+    assert again == f"one\n\n{readme.MARK}\n| c |\n|---|\n\ntwo | three\n\n{readme.MARK}\n| d |\n\n"
+    with pytest.raises(ValueError, match="has 2 times"):
+        readme.put(text, ["| c |"])
 
 
 def test_a_strategy_whose_trials_are_not_all_there_is_shown_untuned() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -69,6 +70,25 @@ GAINED = [
     ),
     Gain("the same", [CHOSEN_WITHOUT_GPU], "cheaper than (4) that does so", CHOSEN_ON_RESERVED, "usd"),
 ]
+
+
+MARK = "<!-- made by benchmarks.time_to_target -->"
+"""Stands above each of the tables in the README."""
+
+
+def put(text: str, tables: Sequence[str]) -> str:
+    """The README with these tables below its marks, in place of those that were there.
+
+    Raises:
+        ValueError: it has not as many marks.
+    """
+    head, *rest = text.split(MARK)
+    if len(rest) != len(tables):
+        raise ValueError(
+            f"README.md has {len(rest)} times {MARK!r}, and there are {len(tables)} tables: mark each place"
+        )
+    behind = (re.sub(r"\A(\s*\|.*\n)*", "", part) for part in rest)
+    return head + "".join(f"{MARK}\n{table}\n{part}" for table, part in zip(tables, behind, strict=True))
 
 
 def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
