@@ -128,8 +128,8 @@ def spent(run: RunDir, settings: Config) -> tuple[float, float]:
     return settings.pace.speedup * (ended_s - began_s), settings.pace.speedup * usd
 
 
-def headline(strategy: str, directory: Path) -> Config:
-    """Three iterations of a row of the headline, but with what the system itself costs on this machine."""
+def headline(strategy: str, iterations: int, directory: Path) -> Config:
+    """So many iterations of a row of the headline, but with what the system itself costs on this machine."""
     row = Case(job="digits", regime="2 levels", size="512", strategy=strategy, trial=0, seed=0)
     of_other_machines = ("simulation.", "pace.speedup", "pools.spot.speedup")
     return config.load(
@@ -139,7 +139,7 @@ def headline(strategy: str, directory: Path) -> Config:
             f"pace.speedup={HEADLINE_SPEEDUP}",
             f"pools.spot.speedup={HEADLINE_SPEEDUP * TRACE_SPEEDUP}",
             f"run.dir={directory}",
-            "run.iterations=3",
+            f"run.iterations={iterations}",
             "run.validate_every=1000",
             "run.validation_seeds=1",
         ],
@@ -192,9 +192,9 @@ def table(rows: list[Row]) -> Iterator[str]:
 
 def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[Path], Config]]]:
     """The cluster and the trace of each, and how its settings come about."""
-    if arguments.headline:
-        for strategy in HEADLINE:
-            yield strategy, "bursty", partial(headline, strategy)
+    if arguments.headline is not None:
+        for strategy in arguments.headline or HEADLINE:
+            yield strategy, "bursty", partial(headline, strategy, arguments.iterations)
         return
     for shape, model in product((SHAPES[number] for number in arguments.shapes), arguments.models):
         yield shape.name, model, partial(settings, shape, model)
@@ -204,7 +204,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="which of the clusters")
     parser.add_argument("--models", nargs="*", default=sorted(MODELS), choices=sorted(MODELS))
-    parser.add_argument("--headline", action="store_true", help="rows of the headline instead of the clusters")
+    parser.add_argument(
+        "--headline", nargs="*", choices=HEADLINE, metavar="NAME", help="rows of the headline instead of the clusters"
+    )
+    parser.add_argument("--iterations", type=int, default=3, help="of a row of the headline")
     parser.add_argument(
         "--keep", type=Path, metavar="DIRECTORY", help="where run directories stay; a live one that is there is kept"
     )
