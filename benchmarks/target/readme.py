@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.target.cases import (
@@ -99,7 +99,8 @@ def headlines(rows: Sequence[Row], arguments: argparse.Namespace) -> list[str]:
     """
     cells = [cell for cell in cells_of(arguments) if cell[-1] == arguments.sizes[0]]
     tuned = (_by_own_recipes(rows, *cell, arguments) for cell in cells)
-    return [*[found for found in tuned if found][:1], *_by_cells(rows, arguments)]
+    both = next(filter(None, tuned), ""), _by_cells(rows, arguments)
+    return [table for table in both if table]
 
 
 def _by_own_recipes(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
@@ -118,11 +119,11 @@ def _by_own_recipes(rows: Sequence[Row], job: str, regime: str, size: str, argum
     return "\n".join(lines)
 
 
-def _by_cells(rows: Sequence[Row], arguments: argparse.Namespace) -> Iterator[str]:
-    """A line for each of `GAINED_BY`, a column for each job and size: times sooner, or times cheaper."""
+def _by_cells(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
+    """A line for each of `GAINED`, a column for each job and size: times sooner, or times cheaper."""
     cells = [cell for cell in cells_of(arguments) if cell[1] == HEAVY and fresh(rows, *cell, FOUR_EXPLORED, arguments)]
     if not cells:
-        return
+        return ""
     heads = (f"{job} {size} px" for job, _, size in cells)
     lines = [f"| {' | '.join((HEAVY, 'times', *heads))} |", "|---" * (len(cells) + 2) + "|"]
     for each in GAINED:
@@ -134,7 +135,7 @@ def _by_cells(rows: Sequence[Row], arguments: argparse.Namespace) -> Iterator[st
             best = min(times, key=lambda name: statistics.median(times[name]), default=each.ours[0])
             gains.append(gain(runs[each.other], runs[best], target, each.field))
         lines.append(f"| {' | '.join((each.who, each.than, *gains))} |")
-    yield "\n".join(lines)
+    return "\n".join(lines)
 
 
 def _gpus(name: str) -> str:
