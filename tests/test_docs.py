@@ -11,7 +11,7 @@ import pytest
 from benchmarks.target.readme import MARK
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"python -m benchmarks\.(\w+)")
 
@@ -43,8 +43,8 @@ def test_the_page_of_settings_is_what_the_settings_say() -> None:
 def test_every_benchmark_has_its_results_and_every_command_its_benchmark() -> None:
     benchmarks = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} - {"__init__"}
 
-    pages = ("results.md", "trials.md")
-    commands = {name for page in pages for name in COMMAND.findall((ROOT / "docs" / page).read_text("utf-8"))}
+    pages = [ROOT / "docs" / "trials.md", *(ROOT / "docs" / "results").glob("*.md")]
+    commands = {name for page in pages for name in COMMAND.findall(page.read_text("utf-8"))}
 
     assert commands == benchmarks
 

@@ -759,6 +759,18 @@ def test_an_embedded_models_weights_are_in_the_package(name: EmbeddedName) -> No
     assert not settings.gradient_checkpointing
 
 
+@pytest.mark.parametrize("told", [{}, {"gradient_checkpointing": False}])
+def test_a_checkpoints_model_keeps_each_blocks_input_only_unless_told_otherwise(
+    directory: Path, told: dict[str, bool]
+) -> None:
+    settings = ModelSection(name="qwen-image", path=str(directory), height_px=HEIGHT_PX, width_px=WIDTH_PX, **told)
+
+    model = load(settings)
+
+    assert isinstance(model, QwenImage)
+    assert model.transformer.is_gradient_checkpointing is not bool(told)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_named_with_the_way_out() -> None:
     with pytest.raises(SpotlightError, match=r"finds no GPU.*model\.device"):

@@ -253,16 +253,41 @@ def test_the_readmes_second_table_has_a_column_for_each_cell_with_heavy_training
         [*runs, *heavy, *large], asked(trials=1, regimes=["2 levels", readme.HEAVY], sizes=["512", "1280"])
     )
 
+    (untuned,) = readme.headlines(heavy, asked(regimes=[readme.HEAVY]))
     lines = table.splitlines()
     assert lines[0] == "| 6 levels | times | digits 512 px | digits 1280 px |"
     assert [line.split(" | ")[2:] for line in lines[2:8]] == [
-        ["3.0 [3.0, 3.0]", "3.0 [3.0, 3.0] |"],
+        ["**3.0 [3.0, 3.0]**", "**3.0 [3.0, 3.0]** |"],
         ["–", "– |"],
-        ["1.5 [1.5, 1.5]", "1.5 [1.5, 1.5] |"],
+        ["**1.5 [1.5, 1.5]**", "**1.5 [1.5, 1.5]** |"],
         ["–", "– |"],
-        ["8.0 [8.0, 8.0]", "– |"],
-        ["4.0 [4.0, 4.0]", "– |"],
+        ["**8.0 [8.0, 8.0]**", "– |"],
+        ["**4.0 [4.0, 4.0]**", "– |"],
     ]
+    assert "| 3.0 [3.0, 3.0] |" in untuned
+    assert "**" not in untuned
+
+
+def test_both_of_two_have_the_base_recipe_unless_both_were_tuned() -> None:
+    theirs, mine = "reserved only (4)", "Spotlight"
+    trials = [
+        row(name, trial, seed, second_s=2.0 if trial else 4.0)
+        for name in (theirs, mine)
+        for trial in cases.tried(name, TRIALS)
+        for seed in TUNING_SEEDS
+    ]
+    runs = [row(name, trial, 0) for name in (theirs, mine) for trial in cases.tried(name, TRIALS)]
+    cell = ("digits", "2 levels", "512")
+
+    def recipes(rows: list[dict[str, Any]]) -> tuple[int, int, bool]:
+        found = outcomes.compared(rows, cell, theirs, mine, asked())
+        return found.theirs[0]["trial"], found.mine[0]["trial"], found.is_tuned
+
+    best = cases.tried(theirs, 2)[1], cases.tried(mine, 2)[1]
+    assert recipes([*trials, *runs]) == (*best, True)
+    assert recipes([*trials[:-1], *runs]) == (0, 0, False)
+    without_base = [each for each in runs if (each["strategy"], each["trial"]) != (theirs, 0)]
+    assert recipes([*trials[:-1], *without_base]) == (best[0], 0, False)
 
 
 def test_chosen_samples_are_compared_with_all_that_trains_on_reserved_gpus_alone() -> None:

@@ -66,7 +66,7 @@ def test_before_the_first_update_the_ratio_is_exactly_one(sampler: Sampler, guid
     assert metrics["ratio_mean"] == 1
     assert metrics["ratio_std"] == metrics["approx_kl"] == metrics["pg_clipfrac"] == 0
     # The worker ran another batch size, which changes the rounding of a mean of 512 squares and no more.
-    assert metrics["log_prob_delta"] <= metrics["log_prob_delta_max"] < 1e-5
+    assert metrics["log_prob_delta"] <= metrics["log_prob_delta_max"] < 1e-6
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "grpo-guard", "awm"])

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import inf, isinf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -131,6 +132,34 @@ def shown(rows: Sequence[Row], case: Case, arguments: argparse.Namespace) -> int
 
 def best(rows: Sequence[Row], case: Case, arguments: argparse.Namespace) -> int | None:
     return chosen(rows, case, arguments.tuning_seeds, arguments.trials)
+
+
+def untuned(
+    rows: Sequence[Row], cell: tuple[str, str, str], name: str, arguments: argparse.Namespace
+) -> dict[int, Row]:
+    """Fresh runs with the base recipe."""
+    return _runs(rows, first_case(*cell, name), 0, arguments)
+
+
+class Compared(NamedTuple):
+    """Fresh runs of two strategies, with recipes that are fair to compare."""
+
+    theirs: dict[int, Row]
+    mine: dict[int, Row]
+    is_tuned: bool
+    """Each has its own best recipe. Else both have the base one, as far as both were run with it."""
+
+
+def compared(
+    rows: Sequence[Row], cell: tuple[str, str, str], other: str, name: str, arguments: argparse.Namespace
+) -> Compared:
+    """Runs of a strategy, and of the one that it is beside, in one cell."""
+    cases = [first_case(*cell, each) for each in (other, name)]
+    own = [shown(rows, case, arguments) for case in cases]
+    theirs, mine = (untuned(rows, cell, each, arguments) for each in (other, name))
+    if None not in own or not (theirs and mine):
+        theirs, mine = (_runs(rows, case, trial or 0, arguments) for case, trial in zip(cases, own, strict=True))
+    return Compared(theirs, mine, is_tuned=None not in own)
 
 
 def times_until(runs: Mapping[int, Row], target: float, field: str) -> dict[int, float]:

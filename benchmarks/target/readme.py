@@ -27,6 +27,7 @@ from benchmarks.target.cases import (
 from benchmarks.target.outcomes import (
     UNITS,
     cells_of,
+    compared,
     fresh,
     gain,
     shown,
@@ -120,7 +121,10 @@ def _by_own_recipes(rows: Sequence[Row], job: str, regime: str, size: str, argum
 
 
 def _by_cells(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
-    """A line for each of `GAINED`, a column for each job and size: times sooner, or times cheaper."""
+    """A line for each of `GAINED`, a column for each job and size: times sooner, or times cheaper.
+
+    Bold where each has its own best recipe.
+    """
     cells = [cell for cell in cells_of(arguments) if cell[1] == HEAVY and fresh(rows, *cell, FOUR_EXPLORED, arguments)]
     if not cells:
         return ""
@@ -130,10 +134,16 @@ def _by_cells(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
         gains = []
         for cell in cells:
             target = TARGETS[cell[0]][-1]
-            runs = {name: fresh(rows, *cell, name, arguments) for name in (*each.ours, each.other)}
-            times = {name: times_until(runs[name], target, each.field).values() for name in each.ours if runs[name]}
-            best = min(times, key=lambda name: statistics.median(times[name]), default=each.ours[0])
-            gains.append(gain(runs[each.other], runs[best], target, each.field))
+            runs = {name: compared(rows, cell, each.other, name, arguments) for name in each.ours}
+            times = {name: times_until(found.mine, target, each.field).values() for name, found in runs.items()}
+            best = min(
+                (name for name in times if times[name]),
+                key=lambda name: statistics.median(times[name]),
+                default=each.ours[0],
+            )
+            theirs, mine, is_tuned = runs[best]
+            times_sooner = gain(theirs, mine, target, each.field)
+            gains.append(f"**{times_sooner}**" if is_tuned and mine else times_sooner)
         lines.append(f"| {' | '.join((each.who, each.than, *gains))} |")
     return "\n".join(lines)
 

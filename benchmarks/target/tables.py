@@ -26,6 +26,7 @@ from benchmarks.target.cases import (
 from benchmarks.target.outcomes import (
     UNITS,
     cells_of,
+    compared,
     fresh,
     gain,
     interval,
@@ -34,6 +35,7 @@ from benchmarks.target.outcomes import (
     reached,
     shown,
     times_until,
+    untuned,
 )
 from benchmarks.target.prices import LISTS, at_prices
 from spotlight import config
@@ -44,17 +46,18 @@ BRIEF = ("strategy", "min", "times [95 %]", "dollars", "times [95 %]", "iteratio
 PAGE = """# Time and dollars to a score, by strategy
 
 Made from the raw data by `python -m benchmarks.time_to_target --table`; do not edit this page. What was run, and what
-follows from it, is in [results.md](results.md#time-and-dollars-to-a-score).
+follows from it, is in [results.md](results/time_and_dollars.md#time-and-dollars-to-a-score).
 
 Minutes and dollars are medians over seeds; a run that did not get there (–) took longer than any that did. They count
 up to the first of two validations in a row at the target, without start-up and without validations. Times: the ratio to
 the row that has 1, with its 95 % interval by paired bootstrap over seeds. In brackets: reserved + spot GPUs. Seconds
-are a cost model's; at what an H100 took, [iterations last 0.8 to 1.4 times as long](results.md#on-a-gpu).
+are a cost model's; at what an H100 took, [iterations last 0.8 to 1.4 times as long](results/gpu.md#on-a-gpu).
 """
 GLANCE = """## At a glance
 
 How many times sooner, and how many times cheaper, than *reserved only (4)* in the same column, to the last target of
-each job, with the 95 % interval. In italics: a recipe was not tuned. –: not run. 0.0: too many seeds did not get there.
+each job, with the 95 % interval. Each has its own best recipe. In italics: one of the two was not tuned, so both have
+the base recipe, if both were run with it. –: not run. 0.0: too many seeds did not get there.
 """
 OLD = "†"
 OLDER = f"""
@@ -71,11 +74,11 @@ eight, and explore nothing.
 """
 PAPERS = """### Does exploration pay where only reserved GPUs train, and training is heavy?
 
-The paper's GPUs, four reserved and eight spot ones, but more training: without exploration spot GPUs would idle for
-74 % of an iteration, where the paper has 47 %. Base recipe but for how many prompts and samples of each an iteration
-rolls out, and how many samples it trains on. Iterations and seconds are those to the last target. *Sooner*, *cheaper*:
-than the first line. *Chosen samples*: how many times sooner than this line Spotlight is with four explored samples of a
-prompt.
+The paper's GPUs, four reserved and eight spot ones, but more training: without exploration spot GPUs would idle for 74
+% of an iteration, where the paper has 47 %. All have the base recipe but for how many prompts and samples of each an
+iteration rolls out, and how many samples it trains on. Iterations and seconds are those to the last target. *Sooner*,
+*cheaper*: than the first line. *Chosen samples*: how many times sooner than this line Spotlight is with four explored
+samples of a prompt.
 """
 PAPERS_COLUMNS = (
     *("strategy", "prompts x samples", "trained on", "candidates a prompt", "iterations, by seed", "s an iteration"),
@@ -113,7 +116,7 @@ def page(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
         return PAGE
     glance = _explained(GLANCE, _glance(rows, cells, dict.fromkeys(STRATEGIES, RESERVED_ONLY), arguments))
     gains = _explained(GAINS, _glance(rows, cells, WITHOUT, arguments))
-    theirs = [_papers(rows, *cell, arguments) for cell in cells if fresh(rows, *cell, FOUR_EXPLORED, arguments)]
+    theirs = [_papers(rows, *cell, arguments) for cell in cells if untuned(rows, cell, FOUR_EXPLORED, arguments)]
     if theirs:
         gains += "\n" + _explained(PAPERS, "\n\n".join(theirs))
     like_the_first = (cell for cell in cells if cell[1:] == cells[0][1:])
@@ -133,18 +136,21 @@ def _glance(
     rows: Sequence[Row], cells: Sequence[tuple[str, str, str]], beside: Mapping[str, str], arguments: argparse.Namespace
 ) -> str:
     """A table of times and one of dollars: a column for each cell, a line for each strategy and what it is beside."""
-    runs = {(cell, name): fresh(rows, *cell, name, arguments) for cell, name in product(cells, STRATEGIES)}
-    tuned = {(cell, name): shown(rows, first_case(*cell, name), arguments) is not None for cell, name in runs}
+    found = {
+        (cell, name): compared(rows, cell, other, name, arguments)
+        for cell, (name, other) in product(cells, beside.items())
+    }
     parts = []
     for field, title in (("seconds", "times sooner"), ("usd", "times cheaper")):
         lines = [f"| {' | '.join((title, *(', '.join(cell) for cell in cells)))} |", f"|---{'|---' * len(cells)}|"]
         for name, other in beside.items():
             said = []
             for cell in cells:
-                times = gain(runs[cell, other], runs[cell, name], TARGETS[cell[0]][-1], field)
-                is_plain = len(times) == 1 or (tuned[cell, name] and tuned[cell, other])
-                mark = "" if len(times) == 1 else _mark(runs[cell, name], runs[cell, other])
-                said.append(f"{times if is_plain else f'*{times}*'}{mark}")
+                theirs, mine, is_tuned = found[cell, name]
+                times = "1" if name == other and mine else gain(theirs, mine, TARGETS[cell[0]][-1], field)
+                if len(times) > 1:
+                    times = f"{times if is_tuned else f'*{times}*'}{_mark(mine, theirs)}"
+                said.append(times)
             if set(said) != {"–"}:
                 lines.append(f"| {name} | {' | '.join(said)} |")
         parts.append("\n".join(lines))
@@ -178,7 +184,7 @@ def _brief(rows: Sequence[Row], job: str, regime: str, size: str, arguments: arg
 
 def _papers(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argparse.Namespace) -> str:
     """A line for each strategy that trains on four reserved GPUs alone: what it does, and what it gains."""
-    found = {name: runs for name in ON_FOUR_RESERVED if (runs := fresh(rows, job, regime, size, name, arguments))}
+    found = {name: runs for name in ON_FOUR_RESERVED if (runs := untuned(rows, (job, regime, size), name, arguments))}
     first, best, target = next(iter(found)), FOUR_EXPLORED, TARGETS[job][-1]
     lines = [f"| {' | '.join((_title(job, regime, size), *PAPERS_COLUMNS[1:]))} |", "|---" * len(PAPERS_COLUMNS) + "|"]
     for name, runs in found.items():
