@@ -246,14 +246,14 @@ def test_the_readmes_second_table_has_a_column_for_each_cell_with_heavy_training
     seconds = {"reserved + spot, no exploration": 3.0, half: 2.0, cases.FOUR_EXPLORED: 1.0}
     seconds |= {cases.RESERVED_ONLY: 8.0, cases.CHOSEN_ON_RESERVED: 4.0, cases.CHOSEN_ON_MANY: 1.0}
     runs = [row(name, 0, seed, second_s=second_s) for name, second_s in seconds.items() for seed in (0, 1)]
-    heavy = [{**each, "regime": readme.HEAVY} for each in runs]
+    heavy = [{**each, "regime": cases.HEAVY} for each in runs]
     large = [{**each, "size": "1280"} for each in heavy if each["strategy"] != cases.CHOSEN_ON_MANY]
 
     (table,) = readme.headlines(
-        [*runs, *heavy, *large], asked(trials=1, regimes=["2 levels", readme.HEAVY], sizes=["512", "1280"])
+        [*runs, *heavy, *large], asked(trials=1, regimes=["2 levels", cases.HEAVY], sizes=["512", "1280"])
     )
 
-    (untuned,) = readme.headlines(heavy, asked(regimes=[readme.HEAVY]))
+    (untuned,) = readme.headlines(heavy, asked(regimes=[cases.HEAVY]))
     lines = table.splitlines()
     assert lines[0] == "| 6 levels | times | digits 512 px | digits 1280 px |"
     assert [line.split(" | ")[2:] for line in lines[2:8]] == [

@@ -43,7 +43,8 @@ JOBS: dict[str, list[str]] = {
 TARGETS = {"digits": (0.75, 0.85, 0.92), "mixed": (0.6, 0.7, 0.8), "mixed, strict": (0.3, 0.4, 0.45)}
 """The last is near the plateau of the first job; of the others it is as far as time allowed. Recipes are chosen by
 the one in the middle."""
-REGIMES = {"2 levels": ["train.timesteps=2"], "6 levels": ["train.timesteps=6"]}
+HEAVY = "6 levels"
+REGIMES = {"2 levels": ["train.timesteps=2"], HEAVY: ["train.timesteps=6"]}
 """How heavy training is. With two noise levels a sample, spot GPUs would idle for 49 % of an iteration that neither
 explores nor streams, at 512 px (the paper has 47 %); with the demo's six, for 74 %."""
 SIZES = {"512": ["pace.height_px=512", "pace.width_px=512"], "1280": ["pace.height_px=1280", "pace.width_px=1280"]}
@@ -216,6 +217,15 @@ ON_FOUR_RESERVED = [
     AS_DRAWN,
 ]
 """What trains on four reserved GPUs alone, while eight spot ones roll out."""
+ON_MANY = [
+    "no exploration, gradients on spot (1 + 47)",
+    "a quarter ahead (1 + 47)",
+    "half trained (1 + 47)",
+    "four of a prompt, no exploration (1 + 47)",
+    CHOSEN_ON_MANY,
+    FOUR_ON_MANY,
+]
+"""What one reserved and 47 spot GPUs may do instead of training on candidates as drawn."""
 SPACE: dict[str, dict[str, list[str]]] = {
     "learning rate": {f"{rate:g}": [f"train.learning_rate={rate}"] for rate in (3e-4, 2e-4, 4.5e-4)},
     "advantages by": {"group": ["train.advantage_std=group"], "global": ["train.advantage_std=global"]},

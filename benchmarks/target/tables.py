@@ -9,8 +9,13 @@ from itertools import pairwise, product
 from math import isinf
 
 from benchmarks.target.cases import (
+    AS_DRAWN,
+    DRAWN_ON_MANY,
     FOUR_EXPLORED,
+    FOUR_ON_MANY,
+    HEAVY,
     ON_FOUR_RESERVED,
+    ON_MANY,
     OURS,
     RESERVED_ONLY,
     SETTINGS,
@@ -25,6 +30,7 @@ from benchmarks.target.cases import (
 )
 from benchmarks.target.outcomes import (
     UNITS,
+    Compared,
     cells_of,
     compared,
     fresh,
@@ -42,6 +48,13 @@ from spotlight import config
 
 BESIDE = (SOONEST, "no exploration, gradients on spot (1 + 47)")
 """What the strategies of a cell are compared with on the page: the first of these that was run there."""
+EXPLORED = {
+    FOUR_EXPLORED: [name for name in ON_FOUR_RESERVED if name not in (FOUR_EXPLORED, AS_DRAWN)],
+    AS_DRAWN: [name for name in ON_FOUR_RESERVED if name != AS_DRAWN],
+    FOUR_ON_MANY: [name for name in ON_MANY if name != FOUR_ON_MANY],
+    DRAWN_ON_MANY: ON_MANY,
+}
+"""What explores few samples of a prompt, and what it is beside."""
 BRIEF = ("strategy", "min", "times [95 %]", "dollars", "times [95 %]", "iterations, by seed", "recipe")
 PAGE = """# Time and dollars to a score, by strategy
 
@@ -84,6 +97,10 @@ PAPERS_COLUMNS = (
     *("strategy", "prompts x samples", "trained on", "candidates a prompt", "iterations, by seed", "s an iteration"),
     *("times sooner", "times cheaper", "chosen samples, times sooner"),
 )
+BESIDE_ALL = """### What explores, beside all that the same GPUs may do instead
+
+How many times sooner, to the last target, with heavy training. Recipes as above.
+"""
 PRICES = """## The same at other prices
 
 Dollars by three lists of what an H100 costs on demand and on the spot market, and how many times as many the dearest
@@ -123,6 +140,7 @@ def page(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     elsewhere = (
         f"### At other prices: {_title(*cell)}\n\n{_elsewhere(rows, *cell, arguments)}\n" for cell in like_the_first
     )
+    gains += "\n" + _explained(BESIDE_ALL, "\n\n".join(_beside_all(rows, cells, arguments)))
     prices = PRICES + "\n".join(elsewhere)
     return "\n".join([PAGE, glance, gains, *tables, prices])
 
@@ -130,6 +148,31 @@ def page(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
 def _explained(head: str, found: str) -> str:
     """Tables below what is said of them, which explains the mark of old runs if they have it."""
     return f"{head}{OLDER if OLD in found else ''}\n{found}\n"
+
+
+def _beside_all(
+    rows: Sequence[Row], cells: Sequence[tuple[str, str, str]], arguments: argparse.Namespace
+) -> Iterator[str]:
+    """For each strategy that explores few samples, a line for each other of its GPUs."""
+    heavy = [cell for cell in cells if cell[1] == HEAVY]
+    for name, others in EXPLORED.items():
+        ran = [cell for cell in heavy if fresh(rows, *cell, name, arguments)]
+        lines = [f"| *{name}*, beside | {' | '.join(f'{job} {size} px' for job, _, size in ran)} |"]
+        lines.append(f"|---{'|---' * len(ran)}|")
+        for other in others:
+            times = [_times(compared(rows, cell, other, name, arguments), cell, "seconds") for cell in ran]
+            if set(times) != {"–"}:
+                lines.append(f"| {other} | {' | '.join(times)} |")
+        if len(lines) > 2:
+            yield "\n".join(lines)
+
+
+def _times(found: Compared, cell: tuple[str, str, str], field: str) -> str:
+    """How many times sooner or cheaper; in italics where recipes are not their own, and with the mark of old runs."""
+    times = gain(found.theirs, found.mine, TARGETS[cell[0]][-1], field)
+    if times == "–":
+        return times
+    return f"{times if found.is_tuned else f'*{times}*'}{_mark(found.mine, found.theirs)}"
 
 
 def _glance(
@@ -146,11 +189,8 @@ def _glance(
         for name, other in beside.items():
             said = []
             for cell in cells:
-                theirs, mine, is_tuned = found[cell, name]
-                times = "1" if name == other and mine else gain(theirs, mine, TARGETS[cell[0]][-1], field)
-                if len(times) > 1:
-                    times = f"{times if is_tuned else f'*{times}*'}{_mark(mine, theirs)}"
-                said.append(times)
+                each = found[cell, name]
+                said.append("1" if name == other and each.mine else _times(each, cell, field))
             if set(said) != {"–"}:
                 lines.append(f"| {name} | {' | '.join(said)} |")
         parts.append("\n".join(lines))
