@@ -15,28 +15,30 @@ from spotlight.config.files import (
     resolve,
     set_value,
 )
-from spotlight.config.sections import (
-    NO_GPU,
+from spotlight.config.learning import (
     STEPS_MAX,
-    ClusterSection,
     DataSection,
     ExplorationSection,
     LatentsSection,
     ModelSection,
-    PaceSection,
-    PoolSection,
-    PoolsSection,
     RewardSection,
     RolloutSection,
     RunSection,
-    Section,
+    TrackingSection,
+    TrainSection,
+)
+from spotlight.config.machines import (
+    NO_GPU,
+    ClusterSection,
+    PaceSection,
+    PoolSection,
+    PoolsSection,
     SimulationSection,
     SlurmSection,
     SpSection,
     StrategySection,
-    TrackingSection,
-    TrainSection,
 )
+from spotlight.config.section import Section
 from spotlight.config.settings import Config
 
 __all__ = [

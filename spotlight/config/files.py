@@ -13,7 +13,8 @@ from pydantic import (
     ValidationError,
 )
 
-from spotlight.config.sections import FILES_IN_OPTIONS, RewardSection, Section
+from spotlight.config.learning import FILES_IN_OPTIONS, RewardSection
+from spotlight.config.section import Section
 from spotlight.config.settings import Config
 from spotlight.files import absolute, read_bytes, shown
 from spotlight.records import SpotlightError

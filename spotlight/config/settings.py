@@ -7,27 +7,28 @@ from typing import Any, Self
 
 from pydantic import model_validator
 
-from spotlight.config.sections import (
-    NO_GPU,
-    WIDTH_MAX,
-    ClusterSection,
+from spotlight.config.learning import (
     DataSection,
     ExplorationSection,
     LatentsSection,
     ModelSection,
-    PaceSection,
-    PoolSection,
-    PoolsSection,
     RewardSection,
     RolloutSection,
     RunSection,
-    Section,
-    SimulationSection,
-    SpSection,
-    StrategySection,
     TrackingSection,
     TrainSection,
 )
+from spotlight.config.machines import (
+    NO_GPU,
+    ClusterSection,
+    PaceSection,
+    PoolSection,
+    PoolsSection,
+    SimulationSection,
+    SpSection,
+    StrategySection,
+)
+from spotlight.config.section import WIDTH_MAX, Section
 from spotlight.files import shown
 from spotlight.market.prices import USUAL_GPU, price_list, usd_per_h
 from spotlight.records import Policy, Pool

@@ -1,67 +1,26 @@
-"""The sections of a run's settings: what each setting may be, and what must hold within its section.
+"""What is learnt, and how: the model, its prompts and rewards, what is rolled out, explored and trained on, and kept.
 
 Defaults are those of a vetted run of ``examples/ocr-tiny.toml``.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from datetime import time
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from spotlight.files import OBJECT_SCHEMES, check_url, is_url, shown
-from spotlight.market.prices import price_list, usd_per_h
-from spotlight.records import Policy, Pool, Sampler
+from spotlight.config.section import DAY_S, GUIDANCE_MAX, PX_MAX, WIDTH_MAX, Section, check_address, distinct
+from spotlight.files import OBJECT_SCHEMES, is_url, shown
+from spotlight.records import Policy, Sampler
 
 SEED_MAX = 2**63 - 1
 """The largest integer of TOML."""
-PX_MAX = 16384
-"""Of an image's edge: beyond what any diffusion transformer draws."""
 BATCH_MAX = 4096
 """Samples in one forward batch: far beyond what pays (`plan.batching.SEEDS_MAX`)."""
 STEPS_MAX = 1000
 """Noise levels that a flow model is trained on."""
-GUIDANCE_MAX = 100.0
-"""Some 4 is usual; at 100 nothing is left of an image."""
-NOTICES = re.compile(r"sigterm|sigusr1|file:.+|(aws|gcp|azure)(:http://.+)?")
-"""A source in ``pools.*.notices``."""
-NO_GPU = "cpu"
-"""``pools.*.gpu`` of a machine without one."""
-WIDTH_MAX = 1024
-"""Workers that one machine may have, and so a gang."""
-DAY_S = 86400.0
-MONTH_S = 30 * DAY_S
-SPEEDUP_MIN, SPEEDUP_MAX = 1e-6, 1e6
-"""A second becomes eleven days, or the other way round."""
 NAME_MAX = 100
 """Bytes of a run's name: a directory's name has 255, and the time stands behind it."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false where Python would take them for 1 and 0."""
-        found = value if isinstance(value, list | tuple) else [value]
-        kind = cls.model_fields[info.field_name or ""].annotation
-        if kind is not bool and any(isinstance(each, bool) for each in found):
-            raise PydanticCustomError("truth", "input should not be true or false")
-        return value
 
 
 class RunSection(Section):
@@ -416,204 +375,6 @@ class TrainSection(Section):
         return "old" if self.keeps_old else "trained"
 
 
-def _as_text(value: Any) -> Any:
-    """TOML takes 00:30:00 without quotation marks for a time of day."""
-    return value.isoformat() if isinstance(value, time) else value
-
-
-class SlurmSection(Section):
-    """What a job asks Slurm for; see `man sbatch`. Only where ``cluster.manager = "slurm"``."""
-
-    partition: str = ""
-    """Empty: Slurm's default."""
-    account: str = ""
-    """Empty: the user's default."""
-    gres: str = ""
-    """Of a job, which is a node's worth of workers: such as "gpu:8"."""
-    time: Annotated[str, BeforeValidator(_as_text)] = ""
-    """Most time that a job may take, such as "24:00:00"; empty: the partition's default."""
-    cpus: int = Field(1, ge=1, le=65_536)
-    """Of each worker, or of the driver."""
-    memory: str = "4G"
-    """Of a job. The default is for the embedded models: a machine holds a checkpoint's weights once, 41 GB for
-    Qwen-Image, beside what its workers keep."""
-    setup: tuple[str, ...] = ()
-    """Shell lines to run first, such as "module load cuda"."""
-    extra: tuple[str, ...] = ()
-    """More options of sbatch, such as "--qos=low"."""
-
-
-def _a_list(value: Any) -> Any:
-    if isinstance(value, str):
-        raise ValueError(f'pools.*.notices = {value!r}: give a list, as in ["{value}"]')
-    return value
-
-
-class PoolSection(Section):
-    """Workers of one kind: what they cost, and when they come and go."""
-
-    workers: int = Field(1, ge=0, le=100_000)
-    """Worker processes; each owns one device."""
-    gpu: str = ""
-    """What a worker is, by its name in ``prices.toml``: it sets the price where ``usd_per_h`` does not, and, for a
-    checkpoint, what work takes in a simulation ("h100-aws" is an "h100"). "cpu" in the reserved pool is a machine
-    without a GPU: it takes the updates and keeps all state, and no more (``strategy.train_pools``)."""
-    usd_per_h: float = Field(ge=0, le=1e5)
-    """Price of one worker; left out, it is that of its ``gpu``."""
-    prices: str = ""
-    """CSV file of a price that changes in time (`market.prices.read_prices`); relative to the settings file. Dollars
-    are then reckoned with it, and ``usd_per_h`` is the price to plan with."""
-    replace_after_s: float = Field(10.0, ge=0, le=MONTH_S)
-    """How long the pool waits before it replaces a lost worker."""
-    workers_per_node: int = Field(8, ge=1, le=WIDTH_MAX)
-    """Workers that share a machine, its memory and its links; gangs do not span machines."""
-    notices: Annotated[tuple[str, ...], BeforeValidator(_a_list)] = ("sigterm",)
-    """Where a worker learns that its machine will be taken away: "sigterm", "sigusr1", "file:PATH", "aws", "gcp",
-    "azure"; the clouds also with the base URL of their metadata service, as in "aws:http://127.0.0.1:1234"."""
-    grace_s: float = Field(30.0, ge=0, le=DAY_S)
-    """How long a machine stays after a notice that does not say so itself."""
-    trace: str = ""
-    """A file of spot availability that the pool follows; relative to the settings file."""
-    speedup: float = Field(1.0, ge=SPEEDUP_MIN, le=SPEEDUP_MAX)
-    """The trace passes so many times as fast."""
-    trace_model: Literal["", "bursty", "calm", "collapsing"] = ""
-    """Instead of a file: a made-up trace of 30 days, its chance fixed by ``run.seed``; see `market.trace_models`."""
-    trace_share: float = Field(1.0, gt=0, le=1)
-    """Of the file's instances, drawn by ``run.seed``."""
-    trace_offset_h: float = Field(0.0, ge=0, le=1e5)
-    """Where in the trace the run begins."""
-    trace_takes: Literal["gpu", "node"] = "gpu"
-    """What comes and goes at once: each worker by itself, or all of a node (``workers_per_node``)."""
-    preemption: Literal["kill", "notice", "hang", "mixed"] = "kill"
-    """How the trace takes workers away: without a word, with a notice, by freezing them, or each in turn."""
-    slurm: SlurmSection = SlurmSection()
-    """Of the pool's jobs."""
-
-    @field_validator("gpu")
-    @classmethod
-    def _listed_gpus_are_written_as_listed(cls, gpu: str) -> str:
-        if gpu not in price_list() and gpu.lower() in price_list():
-            raise PydanticCustomError("gpu", "is '{meant}' meant?", {"meant": gpu.lower()})
-        return gpu
-
-    @field_validator("notices")
-    @classmethod
-    def _notices_are_known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if unknown := [name for name in names if not NOTICES.fullmatch(name)]:
-            raise PydanticCustomError(
-                "notices",
-                "there is no source {unknown}; there are 'sigterm', 'sigusr1', 'file:PATH', 'aws', 'gcp' and 'azure' "
-                "(these three also as 'aws:http://HOST:PORT')",
-                {"unknown": shown(unknown[0])},
-            )
-        return names
-
-    @model_validator(mode="after")
-    def _trace_is_from_one_source(self) -> Self:
-        if self.trace and self.trace_model:
-            raise ValueError(
-                f"trace = {self.trace!r} and trace_model = {self.trace_model!r} of one pool: give one of them"
-            )
-        return self
-
-
-class PoolsSection(Section):
-    reserved: PoolSection = PoolSection(workers=1, usd_per_h=10.47)
-    spot: PoolSection = PoolSection(workers=2, usd_per_h=2.66)
-    # Prices of one H100: RLBoost (arXiv 2510.19225), on demand and spot.
-    reward: PoolSection = PoolSection(workers=0, usd_per_h=0.0)
-    """Workers that only score images, beside the GPUs' work. With none, a request is scored where it was denoised."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _listed_prices(cls, tree: Any) -> Any:
-        """Write the listed price of a pool's GPU beside it, so that a run keeps what it began with."""
-        if not isinstance(tree, dict):
-            return tree
-        return tree | {
-            name: pool | {"usd_per_h": usd_per_h(pool["gpu"], name)}
-            for name, pool in tree.items()
-            if name in cls.model_fields and isinstance(pool, dict) and "usd_per_h" not in pool
-            if isinstance(pool.get("gpu"), str) and pool["gpu"]
-        }
-
-
-T = TypeVar("T")
-
-
-def _distinct(names: tuple[T, ...]) -> tuple[T, ...]:
-    if len(set(names)) < len(names):
-        raise ValueError(f"{list(names)} names one twice")
-    return names
-
-
-class StrategySection(Section):
-    """What runs where, and what happens to work when a worker is lost."""
-
-    exploration: Literal["stale", "blocking", "off"] = "stale"
-    """"stale": spot workers explore for the next iteration while this one trains. "blocking": exploration comes before
-    each rollout, with current weights. "off": none."""
-    rollout_pools: Annotated[tuple[Pool, ...], AfterValidator(_distinct)] = ("reserved", "spot")
-    """Which workers roll out. Stale exploration runs on spot workers."""
-    train_pools: Annotated[tuple[Pool, ...], AfterValidator(_distinct)] = ("reserved",)
-    """Which workers compute the gradients of an update's parts (``train.parts``), and add them; the update itself is
-    taken on a reserved one, which keeps all state. With "spot" too, a spot worker that no rollout needs prefers a part
-    to exploration; between equal GPUs no bit changes, and a part whose worker is lost is computed again elsewhere.
-    With ["spot"] here and in ``rollout_pools``, no rollout and no gradient needs the reserved worker: it takes the
-    updates, and validates and explores before the first iteration with the others. A cheaper GPU will do, if the model
-    and what training keeps fit its memory; or none (``pools.reserved.gpu = "cpu"``): then it takes the updates only.
-    Without spot workers the run waits."""
-    on_preemption: Literal["resume", "restart"] = "resume"
-    """"resume": a request whose worker is lost goes on after its last committed step. "restart": it begins anew."""
-    elastic: bool = True
-    """False: every gang has the widest of ``widths``, and waits for as many workers when it loses one."""
-    widths: tuple[int, ...] = (1,)
-    """How many workers of a node may run one request together (sequence parallelism); narrow and wide mix freely."""
-    offload: Literal["adaptive", "all", "none"] = "adaptive"
-    """What reserved workers leave to spot ones, while there are any, where both may roll out. "adaptive": the rollouts
-    that are left when a window is over, which adapts itself so that neither side waits; training begins with the first
-    samples. "all": every rollout; training begins as well. "none": nothing; both roll out, then training begins.
-    Where training needs all samples at once (`Config.trains_as_scored`), there is nothing to begin early, and
-    "adaptive" is "none". With "spot" in ``train_pools``, "adaptive" has no window: all workers roll out first, and each
-    that no rollout needs any more trains."""
-
-
-class SpSection(Section):
-    """How the members of a gang share a forward pass (sequence parallelism)."""
-
-    backend: Literal["native", "xfuser"] = "native"
-    """"native": diffusers' own split, whose exchanges end with the gang. "xfuser": of Qwen-Image on GPUs only, verified
-    with two members on one; the extra "xfuser" installs it. A lost peer is noticed after ``cluster.hang_after_s``."""
-
-
-class PaceSection(Section):
-    """Devices that take their time: the model computes as ever, then waits as a larger one on a GPU would have it."""
-
-    gpu: str = ""
-    """What a worker emulates, by its name in `plan.durations.GPUS`; empty: no pacing. Seconds are then emulated."""
-    model: str = "qwen-image"
-    """What is emulated, by its name in `plan.durations.TRANSFORMERS`."""
-    height_px: int = Field(512, ge=16, le=PX_MAX)
-    """Of an emulated image."""
-    width_px: int = Field(512, ge=16, le=PX_MAX)
-    """As ``height_px``."""
-    guidance: float = Field(4.0, ge=1, le=GUIDANCE_MAX)
-    """Of the emulated model, in denoising and in training; above 1 both take two passes instead of one. DiffusionNFT as
-    published needs none: 1."""
-    lora: bool = True
-    """What the emulated model trains, whatever the real one does: a LoRA, or (false) all of its weights."""
-    score_s: float | None = Field(None, ge=0, le=DAY_S)
-    """Seconds to score an image on the worker that scores it: one of ``pools.reward``, or the one that denoised it. 0
-    where a server elsewhere scores at once. Left out, it is what a vision-language model takes on a GPU
-    (`plan.durations.SCORE_S`)."""
-    layer_s: float = Field(0.0, ge=0, le=DAY_S)
-    """What a processor takes to launch the kernels of one layer, where passes are not CUDA graphs (training, gangs, or
-    all with ``model.cuda_graphs = false``). 0: no time. Measured on hosts of an H100: 0.0068 to 0.0126, in the middle
-    0.0094 (docs/results.md)."""
-    speedup: float = Field(1.0, ge=SPEEDUP_MIN, le=SPEEDUP_MAX)
-    """Emulated seconds in one real second."""
-
-
 class LatentsSection(Section):
     """Where latents are kept, and for how long."""
 
@@ -633,112 +394,8 @@ class LatentsSection(Section):
 class TrackingSection(Section):
     """Where metrics go beside the run directory."""
 
-    to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], AfterValidator(_distinct)] = ("tensorboard",)
+    to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], AfterValidator(distinct)] = ("tensorboard",)
     """TensorBoard's events are written into the run directory, where it is installed. W&B and MLflow must be installed,
     and take keys and addresses from their own environment (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``, ...)."""
     project: str = Field("spotlight", min_length=1)
     """What W&B calls a project, and MLflow an experiment."""
-
-
-class ClusterSection(Section):
-    """The cluster around the pools."""
-
-    manager: Literal["local", "slurm"] = "local"
-    """What starts workers, where no ``--cluster`` is given: this process, on this machine; or Slurm, as jobs."""
-    host: str = ""
-    """Where the scheduler listens for Slurm's jobs: a name or address of this machine; empty: its host name."""
-    slurm: SlurmSection = SlurmSection()
-    """Of the driver's own job (`spotlight submit`)."""
-
-    dashboard_port: int = Field(8787, ge=0, le=65535)
-    """Of Dask's dashboard; 0 takes any free port."""
-    dashboard_host: str = "127.0.0.1"
-    """Where the dashboard listens. It asks nobody for a password: elsewhere than here, whoever reaches it sees prompts,
-    images and figures."""
-    hang_after_s: float = Field(60.0, ge=0.1, le=DAY_S)
-    """A worker that shows no sign of life for so long is replaced, and so is an engine process that has reported a step
-    and then nothing for so long."""
-    quarantine_after: int = Field(5, ge=1, le=1000)
-    """A request that loses its workers so many times in a row without a new step is set aside and replaced. A part of
-    training that outlasts so many workers is given to a reserved one; if those have no GPU, to another spot one."""
-    tls: bool = True
-    """All of Dask's connections are encrypted, and both ends prove that they belong to the run, by a certificate that
-    was made for it. False: any user of this machine can run code in the run's processes. A cluster that is there
-    already (``--cluster``) has its own certificates."""
-    insecure: bool = False
-    """Use a scheduler on another machine even without TLS: for a network on which everybody may run code in the run's
-    processes."""
-
-
-class SimulationSection(Section):
-    """What `spotlight simulate` wants to know beside the rest; a live run does not look at it.
-
-    The fixed costs are those of the system itself, in seconds of a live run's clock.
-    """
-
-    hours: float = Field(0.0, ge=0, le=1e5)
-    """A simulated run ends after so many hours of its clock, if nothing ended it before; 0 is no limit."""
-    target: float = Field(0.0, ge=0, lt=1)
-    """A simulated run ends when it reaches this validation score; 0 is no target."""
-    learning: Literal["modelled", "real"] = "modelled"
-    """"modelled": rewards and scores by a model of learning, without torch; "real": those of the model itself, here."""
-    start: float = Field(0.512, gt=0, lt=1)
-    """Validation score at the start of modelled learning; the default is the embedded job's."""
-    gain: float = Field(0.050, gt=0, le=100)
-    """Share of the score's distance to 1 that an iteration without exploration closes, where learning is modelled.
-    Measured: 0.512 to 0.781 in 16 iterations of the embedded job, ``ln(0.488 / 0.219) / 16`` (docs/trials.md).
-    An iteration that kept the 8 of some 15 explored seeds closed 0.086, 1.7 times as much, where the model of learning
-    says 1.4; in a trial 8 of 32 halved the iterations, and it says 1.8 (current weights: 2.2). So it is on the careful
-    side."""
-    launch_s: float = Field(0.025, ge=0, le=DAY_S)
-    """What a request costs beyond its steps. Measured: docs/results.md, fixed costs."""
-    form_s: float = Field(0.016, ge=0, le=DAY_S)
-    """For the workers of a gang of several to meet, at each launch. Measured on one machine with gloo
-    (docs/results.md, fixed costs)."""
-    graph_s: float = Field(0.041, ge=0, le=DAY_S)
-    """Between two graphs: to end one, and to build, send and place the next. Measured: as ``form_s``."""
-    warm_up_s: float = Field(6.3, ge=0, le=DAY_S)
-    """From the run's start until its first workers can be started: what they are forked from does its imports.
-    Measured: as ``form_s``."""
-    prepare_s: float = Field(0.4, ge=0, le=DAY_S)
-    """From then, and the workers' own ``start_up_s``, to the run's first graph. Measured: as ``form_s``."""
-    gradient_s: float | None = Field(None, ge=0, le=DAY_S)
-    """To write a gradient, or a sum of some, where others find it; to read it takes as long. Left out, it is 0.015 s
-    where the workers are processes of one machine (measured), and else what it takes at 10 Gb/s."""
-    publish_s: float | None = Field(None, ge=0, le=DAY_S)
-    """From the last update to new weights on every worker. Left out, it is 0.084 s where the workers are processes of
-    one machine (the embedded model, paced or not; measured: as ``form_s``), and else what a LoRA of 1.7 GB in float32,
-    or all weights, take at 10 Gb/s, with the old policy and the optimizer's state."""
-    update_s: float | None = Field(None, ge=0, le=DAY_S)
-    """Of an optimizer's step, beside reading what it adds. Left out, it is nothing on a GPU or for an embedded model;
-    on a reserved worker without a GPU, 1.8 s for a LoRA of 1.7 GB in float32 (measured on one core, docs/results.md),
-    in proportion for all weights. In a comparison, a strategy that has a GPU in the place of such a worker is
-    not charged with what is given here."""
-    start_up_s: float | None = Field(None, ge=0, le=DAY_S)
-    """From the moment a worker's machine is there until the worker can work. Left out, it is 0.1 s where the workers
-    are processes of one machine (measured: as ``form_s``), and else `plan.durations.start_up_s`."""
-    strategies: dict[str, dict[str, Any]] = {}
-    """What to compare, by name: settings that differ, as in ``"strategy.exploration" = "off"``. Left out, it is
-    Spotlight and what it is measured against (`strategies.BASELINES`)."""
-
-    @model_validator(mode="after")
-    def _target_is_to_be_reached(self) -> Self:
-        if self.learning == "modelled" and 0 < self.target <= self.start:
-            raise ValueError(
-                f"simulation.target = {self.target} is not above simulation.start = {self.start}: raise it"
-            )
-        return self
-
-
-def check_address(name: str, url: str, schemes: Sequence[str]) -> None:
-    """
-    Args:
-        schemes: those that can be used; any, if it is empty.
-    """
-    try:
-        check_url(url)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    scheme = url.partition("://")[0]
-    if schemes and scheme not in (*schemes, "memory"):
-        raise ValueError(f"{name} = {shown(url)}: expected a directory, or a URL of {', '.join(schemes)}")
