@@ -19,7 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from spotlight.report.money import dollars, emulated
-from spotlight.run import Run, Status
+from spotlight.run import Run
+from spotlight.status import Status
 from spotlight.store.accounts import read_lives
 from spotlight.store.rundir import RunDir
 

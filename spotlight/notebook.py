@@ -26,7 +26,8 @@ from spotlight.store.thumbnails import Picture, pictures
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from spotlight.run import Run, Status
+    from spotlight.run import Run
+from spotlight.status import Status
 
 REFRESH_S = 1.0
 DPI = 110
