@@ -58,7 +58,7 @@ from benchmarks.target.cases import (
     tried,
 )
 from benchmarks.target.figure import draw
-from benchmarks.target.outcomes import best, curve, is_at, reached
+from benchmarks.target.outcomes import Data, best, curve, is_at, reached
 from benchmarks.target.readme import headlines, put
 from benchmarks.target.tables import page, tables
 from spotlight import config
@@ -161,9 +161,9 @@ def estimate(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> Data:
     """What was measured before; nothing if there is no such file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return Data(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else Data(())
 
 
 def _begin() -> None:

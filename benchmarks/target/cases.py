@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from hashlib import sha256
 from itertools import islice, product
 from math import prod
@@ -282,8 +283,13 @@ class Case:
     @property
     def digest(self) -> str:
         """Of what its settings have that the file's have not."""
-        told = json.dumps(self.overrides()).replace(str(ROOT), "")
-        return sha256(told.encode()).hexdigest()[:12]
+        return _digest(self)
+
+
+@cache
+def _digest(case: Case) -> str:
+    told = json.dumps(case.overrides()).replace(str(ROOT), "")
+    return sha256(told.encode()).hexdigest()[:12]
 
 
 def _learnt(case: Case) -> tuple[Any, ...] | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import inf, isinf
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 
@@ -23,6 +23,30 @@ UNITS = {"seconds": 60.0, "usd": 1.0}
 IN_A_ROW = 2
 """So many validations in succession must reach a target, for a single one may by luck."""
 RESAMPLES = 4000
+
+
+class Data(Sequence[Row]):
+    """The raw data, whose runs are found by strategy and cell without looking at all of them."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows = tuple(rows)
+        self._by_strategy: dict[tuple[str, ...], list[Row]] = {}
+        for row in self._rows:
+            self._by_strategy.setdefault((row["job"], row["regime"], row["size"], row["strategy"]), []).append(row)
+
+    def of(self, case: Case) -> Sequence[Row]:
+        """The runs of a strategy in one cell."""
+        return self._by_strategy.get((case.job, case.regime, case.size, case.strategy), ())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Row]: ...
+    def __getitem__(self, at: int | slice) -> Row | Sequence[Row]:
+        return self._rows[at]
 
 
 def reached(row: Row, target: float) -> float:
@@ -55,7 +79,7 @@ def chosen(rows: Sequence[Row], case: Case, tuning: Sequence[int], count: int) -
     target = middle(case.job)
     ranks = []
     for trial in trials:
-        mine = [row for row in rows if row["trial"] == trial and row["seed"] in tuning and _same(row, case)]
+        mine = [row for row in _of(rows, case) if row["trial"] == trial and row["seed"] in tuning]
         if len(mine) < len(tuning):
             return None
         times = [until(row, target, "seconds") for row in mine]
@@ -63,8 +87,10 @@ def chosen(rows: Sequence[Row], case: Case, tuning: Sequence[int], count: int) -
     return min(ranks)[-1]
 
 
-def _same(row: Row, case: Case) -> bool:
-    return all(row[name] == getattr(case, name) for name in ("job", "regime", "size", "strategy"))
+def _of(rows: Sequence[Row], case: Case) -> Sequence[Row]:
+    """The runs of a strategy in one cell."""
+    data = rows if isinstance(rows, Data) else Data(rows)
+    return data.of(case)
 
 
 def curve(row: Row) -> list[tuple[int, float]]:
@@ -120,7 +146,7 @@ def fresh(
 
 def _runs(rows: Sequence[Row], case: Case, trial: int, arguments: argparse.Namespace) -> dict[int, Row]:
     """A recipe's, by fresh seed."""
-    mine = [row for row in rows if _same(row, case) and row["seed"] not in arguments.tuning_seeds]
+    mine = (row for row in _of(rows, case) if row["seed"] not in arguments.tuning_seeds)
     return {row["seed"]: row for row in mine if row["trial"] == trial}
 
 
