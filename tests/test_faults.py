@@ -21,7 +21,7 @@ from runs import outcome, settings_file
 from spotlight import config
 from spotlight.store.rundir import RunDir
 
-SCHEDULES, FUNCTIONS = 10_000, 10
+SCHEDULES, FUNCTIONS = 4_000, 4
 WITHIN = 400
 """The first so many schedules find each planted bug."""
 LOOPS = 30

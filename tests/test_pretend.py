@@ -12,8 +12,8 @@ from pipelines import tiny_flux, tiny_qwen_image, tiny_sd3
 from runs import ROOT, settings_file
 
 SHORT = (
-    "run.iterations=1 run.validate_every=1 rollout.prompts=2 rollout.steps=3 rollout.seeds_kept=4 "
-    "exploration.seeds_tried=8 exploration.rounds=1 exploration.prompts=2 "
+    "run.iterations=1 run.validate_every=1 rollout.prompts=2 rollout.steps=3 rollout.seeds_kept=2 "
+    "exploration.seeds_tried=4 exploration.rounds=1 exploration.prompts=2 "
     "data.train_prompts=few.txt data.validation_prompts=few.txt"
 )
 CHECKPOINT = (
