@@ -241,8 +241,10 @@ def test_a_reserved_worker_that_only_updates_changes_nothing(undisturbed: Path, 
 
 
 def test_rollouts_that_are_made_early_are_the_same_whoever_is_killed(tmp_path: Path) -> None:
-    early = ("strategy.exploration=off", "rollout.prompts_ahead=3", "rollout.steps=60", "train.timesteps=1")
-    early += ("run.iterations=2", "run.validation_steps=6")
+    early = (
+        *("strategy.exploration=off", "rollout.prompts_ahead=3", "rollout.steps=60", "train.timesteps=1"),
+        *("run.iterations=2", "run.validation_steps=6"),
+    )
     alone = RunDir.create(config.load(settings_file(tmp_path / "alone"), early), now_s=0.0)
     Loop(alone, synchronous, NoWatch()).go()
     run = Run(settings_file(tmp_path / "struck"), early).start()

@@ -363,6 +363,20 @@ def test_a_strategy_whose_trials_are_not_all_there_is_shown_untuned() -> None:
     assert "untuned" not in after
 
 
+def test_the_dearest_is_one_of_those_that_got_there() -> None:
+    dear, lost = "reserved only (4)", "all reserved (12)"
+    runs = [row(dear, 0, seed, second_s=400.0) for seed in (0, 1)]
+    runs += [row(OURS, 0, seed, second_s=100.0) for seed in (0, 1)]
+    runs += [row(lost, 0, seed, second_s=900.0, there=9) for seed in (0, 1)]
+
+    lines = tables.page(runs, asked(trials=1)).rpartition("### At other prices")[2].splitlines()
+
+    second = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:3] for line in lines if "| " in line}
+    assert second[dear][1] == "1"
+    assert second[lost] == ["–", "0.0 [0.0, 0.0]"]
+    assert second[OURS][1] not in ("1", "–")
+
+
 def test_dollars_at_other_prices_are_of_the_same_seconds() -> None:
     name = "no exploration, only updates on reserved (A100 + 12)"
     hours = [0.0, 1.0, 2.0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from math import isinf
 
@@ -104,8 +104,8 @@ How many times sooner, to the last target, with heavy training. Recipes as above
 PRICES = """## The same at other prices
 
 Dollars by three lists of what an H100 costs on demand and on the spot market, and how many times as many the dearest
-strategy costs, with its 95 % interval. AWS's spot price is that of its cheapest region; in others it is up to 2.5 times
-as high. The A100 and the machine without a GPU cost the same in all three.
+strategy that got there costs, with its 95 % interval. AWS's spot price is that of its cheapest region; in others it is
+up to 2.5 times as high. The A100 and the machine without a GPU cost the same in all three.
 
 """
 COLUMNS = (
@@ -214,7 +214,7 @@ def _brief(rows: Sequence[Row], job: str, regime: str, size: str, arguments: arg
         cells = [f"**{name}**" if name.startswith("Spotlight, gradients") else name]
         for field, unit in UNITS.items():
             mine, theirs = (times_until(each, target, field) for each in (runs, found[beside]))
-            cells.append(f"{statistics.median(mine.values()) / unit:.3g}")
+            cells.append(_median(mine.values(), unit))
             cells.append("1" if name == beside else "{:.2f} [{:.2f}, {:.2f}]".format(*interval(mine, theirs)))
         cells.append(iterations_of(runs, target))
         cells.append(told(shown(rows, first_case(job, regime, size, name), arguments)) + _mark(runs))
@@ -248,13 +248,20 @@ def _elsewhere(rows: Sequence[Row], job: str, regime: str, size: str, arguments:
     columns: dict[str, list[str]] = {name: [] for name in found}
     for gpu in LISTS.values():
         usd = {name: times_until(at_prices(runs, name, gpu), target, "usd") for name, runs in found.items()}
-        dearest = max(usd, key=lambda name: statistics.median(usd[name].values()))
+        medians = {name: statistics.median(mine.values()) for name, mine in usd.items()}
+        dearest = max((name for name in medians if not isinf(medians[name])), key=lambda name: medians[name])
         for name, mine in usd.items():
             times = "1" if name == dearest else ratio(interval(usd[dearest], mine))
-            columns[name] += [f"{statistics.median(mine.values()):.3g}", times]
+            columns[name] += [_median(mine.values()), times]
     titles = ["strategy", *(cell for name in LISTS for cell in (name, "the dearest, times"))]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     return "\n".join([*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in columns.items())])
+
+
+def _median(values: Collection[float], unit: float = 1.0) -> str:
+    """A dash where half of the runs did not get there."""
+    median = statistics.median(values)
+    return "–" if isinf(median) else f"{median / unit:.3g}"
 
 
 def _cells(name: str, mine: Mapping[int, Row], ours: Mapping[int, Row], target: float) -> Iterator[str]:
