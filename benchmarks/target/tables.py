@@ -140,7 +140,8 @@ def page(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     elsewhere = (
         f"### At other prices: {_title(*cell)}\n\n{_elsewhere(rows, *cell, arguments)}\n" for cell in like_the_first
     )
-    gains += "\n" + _explained(BESIDE_ALL, "\n\n".join(_beside_all(rows, cells, arguments)))
+    if beside := list(_beside_all(rows, cells, arguments)):
+        gains += "\n" + _explained(BESIDE_ALL, "\n\n".join(beside))
     prices = PRICES + "\n".join(elsewhere)
     return "\n".join([PAGE, glance, gains, *tables, prices])
 
@@ -156,7 +157,8 @@ def _beside_all(
     """For each strategy that explores few samples, a line for each other of its GPUs."""
     heavy = [cell for cell in cells if cell[1] == HEAVY]
     for name, others in EXPLORED.items():
-        ran = [cell for cell in heavy if fresh(rows, *cell, name, arguments)]
+        if not (ran := [cell for cell in heavy if fresh(rows, *cell, name, arguments)]):
+            continue
         lines = [f"| *{name}*, beside | {' | '.join(f'{job} {size} px' for job, _, size in ran)} |"]
         lines.append(f"|---{'|---' * len(ran)}|")
         for other in others:
