@@ -163,7 +163,7 @@ def estimate(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
 
 def read(path: Path) -> Data:
     """What was measured before; nothing if there is no such file."""
-    return Data(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else Data(())
+    return Data(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else Data()
 
 
 def _begin() -> None:

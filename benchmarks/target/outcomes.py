@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import product
 from math import inf, isinf
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,28 +26,16 @@ IN_A_ROW = 2
 RESAMPLES = 4000
 
 
-class Data(Sequence[Row]):
+class Data(tuple[Row, ...]):
     """The raw data, whose runs are found by strategy and cell without looking at all of them."""
 
-    def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows = tuple(rows)
-        self._by_strategy: dict[tuple[str, ...], list[Row]] = {}
-        for row in self._rows:
-            self._by_strategy.setdefault((row["job"], row["regime"], row["size"], row["strategy"]), []).append(row)
-
-    def of(self, case: Case) -> Sequence[Row]:
-        """The runs of a strategy in one cell."""
-        return self._by_strategy.get((case.job, case.regime, case.size, case.strategy), ())
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, at: int) -> Row: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Row]: ...
-    def __getitem__(self, at: int | slice) -> Row | Sequence[Row]:
-        return self._rows[at]
+    @cached_property
+    def by_strategy(self) -> Mapping[tuple[str, ...], Sequence[Row]]:
+        """By job, regime, size and strategy."""
+        found: dict[tuple[str, ...], list[Row]] = {}
+        for row in self:
+            found.setdefault((row["job"], row["regime"], row["size"], row["strategy"]), []).append(row)
+        return found
 
 
 def reached(row: Row, target: float) -> float:
@@ -90,7 +79,7 @@ def chosen(rows: Sequence[Row], case: Case, tuning: Sequence[int], count: int) -
 def _of(rows: Sequence[Row], case: Case) -> Sequence[Row]:
     """The runs of a strategy in one cell."""
     data = rows if isinstance(rows, Data) else Data(rows)
-    return data.of(case)
+    return data.by_strategy.get((case.job, case.regime, case.size, case.strategy), ())
 
 
 def curve(row: Row) -> list[tuple[int, float]]:

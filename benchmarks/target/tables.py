@@ -59,7 +59,7 @@ BRIEF = ("strategy", "min", "times [95 %]", "dollars", "times [95 %]", "iteratio
 PAGE = """# Time and dollars to a score, by strategy
 
 Made from the raw data by `python -m benchmarks.time_to_target --table`; do not edit this page. What was run, and what
-follows from it, is in [results.md](results/time_and_dollars.md#time-and-dollars-to-a-score).
+follows from it, is in [time and dollars](results/time_and_dollars.md#time-and-dollars-to-a-score).
 
 Minutes and dollars are medians over seeds; a run that did not get there (–) took longer than any that did. They count
 up to the first of two validations in a row at the target, without start-up and without validations. Times: the ratio to
