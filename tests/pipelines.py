@@ -6,7 +6,7 @@ Same bytes on every call: the seed is fixed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPConfig,
     CLIPModel,
@@ -35,11 +36,12 @@ from transformers import (
     T5Tokenizer,
 )
 
-TEXT_DIM = 16
+TEXT_DIM, PUBLISHED_TEXT_DIM = 16, 3584
 PACKED_CHANNELS, LATENT_CHANNELS = 16, 4
 """A packed token is a 2 x 2 patch of latent pixels."""
 PX_PER_TOKEN = 8
 """2 ** 2 of the VAE (two stages down), times the patch of 2."""
+WEIGHTS, FIRST_LAYER = "diffusion_pytorch_model", "transformer_blocks.0."
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -68,13 +70,50 @@ def qwen_image_of_layers(directory: Path, layers: int) -> Path:
     return _qwen_image(directory, transformer)
 
 
-def _qwen_image(directory: Path, transformer: Callable[[], QwenImageTransformer2DModel]) -> Path:
+def qwen_image_as_published(directory: Path, layers: int = 60) -> Path:
+    """The published transformer and VAE in shape, 41 GB with all layers; the text encoder is small.
+
+    All layers are alike. They are written one by one, each to its own file, so that memory holds but one of them.
+    """
+    _qwen_image(
+        directory,
+        lambda: QwenImageTransformer2DModel(num_layers=1).to(torch.bfloat16),
+        vae=AutoencoderKLQwenImage,
+        text_encoder=lambda: _text_encoder(PUBLISHED_TEXT_DIM, heads=28, sections=[16, 24, 24]),
+    )
+    _repeat_layer(directory / "transformer", layers)
+    return directory
+
+
+def _repeat_layer(folder: Path, layers: int) -> None:
+    """Make a transformer of one layer one of many."""
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"num_layers": layers}))
+    rest = load_file(folder / f"{WEIGHTS}.safetensors")
+    (folder / f"{WEIGHTS}.safetensors").unlink()
+    layer = {name: rest.pop(name) for name in list(rest) if name.startswith(FIRST_LAYER)}
+    pieces = [rest, *({name.replace("0", str(at), 1): layer[name] for name in layer} for at in range(layers))]
+    files = {f"{WEIGHTS}-{at:05d}-of-{len(pieces):05d}.safetensors": piece for at, piece in enumerate(pieces, 1)}
+    for file, piece in files.items():
+        save_file(piece, folder / file, metadata={"format": "pt"})
+    size_bytes = sum(value.nbytes for piece in pieces for value in piece.values())
+    places = {name: file for file, piece in files.items() for name in piece}
+    index = {"metadata": {"total_size": size_bytes}, "weight_map": places}
+    (folder / f"{WEIGHTS}.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _qwen_image(
+    directory: Path,
+    transformer: Callable[[], QwenImageTransformer2DModel],
+    vae: Callable[[], AutoencoderKLQwenImage] | None = None,
+    text_encoder: Callable[[], Qwen2_5_VLForConditionalGeneration] | None = None,
+) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         parts: dict[str, Any] = {
             "scheduler": checkpoint_scheduler(),
-            "vae": _vae(),
-            "text_encoder": _text_encoder(),
+            "vae": (vae or _vae)(),
+            "text_encoder": (text_encoder or _text_encoder)(),
             "tokenizer": _tokenizer(),
             "transformer": transformer(),
         }
@@ -200,19 +239,21 @@ def _tokenizer() -> Qwen2Tokenizer:
     return Qwen2Tokenizer(vocab=vocabulary, merges=[], additional_special_tokens=list(SPECIAL_TOKENS[1:]))
 
 
-def _text_encoder() -> Qwen2_5_VLForConditionalGeneration:
+def _text_encoder(
+    dim: int = TEXT_DIM, heads: int = 2, sections: Sequence[int] = (1, 1, 2)
+) -> Qwen2_5_VLForConditionalGeneration:
     text = {
-        "hidden_size": TEXT_DIM,
+        "hidden_size": dim,
         "intermediate_size": 2 * TEXT_DIM,
         "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        "num_attention_heads": heads,
         "num_key_value_heads": 2,
         "vocab_size": 256 + len(SPECIAL_TOKENS),
         "bos_token_id": 256,
         "eos_token_id": 256,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e6},
+        "rope_parameters": {"rope_type": "default", "mrope_section": list(sections), "rope_theta": 1e6},
     }
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT_DIM}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": dim}
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
 
 

@@ -29,6 +29,7 @@ LIVE = {
     "algorithms": ("--seconds", "1", "--seeds", "1", "--only", "nft"),
     "engine": ("--turns", "1", "--samples", "8", "--cpu"),
     "fixed_costs": (),
+    "full_size": ("--smoke",),
     "joining": ("--smoke",),
     "learning": ("--smoke",),
     "overhead": ("--turns", "1", "--iterations", "3"),

@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from spotlight.records import SpotlightError
-from spotlight.store.node import PREFIX, SHARED_MEMORY, hold, is_held, memory_roots, own_directory, sweep
+from spotlight.store.node import PREFIX, hold, is_held, memory_roots, own_directory, sweep
+from spotlight.store.room import SHARED_MEMORY
 from spotlight.store.slots import end_leftovers
 
 HALF_WRITTEN = (".*.part", "*.partial")

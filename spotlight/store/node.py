@@ -48,6 +48,7 @@ from uuid import uuid4
 from safetensors import SafetensorError
 
 from spotlight.records import SpotlightError
+from spotlight.store.room import SHARED_MEMORY, room_bytes
 from spotlight.store.slots import end_leftovers
 from spotlight.store.tensor_files import hashing
 
@@ -66,7 +67,6 @@ KEEP_FILES = 4
 
 PREFIX = f"spotlight-{os.getuid()}-"
 """Of the names of all our directories on a machine."""
-SHARED_MEMORY = Path("/dev/shm")
 _NO_TRAPS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """For what another user might have put there: no link is followed, and nobody waits for the other end of a pipe."""
 _SUFFIX = ".safetensors"
@@ -218,16 +218,16 @@ class Node:
         partial = path.with_name(f".{path.name}.partial")
         _remove(partial)
         try:
-            free_bytes = shutil.disk_usage(self.root).free
+            free_bytes = room_bytes(self.root)
             if free_bytes < size_bytes:
-                raise OSError(errno.ENOSPC, f"{free_bytes} bytes are free")
+                raise OSError(errno.ENOSPC, f"{max(0.0, free_bytes):.0f} bytes are free")
             yield partial
         except (OSError, SafetensorError) as error:
             if not _is_full(error):
                 raise
             raise NotOnNode(
                 f"{path}: no room for {size_bytes} bytes in the node's shared memory ({error}); "
-                "the file system of that directory needs more"
+                "the file system of that directory needs more, or the machine more memory"
             ) from None
         finally:
             _remove(partial)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import json
+import logging
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ from spotlight.rl.checkpoints import require_class, require_pipeline, require_to
 from spotlight.rl.models.base import Conditioning, Model
 from spotlight.store.node import Node, NotOnNode, fingerprint
 from spotlight.store.objects import atomic_write
+
+logger = logging.getLogger("spotlight")
 
 TEXT_MULTIPLE = 8
 """Text widths are rounded up to it, so that text splits among up to 8 ranks."""
@@ -377,7 +380,8 @@ def _on_node(node: Node, kind: Any, directory: Path, name: str, dtype: torch.dty
 
     try:
         return node.make(key, write, size_bytes=sum(file.stat().st_size for file in files))
-    except NotOnNode:
+    except NotOnNode as error:
+        logger.warning("%s is read by each worker: %s", directory / name, error)
         return directory
 
 

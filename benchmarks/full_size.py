@@ -1,0 +1,189 @@
+"""A model of Qwen-Image's size, live on a GPU: what an iteration takes beside the virtual clock, and what a loss costs.
+
+Three runs of a checkpoint in the published layout with random weights (41 GB; the transformer and the VAE have the
+published shapes, the text encoder is small). In the first a reserved worker is alone; the same settings are then run on
+the virtual clock. In the second a spot worker shares the GPU with it, and is killed (kill -9) in the middle of its
+first rollout: both must have the same weights, bit for bit. In the third it explores.
+
+``python -m benchmarks.full_size`` needs a GPU with room for two such workers (an H200) and prints tables in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from benchmarks.target.cases import ROOT
+from spotlight import config
+from spotlight.config import Config
+from spotlight.records import Span, base_phase
+from spotlight.run import Run
+from spotlight.simulation import Simulation
+from spotlight.store.accounts import read_lives
+from spotlight.store.rows import SPANS
+from spotlight.store.rundir import RunDir
+
+sys.path.append(str(ROOT / "tests"))
+
+from kills import KillWorkers, client_of
+from pipelines import qwen_image_as_published, tiny_qwen_image
+
+SETTINGS = ROOT / "examples" / "presets" / "nft.toml"
+PROMPTS = 4
+"""In all: two of an iteration, and those of the next."""
+MID_REQUEST_S, MID_TASK_S = 1.0, 0.04
+"""After its launch, a request of two samples at 512 px is in the middle of its steps; a tiny one sooner."""
+SEPARATE = ("add", "update")
+"""Of training."""
+
+
+def settings(directory: Path, arguments: argparse.Namespace, *, spot: int, exploration: str = "off") -> Config:
+    """A small iteration of the preset's recipe: eight samples, with two levels of each in training."""
+    directory.mkdir(parents=True, exist_ok=True)
+    prompts = directory / "prompts.txt"
+    prompts.write_text("".join(f'A door with a number plate "{number}".\n' for number in range(10, 10 + PROMPTS)))
+    return config.load(
+        SETTINGS,
+        [
+            f"run.dir={directory}",
+            f"run.iterations={arguments.iterations}",
+            "run.validate_every=1000",
+            "run.validation_seeds=1",
+            f"data.train_prompts={prompts}",
+            f"data.validation_prompts={prompts}",
+            f"model.path={arguments.checkpoint}",
+            *(["model.device=cpu", "model.dtype=float32"] if arguments.smoke else []),
+            f"model.height_px={arguments.px}",
+            f"model.width_px={arguments.px}",
+            "reward.name=benchmarks.engine:SeedlessScorer",
+            "rollout.prompts=2",
+            "rollout.seeds_kept=4",
+            "rollout.request_seeds=2",
+            "exploration.seeds_tried=8",
+            "exploration.request_seeds=2",
+            "train.timesteps=2",
+            "train.updates=1",
+            "train.parts=2",
+            "pools.reserved.workers=1",
+            "pools.reserved.gpu=h100",
+            "pools.spot.gpu=h100",
+            f"pools.spot.workers={spot}",
+            "pools.spot.replace_after_s=1",
+            f"strategy.exploration={exploration}",
+            "cluster.dashboard_port=0",
+        ],
+    )
+
+
+def live(asked: Config, *, struck_s: float | None = None) -> RunDir:
+    """Run it; a spot worker is killed so long after it began with its first rollout."""
+    run = Run.of(asked).start()
+    if struck_s is not None:
+        plugin = KillWorkers("rollout", pool="spot", count=1, after_s=struck_s)
+        client_of(run).register_plugin(plugin, name="kill")
+    run.wait()
+    return run.directory
+
+
+def phases(run: RunDir) -> list[dict[str, float]]:
+    """Seconds of work of each iteration, by phase, and from its start to its end."""
+    found = []
+    spans = [Span(**row) for row in run.rows(SPANS)]
+    for row in run.history():
+        by_phase: dict[str, float] = defaultdict(float)
+        for span in spans:
+            if span.iteration == row.iteration and not span.phase.startswith(("prepare", "validate")):
+                phase = span.phase if span.phase in SEPARATE else base_phase(span.phase)
+                by_phase[phase] += span.stop_s - span.start_s
+        found.append({**by_phase, "all": row.measured["stopped_s"] - row.measured["started_s"]})
+    return found
+
+
+def beside(real: list[dict[str, float]], modelled: list[dict[str, float]]) -> Iterator[str]:
+    """The first iteration is left out where there are more: it captures CUDA graphs."""
+    names = dict.fromkeys(name for each in (*real, *modelled) for name in each)
+    yield "| phase | live, s, by iteration | virtual clock, s |\n|---|---|---|"
+    for name in names:
+        took = ", ".join(f"{each.get(name, 0.0):.2f}" for each in real)
+        yield f"| {name} | {took} | {modelled[-1].get(name, 0.0):.2f} |"
+
+
+def loss(run: RunDir) -> Iterator[str]:
+    """What came of the killed worker, and when the next one worked."""
+    spans = [Span(**row) for row in run.rows(SPANS)]
+    for span in spans:
+        if span.outcome == "lost":
+            wasted_s = "none of it" if span.uncommitted_s is None else f"its last {span.uncommitted_s:.2f} s"
+            yield f"Lost: {span.worker} in {span.phase}, {span.stop_s - span.start_s:.2f} s after it began; {wasted_s}."
+    lost = [life for life in read_lives(run) if life.reason == "lost"]
+    for life in lost:
+        assert life.left_s is not None
+        later = [span for span in spans if span.pool == "spot" and span.start_s > life.left_s]
+        joined = [each.joined_s for each in read_lives(run) if each.pool == "spot" and each.joined_s >= life.left_s]
+        if joined and later:
+            first = min(later, key=lambda span: span.start_s)
+            yield (
+                f"The next worker was there {min(joined) - life.left_s:.1f} s later, had its first task after "
+                f"{first.start_s - life.left_s:.1f} s and had done it after {first.stop_s - life.left_s:.1f} s."
+            )
+    resumed = [row.measured["steps_resumed"] for row in run.history()]
+    yield f"Steps that were not computed again: {resumed}."
+
+
+def hashes(run: RunDir) -> Mapping[int, str]:
+    return {row.weights_version: row.weights_sha256 for row in run.history()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, help="where it is, or is to be written; default: a temporary place")
+    parser.add_argument("--layers", type=int, default=60, help="of the published transformer")
+    parser.add_argument("--px", type=int, default=512, help="edge of the images")
+    parser.add_argument("--iterations", type=int, default=2, help="of each run")
+    parser.add_argument("--smoke", action="store_true", help="a tiny transformer at 32 px, on the processor")
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.px = 32
+    else:
+        print(torch.cuda.get_device_name())
+    with tempfile.TemporaryDirectory(prefix="full-size-") as name:
+        arguments.checkpoint = arguments.checkpoint or Path(name) / "checkpoint"
+        if not (arguments.checkpoint / "model_index.json").exists():
+            began_s = time.perf_counter()
+            if arguments.smoke:
+                tiny_qwen_image(arguments.checkpoint)
+            else:
+                qwen_image_as_published(arguments.checkpoint, arguments.layers)
+            print(f"The checkpoint was written in {time.perf_counter() - began_s:.0f} s", flush=True)
+        place = Path(name)
+        asked = settings(place / "alone", arguments, spot=0)
+        began_s = time.perf_counter()
+        alone = live(asked)
+        print(f"\nA reserved worker alone, {time.perf_counter() - began_s:.0f} s with start and end:\n")
+        virtual = Simulation("as configured", asked, "modelled")
+        virtual.go(report=False)
+        modelled = phases(virtual.directory)
+        print("\n".join(beside(phases(alone), modelled)), flush=True)
+        struck = live(
+            settings(place / "struck", arguments, spot=1), struck_s=MID_TASK_S if arguments.smoke else MID_REQUEST_S
+        )
+        print("\nWith a spot worker on the same GPU, killed in its first rollout:\n")
+        print("\n".join((*beside(phases(struck), modelled), "", *loss(struck))))
+        same = hashes(alone) == hashes(struck)
+        print(f"Weights of all versions are {'the same bits' if same else 'NOT the same bits'}.", flush=True)
+        explored = live(settings(place / "explored", arguments, spot=1, exploration="stale"))
+        print("\nWith a spot worker on the same GPU, which explores:\n")
+        print("\n".join(beside(phases(explored), modelled)))
+        print(f"Seeds scored for an iteration: {[row.metrics.get('seeds_scored') for row in explored.history()]}")
+    assert same
+
+
+if __name__ == "__main__":
+    main()
