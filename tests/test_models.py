@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from math import inf
 from pathlib import Path
@@ -33,6 +34,7 @@ from spotlight.rl.models.tiny import Tiny, Variant, patches
 from spotlight.rl.models.tiny_shapes import SCENES, TinyShapes
 from spotlight.rl.models.tiny_text import MIXED, TWO_DIGITS, TinyText
 from spotlight.store.node import Node
+from spotlight.store.room import SHARED_MEMORY
 
 EmbeddedName = Literal["tiny-text", "tiny-mixed", "tiny-shapes"]
 
@@ -185,6 +187,20 @@ def test_a_node_without_room_leaves_reading_to_the_checkpoint(
 
     assert torch.equal(predicted(model), predicted(alone))
     assert copied(model.transformer.parameters(), tmp_path / "node") == len(list(model.transformer.parameters()))
+
+
+@pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="this machine has no /dev/shm")
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, []), (torch.bfloat16, ["transformer", "vae"])])
+def test_a_checkpoint_that_is_in_memory_is_copied_only_for_another_dtype(
+    directory: Path, tmp_path: Path, dtype: torch.dtype, copies: list[str]
+) -> None:
+    node = Node(tmp_path / "node")
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as staged:
+        checkpoint = shutil.copytree(directory, Path(staged) / "checkpoint")
+        model = QwenImage.load(str(checkpoint), Loading(device=CPU, dtype=dtype), node)
+
+        assert sorted(path.name for path in node.root.glob("made-*/*")) == copies
+        assert copied(model.transformer.parameters(), node.root if copies else checkpoint) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

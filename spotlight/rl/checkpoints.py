@@ -22,6 +22,8 @@ HEADER_BYTES_MAX = 100_000_000
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("tokenizer.model",))
 """Files of which a tokenizer has one set."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""What safetensors calls them."""
 
 
 @record
@@ -163,6 +165,20 @@ def tensors(file: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         SpotlightError: it is damaged, or not as long as its header says.
     """
+    return {name: shape for name, (shape, _) in _header(file).items()}
+
+
+def dtypes(directory: Path) -> set[str]:
+    """Of the weights of one network, as safetensors names them: "F32", "BF16".
+
+    Raises:
+        SpotlightError: as `weight_files`.
+    """
+    return {dtype for file in weight_files(directory) for _, dtype in _header(file).values()}
+
+
+def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each tensor."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -170,7 +186,7 @@ def tensors(file: Path) -> dict[str, tuple[int, ...]]:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        found = {name: tuple(map(int, tensor["shape"])) for name, tensor in header.items()}
+        found = {name: (tuple(map(int, tensor["shape"])), str(tensor["dtype"])) for name, tensor in header.items()}
         expected = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
         size = file.stat().st_size
         if size != expected:

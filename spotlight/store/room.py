@@ -15,11 +15,15 @@ LEFT = 0.05
 """Of the machine's memory, for the processes that are there."""
 
 
+def is_in_memory(directory: Path) -> bool:
+    return directory.resolve().is_relative_to(SHARED_MEMORY)
+
+
 def room_bytes(directory: Path) -> float:
     """What may be written there. A file system in memory may be larger than the memory that is free, and whoever fills
     that is killed, or gets another process killed."""
     free_bytes = float(shutil.disk_usage(directory).free)
-    if SHARED_MEMORY not in (directory, *directory.parents):
+    if not is_in_memory(directory):
         return free_bytes
     return min(free_bytes, spare_memory_bytes() - LEFT * psutil.virtual_memory().total)
 

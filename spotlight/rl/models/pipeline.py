@@ -32,10 +32,18 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from spotlight.records import SpotlightError, record
-from spotlight.rl.checkpoints import require_class, require_pipeline, require_tokenizer, weight_files
+from spotlight.rl.checkpoints import (
+    STORED_AS,
+    dtypes,
+    require_class,
+    require_pipeline,
+    require_tokenizer,
+    weight_files,
+)
 from spotlight.rl.models.base import Conditioning, Model
 from spotlight.store.node import Node, NotOnNode, fingerprint
 from spotlight.store.objects import atomic_write
+from spotlight.store.room import is_in_memory
 
 logger = logging.getLogger("spotlight")
 
@@ -370,8 +378,10 @@ def _on_node(node: Node, kind: Any, directory: Path, name: str, dtype: torch.dty
     """The node's copy of one network, in the layout and place of the checkpoint's but already of this dtype.
 
     Loading from it copies nothing: diffusers maps a file whose dtype is the one wanted. Without room on the
-    node, it is the checkpoint itself.
+    node, it is the checkpoint itself; also where that is in memory already, as it should be.
     """
+    if is_in_memory(directory) and dtypes(directory / name) == {STORED_AS[str(dtype).removeprefix("torch.")]}:
+        return directory
     files = [file for file in (directory / name).glob("*") if file.is_file()]
     key = fingerprint(files, name, str(dtype))
 
