@@ -9,13 +9,12 @@ from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from graphs.requests import request_size
 from spotlight.config import Config
 from spotlight.records import SpotlightError, record
 from spotlight.rl.parts import Cut
 from spotlight.rl.sums import slices_of
+from spotlight.store.room import memory_bytes
 
 TASKS_USUAL, TASKS_MAX = 20_000, 200_000
 """In one graph. A task takes some 10 kB of the driver, which holds the scheduler, and a millisecond of its time."""
@@ -88,7 +87,7 @@ def this_machine() -> Machine:
     return Machine(
         open_files=files,
         processes=min(processes, int(group) if group.isdigit() else inf),
-        memory_bytes=psutil.virtual_memory().total,
+        memory_bytes=memory_bytes(),
     )
 
 

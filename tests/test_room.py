@@ -66,15 +66,15 @@ def test_the_narrowest_control_group_decides(tmp_path: Path, version: int, root:
         limit = str(30 * GB) if group == limited else "max" if version == 2 else str(2**63 - 4096)
         write_group(tmp_path / "groups" / root / group, limit, 20 * GB, 4 * GB, version)
 
-    assert room.spare_memory_bytes() == 14 * GB
+    assert (room.memory_bytes(), room.spare_memory_bytes()) == (30 * GB, 14 * GB)
 
 
 def test_a_group_that_cannot_be_seen_from_inside_a_container_is_that_of_the_container(tmp_path: Path) -> None:
     (tmp_path / "own").write_text("0::/kubepods/pod-7/container\n")
     write_group(tmp_path / "groups", str(30 * GB), 20 * GB, 0, 2)
 
-    assert room.spare_memory_bytes() == 10 * GB
+    assert (room.memory_bytes(), room.spare_memory_bytes()) == (30 * GB, 10 * GB)
 
 
 def test_without_groups_it_is_what_the_machine_has() -> None:
-    assert room.spare_memory_bytes() == 40 * GB
+    assert (room.memory_bytes(), room.spare_memory_bytes()) == (100 * GB, 40 * GB)

@@ -1,4 +1,4 @@
-"""How many bytes a directory can still take: of its file system and, where that is in memory, of the memory."""
+"""How much memory there is, and how many bytes a directory can still take that may be in memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Control groups, by which Slurm's jobs and containers are limited."""
 LEFT = 0.05
-"""Of the machine's memory, for the processes that are there."""
+"""Of the memory, for the processes that are there."""
 
 
 def is_in_memory(directory: Path) -> bool:
@@ -23,38 +24,38 @@ def room_bytes(directory: Path) -> float:
     """What may be written there. A file system in memory may be larger than the memory that is free, and whoever fills
     that is killed, or gets another process killed."""
     free_bytes = float(shutil.disk_usage(directory).free)
-    if not is_in_memory(directory):
-        return free_bytes
-    return min(free_bytes, spare_memory_bytes() - LEFT * psutil.virtual_memory().total)
+    return min(free_bytes, spare_memory_bytes() - LEFT * memory_bytes()) if is_in_memory(directory) else free_bytes
+
+
+def memory_bytes() -> float:
+    """That this process, with all others of its control groups, may use."""
+    return min(float(psutil.virtual_memory().total), *(limit for limit, _ in _groups()), float("inf"))
 
 
 def spare_memory_bytes() -> float:
-    """Of the machine, and of the control groups that this process is in: those of a Slurm job or a container."""
-    return min(psutil.virtual_memory().available, *_spare_in_groups(), float("inf"))
+    """What of it is free."""
+    return min(float(psutil.virtual_memory().available), *(limit - used for limit, used in _groups()), float("inf"))
 
 
-def _spare_in_groups() -> Iterator[float]:
-    """In each group with a limit, and in those that it is in; version 1 of cgroups, and 2."""
+def _groups() -> Iterator[tuple[float, float]]:
+    """Limit and use of each control group that this process is in, and of those around it; of version 1 or 2."""
     with suppress(OSError):  # there are none
         for line in OWN_GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
-                yield from _spare_above(GROUPS, path, "memory.max", "memory.current", "")
+                yield from _limited(GROUPS, path, ("memory.max", "memory.current"), "")
             elif "memory" in controllers.split(","):
-                yield from _spare_above(
-                    GROUPS / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-                )
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+                yield from _limited(GROUPS / "memory", path, names, "total_")
 
 
-def _spare_above(root: Path, path: str, limit: str, used: str, prefix: str) -> Iterator[float]:
-    """Pages of files that are only cached count as spare. In a container, the path may be one of outside."""
+def _limited(root: Path, path: str, names: tuple[str, str], prefix: str) -> Iterator[tuple[float, float]]:
+    """Pages of files that are only cached do not count as used. In a container, the path may be one of outside."""
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
         with suppress(OSError, ValueError):  # no such group here, or no limit
-            limit_bytes = int((folder / limit).read_text())
-            used_bytes = int((folder / used).read_text())
+            limit_bytes, used_bytes = (float(int((folder / name).read_text())) for name in names)
             counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            cached_bytes = sum(int(counts[f"{prefix}{each}_file"]) for each in ("active", "inactive"))
-            yield float(limit_bytes - used_bytes + cached_bytes)
+            yield limit_bytes, used_bytes - sum(int(counts[f"{prefix}{each}_file"]) for each in ("active", "inactive"))
         if folder == root:
             return
