@@ -175,8 +175,12 @@ def test_a_damaged_checkpoint_is_named_and_leaves_nothing_on_the_node(directory:
     assert not list(node.root.glob("*made-*"))
 
 
-def test_a_node_without_room_leaves_reading_to_the_checkpoint(
-    directory: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_node_without_room_leaves_reading_to_the_checkpoint_and_says_so(
+    directory: Path,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     alone = loaded(directory, cache)
     used = shutil.disk_usage(tmp_path)
@@ -187,6 +191,7 @@ def test_a_node_without_room_leaves_reading_to_the_checkpoint(
 
     assert torch.equal(predicted(model), predicted(alone))
     assert copied(model.transformer.parameters(), tmp_path / "node") == len(list(model.transformer.parameters()))
+    assert f"{directory / 'transformer'} is read by each worker" in caplog.text
 
 
 @pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="this machine has no /dev/shm")
