@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -42,6 +42,7 @@ MID_REQUEST_S, MID_TASK_S = 1.0, 0.04
 """After its launch, a request of two samples at 512 px is in the middle of its steps; a tiny one sooner."""
 SEPARATE = ("add", "update")
 """Of training."""
+RUNS = ("alone", "struck", "explored")
 
 
 def settings(directory: Path, arguments: argparse.Namespace, *, spot: int, exploration: str = "off") -> Config:
@@ -106,45 +107,77 @@ def phases(run: RunDir) -> list[dict[str, float]]:
     return found
 
 
-def beside(real: list[dict[str, float]], modelled: list[dict[str, float]]) -> Iterator[str]:
-    """The first iteration is left out where there are more: it captures CUDA graphs."""
-    names = dict.fromkeys(name for each in (*real, *modelled) for name in each)
-    yield "| phase | live, s, by iteration | virtual clock, s |\n|---|---|---|"
-    for name in names:
-        took = ", ".join(f"{each.get(name, 0.0):.2f}" for each in real)
-        yield f"| {name} | {took} | {modelled[-1].get(name, 0.0):.2f} |"
+def table(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
+    """A column for each run: seconds by iteration, of which the first captures CUDA graphs and fills new memory."""
+    phase_names = dict.fromkeys(name for iterations in runs.values() for each in iterations for name in each)
+    yield f"| s | {' | '.join(runs)} |"
+    yield "|---" * (1 + len(runs)) + "|"
+    for name in phase_names:
+        cells = (", ".join(f"{each.get(name, 0.0):.2f}" for each in iterations) for iterations in runs.values())
+        yield f"| {name} | {' | '.join(cells)} |"
 
 
 def loss(run: RunDir) -> Iterator[str]:
-    """What came of the killed worker, and when the next one worked."""
-    spans = [Span(**row) for row in run.rows(SPANS)]
+    """What the killed worker left undone, and when the next one worked."""
+    spans, lives = [Span(**row) for row in run.rows(SPANS)], read_lives(run)
     for span in spans:
         if span.outcome == "lost":
-            wasted_s = "none of it" if span.uncommitted_s is None else f"its last {span.uncommitted_s:.2f} s"
-            yield f"Lost: {span.worker} in {span.phase}, {span.stop_s - span.start_s:.2f} s after it began; {wasted_s}."
-    lost = [life for life in read_lives(run) if life.reason == "lost"]
-    for life in lost:
-        assert life.left_s is not None
+            undone = "nothing" if span.uncommitted_s is None else f"the last {span.uncommitted_s:.2f} s"
+            yield f"Lost: {span.worker} in {span.phase}, {span.stop_s - span.start_s:.2f} s after it began: {undone}."
+    for life in lives:
+        if life.reason != "lost" or life.left_s is None:
+            continue
+        joined = [each.joined_s for each in lives if each.pool == "spot" and each.joined_s >= life.left_s]
         later = [span for span in spans if span.pool == "spot" and span.start_s > life.left_s]
-        joined = [each.joined_s for each in read_lives(run) if each.pool == "spot" and each.joined_s >= life.left_s]
         if joined and later:
             first = min(later, key=lambda span: span.start_s)
             yield (
                 f"The next worker was there {min(joined) - life.left_s:.1f} s later, had its first task after "
                 f"{first.start_s - life.left_s:.1f} s and had done it after {first.stop_s - life.left_s:.1f} s."
             )
-    resumed = [row.measured["steps_resumed"] for row in run.history()]
-    yield f"Steps that were not computed again: {resumed}."
+    yield f"Steps that were not computed again: {sum(row.measured['steps_resumed'] for row in run.history()):.0f}."
 
 
-def hashes(run: RunDir) -> Mapping[int, str]:
-    return {row.weights_version: row.weights_sha256 for row in run.history()}
+def hashes(run: RunDir) -> list[str]:
+    """Of each version's weights."""
+    return [row.weights_sha256 for row in run.history()]
+
+
+def measure(place: Path, arguments: argparse.Namespace) -> None:
+    """Make the runs that are asked for, and print what they took.
+
+    Raises:
+        AssertionError: the run with a loss has other weights than the one without.
+    """
+    if "alone" in arguments.runs:
+        asked = settings(place / "alone", arguments, spot=0)
+        alone = live(asked)
+        virtual = Simulation("as configured", asked, "modelled")
+        virtual.go(report=False)
+        print("\nA reserved worker alone:\n")
+        print("\n".join(table({"live": phases(alone), "virtual clock": phases(virtual.directory)[-1:]})), flush=True)
+    if "struck" in arguments.runs:
+        asked = settings(place / "struck", arguments, spot=1)
+        struck = live(asked, struck_s=MID_TASK_S if arguments.smoke else MID_REQUEST_S)
+        print("\nWith a spot worker on the same GPU, killed in its first rollout:\n")
+        print("\n".join((*table({"live": phases(struck)}), "", *loss(struck))), flush=True)
+    if "explored" in arguments.runs:
+        explored = live(settings(place / "explored", arguments, spot=1, exploration="stale"))
+        scored = ", ".join(f"{row.metrics['seeds_scored']:.0f}" for row in explored.history())
+        print("\nWith a spot worker on the same GPU, which explores:\n")
+        print(
+            "\n".join((*table({"live": phases(explored)}), "", f"Candidates of each iteration: {scored}.")), flush=True
+        )
+    if {"alone", "struck"} <= set(arguments.runs):
+        assert hashes(alone) == hashes(struck), "a loss changed the weights"
+        print("\nWith the loss and without it, all versions of the weights are the same bits.")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="*", default=RUNS, choices=RUNS, metavar="NAME", help=f"of {', '.join(RUNS)}")
     parser.add_argument("--checkpoint", type=Path, help="where it is, or is to be written; default: a temporary place")
-    parser.add_argument("--layers", type=int, default=60, help="of the published transformer")
+    parser.add_argument("--layers", type=int, default=60, help="of the published transformer, if it is written")
     parser.add_argument("--px", type=int, default=512, help="edge of the images")
     parser.add_argument("--iterations", type=int, default=2, help="of each run")
     parser.add_argument("--smoke", action="store_true", help="a tiny transformer at 32 px, on the processor")
@@ -161,28 +194,8 @@ def main() -> None:
                 tiny_qwen_image(arguments.checkpoint)
             else:
                 qwen_image_as_published(arguments.checkpoint, arguments.layers)
-            print(f"The checkpoint was written in {time.perf_counter() - began_s:.0f} s", flush=True)
-        place = Path(name)
-        asked = settings(place / "alone", arguments, spot=0)
-        began_s = time.perf_counter()
-        alone = live(asked)
-        print(f"\nA reserved worker alone, {time.perf_counter() - began_s:.0f} s with start and end:\n")
-        virtual = Simulation("as configured", asked, "modelled")
-        virtual.go(report=False)
-        modelled = phases(virtual.directory)
-        print("\n".join(beside(phases(alone), modelled)), flush=True)
-        struck = live(
-            settings(place / "struck", arguments, spot=1), struck_s=MID_TASK_S if arguments.smoke else MID_REQUEST_S
-        )
-        print("\nWith a spot worker on the same GPU, killed in its first rollout:\n")
-        print("\n".join((*beside(phases(struck), modelled), "", *loss(struck))))
-        same = hashes(alone) == hashes(struck)
-        print(f"Weights of all versions are {'the same bits' if same else 'NOT the same bits'}.", flush=True)
-        explored = live(settings(place / "explored", arguments, spot=1, exploration="stale"))
-        print("\nWith a spot worker on the same GPU, which explores:\n")
-        print("\n".join(beside(phases(explored), modelled)))
-        print(f"Seeds scored for an iteration: {[row.metrics.get('seeds_scored') for row in explored.history()]}")
-    assert same
+            print(f"The checkpoint was written in {time.perf_counter() - began_s:.0f} s.", flush=True)
+        measure(Path(name), arguments)
 
 
 if __name__ == "__main__":
