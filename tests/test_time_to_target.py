@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import time_to_target
-from benchmarks.target import cases, outcomes, readme, tables
+from benchmarks.target import cases, figure, outcomes, readme, tables
 from benchmarks.target.cases import OURS, SEEDS, SOONEST, SPACE, STRATEGIES, TRIALS, TUNING_SEEDS, Case, Row
 from benchmarks.target.prices import at_prices
 from runs import ROOT
@@ -379,6 +379,13 @@ def test_the_dearest_is_one_of_those_that_got_there() -> None:
     assert second[dear][1] == "1"
     assert second[lost] == ["–", "0.0 [0.0, 0.0]"]
     assert second[OURS][1] not in ("1", "–")
+
+
+def test_the_figure_joins_those_that_no_other_beats_in_both() -> None:
+    minutes_and_dollars = {"soon": (1.0, 9.0), "cheap": (9.0, 1.0), "middle": (4.0, 4.0), "alike": (4.0, 5.0)}
+
+    assert figure.unbeaten(minutes_and_dollars) == ["soon", "cheap", "middle", "alike"]
+    assert figure.unbeaten(minutes_and_dollars | {"better": (3.9, 3.9)}) == ["soon", "cheap", "better"]
 
 
 def test_dollars_at_other_prices_are_of_the_same_seconds() -> None:

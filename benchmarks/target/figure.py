@@ -6,10 +6,13 @@ import argparse
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import product
-from math import inf, isinf
+from math import isinf
 from typing import TYPE_CHECKING
 
 from benchmarks.target.cases import (
+    AS_DRAWN,
+    CHOSEN_ON_MANY,
+    FOUR_EXPLORED,
     OURS,
     RESERVED_ONLY,
     SOONEST,
@@ -37,6 +40,11 @@ CURVES = {
     SOONEST: LOST,
 }
 """Strategies whose runs are drawn as lines, with their colours."""
+NUMBERED = {
+    *(*CURVES, AS_DRAWN, CHOSEN_ON_MANY, FOUR_EXPLORED, f"{RESERVED_ONLY}, blocking exploration"),
+    *("reserved + spot, no exploration", "restart on preemption", "Spotlight"),
+}
+"""Strategies that are numbered where minutes are against dollars, beside those that no other beats in some cell."""
 
 
 def draw(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
@@ -49,21 +57,24 @@ def draw(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(11, 3.6 * len(shown) + 2.4), layout="constrained")
         panels = figure.subplots(len(shown), 2, squeeze=False)
+        found = {
+            cell: {name: runs for name in STRATEGIES if (runs := fresh(rows, *cell, name, arguments))} for cell in shown
+        }
+        best = {name for cell in shown for name in unbeaten(_medians(found[cell], TARGETS[cell[0]][-1]))}
+        names = [name for name in STRATEGIES if name in NUMBERED or name in best]
         for cell, (left, right) in zip(shown, panels, strict=True):
-            found = {name: runs for name in STRATEGIES if (runs := fresh(rows, *cell, name, arguments))}
-            _draw_curves(left, {name: found[name] for name in CURVES if name in found}, cell)
-            _draw_costs(right, found, cell)
+            _draw_curves(left, {name: found[cell][name] for name in CURVES if name in found[cell]}, cell)
+            _draw_costs(right, found[cell], TARGETS[cell[0]][-1], names)
         marks = {
             name: mark for panel in panels[:, 1] for mark, name in zip(*panel.get_legend_handles_labels(), strict=True)
         }
-        names = [name for name in STRATEGIES if name in marks]
         figure.legend(
-            [marks[name] for name in names],
-            names,
+            [marks[name] for name in names if name in marks],
+            [name for name in names if name in marks],
             frameon=False,
             loc="outside lower center",
             ncols=2,
-            title="median (line: runs that got there)",
+            title="median (lines: runs that got there; dashed: nobody is sooner and cheaper; dots: all others)",
         )
         figure.suptitle("Virtual clock: Qwen-Image at 512 px on H100s; learning is the embedded model's", fontsize=10)
         figure.savefig(arguments.figure, dpi=130)
@@ -90,26 +101,52 @@ def _draw_curves(axis: Axes, found: Mapping[str, Mapping[int, Row]], cell: tuple
     axis.legend(frameon=False, loc="lower right")
 
 
-def _draw_costs(axis: Axes, found: Mapping[str, Mapping[int, Row]], cell: tuple[str, str, str]) -> None:
-    """Each strategy's number, one for all panels, at its medians; lines over the runs that got there, if most did."""
+def _draw_costs(axis: Axes, found: Mapping[str, Mapping[int, Row]], target: float, names: Sequence[str]) -> None:
+    """The strategies' numbers, the same in all panels, at their medians, with lines over the runs that got there; dots
+    for all others. A dashed line joins those that no other beats in both.
+    """
     from matplotlib.ticker import LogLocator, NullLocator
 
-    target = TARGETS[cell[0]][-1]
-    for number, name in enumerate(STRATEGIES, 1):
-        runs = found.get(name, {})
-        each = [[value / unit for value in times_until(runs, target, field).values()] for field, unit in UNITS.items()]
-        minutes, dollars = (statistics.median(values or [inf]) for values in each)
-        if isinf(minutes):
+    medians = _medians(found, target)
+    for name, (minutes, dollars) in medians.items():
+        if name not in names:
+            axis.plot(minutes, dollars, ls="", marker="o", ms=3, mec="none", alpha=0.5, color=_colour(name))
             continue
+        each = _by_seed(found[name], target)
         there = [[value for value in values if not isinf(value)] for values in each]
         reach = [
             [[middle - min(values)], [max(values) - middle]]
             for values, middle in zip(there, (minutes, dollars), strict=True)
         ]
+        number = names.index(name) + 1
         axis.errorbar(minutes, dollars, xerr=reach[0], yerr=reach[1], color=_colour(name), lw=0.8, alpha=0.4)
-        axis.plot(minutes, dollars, ls="", marker=f"${number}$", ms=9, color=_colour(name), label=name)
+        axis.plot(minutes, dollars, ls="", marker=f"${number}$", ms=10, color=_colour(name), label=name)
+    axis.plot(*zip(*sorted(medians[name] for name in unbeaten(medians)), strict=True), ls="--", lw=0.8, color=AXIS)
     axis.set(xscale="log", yscale="log", xlabel=f"minutes to {target}, emulated", ylabel=f"US dollars to {target}")
     for ticks in (axis.xaxis, axis.yaxis):
         ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ticks.set_major_formatter("{x:g}")
         ticks.set_minor_locator(NullLocator())
+
+
+def _by_seed(runs: Mapping[int, Row], target: float) -> list[list[float]]:
+    """Minutes, and dollars, of each run to the target."""
+    return [[value / unit for value in times_until(runs, target, field).values()] for field, unit in UNITS.items()]
+
+
+def _medians(found: Mapping[str, Mapping[int, Row]], target: float) -> dict[str, tuple[float, float]]:
+    """Minutes and dollars to the target of the strategies of which most runs got there."""
+    each = {name: _by_seed(runs, target) for name, runs in found.items()}
+    medians = {
+        name: (statistics.median(minutes), statistics.median(dollars)) for name, (minutes, dollars) in each.items()
+    }
+    return {name: middle for name, middle in medians.items() if not isinf(middle[0])}
+
+
+def unbeaten(medians: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Whom no other beats in both."""
+    return [
+        name
+        for name, (minutes, dollars) in medians.items()
+        if not any(sooner < minutes and cheaper < dollars for sooner, cheaper in medians.values())
+    ]
