@@ -121,7 +121,8 @@ def _draw_costs(axis: Axes, found: Mapping[str, Mapping[int, Row]], target: floa
         number = names.index(name) + 1
         axis.errorbar(minutes, dollars, xerr=reach[0], yerr=reach[1], color=_colour(name), lw=0.8, alpha=0.4)
         axis.plot(minutes, dollars, ls="", marker=f"${number}$", ms=10, color=_colour(name), label=name)
-    axis.plot(*zip(*sorted(medians[name] for name in unbeaten(medians)), strict=True), ls="--", lw=0.8, color=AXIS)
+    if front := sorted(medians[name] for name in unbeaten(medians)):
+        axis.plot(*zip(*front, strict=True), ls="--", lw=0.8, color=AXIS)
     axis.set(xscale="log", yscale="log", xlabel=f"minutes to {target}, emulated", ylabel=f"US dollars to {target}")
     for ticks in (axis.xaxis, axis.yaxis):
         ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
