@@ -47,7 +47,7 @@ PREEMPTIONS = 3
 
 HEADLINE = ("reserved only (4)", OURS, "a quarter ahead (1 + 11)")
 HEADLINE_SPEEDUP = 3.0
-"""As a shape's: twelve engines on two cores."""
+"""Twelve engines on two cores: a slow machine needs a smaller one."""
 
 Row = dict[str, Any]
 
@@ -128,7 +128,7 @@ def spent(run: RunDir, settings: Config) -> tuple[float, float]:
     return settings.pace.speedup * (ended_s - began_s), settings.pace.speedup * usd
 
 
-def headline(strategy: str, iterations: int, directory: Path) -> Config:
+def headline(strategy: str, iterations: int, speedup: float, directory: Path) -> Config:
     """So many iterations of a row of the headline, but with what the system itself costs on this machine."""
     row = Case(job="digits", regime="2 levels", size="512", strategy=strategy, trial=0, seed=0)
     of_other_machines = ("simulation.", "pace.speedup", "pools.spot.speedup")
@@ -136,8 +136,8 @@ def headline(strategy: str, iterations: int, directory: Path) -> Config:
         PACED,
         [
             *(override for override in row.overrides() if not override.startswith(of_other_machines)),
-            f"pace.speedup={HEADLINE_SPEEDUP}",
-            f"pools.spot.speedup={HEADLINE_SPEEDUP * TRACE_SPEEDUP}",
+            f"pace.speedup={speedup}",
+            f"pools.spot.speedup={speedup * TRACE_SPEEDUP}",
             f"run.dir={directory}",
             f"run.iterations={iterations}",
             "run.validate_every=1000",
@@ -169,6 +169,7 @@ def compare(configured: Callable[[Path], Config], directory: Path, costs: Mappin
         "virtual_usd": virtual_usd,
         "preemptions": [lost, outcome.preemptions],
         "load": load,
+        "speedup": asked.pace.speedup,
         "costs": dict(costs),
     }
 
@@ -194,7 +195,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[P
     """The cluster and the trace of each, and how its settings come about."""
     if arguments.headline is not None:
         for strategy in arguments.headline or HEADLINE:
-            yield strategy, "bursty", partial(headline, strategy, arguments.iterations)
+            yield strategy, "bursty", partial(headline, strategy, arguments.iterations, arguments.speedup)
         return
     for shape, model in product((SHAPES[number] for number in arguments.shapes), arguments.models):
         yield shape.name, model, partial(settings, shape, model)
@@ -208,6 +209,9 @@ def main() -> None:
         "--headline", nargs="*", choices=HEADLINE, metavar="NAME", help="rows of the headline instead of the clusters"
     )
     parser.add_argument("--iterations", type=int, default=3, help="of a row of the headline")
+    parser.add_argument(
+        "--speedup", type=float, default=HEADLINE_SPEEDUP, help="emulated seconds of such a row in a real one"
+    )
     parser.add_argument(
         "--keep", type=Path, metavar="DIRECTORY", help="where run directories stay; a live one that is there is kept"
     )
