@@ -53,7 +53,7 @@ def _limited(root: Path, path: str, names: tuple[str, str], prefix: str) -> Iter
     """Pages of files that are only cached do not count as used. In a container, the path may be one of outside."""
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
-        with suppress(OSError, ValueError):  # no such group here, or no limit
+        with suppress(OSError, ValueError, KeyError):  # no such group here, no limit, or no such counts
             limit_bytes, used_bytes = (float(int((folder / name).read_text())) for name in names)
             counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             yield limit_bytes, used_bytes - sum(int(counts[f"{prefix}{each}_file"]) for each in ("active", "inactive"))
