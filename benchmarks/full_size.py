@@ -108,7 +108,7 @@ def phases(run: RunDir) -> list[dict[str, float]]:
 
 
 def table(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
-    """A column for each run: seconds by iteration, of which the first captures CUDA graphs and fills new memory."""
+    """A column for each run: seconds by iteration."""
     phase_names = dict.fromkeys(name for iterations in runs.values() for each in iterations for name in each)
     yield f"| s | {' | '.join(runs)} |"
     yield "|---" * (1 + len(runs)) + "|"
@@ -147,7 +147,7 @@ def measure(place: Path, arguments: argparse.Namespace) -> None:
     """Make the runs that are asked for, and print what they took.
 
     Raises:
-        AssertionError: the run with a loss has other weights than the one without.
+        AssertionError: no worker was lost, or the run with a loss has other weights than the one without.
     """
     if "alone" in arguments.runs:
         asked = settings(place / "alone", arguments, spot=0)
@@ -159,6 +159,7 @@ def measure(place: Path, arguments: argparse.Namespace) -> None:
     if "struck" in arguments.runs:
         asked = settings(place / "struck", arguments, spot=1)
         struck = live(asked, struck_s=MID_TASK_S if arguments.smoke else MID_REQUEST_S)
+        assert any(life.reason == "lost" for life in read_lives(struck)), "no worker was killed in mid-request"
         print("\nWith a spot worker on the same GPU, killed in its first rollout:\n")
         print("\n".join((*table({"live": phases(struck)}), "", *loss(struck))), flush=True)
     if "explored" in arguments.runs:

@@ -68,9 +68,10 @@ def draw(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
         marks = {
             name: mark for panel in panels[:, 1] for mark, name in zip(*panel.get_legend_handles_labels(), strict=True)
         }
+        told = [name for name in names if name in marks]
         figure.legend(
-            [marks[name] for name in names if name in marks],
-            [name for name in names if name in marks],
+            [marks[name] for name in told],
+            told,
             frameon=False,
             loc="outside lower center",
             ncols=2,

@@ -172,9 +172,9 @@ def dtypes(directory: Path) -> set[str]:
     """Of the weights of one network, as safetensors names them: "F32", "BF16".
 
     Raises:
-        SpotlightError: as `weight_files`.
+        SpotlightError: a file is damaged, or not as long as its header says.
     """
-    return {dtype for file in weight_files(directory) for _, dtype in _header(file).values()}
+    return {dtype for file in directory.glob("*.safetensors") for _, dtype in _header(file).values()}
 
 
 def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
