@@ -54,6 +54,7 @@ from spotlight.rl.models.base import Conditioning, Model
 from spotlight.rl.models.qwen_transformer import QwenTransformer
 from spotlight.rl.prompts import read_prompts
 from spotlight.rl.rewards.base import Scorer
+from spotlight.store.creating import create_run
 from spotlight.store.rundir import RunDir
 
 QWEN_IMAGE = {"patch_size": 2, "in_channels": 64, "out_channels": 16, "attention_head_dim": 128}
@@ -141,7 +142,7 @@ def bench(overrides: Sequence[str], model: Callable[[], Model] | None = None) ->
         assert isinstance(device, InProcess)
         more = [f"run.dir={directory}", 'strategy.exploration="off"', 'reward.name="benchmarks.engine:SeedlessScorer"']
         settings = config.load(overhead.SETTINGS, [*more, *overrides])
-        run = RunDir.create(settings, time.time())
+        run = create_run(settings, time.time())
         if model:
             made, train = model(), settings.train
             made.make_trainable(rank=train.lora_rank, alpha=train.lora_alpha, seed=settings.run.seed)

@@ -23,8 +23,8 @@ from spotlight import config
 from spotlight.records import Request
 from spotlight.rl.prompts import read_prompts
 from spotlight.run import Run
+from spotlight.store.creating import create_run
 from spotlight.store.rows import HISTORY
-from spotlight.store.rundir import RunDir
 
 SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
 REQUESTS = 12
@@ -77,7 +77,7 @@ def measure(batch: int, steps: int, turns: int) -> tuple[float, float, list[floa
                 "cluster.dashboard_port=0",
             ],
         )
-        run = RunDir.create(settings, time.time())
+        run = create_run(settings, time.time())
         pools = Pools(settings, run.path)
         try:
             graph = prepare_graph(str(run.path))

@@ -62,7 +62,7 @@ def record(out: Path, versions: Sequence[int], steps: Sequence[int], prompts: in
     from spotlight.device.protocol import install
     from spotlight.records import Scored, WeightsRef
     from spotlight.rl.prompts import read_prompts
-    from spotlight.store.rundir import RunDir
+    from spotlight.store.creating import create_run
 
     def save(context: RunContext, weights: WeightsRef) -> None:
         engine = device.engine(str(run.path))
@@ -103,7 +103,7 @@ def record(out: Path, versions: Sequence[int], steps: Sequence[int], prompts: in
     with tempfile.TemporaryDirectory() as directory, out.open("w") as file:
         overrides = [f"run.dir={directory}", f"run.iterations={max(versions)}", "run.validate_every=1000"]
         settings = config.load(SETTINGS, [*overrides, "strategy.exploration=off"])
-        run = RunDir.create(settings, time.time())
+        run = create_run(settings, time.time())
         Loop(run, compute, NoWatch()).go()
 
 

@@ -38,8 +38,8 @@ from spotlight.market.traces import SECONDS_PER_H
 from spotlight.records import Placement, Request, Rollout, WorkerLife
 from spotlight.report.palette import FAINT, INK, LOST, OTHER, PHASE_COLOURS, RULE
 from spotlight.rl.prompts import read_prompts
+from spotlight.store.creating import create_run
 from spotlight.store.node import Node, shared_root, sweep
-from spotlight.store.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "examples" / "ocr-tiny.toml"
@@ -115,7 +115,7 @@ class Live:
             f"rollout.request_seeds={BATCH}",
         )
         self.config = config.load(SETTINGS, [*common, *overrides])
-        self.run = RunDir.create(self.config, time.time())
+        self.run = create_run(self.config, time.time())
         self.pools = Pools(self.config, self.run.path, standing)
         graph = prepare_graph(str(self.run.path))
         self.context: RunContext = self.pools.client.get(graph.graph, graph.outputs["context"])

@@ -28,7 +28,7 @@ from cluster.pools import Pools
 from graphs.layers import Graph
 from graphs.loop import Loop
 from spotlight import config
-from spotlight.store.rundir import RunDir
+from spotlight.store.creating import create_run
 
 SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
 TLS = (True, False)
@@ -51,7 +51,7 @@ class Side:
 
     def __init__(self, directory: Path, overrides: Sequence[str], pass_on: Callable[[], None]) -> None:
         settings = config.load(SETTINGS, [f"run.dir={directory}", *overrides])
-        self.run = RunDir.create(settings, time.time())
+        self.run = create_run(settings, time.time())
         self.pools = Pools(settings, self.run.path)
         self.turn = Semaphore(0)
         self.wall_s: list[float] = []

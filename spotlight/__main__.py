@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, get_args
 from spotlight.clock import wall_clock
 from spotlight.files import is_url, writing
 from spotlight.records import Policy, SpotlightError, Stopped, in_a_sentence
+from spotlight.store.creating import create_run
 from spotlight.store.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -341,7 +342,7 @@ def _submit(parsed: argparse.Namespace) -> None:
         return
     check_commands()
     check_jobs(settings, f"{settings.run.dir}/{settings.run.name}")
-    run = RunDir.create(settings, wall_clock())
+    run = create_run(settings, wall_clock())
     (run.path / "slurm").mkdir()
     try:
         job = submit(scripts(settings, run.url, begin=parsed.begin)["the driver"])

@@ -31,6 +31,7 @@ from spotlight.report.money import emulated
 from spotlight.status import Status
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts, alive_s
+from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.disks import full_disk
 from spotlight.store.rows import HISTORY, HistoryRow
 from spotlight.store.rundir import RunDir
@@ -87,7 +88,7 @@ class Run:
         """
         wanted = configuration.load(settings, overrides)
         check_inputs(wanted)
-        directory = RunDir.into(run_dir, wanted)
+        directory = create_run_at(run_dir, wanted)
         return cls.resume(directory.url, cluster=cluster)
 
     @classmethod
@@ -179,7 +180,7 @@ class Run:
         self._began_s = wall_clock()
         if self._directory is None:
             self._check_cluster()
-            self._directory = RunDir.create(self.config, self._began_s)
+            self._directory = create_run(self.config, self._began_s)
         self._accounts = None if detached else Accounts(self._directory, self.config)
         self._stop.clear()
         self._error = None

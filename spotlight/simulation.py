@@ -35,8 +35,8 @@ from spotlight.plan.durations import TaskDurations
 from spotlight.records import GradientPart, Pool, Rollout, SpotlightError, WorkerLife, record
 from spotlight.rl.sums import slices_of
 from spotlight.store.accounts import Accounts, pool_prices, read_lives
+from spotlight.store.creating import create_run
 from spotlight.store.rows import DECISIONS, HISTORY, SIMULATED
-from spotlight.store.rundir import RunDir
 from spotlight.strategies import strategies
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Simulation:
     ) -> None:
         self.name, self.config, self._learning, self._follow = name, config, learning, follow
         self._began_s = _began_s(config)
-        self.directory = RunDir.create(config, wall_clock())
+        self.directory = create_run(config, wall_clock())
         self.directory.write_json(SIMULATED, {"learning": learning})
         self._accounts = Accounts(self.directory, config)
         self._clock = VirtualClock(self._began_s)

@@ -32,9 +32,9 @@ from runs import WAIT_S, settings_file, wait_for
 from spotlight import config as configuration
 from spotlight.records import Request, Rollout, Span, WorkerLife
 from spotlight.rl.prompts import read_prompts
+from spotlight.store.creating import create_run
 from spotlight.store.latents import LatentStore
 from spotlight.store.node import memory_roots
-from spotlight.store.rundir import RunDir
 
 STEPS = 30
 """Of a request: some two seconds, so that a blow at step 5 finds it at work."""
@@ -46,7 +46,7 @@ class Live:
     def __init__(self, directory: Path, overrides: Sequence[str]) -> None:
         steps = (f"rollout.steps={STEPS}", "rollout.sampler=cps", "rollout.sde_window=[0,10]")
         self.config = configuration.load(settings_file(directory), (*steps, *overrides))
-        self.run = RunDir.create(self.config, time.time())
+        self.run = create_run(self.config, time.time())
         self.pools = Pools(self.config, self.run.path)
         self._requests = 0
         self.events: list[dict[str, Any]] = []

@@ -28,6 +28,7 @@ from spotlight.device.engine import InProcess
 from spotlight.device.modelled import ModelledDevice
 from spotlight.records import Request, Stopped
 from spotlight.store import weights
+from spotlight.store.creating import create_run
 from spotlight.store.rundir import RunDir
 
 
@@ -136,7 +137,7 @@ def _compute(cluster: VirtualCluster, graph: Graph) -> Mapping[str, Any]:
 def begun_and_ended(settings: Path, overrides: Sequence[str]) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
     """The weights that a run in this process begins and ends with."""
     with tempfile.TemporaryDirectory() as directory, protocol.using(InProcess(paced=False)):
-        run = RunDir.create(config.load(settings, [*overrides, f"run.dir={directory}"]), 0.0)
+        run = create_run(config.load(settings, [*overrides, f"run.dir={directory}"]), 0.0)
         Loop(run, synchronous, NoWatch()).go()
         first, last = (weights.published(run.url, version) for version in (0, len(run.history())))
         assert first

@@ -15,6 +15,7 @@ from spotlight import config
 from spotlight.market.ledger import reserved_price
 from spotlight.records import Drained, SpotlightError, WorkerLife
 from spotlight.store.accounts import Accounts, alive_s, pool_prices
+from spotlight.store.creating import create_run_at
 from spotlight.store.rows import HISTORY, SPANS, VALIDATION, WORKERS
 from spotlight.store.rundir import RunDir
 
@@ -166,12 +167,12 @@ def test_a_run_keeps_the_prices_that_it_paid(tmp_path: Path) -> None:
     prices = tmp_path / "spot.csv"
     prices.write_text("since_start_s,usd_per_h\n0,1\n")
     settings = config.load(settings_file(tmp_path), [f"pools.spot.prices={prices}"])
-    run = RunDir.into(tmp_path / "run", settings)
+    run = create_run_at(tmp_path / "run", settings)
 
     prices.write_text("since_start_s,usd_per_h\n0,100\n")
 
     assert pool_prices(run.config())["spot"].usd_per_h == (1.0,)
-    assert RunDir.into(tmp_path / "run", settings).path == run.path  # the same settings still
+    assert create_run_at(tmp_path / "run", settings).path == run.path  # the same settings still
     prices.unlink()
     assert pool_prices(RunDir.open(run.path).config())["spot"].usd_per_h == (1.0,)
 

@@ -20,6 +20,7 @@ from runs import PROMPTS, WAIT_S, outcome, settings_file, spotlight, start, wait
 from spotlight import config
 from spotlight.records import SpotlightError
 from spotlight.run import Run
+from spotlight.store.creating import create_run
 from spotlight.store.rows import HISTORY, VALIDATION
 from spotlight.store.rundir import RunDir
 
@@ -194,7 +195,7 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_a_run_has_one_driver_at_a_time(tmp_path: Path) -> None:
-    run = RunDir.create(config.load(settings_file(tmp_path)), now_s=0.0)
+    run = create_run(config.load(settings_file(tmp_path)), now_s=0.0)
 
     with run.lock():
         said = refusal("resume", run.path)

@@ -17,6 +17,7 @@ from graphs.loop import Loop, synchronous
 from runs import ROOT, WAIT_S, NoWatch, settings_file
 from spotlight import config
 from spotlight.run import Run
+from spotlight.store.creating import create_run
 from spotlight.store.objects import BucketObjects
 from spotlight.store.rundir import RunDir
 
@@ -56,7 +57,7 @@ def test_a_run_at_a_url_survives_its_driver_and_is_seen_from_anywhere(
 ) -> None:
     settings = settings_file(tmp_path)
     settings.write_text(settings.read_text().replace("iterations = 3", "iterations = 2"))
-    in_one_thread = RunDir.create(config.load(settings), now_s=0.0)
+    in_one_thread = create_run(config.load(settings), now_s=0.0)
     Loop(in_one_thread, synchronous, NoWatch()).go()
     settings.write_text(settings.read_text().replace(f'dir = "{tmp_path}"', f'dir = "{bucket}/runs"'))
     command = [sys.executable, str(ROOT / "tests" / "killing_driver.py"), str(settings), "rollout", "1", "memory"]

@@ -38,8 +38,8 @@ from spotlight.records import Explored, Kept, Prompt, Selection, Stopped, Worker
 from spotlight.report.feed import Feed, variances
 from spotlight.report.palette import ALIVE, PHASE_COLOURS
 from spotlight.run import Run
+from spotlight.store.creating import create_run
 from spotlight.store.rows import HISTORY, HistoryRow
-from spotlight.store.rundir import RunDir
 from spotlight.store.thumbnails import pictures, thumbnail
 
 PRICES = {"reserved": 10.0, "spot": 2.5}
@@ -175,7 +175,7 @@ def test_dollars_of_all_pools_are_drawn_and_a_pool_that_never_was_is_not_shown()
 
 
 def test_a_long_history_is_told_in_pieces_the_latest_first(tmp_path: Path) -> None:
-    directory = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
+    directory = create_run(load(settings_file(tmp_path)), now_s=0.0)
     rows = [
         HistoryRow(iteration=k, weights_version=k + 1, weights_sha256="", metrics={}, measured={}) for k in range(120)
     ]

@@ -15,6 +15,7 @@ from spotlight import config, driver
 from spotlight.driver import Driver
 from spotlight.records import Drained, Span, SpotlightError, WorkerLife
 from spotlight.store.accounts import Accounts
+from spotlight.store.creating import create_run
 from spotlight.store.lease import Lease
 from spotlight.store.rows import SPANS
 from spotlight.store.rundir import RunDir
@@ -74,7 +75,7 @@ def failed() -> dict[str, Any]:
 
 def ended(tmp_path: Path, status: Callable[[], dict[str, Any]], lease: Lease) -> tuple[RunDir, Accounts]:
     """A run whose cluster says this."""
-    run = RunDir.create(config.load(settings_file(tmp_path)), 0.0)
+    run = create_run(config.load(settings_file(tmp_path)), 0.0)
     accounts = Accounts(run, run.config())
     ours = Driver(run, accounts, lease, threading.Event(), began_s=NOW_S)
     ours.pools = cast(Pools, Failing(status))

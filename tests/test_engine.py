@@ -59,6 +59,7 @@ from spotlight.rl.prompts import read_prompts
 from spotlight.rl.rewards import Scorer
 from spotlight.simulation import TaskTiming
 from spotlight.store import updates as kept_updates
+from spotlight.store.creating import create_run
 from spotlight.store.latents import MissingLatents
 from spotlight.store.rundir import RunDir
 from spotlight.store.weights import PARTS, load, publish
@@ -66,7 +67,7 @@ from spotlight.store.weights import PARTS, load, publish
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    return RunDir.create(config.load(settings_file(tmp_path)), time.time())
+    return create_run(config.load(settings_file(tmp_path)), time.time())
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_a_rollout_that_is_done_is_not_done_again(run: RunDir, request_: Request
 
 def test_restart_on_preemption_begins_at_the_first_step(tmp_path: Path) -> None:
     settings = config.load(settings_file(tmp_path), ['strategy.on_preemption="restart"'])
-    run = RunDir.create(settings, time.time())
+    run = create_run(settings, time.time())
     context = prepare(str(run.path))
     prompts = read_prompts(settings.data.train_prompts)[:1]
     request = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
@@ -267,7 +268,7 @@ def test_the_end_of_training_ends_the_scoring_of_exploration_that_is_under_way(
 def scored_apart(tmp_path: Path) -> tuple[RunDir, Request]:
     """A run with workers that only score, and a request that was rolled out."""
     settings = config.load(settings_file(tmp_path), ["pools.reward.workers=1", "pools.reward.usd_per_h=0.5"])
-    run = RunDir.create(settings, time.time())
+    run = create_run(settings, time.time())
     context, prompts = prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:1]
     request = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
     Engine(run.path).rollout(request)
@@ -362,7 +363,7 @@ def test_latents_that_are_not_finite_are_a_missing_reward_and_never_a_score(run:
 
 def test_an_engine_on_another_clock_does_not_wait_though_the_settings_pace_it(tmp_path: Path) -> None:
     settings = config.load(settings_file(tmp_path), ["pace.gpu=h100", "pace.speedup=0.0001"])
-    run, device = RunDir.create(settings, time.time()), InProcess(paced=False)
+    run, device = create_run(settings, time.time()), InProcess(paced=False)
     context, prompts = prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:1]
     request = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
 
@@ -388,7 +389,7 @@ def test_on_the_virtual_clock_only_steps_that_are_read_or_kept_are_committed(
     tmp_path: Path, keep: str, sampler: Literal["ode", "sde"], window: tuple[int, int], committed: set[int]
 ) -> None:
     settings = config.load(settings_file(tmp_path), [f"latents.keep={keep}", "rollout.steps=8"])
-    run = RunDir.create(settings, time.time())
+    run = create_run(settings, time.time())
     context, prompts = prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:1]
     drawn = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
     request = replace(drawn, sampler=sampler, sde_window=window, noise_level=0.7)
@@ -411,7 +412,7 @@ def test_on_the_virtual_clock_only_steps_that_are_read_or_kept_are_committed(
 def test_on_the_virtual_clock_scores_that_are_kept_take_no_time(tmp_path: Path, device: Device) -> None:
     """As live: a score whose result was lost with its worker is read again, not computed again."""
     settings = config.load(settings_file(tmp_path), ["pace.gpu=h100", "pace.score_s=0.5"])
-    run = str(RunDir.create(settings, time.time()).path)
+    run = str(create_run(settings, time.time()).path)
     with protocol.using(device):
         context, prompts = prepare(run), read_prompts(settings.data.train_prompts)[:1]
         request = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
@@ -428,7 +429,7 @@ def test_on_the_virtual_clock_scores_that_are_kept_take_no_time(tmp_path: Path, 
 
 def test_widths_that_the_model_cannot_be_split_into_are_refused_with_those_that_it_can(tmp_path: Path) -> None:
     settings = config.load(settings_file(tmp_path), ["strategy.widths=[1, 3]", "pools.spot.workers=3"])
-    run = RunDir.create(settings, time.time())
+    run = create_run(settings, time.time())
 
     with pytest.raises(SpotlightError, match=r"gang of 3 .* choose among the widths 1, 2 and 4|widths 1, 2, 4"):
         prepare(str(run.path))

@@ -29,7 +29,7 @@ from spotlight.rl.export import LORA_FILE, export_weights
 from spotlight.rl.sample import GAP_PX, sample
 from spotlight.simulation import simulate
 from spotlight.store import weights
-from spotlight.store.rundir import RunDir
+from spotlight.store.creating import create_run, create_run_at
 
 RANK, ALPHA = 4, 12.0
 """Neither equal nor one twice the other: a lost alpha, or a default one, shows."""
@@ -72,7 +72,7 @@ def make_run(
         },
         parent,
     )
-    run_dir = RunDir.create(settings, now_s=0.0).path
+    run_dir = create_run(settings, now_s=0.0).path
     model = models.load(settings.model)
     model.make_trainable(rank=rank, alpha=ALPHA, seed=settings.run.seed)
     generator = torch.Generator().manual_seed(0)
@@ -326,7 +326,7 @@ def test_a_sample_that_cannot_be_is_refused_before_anything_is_loaded(
     tmp_path: Path, to: str, more: dict[str, Any], says: str
 ) -> None:
     settings = config.resolve({"data": {"train_prompts": str(DIGITS), "validation_prompts": str(DIGITS)}}, tmp_path)
-    run = RunDir.into(tmp_path / "run", settings)  # which has no weights
+    run = create_run_at(tmp_path / "run", settings)  # which has no weights
 
     with pytest.raises(SpotlightError, match=says):
         sample(run.path, "a", tmp_path / to, **{"seeds": [0]} | more)

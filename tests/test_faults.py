@@ -19,6 +19,7 @@ from loops import go_struck
 from plants import PLANTS, ForgivesLate
 from runs import outcome, settings_file
 from spotlight import config
+from spotlight.store.creating import create_run
 from spotlight.store.rundir import RunDir
 
 SCHEDULES, FUNCTIONS = 4_000, 4
@@ -140,7 +141,7 @@ REUSE = ("exploration.reuse=true", "train.parts=3", "run.iterations=4")
 
 def _run(directory: Path, *more: str) -> RunDir:
     overrides = ["run.name=struck", "strategy.widths=[1, 2]", 'strategy.offload="all"', *more]
-    return RunDir.create(config.load(settings_file(directory), overrides), 0.0)
+    return create_run(config.load(settings_file(directory), overrides), 0.0)
 
 
 def _loop_schedules() -> Iterator[Schedule]:

@@ -21,6 +21,7 @@ from spotlight.device.signals import Clear, CloseExploration, signals
 from spotlight.plan.offload import Balance, Measured
 from spotlight.records import Dropped, GradientPart, Placement, Sample, Scored, SpotlightError, Surplus, WeightsRef
 from spotlight.store import weights
+from spotlight.store.creating import create_run
 from spotlight.store.rows import HISTORY, SIMULATED, VALIDATION
 from spotlight.store.rundir import RunDir
 
@@ -59,7 +60,7 @@ class Killed(BaseException):
 
 
 def make_run(directory: Path, *overrides: str) -> RunDir:
-    return RunDir.create(config.load(settings_file(directory), ["run.name=modelled", *overrides]), 0.0)
+    return create_run(config.load(settings_file(directory), ["run.name=modelled", *overrides]), 0.0)
 
 
 def go(run: RunDir) -> RunDir:

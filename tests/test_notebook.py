@@ -20,7 +20,7 @@ from spotlight import attach, notebook
 from spotlight.config import load
 from spotlight.records import SpotlightError, Stopped
 from spotlight.run import Run
-from spotlight.store.rundir import RunDir
+from spotlight.store.creating import create_run
 from spotlight.store.thumbnails import Picture
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
@@ -67,7 +67,7 @@ def test_the_view_of_a_run_follows_it_to_its_end(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.delenv("VIRTUAL_ENV", raising=False)  # of another one it would warn
     monkeypatch.setattr(notebook, "REFRESH_S", 0.05)
-    directory = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
+    directory = create_run(load(settings_file(tmp_path)), now_s=0.0)
     shell = InteractiveShell.instance()
     shell.display_pub = publisher = CapturingDisplayPublisher()
 
@@ -171,7 +171,7 @@ def test_the_view_of_a_run_that_failed_says_why(tmp_path: Path) -> None:
 
 
 def test_the_view_of_a_run_says_what_it_waits_for_and_who_takes_no_part(tmp_path: Path) -> None:
-    directory = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
+    directory = create_run(load(settings_file(tmp_path)), now_s=0.0)
     with directory.lock():
         status = replace(attach(directory.path).status, refused={"spot-7": "it has <no> memory"})
 
@@ -187,7 +187,7 @@ def test_pictures_are_told_in_a_terminal_without_their_bytes() -> None:
 
 
 def test_to_look_at_a_run_takes_its_lock_from_nobody(tmp_path: Path) -> None:
-    directory = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
+    directory = create_run(load(settings_file(tmp_path)), now_s=0.0)
 
     with directory.lock():
         assert attach(directory.path).alive
@@ -197,7 +197,7 @@ def test_to_look_at_a_run_takes_its_lock_from_nobody(tmp_path: Path) -> None:
 
 
 def test_there_is_no_picture_of_what_did_not_happen(tmp_path: Path) -> None:
-    run = attach(RunDir.create(load(settings_file(tmp_path)), now_s=0.0).path)
+    run = attach(create_run(load(settings_file(tmp_path)), now_s=0.0).path)
 
     with pytest.raises(SpotlightError, match="nothing to draw"):
         run.plot()
@@ -211,7 +211,7 @@ def test_there_is_no_picture_of_what_did_not_happen(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = attach(RunDir.create(load(settings_file(tmp_path)), now_s=0.0).path)
+    run = attach(create_run(load(settings_file(tmp_path)), now_s=0.0).path)
 
     def read_only(path: Path) -> NoReturn:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))

@@ -19,7 +19,7 @@ from spotlight import config
 from spotlight.device.engine import InProcess
 from spotlight.records import Gradient, GradientPart
 from spotlight.store import updates
-from spotlight.store.rundir import RunDir
+from spotlight.store.creating import create_run
 from spotlight.store.weights import RunAt
 
 SMALL = (
@@ -73,7 +73,7 @@ def went(
     held_out = directory / "held-out.txt"
     held_out.write_text('a sign that says "12"\n')
     settings = config.load(settings_file(directory), [*SMALL, f"data.validation_prompts={held_out}", *overrides])
-    run, trained = RunDir.create(settings, 0.0), list[str]()
+    run, trained = create_run(settings, 0.0), list[str]()
 
     keep = updates.put
 

@@ -33,6 +33,7 @@ from spotlight.device.protocol import ALONE
 from spotlight.device.signals import Stop
 from spotlight.records import NO_DEVICE, WITHOUT_GPU, Request, Rollout, Scored, SpotlightError, Stopped
 from spotlight.rl.prompts import read_prompts
+from spotlight.store.creating import create_run
 from spotlight.store.rundir import RunDir
 
 HANG_AFTER_S = 1.0
@@ -42,7 +43,7 @@ SLOW = ["pace.gpu=h100", "pace.speedup=0.5"]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    return RunDir.create(config.load(settings_file(tmp_path_factory.mktemp("device")), SLOW), time.time())
+    return create_run(config.load(settings_file(tmp_path_factory.mktemp("device")), SLOW), time.time())
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +142,7 @@ def test_an_engine_has_the_model_of_a_prepared_run_before_it_is_called(
     tmp_path: Path, run: RunDir, slow: Request, is_prepared: bool
 ) -> None:
     """Who prepares a run makes what the others only read."""
-    where = run.path if is_prepared else RunDir.create(config.load(settings_file(tmp_path)), time.time()).path
+    where = run.path if is_prepared else create_run(config.load(settings_file(tmp_path)), time.time()).path
     process = EngineProcess(warm_parent(), 0, node=tmp_path / "node", hang_after_s=HANG_AFTER_S, run_dir=str(where))
     call: Any = LoadedCall()
 

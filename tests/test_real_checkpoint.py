@@ -35,6 +35,7 @@ from spotlight.rl.models import Model
 from spotlight.rl.prompts import read_prompts
 from spotlight.run import Run
 from spotlight.store import weights
+from spotlight.store.creating import create_run
 from spotlight.store.rows import HISTORY, SPANS
 from spotlight.store.rundir import RunDir
 
@@ -110,7 +111,7 @@ def checkpoint_overrides(pipeline: Path, directory: Path, algorithm: str) -> lis
 
 def run_here(directory: Path, overrides: list[str]) -> RunDir:
     """The run without a cluster, task by task in this process."""
-    run = RunDir.create(config.load(settings_file(directory), overrides), time.time())
+    run = create_run(config.load(settings_file(directory), overrides), time.time())
     Loop(run, synchronous, NoWatch()).go()
     return run
 
@@ -253,7 +254,7 @@ def test_who_only_takes_updates_of_a_lora_reads_no_base_weights(
     pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, read: bool
 ) -> None:
     overrides = [*checkpoint_overrides(pipeline, tmp_path, "nft"), f"train.lora_rank={rank}"]
-    run = RunDir.create(config.load(settings_file(tmp_path), overrides), time.time())
+    run = create_run(config.load(settings_file(tmp_path), overrides), time.time())
     monkeypatch.setenv(WITHOUT_GPU, "1")
 
     model = Residency(run, run.config(), None).model

@@ -31,6 +31,7 @@ from spotlight.report.facts import COLUMNS, LANES_MAX, read
 from spotlight.report.money import WASTE, bought, rows
 from spotlight.report.page import HIDDEN, METRICS
 from spotlight.simulation import Learning, Simulation
+from spotlight.store.creating import create_run
 from spotlight.store.rows import SIMULATED
 from spotlight.store.rundir import RunDir
 from spotlight.store.thumbnails import validation_images
@@ -694,7 +695,7 @@ def test_history_is_flat_and_indexed_by_iteration(tmp_path: Path) -> None:
 
 
 def test_a_history_without_an_iteration_has_columns_all_the_same(tmp_path: Path) -> None:
-    frame = history_frame(RunDir.create(config.load(settings_file(tmp_path)), 0.0))
+    frame = history_frame(create_run(config.load(settings_file(tmp_path)), 0.0))
 
     assert len(frame) == len(frame["reward_mean"]) == 0
     assert frame.index.name == "iteration"

@@ -29,6 +29,7 @@ from spotlight.rl.rewards import Scorer
 from spotlight.run import Run
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts
+from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.rows import HISTORY, PROMPTS, SPANS, STARTED, VALIDATION
 from spotlight.store.rundir import RunDir
 
@@ -86,9 +87,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     shutil.copy(settings.data.train_prompts, prompts)
     settings = config.load(settings_file(directory), ["run.validate_every=1", f"data.train_prompts={prompts}"])
     with protocol.using(ModelledDevice()):
-        whole = RunDir.create(settings, 0.0)
+        whole = create_run(settings, 0.0)
         Loop(whole, synchronous, NoWatch()).go()
-        killed = RunDir.create(settings, 1.0)
+        killed = create_run(settings, 1.0)
         with pytest.raises(Killed):
             Loop(killed, synchronous, KilledAt(LAST - 1)).go()
     prompts.write_text('a sign that reads "47"\n' * 80)  # nobody looks at it any more
@@ -196,7 +197,7 @@ def test_prompts_keep_the_form_that_they_came_in(tmp_path: Path) -> None:
         (tmp_path / "saved" / name).write_text(name)
     data = [f"data.train_prompts={tmp_path / 'few.jsonl'}", f"data.validation_prompts={tmp_path / 'saved'}"]
 
-    run = RunDir.create(config.load(settings_file(tmp_path), data), 0.0)
+    run = create_run(config.load(settings_file(tmp_path), data), 0.0)
 
     kept = run.config().data
     assert read_prompts(kept.train_prompts) == read_prompts(tmp_path / "few.jsonl")
@@ -255,7 +256,7 @@ def test_settings_that_were_cut_short_are_not_filled_up_with_defaults(killed: Ru
 def finished(tmp_path: Path, *overrides: str, iterations: int = 2) -> RunDir:
     """A run of so many iterations that has come to its end."""
     wanted = ["run.validate_every=1", f"run.iterations={iterations}", *overrides]
-    run = RunDir.create(config.load(settings_file(tmp_path), wanted), float(iterations))
+    run = create_run(config.load(settings_file(tmp_path), wanted), float(iterations))
     Loop(run, synchronous, NoWatch()).go()
     summarise(run, Accounts(run, run.config()), now_s=1.0, began_s=0.0)
     return run
@@ -397,7 +398,7 @@ def test_a_directory_in_the_place_of_a_file_that_is_to_be_written_is_named(kille
 def test_only_who_started_a_run_may_look_into_it_unless_it_is_shared(tmp_path: Path, shared: str, mode: int) -> None:
     before = os.umask(0o022)
     try:
-        run = RunDir.create(config.load(settings_file(tmp_path), [f"run.shared={shared}"]), 0.0)
+        run = create_run(config.load(settings_file(tmp_path), [f"run.shared={shared}"]), 0.0)
     finally:
         os.umask(before)
 
@@ -418,7 +419,7 @@ def test_what_a_reward_server_failed_to_score_is_scored_when_it_is_back(
     monkeypatch.setattr(protocol, "_device", InProcess(paced=False))
     monkeypatch.setattr(Server, "is_down", False)
     settings = [f"reward.name={__name__}:Server", "reward.attempts=1", "run.iterations=1", "strategy.exploration=off"]
-    run = RunDir.create(config.load(settings_file(tmp_path), settings), 0.0)
+    run = create_run(config.load(settings_file(tmp_path), settings), 0.0)
     with pytest.raises(SpotlightError, match=f"nobody answers.*; {says}"):
         Loop(run, synchronous, DownFrom(phase)).go()
     Server.is_down = False
@@ -430,7 +431,7 @@ def test_what_a_reward_server_failed_to_score_is_scored_when_it_is_back(
 
 def test_gradients_that_are_not_finite_are_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "_device", InProcess(paced=False))
-    run = RunDir.create(config.load(settings_file(tmp_path), ["run.iterations=1", "strategy.exploration=off"]), 0.0)
+    run = create_run(config.load(settings_file(tmp_path), ["run.iterations=1", "strategy.exploration=off"]), 0.0)
     with monkeypatch.context() as patch:
         patch.setattr("torch.nn.utils.clip_grad_norm_", lambda *_: torch.tensor(torch.nan))
         with pytest.raises(SpotlightError, match="the gradient's norm is nan"):
@@ -453,12 +454,12 @@ def test_a_run_that_goes_on_elsewhere_is_not_started(killed: RunDir) -> None:
 
 def test_latents_at_one_place_are_of_one_run_whatever_its_name(tmp_path: Path) -> None:
     settings = config.load(settings_file(tmp_path), [f"latents.url={tmp_path}/latents"])
-    mine, yours = (RunDir.into(tmp_path / name / "a", settings) for name in ("mine", "yours"))
+    mine, yours = (create_run_at(tmp_path / name / "a", settings) for name in ("mine", "yours"))
 
     assert mine.latents_url != yours.latents_url
     assert RunDir.open(mine.path).latents_url == mine.latents_url
     before = mine.latents_url
     shutil.rmtree(mine.path)
-    assert RunDir.into(mine.path, settings).latents_url != before
+    assert create_run_at(mine.path, settings).latents_url != before
     (yours.path / STARTED).unlink()  # as runs were before they had one
     assert yours.latents_url == f"{tmp_path}/latents/a"

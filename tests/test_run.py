@@ -28,6 +28,7 @@ from spotlight.plan.replay import Allocation, differing
 from spotlight.records import SpotlightError, Stopped
 from spotlight.run import Run
 from spotlight.store.accounts import read_lives
+from spotlight.store.creating import create_run
 from spotlight.store.rows import DECISIONS, EVENTS, HISTORY, SPANS, SUMMARY, VALIDATION
 from spotlight.store.rundir import RunDir
 from spotlight.store.thumbnails import pictures
@@ -88,7 +89,7 @@ def test_why_a_run_failed_is_told_to_all_until_it_goes_on(tmp_path: Path, monkey
 
 def test_a_run_that_nobody_has_begun_is_new_and_waited_for(tmp_path: Path) -> None:
     """As one whose driver waits in Slurm's queue; "stopped" would invite a second driver."""
-    directory = RunDir.create(config.load(settings_file(tmp_path)), now_s=0.0)
+    directory = create_run(config.load(settings_file(tmp_path)), now_s=0.0)
     run = Run.attach(directory.path)
 
     assert run.state == run.status.state == "new"
@@ -163,7 +164,7 @@ def test_a_logged_decision_that_was_another_is_found(undisturbed: Path) -> None:
 
 
 def test_the_synchronous_scheduler_gets_the_same(undisturbed: Path, tmp_path: Path) -> None:
-    run = RunDir.create(config.load(settings_file(tmp_path)), now_s=0.0)
+    run = create_run(config.load(settings_file(tmp_path)), now_s=0.0)
 
     Loop(run, synchronous, NoWatch()).go()
 
@@ -245,7 +246,7 @@ def test_rollouts_that_are_made_early_are_the_same_whoever_is_killed(tmp_path: P
         *("strategy.exploration=off", "rollout.prompts_ahead=3", "rollout.steps=60", "train.timesteps=1"),
         *("run.iterations=2", "run.validation_steps=6"),
     )
-    alone = RunDir.create(config.load(settings_file(tmp_path / "alone"), early), now_s=0.0)
+    alone = create_run(config.load(settings_file(tmp_path / "alone"), early), now_s=0.0)
     Loop(alone, synchronous, NoWatch()).go()
     run = Run(settings_file(tmp_path / "struck"), early).start()
     client_of(run).register_plugin(KillWorkers("rollout-ahead", pool="spot", count=1))
@@ -263,7 +264,7 @@ def test_rollouts_that_are_made_early_are_the_same_whoever_is_killed(tmp_path: P
 
 def test_candidates_that_are_trained_on_are_the_same_whoever_is_killed(tmp_path: Path) -> None:
     reuse = ("exploration.reuse=true", "exploration.steps=4", "rollout.steps=8", "train.parts=3")
-    alone = RunDir.create(config.load(settings_file(tmp_path / "alone"), reuse), now_s=0.0)
+    alone = create_run(config.load(settings_file(tmp_path / "alone"), reuse), now_s=0.0)
     Loop(alone, synchronous, NoWatch()).go()
     run = Run(settings_file(tmp_path / "struck"), reuse).start()
     client_of(run).register_plugin(KillWorkers("explore-r1-2", pool="spot", count=2))
@@ -287,7 +288,7 @@ def test_candidates_that_are_trained_on_are_the_same_whoever_is_killed(tmp_path:
 
 def test_an_iteration_that_is_done_again_trains_on_the_same_candidates_or_says_what_it_lacks(tmp_path: Path) -> None:
     reuse = ("exploration.reuse=true", "exploration.steps=4")
-    alone = RunDir.create(config.load(settings_file(tmp_path / "alone"), reuse), now_s=0.0)
+    alone = create_run(config.load(settings_file(tmp_path / "alone"), reuse), now_s=0.0)
     Loop(alone, synchronous, NoWatch()).go()
     again = tmp_path / "again"
     shutil.copytree(alone.path, again)

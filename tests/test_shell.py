@@ -27,7 +27,7 @@ from spotlight.display import _asked_to_stop, _Display
 from spotlight.records import Drained, SpotlightError, WorkerLife
 from spotlight.run import Run
 from spotlight.store.accounts import Accounts
-from spotlight.store.rundir import RunDir
+from spotlight.store.creating import create_run
 
 
 @pytest.mark.parametrize("verb", EXAMPLES)
@@ -132,7 +132,7 @@ def test_what_is_no_terminal_gets_lines_though_colours_are_asked_for(monkeypatch
 
 
 def test_the_status_of_a_run_is_json_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
+    run = create_run(load(settings_file(tmp_path)), now_s=0.0)
 
     assert main(["status", str(run.path), "--json"]) == 0
 
@@ -179,7 +179,7 @@ def test_a_run_into_a_directory_is_made_once_and_found_again(tmp_path: Path) -> 
 
 
 def test_the_cost_of_a_run_that_goes_on_is_its_cost_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, now_s = RunDir.create(load(settings_file(tmp_path)), 0.0), time.time()
+    run, now_s = create_run(load(settings_file(tmp_path)), 0.0), time.time()
     life = WorkerLife(worker="reserved-0", pool="reserved", joined_s=now_s - 7200, left_s=None, reason="")
     Accounts(run, run.config()).take(Drained(workers=[life]))
 
@@ -219,7 +219,7 @@ def test_a_reader_that_is_gone_ends_a_verb_quietly() -> None:
 
 @pytest.mark.parametrize(("where", "status"), [(">/dev/full", 1), (">&-", 0), (">&- 2>&-", 0)])
 def test_what_cannot_be_printed_is_no_error_of_ours(tmp_path: Path, where: str, status: int) -> None:
-    run = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
+    run = create_run(load(settings_file(tmp_path)), now_s=0.0)
     command = f'exec "$0" -m spotlight status "$1" {where}'
 
     done = subprocess.run(
@@ -277,7 +277,7 @@ def test_a_run_that_no_command_runs_is_not_killed_from_elsewhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A notebook's kernel would not stop its run in order, and would be gone."""
-    run = RunDir.create(load(settings_file(tmp_path)), 0.0)
+    run = create_run(load(settings_file(tmp_path)), 0.0)
 
     with run.lock():
         status = main(["stop", str(run.path)])
@@ -287,7 +287,7 @@ def test_a_run_that_no_command_runs_is_not_killed_from_elsewhere(
 
 
 def test_a_run_where_nothing_can_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunDir.create(load(settings_file(tmp_path)), 0.0)
+    run = create_run(load(settings_file(tmp_path)), 0.0)
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
@@ -299,7 +299,7 @@ def test_a_run_where_nothing_can_be_written_is_named(tmp_path: Path, monkeypatch
 
 
 def test_how_a_run_stands_says_what_is_not_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunDir.create(load(settings_file(tmp_path), ["pace.gpu=h100", "pace.speedup=8"]), 0.0)
+    run = create_run(load(settings_file(tmp_path), ["pace.gpu=h100", "pace.speedup=8"]), 0.0)
 
     main(["status", str(run.path)])
     shown = " ".join(capsys.readouterr().out.split())

@@ -29,8 +29,8 @@ from spotlight import attach, config
 from spotlight.detached import LOG, certificates_of
 from spotlight.records import SpotlightError, Stopped
 from spotlight.run import Run
+from spotlight.store.creating import create_run
 from spotlight.store.rows import EVENTS, HISTORY, SPANS
-from spotlight.store.rundir import RunDir
 from standing import StandingCluster, certificates, dask_settings
 
 SETTINGS = ("run.iterations=2", "strategy.widths=[1]")
@@ -50,7 +50,7 @@ def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingClust
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the same run without any cluster."""
-    run = RunDir.create(config.load(settings_file(tmp_path_factory.mktemp("alone")), SETTINGS), now_s=0.0)
+    run = create_run(config.load(settings_file(tmp_path_factory.mktemp("alone")), SETTINGS), now_s=0.0)
     Loop(run, synchronous, NoWatch()).go()
     return run.path
 

@@ -21,6 +21,7 @@ from runs import settings_file
 from spotlight.config import Config, load
 from spotlight.records import SpotlightError
 from spotlight.report.tracking import Tracking, check
+from spotlight.store.creating import create_run
 from spotlight.store.rows import HISTORY, VALIDATION, HistoryRow, ValidationRow
 from spotlight.store.rundir import RunDir
 
@@ -39,7 +40,7 @@ def history_row(k: int) -> dict[str, Any]:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """One validation and two iterations."""
-    run = RunDir.create(load(settings_file(tmp_path)), now_s=0.0)
+    run = create_run(load(settings_file(tmp_path)), now_s=0.0)
     row = ValidationRow(version=0, score=0.25, rewards=(0.25,), images="", at_s=99.0)
     run.append(VALIDATION, asdict(row))
     run.append(HISTORY, history_row(0), history_row(1))

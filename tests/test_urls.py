@@ -32,6 +32,7 @@ from spotlight.records import Gradient, GradientPart, Quarantined, SpotlightErro
 from spotlight.rl.models.pipeline import PipelineModel
 from spotlight.rl.prompts import read_prompts
 from spotlight.store import journals, updates, weights
+from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.journals import Journals
 from spotlight.store.lease import LEASE_S, Lease
 from spotlight.store.node import Node
@@ -55,7 +56,7 @@ def objects(request: pytest.FixtureRequest, tmp_path: Path, bucket: str) -> Obje
 @pytest.fixture
 def run(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "here"))
-    return RunDir.create(config.load(settings_file(tmp_path), [f"run.dir={bucket}"]), now_s=0.0)
+    return create_run(config.load(settings_file(tmp_path), [f"run.dir={bucket}"]), now_s=0.0)
 
 
 def on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: RunDir) -> RunDir:
@@ -281,11 +282,11 @@ def test_the_same_command_makes_a_run_at_a_url_and_then_finds_it(
     settings = config.load(settings_file(tmp_path))
     BucketObjects(f"{bucket}/a").create("started.json", b"{}")  # by a driver that was killed at once
 
-    made, found = (RunDir.into(f"{bucket}/a", settings) for _ in range(2))
+    made, found = (create_run_at(f"{bucket}/a", settings) for _ in range(2))
 
     assert made.config() == found.config()
     with pytest.raises(SpotlightError, match="run.seed"):
-        RunDir.into(f"{bucket}/a", config.load(settings_file(tmp_path), ["run.seed=4"]))
+        create_run_at(f"{bucket}/a", config.load(settings_file(tmp_path), ["run.seed=4"]))
 
 
 def test_damaged_weights_at_a_url_are_refused(bucket: str) -> None:
@@ -369,7 +370,7 @@ def test_texts_are_encoded_by_one_machine_for_all(tmp_path: Path, monkeypatch: p
     checkpoint = [f'model.path="{tiny_qwen_image(tmp_path / "model")}"', 'model.name="qwen-image"']
     sizes = ["model.height_px=32", "model.width_px=32"]
     settings = [*checkpoint, *sizes, f'run.dir="memory://{uuid4().hex}/runs"']
-    url = RunDir.create(config.load(settings_file(tmp_path), settings), 0.0).url
+    url = create_run(config.load(settings_file(tmp_path), settings), 0.0).url
 
     models = [Engine(url, node=Node(tmp_path / name)).model for name in ("one", "another")]
 
@@ -402,7 +403,7 @@ def test_without_obstore_a_url_is_refused_with_its_name(tmp_path: Path, monkeypa
     with pytest.raises(SpotlightError, match="install obstore"):
         RunDir.open(url)
     with pytest.raises(SpotlightError, match="install obstore"):
-        RunDir.create(config.load(settings_file(tmp_path), [f"run.dir={url}"]), now_s=0.0)
+        create_run(config.load(settings_file(tmp_path), [f"run.dir={url}"]), now_s=0.0)
 
 
 def test_a_store_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

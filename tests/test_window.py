@@ -21,8 +21,8 @@ from spotlight.clock import wall_clock
 from spotlight.plan.replay import differing
 from spotlight.records import Request
 from spotlight.run import Run
+from spotlight.store.creating import create_run
 from spotlight.store.rows import DECISIONS, HISTORY, SPANS
-from spotlight.store.rundir import RunDir
 
 PARTED = ("train.advantage_std=group", "strategy.offload=all", "train.parts=3")
 """Reserved workers train while spot workers still roll out; its three prompts make three parts."""
@@ -97,7 +97,7 @@ def test_with_no_spot_worker_left_reserved_ones_go_on_though_the_window_is_over(
 @pytest.fixture(scope="module")
 def in_one_thread(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a run in parts leaves when nothing is distributed."""
-    run = RunDir.create(config.load(settings_file(tmp_path_factory.mktemp("sync")), PARTED), now_s=0.0)
+    run = create_run(config.load(settings_file(tmp_path_factory.mktemp("sync")), PARTED), now_s=0.0)
     Loop(run, synchronous, NoWatch()).go()
     return outcome(run.path)
 

@@ -21,7 +21,7 @@ from spotlight.device import xfuser_backend
 from spotlight.device.engine import Engine
 from spotlight.device.sequence_parallel import Gang
 from spotlight.records import SpotlightError
-from spotlight.store.rundir import RunDir
+from spotlight.store.creating import create_run
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
@@ -52,7 +52,7 @@ def test_xfuser_that_is_not_installed_is_named_with_how_to_get_it() -> None:
 
 
 def test_a_run_that_cannot_have_xfuser_ends_before_its_model_is_loaded(tmp_path: Path) -> None:
-    run = RunDir.create(config.load(settings_file(tmp_path), ['sp.backend="xfuser"']), 0.0)
+    run = create_run(config.load(settings_file(tmp_path), ['sp.backend="xfuser"']), 0.0)
 
     with pytest.raises(SpotlightError, match=r"sp\.backend = \"xfuser\""):
         prepare(str(run.path))

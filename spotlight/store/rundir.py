@@ -13,23 +13,19 @@ prompts, pictures, the report) has a copy in a directory of this machine.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shlex
-import shutil
-import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
-from uuid import uuid4
 
 from spotlight import config
 from spotlight.clock import wall_clock
-from spotlight.files import digest, is_url, read_bytes, read_files, whole
+from spotlight.files import is_url, whole
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
@@ -39,7 +35,7 @@ from spotlight.store.file_lock import FileLock
 from spotlight.store.journals import Journals
 from spotlight.store.lease import Holder, Lease
 from spotlight.store.lines import Lines
-from spotlight.store.objects import StoreError, atomic_write, check_address, check_reach, objects_at
+from spotlight.store.objects import atomic_write, check_address, check_reach, objects_at
 from spotlight.store.rows import (
     DECISIONS,
     HISTORY,
@@ -87,140 +83,12 @@ class RunDir:
         """Where the run is, for its workers and for people."""
         self.name = self.url.rpartition("/")[2]
         self.objects = objects_at(self.url)
+        self.is_remote = remote
+        """Whether it is at a URL of an object store."""
         self._journals = Journals(self.objects, self.path, (WORKERS,)) if remote else None
         self._pushed_s = 0.0
         self._lock = FileLock(self.path)
         self._lines = Lines(self.path)
-
-    @classmethod
-    def create(cls, settings: config.Config, now_s: float) -> RunDir:
-        """Make a new directory, named after the run and the time, with the resolved settings in it."""
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
-        parent = settings.run.dir.rstrip("/") if is_url(settings.run.dir) else settings.run.dir
-        if is_url(parent):
-            check_reach(parent)
-        for attempt in range(100):
-            name = f"{settings.run.name}-{stamp}{f'-{attempt}' if attempt else ''}"
-            with contextlib.suppress(FileExistsError):
-                return cls._create(f"{parent}/{name}", settings)
-        raise SpotlightError(f"{parent}: a hundred runs named {settings.run.name!r} were started this second")
-
-    @classmethod
-    def into(cls, place: str | Path, settings: config.Config) -> RunDir:
-        """The run in this very directory, or at this URL; it is made, all at once, if nothing is there.
-
-        Raises:
-            SpotlightError: what is there is no run, or one of other settings.
-        """
-        if not str(place).strip():
-            raise SpotlightError(f"{str(place)!r} is no run directory: name one, or leave it out for a new one")
-        if is_url(place):
-            check_address(str(place))
-            check_reach(str(place))
-            if objects_at(place).size(config.RESOLVED) is None:
-                cls._create(str(place), settings, anew=False)
-        else:
-            place = Path(place).resolve()
-            if not place.exists() or (place.is_dir() and not any(place.iterdir())):
-                cls._create_at_once(place, settings)
-            elif not (place / config.RESOLVED).exists():
-                raise SpotlightError(
-                    f"{place}: something else is there, and no run (it has no {config.RESOLVED}): name a new or empty "
-                    "directory"
-                )
-        run = cls.open(place)
-        there = run.config()
-        ours = {
-            "data": there.data,
-            "run": settings.run.model_copy(update={"dir": there.run.dir}),
-            "pools": _with_prices(settings.pools, {name: pool.prices for name, pool in there.pools if pool.prices}),
-        }
-        if changed := list(config.differences(there, settings.model_copy(update=ours))):
-            longer = f"; `{run.resume_command} --iterations {settings.run.iterations}` changes how long it is"
-            raise SpotlightError(
-                f"{place}: this run was begun with other settings: {'; '.join(changed)}; give those, or another "
-                f"directory for a new run{longer if there.run.iterations != settings.run.iterations else ''}"
-            )
-        return run
-
-    @classmethod
-    def _create_at_once(cls, path: Path, settings: config.Config) -> None:
-        """Make it elsewhere and rename it, so that what a kill leaves is no half of a run."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as making:
-                cls._create(f"{making}/{path.name}", settings).path.rename(path)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody else was faster
-                raise SpotlightError(
-                    f"{path}: cannot make the run directory: {error.strerror}; choose another one, or make room there"
-                ) from None
-
-    @classmethod
-    def _create(cls, place: str, settings: config.Config, *, anew: bool = True) -> RunDir:
-        """
-        Args:
-            anew: of a run at a URL, whether nobody may have begun it before, and been killed at that.
-
-        Raises:
-            FileExistsError: somebody has.
-        """
-        train = read_files(settings.data.train_prompts, "a prompt file")
-        validation = read_files(settings.data.validation_prompts, "a prompt file")
-        prices = {name: read_bytes(pool.prices, "a CSV file of prices") for name, pool in settings.pools if pool.prices}
-        run, by = cls(place), uuid4().hex
-        path = run.path
-        started = json.dumps(asdict(Started(by=by, latents=f"{run.name}-{by[:12]}"))).encode()
-        try:
-            if run._journals:
-                if not run.objects.create(STARTED, started) and anew:
-                    raise FileExistsError
-                shutil.rmtree(path, ignore_errors=True)  # of a run of this name whose objects were deleted
-            _make_folder(path.parent)
-            path.mkdir(mode=0o777 if settings.run.shared else 0o700)
-            if settings.latents.url and not run._journals:
-                run.objects.put(STARTED, started)
-            data = run._keep_prompts(settings.data, train, validation)
-            pools = _with_prices(settings.pools, {name: run._keep_prices(name, prices[name]) for name in prices})
-            run.push_files("prompts", "prices")
-            kept = settings.model_copy(update={"data": data, "pools": pools})
-            run.objects.put(config.RESOLVED, config.dump(kept).encode())
-        except (FileExistsError, StoreError):
-            raise
-        except OSError as error:
-            raise SpotlightError(
-                f"{path}: cannot make the run directory: {error.strerror}; choose another run.dir, or make room there"
-            ) from None
-        return run
-
-    def _keep_prompts(
-        self, data: config.DataSection, train: Mapping[str, bytes], validation: Mapping[str, bytes]
-    ) -> config.DataSection:
-        """Write the prompts into the directory, since the run goes on with those it began with; where they are.
-
-        They keep their suffix, which says how they are read.
-        """
-        (self.path / "prompts").mkdir()
-        kept = {
-            "train": f"prompts/train{Path(data.train_prompts).suffix}",
-            "validation": f"prompts/validation{Path(data.validation_prompts).suffix}",
-        }
-        for name, files in (("train", train), ("validation", validation)):
-            if files.keys() != {""}:
-                (self.path / kept[name]).mkdir()
-            for file, content in files.items():
-                with atomic_write(self.path / kept[name] / file) as written:
-                    written.write(content)
-        self.write_json(PROMPTS, PromptHashes(train_sha256=digest(train), validation_sha256=digest(validation)))
-        return config.DataSection(train_prompts=kept["train"], validation_prompts=kept["validation"])
-
-    def _keep_prices(self, pool: str, content: bytes) -> str:
-        """Write a file of prices into the directory, since what was paid stays what it was; where it is."""
-        file = f"prices/{pool}.csv"
-        (self.path / "prices").mkdir(exist_ok=True)
-        with atomic_write(self.path / file) as written:
-            written.write(content)
-        return file
 
     def prompt_hashes(self) -> PromptHashes | None:
         """Of the prompts that the run began with; None where nobody wrote them down."""
@@ -550,18 +418,6 @@ def made_again(iteration: int) -> str:
     )
 
 
-def _make_folder(path: Path) -> None:
-    """With those above it.
-
-    Raises:
-        NotADirectoryError: something else is there. `Path.mkdir` says FileExistsError, as if a folder were.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
-
-
 def _no_own_files(directory: Path, root: Path) -> Iterator[str]:
     """What is in a run directory and is neither a file nor a directory of its own, as sentences.
 
@@ -584,14 +440,6 @@ def _no_own_files(directory: Path, root: Path) -> Iterator[str]:
             yield from _no_own_files(Path(entry.path), root)
         elif not (entry.is_file(follow_symlinks=False) or not os.path.lexists(entry.path)):
             yield f"{entry.path}: is a named pipe, a socket or a device, which no run writes: delete it"
-
-
-def _with_prices(pools: config.PoolsSection, files: Mapping[str, str]) -> config.PoolsSection:
-    """The pools with these as their files of prices, those that have one."""
-    given = {name: pool for name, pool in pools if pool.prices and name in files}
-    return pools.model_copy(
-        update={name: pool.model_copy(update={"prices": files[name]}) for name, pool in given.items()}
-    )
 
 
 def indented(value: Any, line: str = "\n") -> str:
