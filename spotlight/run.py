@@ -1,29 +1,25 @@
 """A run as an object: start it, watch it, stop it, resume it, report it. For notebooks and the shell alike.
 
-The run goes on in a thread of this process (`spotlight.driver`), which also holds the scheduler.
+The run goes on in a thread of this process (`spotlight.background`), which also holds the scheduler, or in a process of
+its own (`spotlight.detached`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 import shlex
 import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakSet
 
 from spotlight import config as configuration
+from spotlight.background import Background
 from spotlight.clock import wall_clock
 from spotlight.detached import begin, end_of, stop
-from spotlight.driver import POLL_S, Driver
-from spotlight.files import is_url, writing
+from spotlight.driver import POLL_S
+from spotlight.files import writing
 from spotlight.inputs import check_inputs, check_port
 from spotlight.records import SpotlightError, Stopped, in_a_sentence
 from spotlight.report import tracking
@@ -32,7 +28,6 @@ from spotlight.status import Status
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts, alive_s
 from spotlight.store.creating import create_run, create_run_at
-from spotlight.store.disks import full_disk
 from spotlight.store.rows import HISTORY, HistoryRow
 from spotlight.store.rundir import RunDir
 
@@ -43,7 +38,6 @@ if TYPE_CHECKING:
     from cluster.pools import Pools
     from cluster.standing import Standing
     from spotlight.notebook import Images, Plot
-    from spotlight.store.lease import Lease
 
 
 class Run:
@@ -133,16 +127,10 @@ class Run:
         self._directory = directory
         self._checked = False
         self._accounts: Accounts | None = None
-        self._thread: threading.Thread | None = None
+        self._background: Background | None = None
+        """The driver, if it is a thread that was begun here."""
         self._process: subprocess.Popen[bytes] | None = None
         """The driver, if it is a process of its own that was begun here."""
-        self._stop = threading.Event()
-        self._over = threading.Event()
-        """The thread's work is done. `Thread.is_alive` does not know after a Ctrl-C in `Thread.join` (CPython 3.11)."""
-        self._error: BaseException | None = None
-        self._state = "new"
-        self._driver: Driver | None = None
-        self._began_s = self._ended_s = 0.0
 
     @property
     def directory(self) -> RunDir:
@@ -177,21 +165,17 @@ class Run:
         if self._cluster is None:
             check_port(self.config.cluster.dashboard_host, self.config.cluster.dashboard_port)
         tracking.check(self.config)
-        self._began_s = wall_clock()
+        began_s = wall_clock()
         if self._directory is None:
             self._check_cluster()
-            self._directory = create_run(self.config, self._began_s)
-        self._accounts = None if detached else Accounts(self._directory, self.config)
-        self._stop.clear()
-        self._error = None
+            self._directory = create_run(self.config, began_s)
+        self._accounts = None
         if detached:
-            self._thread, self._process = None, begin(self._directory, self._cluster)
-            return self
-        self._state, self._driver = "starting", None
-        self._over.clear()
-        self._thread = threading.Thread(target=self._work, name="spotlight-run")
-        _end_with_process(self)
-        self._thread.start()
+            self._background, self._process = None, begin(self._directory, self._cluster)
+        else:
+            self._background = Background(
+                self._directory, self.config, self._cluster, resume_command=self.resume_command, began_s=began_s
+            )
         return self
 
     def _check_cluster(self) -> None:
@@ -215,6 +199,8 @@ class Run:
             self.directory.pull()
             self._accounts = None  # what is known of it is not the last word
             return Accounts(self.directory, self.config, watched=True)
+        if self._background is not None and self._is_ours:
+            return self._background.accounts
         if self._accounts is None:
             self._accounts = Accounts(self.directory, self.config)
         return self._accounts
@@ -226,12 +212,12 @@ class Run:
 
     @property
     def _is_ours(self) -> bool:
-        return self._thread is not None and not self._over.is_set()
+        return self._background is not None and not self._background.is_over
 
     @property
     def alive(self) -> bool:
         """Whether it is going on now; one that was not started here, elsewhere."""
-        return self._is_elsewhere if self._thread is None else self._is_ours
+        return self._is_elsewhere if self._background is None else self._is_ours
 
     @property
     def _is_to_end(self) -> bool:
@@ -241,9 +227,10 @@ class Run:
     @property
     def state(self) -> str:
         """As `Status` has it."""
-        if self._thread is not None or self._directory is None:
-            is_up = self._state == "starting" and self._driver is not None and self._driver.dashboard
-            return "running" if is_up else self._state
+        if self._background is not None:
+            return self._background.state
+        if self._directory is None:
+            return "new"
         if self._is_elsewhere:
             return "running"
         if resuming.is_over(self._directory, self.config):
@@ -255,8 +242,9 @@ class Run:
 
     def _why(self, state: str) -> str:
         """As `Status.error` has it, of a run in this state."""
-        if self._thread is not None:
-            return in_a_sentence(self._error) if self._error and state == "failed" else ""
+        if self._background is not None:
+            error = self._background.error
+            return in_a_sentence(error) if error and state == "failed" else ""
         last = self.directory.last_holder() if state in ("stopped", "failed") else None
         return last.last_words if last else ""
 
@@ -268,8 +256,8 @@ class Run:
             SpotlightError: it failed for a reason that a person can put right.
             TimeoutError: it still runs.
         """
-        if self._thread is not None:
-            self._over.wait(timeout_s)
+        if self._background is not None:
+            self._background.wait(timeout_s)
         else:
             began_s = wall_clock()
             if self._process is not None:
@@ -278,8 +266,8 @@ class Run:
         if self._is_to_end:
             now = "still running" if self.alive else "nobody has begun it"
             raise TimeoutError(f"{self.directory.url}: {now} after {timeout_s} s")
-        if self._error:
-            raise self._error
+        if self._background is not None and self._background.error:
+            raise self._background.error
         return self.status
 
     def _wait_elsewhere(self, began_s: float, timeout_s: float | None) -> None:
@@ -310,9 +298,10 @@ class Run:
         """
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
-        elif self._thread is None and self._is_elsewhere:
+        elif self._background is not None:
+            self._background.stop()
+        elif self._is_elsewhere:
             stop(self.directory)
-        self._stop.set()
 
     @property
     def resume_command(self) -> str:
@@ -359,7 +348,8 @@ class Run:
 
     @property
     def status(self) -> Status:
-        run, now_s, driver, state = self.directory, wall_clock(), self._driver, self.state
+        run, now_s, state = self.directory, wall_clock(), self.state
+        driver = self._background.driver if self._background else None
         accounts = self._kept
         history = run.last(HISTORY, HistoryRow, 1)
         measured = history[-1].measured if history else {}
@@ -402,9 +392,9 @@ class Run:
         return holder.dashboard if holder else ""
 
     def _elapsed_s(self, accounts: Accounts, now_s: float) -> float:
-        if self._thread is None:
+        if self._background is None:
             return alive_s(accounts.lives(), now_s)
-        return (now_s if self._is_ours else self._ended_s) - self._began_s
+        return (now_s if self._is_ours else self._background.ended_s) - self._background.began_s
 
     @property
     def history(self) -> pd.DataFrame:
@@ -457,7 +447,8 @@ class Run:
     @property
     def pools(self) -> Pools | None:
         """The cluster, while the run goes on."""
-        return self._driver.pools if self._driver else None
+        driver = self._background.driver if self._background else None
+        return driver.pools if driver else None
 
     @property
     def client(self) -> Client:
@@ -476,73 +467,3 @@ class Run:
 
         with writing(self.directory.url):
             return write_report(self.directory.url)
-
-    # The thread
-
-    def _work(self) -> None:
-        try:
-            with self.directory.lock() as lease:
-                self._drive(lease)
-            self._state = "finished"
-        except Stopped:
-            self._state, self._error = "stopped", Stopped(f"resume with: {self.resume_command}")
-        except BaseException as error:  # carried to whoever waits
-            self._state, self._error = "failed", self._error or _explain(error, self.directory)
-        finally:
-            self._ended_s = wall_clock()
-            self._over.set()
-
-    def _drive(self, lease: Lease) -> None:
-        """Run it to its end; why it failed is left in the lease's record, for whoever looks at the run."""
-        if is_url(self.directory.url):  # others may have gone on with it before this machine had it
-            self._accounts = Accounts(self.directory, self.config)
-        self._driver = Driver(self.directory, self._kept, lease, self._stop, began_s=self._began_s)
-        try:
-            self._driver.go(self._cluster)
-        except Stopped:
-            raise
-        except BaseException as error:
-            self._error = _explain(error, self.directory)
-            lease.failed(in_a_sentence(self._error))
-            raise
-
-
-_started: WeakSet[Run] = WeakSet()
-os.register_at_fork(after_in_child=_started.clear)  # a fork has no thread of theirs, and must not wait for one
-
-
-def _end_with_process(run: Run) -> None:
-    """Have the run stop in order when the main thread ends, as a script's does that waits for no run.
-
-    `atexit` is too late for that: by then Python has closed the executors that Dask needs, and waits for the run's
-    thread, which waits for them.
-    """
-    if not _started:
-        threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
-    _started.add(run)
-
-
-def _stop_all() -> None:
-    for run in list(_started):
-        if run._is_ours:
-            run.stop()
-            print(
-                f"spotlight: this process ends, and with it the run; `{run.directory.resume_command}` goes on, and "
-                "`run.wait()` would wait for its end",
-                file=sys.stderr,
-                flush=True,
-            )
-            run._over.wait()
-
-
-def _explain(error: BaseException, run: RunDir) -> BaseException:
-    """A full disk is for a person to put right; what nobody foresaw says at least how to go on."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        places = [run.path, "/dev/shm", tempfile.gettempdir(), *([error.filename] if error.filename else [])]
-        found = full_disk(places) or "make room"
-        return SpotlightError(
-            f"{run.path}: the disk is full: {found}, then `{run.resume_command}`; all that was committed is kept"
-        )
-    if not isinstance(error, SpotlightError):
-        error.add_note(f"all that was committed is kept; `{run.resume_command}` goes on from there")
-    return error

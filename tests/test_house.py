@@ -20,6 +20,7 @@ ROOF = (
     "spotlight/driver.py",
     "spotlight/inputs.py",
     "spotlight/notebook.py",
+    "spotlight/background.py",
     "spotlight/run.py",
     "spotlight/simulation.py",
 )

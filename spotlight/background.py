@@ -1,0 +1,143 @@
+"""A driver in a thread of this process: a run goes on while its notebook or script does other things.
+
+It ends in order when the process does. What it ended with is kept for whoever waits.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import tempfile
+import threading
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from spotlight.clock import wall_clock
+from spotlight.config import Config
+from spotlight.driver import Driver
+from spotlight.files import is_url
+from spotlight.records import SpotlightError, Stopped, in_a_sentence
+from spotlight.store.accounts import Accounts
+from spotlight.store.disks import full_disk
+from spotlight.store.rundir import RunDir
+
+if TYPE_CHECKING:
+    from cluster.standing import Standing
+    from spotlight.store.lease import Lease
+
+
+class Background:
+    """A run that goes on from now, until it is over, is stopped or fails.
+
+    Args:
+        cluster: as that of `spotlight.Run`.
+        resume_command: what goes on with it, for a shell.
+        began_s: when it was started.
+    """
+
+    def __init__(
+        self, run: RunDir, config: Config, cluster: Standing | None, *, resume_command: str, began_s: float
+    ) -> None:
+        self._run, self._config, self._cluster, self._resume_command = run, config, cluster, resume_command
+        self.began_s, self.ended_s = began_s, 0.0
+        self.accounts = Accounts(run, config)
+        self.driver: Driver | None = None
+        self.error: BaseException | None = None
+        """Why it was stopped or failed."""
+        self._state = "starting"
+        self._stop = threading.Event()
+        self._over = threading.Event()
+        """The thread's work is done. `Thread.is_alive` does not know after a Ctrl-C in `Thread.join` (CPython 3.11)."""
+        _end_with_process(self)
+        threading.Thread(target=self._work, name="spotlight-run").start()
+
+    @property
+    def state(self) -> str:
+        """As `Status` has it."""
+        is_up = self._state == "starting" and self.driver is not None and self.driver.dashboard
+        return "running" if is_up else self._state
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """For its end, at most so long."""
+        self._over.wait(timeout_s)
+
+    def stop(self) -> None:
+        """Ask it to end after the steps in flight."""
+        self._stop.set()
+
+    def stop_with_process(self) -> None:
+        """Stop it, say so to a person, and wait for its end."""
+        self.stop()
+        print(
+            f"spotlight: this process ends, and with it the run; `{self._run.resume_command}` goes on, and "
+            "`run.wait()` would wait for its end",
+            file=sys.stderr,
+            flush=True,
+        )
+        self.wait()
+
+    def _work(self) -> None:
+        try:
+            with self._run.lock() as lease:
+                self._drive(lease)
+            self._state = "finished"
+        except Stopped:
+            self._state, self.error = "stopped", Stopped(f"resume with: {self._resume_command}")
+        except BaseException as error:  # carried to whoever waits
+            self._state, self.error = "failed", self.error or _explain(error, self._run)
+        finally:
+            self.ended_s = wall_clock()
+            self._over.set()
+
+    def _drive(self, lease: Lease) -> None:
+        """Run it to its end; why it failed is left in the lease's record, for whoever looks at the run."""
+        if is_url(self._run.url):  # others may have gone on with it before this machine had it
+            self.accounts = Accounts(self._run, self._config)
+        self.driver = Driver(self._run, self.accounts, lease, self._stop, began_s=self.began_s)
+        try:
+            self.driver.go(self._cluster)
+        except Stopped:
+            raise
+        except BaseException as error:
+            self.error = _explain(error, self._run)
+            lease.failed(in_a_sentence(self.error))
+            raise
+
+
+_started: WeakSet[Background] = WeakSet()
+os.register_at_fork(after_in_child=_started.clear)  # a fork has no thread of theirs, and must not wait for one
+
+
+def _end_with_process(run: Background) -> None:
+    """Have it stop in order when the main thread ends, as a script's does that waits for no run.
+
+    `atexit` is too late for that: by then Python has closed the executors that Dask needs, and waits for the run's
+    thread, which waits for them.
+    """
+    if not _started:
+        threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
+    _started.add(run)
+
+
+def _stop_all() -> None:
+    for run in list(_started):
+        if not run.is_over:
+            run.stop_with_process()
+
+
+def _explain(error: BaseException, run: RunDir) -> BaseException:
+    """A full disk is for a person to put right; what nobody foresaw says at least how to go on."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        places = [run.path, "/dev/shm", tempfile.gettempdir(), *([error.filename] if error.filename else [])]
+        found = full_disk(places) or "make room"
+        return SpotlightError(
+            f"{run.path}: the disk is full: {found}, then `{run.resume_command}`; all that was committed is kept"
+        )
+    if not isinstance(error, SpotlightError):
+        error.add_note(f"all that was committed is kept; `{run.resume_command}` goes on from there")
+    return error
