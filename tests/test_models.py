@@ -175,6 +175,33 @@ def test_a_damaged_checkpoint_is_named_and_leaves_nothing_on_the_node(directory:
     assert not list(node.root.glob("*made-*"))
 
 
+def drop_a_weight(part: Path) -> None:
+    file = part / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights.popitem()
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def name_another_class(part: Path) -> None:
+    file = part / "config.json"
+    file.write_text(file.read_text().replace("AutoencoderKLQwenImage", "AutoencoderKL"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [(drop_a_weight, "1 weights that .* needs are absent"), (name_another_class, "the network is of class")],
+)
+def test_what_does_not_fit_is_named_where_the_user_has_it_and_not_in_the_nodes_copy(
+    directory: Path, tmp_path: Path, damage: Callable[[Path], None], said: str
+) -> None:
+    damaged = shutil.copytree(directory, tmp_path / "damaged")
+    damage(damaged / "vae")
+    node = Node(tmp_path / "node")
+
+    with pytest.raises(SpotlightError, match=rf"^{damaged / 'vae'}.*: {said}"):
+        QwenImage.load(str(damaged), Loading(device=CPU, dtype=torch.float32), node)
+
+
 def test_a_node_without_room_leaves_reading_to_the_checkpoint_and_says_so(
     directory: Path,
     cache: Path,

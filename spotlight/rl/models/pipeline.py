@@ -15,9 +15,11 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from shutil import copyfile
 from typing import Any, ClassVar, Self
 
 import diffusers
@@ -47,6 +49,11 @@ from spotlight.store.room import is_in_memory
 
 logger = logging.getLogger("spotlight")
 
+COPIES = 8
+"""Files of a checkpoint that are copied to a node's memory at a time: one thread copies 2.7 GB a second, and two 4.2
+(2026-11-27, two cores); memory and most disks give more."""
+READ = {".safetensors", ".json"}
+"""Of the files of a network, those that loading it reads."""
 TEXT_MULTIPLE = 8
 """Text widths are rounded up to it, so that text splits among up to 8 ranks."""
 ENCODER = "encoder"
@@ -134,7 +141,7 @@ class PipelineModel(Model):
         )
         for name, kind, dtype in networks:
             source = _on_node(node, kind, directory, name, dtype) if node else directory
-            parts[name] = _weights(kind, source, name, torch_dtype=dtype).to(loading.device)
+            parts[name] = _weights(kind, directory, name, source, torch_dtype=dtype).to(loading.device)
         if loading.vae_tiling:
             parts["vae"].enable_tiling()
         if loading.gradient_checkpointing:
@@ -333,9 +340,13 @@ def shift_options(scheduler: Any) -> dict[str, Any]:
     return {parameter: scheduler.config[name] for parameter, name in names if name in scheduler.config}
 
 
-def _part(kind: Any, directory: Path, name: str, **options: Any) -> Any:
+def _part(kind: Any, directory: Path, name: str, source: Path | None = None, **options: Any) -> Any:
+    """
+    Args:
+        source: a copy of the directory that is read instead; errors name the directory.
+    """
     with _loading(kind, directory / name):
-        return kind.from_pretrained(directory, subfolder=name, local_files_only=True, **options)
+        return kind.from_pretrained(source or directory, subfolder=name, local_files_only=True, **options)
 
 
 @contextmanager
@@ -346,11 +357,12 @@ def _loading(kind: Any, path: Path) -> Iterator[None]:
         raise SpotlightError(f"{path}: not loadable as {kind.__name__}: {error}") from error
 
 
-def _weights(kind: Any, directory: Path, name: str, **dtype: torch.dtype) -> Any:
-    """A frozen network. What from_pretrained passes over is checked: pickles, what is cut short, absent weights."""
-    require_class(directory / name, kind.__name__ if issubclass(kind, ModelMixin) else None)
-    weight_files(directory / name)
-    network, report = _part(kind, directory, name, use_safetensors=True, output_loading_info=True, **dtype)
+def _weights(kind: Any, directory: Path, name: str, source: Path | None = None, **dtype: torch.dtype) -> Any:
+    """A frozen network, as `_part`. What from_pretrained passes over is checked: pickles, cut files, absent weights."""
+    read = (source or directory) / name
+    require_class(read, kind.__name__ if issubclass(kind, ModelMixin) else None)
+    weight_files(read)
+    network, report = _part(kind, directory, name, source, use_safetensors=True, output_loading_info=True, **dtype)
     if issubclass(kind, ModelMixin) and (left := sorted(report["unexpected_keys"])):
         raise SpotlightError(
             f"{directory / name}: {len(left)} weights have no place in the network that config.json describes, such "
@@ -380,19 +392,34 @@ def _on_node(node: Node, kind: Any, directory: Path, name: str, dtype: torch.dty
     Loading from it copies nothing: diffusers maps a file whose dtype is the one wanted. Without room on the
     node, it is the checkpoint itself; also where that is in memory already, as it should be.
     """
-    if is_in_memory(directory) and dtypes(directory / name) == {STORED_AS[str(dtype).removeprefix("torch.")]}:
+
+    def is_as_wanted() -> bool:
+        return dtypes(directory / name) == {STORED_AS[str(dtype).removeprefix("torch.")]}
+
+    if is_in_memory(directory) and is_as_wanted():
         return directory
     files = [file for file in (directory / name).glob("*") if file.is_file()]
     key = fingerprint(files, name, str(dtype))
 
     def write(copy: Path) -> None:
-        _weights(kind, directory, name, torch_dtype=dtype).save_pretrained(copy / name)
+        if is_as_wanted():
+            require_class(directory / name, kind.__name__)
+            weight_files(directory / name)
+            _copy([file for file in files if file.suffix in READ], copy / name)
+        else:
+            _weights(kind, directory, name, torch_dtype=dtype).save_pretrained(copy / name)
 
     try:
         return node.make(key, write, size_bytes=sum(file.stat().st_size for file in files))
     except NotOnNode as error:
         logger.warning("%s is read by each worker: %s", directory / name, error)
         return directory
+
+
+def _copy(files: Sequence[Path], to: Path) -> None:
+    to.mkdir(parents=True)
+    with ThreadPoolExecutor(COPIES) as threads:
+        list(threads.map(lambda file: copyfile(file, to / file.name), files))
 
 
 def _read_cache(file: Path, encoder: str | None) -> dict[str, Tensor]:
