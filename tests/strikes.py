@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphs.loop import Loop, synchronous
-from runs import COLD_S, NoWatch, little_file, outcome
+from runs import COLD_S, NoWatch, outcome, settings_file
 from spotlight import config
 from spotlight.store.creating import create_run
 from spotlight.store.rows import DECISIONS
@@ -31,7 +31,7 @@ POLL_S = 0.2
 
 def undisturbed(directory: Path, settings: tuple[str, ...]) -> dict[str, Any]:
     """What settings lead to without any cluster."""
-    run = create_run(config.load(little_file(directory), settings), now_s=0.0)
+    run = create_run(config.load(settings_file(directory, validated=1), settings), now_s=0.0)
     Loop(run, synchronous, NoWatch()).go()
     return outcome(run.path)
 

@@ -46,9 +46,7 @@ SETTINGS = [
 
 @pytest.mark.timeout(900)
 def test_a_hundred_kills_change_no_bit(tmp_path: Path) -> None:
-    (tmp_path / "validation.txt").write_text('a sign that says "7"\n')
-    settings = [*SETTINGS, 'data.validation_prompts="validation.txt"']
-    run = Run(settings_file(tmp_path), [*settings, f"run.iterations={KILLS}"]).start()
+    run = Run(settings_file(tmp_path, validated=1), [*SETTINGS, f"run.iterations={KILLS}"]).start()
     client_of(run)
     done = Chaos(random.Random(0), run).strike(KILLS)
     run.stop()
@@ -56,7 +54,7 @@ def test_a_hundred_kills_change_no_bit(tmp_path: Path) -> None:
         run.wait()
     iterations = len(run.directory.rows(HISTORY))
 
-    quiet = Run(settings_file(tmp_path), [*settings, f"run.iterations={iterations + 1}"]).start()
+    quiet = Run(settings_file(tmp_path, validated=1), [*SETTINGS, f"run.iterations={iterations + 1}"]).start()
     quiet.wait()
 
     assert done.total() >= KILLS

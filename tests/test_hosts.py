@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from hosts import Hosts, missing
-from runs import COLD_S, LITTLE, ROOT, little_file, outcome, wait_for
+from runs import COLD_S, LITTLE, ROOT, outcome, settings_file, wait_for
 from spotlight.store.rows import EVENTS, HISTORY, SPANS
 from spotlight.store.rundir import RunDir
 from standing import certificates
@@ -119,7 +119,8 @@ class Cluster:
         """The driver of a new run, and the run's directory."""
         shared = self._hosts.shared
         given = " ".join(f"--set {setting}" for setting in settings)
-        line = f"spotlight run {little_file(shared)} --into {shared / 'run'} --cluster {self._address} {given}"
+        file = settings_file(shared, validated=1)
+        line = f"spotlight run {file} --into {shared / 'run'} --cluster {self._address} {given}"
         return self._start("head", line), shared / "run"
 
     def resume(self, run: Path) -> subprocess.Popen[bytes]:

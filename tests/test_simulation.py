@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from cluster.dispatch import differing
-from runs import PROMPTS, ROOT, little_file, outcome, settings_file
+from runs import PROMPTS, ROOT, outcome, settings_file
 from spotlight import attach, config
 from spotlight.display import comparison
 from spotlight.records import SpotlightError
@@ -197,7 +197,7 @@ STRUCK = ("pools.reward.trace_model=bursty", "pools.reward.preemption=mixed", "p
 
 
 def test_workers_that_only_score_and_are_lost_change_no_sample_no_score_and_no_weight(tmp_path: Path) -> None:
-    prompts = f"data.validation_prompts={little_file(tmp_path / 'prompts').with_name('validation.txt')}"
+    prompts = f"data.validation_prompts={settings_file(tmp_path / 'prompts', validated=1).with_name('validation.txt')}"
     few = ("run.iterations=2", "rollout.prompts=2", "rollout.steps=4", "cluster.hang_after_s=1", prompts)
     plain = simulated(tmp_path / "plain", *few, learning="real").directory
     apart = simulated(tmp_path / "apart", *few, *SCORES_APART, *STRUCK, learning="real")
