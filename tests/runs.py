@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from spotlight.plan.offload import Balance
 from spotlight.store.rows import HISTORY, VALIDATION
@@ -17,6 +17,12 @@ from spotlight.store.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "examples" / "prompts"
+VALIDATED = {
+    1: ROOT / "tests" / "prompts" / "validation-1.txt",
+    6: ROOT / "tests" / "prompts" / "validation-6.txt",
+    20: PROMPTS / "digits-validation.txt",
+}
+"""Prompts to validate, by their number: the first ones of the demo."""
 WAIT_S = 240.0
 """Longest that any of these tests waits for something; a run takes some ten seconds of a quiet machine."""
 COLD_S = 400.0
@@ -30,7 +36,7 @@ validation_seeds = 1
 
 [data]
 train_prompts = "{PROMPTS / "digits-train.txt"}"
-validation_prompts = "validation.txt"
+validation_prompts = "VALIDATED"
 
 [rollout]
 prompts = 3
@@ -80,17 +86,16 @@ class NoWatch:
         return None
 
 
-def settings_file(directory: Path, validated: int = 6) -> Path:
+def settings_file(directory: Path, validated: Literal[1, 6, 20] = 6) -> Path:
     """A settings file whose runs go into the same directory.
 
     Args:
-        validated: prompts of the demo's twenty: to make and read all their images takes longer than all else.
+        validated: so many of the demo's prompts. To make and read the images of all twenty takes longer than all else.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "run.toml"
-    path.write_text(SETTINGS.replace("[run]", f'[run]\ndir = "{directory}"'))
-    prompts = (PROMPTS / "digits-validation.txt").read_text().splitlines(keepends=True)
-    (directory / "validation.txt").write_text("".join(prompts[:validated]))
+    settings = SETTINGS.replace("VALIDATED", str(VALIDATED[validated]))
+    path.write_text(settings.replace("[run]", f'[run]\ndir = "{directory}"'))
     return path
 
 

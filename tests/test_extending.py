@@ -233,7 +233,7 @@ def test_a_model_of_these_methods_predicts_trains_and_takes_back_what_it_trained
 
 
 def test_the_pool_of_the_page_loses_a_worker_and_is_paid_for_while_its_workers_are_there(tmp_path: Path) -> None:
-    file = settings_file(tmp_path)
+    file = settings_file(tmp_path, validated=20)
     file.write_text(re.sub(r"\[pools\.spot\]\n(.+\n)+", example("A pool", "toml"), file.read_text()))
     (tmp_path / "trace.csv").write_text(example("A pool", "csv"))
 

@@ -13,7 +13,7 @@ from dask.callbacks import Callback
 
 from factories import answer, make_request
 from graphs.loop import Loop, synchronous
-from runs import ROOT, NoWatch, outcome, settings_file
+from runs import ROOT, VALIDATED, NoWatch, outcome, settings_file
 from spotlight import config
 from spotlight.device import protocol
 from spotlight.device.modelled import ModelledDevice
@@ -182,6 +182,7 @@ def test_exploration_learns_faster(tmp_path: Path) -> None:
 
 def test_validation_shows_the_score_of_the_weights(tmp_path: Path) -> None:
     overrides = ["run.iterations=2", "simulation.start=0.3", "run.validation_seeds=200"]
+    overrides += [f"data.validation_prompts={VALIDATED[20]}"]
     run = go(make_run(tmp_path, *overrides, "simulation.gain=2.0"))
 
     before, after = (row["score"] for row in run.rows(VALIDATION))

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from cluster.dispatch import differing
-from runs import PROMPTS, ROOT, outcome, settings_file
+from runs import PROMPTS, ROOT, VALIDATED, outcome, settings_file
 from spotlight import attach, config
 from spotlight.display import comparison
 from spotlight.records import SpotlightError
@@ -192,12 +192,13 @@ def test_every_worker_that_trains_adds_a_slice_of_the_gradients_and_an_update_fe
     assert lasted["update"] == pytest.approx([3])
 
 
+ALL_VALIDATED = f"data.validation_prompts={VALIDATED[20]}"
 SCORES_APART = ("pools.reward.workers=2", "pools.reward.usd_per_h=0.5")
 STRUCK = ("pools.reward.trace_model=bursty", "pools.reward.preemption=mixed", "pools.reward.speedup=20000")
 
 
 def test_workers_that_only_score_and_are_lost_change_no_sample_no_score_and_no_weight(tmp_path: Path) -> None:
-    prompts = f"data.validation_prompts={settings_file(tmp_path / 'prompts', validated=1).with_name('validation.txt')}"
+    prompts = f"data.validation_prompts={VALIDATED[1]}"
     few = ("run.iterations=2", "rollout.prompts=2", "rollout.steps=4", "cluster.hang_after_s=1", prompts)
     plain = simulated(tmp_path / "plain", *few, learning="real").directory
     apart = simulated(tmp_path / "apart", *few, *SCORES_APART, *STRUCK, learning="real")
@@ -213,7 +214,7 @@ def test_workers_that_only_score_and_are_lost_change_no_sample_no_score_and_no_w
 
 
 def test_scoring_apart_leaves_the_gpus_the_time_that_it_took_them_and_is_paid_for(tmp_path: Path) -> None:
-    paced = ("pace.gpu=h100", "pace.speedup=60", "strategy.exploration=off")
+    paced = ("pace.gpu=h100", "pace.speedup=60", "strategy.exploration=off", ALL_VALIDATED)
     beside = simulated(tmp_path / "beside", *paced)
     apart = simulated(tmp_path / "apart", *paced, *SCORES_APART)
 
@@ -273,7 +274,7 @@ def test_the_last_hour_ends_a_run_which_is_then_finished(tmp_path: Path) -> None
 def test_a_trace_begins_when_its_first_workers_are_there(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("0,add,a\n0,add,b\n300,remove,b\n500,add,b\n")
-    simulation = simulated(tmp_path / "run", f"pools.spot.trace={trace}", "simulation.start_up_s=4.0")
+    simulation = simulated(tmp_path / "run", f"pools.spot.trace={trace}", "simulation.start_up_s=4.0", ALL_VALIDATED)
 
     joined = [(life.worker, life.joined_s) for life in simulation.lives]
     (lost_s,) = (life.left_s for life in simulation.lives if life.reason == "lost")
