@@ -21,7 +21,7 @@ from cluster.member import terms_of
 from graphs.loop import Loop, synchronous
 from kills import KillWorkers, client_of
 from leftovers import Watched
-from runs import ROOT, WAIT_S, NoWatch, outcome, settings_file, spotlight, start, wait_for
+from runs import ROOT, VALIDATED, WAIT_S, NoWatch, outcome, settings_file, spotlight, start, wait_for
 from spotlight import config
 from spotlight.driver import Driver
 from spotlight.plan.replay import Allocation, differing
@@ -171,8 +171,8 @@ def test_the_synchronous_scheduler_gets_the_same(undisturbed: Path, tmp_path: Pa
     assert outcome(run.path) == outcome(undisturbed)
 
 
-FREE_WIDTHS = 0.1
-"""Tolerance of a mean reward: at other widths latents differ by 1e-5, and a few of its some twenty images may read
+FREE_WIDTHS = 0.17
+"""Tolerance of a mean reward: at other widths latents differ by 1e-5, and two of its six or twelve images may read
 differently by one of their two letters."""
 
 
@@ -244,7 +244,7 @@ def test_a_reserved_worker_that_only_updates_changes_nothing(undisturbed: Path, 
 def test_rollouts_that_are_made_early_are_the_same_whoever_is_killed(tmp_path: Path) -> None:
     early = (
         *("strategy.exploration=off", "rollout.prompts_ahead=3", "rollout.steps=60", "train.timesteps=1"),
-        *("run.iterations=2", "run.validation_steps=6"),
+        *("run.iterations=2", "run.validation_steps=6", f"data.validation_prompts={VALIDATED[20]}"),
     )
     alone = create_run(config.load(settings_file(tmp_path / "alone"), early), now_s=0.0)
     Loop(alone, synchronous, NoWatch()).go()
