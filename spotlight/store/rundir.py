@@ -83,8 +83,6 @@ class RunDir:
         """Where the run is, for its workers and for people."""
         self.name = self.url.rpartition("/")[2]
         self.objects = objects_at(self.url)
-        self.is_remote = remote
-        """Whether it is at a URL of an object store."""
         self._journals = Journals(self.objects, self.path, (WORKERS,)) if remote else None
         self._pushed_s = 0.0
         self._lock = FileLock(self.path)
@@ -93,6 +91,11 @@ class RunDir:
     def prompt_hashes(self) -> PromptHashes | None:
         """Of the prompts that the run began with; None where nobody wrote them down."""
         return self._file(PROMPTS, PromptHashes, "restore it, or begin a new run")
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is at a URL of an object store."""
+        return self._journals is not None
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:

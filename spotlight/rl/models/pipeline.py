@@ -51,7 +51,7 @@ logger = logging.getLogger("spotlight")
 
 COPIES = 8
 """Files of a checkpoint that are copied to a node's memory at a time: one thread copies 2.7 GB a second, and two 4.2
-(2026-11-27, two cores); memory and most disks give more."""
+(2026-11-27, two cores, files in the page cache)."""
 READ = {".safetensors", ".json"}
 """Of the files of a network, those that loading it reads."""
 TEXT_MULTIPLE = 8
