@@ -26,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -144,6 +144,16 @@ def _asked(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str, str]]
     return product(arguments.jobs, arguments.regimes, arguments.sizes, arguments.strategies)
 
 
+def to_begin(wanted: Iterable[Case], running: Collection[Case]) -> Case | None:
+    """The first that is not under way. What one under way learns, too, waits for it, and is then only timed."""
+    under_way = [asdict(case) for case in running]
+    return next((case for case in wanted if not any(_is_like(case, row) for row in under_way)), None)
+
+
+def _is_like(case: Case, row: Row) -> bool:
+    return Case.of(row) == case or case.learns_as(row)
+
+
 def estimate(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     """CPU time of all that is asked for, by what runs took that learnt; what was only timed took less than a second an
     iteration."""
@@ -187,8 +197,8 @@ def make(arguments: argparse.Namespace) -> None:
         running: dict[Future[dict[str, Any]], Case] = {}
         while True:
             rows = read(arguments.data)
-            idle = arguments.processes - len(running)
-            for case in [case for case in missing(rows, arguments) if case not in running.values()][:idle]:
+            wanted = missing(rows, arguments)
+            while len(running) < arguments.processes and (case := to_begin(wanted, running.values())):
                 target = middle(case.job) if case.seed in arguments.tuning_seeds else TARGETS[case.job][-1]
                 running[pool.submit(measure, case, target, arguments.iterations, arguments.every, rows)] = case
             if not running:

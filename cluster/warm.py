@@ -20,6 +20,7 @@ from types import TracebackType
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by torch's import: losing a peer is no news here
 # A library that looks for GPUs as it is imported must not open CUDA here: what is forked from here could not use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+gc.disable()  # imports leave little to collect; to look for it time and again takes a seventh of their time
 
 import cluster.member
 import cluster.workers
@@ -64,7 +65,7 @@ forkserver.ForkServer.ensure_running = _ensure_running  # type: ignore[assignmen
 sys.excepthook = _report
 spawn._fixup_main_from_name = spawn._fixup_main_from_path = _leave_out  # type: ignore[attr-defined]
 
-gc.collect()
 gc.freeze()  # a collection in a forked process writes to every object that it looks at, and so copies its page
+gc.enable()
 
 __all__ = ["cluster", "spotlight"]

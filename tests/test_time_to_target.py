@@ -152,6 +152,16 @@ def test_a_run_is_made_again_when_its_strategy_has_other_settings() -> None:
     assert again == [[], [], [case]]
 
 
+def test_what_a_run_under_way_learns_is_not_begun_a_second_time() -> None:
+    names = ["reserved only (4)", "all reserved (12)"]
+    wanted = time_to_target.missing([], asked(strategies=names, sizes=["512", "1280"], trials=1, seeds=[0, 1]))
+    first, second = (case for case in wanted if (case.strategy, case.size) == (names[0], "512"))
+
+    assert time_to_target.to_begin(wanted, []) == first
+    assert time_to_target.to_begin(wanted, [first]) == second
+    assert time_to_target.to_begin(wanted, [first, second]) is None
+
+
 @pytest.mark.parametrize(
     ("theirs", "expected"),
     [
