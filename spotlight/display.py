@@ -53,7 +53,9 @@ def follow(run: Run, console: Console | None = None) -> None:
             run.stop()  # whatever ended the display: a run does not go on unseen
         run.wait()
     console.print(summary_table(run.directory))
-    console.print(f"report          {run.directory.path / 'report.html'}", soft_wrap=True)
+    written = run.directory.config().run.report
+    report = run.directory.path / "report.html" if written else f"spotlight report {run.directory.url}"
+    console.print(f"report          {report}", soft_wrap=True)
 
 
 @contextmanager

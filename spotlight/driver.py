@@ -66,10 +66,11 @@ class Driver:
         self._rewind()
         if not resuming.is_over(run, config):
             self._iterate(config, cluster)
-        self.phase = "report"
-        from spotlight.report import write_report  # draws: workers should not wait for its imports at the start
+        if config.run.report:
+            self.phase = "report"
+            from spotlight.report import write_report  # draws: workers should not wait for its imports at the start
 
-        write_report(run.url)
+            write_report(run.url)
 
     def _iterate(self, config: Config, cluster: Standing | None) -> None:
         from cluster.pools import Pools

@@ -166,7 +166,7 @@ class Simulation:
                 f"simulation.hours = {self.config.simulation.hours}: nothing is validated in that time: give it more"
             )
         summarise(self.directory, self._accounts, now_s=self._clock.now_s, began_s=self._began_s)
-        if report:
+        if report and self.config.run.report:
             from spotlight.report import write_report
 
             write_report(self.directory.url)

@@ -33,6 +33,7 @@ SETTINGS = f"""
 iterations = 3
 validate_every = 3
 validation_seeds = 1
+report = false
 
 [data]
 train_prompts = "{PROMPTS / "digits-train.txt"}"

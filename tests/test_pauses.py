@@ -94,7 +94,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     (folder / "clock.c").write_text(SET_CLOCK)
     subprocess.run([compiler, "-shared", "-fPIC", "-o", shim, folder / "clock.c", "-ldl"], check=True)
     ahead.write_bytes(bytes(8))
-    settings = [f"cluster.hang_after_s={HANG_AFTER_S}", "run.iterations=5", "run.validate_every=5"]
+    settings = [f"cluster.hang_after_s={HANG_AFTER_S}", "run.iterations=5", "run.validate_every=5", "run.report=true"]
     command = [sys.executable, "-m", "spotlight", "run", str(settings_file(folder))]
     process = subprocess.Popen(
         [*command, *(word for each in settings for word in ("--set", each))],
@@ -132,7 +132,9 @@ def test_after_a_pause_of_everything_the_run_goes_on_and_says_what_was_lost(ende
     lost_s = [row["lost_s"] for row in events(ended, "paused")]
     assert any(PAUSE_S - 1 < each < PAUSE_S + 10 for each in lost_s), lost_s
     assert "s were lost: the run was paused" in ended.said.replace("\n", " ")
-    assert "of it lost: the run was paused" in (ended.dir.path / "report.html").read_text()
+    report = ended.dir.path / "report.html"
+    assert str(report) in ended.said
+    assert "of it lost: the run was paused" in report.read_text()
 
 
 def test_a_pause_is_no_loss_of_a_worker(ended: Ended) -> None:

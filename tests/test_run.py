@@ -37,7 +37,7 @@ from spotlight.store.thumbnails import pictures
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that nothing happened to."""
-    run = Run(settings_file(tmp_path_factory.mktemp("undisturbed"))).start()
+    run = Run(settings_file(tmp_path_factory.mktemp("undisturbed")), ["run.report=true"]).start()
     run.wait()
     return run.directory.path
 
@@ -389,7 +389,8 @@ def test_ctrl_c_and_its_like_stop_cleanly_leave_nothing_and_say_how_to_resume(
         return
     done = spotlight("resume", run_dir)
     assert done.returncode == 0, done.stderr
-    assert "report.html" in done.stdout
+    assert f"spotlight report {run_dir}" in done.stdout
+    assert not (run_dir / "report.html").exists()
     assert outcome(run_dir) == outcome(undisturbed)
 
 

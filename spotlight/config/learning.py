@@ -48,6 +48,8 @@ class RunSection(Section):
     """Which weights of a version are validated and exported: those in training, the older ones that sample
     (``train.old_decay``), or their moving average (``train.ema_decay``). "auto" is the average where there is one, else
     the ones that sample."""
+    report: bool = True
+    """Whether ``report.html`` is written when the run ends; ``spotlight report`` writes it at any time."""
 
     @model_validator(mode="after")
     def _name_is_of_a_directory(self) -> Self:
