@@ -372,7 +372,14 @@ def test_a_killed_driver_leaves_nothing_and_is_resumed_as_if_nothing_had_been(
     assert outcome(run_dir) == outcome(undisturbed)
 
 
-@pytest.mark.parametrize("asked", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.live), signal.SIGHUP])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.live),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.live),
+    ],
+)
 def test_ctrl_c_and_its_like_stop_cleanly_leave_nothing_and_say_how_to_resume(
     undisturbed: Path, watched: Watched, tmp_path: Path, asked: signal.Signals
 ) -> None:

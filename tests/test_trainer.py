@@ -149,8 +149,7 @@ EACH: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("updates", [1, 2])
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize(("name", "updates"), [("nft", 1), *((name, 2) for name in EACH)])
 def test_parts_computed_anywhere_in_any_order_give_the_bits_of_one_process(name: str, updates: int) -> None:
     settings: dict[str, Any] = {
         "algorithm": name,
