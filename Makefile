@@ -3,6 +3,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP = .venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt
 INSTALLED = .venv/installed
+RARE = /tests/|/transformers/models/|/diffusers/(modular_)?pipelines/|/moto/
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-gpu lint venv clean
 
@@ -26,14 +28,15 @@ lint: $(INSTALLED)
 venv: $(INSTALLED)
 
 # torch goes first, by itself: then an index of smaller CPU-only builds, if pip knows one, serves it. Compiled is at the
-# end, on all cores: pip would do it on one. Some packages carry files that are no Python; those stay as they are.
+# end, on all cores (pip does it on one), but for what is hardly used: that is compiled
+# when it is.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
 	    f"Python 3.11 or later is needed, and $(PYTHON) is {v}: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
 	$(PIP) --editable '.[dev]'
-	@.venv/bin/python -m compileall -qq -j 0 .venv/lib > /dev/null 2>&1 || true
+	@.venv/bin/python -m compileall -qq -j 0 -x '$(RARE)' .venv/lib > /dev/null 2>&1 || true
 	@touch $@
 
 clean:
