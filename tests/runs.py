@@ -30,8 +30,8 @@ COLD_S = 400.0
 
 SETTINGS = f"""
 [run]
-iterations = 3
-validate_every = 3
+iterations = 2
+validate_every = 2
 validation_seeds = 1
 report = false
 
@@ -66,7 +66,6 @@ dashboard_port = 0
 
 
 LITTLE = (
-    "run.iterations=2",
     "rollout.prompts=2",
     "rollout.steps=10",
     "strategy.widths=[1]",

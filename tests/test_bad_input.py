@@ -53,7 +53,7 @@ def stopped(undisturbed: Path, tmp_path: Path) -> RunDir:
     run = RunDir(shutil.copytree(undisturbed, tmp_path / undisturbed.name))
     for journal in (HISTORY, VALIDATION):
         run.rewrite(journal, run.rows(journal)[:-1])
-    shutil.rmtree(run.path / "weights" / "v00003")
+    shutil.rmtree(run.path / "weights" / "v00002")
     return run
 
 

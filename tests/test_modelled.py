@@ -60,7 +60,12 @@ class Killed(BaseException):
 
 
 def make_run(directory: Path, *overrides: str) -> RunDir:
-    return create_run(config.load(settings_file(directory), ["run.name=modelled", *overrides]), 0.0)
+    return create_run(
+        config.load(
+            settings_file(directory), ["run.name=modelled", "run.iterations=3", "run.validate_every=3", *overrides]
+        ),
+        0.0,
+    )
 
 
 def go(run: RunDir) -> RunDir:

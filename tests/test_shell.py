@@ -137,7 +137,7 @@ def test_the_status_of_a_run_is_json_for_scripts(tmp_path: Path, capsys: pytest.
     assert main(["status", str(run.path), "--json"]) == 0
 
     status = json.loads(capsys.readouterr().out)
-    assert (status["state"], status["iteration"], status["iterations"]) == ("new", 0, 3)
+    assert (status["state"], status["iteration"], status["iterations"]) == ("new", 0, 2)
 
 
 def test_a_simulation_is_a_line_of_json_per_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

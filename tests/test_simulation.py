@@ -64,8 +64,8 @@ def test_every_strategy_runs_to_its_end_and_its_dispatching_replays(tmp_path: Pa
     simulation = simulated(tmp_path, *strategy)
 
     run = simulation.directory
-    assert [row.iteration for row in run.history()] == [0, 1, 2]
-    assert [row.version for row in run.validation()] == [0, 3]
+    assert [row.iteration for row in run.history()] == [0, 1]
+    assert [row.version for row in run.validation()] == [0, 2]
     rows = run.rows(DECISIONS)
     assert rows
     assert list(differing(rows)) == []
@@ -86,7 +86,7 @@ NOTICES = ("pools.spot.trace_model=bursty", "pools.spot.preemption=notice", "poo
     ],
 )
 def test_a_reserved_machine_without_a_gpu_updates_and_does_no_more(tmp_path: Path, more: Sequence[str]) -> None:
-    more = ("run.iterations=2", *more)
+    more = ("rollout.steps=3", *more)
     bare = simulated(tmp_path / "bare", *SPOT_WORKS, *more, learning="real").directory
 
     phases = {span["phase"] for span in bare.rows(SPANS) if span["pool"] == "reserved"}
@@ -127,9 +127,10 @@ def test_a_time_in_which_nothing_is_validated_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize("more", [(), ("pools.reward.workers=1", "pools.reward.usd_per_h=1")])
 def test_rollouts_that_were_begun_early_go_on_where_they_were(tmp_path: Path, more: Sequence[str]) -> None:
     early = ("strategy.exploration=off", "rollout.prompts_ahead=2", "rollout.steps=40", "train.timesteps=1")
+    long = ("run.iterations=3", *more)
 
     once, often = (
-        simulated(tmp_path / every, *early, *more, f"run.validate_every={every}").directory for every in ("3", "1")
+        simulated(tmp_path / every, *early, *long, f"run.validate_every={every}").directory for every in ("3", "1")
     )
 
     took_s = [[row.measured["wall_s"] for row in run.history()] for run in (once, often)]
@@ -274,7 +275,8 @@ def test_the_last_hour_ends_a_run_which_is_then_finished(tmp_path: Path) -> None
 def test_a_trace_begins_when_its_first_workers_are_there(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("0,add,a\n0,add,b\n300,remove,b\n500,add,b\n")
-    simulation = simulated(tmp_path / "run", f"pools.spot.trace={trace}", "simulation.start_up_s=4.0", ALL_VALIDATED)
+    settings = (f"pools.spot.trace={trace}", "simulation.start_up_s=4.0", ALL_VALIDATED, "run.iterations=3")
+    simulation = simulated(tmp_path / "run", *settings)
 
     joined = [(life.worker, life.joined_s) for life in simulation.lives]
     (lost_s,) = (life.left_s for life in simulation.lives if life.reason == "lost")
@@ -307,7 +309,7 @@ def test_a_run_without_a_gpu_whose_spot_workers_never_come_says_for_whom_it_wait
 
 
 def test_the_report_of_a_simulated_run_says_so(tmp_path: Path) -> None:
-    simulation = Simulation("test", config.load(settings_file(tmp_path)), "modelled")
+    simulation = Simulation("test", config.load(settings_file(tmp_path), ["run.report=true"]), "modelled")
 
     simulation.go()
 
