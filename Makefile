@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP = .venv/bin/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt
 INSTALLED = .venv/installed
-RARE = /tests/|/transformers/models/|/diffusers/(modular_)?pipelines/|/moto/
+RARE = /tests/|/transformers/models/|/diffusers/(modular_)?pipelines/
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-gpu lint venv clean

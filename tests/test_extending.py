@@ -237,7 +237,8 @@ def test_the_pool_of_the_page_loses_a_worker_and_is_paid_for_while_its_workers_a
     file.write_text(re.sub(r"\[pools\.spot\]\n(.+\n)+", example("A pool", "toml"), file.read_text()))
     (tmp_path / "trace.csv").write_text(example("A pool", "csv"))
 
-    simulation = Simulation("pool", config.load(file, ["pools.spot.speedup=10"]), "modelled")
+    settings = config.load(file, ["pools.spot.speedup=10", "run.iterations=3", "run.validate_every=3"])
+    simulation = Simulation("pool", settings, "modelled")
     outcome = simulation.go(report=False)
 
     lives = [life for life in simulation.lives if life.pool == "spot"]

@@ -109,7 +109,7 @@ def test_any_number_of_reserved_workers_trains_the_same_bits_whoever_is_killed(
     alone, tasks = went(tmp_path / "alone", schedule(reserved=1), *overrides)
     each_iteration = len(tasks) // each // 2
 
-    for reserved, kills in ((2, ()), (4, ()), (1, (2, 5, 9)), (2, (1, 4)), (4, (0, 3, 4, 5, 7, 8, 13))):
+    for reserved, kills in ((2, ()), (1, (2, 5, 9)), (4, (0, 3, 4, 5, 7, 8, 13))):
         computed: list[str] = []
         found, trained = went(
             tmp_path / "more", schedule(reserved=reserved), *overrides, kills=kills, computed=computed

@@ -83,9 +83,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run whose driver died before its last iteration, and one that nothing happened to."""
     directory = tmp_path_factory.mktemp("runs")
     prompts = directory / "prompts.txt"
-    settings = config.load(settings_file(directory), ["run.validate_every=1"])
+    settings = config.load(settings_file(directory), ["run.validate_every=1", "run.iterations=3"])
     shutil.copy(settings.data.train_prompts, prompts)
-    settings = config.load(settings_file(directory), ["run.validate_every=1", f"data.train_prompts={prompts}"])
+    settings = config.load(
+        settings_file(directory), ["run.validate_every=1", "run.iterations=3", f"data.train_prompts={prompts}"]
+    )
     with protocol.using(ModelledDevice()):
         whole = create_run(settings, 0.0)
         Loop(whole, synchronous, NoWatch()).go()
