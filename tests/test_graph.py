@@ -843,7 +843,7 @@ def heard(handler: logging.Handler) -> Iterator[None]:
             logger.removeHandler(handler)
 
 
-@pytest.mark.parametrize("widths", ["[1]", "[1,2]"])
+@pytest.mark.parametrize("widths", [pytest.param("[1]", marks=pytest.mark.live), "[1,2]"])
 def test_dasks_state_stays_valid_though_a_worker_is_killed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, widths: str
 ) -> None:
