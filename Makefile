@@ -28,8 +28,8 @@ lint: $(INSTALLED)
 venv: $(INSTALLED)
 
 # torch goes first, by itself: then an index of smaller CPU-only builds, if pip knows one, serves it. Compiled is at the
-# end, on all cores (pip does it on one), but for what is hardly used: that is compiled
-# when it is.
+# end, on all cores (pip does it on one), but for what is hardly used, which is compiled
+# when it is needed.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
 	    f"Python 3.11 or later is needed, and $(PYTHON) is {v}: make PYTHON=/path/to/python3.11")'

@@ -146,12 +146,9 @@ def _asked(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str, str]]
 
 def to_begin(wanted: Iterable[Case], running: Collection[Case]) -> Case | None:
     """The first that is not under way. What one under way learns, too, waits for it, and is then only timed."""
-    under_way = [asdict(case) for case in running]
-    return next((case for case in wanted if not any(_is_like(case, row) for row in under_way)), None)
-
-
-def _is_like(case: Case, row: Row) -> bool:
-    return Case.of(row) == case or case.learns_as(row)
+    return next(
+        (case for case in wanted if not any(case == other or case.learns_as(asdict(other)) for other in running)), None
+    )
 
 
 def estimate(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
