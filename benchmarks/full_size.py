@@ -117,6 +117,13 @@ def table(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} |"
 
 
+def start(run: RunDir, began_s: float) -> str:
+    """How long after the run began workers had joined, and the first of them worked."""
+    joined = ", ".join(f"{life.joined_s - began_s:.1f}" for life in read_lives(run))
+    first_s = min(row["start_s"] for row in run.rows(SPANS))
+    return f"Workers joined after {joined} s; work began after {first_s - began_s:.1f} s."
+
+
 def loss(run: RunDir) -> Iterator[str]:
     """What the killed worker left undone, and when the next one worked."""
     spans, lives = [Span(**row) for row in run.rows(SPANS)], read_lives(run)
@@ -150,25 +157,26 @@ def measure(place: Path, arguments: argparse.Namespace) -> None:
         AssertionError: no worker was lost, or the run with a loss has other weights than the one without.
     """
     if "alone" in arguments.runs:
-        asked = settings(place / "alone", arguments, spot=0)
+        asked, began_s = settings(place / "alone", arguments, spot=0), time.time()
         alone = live(asked)
         virtual = Simulation("as configured", asked, "modelled")
         virtual.go(report=False)
         print("\nA reserved worker alone:\n")
-        print("\n".join(table({"live": phases(alone), "virtual clock": phases(virtual.directory)[-1:]})), flush=True)
+        print("\n".join(table({"live": phases(alone), "virtual clock": phases(virtual.directory)[-1:]})))
+        print(f"\n{start(alone, began_s)}", flush=True)
     if "struck" in arguments.runs:
-        asked = settings(place / "struck", arguments, spot=1)
+        asked, began_s = settings(place / "struck", arguments, spot=1), time.time()
         struck = live(asked, struck_s=MID_TASK_S if arguments.smoke else MID_REQUEST_S)
         assert any(life.reason == "lost" for life in read_lives(struck)), "no worker was killed in mid-request"
         print("\nWith a spot worker on the same GPU, killed in its first rollout:\n")
-        print("\n".join((*table({"live": phases(struck)}), "", *loss(struck))), flush=True)
+        print("\n".join((*table({"live": phases(struck)}), "", start(struck, began_s), *loss(struck))), flush=True)
     if "explored" in arguments.runs:
-        explored = live(settings(place / "explored", arguments, spot=1, exploration="stale"))
+        asked, began_s = settings(place / "explored", arguments, spot=1, exploration="stale"), time.time()
+        explored = live(asked)
         scored = ", ".join(f"{row.metrics['seeds_scored']:.0f}" for row in explored.history())
         print("\nWith a spot worker on the same GPU, which explores:\n")
-        print(
-            "\n".join((*table({"live": phases(explored)}), "", f"Candidates of each iteration: {scored}.")), flush=True
-        )
+        ends = (start(explored, began_s), f"Candidates of each iteration: {scored}.")
+        print("\n".join((*table({"live": phases(explored)}), "", *ends)), flush=True)
     if {"alone", "struck"} <= set(arguments.runs):
         assert hashes(alone) == hashes(struck), "a loss changed the weights"
         print("\nWith the loss and without it, all versions of the weights are the same bits.")

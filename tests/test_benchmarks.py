@@ -14,19 +14,19 @@ from runs import ROOT
 from spotlight.simulation import Simulation
 
 SMALL = {
-    "dashboard": ("--workers", "8", "--seconds", "0.5"),
     "faults": ("--schedules", "20"),
     "fidelity": ("--table",),
     "planner": ("--explore-steps",),
     "recovery": ("--parts", "weights", "--weights-gb", "0.01"),
     "scale": ("--turns", "1", "--hours", "0"),
-    "soak": ("--iterations", "30"),
+    "soak": ("--iterations", "10"),
     "updates": ("--blocks", "1", "--turns", "1"),
     "time_to_target": ("--table", "--data", "{tmp}/data/time_to_target.jsonl", "--figure", "{tmp}/figure.png"),
 }
 """Takes seconds: what is recorded is shown, what is pure is computed, and what is live is tried once."""
 LIVE = {
     "algorithms": ("--seconds", "1", "--seeds", "1", "--only", "nft"),
+    "dashboard": ("--workers", "8", "--seconds", "0.5"),
     "engine": ("--turns", "1", "--samples", "8", "--cpu"),
     "fixed_costs": (),
     "full_size": ("--smoke",),

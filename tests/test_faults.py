@@ -22,7 +22,7 @@ from spotlight import config
 from spotlight.store.creating import create_run
 from spotlight.store.rundir import RunDir
 
-SCHEDULES, FUNCTIONS = 2_000, 2
+SCHEDULES, FUNCTIONS = 1_200, 2
 WITHIN = 400
 """The first so many schedules find each planted bug."""
 LOOPS = 30

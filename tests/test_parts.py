@@ -100,7 +100,10 @@ def went(
         (6, ("train.updates=2", "train.old_decay=copy", "train.kl=0.1")),
         (5, ("train.seeds_used=2",)),  # four samples of six
         (13, ("rollout.prompts=3", "train.parts=9", "pools.reserved.workers=3")),  # three add a slice of gradients
-        (13, ("rollout.prompts=6", "train.parts=9", "pools.reserved.workers=3", "train.updates=2")),
+        pytest.param(
+            *(13, ("rollout.prompts=6", "train.parts=9", "pools.reserved.workers=3", "train.updates=2")),
+            marks=pytest.mark.live,
+        ),
     ],
 )
 def test_any_number_of_reserved_workers_trains_the_same_bits_whoever_is_killed(

@@ -264,6 +264,7 @@ def test_rollouts_that_are_made_early_are_the_same_whoever_is_killed(tmp_path: P
     assert outcome(run.directory.path) == outcome(alone.path)
 
 
+@pytest.mark.live
 def test_candidates_that_are_trained_on_are_the_same_whoever_is_killed(tmp_path: Path) -> None:
     reuse = ("exploration.reuse=true", "exploration.steps=4", "rollout.steps=8", "train.parts=3", "run.iterations=3")
     alone = create_run(config.load(settings_file(tmp_path / "alone"), reuse), now_s=0.0)

@@ -78,11 +78,11 @@ NOTICES = ("pools.spot.trace_model=bursty", "pools.spot.preemption=notice", "poo
 @pytest.mark.parametrize(
     "more",
     [
-        ("exploration.budget=fixed",),
+        pytest.param(("exploration.budget=fixed",), marks=pytest.mark.live),
         ("exploration.budget=time",),
-        ("strategy.exploration=blocking",),
+        pytest.param(("strategy.exploration=blocking",), marks=pytest.mark.live),
         ("strategy.exploration=off", *NOTICES),
-        ("pools.reward.workers=1", "pools.reward.usd_per_h=1"),
+        pytest.param(("pools.reward.workers=1", "pools.reward.usd_per_h=1"), marks=pytest.mark.live),
     ],
 )
 def test_a_reserved_machine_without_a_gpu_updates_and_does_no_more(tmp_path: Path, more: Sequence[str]) -> None:
