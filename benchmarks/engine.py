@@ -51,6 +51,7 @@ from spotlight.rl.memory import estimate
 from spotlight.rl.models import fix_order_of_sums
 from spotlight.rl.models.attention import pack_texts
 from spotlight.rl.models.base import Conditioning, Model
+from spotlight.rl.models.captured import compute_blocks_again
 from spotlight.rl.models.qwen_transformer import QwenTransformer
 from spotlight.rl.prompts import read_prompts
 from spotlight.rl.rewards.base import Scorer
@@ -319,7 +320,7 @@ def passes_on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int], form
     print(f"weights come in at {map_in_rate(device) / 1e9:.1f} GB/s (a file in the page cache, to the GPU)\n")
     fix_order_of_sums(ModelSection(device="cuda"))
     model = RandomQwen(device, layers=layers)
-    model.transformer.enable_gradient_checkpointing()
+    compute_blocks_again(model.transformer)
     model.make_trainable(rank=rank, alpha=0, seed=0)
     print(f"LoRA of rank {rank}, without one it computes at TFLOP/s (of the product's)\n")
     print("| a pass | form | s | GPU busy, s | cost model, s | TFLOP/s |\n" + "|---" * 6 + "|", flush=True)
@@ -338,7 +339,7 @@ def engine_on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int]) -> N
         more = [f"rollout.request_seeds={SAMPLES}", f"run.validation_seeds={SAMPLES}", "rollout.guidance=1"]
         large = [f"train.lora_rank={rank}", 'model.device="cuda"', "train.timesteps=2", f"train.micro_batch={SAMPLES}"]
         with bench([*sized, *more, *large], partial(RandomQwen, torch.device("cuda"), layers=layers)) as made:
-            made.model.transformer.enable_gradient_checkpointing()
+            compute_blocks_again(made.model.transformer)
             costs = CostModel(made)
             torch.cuda.reset_peak_memory_stats()
             found, count = steps(made, turns), made.settings.rollout.steps
@@ -453,6 +454,8 @@ FORMS = {
     LEARNS: _within(),
     f"{LEARNS}, as peft computes it": _within(as_peft),
     f"{LEARNS}, without a mask": _within(packing),
+    f"{LEARNS}, captured": _within(_capturing),
+    f"{LEARNS}, captured, without a mask": _within(packing, _capturing),
     f"{LEARNS}, without a fixed order of sums": _within(in_any_order),
     f"{LEARNS}, without either": _within(packing, in_any_order),
 }

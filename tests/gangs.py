@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from spotlight.device.sequence_parallel import Gang, GangBroken
 from spotlight.rl.models import Loading, Model
+from spotlight.rl.models.captured import compute_blocks_again
 from spotlight.rl.models.flux import Flux
 from spotlight.rl.models.tiny_text import HEIGHT_PX, WIDTH_PX, TinyText
 
@@ -70,10 +71,16 @@ def flux_model(checkpoint: str) -> Model:
     return _with_lora(model)
 
 
-def gradients(model: Model, gang: Gang | None = None, *, checkpointed: bool = False) -> list[NDArray[np.float32]]:
-    """Of a loss of one prediction for two samples, for each parameter that is trained."""
+def gradients(
+    model: Model, gang: Gang | None = None, *, checkpointed: bool = False, fails: Callable[[], object] = bool
+) -> list[NDArray[np.float32]]:
+    """Of a loss of one prediction for two samples, for each parameter that is trained.
+
+    Args:
+        fails: is called between the prediction and its backward pass.
+    """
     if checkpointed:
-        model.transformer.enable_gradient_checkpointing()
+        compute_blocks_again(model.transformer)
     model.transformer.train(checkpointed)
     tokens, channels = model.latent_shape(HEIGHT_PX, WIDTH_PX)
     x_BNC, aim_BNC = torch.randn(2, 2, tokens, channels, generator=torch.Generator().manual_seed(2)).to(model.device)
@@ -82,6 +89,7 @@ def gradients(model: Model, gang: Gang | None = None, *, checkpointed: bool = Fa
     for parameter in model.parameters():
         parameter.grad = None
     v_BNC = model.velocity(x_BNC, levels_B, texts, guidance=1.0, **size)
+    fails()
     (v_BNC - aim_BNC).square().mean().backward()
     found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
     return [(gang.sum(each) if gang else each).cpu().numpy() for each in found]

@@ -181,6 +181,9 @@ def test_no_pass_is_shorter_than_launching_its_kernels() -> None:
     assert TaskDurations(settings).step_s(1, 1) == pytest.approx(2 * layers * 0.1)
     assert TaskDurations(settings).train_s(1) == pytest.approx(2 * layers * 0.1 * forwards)
     assert TaskDurations(settings).train_s(9) == pytest.approx(2 * 2 * layers * 0.1 * forwards)
+    captured = config.load(EXAMPLES / "paced.toml", [*guided, "model.cuda_graphs=true", "train.cuda_graphs=true"])
+    assert TaskDurations(captured).train_s(1) == TaskDurations(captured).train_s(9) / 9 < 2 * layers * 0.1
+    assert TaskDurations(captured).train_s(1, 2) > TaskDurations(captured).train_s(1)  # a gang has no graphs
     stepwise = config.load(EXAMPLES / "qwen-image-ocr.toml")  # each of its two steps has passes of its own
     assert TaskDurations(stepwise).train_s(1) == pytest.approx(2 * 2 * layers * LAYER_S * (1 + BACKWARD_LORA + 1))
 

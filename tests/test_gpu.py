@@ -50,14 +50,18 @@ def run_under_fire(directory: Path, overrides: list[str], struck: bool) -> Run:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("model", ["embedded", "qwen-image"])
-def test_workers_killed_on_a_gpu_change_no_bit(tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "graphs"), [("embedded", "false"), ("qwen-image", "false"), ("embedded", "true"), ("qwen-image", "true")]
+)
+def test_workers_killed_on_a_gpu_change_no_bit(tmp_path: Path, model: str, graphs: str) -> None:
+    """Nor does it whether the passes of the run with kills are captured in training, too."""
     overrides: list[str] = []
     if model == "qwen-image":
         checkpoint, clip = qwen_image_of_layers(tmp_path / "checkpoint", 2), write_clip(tmp_path / "clip")
         overrides = [*REALISTIC.split(), f"model.path={checkpoint}", f"reward.path={clip}"]
 
-    quiet, struck = (run_under_fire(tmp_path / name, overrides, name == "struck") for name in ("quiet", "struck"))
+    quiet = run_under_fire(tmp_path / "quiet", overrides, struck=False)
+    struck = run_under_fire(tmp_path / "struck", [*overrides, f"train.cuda_graphs={graphs}"], struck=True)
 
     lost = [row["phase"] for row in struck.directory.rows(SPANS) if row["outcome"] == "lost"]
     assert len(lost) == 3

@@ -192,6 +192,19 @@ def test_graphs_of_denoising_are_there_while_training() -> None:
         memory.require([training], 50e9, "a GPU")
 
 
+def test_graphs_of_training_are_there_while_denoising() -> None:
+    with_graphs, without = (
+        memory.estimate(*qwen_image(train={"cuda_graphs": on}), QwenImage.lora_targets) for on in (True, False)
+    )
+    kept = without[-1].parts["activations"]
+
+    assert with_graphs[0] == without[0]
+    for phase, same in zip(with_graphs[1:], without[1:], strict=True):
+        assert phase.total_bytes - same.total_bytes == pytest.approx(2 * kept)
+    off = memory.estimate(*qwen_image(train={"cuda_graphs": True}, cuda_graphs=False), QwenImage.lora_targets)
+    assert all("CUDA graphs" not in phase.parts for phase in off)
+
+
 def test_the_ranks_of_a_gang_share_what_training_keeps() -> None:
     survey, settings = qwen_image(height_px=1280, width_px=1280, gradient_checkpointing=False)
     shared = settings.model_copy(update={"train": settings.train.model_copy(update={"width": 4})})

@@ -33,6 +33,7 @@ from batches import (
     make_trainer,
     weights_of,
 )
+from recorders import Repeats
 from spotlight.config import TrainSection
 from spotlight.records import Sampler, SpotlightError
 from spotlight.rl import gradients
@@ -41,6 +42,7 @@ from spotlight.rl.algorithms.base import Objective
 from spotlight.rl.algorithms.noising import noised
 from spotlight.rl.flow import initial_noise, sde_step
 from spotlight.rl.gradients import micro_batches, part_gradient
+from spotlight.rl.models import captured
 from spotlight.rl.models.tiny_text import TinyText
 from spotlight.rl.objectives import nft_loss
 from spotlight.rl.parts import Cut, preference_pairs
@@ -172,6 +174,24 @@ def test_parts_computed_anywhere_in_any_order_give_the_bits_of_one_process(name:
             assert found == expected
             assert equal(weights_of(there[0]), weights_of(here))
             assert equal(elsewhere.state(), trainer.state())
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("name", EACH)
+def test_captured_passes_train_the_same_bits(monkeypatch: pytest.MonkeyPatch, name: str, rank: int) -> None:
+    monkeypatch.setattr(captured, "Graphs", Repeats)
+    settings: dict[str, Any] = {"algorithm": name, "kl": 0.1, "micro_batch": 4, "lora_rank": rank} | EACH[name]
+    plain, repeated = (make_model(rank=rank) for _ in range(2))
+    batch = replace(make_batch(plain), groups_B=(0, 0, 0, 1, 1, 1), log_prob_BS=None)
+    trainers = [make_trainer(model, parts=2, updates=2, **settings) for model in (plain, repeated)]
+    for iteration in range(2):
+        expected = trainers[0].update(batch, iteration=iteration)
+        with repeated.capturing():
+            found = trainers[1].update(batch, iteration=iteration)
+
+        assert found == expected
+        assert equal(weights_of(repeated), weights_of(plain))
+    assert any(repeated._captured._known_learning.values())
 
 
 def share_out(

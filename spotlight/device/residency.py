@@ -73,8 +73,13 @@ class Residency:
 
     @property
     def captures(self) -> bool:
-        """Whether passes without gradients are repeated as CUDA graphs, outside of gangs."""
+        """Whether denoising passes are repeated as CUDA graphs, outside of gangs."""
         return self._config.model.cuda_graphs and self.model.device.type == "cuda"
+
+    @property
+    def captures_training(self) -> bool:
+        """Whether a part's passes are, those with gradients too."""
+        return self.captures and self._config.train.cuda_graphs
 
     @property
     def loaded(self) -> WeightsRef | None:

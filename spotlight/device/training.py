@@ -6,6 +6,7 @@ Safe to run twice, anywhere: the same parts on the same version give the same by
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
@@ -145,7 +146,11 @@ class Training:
             resident.changed()
         what = f"part {part.number} of iteration {part.iteration}'s training ({len(part.samples)} samples)"
         width = gang.width if gang else 1
-        with resident.limits(what), self._pace.lasting(self._pace.train_s(len(part.samples), width)):
+        with ExitStack() as stack:
+            stack.enter_context(resident.limits(what))
+            stack.enter_context(self._pace.lasting(self._pace.train_s(len(part.samples), width)))
+            if resident.captures_training and not gang:
+                stack.enter_context(resident.model.capturing())
             made = part_gradient(
                 resident.model,
                 self._config.train,

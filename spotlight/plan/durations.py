@@ -218,6 +218,7 @@ class TaskDurations:
         self._guidance = pace.guidance if paced else config.rollout.guidance
         self._layer_s = pace.layer_s if paced else 0.0 if embedded else LAYER_S
         self._captures = model.cuda_graphs
+        self._captures_training = model.cuda_graphs and train.cuda_graphs
         self._lora = pace.lora if paced else train.lora_rank > 0
         self._gpus = {
             name: pace.gpu or ("cpu" if embedded else (pool.gpu or USUAL_GPU).partition("-")[0])
@@ -268,7 +269,7 @@ class TaskDurations:
 
         To compare with an older policy takes one more forward pass, and with the reference another. DiffusionNFT does
         without the older one in one update of the very policy that sampled. Diffusion-DPO trains on pairs alone.
-        Launching the kernels of each pass is a lower bound.
+        Launching the kernels of each pass is a lower bound, but for captured ones.
         """
         per_sample_s = train_s(
             self._model,
@@ -288,7 +289,8 @@ class TaskDurations:
         )  # one step, or any, in a pass
         passes = slots * ceil(trained * mixed / self._micro_batch) * _passes(self._guidance)
         forwards = 1 + (BACKWARD_LORA if self._lora else BACKWARD_FULL) + self._looks
-        launches_s = passes * forwards * _known(TRANSFORMERS, self._model, "model").layers * self._layer_s
+        layer_s = 0.0 if self._captures_training and width == 1 else self._layer_s
+        launches_s = passes * forwards * _known(TRANSFORMERS, self._model, "model").layers * layer_s
         return max(trained * per_sample_s / (width * efficiency * self._speedup), launches_s / self._speedup)
 
     # What the system itself costs, on top of the work

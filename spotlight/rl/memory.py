@@ -17,6 +17,7 @@ from spotlight.config import Config, TrainSection
 from spotlight.plan.batching import SEEDS_MAX
 from spotlight.records import SpotlightError, record
 from spotlight.rl.checkpoints import DTYPE_BYTES, Network, Survey
+from spotlight.rl.models.captured import KEPT_LEARNING
 
 SAVED_DOUBLE, SAVED_SINGLE = 31, 27
 """Values that a block keeps for its backward, over S D: of blocks with a branch for the text, and of those without (in
@@ -68,10 +69,12 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
     images = max(settings.rollout.request_seeds or SEEDS_MAX, explored, settings.run.validation_seeds)
     pixels = (min(model.height_px, 512) * min(model.width_px, 512)) if model.vae_tiling else _pixels(settings)
     denoising = LIVE * row * images
-    captured = {CAPTURED: denoising} if model.cuda_graphs else {}
     encoders = sum(network.parameters for network in survey.encoders) * size
     kept = _saved(survey.transformer, checkpointed=model.gradient_checkpointing) * row * passes * train.micro_batch
     kept /= train.width  # each rank of a gang keeps those of its own tokens
+    learning = kept * KEPT_LEARNING * train.cuda_graphs
+    captured = {CAPTURED: denoising + learning} if model.cuda_graphs else {}
+    learned = {CAPTURED: learning} if captured and learning else {}
     size_px = f"{model.height_px} x {model.width_px} px"
     return (
         Phase(
@@ -81,7 +84,7 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
         ),
         Phase(
             name=f"denoising {images} samples of {size_px}",
-            parts={**weights, "what is trained": trained, "activations": denoising},
+            parts={**weights, "what is trained": trained, **learned, "activations": denoising},
             way_out="make rollout.request_seeds, exploration.request_seeds and run.validation_seeds smaller",
         ),
         Phase(

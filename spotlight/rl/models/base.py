@@ -171,19 +171,28 @@ class Model(ABC):
 
     def run(self, **arguments: Any) -> Tensor:
         """What the transformer returns; the only door to it for `predict`."""
-        assert not (self._capturing and torch.is_grad_enabled()), "a captured pass has no gradients"
-        through = self._captured if self._capturing else self.transformer
-        output: Tensor = through(**arguments, return_dict=False)[0]
-        return output
+        if self._capturing:
+            weights = (self._in_reference, *(parameter.data_ptr() for parameter in self._trained))
+            (output,) = self._captured(weights, **arguments, return_dict=False)
+            return output
+        plain: Tensor = self.transformer(**arguments, return_dict=False)[0]
+        return plain
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Inside, which must be without gradients, a GPU repeats passes whose shapes it has seen (`captured`)."""
+        """Inside, a GPU repeats passes whose shapes it has seen (`captured`); gradients are those of `parameters`."""
         self._capturing = True
         try:
             yield
         finally:
             self._capturing = False
+            if "_captured" in vars(self):
+                self._captured.forget_what_is_ahead()
+
+    @cached_property
+    def _trained(self) -> list[torch.nn.Parameter]:
+        """`parameters`, looked for once: there are thousands of layers."""
+        return self.parameters()
 
     @cached_property
     def _captured(self) -> CapturedPasses:

@@ -7,20 +7,27 @@ as long as they compute (docs/results.md, "On a GPU").
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from spotlight.records import SpotlightError, record
 
 KEPT = 8
-"""Graphs of a transformer: requests have few sizes, and each graph keeps its inputs and its output."""
+"""Graphs of passes without gradients: requests have few sizes, and each graph keeps its inputs and its output."""
+KEPT_LEARNING = 2
+"""Pairs of graphs of passes with gradients: micro-batches have one size, but for the last; each keeps activations."""
 
 Replay = Callable[[], object]
-Recorder = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
-"""Records some work, which it need not do: what does it again, and the tensor that then holds its result."""
+Recorder = Callable[[Callable[[], Sequence[Tensor]]], tuple[Replay, Sequence[Tensor]]]
+"""Records some work, which it need not do: what does it again, and the tensors that then hold its results."""
+Found = TypeVar("Found")
 
 
 @record
@@ -32,12 +39,30 @@ class Recorded:
     output: Tensor
 
 
+@dataclass(slots=True, kw_only=True)
+class Learning:
+    """A pass that can be repeated with the backward pass after it, and where they read and write."""
+
+    inputs: Mapping[str, Tensor]
+    forward: Replay
+    output: Tensor
+    output_gradient: Tensor
+    backward: Replay
+    parameters: Sequence[Parameter]
+    """Those that have a gradient."""
+    gradients: Sequence[Tensor]
+    """Of each of these."""
+    is_ahead: bool = False
+    """Whether its backward pass is still to come: it may not be repeated till then."""
+
+
 class CapturedPasses:
-    """Calls a transformer as it would be called, without gradients; by keyword, for a tuple of one tensor.
+    """Calls a transformer as it would be called, by keyword, for a tuple of one tensor.
+
+    Where gradients are asked for, they are those of the parameters alone, and the backward pass is captured, too.
 
     The first pass of its shapes runs as it is, for kernels and libraries set themselves up in it; the second is
-    captured. All give the same bits. A graph reads the weights where they were when it was captured: they may change
-    in place, but may not be exchanged.
+    captured. All give the same bits. A graph reads the weights where they were when it was captured.
 
     Args:
         recorder: makes graphs; by default, CUDA's.
@@ -46,41 +71,99 @@ class CapturedPasses:
     def __init__(self, transformer: Any, recorder: Recorder | None = None) -> None:
         self._transformer = transformer
         self._recorder = recorder or Graphs()
-        self._known: dict[object, Recorded | None] = {}  # by shapes, the one used last at the end; None: seen once
+        self._apart: Callable[[], Recorder] = (lambda: recorder) if recorder else Graphs
+        # By shapes and weights, the one used last at the end; None: seen once.
+        self._known: dict[object, Recorded | None] = {}
+        self._known_learning: dict[object, Learning | None] = {}
 
-    def __call__(self, **arguments: Any) -> tuple[Tensor]:
+    def __call__(self, weights: object = None, **arguments: Any) -> tuple[Tensor]:
+        """The transformer's output.
+
+        Args:
+            weights: which ones are in it and where, as far as that changes from pass to pass.
+        """
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in arguments.items() if name not in tensors}
         shapes = tuple((name, value.shape, value.dtype) for name, value in tensors.items())
-        key = (shapes, repr(others))
+        key = (weights, shapes, repr(others))
+        if torch.is_grad_enabled():
+            return self._learn(key, tensors, others)
         if key not in self._known:
-            self._keep(key, None)
-            output: tuple[Tensor] = self._transformer(**arguments)
-            return output
+            _keep(self._known, key, None, KEPT)
+            return self._plain(tensors, others)
         recorded = self._known[key] or self._capture(tensors, others)
-        self._keep(key, recorded)
-        for name, value in tensors.items():
-            recorded.inputs[name].copy_(value)
+        _keep(self._known, key, recorded, KEPT)
+        _fill(recorded.inputs, tensors)
         recorded.replay()
         return (recorded.output.clone(),)  # the next pass writes there, too
 
-    def _keep(self, key: object, recorded: Recorded | None) -> None:
-        self._known.pop(key, None)
-        self._known[key] = recorded
-        while len(self._known) > KEPT:
-            self._known.pop(next(iter(self._known)))
+    def forget_what_is_ahead(self) -> None:
+        """No backward pass is still to come."""
+        for learning in self._known_learning.values():
+            if learning:
+                learning.is_ahead = False
+
+    def _learn(self, key: object, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> tuple[Tensor]:
+        known = self._known_learning
+        ahead = known.get(key)
+        if key not in known or (ahead and ahead.is_ahead):
+            _keep(known, key, ahead, KEPT_LEARNING)
+            return self._plain(tensors, others)
+        learning = ahead or self._capture_learning(tensors, others)
+        _keep(known, key, learning, KEPT_LEARNING)
+        _fill(learning.inputs, tensors)
+        output: Tensor = _Repeated.apply(learning, *learning.parameters)
+        return (output,)
+
+    def _plain(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> tuple[Tensor]:
+        output: tuple[Tensor] = self._transformer(**tensors, **others)
+        return output
 
     def _capture(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> Recorded:
         inputs = {name: value.clone() for name, value in tensors.items()}
 
-        def work() -> Tensor:
+        def work() -> tuple[Tensor]:
             with Fills():
-                (output,) = self._transformer(**inputs, **others)
-            made: Tensor = output
-            return made
+                return self._plain(inputs, others)
 
+        replay, (output,) = self._recorded(lambda: self._recorder(work))
+        return Recorded(inputs=inputs, replay=replay, output=output)
+
+    def _capture_learning(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> Learning:
+        """Both graphs have memory of their own: what the first leaves for the second is no other graph's to use."""
+        inputs = {name: value.clone() for name, value in tensors.items()}
+        parameters = [parameter for parameter in self._transformer.parameters() if parameter.requires_grad]
+        made: list[Tensor] = []
+        used: list[int] = []
+
+        def forward() -> tuple[Tensor]:
+            with Fills(), torch.enable_grad():
+                made[:] = self._plain(inputs, others)
+            return (made[0].detach(),)
+
+        def backward() -> list[Tensor]:
+            found = torch.autograd.grad(made, parameters, [output_gradient], allow_unused=True)
+            used[:] = [at for at, gradient in enumerate(found) if gradient is not None]
+            return [found[at] for at in used]
+
+        recorder = self._apart()
+        replay, (output,) = self._recorded(lambda: recorder(forward))
+        output_gradient = torch.empty_like(output)
+        repeat, gradients = self._recorded(lambda: recorder(backward))
+        made.clear()
+        return Learning(
+            inputs=inputs,
+            forward=replay,
+            output=output,
+            output_gradient=output_gradient,
+            backward=repeat,
+            parameters=[parameters[at] for at in used],
+            gradients=gradients,
+        )
+
+    def _recorded(self, record_it: Callable[[], Found]) -> Found:
         try:
-            replay, output = self._recorder(work)
+            return record_it()
         except RuntimeError as error:
             for each in (error, error.__context__):  # what ends the capture in vain may hide why
                 if isinstance(each, torch.OutOfMemoryError):
@@ -89,7 +172,46 @@ class CapturedPasses:
                 f"a pass of {type(self._transformer).__name__} cannot be captured as a CUDA graph "
                 f"({str(error).partition('.')[0]}): set model.cuda_graphs = false"
             ) from error
-        return Recorded(inputs=inputs, replay=replay, output=output)
+
+
+class _Repeated(torch.autograd.Function):
+    """Repeats a pass, and in turn its backward pass, as a function of the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, learning: Learning, *_: Parameter) -> Tensor:
+        learning.forward()
+        learning.is_ahead = True
+        ctx.learning = learning
+        return learning.output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        learning: Learning = ctx.learning
+        learning.output_gradient.copy_(output_gradient)
+        learning.backward()
+        learning.is_ahead = False
+        # As they are: torch copies what is held elsewhere before it adds to it
+        return (None, *learning.gradients)
+
+
+def _keep(known: dict[object, Found], key: object, value: Found, most: int) -> None:
+    known.pop(key, None)
+    known[key] = value
+    while len(known) > most:
+        known.pop(next(iter(known)))
+
+
+def _fill(inputs: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    for name, value in tensors.items():
+        inputs[name].copy_(value)
+
+
+def compute_blocks_again(transformer: Any) -> None:
+    """Have passes with gradients keep each block's input only.
+
+    Nothing is drawn in a block. So no generator's state is kept for it, which could not be captured.
+    """
+    transformer.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False, preserve_rng_state=False))
 
 
 class Graphs:
@@ -98,7 +220,7 @@ class Graphs:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+    def __call__(self, work: Callable[[], Sequence[Tensor]]) -> tuple[Replay, Sequence[Tensor]]:
         graph = torch.cuda.CUDAGraph()
         # A thread that leaves a gang may call the GPU meanwhile
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

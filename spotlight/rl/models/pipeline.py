@@ -43,6 +43,7 @@ from spotlight.rl.checkpoints import (
     weight_files,
 )
 from spotlight.rl.models.base import Conditioning, Model
+from spotlight.rl.models.captured import compute_blocks_again
 from spotlight.store.node import Node, NotOnNode, fingerprint
 from spotlight.store.objects import atomic_write
 from spotlight.store.room import is_in_memory
@@ -145,7 +146,7 @@ class PipelineModel(Model):
         if loading.vae_tiling:
             parts["vae"].enable_tiling()
         if loading.gradient_checkpointing:
-            parts["transformer"].enable_gradient_checkpointing()
+            compute_blocks_again(parts["transformer"])
         return cls(directory, cls.pipeline_class(**parts), loading.device)
 
     # Texts
