@@ -191,15 +191,25 @@ Work = Callable[[], Sequence[Tensor]]
 Recorded = tuple[Callable[[], None], Sequence[Tensor]]
 
 
+class Layer(torch.nn.Linear):
+    """What it takes to be called as a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:  # type: ignore[override]
+        return (super().forward(x),)
+
+
 def as_captured(work: Work) -> Recorded:
     with FromHost(), Captured():
         return lambda: None, work()
 
 
-@pytest.mark.parametrize("fills", [True, False])
+@pytest.mark.parametrize(("fills", "learns"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("name", ["tiny-text", *FAMILIES, "packed"])
 def test_a_pass_neither_waits_for_the_host_nor_reads_from_it(
-    made: Checkpoints, monkeypatch: pytest.MonkeyPatch, name: str, fills: bool
+    made: Checkpoints, monkeypatch: pytest.MonkeyPatch, name: str, fills: bool, learns: bool
 ) -> None:
     """Neither can be captured. On torch's meta device both are seen, without a GPU."""
     model = load("qwen-image" if name == "packed" else name, made, "cpu")
@@ -220,25 +230,28 @@ def test_a_pass_neither_waits_for_the_host_nor_reads_from_it(
         monkeypatch.setattr(captured, "Fills", nullcontext)
     run = CapturedPasses(model.transformer, as_captured)
 
-    with torch.no_grad():
+    with torch.set_grad_enabled(learns):
         run(**arguments)
         if name not in ("sd3", "flux") and not fills:
             with pytest.raises(AssertionError, match="as_tensor"):
                 run(**arguments)
         else:
-            assert run(**arguments)[0].device.type == "meta"
+            (output,) = run(**arguments)
+            assert output.device.type == "meta"
+            assert output.requires_grad == learns
 
 
-@torch.no_grad()
-def test_what_cannot_be_captured_is_named_with_the_way_out(made: Checkpoints) -> None:
+@pytest.mark.parametrize(("learns", "setting"), [(False, r"model\.cuda_graphs"), (True, r"train\.cuda_graphs")])
+def test_what_cannot_be_captured_is_named_with_the_way_out(learns: bool, setting: str) -> None:
     def refuses(work: Work) -> Recorded:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing. Compile with")
 
-    run = CapturedPasses(lambda **arguments: (arguments["x"],), refuses)
-    run(x=torch.ones(1))
-
-    with pytest.raises(SpotlightError, match=r"cannot be captured .*is capturing\): set model\.cuda_graphs = false"):
+    run = CapturedPasses(Layer(), refuses)
+    with torch.set_grad_enabled(learns):
         run(x=torch.ones(1))
+
+        with pytest.raises(SpotlightError, match=rf"cannot be captured .*is capturing\): set {setting} = false"):
+            run(x=torch.ones(1))
 
 
 @pytest.mark.parametrize("hidden", [False, True])

@@ -310,8 +310,8 @@ class TrainSection(Section):
     """Rows (samples x timesteps) in one forward pass; no effect on the result beyond rounding."""
     cuda_graphs: bool = False
     """A GPU trains with captured passes, too, if ``model.cuda_graphs`` is on: the same bits. Its passes with few rows
-    take long to launch, one kernel at a time. Two pairs of graphs keep the activations of a pass. Not in gangs; what
-    leads to the same bits without a GPU was **not verified on one**."""
+    take long to launch, one kernel at a time. Two pairs of graphs keep the activations of a pass. Not in gangs. **Not
+    verified on a GPU**: off."""
     lora_rank: int = Field(0, ge=0, le=4096)
     """0 trains the full weights."""
     lora_alpha: float = Field(0.0, ge=0, le=1e4)

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from spotlight.records import SpotlightError, record
 
-KEPT = 8
-"""Graphs of passes without gradients: requests have few sizes, and each graph keeps its inputs and its output."""
+KEPT = 12
+"""Graphs of passes without gradients: they have few sizes, and each graph keeps its inputs and its output."""
 KEPT_LEARNING = 2
 """Pairs of graphs of passes with gradients: micro-batches have one size, but for the last; each keeps activations."""
 
@@ -126,7 +126,7 @@ class CapturedPasses:
             with Fills():
                 return self._plain(inputs, others)
 
-        replay, (output,) = self._recorded(lambda: self._recorder(work))
+        replay, (output,) = self._recorded(lambda: self._recorder(work), "model.cuda_graphs")
         return Recorded(inputs=inputs, replay=replay, output=output)
 
     def _capture_learning(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> Learning:
@@ -147,9 +147,9 @@ class CapturedPasses:
             return [found[at] for at in used]
 
         recorder = self._apart()
-        replay, (output,) = self._recorded(lambda: recorder(forward))
+        replay, (output,) = self._recorded(lambda: recorder(forward), "train.cuda_graphs")
         output_gradient = torch.empty_like(output)
-        repeat, gradients = self._recorded(lambda: recorder(backward))
+        repeat, gradients = self._recorded(lambda: recorder(backward), "train.cuda_graphs")
         made.clear()
         return Learning(
             inputs=inputs,
@@ -161,7 +161,7 @@ class CapturedPasses:
             gradients=gradients,
         )
 
-    def _recorded(self, record_it: Callable[[], Found]) -> Found:
+    def _recorded(self, record_it: Callable[[], Found], setting: str) -> Found:
         try:
             return record_it()
         except RuntimeError as error:
@@ -170,7 +170,7 @@ class CapturedPasses:
                     raise each from None
             raise SpotlightError(
                 f"a pass of {type(self._transformer).__name__} cannot be captured as a CUDA graph "
-                f"({str(error).partition('.')[0]}): set model.cuda_graphs = false"
+                f"({str(error).partition('.')[0]}): set {setting} = false"
             ) from error
 
 
