@@ -176,8 +176,7 @@ def test_parts_computed_anywhere_in_any_order_give_the_bits_of_one_process(name:
             assert equal(elsewhere.state(), trainer.state())
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize(("name", "rank"), [("nft", 0), *((name, 4) for name in EACH)])
 def test_captured_passes_train_the_same_bits(monkeypatch: pytest.MonkeyPatch, name: str, rank: int) -> None:
     monkeypatch.setattr(captured, "Graphs", Repeats)
     settings: dict[str, Any] = {"algorithm": name, "kl": 0.1, "micro_batch": 4, "lora_rank": rank} | EACH[name]
