@@ -105,11 +105,11 @@ class CapturedPasses:
 
     def _learn(self, key: object, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> tuple[Tensor]:
         known = self._known_learning
-        ahead = known.get(key)
-        if key not in known or (ahead and ahead.is_ahead):
-            _keep(known, key, ahead, KEPT_LEARNING)
+        learning = known.get(key)
+        if key not in known or (learning and learning.is_ahead):
+            _keep(known, key, learning, KEPT_LEARNING)
             return self._plain(tensors, others)
-        learning = ahead or self._capture_learning(tensors, others)
+        learning = learning or self._capture_learning(tensors, others)
         _keep(known, key, learning, KEPT_LEARNING)
         _fill(learning.inputs, tensors)
         output: Tensor = _Repeated.apply(learning, *learning.parameters)
