@@ -72,9 +72,8 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
     encoders = sum(network.parameters for network in survey.encoders) * size
     kept = _saved(survey.transformer, checkpointed=model.gradient_checkpointing) * row * passes * train.micro_batch
     kept /= train.width  # each rank of a gang keeps those of its own tokens
-    learning = kept * KEPT_LEARNING * train.cuda_graphs
-    captured = {CAPTURED: denoising + learning} if model.cuda_graphs else {}
-    learned = {CAPTURED: learning} if captured and learning else {}
+    learned = {CAPTURED: kept * KEPT_LEARNING} if model.cuda_graphs and train.cuda_graphs else {}
+    captured = {CAPTURED: denoising + sum(learned.values())} if model.cuda_graphs else {}
     size_px = f"{model.height_px} x {model.width_px} px"
     return (
         Phase(

@@ -137,7 +137,7 @@ class CapturedPasses:
         used: list[int] = []
 
         def forward() -> tuple[Tensor]:
-            with Fills(), torch.enable_grad():
+            with Fills(), torch.enable_grad():  # a recorder may do it again where torch has switched them off
                 made[:] = self._plain(inputs, others)
             return (made[0].detach(),)
 
