@@ -9,12 +9,12 @@ run with it, to the last target. What nobody explores for learns the same whoeve
 and for the other strategies only timed (a test says that the times are the same). So is blocking exploration at another
 size.
 
-The tables show the base recipe ("untuned") of a strategy as long as no fresh seed was run with its best. The raw data
-has a line per run; runs that are there are not made again. ``python -m benchmarks.time_to_target`` makes what is
-missing (days of one core: see ``--estimate``), prints the tables in Markdown and the README's, which ``--readme`` puts
-into it, writes a page with the last target's and draws the figure; ``--table`` makes no runs, ``--whole`` says what
-start-up and validations would add, ``--as-measured`` how long iterations last at what an H100 took, and ``--smoke``
-takes a minute and keeps nothing.
+The tables show the base recipe ("untuned") of a strategy until all fresh seeds were run with its best, and nothing of
+one that not all were run with. The raw data has a line per run; runs that are there are not made again. ``python -m
+benchmarks.time_to_target`` makes what is missing (days of one core: see ``--estimate``), prints the tables in Markdown
+and the README's, which ``--readme`` puts into it, writes a page with the last target's and draws the figure;
+``--table`` makes no runs, ``--whole`` says what start-up and validations would add, ``--as-measured`` how long
+iterations last at what an H100 took, and ``--smoke`` takes a minute and keeps nothing.
 """
 
 from __future__ import annotations

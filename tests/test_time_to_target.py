@@ -35,6 +35,11 @@ def asked(**other: Any) -> argparse.Namespace:
     return argparse.Namespace(**values | other)
 
 
+def shown(**other: Any) -> argparse.Namespace:
+    """The fresh seeds are those that most tests have runs of."""
+    return asked(**{"seeds": [0, 1]} | other)
+
+
 def row(
     strategy: str, trial: int, seed: int, *, second_s: float = 1.0, there: int = 4, last: int = 8
 ) -> dict[str, Any]:
@@ -106,14 +111,27 @@ def test_the_best_trial_is_run_on_fresh_seeds_once_all_trials_are_there() -> Non
 def test_the_table_shows_the_base_recipe_until_the_best_one_was_run_on_fresh_seeds() -> None:
     name = "Spotlight"
     tuned = [row(name, trial, seed, second_s=3.0 if trial else 5.0) for trial in TRIED for seed in TUNING_SEEDS]
-    fresh = [row(name, 0, 1), row(OURS, 0, 1)]
+    fresh = [row(each, 0, seed) for each in (name, OURS) for seed in (0, 1)]
+    tuned_too = [row(name, TRIED[1], seed) for seed in (0, 1)]
 
-    before = tables.table([*tuned, *fresh], **CELL, arguments=asked())
-    after = tables.table([*tuned, *fresh, row(name, TRIED[1], 1)], **CELL, arguments=asked())
+    before, half = (
+        tables.table(rows, **CELL, arguments=shown()) for rows in ([*tuned, *fresh], [*tuned, *fresh, tuned_too[0]])
+    )
+    after = tables.table([*tuned, *fresh, *tuned_too], **CELL, arguments=shown())
 
     recipe = cases.told(TRIED[1])
     assert ("| Spotlight | untuned |" in before, recipe in before) == (True, False)
+    assert half == before
     assert ("| Spotlight | untuned |" in after, f"| Spotlight | {recipe} |" in after) == (False, True)
+
+
+def test_a_strategy_is_in_the_tables_once_all_fresh_seeds_were_run() -> None:
+    runs = [row("reserved only (4)", 0, seed) for seed in (0, 1)]
+
+    some = tables.page([*runs, row(OURS, 0, 0)], shown(trials=1))
+    both = tables.page([*runs, row(OURS, 0, 0), row(OURS, 0, 1)], shown(trials=1))
+
+    assert (OURS in some, OURS in both) == (False, True)
 
 
 def test_only_runs_that_explore_nothing_and_train_alike_are_shared() -> None:
@@ -197,7 +215,7 @@ def test_the_table_has_a_line_for_each_strategy_that_was_run(tmp_path: Path) -> 
     runs = [row(OURS, 0, seed) for seed in (*TUNING_SEEDS, 0, 1)]
     runs += [row("reserved only (4)", 0, seed, second_s=4.0) for seed in (*TUNING_SEEDS, 0, 1)]
 
-    lines = tables.table(runs, **CELL, arguments=asked(trials=1)).splitlines()
+    lines = tables.table(runs, **CELL, arguments=shown(trials=1)).splitlines()
 
     middle = [line for line in lines if "| 0.85 |" in line]
     assert [line.split(" | ")[0] for line in middle] == ["| reserved only (4)", f"| {OURS}"]
@@ -208,10 +226,10 @@ def test_at_a_glance_each_strategy_is_compared_with_reserved_gpus_alone() -> Non
     """Twice as soon and as cheap with one recipe; a strategy that was not run in a cell has a dash there."""
     runs = [row("reserved only (4)", 0, seed, second_s=4.0) for seed in (0, 1)]
     runs += [row(OURS, 0, seed, second_s=2.0) for seed in (0, 1)]
-    elsewhere = {**row("reserved only (4)", 0, 0), "size": "1280"}
+    elsewhere = [{**row("reserved only (4)", 0, seed), "size": "1280"} for seed in (0, 1)]
 
-    lines = tables.page([*runs, elsewhere], asked(trials=1, sizes=["512", "1280"])).splitlines()
-    untuned = tables.page(runs, asked()).splitlines()
+    lines = tables.page([*runs, *elsewhere], shown(trials=1, sizes=["512", "1280"])).splitlines()
+    untuned = tables.page(runs, shown()).splitlines()
 
     assert lines.count("| reserved only (4) | 1 | 1 |") == 2
     assert lines.count(f"| {OURS} | 2.0 [2.0, 2.0] | – |") == 2
@@ -223,7 +241,7 @@ def test_runs_that_are_older_than_their_strategys_settings_are_marked() -> None:
     runs += [row(OURS, 0, seed, second_s=2.0) for seed in (0, 1)]
     older = [*runs[:-1], {**runs[-1], "settings": "0" * 12}]
 
-    now, before = (tables.page(rows, asked(trials=1)) for rows in (runs, older))
+    now, before = (tables.page(rows, shown(trials=1)) for rows in (runs, older))
 
     assert tables.OLD not in now
     assert f"| {OURS} | 2.0 [2.0, 2.0] † |" in before
@@ -235,7 +253,7 @@ def test_the_readmes_first_table_is_beside_what_has_goals_and_beside_itself_with
     seconds = dict.fromkeys((*readme.GOALS, *cases.WITHOUT.values()), 2.0) | {OURS: 2.0, SOONEST: 0.25}
     runs = [row(name, 0, seed, second_s=second_s) for name, second_s in seconds.items() for seed in (0, 1)]
 
-    (table,) = readme.headlines(runs, asked(trials=1))
+    (table,) = readme.headlines(runs, shown(trials=1))
 
     equal, eight = "1.0 [1.0, 1.0]; 1.0 [1.0, 1.0]", "8.0 [8.0, 8.0]; 8.0 [8.0, 8.0]"
     assert table.splitlines()[2:] == [
@@ -248,7 +266,7 @@ def test_a_strategy_without_a_recipe_of_its_own_is_not_in_the_readmes_first_tabl
     names = {*readme.GOALS, *cases.WITHOUT.values(), OURS, SOONEST}
     runs = [row(name, 0, seed) for name in names for seed in (0, 1)]
 
-    assert readme.headlines(runs, asked()) == []
+    assert readme.headlines(runs, shown()) == []
 
 
 def test_the_readmes_second_table_has_a_column_for_each_cell_with_heavy_training() -> None:
@@ -260,10 +278,10 @@ def test_the_readmes_second_table_has_a_column_for_each_cell_with_heavy_training
     large = [{**each, "size": "1280"} for each in heavy if each["strategy"] != cases.CHOSEN_ON_MANY]
 
     (table,) = readme.headlines(
-        [*runs, *heavy, *large], asked(trials=1, regimes=["2 levels", cases.HEAVY], sizes=["512", "1280"])
+        [*runs, *heavy, *large], shown(trials=1, regimes=["2 levels", cases.HEAVY], sizes=["512", "1280"])
     )
 
-    (untuned,) = readme.headlines(heavy, asked(regimes=[cases.HEAVY]))
+    (untuned,) = readme.headlines(heavy, shown(regimes=[cases.HEAVY]))
     lines = table.splitlines()
     assert lines[0] == "| 6 levels | times | digits 512 px | digits 1280 px |"
     assert [line.split(" | ")[2:] for line in lines[2:8]] == [
@@ -286,11 +304,11 @@ def test_both_of_two_have_the_base_recipe_unless_both_were_tuned() -> None:
         for trial in cases.tried(name, TRIALS)
         for seed in TUNING_SEEDS
     ]
-    runs = [row(name, trial, 0) for name in (theirs, mine) for trial in cases.tried(name, TRIALS)]
+    runs = [row(name, trial, seed) for name in (theirs, mine) for trial in cases.tried(name, TRIALS) for seed in (0, 1)]
     cell = ("digits", "2 levels", "512")
 
     def recipes(rows: list[dict[str, Any]]) -> tuple[int, int, bool]:
-        found = outcomes.compared(rows, cell, theirs, mine, asked())
+        found = outcomes.compared(rows, cell, theirs, mine, shown())
         return found.theirs[0]["trial"], found.mine[0]["trial"], found.is_tuned
 
     best = cases.tried(theirs, 2)[1], cases.tried(mine, 2)[1]
@@ -305,8 +323,8 @@ def test_chosen_samples_are_compared_with_all_that_trains_on_reserved_gpus_alone
     seconds = {"reserved + spot, no exploration": 3.0, half: 2.0, "Spotlight": 2.0, cases.FOUR_EXPLORED: 1.0}
     runs = [row(name, 0, seed, second_s=second_s) for name, second_s in seconds.items() for seed in (0, 1)]
 
-    page = tables.page(runs, asked(trials=1))
-    heavy = tables.page([{**each, "regime": cases.HEAVY} for each in runs], asked(trials=1, regimes=[cases.HEAVY]))
+    page = tables.page(runs, shown(trials=1))
+    heavy = tables.page([{**each, "regime": cases.HEAVY} for each in runs], shown(trials=1, regimes=[cases.HEAVY]))
 
     assert tables.BESIDE_ALL not in page
     assert f"| *{cases.FOUR_EXPLORED}*, beside | digits 512 px |\n|---|---|\n" in heavy
@@ -370,8 +388,8 @@ def test_a_strategy_whose_trials_are_not_all_there_is_shown_untuned() -> None:
     runs = [row(OURS, trial, seed) for trial in TRIED for seed in TUNING_SEEDS][:-1]
     runs += [row(OURS, trial, seed, second_s=2.0 - trial) for trial in (0, 1) for seed in SEEDS]
 
-    before = tables.table(runs, **CELL, arguments=asked())
-    after = tables.table([*runs, row(OURS, TRIED[-1], TUNING_SEEDS[-1], there=8)], **CELL, arguments=asked())
+    before = tables.table(runs, **CELL, arguments=shown())
+    after = tables.table([*runs, row(OURS, TRIED[-1], TUNING_SEEDS[-1], there=8)], **CELL, arguments=shown())
 
     assert "| untuned |" in before
     assert "untuned" not in after
@@ -383,7 +401,7 @@ def test_the_dearest_is_one_of_those_that_got_there() -> None:
     runs += [row(OURS, 0, seed, second_s=100.0) for seed in (0, 1)]
     runs += [row(lost, 0, seed, second_s=900.0, there=9) for seed in (0, 1)]
 
-    lines = tables.page(runs, asked(trials=1)).rpartition("### At other prices")[2].splitlines()
+    lines = tables.page(runs, shown(trials=1)).rpartition("### At other prices")[2].splitlines()
 
     second = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:3] for line in lines if "| " in line}
     assert second[dear][1] == "1"

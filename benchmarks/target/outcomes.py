@@ -134,13 +134,14 @@ def fresh(
 
 
 def _runs(rows: Sequence[Row], case: Case, trial: int, arguments: argparse.Namespace) -> dict[int, Row]:
-    """A recipe's, by fresh seed."""
+    """A recipe's, by fresh seed; none before all seeds that are asked for were run."""
     mine = (row for row in _of(rows, case) if row["seed"] not in arguments.tuning_seeds)
-    return {row["seed"]: row for row in mine if row["trial"] == trial}
+    found = {row["seed"]: row for row in mine if row["trial"] == trial}
+    return found if found.keys() >= set(arguments.seeds) else {}
 
 
 def shown(rows: Sequence[Row], case: Case, arguments: argparse.Namespace) -> int | None:
-    """The best recipe, once fresh seeds have been run with it; None: the tables show the base one, untuned."""
+    """The best recipe, once all fresh seeds were run with it; None: the tables show the base one, untuned."""
     trial = best(rows, case, arguments)
     return trial if trial is not None and _runs(rows, case, trial, arguments) else None
 
