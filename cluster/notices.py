@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
-from spotlight.clock import wall_clock
+from spotlight.clock import on_wall_clock, wall_clock
 from spotlight.records import record
 
 GRACE_S = 30.0
@@ -156,8 +156,8 @@ class WatchedFile:
         if not isinstance(said, dict):
             said = {}
         deadline_s = said.get("deadline_s")
-        if not isinstance(deadline_s, float) or not math.isfinite(deadline_s):
-            deadline_s = wall_clock() + self.grace_s
+        told = isinstance(deadline_s, float) and math.isfinite(deadline_s)
+        deadline_s = on_wall_clock(deadline_s) if told else wall_clock() + self.grace_s
         return Notice(source="file", reason=str(said.get("reason", f"{self.path} appeared")), deadline_s=deadline_s)
 
 
@@ -179,7 +179,7 @@ class Aws:
         if answer.status == 404:
             return None
         said = json.loads(answer.text)
-        deadline_s = _unix_s(datetime.fromisoformat(said["time"]))
+        deadline_s = _deadline_s(datetime.fromisoformat(said["time"]))
         return Notice(source="aws", reason=f"instance-action {said['action']}", deadline_s=deadline_s)
 
     async def _action(self) -> Answer:
@@ -316,9 +316,9 @@ class _Received:
 
 def _not_before_s(text: str) -> float:
     """RFC 1123 time; empty where the event has already begun, so that no time is left."""
-    return _unix_s(parsedate_to_datetime(text)) if text else wall_clock()
+    return _deadline_s(parsedate_to_datetime(text)) if text else wall_clock()
 
 
-def _unix_s(moment: datetime) -> float:
-    """Clouds speak UTC, also where they leave the zone out."""
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+def _deadline_s(moment: datetime) -> float:
+    """On this process's clock. Clouds speak UTC, also where they leave the zone out."""
+    return on_wall_clock((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())

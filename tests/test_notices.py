@@ -23,6 +23,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from cluster.notices import ANSWER_BYTES, LINK_LOCAL, Aws, Notice, first_notice, sources
+from spotlight import clock
+from spotlight.clock import wall_clock
 from spotlight.config import PoolSection
 
 T = TypeVar("T")
@@ -32,6 +34,8 @@ GRACE_S = 45.0
 POLL_S = 0.01
 DEADLINE_S = datetime(2026, 11, 21, 8, 22, 5, tzinfo=UTC).timestamp()
 """What every faked cloud announces, written as that cloud does."""
+TOLD: Any = pytest.approx(DEADLINE_S, abs=1.0)
+"""On the clock of this process."""
 
 
 @pytest.mark.parametrize("name", ["sigterm", "sigusr1"])
@@ -76,7 +80,7 @@ def test_a_file_that_says_when_and_why_is_believed(tmp_path: Path) -> None:
 
     notice = hear(f"file:{path}")
 
-    assert notice == Notice(source="file", reason="maintenance", deadline_s=DEADLINE_S)
+    assert notice == Notice(source="file", reason="maintenance", deadline_s=TOLD)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +94,19 @@ def test_a_file_that_says_nothing_of_use_is_a_notice_all_the_same(tmp_path: Path
     notice = hear(f"file:{path}")
 
     assert before_s + GRACE_S <= notice.deadline_s <= time.time() + GRACE_S
+
+
+@pytest.mark.parametrize("ahead_s", [-300.0, 300.0])
+def test_what_is_left_is_right_though_the_machines_clock_was_set_since_its_process_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    path, began_s = tmp_path / "notice", wall_clock()
+    path.write_text(json.dumps({"deadline_s": began_s + ahead_s + 120.0}))
+    monkeypatch.setattr(clock, "system_clock", lambda: wall_clock() + ahead_s)
+
+    notice = hear(f"file:{path}")
+
+    assert notice.deadline_s == pytest.approx(began_s + 120.0, abs=0.01)
 
 
 def test_a_file_is_no_notice_until_it_appears(tmp_path: Path) -> None:
@@ -114,7 +131,7 @@ def test_aws_says_when_its_token_is_good_and_the_machine_is_marked() -> None:
     with serving(aws) as url:
         notice = hear(f"aws:{url}")
 
-    assert notice == Notice(source="aws", reason="instance-action terminate", deadline_s=DEADLINE_S)
+    assert notice == Notice(source="aws", reason="instance-action terminate", deadline_s=TOLD)
     assert aws.asked == 3  # twice it had nothing to say
     assert aws.issued == 1  # a token lasts for hours
 
@@ -125,7 +142,7 @@ def test_an_expired_aws_token_is_renewed() -> None:
     with serving(aws) as url:
         notice = hear(f"aws:{url}")
 
-    assert notice.deadline_s == DEADLINE_S
+    assert notice.deadline_s == TOLD
     assert aws.issued == 2  # of four answered questions, two for each token
 
 
@@ -154,7 +171,7 @@ def test_azure_events_count_if_they_preempt_this_machine() -> None:
     with serving(azure) as url:
         notice = hear(f"azure:{url}")
 
-    assert notice == Notice(source="azure", reason="Preempt of trainer_0", deadline_s=DEADLINE_S)
+    assert notice == Notice(source="azure", reason="Preempt of trainer_0", deadline_s=TOLD)
     assert azure.asked == 3  # neither no events nor those of others were a notice
 
 
@@ -251,7 +268,7 @@ def test_of_two_notices_at_once_the_one_with_less_time_left_counts(tmp_path: Pat
 
     notice = hear(f"file:{late}", f"file:{soon}")
 
-    assert notice.deadline_s == DEADLINE_S
+    assert notice.deadline_s == TOLD
 
 
 def test_without_sources_there_is_never_a_notice() -> None:

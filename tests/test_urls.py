@@ -7,11 +7,12 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from uuid import uuid4
 
 import numpy as np
@@ -146,6 +147,46 @@ def test_who_holds_the_same_files_need_not_wait_for_a_lease_to_end(objects: Obje
     Lease(objects, "here", lambda: 1000.0).take()
 
     Lease(objects, "here", lambda: 1001.0).take()
+
+
+class Late:
+    """Objects of a driver whose machine is slow: others come and go between its looking and its reading."""
+
+    def __init__(self, objects: Objects, meanwhile: Callable[[], None], at: str) -> None:
+        self._objects, self._meanwhile, self._at, self._is_done = objects, meanwhile, at, False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._at and not self._is_done:
+            self._is_done = True
+            self._meanwhile()
+        return getattr(self._objects, name)
+
+
+@pytest.mark.parametrize("at", ["get", "create"])
+@pytest.mark.parametrize("drivers", [1, 2, 3])
+def test_who_is_slow_to_take_a_run_does_not_have_it_beside_another(objects: Objects, at: str, drivers: int) -> None:
+    """The records that it saw are deleted meanwhile, by those who came after them."""
+    for _ in range(3):
+        (before := Lease(objects, "before")).take()
+        before.release()
+    others = [Lease(objects, f"there-{each}") for each in range(drivers)]
+
+    def meanwhile() -> None:
+        others[0].take()
+        for one, following in pairwise(others):
+            one.release()
+            following.take()
+
+    slow = Lease(cast(Objects, Late(objects, meanwhile, at)), "here")
+
+    with pytest.raises(SpotlightError, match="is running this run"):
+        slow.take()
+
+    others[-1].names("tls://head:8786", "")  # it renews
+    others[-1].check()
+    others[-1].release()
+    slow.take()
+    slow.release()
 
 
 def test_a_journal_comes_in_parts_and_goes_on_elsewhere(

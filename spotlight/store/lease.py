@@ -18,7 +18,7 @@ import threading
 import time
 from dataclasses import asdict, replace
 
-from spotlight.clock import Clock, wall_clock
+from spotlight.clock import Clock, system_clock
 from spotlight.records import SpotlightError, record
 from spotlight.store.decoding import from_json
 from spotlight.store.objects import Objects
@@ -64,7 +64,7 @@ class Lease:
         files: as `Holder` has it, of this process.
     """
 
-    def __init__(self, objects: Objects, files: str, clock: Clock = wall_clock) -> None:
+    def __init__(self, objects: Objects, files: str, clock: Clock = system_clock) -> None:
         self._objects, self._files, self._clock = objects, files, clock
         self._number = 0
         self._mine: Holder | None = None
@@ -96,8 +96,11 @@ class Lease:
             raise self._refusal(last)
         self._number = number + 1
         self._mine = Holder(host=socket.gethostname(), pid=os.getpid(), files=self._files, until_s=self._until_s())
-        if not self._objects.create(_key(self._number), _json(self._mine)):
-            _, last = self._last()
+        is_first = self._objects.create(_key(self._number), _json(self._mine))
+        highest, last = self._last()
+        if not is_first or highest > self._number:  # others came, and went perhaps, since it was looked at
+            if is_first:
+                self._objects.delete(_key(self._number))
             raise self._refusal(last or self._mine)
         self._objects.delete(*(_key(old) for old in range(max(1, number - 1), number + 1)))
         threading.Thread(target=self._keep, name="spotlight-lease", daemon=True).start()
@@ -165,13 +168,13 @@ class Lease:
 
     def _last(self) -> tuple[int, Holder | None]:
         """The highest number, and who has it; 0 where there is none."""
-        key = max(self._objects.sizes("lease"), default="")
-        content = self._objects.get(key) if key else None
-        if content is None:
-            return 0, None
-        way_out = "delete it, if nobody runs this run"
-        number = int(key.rpartition("/")[2].partition(".")[0])
-        return number, from_json(Holder, content, self._objects.where(key), way_out)
+        while key := max(self._objects.sizes("lease"), default=""):
+            content = self._objects.get(key)
+            if content is not None:  # else it was deleted since, by one who has a higher number
+                way_out = "delete it, if nobody runs this run"
+                number = int(key.rpartition("/")[2].partition(".")[0])
+                return number, from_json(Holder, content, self._objects.where(key), way_out)
+        return 0, None
 
     def _refusal(self, holder: Holder) -> SpotlightError:
         ends = time.strftime("%H:%M:%S", time.localtime(holder.until_s))

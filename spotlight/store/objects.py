@@ -156,13 +156,16 @@ class DirectoryObjects:
         return True
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        whole = (path for path in (self.path / prefix).glob("**/*") if not path.name.endswith(".part"))
-        files = sorted(path for path in whole if path.is_file())
-        return {str(path.relative_to(self.path)): path.stat().st_size for path in files}
+        whole = sorted(path for path in (self.path / prefix).glob("**/*") if not path.name.endswith(".part"))
+        keys = (str(path.relative_to(self.path)) for path in whole)
+        return {key: size for key in keys if (size := self.size(key)) is not None}
 
     def size(self, key: str) -> int | None:
         path = self.path / key
-        return path.stat().st_size if path.is_file() else None
+        try:
+            return path.stat().st_size if path.is_file() else None
+        except FileNotFoundError:  # it is deleted at this moment
+            return None
 
     def delete(self, *keys: str) -> None:
         for key in keys:
