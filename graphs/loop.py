@@ -158,6 +158,7 @@ class Loop:
             weights_sha256=after.weights.sha256,
             metrics={**_metrics(selection, training, after), "fidelity": beliefs.fidelity},
             measured=measured,
+            explored_next=candidates is not None or run.selection(k + 1) is not None,
         )
         run.append(HISTORY, row_of(row))
         kept = {0, after.weights.version, weights.version, *self._validated_versions()}

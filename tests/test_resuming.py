@@ -63,13 +63,13 @@ class DownFrom(NoWatch):
 
 
 class KilledAt(NoWatch):
-    """Ends the driver when an iteration begins."""
+    """Ends the driver when an iteration, or something else, begins."""
 
-    def __init__(self, iteration: int) -> None:
-        self._iteration = iteration
+    def __init__(self, iteration: int, phase: str = "iterate") -> None:
+        self._moment = phase, iteration
 
     def begin(self, phase: str, iteration: int) -> None:
-        if (phase, iteration) == ("iterate", self._iteration):
+        if (phase, iteration) == self._moment:
             raise Killed
 
 
@@ -289,6 +289,21 @@ def test_a_longer_run_explores_before_the_iteration_that_none_explored_for(tmp_p
     assert len(run.history()) == 4
     assert run.selection(2)
     assert outcome(run.path) == outcome(copy.path)
+
+
+def test_a_run_that_was_killed_at_its_end_is_made_longer_and_may_be_killed_again(tmp_path: Path) -> None:
+    """Nobody had explored behind that end, and it had not been summed up."""
+    settings = config.load(settings_file(tmp_path), ["run.validate_every=1", "run.iterations=2"])
+    run = create_run(settings, 2.0)
+    with pytest.raises(Killed):
+        Loop(run, synchronous, KilledAt(2, "validate")).go()
+
+    longer = Run.resume(run.path, iterations=4).directory
+    with pytest.raises(Killed):
+        Loop(longer, synchronous, KilledAt(2, "explore")).go()
+    go_on(RunDir.open(run.path))
+
+    assert len(run.history()) == 4
 
 
 def test_what_was_explored_for_a_longer_run_is_missed(tmp_path: Path) -> None:

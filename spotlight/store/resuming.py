@@ -26,14 +26,15 @@ def check(run: RunDir) -> None:
     Raises:
         SpotlightError: a file is missing, damaged, or not the one that the run began with; the text names it.
     """
-    config, done = run.config(), len(rows_that_stay(run))
+    config, rows = run.config(), rows_that_stay(run)
+    done = len(rows)
     if run.simulated:
         raise SpotlightError(f"{run.url}: a simulated run has nothing to go on with: simulate its settings again")
     _check_settings(run, config)
     _check_prompts(run, config)
     if 0 < done < config.run.iterations:
         needed = [run.beliefs_key(done)]
-        if config.strategy.exploration == "stale" and run.summary() is None:  # nobody explores behind a run's end
+        if config.strategy.exploration == "stale" and _explored_next(run, rows[-1]):
             needed.append(run.selection_key(done))
         for key in needed:
             if run.objects.size(key) is None:
@@ -56,6 +57,11 @@ def check(run: RunDir) -> None:
                 f"{run.path / VALIDATION}: has no row of version {version}, whose weights are no longer kept: "
                 "restore the file"
             )
+
+
+def _explored_next(run: RunDir, last: HistoryRow) -> bool:
+    """Nobody does behind what was to be a run's end, and a run may have been made longer since."""
+    return run.summary() is None if last.explored_next is None else last.explored_next
 
 
 def rows_that_stay(run: RunDir) -> list[HistoryRow]:

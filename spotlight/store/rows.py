@@ -67,6 +67,8 @@ class HistoryRow:
     """None of them depends on time or place."""
     measured: Mapping[str, float]
     """Seconds, dollars and counts, which do."""
+    explored_next: bool | None = None
+    """Whether seeds of the next iteration were explored beside it; None in rows of older versions."""
 
 
 @record
