@@ -345,8 +345,10 @@ class Dispatch(Decisions):
     # Workers
 
     def _joined(self, event: WorkerJoined) -> list[Instruction]:
+        """It may take part anew without having left: the run is handed out again if a worker was lost at it."""
+        was_there = self._roster.leave(event.address, expected=True) is not None
         self._roster.join(event)
-        if event.pool != "head":
+        if event.pool != "head" and not was_there:
             self.journal.joined(event.at_s, event.address, event.name, event.pool)
         return []
 

@@ -9,6 +9,9 @@ SAID_PAUSE_S = 10.0
 READY_S = 10
 """Times the limit after which a silent worker has hung: one that has joined and is not ready by then has hung, too."""
 
+IMPORTS = 3
+"""Times that limit: one that is silent for so long before it is ready has hung. It may be importing until then."""
+
 
 class Heartbeats:
     """When each worker was heard of last, by our clock.
@@ -51,10 +54,11 @@ class Heartbeats:
         self._heard[address] = heard
         return self._looked_s - heard[1]
 
-    def overdue_s(self, address: str) -> float:
-        """For how long a worker that is not ready has been there, once that is too long; else 0."""
+    def overdue_s(self, address: str, silent_s: float) -> float:
+        """For how long a worker that is not ready has been there, once that, or its silence, is too long; else 0."""
         unready_s = self._looked_s - self._came.setdefault(address, self._looked_s)
-        return unready_s if unready_s > READY_S * self._limit_s else 0.0
+        hangs = unready_s > READY_S * self._limit_s or silent_s > IMPORTS * self._limit_s
+        return unready_s if hangs else 0.0
 
     def note_ready(self, address: str) -> None:
         """It is, or never will be and said so."""

@@ -313,11 +313,12 @@ class DispatchPlugin(SchedulerPlugin):
         self._look_at_quiet(now_s)
         if self._tell_availability():
             self.schedule_decision()
-        for address, state in list(self._scheduler.workers.items()):
-            silent_s = self._heartbeats.silent_s(address, state.last_seen)
+        workers = self._scheduler.workers
+        silent = {address: self._heartbeats.silent_s(address, state.last_seen) for address, state in workers.items()}
+        for address, silent_s in silent.items():
             if silent_s > self._rules.hang_after_s:
                 self._tell(WorkerSilent(at_s=now_s, address=address, silent_s=silent_s))
-        self._look_at_unready(now_s)
+        self._look_at_unready(now_s, silent)
         evicting = [*self._evicting]
         self._evicting.clear()
         for hung in evicting:
@@ -347,13 +348,13 @@ class DispatchPlugin(SchedulerPlugin):
         doing = [each for each in self._dispatch.doing() if each.phase]
         return [*((f"{each.phase} {each.iteration}", each.worker, now_s - each.since_s) for each in doing), *heads]
 
-    def _look_at_unready(self, now_s: float) -> None:
+    def _look_at_unready(self, now_s: float, silent: Mapping[str, float]) -> None:
         """A worker that has come and will not be ready is ended, so that another may come in its place."""
         for address, state in self._scheduler.workers.items():
             ours = any(state.resources.get(pool) for pool in WORKING)
             ready = address in self._nodes or address in self._scorers
             if ours and not ready and address not in self._refused:
-                unready_s = self._heartbeats.overdue_s(address)
+                unready_s = self._heartbeats.overdue_s(address, silent[address])
                 if unready_s:
                     cause = f"not ready {unready_s:.0f} s after it came"
                     self._dispatch.journal.event(now_s, "hung", worker=str(state.name))

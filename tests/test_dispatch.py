@@ -557,6 +557,23 @@ def test_a_worker_at_an_address_that_another_had_is_another_worker() -> None:
     assert cluster.dispatch.snapshot().preemptions == 2
 
 
+def test_a_worker_that_takes_part_anew_is_counted_and_billed_once() -> None:
+    """A run is handed out again if a worker was lost at it; the others hear it a second time."""
+    cluster = Cluster()
+    cluster.join("a", "b")
+    cluster.now_s = 5.0
+
+    cluster.join("a", "b")
+
+    assert cluster.dispatch.snapshot().pools["spot"] == 2
+    lives = [(life.joined_s, life.left_s) for life in cluster.dispatch.drain().workers if life.worker == "a"]
+    assert lives == [(0.0, None)]
+    assert cluster.dispatch.snapshot().preemptions == 0
+    cluster.submit("wide", 1, shards=2)
+    assert [set(members) for members in launched(cluster.decide()).values()] == [{"tcp://a", "tcp://b"}]
+    assert +cluster.dispatch._roster.alive == {("spot", "n"): 2}
+
+
 @pytest.mark.parametrize(("silent_s", "ended"), [(3.0, False), (5.1, True)])
 def test_a_worker_is_ended_after_the_limit_of_silence(silent_s: float, ended: bool) -> None:
     cluster = Cluster(hang_after_s=5.0)

@@ -28,14 +28,14 @@ def test_a_pause_of_whoever_looks_makes_nobody_silent_or_overdue() -> None:
     seen = heartbeats()
     seen.look(0.5)
     seen.silent_s("a", 7.0)
-    seen.overdue_s("b")
+    seen.overdue_s("b", 0.0)
 
     paused_s = seen.look(0.5 + EVERY_S + 100.0)
 
     assert paused_s == pytest.approx(100.0)
     assert seen.is_worth_telling(paused_s)
     assert seen.silent_s("a", 7.0) == pytest.approx(EVERY_S)
-    assert seen.overdue_s("b") == 0.0
+    assert seen.overdue_s("b", 0.0) == 0.0
 
 
 def test_a_look_that_comes_a_little_late_is_no_pause() -> None:
@@ -47,13 +47,25 @@ def test_a_look_that_comes_a_little_late_is_no_pause() -> None:
 def test_a_worker_is_overdue_after_ten_limits_unless_it_is_ready_or_gone() -> None:
     seen = heartbeats()
     for address in ("late", "ready"):
-        seen.overdue_s(address)
+        seen.overdue_s(address, 0.0)
     seen.note_ready("ready")
 
     for look in range(1, 100):
         seen.look(look * EVERY_S)
 
-    assert seen.overdue_s("late") == pytest.approx(99 * EVERY_S)
-    assert seen.overdue_s("ready") == 0.0
+    assert seen.overdue_s("late", 0.0) == pytest.approx(99 * EVERY_S)
+    assert seen.overdue_s("ready", 0.0) == 0.0
     seen.forget("late")
-    assert seen.overdue_s("late") == 0.0
+    assert seen.overdue_s("late", 0.0) == 0.0
+
+
+def test_a_worker_that_is_not_ready_and_silent_is_overdue_after_three_limits() -> None:
+    seen = heartbeats()
+    seen.overdue_s("imports", 0.0)
+    looks = int(4 * LIMIT_S / EVERY_S)
+
+    for look in range(1, looks + 1):
+        seen.look(look * EVERY_S)
+
+    assert seen.overdue_s("imports", 3 * LIMIT_S) == 0.0
+    assert seen.overdue_s("imports", 3 * LIMIT_S + EVERY_S) == pytest.approx(looks * EVERY_S)
