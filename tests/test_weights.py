@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from torch import Tensor
 from spotlight.records import SpotlightError, WeightsRef
 from spotlight.store import weights
 from spotlight.store.node import Node, NotOnNode
+from spotlight.store.tensor_files import Content
+from spotlight.store.versions import DirectoryVersions
 from spotlight.store.weights import Part
 
 IMPORT_ROOT = str(Path(__file__).parents[1])
@@ -138,6 +141,35 @@ def test_an_abandoned_staging_is_overwritten(tmp_path: Path) -> None:
     assert not (tmp_path / "weights" / "v00001" / "ema.safetensors").exists()
     with pytest.raises(SpotlightError, match=r"version 1 has no ema\.safetensors .*train\.ema_decay.*; it has"):
         weights.load(tmp_path, ref, "ema")
+
+
+def test_attempts_at_one_version_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """A worker that was taken for dead may be at the same update as its successor."""
+
+    def stage(_: int) -> None:
+        weights.stage(tmp_path, 1, tensors(1), {"step": torch.ones(3)}, {})
+
+    with ThreadPoolExecutor(4) as attempts:
+        list(attempts.map(stage, range(40)))
+    ref = weights.publish(tmp_path, 1).weights
+
+    torch.testing.assert_close(weights.load(tmp_path, ref), tensors(1), rtol=0, atol=0)
+    stage(0)  # the last one comes after it was published
+    weights.retain(tmp_path, {1})
+    assert versions(tmp_path) == ["v00001"]
+
+
+@pytest.mark.parametrize("part", ["trainable", "optimizer"])
+def test_an_attempt_that_goes_on_after_another_was_published_harms_nothing(tmp_path: Path, part: weights.Part) -> None:
+    late = DirectoryVersions(tmp_path / "weights")
+    late.write(1, "weights.safetensors", Content(tensors(1)))
+    ref = publish(tmp_path, 1)
+    late.write(1, "optimizer.safetensors", Content({}))
+
+    assert weights.published(tmp_path, 1)
+    weights.load(tmp_path, ref, part)
+    weights.retain(tmp_path, {1})
+    assert versions(tmp_path) == ["v00001"]
 
 
 def test_publishing_what_was_never_staged_says_so(tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ import os
 import re
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from hashlib import file_digest
 from hashlib import sha256 as new_sha256
 from io import BufferedReader
 from pathlib import Path
 from typing import Protocol
+from uuid import uuid4
 
 from spotlight.files import is_url
 from spotlight.store.node import Source, from_file
@@ -30,7 +32,11 @@ from spotlight.store.tensor_files import Content, hashing
 
 MANIFEST = "manifest.json"
 _VERSION = re.compile(r"v(\d{5,})")
+_LEFT = re.compile(rf"\.(?:staged-{_VERSION.pattern}|writing-{_VERSION.pattern}-\w+)")
+"""Of a version that may be published by now."""
 _SUFFIX = ".safetensors"
+ATTEMPTS = 10
+"""At one rename."""
 
 
 class Versions(Protocol):
@@ -46,15 +52,12 @@ class Versions(Protocol):
 
     def has(self, version: int, *, staged: bool = False) -> bool: ...
 
-    def begin(self, version: int) -> None:
-        """Forget what an earlier attempt staged."""
-
     def write(self, version: int, name: str, content: Content) -> str:
         """Put a file of a version that will be staged; durable when this returns its hash."""
         ...
 
     def stage(self, version: int, manifest: bytes) -> None:
-        """All files of a version are written."""
+        """All files of a version are written: it takes the place of what another attempt staged."""
 
     def manifest(self, version: int, *, staged: bool = False) -> bytes:
         """
@@ -91,7 +94,8 @@ class Versions(Protocol):
         ...
 
     def retain(self, keep: Collection[int]) -> None:
-        """Remove every published version but these; what is staged stays."""
+        """Remove every published version but these, and what attempts at published ones left; what is staged of later
+        ones stays."""
 
 
 def versions_of(run: str | Path) -> Versions:
@@ -108,6 +112,7 @@ class DirectoryVersions:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._attempt = uuid4().hex
 
     def where(self, version: int, *, staged: bool = False) -> str:
         return str(self._path(version, staged=staged))
@@ -122,23 +127,31 @@ class DirectoryVersions:
     def has(self, version: int, *, staged: bool = False) -> bool:
         return self._path(version, staged=staged).exists()
 
-    def begin(self, version: int) -> None:
-        staged = self._path(version, staged=True)
-        shutil.rmtree(staged, ignore_errors=True)
-        staged.mkdir(parents=True)
+    def _writing(self, version: int) -> Path:
+        """Of this attempt alone: a worker that was taken for dead may be at the same version."""
+        return self._root / f".writing-v{version:05d}-{self._attempt}"
 
     def write(self, version: int, name: str, content: Content) -> str:
-        path, digest = self._path(version, staged=True) / name, new_sha256()
+        path, digest = self._writing(version) / name, new_sha256()
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.writelines(hashing(content, digest))
         _flush(path)
         return digest.hexdigest()
 
     def stage(self, version: int, manifest: bytes) -> None:
-        staged = self._path(version, staged=True)
-        (staged / MANIFEST).write_bytes(manifest)
-        _flush(staged / MANIFEST)
-        _flush(staged)
+        writing, staged = self._writing(version), self._path(version, staged=True)
+        (writing / MANIFEST).write_bytes(manifest)
+        _flush(writing / MANIFEST)
+        _flush(writing)
+        for _ in range(ATTEMPTS):  # another's may come in between
+            self._take_away(staged)
+            with suppress(OSError):
+                writing.rename(staged)
+                break
+        else:
+            writing.rename(staged)
+        _flush(self._root)
 
     def manifest(self, version: int, *, staged: bool = False) -> bytes:
         return (self._path(version, staged=staged) / MANIFEST).read_bytes()
@@ -167,17 +180,21 @@ class DirectoryVersions:
         for version in self.numbers():
             if version not in keep:
                 self._remove(version)
-        for left in self._root.glob(".removed-*"):
-            shutil.rmtree(left, ignore_errors=True)
+        newest = max(self.numbers(), default=-1)
+        for left in self._root.glob(".*"):
+            match = _LEFT.fullmatch(left.name)
+            if left.name.startswith(".removed-") or (match and int(match[1] or match[2]) <= newest):
+                shutil.rmtree(left, ignore_errors=True)
 
     def _remove(self, version: int) -> None:
-        """Take a version away in one rename, so that a kill cannot leave half of it in its place."""
-        directory = self._path(version)
-        if directory.exists():
-            removed = directory.with_name(f".removed-{directory.name}")
-            shutil.rmtree(removed, ignore_errors=True)
+        self._take_away(self._path(version))
+
+    def _take_away(self, directory: Path) -> None:
+        """Remove it after one rename, so that a kill cannot leave half of it in its place."""
+        removed = directory.with_name(f".removed-{directory.name.lstrip('.')}-{self._attempt}")
+        with suppress(FileNotFoundError):  # there is none
             directory.rename(removed)
-            shutil.rmtree(removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
 
 def _opened(path: Path) -> BufferedReader:
@@ -215,9 +232,6 @@ class BucketVersions:
 
     def has(self, version: int, *, staged: bool = False) -> bool:
         return self._objects.size(self._manifest(version, staged=staged)) is not None
-
-    def begin(self, version: int) -> None:
-        self.drop(version)
 
     def write(self, version: int, name: str, content: Content) -> str:
         whole = bytes(content)

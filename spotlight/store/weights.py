@@ -7,7 +7,8 @@ Nothing is ever unpickled, and a published version never changes. In a run direc
                    old.safetensors          the policy that samples, where it is an older one
                    ema.safetensors          only if training keeps an average
                    manifest.json            hash and size of each file, and what the training measured
-    weights/.staged-v00003/                 written by the training task, not yet published
+    weights/.writing-v00003-<attempt>/      being written by an attempt at the training task
+    weights/.staged-v00003/                 written, not yet published
 
 and in an object store what `versions` says.
 
@@ -98,7 +99,7 @@ def stage(
 ) -> None:
     """Write a version completely, flushed to disk, where only `publish` looks.
 
-    A directory that an earlier attempt left behind is replaced. Tensors of a mapping may not share memory.
+    What an earlier attempt staged is replaced, once all is written. Tensors of a mapping may not share memory.
 
     Args:
         trainable: all that training changes, by name; of floating-point, integer or bool dtypes, on any device. Arrays
@@ -113,7 +114,6 @@ def stage(
     for tensors in (trainable, optimizer, ema or {}):
         _check_finite(f"{run}: version {version}", tensors)
     versions = versions_of(run)
-    versions.begin(version)
     parts: dict[Part, Tensors] = {"trainable": trainable, "optimizer": optimizer}
     if old is not None:
         parts["old"] = old
@@ -287,7 +287,7 @@ def _find(versions: Versions, ref: WeightsRef, name: str) -> FileEntry:
 
 
 def retain(run: RunAt, keep: Collection[int]) -> None:
-    """Remove every published version but those to keep; what is staged stays."""
+    """Remove every published version but those to keep, and what attempts at published ones left."""
     versions_of(run).retain(keep)
 
 
