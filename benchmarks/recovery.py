@@ -119,7 +119,7 @@ class Live:
         self.pools = Pools(self.config, self.run.path, standing)
         graph = prepare_graph(str(self.run.path))
         self.context: RunContext = self.pools.client.get(graph.graph, graph.outputs["context"])
-        self.lives: list[WorkerLife] = []
+        self.lives: dict[int, WorkerLife] = {}
         self.events: list[Row] = []
         self._requests = 0
         self._patience_s = COLD_PATIENCE_S if standing else PATIENCE_S
@@ -149,7 +149,7 @@ class Live:
     def look(self) -> None:
         """Fetch what happened since the last time."""
         news = self.pools.drain()
-        self.lives = list(news.workers)
+        self.lives |= news.workers
         self.events += news.events
 
     def event(self, name: str, **facts: Any) -> Row:
@@ -441,7 +441,7 @@ def passage(requests: int, *overrides: str) -> Passage:
         stop_s = time.time()
         cluster.look()
     assert all(isinstance(result, Rollout) for result in done)
-    spot = [life for life in cluster.lives if life.pool == "spot"]
+    spot = [life for life in cluster.lives.values() if life.pool == "spot"]
     there_s = sum(max(0.0, min(life.left_s or stop_s, stop_s) - max(life.joined_s, start_s)) for life in spot)
     broken = [row for row in cluster.events if row["event"] == "broken"]
     resumed = [row for row in cluster.events if row["event"] == "resumed"]

@@ -117,7 +117,7 @@ class Dispatch(Decisions):
                 return [StopWork(cause="the run is to stop")]
 
     def drain(self) -> Drained:
-        """Spans, events and decisions since the last call, and the lives of all workers so far."""
+        """Spans, events and decisions since the last call, and the lives that began or ended since then."""
         return replace(self.journal.drain(), decisions=self._log.drain() if self._log else ())
 
     # Graphs and tasks

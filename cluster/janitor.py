@@ -139,6 +139,8 @@ def _lines(owner: int) -> Iterator[bytes]:
 
 def clean(left: Iterable[Left]) -> None:
     """End and remove it; whatever fails, the rest is done."""
+    from spotlight.records import SpotlightError
+    from spotlight.store.file_lock import FileLock
     from spotlight.store.leftovers import remove_half_written, sweep_ended
     from spotlight.store.slots import end
 
@@ -152,5 +154,7 @@ def clean(left: Iterable[Left]) -> None:
         sweep_ended(memory)
     for folder in by_kind.get("folder", ()):
         shutil.rmtree(folder, ignore_errors=True)
-    for run_dir in by_kind.get("half written", ()):
-        remove_half_written(Path(run_dir))
+    for run_dir in map(Path, by_kind.get("half written", ())):
+        with contextlib.suppress(OSError, SpotlightError), FileLock(run_dir).held(shared=True) as is_nobodys:
+            if is_nobodys:  # else its next driver is there already, whose workers write
+                remove_half_written(run_dir)

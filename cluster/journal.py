@@ -51,15 +51,22 @@ class Journal:
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         """The latest events."""
         self._numbered = 0
+        self._numbers: dict[str, int] = {}
+        """Of lives, by address."""
+        self._changed: dict[int, WorkerLife] = {}
+        """By number: lives since the last `drain`."""
 
     def joined(self, at_s: float, address: str, worker: str, pool: str) -> None:
         if address in self.lives:  # of one that is gone
             self.lives[f"{address} until {at_s}"] = self.lives.pop(address)
-        self.lives[address] = WorkerLife(worker=worker, pool=pool, joined_s=at_s, left_s=None, reason="")
+        self._numbers[address] = len(self.lives)
+        life = self.lives[address] = WorkerLife(worker=worker, pool=pool, joined_s=at_s, left_s=None, reason="")
+        self._changed[self._numbers[address]] = life
         self.event(at_s, "joined", worker=worker)
 
     def left(self, at_s: float, address: str, reason: str) -> None:
         life = self.lives[address] = replace(self.lives[address], left_s=at_s, reason=reason)
+        self._changed[self._numbers[address]] = life
         self.event(at_s, reason, worker=life.worker)
 
     def event(self, at_s: float, event: str, *, gang: GangState | None = None, **facts: Any) -> None:
@@ -100,7 +107,8 @@ class Journal:
         self.shown.append(Shown(number=self._numbered, span=span, forming=gang.forming if gang else ""))
 
     def drain(self) -> Drained:
-        """The spans and events since the last call, and the lives of all workers so far."""
+        """The spans and events since the last call, and the lives that began or ended since then."""
         spans, self.spans = self.spans, []
         events, self.events = self.events, []
-        return Drained(spans=spans, workers=list(self.lives.values()), events=events)
+        changed, self._changed = self._changed, {}
+        return Drained(spans=spans, workers=changed, events=events)

@@ -41,6 +41,7 @@ from spotlight.device.process import EngineProcess
 from spotlight.device.protocol import install
 from spotlight.device.signals import Clear, Leave, Order, order_from_message, shard_from_message, signals
 from spotlight.records import NO_DEVICE, SpotlightError, record
+from spotlight.store.disks import full_here, is_full
 from spotlight.store.node import Node, shared_root, sweep
 from spotlight.store.objects import objects_at
 from spotlight.store.slots import Slot
@@ -165,7 +166,8 @@ class Member:
                 node = await asyncio.shield(self._opening)
             except Exception as error:  # whatever it is, it is told to the driver, and this worker gets no work
                 logger.warning("this worker takes no part in %s: %s", self._terms.run, error)
-                self._tell(REFUSED, reason=str(error) or repr(error))
+                full = full_here(error) if isinstance(error, OSError) and is_full(error) else ""
+                self._tell(REFUSED, reason=full or str(error) or repr(error))
                 return
             if self._pool != "reward":  # what asks for an engine denoises or trains
                 await self._worker.set_resources(engine=1)

@@ -204,11 +204,12 @@ class Pools:
         return found
 
     def drain(self) -> Drained:
-        """Spans, events and decisions since the last call, and the lives of all workers so far."""
+        """Spans, events and decisions since the last call, and the lives that began or ended since then."""
         drained = Drained.of(self._told("spotlight_drain", fetched=self._fetched))
         self._fetched += 1
         noted, self._noted = self._noted, []
-        return replace(drained, events=[*drained.events, *noted], workers=list(map(self._as_it_left, drained.workers)))
+        workers = {number: self._as_it_left(life) for number, life in drained.workers.items()}
+        return replace(drained, events=[*drained.events, *noted], workers=workers)
 
     def _as_it_left(self, life: WorkerLife) -> WorkerLife:
         """One that was sent away was not taken."""

@@ -45,6 +45,7 @@ from spotlight.records import (
     WeightsRef,
 )
 from spotlight.store import updates, weights
+from spotlight.store.disks import full_here, is_full
 from spotlight.store.node import Node, NotOnNode
 from spotlight.store.rundir import RunDir
 
@@ -149,6 +150,10 @@ class WorkerDevice:
         except EngineLost as lost:
             self._count(call.verb, gang, str(lost))
             raise Reschedule from None
+        except OSError as error:
+            if is_full(error):
+                error.add_note(full_here(error))
+            raise
         self._lost_in_row = 0
         return value
 

@@ -5,10 +5,8 @@ It ends in order when the process does. What it ended with is kept for whoever w
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
-import tempfile
 import threading
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -19,7 +17,7 @@ from spotlight.driver import Driver
 from spotlight.files import is_url
 from spotlight.records import SpotlightError, Stopped, in_a_sentence
 from spotlight.store.accounts import Accounts
-from spotlight.store.disks import full_disk
+from spotlight.store.disks import full_disk, full_here, is_full
 from spotlight.store.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -132,9 +130,9 @@ def _stop_all() -> None:
 
 def _explain(error: BaseException, run: RunDir) -> BaseException:
     """A full disk is for a person to put right; what nobody foresaw says at least how to go on."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        places = [run.path, "/dev/shm", tempfile.gettempdir(), *([error.filename] if error.filename else [])]
-        found = full_disk(places) or "make room"
+    if isinstance(error, OSError) and is_full(error):
+        where = getattr(error, "__notes__", ())  # of a worker
+        found = where[0] if where else full_disk([run.path]) or full_here(error)
         return SpotlightError(
             f"{run.path}: the disk is full: {found}, then `{run.resume_command}`; all that was committed is kept"
         )

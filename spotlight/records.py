@@ -433,8 +433,8 @@ class Drained:
     """What happened on a cluster since its driver asked last."""
 
     spans: Sequence[Span] = ()
-    workers: Sequence[WorkerLife] = ()
-    """The lives of all so far."""
+    workers: Mapping[int, WorkerLife] = field(default_factory=dict)
+    """The lives that began or ended, each with a number of its own."""
     events: Sequence[dict[str, Any]] = ()
     decisions: Sequence[dict[str, Any]] = ()
 
@@ -442,7 +442,7 @@ class Drained:
         """The same as plain values."""
         return {
             "spans": [row_of(span) for span in self.spans],
-            "workers": [row_of(life) for life in self.workers],
+            "workers": [(number, row_of(life)) for number, life in self.workers.items()],
             "events": list(self.events),
             "decisions": list(self.decisions),
         }
@@ -452,7 +452,7 @@ class Drained:
         """What such a message says."""
         return cls(
             spans=[Span(**row) for row in message["spans"]],
-            workers=[WorkerLife(**row) for row in message["workers"]],
+            workers={number: WorkerLife(**row) for number, row in message["workers"]},
             events=message["events"],
             decisions=message["decisions"],
         )

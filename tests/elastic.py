@@ -51,6 +51,7 @@ class Live:
         self._requests = 0
         self.events: list[dict[str, Any]] = []
         self._spans: list[Span] = []
+        self._lives: dict[int, WorkerLife] = {}
         spot, reserved = self.config.pools.spot.workers, self.config.pools.reserved.workers
         wait_for(lambda: len(self.snapshot().workers) == spot + reserved)
         graph = prepare_graph(str(self.run.path))
@@ -120,13 +121,13 @@ class Live:
     def lives(self) -> list[WorkerLife]:
         """Of all workers so far."""
         self._follow()
-        return self._lives
+        return list(self._lives.values())
 
     def _follow(self) -> None:
         drained = self.pools.drain()
         self.events += drained.events
         self._spans += drained.spans
-        self._lives = list(drained.workers)
+        self._lives |= drained.workers
 
     def store(self) -> LatentStore:
         return LatentStore(self.run.latents_url)

@@ -46,7 +46,7 @@ def life(worker: str, joined_s: float, left_s: float | None, reason: str = "") -
 
 
 def drained(spans: list[dict[str, Any]], workers: list[dict[str, Any]]) -> Drained:
-    return Drained.of({"spans": spans, "workers": workers, "events": [], "decisions": []})
+    return Drained.of({"spans": spans, "workers": list(enumerate(workers)), "events": [], "decisions": []})
 
 
 def books(run: RunDir) -> Accounts:

@@ -566,7 +566,7 @@ def test_a_worker_that_takes_part_anew_is_counted_and_billed_once() -> None:
     cluster.join("a", "b")
 
     assert cluster.dispatch.snapshot().pools["spot"] == 2
-    lives = [(life.joined_s, life.left_s) for life in cluster.dispatch.drain().workers if life.worker == "a"]
+    lives = [(life.joined_s, life.left_s) for life in cluster.dispatch.drain().workers.values() if life.worker == "a"]
     assert lives == [(0.0, None)]
     assert cluster.dispatch.snapshot().preemptions == 0
     cluster.submit("wide", 1, shards=2, widths=(2,))

@@ -49,7 +49,7 @@ class Failing:
     def drain(self) -> Drained:
         spans = [] if self._told else [SPAN]
         self._told = True
-        return Drained(spans=spans, workers=[ALIVE])
+        return Drained(spans=spans, workers={0: ALIVE})
 
     def close(self) -> None: ...
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,7 @@ import pytest
 from cluster import janitor
 from leftovers import Watched, soon_empty
 from runs import ROOT, WAIT_S, settings_file
+from spotlight.store.file_lock import FileLock
 from spotlight.store.leftovers import ENDING_S, Scratch, remove_half_written, sweep_leftovers
 from spotlight.store.node import Node, memory_roots, shared_root
 from spotlight.store.rows import SPANS
@@ -162,6 +164,16 @@ def test_what_was_half_written_is_removed_and_nothing_else(tmp_path: Path) -> No
 
     assert removed == {".a.json.7.part", "images/c0.0.0.12ab.partial"}
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"a.json", "part.npz"}
+
+
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_the_janitor_leaves_a_run_alone_that_has_its_next_driver_already(tmp_path: Path, has_driver: bool) -> None:
+    (tmp_path / "c0.12ab.partial").write_text("")
+
+    with FileLock(tmp_path).held() if has_driver else nullcontext():
+        janitor.clean([("half written", str(tmp_path)), ("half written", str(tmp_path / "gone"))])
+
+    assert (tmp_path / "c0.12ab.partial").exists() == has_driver
 
 
 OWNER = """

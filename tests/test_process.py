@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -27,6 +29,7 @@ from graphs.requests import rollout_requests, unexplored
 from graphs.tasks.context import prepare
 from runs import settings_file
 from spotlight import config
+from spotlight.background import _explain
 from spotlight.device.calls import PrepareCall, RolloutCall
 from spotlight.device.process import Beat, EngineLost, EngineProcess, TimedOut
 from spotlight.device.protocol import ALONE
@@ -284,3 +287,25 @@ def test_scoring_that_takes_too_long_leaves_its_samples_without_a_reward(
     assert scored.rewards == (None,) * len(request.seeds)
     assert "longer than 5 s" in scored.errors[0]
     assert (limits, told) == ([5.0], [LOST_ENGINE])
+
+
+def test_a_disk_that_is_full_on_a_workers_machine_is_named_at_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere" / "part"
+
+    class Full:
+        def call(self, *_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(elsewhere))
+
+    engine: Any = Full()
+    nothing: Any = None
+    device = WorkerDevice(nothing, engine, nothing, quarantine_after=5)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
+    with pytest.raises(OSError, match="No space left") as raised:
+        device.prepare("")
+    monkeypatch.undo()
+
+    told = _explain(pickle.loads(pickle.dumps(raised.value)), RunDir(tmp_path))
+
+    assert str(told).startswith(f"{tmp_path}: the disk is full: on node-7, {elsewhere}: make room, then `spotlight res")

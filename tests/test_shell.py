@@ -181,7 +181,7 @@ def test_a_run_into_a_directory_is_made_once_and_found_again(tmp_path: Path) -> 
 def test_the_cost_of_a_run_that_goes_on_is_its_cost_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, now_s = create_run(load(settings_file(tmp_path)), 0.0), time.time()
     life = WorkerLife(worker="reserved-0", pool="reserved", joined_s=now_s - 7200, left_s=None, reason="")
-    Accounts(run, run.config()).take(Drained(workers=[life]))
+    Accounts(run, run.config()).take(Drained(workers={0: life}))
 
     with run.lock():
         main(["cost", str(run.path), "--json"])

@@ -242,9 +242,9 @@ def update(
 
 def publish(run_dir: str, updated: Updated) -> Published:
     """Make a staged version one that anybody may use."""
-    from spotlight.store.updates import clear
+    from spotlight.store.updates import clear_until
     from spotlight.store.weights import publish as publish_staged
 
     published = publish_staged(run_dir, updated.version)
-    clear(run_dir, updated.version - 1)
+    clear_until(run_dir, updated.version - 1)
     return published

@@ -73,8 +73,9 @@ class Accounts:
         self._add_spans(read_spans(run))
         last_s = self._latest_s[-1] if self._spans else 0.0
         lives = read_lives(run)
-        self._lives = [life for life in lives if watched and life.left_s is None]
-        self._earlier = [_ended(life, last_s) for life in lives if life not in self._lives]
+        self._lives = {at: life for at, life in enumerate(lives) if watched and life.left_s is None}
+        """Of this session, by number."""
+        self._earlier = [_ended(life, last_s) for at, life in enumerate(lives) if at not in self._lives]
         self._ledger: Ledger | None = None
         self._folded_s = 0.0
         self._folded: tuple[Entry, ...] = ()
@@ -87,7 +88,7 @@ class Accounts:
         """Tasks in progress, by phase."""
 
     def take(self, drained: Drained) -> None:
-        """Add what the cluster reports: new spans, and the lives of all its workers."""
+        """Add what the cluster reports: new spans, and lives of its workers that began or ended."""
         self._recoveries += recoveries(drained.events, self._broken)
         self._pauses += [(event["at_s"], event["lost_s"]) for event in drained.events if event["event"] == "paused"]
         if drained.events:
@@ -99,13 +100,14 @@ class Accounts:
             self._first_done_s = min((span.stop_s for span in drained.spans if _makes_images(span)), default=None)
         if drained.spans:
             self._run.append(SPANS, *map(row_of, drained.spans))
-        if drained.workers != self._lives:
-            self._lives, self._measured = list(drained.workers), {}
+        if drained.workers:
+            self._lives |= drained.workers
+            self._measured = {}
             self._write_lives()
 
     def close(self, now_s: float) -> None:
         """The session ends, and with it the workers that are still alive."""
-        self._lives, self._measured = [_ended(life, now_s) for life in self._lives], {}
+        self._lives, self._measured = {at: _ended(life, now_s) for at, life in self._lives.items()}, {}
         self.running = {}
         self._write_lives()
         self._ledger = None
@@ -235,7 +237,7 @@ class Accounts:
 
     def alive(self) -> dict[str, int]:
         """Workers alive now, by pool."""
-        return dict(Counter(life.pool for life in self._lives if life.left_s is None))
+        return dict(Counter(life.pool for life in self._lives.values() if life.left_s is None))
 
     def worked_s(self, until_s: float) -> float:
         """Seconds before a moment in which there was any worker: how long earlier sessions were."""
@@ -265,7 +267,7 @@ class Accounts:
         return self._spans[bisect_left(self._latest_s, at_s) :]
 
     def _all(self) -> list[WorkerLife]:
-        return self._earlier + self._lives
+        return [*self._earlier, *self._lives.values()]
 
     def _write_lives(self) -> None:
         with atomic_write(self._run.path / WORKERS) as file:

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+
+from spotlight.store.room import SHARED_MEMORY
 
 FULL_BYTES = 2**20
 """Less than what a run writes at once."""
 FULL_INODES = 16
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a full disk, or a quota, is what an error says."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def full_here(error: OSError) -> str:
+    """Which disk of this machine caused an error, as half a sentence for whoever reads it elsewhere."""
+    named = [error.filename] if isinstance(error.filename, str) else []
+    found = full_disk([*named, SHARED_MEMORY, tempfile.gettempdir()])
+    return f"on {socket.gethostname()}, {found or ': '.join([*named, 'make room'])}"
 
 
 def full_disk(places: Iterable[str | Path]) -> str:

@@ -189,6 +189,14 @@ def clear(run: RunAt, iteration: int) -> None:
     objects_at(run).delete_below(_folder(iteration))
 
 
+def clear_until(run: RunAt, iteration: int) -> None:
+    """Of that one and all before it: who was taken for dead may have written after an iteration had ended."""
+    objects = objects_at(run)
+    for folder in sorted({key.split("/")[1] for key in objects.sizes("updates")}):
+        if folder.isdigit() and int(folder) <= iteration:
+            objects.delete_below(f"updates/{folder}")
+
+
 def _folder(iteration: int) -> str:
     return f"updates/{iteration:05d}"
 
