@@ -155,11 +155,26 @@ def again_s(failures: int) -> float:
 
 async def _scancel(*arguments: str) -> None:
     """If Slurm does not answer, whoever wants it asks again."""
-    with contextlib.suppress(OSError, TimeoutError):
+    await _answer("scancel", *arguments)
+
+
+async def _answer(*command: str) -> str | None:
+    """What a command of Slurm's prints; None if it fails, or does not answer in time and is ended."""
+    quiet = asyncio.subprocess.DEVNULL
+    try:
+        asked = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=quiet)
+    except OSError:
+        return None
+    try:
         async with asyncio.timeout(ANSWER_S):
-            quiet = asyncio.subprocess.DEVNULL
-            asked = await asyncio.create_subprocess_exec("scancel", *arguments, stdout=quiet, stderr=quiet)
-            await asked.wait()
+            printed, _ = await asked.communicate()
+    except TimeoutError:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            asked.kill()
+        await asked.wait()
+    return printed.decode() if asked.returncode == 0 else None
 
 
 async def _end_of(job: str) -> float:
@@ -194,16 +209,11 @@ class _Queue:
         return await asyncio.shield(self._looking)
 
     async def _ask(self) -> dict[str, str] | None:
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                pipe = asyncio.subprocess.PIPE
-                asked = await asyncio.create_subprocess_exec(
-                    "squeue", "--me", "--noheader", "--format=%A %T", stdout=pipe, stderr=pipe
-                )
-                answer, _ = await asked.communicate()
-        except (OSError, TimeoutError):
+        printed = await _answer("squeue", "--me", "--noheader", "--format=%A %T")
+        if printed is None:
             return None
-        return dict(line.split(maxsplit=1) for line in answer.decode().splitlines()) if asked.returncode == 0 else None
+        jobs = (line.split() for line in printed.splitlines())
+        return {words[0]: words[1] for words in jobs if len(words) == 2}
 
 
 _queue = _Queue()

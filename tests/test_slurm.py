@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 
 import cluster.slurm
 from cluster.slurm import again_s, worker_line
 from leftovers import OURS, marked
 from private_slurm import missing, private_slurm
-from runs import COLD_S, LITTLE, outcome, settings_file, start, wait_for
+from runs import COLD_S, LITTLE, WAIT_S, outcome, settings_file, start, wait_for
 from spotlight import config
 from spotlight.__main__ import main
 from spotlight.records import SpotlightError
@@ -284,6 +285,29 @@ def test_the_time_in_the_queue_is_no_time_that_a_job_ran(
     monkeypatch.setattr(cluster.slurm._queue, "look", look)
 
     assert (asyncio.run(cluster.slurm._end_of("7")) > 0) == ran
+
+
+@pytest.mark.parametrize(
+    ("does", "found"),
+    [
+        ("echo '7 RUNNING'; echo; echo slurm; echo '8 PENDING'", {"7": "RUNNING", "8": "PENDING"}),
+        ("echo '7 RUNNING'; exit 1", None),
+        ("echo $$ > {pid}; exec sleep 600", None),
+    ],
+)
+def test_whatever_squeue_answers_is_heard_and_one_that_hangs_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, found: dict[str, str] | None
+) -> None:
+    (squeue := tmp_path / "squeue").write_text(f"#!/bin/sh\n{does.format(pid=tmp_path / 'pid')}\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(cluster.slurm, "ANSWER_S", 2.0 if "sleep" in does else WAIT_S)
+
+    assert asyncio.run(cluster.slurm._Queue().look()) == found
+
+    if "sleep" in does:
+        pid = int((tmp_path / "pid").read_text())
+        wait_for(lambda: not psutil.pid_exists(pid))
 
 
 def test_a_run_may_have_any_name_and_lie_anywhere(tmp_path: Path) -> None:
