@@ -140,8 +140,19 @@ class Loop:
         training = whole(results["training"])
         if training.metrics["zero_std_ratio"] == 1.0:
             logger.warning("iteration %d: all images of each prompt have the same reward, so they teach nothing", k)
+        if training.failed:
+            logger.warning(
+                "iteration %d: %d images had no reward, and others were drawn in their place: %s",
+                *(k, training.failed, training.error),
+            )
         if candidates:
-            run.record_selection(results["selection"])
+            explored: Selection = results["selection"]
+            if explored.seeds_failed:
+                logger.warning(
+                    "exploration for iteration %d: %d of %d candidates have no reward: %s",
+                    *(k + 1, explored.seeds_failed, explored.seeds_failed + explored.seeds_scored, explored.error),
+                )
+            run.record_selection(explored)
         beliefs = learn_from(beliefs, selection, training, rewards.planned_range(rewards.build(config.reward)))
         run.record_beliefs(k + 1, beliefs)
         stopped_s = self._clock()

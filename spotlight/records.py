@@ -252,6 +252,10 @@ class Selection:
     kept: tuple[Kept, ...]
     seeds_scored: int
     seeds_dropped: int
+    seeds_failed: int = 0
+    """Of those dropped, the ones that have no reward because the scorer failed."""
+    error: str = ""
+    """Of the first of them."""
     reward_mean: float | None = None
     """Of all seeds scored, kept or not; None where there were none."""
     reward_std: float | None = None

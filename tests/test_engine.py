@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from factories import answer
 from graphs.requests import candidates_for, rollout_requests, unexplored
 from graphs.tasks import sampling, training
 from graphs.tasks.context import RunContext, prepare
+from graphs.tasks.seeds import candidate_seeds
 from graphs.tasks.training import TrainingSet
 from recorders import Repeats
 from runs import settings_file
@@ -210,6 +211,41 @@ def test_a_missing_reward_is_replaced_by_a_fresh_seed_of_its_prompt(run: RunDir,
     assert not set(fresh.request.seeds) & set(request_.seeds)
 
 
+class Picky:
+    """A device whose reward fails for some images, whichever way it is asked."""
+
+    def __init__(self, fails: Callable[[int], bool]) -> None:
+        self.fails, self.asked = fails, 0
+
+    def rollout(self, run_dir: str, request: Request) -> None:
+        self.asked += 1
+
+    def score(self, run_dir: str, request: Request) -> Scored:
+        rewards = tuple(None if self.fails(seed) else 0.5 for seed in request.seeds)
+        return Scored(request=request, rewards=rewards, errors=("no face",) * rewards.count(None))
+
+
+def test_a_sample_is_replaced_until_one_has_a_reward(request_: Request, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some images never have one: the fresh seed's may not either."""
+    scored = Scored(request=request_, rewards=(None, *(0.5 for _ in request_.seeds[1:])), errors=("no face",))
+    first = sampling.REFILL + (request_.seeds[0] & (sampling.REFILL - 1))
+    stream = candidate_seeds(0, request_.iteration, request_.prompt, range(first, first + 5))
+    bad = {*stream[:3]}
+    monkeypatch.setattr(protocol, "_device", picky := Picky(bad.__contains__))
+
+    _, *fresh = sampling.refill("", 0, scored)
+
+    assert [each.rewards for each in fresh] == [(None,), (None,), (None,), (0.5,)]
+    assert fresh[-1].request.seeds == (stream[3],)
+    bad.add(stream[3])
+    with pytest.raises(SpotlightError, match=r"1 of \d+ seeds .* and for those that replaced them: no face; mend"):
+        sampling.refill("", 0, scored)
+    picky.fails, picky.asked = (lambda seed: True), 0
+    with pytest.raises(SpotlightError, match="no face; mend the scorer"):
+        sampling.refill("", 0, replace(scored, rewards=(None,) * len(request_.seeds)))
+    assert picky.asked == 1  # nothing has a reward: nobody waits for more
+
+
 def test_a_request_that_was_set_aside_is_replaced_as_a_whole(run: RunDir, request_: Request) -> None:
     aside = Quarantined(request=request_, preemptions=5)
 
@@ -338,9 +374,18 @@ def test_replacements_that_are_scored_elsewhere_are_those_that_are_scored_at_onc
     again = sampling.score_all(str(run.path), drawn)
     found = sampling.refilled(0, [failed, whole], [each for each in again if isinstance(each, Scored)])
 
+    def rewards(results: Sequence[Scored]) -> list[tuple[int, float]]:
+        pairs = (pair for each in results for pair in zip(each.request.seeds, each.rewards, strict=True))
+        return [(seed, reward) for seed, reward in pairs if reward is not None]
+
     assert len(drawn) == 1
-    assert [(each.request, each.rewards) for each in found] == [(each.request, each.rewards) for each in expected]
-    broken = [replace(each, rewards=(None,), errors=("still broken",)) for each in again if isinstance(each, Scored)]
+    assert rewards(found) == rewards(expected)
+    assert len(rewards(found)) == 2 * len(request.seeds)
+    broken = [
+        replace(each, rewards=(None,) * len(each.rewards), errors=("still broken",))
+        for each in again
+        if isinstance(each, Scored)
+    ]
     with pytest.raises(SpotlightError, match="still broken; mend the scorer"):
         sampling.refilled(0, [failed, whole], broken)
 

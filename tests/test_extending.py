@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -148,6 +149,35 @@ class Same(Scorer):
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
         return [0.5] * len(prompts)
+
+
+class Faceless(Scorer):
+    """Finds nothing to score in some images, always the same ones."""
+
+    def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+        if any(crc32(image.tobytes()) % 6 == 0 for image in images_BHWC):
+            raise ValueError("no face")
+        return [float(image.mean()) / 255 for image in images_BHWC]
+
+
+def test_images_without_a_reward_are_replaced_and_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = config.load(
+        settings_file(tmp_path), [f"reward.name={__name__}:Faceless", "reward.attempts=1", "run.iterations=2"]
+    )
+    run = Simulation("faceless", settings, "real")
+    run.go(report=False)
+
+    told = [message for message in caplog.messages if "no face" in message]
+    assert any(
+        re.match(r"iteration \d: \d+ images had no reward, and others were drawn in their pl", each) for each in told
+    )
+    assert any(re.match(r"exploration for iteration 1: \d+ of \d+ candidates have no reward: ", each) for each in told)
+    assert any(
+        re.match("the reward Faceless failed for several images at once, so each is scored alone: ", each)
+        for each in told
+    )
+    samples = {row.metrics["samples"] for row in run.directory.history()}
+    assert samples == {float(settings.rollout.prompts * settings.rollout.seeds_kept)}
 
 
 def test_a_reward_that_teaches_nothing_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -161,11 +161,14 @@ def select(
     kept_rewards = [[reward for reward in group.explored_rewards if reward is not None] for group in groups]
     kept = tuple(groups[index] for index in most_varied(kept_rewards, candidates.groups))
     rewards = [reward for each in rewards_of.values() for reward in each]
+    failed = [result for result in scored if isinstance(result, Scored) and result.errors]
     return Selection(
         iteration=candidates.iteration,
         kept=kept,
         seeds_scored=len(rewards),
         seeds_dropped=sum(len(request.seeds) for requests in allocations for request in requests) - len(rewards),
+        seeds_failed=sum(result.rewards.count(None) for result in failed),
+        error=failed[0].errors[0] if failed else "",
         reward_mean=fmean(rewards) if rewards else None,
         reward_std=spread(rewards) if rewards else None,
         version=candidates.template.weights.version,

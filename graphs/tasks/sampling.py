@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 REFILL = 1 << 20
 """Replacements are candidates numbered from here: no exploration tries so many."""
+SPARES = 4
+"""Fresh seeds, in a row or at once, that may be drawn in place of a sample without a reward."""
 
 ShardResult = Rollout | Dropped | Surplus | Quarantined
 """What a shard of a request returns; the first shard's is the request's result."""
@@ -134,7 +136,7 @@ def replace_unscored(
         surplus: the other shards of the requests. Dask forgets a task that nobody depends on, so whoever collects the
             scores also takes these.
     """
-    found = (_fresh(seed, result if isinstance(result, Scored) else _unscored(result)) for result in scored)
+    found = (_with_spares(seed, result if isinstance(result, Scored) else _unscored(result)) for result in scored)
     return tuple(decode(run_dir, device.current().rollout(run_dir, fresh)) for fresh in found if fresh)
 
 
@@ -153,7 +155,7 @@ def refilled(seed: int, scored: Sequence[Scored | Quarantined], again: Sequence[
     whole: list[Scored] = []
     for result in (each if isinstance(each, Scored) else _unscored(each) for each in scored):
         whole.append(result)
-        asked = _fresh(seed, result)
+        asked = _with_spares(seed, result)
         if asked:
             whole.append(_rewarded(result, fresh[asked]))
     return tuple(whole)
@@ -164,44 +166,66 @@ def _unscored(aside: Quarantined) -> Scored:
     return Scored(request=aside.request, rewards=(None,) * len(aside.request.seeds), errors=(error,))
 
 
-def _replacements(run_dir: str, seed: int, scored: Scored) -> list[Scored]:
-    fresh = _fresh(seed, scored)
-    if fresh is None:
-        return []
-    device.current().rollout(run_dir, fresh)
-    again = device.current().score(run_dir, fresh)
-    assert isinstance(again, Scored), "only exploration is dropped"
-    return [_rewarded(scored, again)]
+def _replacements(run_dir: str, seed: int, scored: Scored) -> Iterator[Scored]:
+    """Fresh seeds until as many have a reward as are missing, some rounds at most; one, where nothing has any."""
+    missing, drawn = scored.rewards.count(None), 0
+    has_some = missing < len(scored.rewards)
+    for rounds_left in reversed(range(SPARES)):
+        if not missing:
+            return
+        fresh = _fresh(seed, scored, drawn, missing)
+        device.current().rollout(run_dir, fresh)
+        again = device.current().score(run_dir, fresh)
+        assert isinstance(again, Scored), "only exploration is dropped"
+        drawn, missing = drawn + missing, again.rewards.count(None)
+        has_some |= missing < len(again.rewards)
+        if missing and not (rounds_left and has_some):
+            raise _without_reward(scored, again)
+        yield again
 
 
-def _fresh(seed: int, scored: Scored) -> Request | None:
-    """Fresh seeds for the samples that have no reward; None where all have one."""
-    missing = [index for index, reward in enumerate(scored.rewards) if reward is None]
-    if not missing:
-        return None
+def _fresh(seed: int, scored: Scored, drawn: int, count: int) -> Request:
+    """So many fresh seeds in place of samples that have no reward.
+
+    Args:
+        drawn: that were drawn before.
+    """
     request = scored.request
-    replaced = scored.request.seeds[missing[0]] & (REFILL - 1)  # so that two requests of a prompt do not share seeds
-    return replace(
-        request,
-        seeds=candidate_seeds(
-            seed, request.iteration, request.prompt, range(REFILL + replaced, REFILL + replaced + len(missing))
-        ),
-    )
+    # Begins with the first that is replaced, so that two requests of a prompt do not share seeds.
+    first = REFILL + (request.seeds[scored.rewards.index(None)] & (REFILL - 1)) + drawn
+    return replace(request, seeds=candidate_seeds(seed, request.iteration, request.prompt, range(first, first + count)))
+
+
+def _with_spares(seed: int, scored: Scored) -> Request | None:
+    """Fresh seeds at once, some of which may have no reward either; None where all have one."""
+    missing = scored.rewards.count(None)
+    return _fresh(seed, scored, 0, missing if missing == len(scored.rewards) else SPARES * missing) if missing else None
 
 
 def _rewarded(scored: Scored, again: Scored) -> Scored:
-    """The scored replacements, if all have a reward.
+    """Of the scored replacements the first that have a reward, as many as are missing.
 
     Raises:
-        SpotlightError: they do not.
+        SpotlightError: there are not as many.
     """
+    missing = scored.rewards.count(None)
+    known = [at for at, reward in enumerate(again.rewards) if reward is not None][:missing]
+    if len(known) < missing:
+        raise _without_reward(scored, again)
+
+    def only(rewards: Sequence[float | None]) -> tuple[float | None, ...]:
+        return tuple(reward if at in known else None for at, reward in enumerate(rewards))
+
+    return replace(again, rewards=only(again.rewards), parts=tuple(map(only, again.parts)))
+
+
+def _without_reward(scored: Scored, again: Scored) -> SpotlightError:
     request = scored.request
-    if None in again.rewards:
-        raise SpotlightError(
-            f"the reward failed for {request.prompt.text!r}, seeds {request.seeds}, and for the seeds that replaced "
-            f"them: {again.errors[0]}; mend the scorer, then resume the run"
-        )
-    return again
+    seeds = [seed for seed, reward in zip(request.seeds, scored.rewards, strict=True) if reward is None]
+    return SpotlightError(
+        f"the reward failed for {request.prompt.text!r}, {len(seeds)} of {len(request.seeds)} seeds (such as "
+        f"{seeds[0]}), and for those that replaced them: {again.errors[0]}; mend the scorer, then resume the run"
+    )
 
 
 def save_images(

@@ -35,6 +35,10 @@ class TrainingSet:
     metrics: dict[str, float]
     steps_resumed: int = 0
     """Of their rollouts, found committed and not computed again."""
+    failed: int = 0
+    """Images that have no reward, in whose place others were drawn."""
+    error: str = ""
+    """Of the first of them."""
 
 
 def advantage(
@@ -82,6 +86,8 @@ def advantage(
         samples=samples,
         metrics=_statistics(samples, flat=zero_std_ratio(rewards, groups)),
         steps_resumed=sum(result.steps_resumed for result in results),
+        failed=sum(result.rewards.count(None) for result in results if result.errors),
+        error=next((result.errors[0] for result in results if result.errors), ""),
     )
 
 
@@ -109,6 +115,8 @@ def whole(parts: Sequence[TrainingSet]) -> TrainingSet:
         samples=samples,
         metrics=_statistics(samples, flat=flat / sum(groups)),
         steps_resumed=sum(part.steps_resumed for part in parts),
+        failed=sum(part.failed for part in parts),
+        error=next((part.error for part in parts if part.error), ""),
     )
 
 

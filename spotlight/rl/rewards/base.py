@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sysconfig
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence, Set, Sized
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +17,8 @@ from numpy.typing import NDArray
 from spotlight.files import shown
 from spotlight.records import Prompt, SpotlightError
 from spotlight.rl.checkpoints import require_class, weight_files
+
+logger = logging.getLogger(__name__)
 
 BACK_OFF_S = 0.05
 """Pause before the second attempt; it doubles for each further one."""
@@ -112,13 +116,21 @@ def score(
         except SpotlightError:
             raise
         except Exception as raised:  # a scorer may be anyone's code, or a server
-            error = f"{asked[0].text!r}: {explained(raised)}"[:ERROR_MAX]
+            why = explained(raised)
+            error = f"{asked[0].text!r}: {why}"[:ERROR_MAX]
             if isinstance(raised, Refused):
                 break
     if len(asked) == 1:
         return [None], [error]
+    _say_once(type(scorer).__name__, why[:ERROR_MAX])
     rows = [slice(row, row + 1) for row in range(len(asked))]
     return _joined([score(scorer, images_BHWC[row], asked[row], attempts=attempts) for row in rows])
+
+
+@lru_cache(64)
+def _say_once(name: str, why: str) -> None:
+    """A scorer that can do one image and not many takes many times as long."""
+    logger.warning("the reward %s failed for several images at once, so each is scored alone: %s", name, why)
 
 
 def _joined(scored: Sequence[tuple[list[float | None], list[str]]]) -> tuple[list[float | None], list[str]]:
