@@ -74,7 +74,7 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True, liv
         )
     if model.path and not model.embedded and not Path(model.path).is_dir():
         raise SpotlightError(f"model.path = {model.path!r}: no such directory; give that of a diffusers pipeline")
-    if not model.embedded:
+    if model.name in checkpoints.FAMILIES:
         _check_widths(settings, checkpoints.survey(model.name, model.path))
 
 

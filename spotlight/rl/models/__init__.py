@@ -17,7 +17,7 @@ import torch
 
 from spotlight.records import WITHOUT_GPU, SpotlightError
 from spotlight.rl import memory
-from spotlight.rl.checkpoints import survey
+from spotlight.rl.checkpoints import FAMILIES, survey
 from spotlight.rl.models.base import Conditioning as Conditioning
 from spotlight.rl.models.base import Model as Model
 from spotlight.rl.models.pipeline import Loading as Loading
@@ -135,7 +135,7 @@ def require_memory(settings: Config) -> None:
         SpotlightError: one does not, or the checkpoint is unusable.
     """
     device = device_of(settings.model)
-    if settings.model.embedded or device.type != "cuda":
+    if settings.model.name not in FAMILIES or device.type != "cuda":
         return
     found = survey(settings.model.name, settings.model.path)
     try:
