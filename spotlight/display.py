@@ -294,7 +294,8 @@ def summary_table(run: RunDir) -> Table:
     gain = summary.score_after - summary.score_before
     table.add_row("validation score", f"{summary.score_before:.3f} -> {summary.score_after:.3f}  ({gain:+.3f})")
     table.add_row("iterations", str(summary.iterations))
-    table.add_row("wall time", f"{summary.wall_s:.1f} s (first image after {_number(summary.first_image_s)} s)")
+    first = "" if summary.first_image_s is None else f" (first image after {_number(summary.first_image_s)} s)"
+    table.add_row("wall time", f"{summary.wall_s:.1f} s{first}")
     alone = dollars(summary.usd_reserved_only)
     table.add_row("cost", f"{dollars(summary.usd)}; the same work on reserved GPUs alone: at least {alone}")
     if label := emulated(run.config(), run.simulated):

@@ -244,8 +244,12 @@ class Accounts:
         return alive_s(self._earlier, until_s)
 
     def first_image_s(self, began_s: float) -> float | None:
-        """Seconds to the first finished request, from ``began_s`` or from the first worker, if that came before."""
-        began_s = min([began_s, *(life.joined_s for life in self._earlier)])
+        """Seconds from ``began_s``, the run's begin, to the first finished request.
+
+        None where none has finished, or there was an earlier session: nobody knows how long that took to start.
+        """
+        if self._earlier:
+            return None
         ends = [span.stop_s for span in self._spans if _makes_images(span)]
         if self._first_done_s is not None:
             ends.append(self._first_done_s)
