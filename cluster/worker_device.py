@@ -174,10 +174,11 @@ class WorkerDevice:
         if gang is None:
             self._lost_in_row += 1
             if self._lost_in_row >= self._quarantine_after:
+                scorer = "look at what the scorer does to its process; " if verb == "score" else ""
                 raise SpotlightError(
                     f"{verb!r} lost its engine process {self._lost_in_row} times in a row on worker "
-                    f"{self._worker.name}: {reason}; if memory is short, make train.micro_batch or the requests "
-                    "smaller, then `spotlight resume` the run"
+                    f"{self._worker.name}: {reason}; {scorer}if memory is short, make train.micro_batch or the "
+                    "requests smaller, then `spotlight resume` the run"
                 )
         time.sleep(BACK_OFF_S)
 

@@ -173,6 +173,15 @@ def test_files_of_prices_are_relative_to_the_settings_file(file: Path) -> None:
     assert config.pools.reserved.prices == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "size"), [("tiny-text", (16, 32)), ("tiny-mixed", (16, 48)), ("tiny-shapes", (24, 24))]
+)
+def test_an_embedded_model_has_the_size_that_it_draws(file: Path, name: str, size: tuple[int, int]) -> None:
+    model = load(file, [f"model.name={name}"]).model
+
+    assert (model.height_px, model.width_px) == size
+
+
 def test_an_unknown_section_is_refused_with_the_known_ones(file: Path) -> None:
     text = refusal(file, "explorer.rounds=1")
 
@@ -191,6 +200,12 @@ def test_an_unknown_section_is_refused_with_the_known_ones(file: Path) -> None:
         ("strategy.exploration=stall", "strategy.exploration = 'stall': input should be 'stale', 'blocking' or 'off'"),
         ("reward.options.graded=no", "reward.options.graded = 'no' of 'ocr' must be true or false"),
         ("rollout.sde_window=[1, 2, 3]", "rollout.sde_window = [1, 2, 3]: tuple should have at most 2 items"),
+        ("strategy.rollout_pools=spot", """strategy.rollout_pools = 'spot': expected a list, such as ["spot"]"""),
+        ("data.train_prompts=''", "data.train_prompts = '': string should have at least 1 character"),
+        (
+            "model.height_px=32",
+            "model.height_px x model.width_px is 32 x 32, and 'tiny-text' draws 16 x 32 only: leave",
+        ),
         ("rollout.sde_window=['a', 2]", "rollout.sde_window.0 = 'a': input should be a valid integer"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -230,10 +231,18 @@ def _explain(source: str, error: Mapping[str, Any]) -> str:
         case "model_type":
             known = _known([*sections, field])
             return f"{source}: {name} = {shown(error['input'])}, but it is a section; it has {known}"
+        case "tuple_type":
+            one = f", such as {toml}" if (toml := _as_list(error["input"])) else ""
+            return f"{source}: {name} = {shown(error['input'])}: expected a list{one}"
         case "value_error":  # ours: its text names the fields
             return f"{source}: {message}"
         case _:
             return f"{source}: {name} = {shown(error['input'])}: {message[0].lower()}{message[1:]}"
+
+
+def _as_list(value: Any) -> str:
+    """As a list of itself in TOML, if it is a text or a number."""
+    return f"[{json.dumps(value)}]" if isinstance(value, str | int | float) else ""
 
 
 def _unknown(sections: Sequence[str], field: str) -> str:

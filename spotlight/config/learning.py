@@ -69,7 +69,8 @@ class RunSection(Section):
         return self
 
 
-EMBEDDED = ("tiny-text", "tiny-mixed", "tiny-shapes")
+EMBEDDED = {"tiny-text": (16, 32), "tiny-mixed": (16, 48), "tiny-shapes": (24, 24)}
+"""Models whose weights are in the package, and the height and width of their images, in pixels: they draw no others."""
 
 
 class ModelSection(Section):
@@ -81,7 +82,8 @@ class ModelSection(Section):
     path: str = ""
     """Directory of a diffusers pipeline; or, of an embedded model, a file of other weights, else empty."""
     height_px: int = Field(16, ge=4, le=PX_MAX)
-    """Of an image. "tiny-text" draws 16 x 32 only, "tiny-mixed" 16 x 48, "tiny-shapes" 24 x 24."""
+    """Of an image. May be left out of the embedded models: "tiny-text" draws 16 x 32 only, "tiny-mixed" 16 x 48,
+    "tiny-shapes" 24 x 24."""
     width_px: int = Field(32, ge=4, le=PX_MAX)
     """As ``height_px``."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -109,13 +111,22 @@ class ModelSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _large_models_save_memory(cls, tree: Any) -> Any:
+    def _defaults_of_its_model(cls, tree: Any) -> Any:
+        """Large models save memory; the embedded ones draw one size."""
         if not isinstance(tree, dict):
             return tree
-        return {"gradient_checkpointing": tree.get("name", "tiny-text") not in EMBEDDED, **tree}
+        name = tree.get("name", "tiny-text")
+        size = EMBEDDED.get(name) if isinstance(name, str) else None
+        sizes = dict(zip(("height_px", "width_px"), size, strict=True)) if size else {}
+        return {"gradient_checkpointing": size is None, **sizes, **tree}
 
     @model_validator(mode="after")
     def _checkpoints_need_a_path_and_a_size(self) -> Self:
+        if self.embedded and (size := EMBEDDED[self.name]) != (self.height_px, self.width_px):
+            raise ValueError(
+                f"model.height_px x model.width_px is {self.height_px} x {self.width_px}, and {self.name!r} draws "
+                f"{size[0]} x {size[1]} only: leave both out"
+            )
         if not self.embedded and not self.path:
             raise ValueError(f'model.name = "{self.name}" needs model.path = "DIR", a diffusers pipeline directory')
         if not self.embedded and not {"height_px", "width_px"} <= self.model_fields_set:
@@ -134,10 +145,10 @@ class ModelSection(Section):
 class DataSection(Section):
     """The prompts."""
 
-    train_prompts: str
+    train_prompts: str = Field(min_length=1)
     """Text file, one prompt a line; or .jsonl, .csv, .tsv, .parquet, or a directory that `datasets` saved, with a
     column "prompt" (or "text", "caption", "input") and metadata for rewards. Relative to the settings file."""
-    validation_prompts: str
+    validation_prompts: str = Field(min_length=1)
     """The same, held out from training."""
 
 
