@@ -60,20 +60,25 @@ class Job:
     model: type[Tiny]
     variant: Variant
     pictures: Callable[[], Pictures]
-    scorer: Callable[[], Scorer]
+    scorer: Callable[[bool], Scorer]
+    """Graded, or right or wrong."""
     batches: int
     batch: int
     renderings: int = RENDERINGS
 
 
+def texts(graded: bool) -> Scorer:
+    return OcrScorer(graded=graded)
+
+
 JOBS = {
-    "digits": Job(model=TinyText, variant=TWO_DIGITS, pictures=Digits, scorer=OcrScorer, batches=2000, batch=128),
-    "mixed": Job(model=TinyText, variant=MIXED, pictures=Mixed, scorer=OcrScorer, batches=4000, batch=64),
+    "digits": Job(model=TinyText, variant=TWO_DIGITS, pictures=Digits, scorer=texts, batches=2000, batch=128),
+    "mixed": Job(model=TinyText, variant=MIXED, pictures=Mixed, scorer=texts, batches=4000, batch=64),
     "shapes": Job(
         model=TinyShapes,
         variant=SCENES,
         pictures=Shapes,
-        scorer=lambda: GenEvalScorer(ShapeDetector()),
+        scorer=lambda graded: GenEvalScorer(ShapeDetector(), graded=graded),
         batches=4000,
         batch=64,
     ),
@@ -147,7 +152,7 @@ def score(job: Job, arguments: argparse.Namespace) -> None:
     """The mean reward of each kind of prompt, drawn and rendered, as a table in Markdown."""
     path = str(arguments.out or "")
     model = job.model.load(path, torch.device("cpu"), torch.float32, variant=job.variant)
-    scorer, pictures, rng = job.scorer(), job.pictures(), np.random.default_rng(arguments.seed)
+    scorer, pictures, rng = job.scorer(not arguments.strict), job.pictures(), np.random.default_rng(arguments.seed)
     print("| kind | drawn | rendered |\n|---|---|---|")
     rows = []
     for kind, prompts in pictures.kinds(rng, arguments.images).items():
@@ -168,6 +173,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=500)
     parser.add_argument("--out", type=Path, help="weights file; '{batches}' in it keeps each one saved")
     parser.add_argument("--score", action="store_true", help="of the weights file, instead of training")
+    parser.add_argument("--strict", action="store_true", help="an image scores 1 or 0, for --score")
     parser.add_argument("--images", type=int, default=48, help="of each kind, for --score")
     parser.add_argument("--steps", type=int, default=8, help="of denoising, for --score")
     arguments = parser.parse_args()
