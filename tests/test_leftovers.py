@@ -157,13 +157,16 @@ def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
 
 def test_what_was_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
-    for name in (".a.json.7.part", "images/c0.0.0.12ab.partial", "a.json", "images/part.npz"):
+    (tmp_path / "weights" / ".writing-v00003-12ab").mkdir(parents=True)
+    (tmp_path / "weights" / ".staged-v00002").mkdir()
+    half = ".a.json.7.part", "images/c0.0.0.12ab.partial", "weights/.writing-v00003-12ab/old.safetensors"
+    for name in (*half, "a.json", "images/part.npz", "weights/.staged-v00002/old.safetensors"):
         (tmp_path / name).write_text("")
 
     removed = {str(path.relative_to(tmp_path)) for path in remove_half_written(tmp_path)}
 
-    assert removed == {".a.json.7.part", "images/c0.0.0.12ab.partial"}
-    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"a.json", "part.npz"}
+    assert removed == {*half[:2], "weights/.writing-v00003-12ab"}
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"a.json", "part.npz", "old.safetensors"}
 
 
 @pytest.mark.parametrize("has_driver", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -157,6 +158,18 @@ def test_attempts_at_one_version_do_not_disturb_each_other(tmp_path: Path) -> No
     stage(0)  # the last one comes after it was published
     weights.retain(tmp_path, {1})
     assert versions(tmp_path) == ["v00001"]
+
+
+def test_an_attempt_that_fails_leaves_nothing_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: DirectoryVersions, version: int, manifest: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DirectoryVersions, "stage", full)
+        with pytest.raises(OSError, match="No space left"):
+            weights.stage(tmp_path, 1, tensors(1), {}, {})
+
+    assert versions(tmp_path) == []
 
 
 @pytest.mark.parametrize("part", ["trainable", "optimizer"])

@@ -19,6 +19,7 @@ from spotlight.records import SpotlightError
 from spotlight.store.node import PREFIX, hold, is_held, memory_roots, own_directory, sweep
 from spotlight.store.room import SHARED_MEMORY
 from spotlight.store.slots import end_leftovers
+from spotlight.store.versions import WRITING
 
 HALF_WRITTEN = (".*.part", "*.partial")
 """Files on their way: ours, and Zarr's."""
@@ -88,10 +89,13 @@ def _swept(root: Path) -> bool:
 
 
 def remove_half_written(run_dir: Path) -> list[Path]:
-    """Remove files that were being written in a run directory when their writers ended; one that lives goes on."""
+    """Remove files that were being written in a run directory when their writers ended; one that lives goes on.
+
+    Versions of the weights that were being written are removed, whoever wrote them: nobody waits for those any more.
+    """
     found = [path for path in _half_written(run_dir) if not _is_being_written(path)]
     for path in found:
-        path.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     return found
 
 
@@ -105,9 +109,9 @@ def _half_written(run_dir: Path) -> Iterable[Path]:
     def walk(directory: str) -> Iterator[Path]:
         with os.scandir(directory) as entries:
             for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
+                if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(WRITING):
                     yield from walk(entry.path)
-                elif any(Path(entry.name).match(pattern) for pattern in HALF_WRITTEN):
+                elif entry.name.startswith(WRITING) or any(map(Path(entry.name).match, HALF_WRITTEN)):
                     yield Path(entry.path)
 
     with suppress(OSError):  # a directory that goes meanwhile

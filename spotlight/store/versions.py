@@ -16,8 +16,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from hashlib import file_digest
 from hashlib import sha256 as new_sha256
 from io import BufferedReader
@@ -31,6 +31,8 @@ from spotlight.store.objects import BucketObjects
 from spotlight.store.tensor_files import Content, hashing
 
 MANIFEST = "manifest.json"
+WRITING = ".writing-"
+"""Begins the names of directories that attempts at a version write to."""
 _VERSION = re.compile(r"v(\d{5,})")
 _LEFT = re.compile(rf"\.(?:staged-{_VERSION.pattern}|writing-{_VERSION.pattern}-\w+)")
 """Of a version that may be published by now."""
@@ -51,6 +53,10 @@ class Versions(Protocol):
         ...
 
     def has(self, version: int, *, staged: bool = False) -> bool: ...
+
+    def attempt(self, version: int) -> AbstractContextManager[None]:
+        """What is written of a version inside, and not staged at the end, is removed: a disk may be full."""
+        ...
 
     def write(self, version: int, name: str, content: Content) -> str:
         """Put a file of a version that will be staged; durable when this returns its hash."""
@@ -129,7 +135,14 @@ class DirectoryVersions:
 
     def _writing(self, version: int) -> Path:
         """Of this attempt alone: a worker that was taken for dead may be at the same version."""
-        return self._root / f".writing-v{version:05d}-{self._attempt}"
+        return self._root / f"{WRITING}v{version:05d}-{self._attempt}"
+
+    @contextmanager
+    def attempt(self, version: int) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            shutil.rmtree(self._writing(version), ignore_errors=True)
 
     def write(self, version: int, name: str, content: Content) -> str:
         path, digest = self._writing(version) / name, new_sha256()
@@ -232,6 +245,9 @@ class BucketVersions:
 
     def has(self, version: int, *, staged: bool = False) -> bool:
         return self._objects.size(self._manifest(version, staged=staged)) is not None
+
+    def attempt(self, version: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def write(self, version: int, name: str, content: Content) -> str:
         whole = bytes(content)

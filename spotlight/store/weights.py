@@ -119,12 +119,15 @@ def stage(
         parts["old"] = old
     if ema is not None:
         parts["ema"] = ema
-    with ThreadPoolExecutor(1 if is_url(run) else len(parts)) as pool:  # what goes to a bucket is in memory as a whole
-        written = {_FILES[part]: pool.submit(_write, versions, version, part, parts[part]) for part in parts}
-        files = {name: entry.result() for name, entry in written.items()}
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    manifest = Manifest(version=version, files=files, metrics=dict(metrics), created=created)
-    versions.stage(version, f"{json.dumps(asdict(manifest), indent=2)}\n".encode())
+    with versions.attempt(version):
+        with ThreadPoolExecutor(
+            1 if is_url(run) else len(parts)
+        ) as pool:  # what goes to a bucket is in memory as a whole
+            written = {_FILES[part]: pool.submit(_write, versions, version, part, parts[part]) for part in parts}
+            files = {name: entry.result() for name, entry in written.items()}
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        manifest = Manifest(version=version, files=files, metrics=dict(metrics), created=created)
+        versions.stage(version, f"{json.dumps(asdict(manifest), indent=2)}\n".encode())
 
 
 def _check_finite(where: str, tensors: Tensors) -> None:
