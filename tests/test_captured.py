@@ -301,3 +301,41 @@ def test_weights_stay_where_a_graph_reads_them(rank: int) -> None:
     trainer.load_state(trainer.state(), trainer.old())
 
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
+
+
+class Keys:
+    """In place of captured passes: by which weights they are told apart."""
+
+    def __init__(self, transformer: torch.nn.Module) -> None:
+        self.transformer, self.seen = transformer, list[tuple[object, ...]]()
+
+    def __call__(self, weights: tuple[object, ...], **arguments: Any) -> Any:
+        self.seen.append(weights)
+        return self.transformer(**arguments)
+
+    def forget(self, *_: object) -> None:
+        pass
+
+    __getattr__ = forget
+
+
+def test_a_pass_is_known_by_its_weights_though_the_first_was_the_references() -> None:
+    """Inside, a LoRA has no parameters; training asks the reference first."""
+    model = tiny_model(lora=True, device=torch.device("cpu"))
+    keys = vars(model)["_captured"] = Keys(model.transformer)
+    height_px, width_px = model.small_px
+    tokens, channels = model.latent_shape(height_px, width_px)
+
+    def denoise() -> None:
+        x_BNC, sigma_B = torch.zeros(1, tokens, channels), torch.ones(1)
+        text = model.encode(['"47"'])
+        model.velocity(x_BNC, sigma_B, text, height_px=height_px, width_px=width_px, guidance=1.0)
+
+    model._capturing = True
+    with torch.no_grad():
+        with model.reference():
+            denoise()
+        denoise()
+
+    weights = tuple(parameter.data_ptr() for parameter in model.parameters())
+    assert keys.seen == [(True, *weights), (False, *weights)]

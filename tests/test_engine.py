@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from recorders import Repeats
 from runs import settings_file
 from spotlight import config
 from spotlight.config import RewardSection
-from spotlight.device import protocol
+from spotlight.device import denoise, protocol
 from spotlight.device.denoise import Denoiser
 from spotlight.device.engine import Engine, InProcess
 from spotlight.device.modelled import ModelledDevice
@@ -43,6 +44,7 @@ from spotlight.records import (
     Dropped,
     Gradient,
     GradientPart,
+    Interrupted,
     Quarantined,
     Request,
     Rollout,
@@ -61,7 +63,7 @@ from spotlight.rl.rewards import Scorer
 from spotlight.simulation import TaskTiming
 from spotlight.store import updates as kept_updates
 from spotlight.store.creating import create_run
-from spotlight.store.latents import MissingLatents
+from spotlight.store.latents import MissingLatents, StaleEpoch
 from spotlight.store.rundir import RunDir
 from spotlight.store.weights import PARTS, load, publish
 
@@ -451,6 +453,45 @@ def test_on_the_virtual_clock_only_steps_that_are_read_or_kept_are_committed(
     np.testing.assert_array_equal(clean, live.store.clean(request))
     if read:
         np.testing.assert_equal(read, live.store.window_latents(request, clean))
+
+
+def test_latents_of_a_window_that_several_workers_draw_again_are_those_of_the_last(tmp_path: Path) -> None:
+    """Parts of an update may need the same request; who is overtaken waits for who overtook it."""
+    settings = config.load(settings_file(tmp_path), ["rollout.steps=8"])
+    run = create_run(settings, time.time())
+    context, prompts = prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:1]
+    drawn = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
+    request = replace(drawn, sampler="sde", sde_window=(0, 2), noise_level=0.7)
+    engines = [Engine(run.path) for _ in range(3)]
+    engines[0].rollout(request)
+    expected = engines[0]._denoiser.window(request)
+    shutil.rmtree(run.path / "latents")
+
+    with ThreadPoolExecutor(len(engines)) as pool:
+        found = list(pool.map(lambda engine: engine._denoiser.window(request), engines))
+
+    for each in found:
+        np.testing.assert_equal(each, expected)
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_who_waits_for_latents_that_nobody_draws_any_more_begins_again(
+    run: RunDir, request_: Request, monkeypatch: pytest.MonkeyPatch, is_stopping: bool
+) -> None:
+    engine = Engine(run.path)
+
+    def overtaken(*_: object, **__: object) -> None:
+        raise StaleEpoch("another worker took it over")
+
+    monkeypatch.setattr(engine._denoiser, "_denoise", overtaken)
+    monkeypatch.setattr(denoise, "ELSEWHERE_S", 0.3)
+    if is_stopping:
+        signals.obey(Stop(run=run.path.name))
+    try:
+        with pytest.raises(Stopped if is_stopping else Interrupted):
+            engine._denoiser.window(replace(request_, sampler="sde", sde_window=(0, 2), noise_level=0.7))
+    finally:
+        signals.obey(Clear(run=run.path.name))
 
 
 @pytest.mark.parametrize("device", [InProcess(paced=False), ModelledDevice()], ids=["real", "modelled"])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.records import Prompt, SpotlightError
-from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
+from spotlight.rl.prompts import all_chosen, check_prompts, choose_prompts, read_prompts
 from spotlight.rl.rewards import load, quoted_target
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "prompts"
@@ -176,6 +176,21 @@ def test_an_epoch_repeats_no_prompt(available: int, share: float, seed: int, epo
     assert len(chosen) == iterations * per_iteration
     assert len(set(chosen)) == len(chosen)
     assert set(chosen) <= set(range(available))
+
+
+@given(available=st.integers(1, 40), share=st.floats(0, 1), seed=st.integers(0, 2**32), iterations=st.integers(1, 30))
+def test_all_that_is_chosen_is_known_before(available: int, share: float, seed: int, iterations: int) -> None:
+    per_iteration = max(1, round(share * available))
+
+    found = all_chosen(available, per_iteration, seed=seed, iterations=iterations)
+
+    chosen = {
+        index
+        for iteration in range(iterations)
+        for index in choose_prompts(available, per_iteration, seed=seed, iteration=iteration)
+    }
+    few_are_left = len(chosen) > available - per_iteration
+    assert found == (list(range(available)) if few_are_left else sorted(chosen))
 
 
 def test_the_choice_depends_on_seed_and_iteration_alone() -> None:

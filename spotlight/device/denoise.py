@@ -7,6 +7,7 @@ between two steps.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -32,6 +33,8 @@ from spotlight.store.node import Node
 
 JOIN_TIMEOUT_S = 600.0
 """Longest that a rank waits for the others: they may have a large model to load first."""
+ELSEWHERE_S, LOOK_S = 120.0, 0.2
+"""Longest that latents are waited for which another worker draws, and how often they are looked for."""
 GO_ON, LEAVE, DROP, STOP = range(4)
 """What the ranks of a gang may agree on before a step; the largest wins."""
 
@@ -133,9 +136,27 @@ class Denoiser:
         initial_BNC = self._initial(request).numpy()
         try:
             return self._store.window_latents(request, initial_BNC)
-        except MissingLatents:
-            self._denoise(request, ALONE, resume=False)
-            return self._store.window_latents(request, initial_BNC)
+        except MissingLatents as error:
+            missing = error
+        try:
+            with self._resident.limits(f"request {request.id} ({len(request.seeds)} samples)"):
+                self._denoise(request, ALONE, resume=False)
+        except StaleEpoch:  # another worker needs them, too, and draws them: to begin again would take it over in turn
+            return self._drawn_elsewhere(request, initial_BNC, missing)
+        return self._store.window_latents(request, initial_BNC)
+
+    def _drawn_elsewhere(
+        self, request: Request, initial_BNC: NDArray[np.float32], missing: MissingLatents
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        until_s = time.monotonic() + ELSEWHERE_S
+        while time.monotonic() < until_s:
+            with suppress(MissingLatents):
+                return self._store.window_latents(request, initial_BNC)
+            if signals.is_stopping(request.run):
+                raise Stopped(request.id)
+            self._on_beat(None)
+            time.sleep(LOOK_S)
+        raise Interrupted(f"who drew them again is gone: {missing}")
 
     # One request
 

@@ -62,9 +62,19 @@ class Residency:
             run.push_files(ENCODED)
 
     def prompts(self) -> Iterator[Prompt]:
-        """All that the run may draw."""
-        for path in (self._config.data.train_prompts, self._config.data.validation_prompts):
-            yield from prompts.read_prompts(path)
+        """All that the run may draw. Of a large file that may be few, and a text encoder takes its time with each; what
+        an embedded model cannot draw is to be found before the run begins."""
+        config = self._config
+        train = prompts.read_prompts(config.data.train_prompts)
+        drawn = (
+            range(len(train))
+            if config.model.embedded
+            else prompts.all_chosen(
+                len(train), config.prompts_drawn, seed=config.run.seed, iterations=config.run.iterations
+            )
+        )
+        yield from (train[index] for index in drawn)
+        yield from prompts.read_prompts(config.data.validation_prompts)
 
     @property
     def sp_backend(self) -> str:

@@ -109,6 +109,8 @@ def shard_from_message(gang: str, shard: int, value: Any) -> PlaceShard:
     return PlaceShard(gang=gang, shard=shard, placement=placement)
 
 
+GANGS_MAX = 10_000
+"""Gangs that were regrouped or called off: the earliest are forgotten. They have long ended."""
 PLACES_MAX = 1000
 """Places of shards that were told of and not asked for: a shard that is called off never asks. A worker has a few."""
 
@@ -144,9 +146,9 @@ class Signals:
             case Leave():
                 self._leaving = True
             case Regroup(gang=gang, epoch=epoch):
-                self._regroup[gang] = epoch
+                _remember(self._regroup, gang, epoch)
             case CallOff(gang=gang, epoch=epoch):
-                self._called_off[gang] = epoch
+                _remember(self._called_off, gang, epoch)
             case PlaceShard(gang=gang, shard=shard, placement=placement):
                 self.place(gang, shard, placement)
             case _:
@@ -199,6 +201,13 @@ class Signals:
         if found is None:
             return Surplus() if shard else Placement(gang=gang, epoch=0, rank=0, width=1)
         return found
+
+
+def _remember(epochs: dict[str, int], gang: str, epoch: int) -> None:
+    """The highest epoch that was told of a gang."""
+    while len(epochs) >= GANGS_MAX:
+        epochs.pop(next(iter(epochs)), None)
+    epochs[gang] = max(epoch, epochs.get(gang, -1))
 
 
 class _StandingIn:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spotlight.files import read_bytes
 from spotlight.records import Prompt, SpotlightError
@@ -200,5 +201,25 @@ def choose_prompts(count_available: int, per_iteration: int, *, seed: int, itera
             f"data.train_prompts has {count_available} prompts: lower it, or add prompts"
         )
     epoch, part = divmod(iteration, count_available // per_iteration)
-    order = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(count_available)
+    order = _epoch(count_available, seed=seed, number=epoch)
     return tuple(int(index) for index in order[part * per_iteration : (part + 1) * per_iteration])
+
+
+def all_chosen(count_available: int, per_iteration: int, *, seed: int, iterations: int) -> list[int]:
+    """Indices of all prompts of so many iterations, in order; where few are left out, these too.
+
+    Raises:
+        SpotlightError: as `choose_prompts`.
+    """
+    chosen = {*choose_prompts(count_available, per_iteration, seed=seed, iteration=0)}
+    whole = count_available // per_iteration * per_iteration  # of an epoch
+    for epoch in range(-(-iterations * per_iteration // whole)):
+        order = _epoch(count_available, seed=seed, number=epoch)
+        chosen.update(order[: min(whole, iterations * per_iteration - epoch * whole)].tolist())
+        if len(chosen) > count_available - per_iteration:
+            return list(range(count_available))
+    return sorted(chosen)
+
+
+def _epoch(count_available: int, *, seed: int, number: int) -> NDArray[np.int64]:
+    return np.random.Generator(np.random.Philox(key=[seed, number])).permutation(count_available)

@@ -48,6 +48,8 @@ from spotlight.store.zarr_store import Float32, ZarrStore, array_metadata, group
 
 _COMMIT = re.compile(r"commit\.(\d+)\.(\d+)")
 _CLAIM = re.compile(r"claim\.(\d+)")
+RECENT = 3
+"""Iterations before and after the present one of whose arrays it is remembered that they are there."""
 
 
 class StaleEpoch(Exception):
@@ -332,6 +334,9 @@ class LatentStore:
         if path in self._ready:
             return
         root = iteration_path(iteration)
+        if root not in self._ready:  # what an earlier iteration still needs is made again, with the same bytes
+            recent = tuple(f"{iteration_path(each)}/" for each in range(max(0, iteration - RECENT), iteration + RECENT))
+            self._ready = {ready for ready in self._ready if f"{ready}/".startswith(recent)}
         metadata = {group: group_metadata() for group in ("latents", root, f"{root}/steps")}
         metadata[path] = array_metadata(("step", "sample", "token", "channel"), shape, (1, *shape[1:]))
         for node, value in metadata.items():

@@ -65,6 +65,8 @@ class Model(ABC):
     device: torch.device
     _base: dict[str, Tensor]
     """Where full-weights training started, by parameter name; empty beside a LoRA."""
+    _trained: Sequence[torch.nn.Parameter] = ()
+    """`parameters`, looked for once, and outside `reference`, where a LoRA has none: there are thousands of layers."""
     _in_reference: bool = False
     _capturing: bool = False
 
@@ -190,11 +192,6 @@ class Model(ABC):
                 self._captured.forget_what_is_ahead()
 
     @cached_property
-    def _trained(self) -> list[torch.nn.Parameter]:
-        """`parameters`, looked for once: there are thousands of layers."""
-        return self.parameters()
-
-    @cached_property
     def _captured(self) -> CapturedPasses:
         return CapturedPasses(self.transformer)
 
@@ -231,6 +228,7 @@ class Model(ABC):
             start = self.transformer.named_parameters() if reference else ()
             self._base = {name: value.detach().clone() for name, value in start}
         self.transformer.eval()
+        self._trained = self.parameters()
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """What the optimizer updates, in a fixed order."""
