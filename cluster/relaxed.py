@@ -1,4 +1,7 @@
-"""Has a scheduler take losses for normal and move no work by itself, and a loop go on when the clock is set back."""
+"""Has a scheduler take losses for normal, move no work by itself and leave the head to the run.
+
+And a loop go on when the system's clock is set back.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from math import inf
 from typing import Any
 
 from distributed import Scheduler, batched
+from distributed.scheduler import TaskState, WorkerState
 from tornado.ioloop import IOLoop
 
 from spotlight.clock import wall_clock
@@ -31,13 +35,43 @@ def relaxed(scheduler: Scheduler) -> Callable[[], None]:
     if managed:  # results are small, and each is wanted where it is
         manager.stop()
 
+    shared = _keep_others_off_the_head(scheduler)
+
     def restore() -> None:
+        shared()
         for name, value in before.items():
             setattr(scheduler, name, value)
         if stealing:
             scheduler.loop.add_callback(scheduler.extensions["stealing"].start)
         if managed:
             manager.start()
+
+    return restore
+
+
+def _keep_others_off_the_head(scheduler: Scheduler) -> Callable[[], None]:
+    """The worker that only decides is in the driver's process, and mostly idle: Dask would give it whatever others
+    submit, which holds the run up for as long as it takes, or ends its driver. Returns what undoes it."""
+    valid_workers, check_idle = scheduler.valid_workers, scheduler.check_idle_saturated
+
+    def but_the_head(task: TaskState) -> set[WorkerState] | None:
+        found = valid_workers(task)
+        if found is None and any("head" in state.resources for state in scheduler.running):
+            return {state for state in scheduler.running if "head" not in state.resources}
+        return found
+
+    def never_idle(state: WorkerState, occ: float = -1.0) -> None:
+        check_idle(state, occ)
+        if "head" in state.resources:
+            scheduler.idle.pop(state.address, None)
+            scheduler.idle_task_count.discard(state)
+
+    vars(scheduler).update(valid_workers=but_the_head, check_idle_saturated=never_idle)
+    for state in scheduler.workers.values():
+        scheduler.check_idle_saturated(state)
+
+    def restore() -> None:
+        del vars(scheduler)["valid_workers"], vars(scheduler)["check_idle_saturated"]
 
     return restore
 

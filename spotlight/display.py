@@ -297,7 +297,7 @@ def summary_table(run: RunDir) -> Table:
     first = "" if summary.first_image_s is None else f" (first image after {_number(summary.first_image_s)} s)"
     table.add_row("wall time", f"{summary.wall_s:.1f} s{first}")
     alone = dollars(summary.usd_reserved_only)
-    table.add_row("cost", f"{dollars(summary.usd)}; the same work on reserved GPUs alone: at least {alone}")
+    table.add_row("cost", f"{dollars(summary.usd)}; the same useful seconds at reserved prices: {alone}")
     if label := emulated(run.config(), run.simulated):
         table.add_row("", label)
     table.add_row("preemptions survived", str(summary.preemptions))

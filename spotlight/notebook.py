@@ -117,7 +117,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         *([("waiting for workers", " and ".join(status.waiting_for))] if status.waiting_for else []),
         ("preempted", str(status.preemptions)),
         ("spent", dollars(status.usd)),
-        ("the same work on reserved GPUs alone, at least", dollars(status.usd_reserved_only)),
+        ("the same useful seconds at reserved prices", dollars(status.usd_reserved_only)),
         *([("not real", status.emulated)] if status.emulated else []),
     ]
 

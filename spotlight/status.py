@@ -31,7 +31,7 @@ class Status:
     usd_wasted: float
     """Of idle time, start-up, lost and repeated work, and exploration that was called off."""
     usd_reserved_only: float
-    """The least that the same work would have cost on reserved GPUs alone."""
+    """What the same useful seconds cost at reserved prices, as if none idled."""
     usd_per_iteration: float | None
     usd_per_sample: float | None
     """That was kept."""

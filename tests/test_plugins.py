@@ -116,6 +116,34 @@ def test_workers_that_take_no_part_are_sent_no_orders() -> None:
     assert asyncio.run(stopped()) == (Status.running, 2)
 
 
+@pytest.mark.parametrize("tasks", [2, 40])
+def test_what_others_submit_never_runs_beside_the_scheduler(tasks: int) -> None:
+    """There the driver is. Other workers are busy, so that the head is the one that Dask would choose."""
+
+    async def run() -> set[str]:
+        async with live() as there:
+            await there.worker("head", head=4)
+            spot = await there.member("spot-0", "spot")
+            await there.occupy(spot, 1.0)
+            futures: Any = there.client.map(_name_of_worker, range(tasks), pure=False)
+            return set(await asyncio.wait_for(there.client.gather(futures), WAIT_S))
+
+    assert asyncio.run(run()) == {"spot-0"}
+
+
+def test_what_others_submit_waits_where_the_head_alone_is_there() -> None:
+    async def run() -> tuple[str, str]:
+        async with live() as there:
+            await there.worker("head", head=4)
+            future: Any = there.client.submit(_name_of_worker, 0, pure=False)
+            await asyncio.sleep(0.5)
+            early = future.status
+            await there.member("spot-0", "spot")
+            return early, await asyncio.wait_for(future.result(), WAIT_S)
+
+    assert asyncio.run(run()) == ("pending", "spot-0")
+
+
 def test_a_worker_that_joins_busy_with_something_else_gets_nothing_until_it_is_free() -> None:
     async def run() -> tuple[set[str], set[str]]:
         async with live() as there:

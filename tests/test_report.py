@@ -365,7 +365,7 @@ def test_the_shell_says_what_a_run_cost(finished: Path, capsys: pytest.CaptureFi
 
     out = capsys.readouterr().out
     assert status == 0
-    assert all(name in out for name in ("rollout", "wasted", "per iteration (8)", "reserved GPUs alone"))
+    assert all(name in out for name in ("rollout", "wasted", "per iteration (8)", "useful seconds at reserved prices"))
     assert "as far as it is recorded" not in out
 
 

@@ -86,7 +86,7 @@ def _of_driver(facts: Facts) -> Iterator[Family]:
         money = facts.money[-1]
         yield "usd_total", "counter", "Dollars spent", [({"pool": pool}, float(usd)) for pool, usd in money.usd.items()]
         only = float(money.usd_reserved_only)
-        said = "The least that the same work had cost on reserved GPUs alone"
+        said = "What the same useful seconds cost at reserved prices"
         yield "usd_reserved_only", "gauge", said, [({}, only)]
 
 

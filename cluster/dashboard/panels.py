@@ -41,7 +41,7 @@ class _Redrawn(ABC):
 
 
 class Pools:
-    """GPUs by pool over time, and the dollars spent, beside what reserved GPUs alone would have cost."""
+    """GPUs by pool over time, and the dollars spent, beside what the same useful seconds cost at reserved prices."""
 
     HEIGHT = 210
 
@@ -89,7 +89,7 @@ class Pools:
         for pool, area in zip(POOLS, areas, strict=True):
             self._hide_if_rare(pool, plot, area)
         dashed: Any = {"color": LOST, "line_width": 2, "line_dash": "dashed"}
-        label = "the same work on reserved GPUs alone, at least"
+        label = "the same useful seconds at reserved prices"
         plot.step("at", "reserved_only", source=self._spent, mode="after", **dashed, legend_label=label)
         line = plot.line("at", "total", source=self._spent, line_alpha=0)
         rows = [*((pool, f"@{pool}{{$0,0.0000}}") for pool in POOLS), ("reserved only", "@reserved_only{$0,0.0000}")]

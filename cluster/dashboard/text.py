@@ -66,7 +66,7 @@ def cards(facts: Facts) -> str:
         _card(f"{counts.busy} of {counts.workers}", "at work"),
         _card(_usd(facts.usd_per_h()), "per hour now"),
         _card(_usd(spent), "spent"),
-        _card(_usd(money.usd_reserved_only) if money else "–", "the same work on reserved GPUs alone, at least"),
+        _card(_usd(money.usd_reserved_only) if money else "–", "the same useful seconds at reserved prices"),
         _card(str(counts.preemptions), "spot workers preempted"),
         _card(_score(facts), "validation"),
     ]

@@ -310,7 +310,7 @@ class Ledger:
         """Price of the same work on reserved GPUs that never start, idle or lose anything.
 
         ``1/3600 * integral over useful seconds t of usd_per_h_reserved(t) dt``: exploration counts unless it was called
-        off. Real reserved-only runs pay for idle time, too, so this is the least that one could have cost.
+        off. A run on reserved GPUs alone pays for idle time, too, and does less: it need not explore.
         """
         return sum(entry.usd_reserved for entry in self._where({"kind": "useful"}))
 

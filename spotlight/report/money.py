@@ -94,7 +94,7 @@ def bought(ledger: Ledger) -> list[tuple[str, str]]:
         (f"per iteration ({ledger.iterations})", dollars(ledger.usd_per_iteration)),
         (f"per kept sample ({ledger.samples})", dollars(ledger.usd_per_sample)),
         ("per point of validation score" + _points(ledger.points), dollars(ledger.usd_per_point)),
-        ("the same work on reserved GPUs alone, at least", dollars(ledger.usd_reserved_only) + times),
+        ("the same useful seconds at reserved prices", dollars(ledger.usd_reserved_only) + times),
     ]
 
 

@@ -266,7 +266,11 @@ def _cards(facts: Facts) -> str:
             f"first image after {_duration(known['first_image_s'])}{_paused(facts)}",
         ),
         ("Iterations", str(known["iterations"]), f"of {facts.settings.run.iterations:,} asked for"),
-        ("Cost", _number(usd, ",.2f", "$"), f"reserved GPUs alone: {_number(alone, ',.2f', '$')}{times}"),
+        (
+            "Cost",
+            _number(usd, ",.2f", "$"),
+            f"the same useful seconds at reserved prices: {_number(alone, ',.2f', '$')}{times}",
+        ),
         ("Spot workers busy", busy, "of the seconds that were paid for"),
         ("Preemptions", str(known["preemptions"]), f"spot workers lost on the way{_reserved_too(lost)}"),
     ]
@@ -387,7 +391,8 @@ GRID_NOTE = (
 )
 MONEY_NOTE = (
     "What the workers cost from joining to leaving, idle time included. "
-    "The dashed line prices the same busy seconds on reserved GPUs alone: the least that such a run could have cost."
+    "The dashed line prices their useful seconds as if reserved GPUs had had them, and never idled. A run that is "
+    "planned for those alone may need fewer: it explores nothing, and its gradients cross no network."
 )
 SPENDING_NOTE = (
     "Every second of every worker, in one column each. Wasted: idle without work, start-up until the first task, "

@@ -120,7 +120,7 @@ def _lanes_plot(facts: Facts, window: Interval) -> Plot:
 
 
 def money_plot(facts: Facts) -> Plot:
-    """Dollars spent by pool over time, beside what reserved GPUs alone would have cost."""
+    """Dollars spent by pool over time, beside what the same useful seconds cost at reserved prices."""
     plot = empty_plot(280, tools="xpan,reset,save", x_axis_label="seconds since the start", y_axis_label="US dollars")
     plot.yaxis.formatter = NumeralTickFormatter(format="$0,0.00[00]")
     at_s, pools, reserved_only = facts.money()
@@ -130,7 +130,7 @@ def money_plot(facts: Facts) -> Plot:
     colours = [POOL_COLOURS[name] for name in names]
     plot.varea_stack(names, x="at", color=colours, alpha=0.8, legend_label=names, source=source)
     line = plot.line("at", "total", source=source, line_alpha=0)
-    label = "the same work on reserved GPUs alone, never idle"
+    label = "the same useful seconds at reserved prices"
     dashed: Any = {"color": LOST, "line_width": 2, "line_dash": "dashed"}
     plot.line("at", "reserved_only", source=source, **dashed, legend_label=label)
     rows = [("at", "@at{0} s"), *((name, f"@{name}{{$0,0.000}}") for name in names), ("together", "@total{$0,0.000}")]
