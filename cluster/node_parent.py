@@ -31,7 +31,7 @@ from spotlight.store.leftovers import SOCKET_BYTES
 from spotlight.store.node import hold, shared_root, sweep
 from spotlight.store.slots import began, is_stopped
 
-OWN = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "RANK", "SHLVL", "_", "__DASK_PARENT_PID")
+OWN = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "OLDPWD", "RANK", "SHLVL", "_", "__DASK_PARENT_PID")
 """What the environments of workers of a node may differ in: it is read when a device is first used, or never."""
 OWN_FOLDER = "dask-scratch-space"
 """Where Dask gives each worker a folder, and looks for modules that were sent to it; we send none."""

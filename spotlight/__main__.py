@@ -325,8 +325,9 @@ def _stop(parsed: argparse.Namespace) -> None:
     run = Run.attach(parsed.run_dir)
     if not run.alive:
         raise SpotlightError(f"{run.directory.url}: nobody is running this run")
+    resume = run.resume_command  # as long as its driver says where it runs
     run.stop()
-    print(f"it ends after the steps in flight; `{run.directory.resume_command}` goes on")
+    print(f"it ends after the steps in flight; `{resume}` goes on")
 
 
 def _submit(parsed: argparse.Namespace) -> None:

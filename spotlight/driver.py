@@ -81,7 +81,8 @@ class Driver:
         ended: Ended = "failed"
         try:
             self.dashboard = self.pools.dashboard
-            self._lease.names(self.pools.client.scheduler.address, self.dashboard)
+            address, is_ours = self.pools.client.scheduler.address, self.pools.cluster is not None
+            self._lease.names(address, self.dashboard, is_ours=is_ours)
             self._feed, self._tracking = Feed(run, config), Tracking(run, config)
             Loop(run, self._compute, self, session=self.pools.session).go()
             ended = "finished"
@@ -136,8 +137,8 @@ class Driver:
                     self._end_steps()
             if any(future.status == "cancelled" for future in futures):
                 raise SpotlightError(
-                    f"the cluster lost the run's tasks: its scheduler ended, or was restarted; what was committed is "
-                    f"kept: `{self._run.resume_command}` goes on, with --cluster on another one"
+                    "the cluster lost the run's tasks: its scheduler ended, or was restarted; what was committed is kept: "
+                    f"`{self._run.resume_command}` goes on, with --cluster there, once it is started anew, or elsewhere"
                 )
             return dict(zip(graph.outputs, self.pools.client.gather(packed), strict=True))
         finally:

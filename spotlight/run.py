@@ -306,7 +306,10 @@ class Run:
     @property
     def resume_command(self) -> str:
         """What goes on with it where it is now, for a shell."""
-        where = f" --cluster {shlex.quote(str(self._cluster))}" if isinstance(self._cluster, str | Path) else ""
+        cluster = str(self._cluster) if isinstance(self._cluster, str | Path) else ""
+        if not cluster and (holder := self.directory.lease_holder()):
+            cluster = holder.cluster
+        where = f" --cluster {shlex.quote(cluster)}" if cluster else ""
         return f"{self.directory.resume_command}{where}"
 
     def _lacking(self, accounts: Accounts) -> tuple[str, ...]:

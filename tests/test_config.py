@@ -147,6 +147,15 @@ def test_a_gpu_that_may_be_misspelt_is_asked_about(file: Path) -> None:
     assert load(file, ["pools.spot.gpu=h100-elsewhere", price]).doubts == ()
 
 
+def test_a_pools_gpu_that_changes_no_pace_is_told_of(file: Path) -> None:
+    paced = ["pace.gpu=h100", "pools.reserved.gpu=h100-aws", "pools.spot.workers=1"]
+
+    assert load(file, [*paced, "pools.spot.gpu=h100"]).doubts == ()
+    (doubt,) = load(file, [*paced, "pools.spot.gpu=l40s"]).doubts
+
+    assert doubt.startswith("pools.spot.gpu = 'l40s' sets the price alone: with [pace], whose gpu is 'h100'")
+
+
 def test_an_unknown_source_of_notices_is_named_beside_the_known_ones(file: Path) -> None:
     text = refusal(file, 'pools.spot.notices=["sigterm", "telegram"]', "pools.spot.usd_per_h=1")
 

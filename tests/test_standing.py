@@ -203,6 +203,7 @@ def test_a_detached_driver_that_cannot_go_on_is_told_of_and_one_that_is_stopped_
     run = Run(settings_file(tmp_path / "stopped"), ["run.iterations=100"], cluster=standing.file).start(detached=True)
     looked_at = attach(run.directory.path)
     wait_for(lambda: len(looked_at.workers) > 0)
+    assert looked_at.resume_command == f"spotlight resume {run.directory.path} --cluster {standing.address}"
     looked_at.stop()
     with pytest.raises(Stopped, match=f"spotlight resume {run.directory.path} --cluster {standing.file}"):
         run.wait(WAIT_S)

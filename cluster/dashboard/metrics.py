@@ -85,7 +85,7 @@ def _of_driver(facts: Facts) -> Iterator[Family]:
     if facts.money:
         money = facts.money[-1]
         yield "usd_total", "counter", "Dollars spent", [({"pool": pool}, float(usd)) for pool, usd in money.usd.items()]
-        only = float(money.usd_reserved_only)
+        only = float(money.usd_reserved_only)  # 0 until an iteration has ended
         said = "What the same useful seconds cost at reserved prices"
         yield "usd_reserved_only", "gauge", said, [({}, only)]
 

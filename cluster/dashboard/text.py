@@ -66,7 +66,10 @@ def cards(facts: Facts) -> str:
         _card(f"{counts.busy} of {counts.workers}", "at work"),
         _card(_usd(facts.usd_per_h()), "per hour now"),
         _card(_usd(spent), "spent"),
-        _card(_usd(money.usd_reserved_only) if money else "–", "the same useful seconds at reserved prices"),
+        _card(
+            _usd(money.usd_reserved_only) if money and money.usd_reserved_only else "–",
+            "the same useful seconds at reserved prices",
+        ),
         _card(str(counts.preemptions), "spot workers preempted"),
         _card(_score(facts), "validation"),
     ]

@@ -63,8 +63,9 @@ class PoolSection(Section):
     """Worker processes; each owns one device."""
     gpu: str = ""
     """What a worker is, by its name in ``prices.toml``: it sets the price where ``usd_per_h`` does not, and, for a
-    checkpoint, what work takes in a simulation ("h100-aws" is an "h100"). "cpu" in the reserved pool is a machine
-    without a GPU: it takes the updates and keeps all state, and no more (``strategy.train_pools``)."""
+    checkpoint, what work takes in a simulation ("h100-aws" is an "h100"); where there is a ``pace.gpu``, that says what
+    work takes. "cpu" in the reserved pool is a machine without a GPU: it takes the updates and keeps all state, and no
+    more (``strategy.train_pools``)."""
     usd_per_h: float = Field(ge=0, le=1e5)
     """Price of one worker; left out, it is that of its ``gpu``."""
     prices: str = ""
@@ -263,10 +264,10 @@ class SimulationSection(Section):
     says 1.4; in a trial 8 of 32 halved the iterations, and it says 1.8 (current weights: 2.2). So it is on the careful
     side."""
     launch_s: float = Field(0.025, ge=0, le=DAY_S)
-    """What a request costs beyond its steps. Measured: docs/results.md, fixed costs."""
+    """What a request costs beyond its steps. Measured: docs/results/speed.md, fixed costs."""
     form_s: float = Field(0.016, ge=0, le=DAY_S)
     """For the workers of a gang of several to meet, at each launch. Measured on one machine with gloo
-    (docs/results.md, fixed costs)."""
+    (docs/results/speed.md, fixed costs)."""
     graph_s: float = Field(0.041, ge=0, le=DAY_S)
     """Between two graphs: to end one, and to build, send and place the next. Measured: as ``form_s``."""
     warm_up_s: float = Field(6.3, ge=0, le=DAY_S)

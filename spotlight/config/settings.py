@@ -232,6 +232,13 @@ class Config(Section):
                     f"{f' (did you mean {close[0]!r}?)' if close else ''}: its price is taken from "
                     f"pools.{name}.usd_per_h"
                 )
+        for name, pool in self.pools:
+            kind, works = pool.gpu.partition("-")[0], name != "reward" and (name == "spot" or self.reserved_computes)
+            if self.pace.gpu and pool.workers and works and kind and kind != self.pace.gpu.partition("-")[0]:
+                found.append(
+                    f"pools.{name}.gpu = {pool.gpu!r} sets the price alone: with [pace], whose gpu is "
+                    f"{self.pace.gpu!r}, all workers are as fast as that"
+                )
         gpu = self.pools.spot.gpu or USUAL_GPU
         is_dear = gpu in price_list() and self.pools.reserved.usd_per_h >= usd_per_h(gpu, "reserved")
         if not self.reserved_computes and is_dear and gpu != NO_GPU:

@@ -37,7 +37,8 @@ METRICS = {
     "reward_std": "their spread: what the advantage lives on",
     "explored_reward_mean": "reward of all seeds tried, drawn with weights one version old",
     "explored_reward_std": "their spread",
-    "rank_correlation": "Spearman, explored against regenerated rewards: does stale ranking hold? 1 is perfect",
+    "rank_correlation": "Spearman, explored against regenerated rewards: does stale ranking hold? 1 is perfect, as where "
+    "iteration 0 was explored with its own weights",
     "fidelity": "how much of a difference in explored reward is there again in the rollout",
     "zero_std_ratio": "share of groups whose rewards are all equal: nothing to learn from them",
     "samples": "rolled out; trained on, too, where there is no next row",
@@ -311,7 +312,9 @@ def _diagnostics(facts: Facts) -> str:
         values = None if name.startswith(HIDDEN) else facts.curve(name)
         if values is not None:
             numbers = "".join(f"<td>{value:.4g}</td>" for value in (values.iloc[0], values.iloc[-1], values.mean()))
-            note = html.escape(METRICS.get(name, "seconds" if name.endswith("_s") else ""))
+            note = html.escape(
+                METRICS.get(name, "seconds of all workers, or of the clock (wall_s)" if name.endswith("_s") else "")
+            )
             rows.append(f"<tr><th>{html.escape(name)}<i>{note}</i></th><td>{_sparkline(values)}</td>{numbers}</tr>")
     head = "<tr><td></td><td>over the run</td><td>first</td><td>last</td><td>mean</td></tr>"
     return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>" if rows else ""
@@ -367,7 +370,9 @@ def _embedded(picture: Path) -> str:
     return f'<img alt="validation images before and after training" src="data:image/png;base64,{data}">'
 
 
-EXPLORED_NOTE = "Explored seeds were drawn one version earlier than the samples chosen from them. "
+EXPLORED_NOTE = (
+    "Explored seeds were drawn one version earlier than the samples chosen from them, but for the first ones. "
+)
 LANES_NOTES = {
     "stale": "In the violet bands a worker trains: amber below it is exploration for the next iteration, in time that "
     "spot workers would have idled away. Pale amber was called off when training ended. ",

@@ -41,6 +41,8 @@ class Holder:
     until_s: float
     scheduler: str = ""
     dashboard: str = ""
+    cluster: str = ""
+    """The scheduler's address, where it was there before the run and will be there after it."""
     released: bool = False
     error: str = ""
     """Why it failed; empty where it did not, or could not say."""
@@ -105,9 +107,13 @@ class Lease:
         self._objects.delete(*(_key(old) for old in range(max(1, number - 1), number + 1)))
         threading.Thread(target=self._keep, name="spotlight-lease", daemon=True).start()
 
-    def names(self, scheduler: str, dashboard: str) -> None:
-        """Have the record say where the run's scheduler and its dashboard are."""
-        self._renew(scheduler, dashboard)
+    def names(self, scheduler: str, dashboard: str, *, is_ours: bool = True) -> None:
+        """Have the record say where the run's scheduler and its dashboard are.
+
+        Args:
+            is_ours: the scheduler ends with the run.
+        """
+        self._renew(scheduler, dashboard, "" if is_ours else scheduler)
 
     def check(self) -> None:
         """
@@ -150,7 +156,7 @@ class Lease:
                 where = self._objects.where(_key(self._number))
                 self._lost = f"{where}: could not be renewed for {LEASE_S:g} s, so another may have the run: {error}"
 
-    def _renew(self, scheduler: str = "", dashboard: str = "") -> None:
+    def _renew(self, scheduler: str = "", dashboard: str = "", cluster: str = "") -> None:
         with self._renewing:
             assert self._mine
             number, last = self._last()
@@ -159,7 +165,13 @@ class Lease:
             elif not self._ended.is_set():
                 mine = self._mine
                 scheduler, dashboard = scheduler or mine.scheduler, dashboard or mine.dashboard
-                renewed = replace(mine, until_s=self._until_s(), scheduler=scheduler, dashboard=dashboard)
+                renewed = replace(
+                    mine,
+                    until_s=self._until_s(),
+                    scheduler=scheduler,
+                    dashboard=dashboard,
+                    cluster=cluster or mine.cluster,
+                )
                 self._objects.put(_key(self._number), _json(renewed))
                 self._mine = renewed
 
