@@ -37,8 +37,8 @@ METRICS = {
     "reward_std": "their spread: what the advantage lives on",
     "explored_reward_mean": "reward of all seeds tried, drawn with weights one version old",
     "explored_reward_std": "their spread",
-    "rank_correlation": "Spearman, explored against regenerated rewards: does stale ranking hold? 1 is perfect, as where "
-    "iteration 0 was explored with its own weights",
+    "rank_correlation": "Spearman, explored against regenerated rewards: does stale ranking hold? 1 is perfect, as "
+    "where iteration 0 was explored with its own weights",
     "fidelity": "how much of a difference in explored reward is there again in the rollout",
     "zero_std_ratio": "share of groups whose rewards are all equal: nothing to learn from them",
     "samples": "rolled out; trained on, too, where there is no next row",
