@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -142,8 +143,9 @@ def _require_certificate(address: str, security: Security | None) -> None:
 
 
 def _unreachable(address: str, error: Exception) -> str:
-    cause = str(error.__cause__ or "") or str(error) or repr(error)
-    if address.startswith("tls://"):
+    cause = re.sub(r"^in <[^>]*>: ", "", str(error.__cause__ or "") or str(error) or repr(error))
+    nobody = any(said in cause for said in ("Connection refused", "not known", "No address"))
+    if address.startswith("tls://") and not nobody:
         return (
             f"{address}: no scheduler answers there, or it does not accept our certificate, or we not its ({cause}): "
             "check the address, and tls.ca-file, tls.client.cert and tls.client.key in Dask's configuration "

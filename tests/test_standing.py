@@ -20,7 +20,7 @@ from distributed.client import default_client
 
 from cluster.certificate import certificate
 from cluster.pools import Pools
-from cluster.standing import refuse_unsafe, where
+from cluster.standing import _unreachable, refuse_unsafe, where
 from graphs.loop import Loop, synchronous
 from kills import KillWorkers, client_of
 from leftovers import OURS, marked, memory_of
@@ -263,6 +263,24 @@ def test_a_cluster_that_cannot_be_used_is_named_with_the_way_out(
         begin(given)
 
     assert not list(tmp_path.glob("run-*")), "nothing began"
+
+
+@pytest.mark.parametrize(
+    ("cause", "speaks_of_certificates"),
+    [
+        ("ConnectionRefusedError: [Errno 111] Connection refused", False),
+        ("gaierror: [Errno -2] Name or service not known", False),
+        ("SSLError: certificate verify failed", True),
+    ],
+)
+def test_where_nobody_listens_no_certificate_is_blamed(cause: str, speaks_of_certificates: bool) -> None:
+    error = OSError("Timed out")
+    error.__cause__ = OSError(f"in <distributed.comm.tcp.TLSConnector object at 0x7fb2>: {cause}")
+
+    told = _unreachable("tls://head:8786", error)
+
+    assert f"({cause})" in told
+    assert ("certificate" in told.replace(cause, "")) == speaks_of_certificates
 
 
 def test_a_certificate_whose_file_is_not_there_is_named(begin: Begin, tmp_path: Path) -> None:
