@@ -10,7 +10,6 @@ from math import inf
 from typing import Any
 
 from distributed import Scheduler, batched
-from distributed.scheduler import TaskState, WorkerState
 from tornado.ioloop import IOLoop
 
 from spotlight.clock import wall_clock
@@ -54,13 +53,13 @@ def _keep_others_off_the_head(scheduler: Scheduler) -> Callable[[], None]:
     submit, which holds the run up for as long as it takes, or ends its driver. Returns what undoes it."""
     valid_workers, check_idle = scheduler.valid_workers, scheduler.check_idle_saturated
 
-    def but_the_head(task: TaskState) -> set[WorkerState] | None:
+    def but_the_head(task: Any) -> set[Any] | None:
         found = valid_workers(task)
         if found is None and any("head" in state.resources for state in scheduler.running):
             return {state for state in scheduler.running if "head" not in state.resources}
         return found
 
-    def never_idle(state: WorkerState, occ: float = -1.0) -> None:
+    def never_idle(state: Any, occ: float = -1.0) -> None:
         check_idle(state, occ)
         if "head" in state.resources:
             scheduler.idle.pop(state.address, None)
