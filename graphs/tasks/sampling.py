@@ -197,9 +197,12 @@ def _fresh(seed: int, scored: Scored, drawn: int, count: int) -> Request:
 
 
 def _with_spares(seed: int, scored: Scored) -> Request | None:
-    """Fresh seeds at once, some of which may have no reward either; None where all have one."""
+    """Fresh seeds at once, some of which may have no reward either; None where all have one.
+
+    No more than the request had, which are known to fit a device.
+    """
     missing = scored.rewards.count(None)
-    return _fresh(seed, scored, 0, missing if missing == len(scored.rewards) else SPARES * missing) if missing else None
+    return _fresh(seed, scored, 0, min(SPARES * missing, len(scored.rewards))) if missing else None
 
 
 def _rewarded(scored: Scored, again: Scored) -> Scored:
