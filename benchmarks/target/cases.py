@@ -41,8 +41,8 @@ JOBS: dict[str, list[str]] = {
     "mixed": MIXED,
     "strict": [*MIXED, *STRICT],
 }
-"""Strict: an image is right or wrong, as in GenEval, and the model knows more: some kinds of prompts are nearly solved,
-others hopeless, and their groups flat."""
+"""Strict: an image is right or wrong, as in GenEval, and the model knows more: some prompts are nearly solved, others
+nearly hopeless, and most of their groups flat."""
 TARGETS = {"digits": (0.75, 0.85, 0.92), "mixed": (0.6, 0.7, 0.8), "strict": (0.7, 0.8, 0.9)}
 """The last is near the plateau of the first and of the third job (0.93); of the second it is as far as time allowed.
 Recipes are chosen by the one in the middle."""
