@@ -34,7 +34,7 @@ SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
 PARTS = (slice(None), slice(POOL // PROMPTS), slice(POOL // PROMPTS, None))
 """Iterations: all, those in which prompts are met for the first time, and later ones."""
 CANDIDATE_S = 0.003
-"""GPU seconds of one candidate: the embedded model's share of a batch of 512 on one core (docs/results.md)."""
+"""GPU seconds of one candidate: the embedded model's share of a batch of 512 on one core (docs/results/planner.md)."""
 TOLD = (
     "coins of Beta(0.3, 0.3)",
     "bells, std 0.02 to 0.25",

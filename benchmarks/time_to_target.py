@@ -246,7 +246,7 @@ def whole(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Iterator[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Of Qwen-Image on an H100, over the cost model's: `benchmarks.engine`, docs/results.md."""
+    """Of Qwen-Image on an H100, over the cost model's: `benchmarks.engine`, docs/results/gpu.md."""
 
     denoising: float
     """With two samples, in CUDA graphs."""

@@ -1,6 +1,6 @@
-"""Has a scheduler take losses for normal, move no work by itself and leave the head to the run.
+"""Sets Dask's scheduler for a run: losses are normal, no work is stolen, and the head worker is the run's alone.
 
-And a loop go on when the system's clock is set back.
+It also keeps Dask's timers going when the system's clock is set back.
 """
 
 from __future__ import annotations

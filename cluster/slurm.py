@@ -479,9 +479,7 @@ def _slurm_job() -> Any:
     try:
         from dask_jobqueue.slurm import SLURMJob
     except ImportError:
-        raise SpotlightError(
-            'cluster.manager = "slurm" needs dask-jobqueue: pip install "spotlight-dit[slurm]"'
-        ) from None
+        raise SpotlightError('cluster.manager = "slurm" needs dask-jobqueue: pip install dask-jobqueue') from None
     finally:
         signal.signal = ours
     return SLURMJob

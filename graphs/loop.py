@@ -19,6 +19,7 @@ from graphs.iteration import Ahead, exploration_graph, final_graph, iteration_gr
 from graphs.layers import Graph
 from graphs.requests import candidates_for, unexplored
 from graphs.tasks.context import RunContext
+from graphs.tasks.exploration import Candidates
 from graphs.tasks.sampling import forget_unscored
 from graphs.tasks.training import TrainingSet, whole
 from spotlight.clock import Clock, wall_clock
@@ -120,13 +121,8 @@ class Loop:
         config, run = self._config, self._run
         started_s = self._clock()
         selection = run.selection(k) or self._first_selection(context, k, weights)
-        candidates, beliefs = None, run.beliefs(k)
-        if config.strategy.exploration == "stale" and k + 1 < config.run.iterations and not run.selection(k + 1):
-            prompts = self._prompts(context, k + 1)
-            candidates_max = self._candidates_max(context, k + 1, prompts, beliefs)
-            candidates = candidates_for(
-                config, context, k + 1, prompts, weights, beliefs=beliefs, candidates_max=candidates_max
-            )
+        beliefs = run.beliefs(k)
+        candidates = self._candidates(context, k + 1, weights, beliefs)
         self._watch.begin("iterate", k)
         begun_s = self._clock()
         window_s = self._window_s(k)
@@ -138,20 +134,9 @@ class Loop:
         results = self._compute(graph)
         after: Published = results["published"]
         training = whole(results["training"])
-        if training.metrics["zero_std_ratio"] == 1.0:
-            logger.warning("iteration %d: all images of each prompt have the same reward, so they teach nothing", k)
-        if training.failed:
-            logger.warning(
-                "iteration %d: %d images had no reward, and others were drawn in their place: %s",
-                *(k, training.failed, training.error),
-            )
-        if candidates:
-            explored: Selection = results["selection"]
-            if explored.seeds_failed:
-                logger.warning(
-                    "exploration for iteration %d: %d of %d candidates have no reward: %s",
-                    *(k + 1, explored.seeds_failed, explored.seeds_failed + explored.seeds_scored, explored.error),
-                )
+        explored: Selection | None = results["selection"] if candidates else None
+        _warn_of_rewards(k, training, explored)
+        if explored:
             run.record_selection(explored)
         beliefs = learn_from(beliefs, selection, training, rewards.planned_range(rewards.build(config.reward)))
         run.record_beliefs(k + 1, beliefs)
@@ -172,12 +157,25 @@ class Loop:
             explored_next=candidates is not None or run.selection(k + 1) is not None,
         )
         run.append(HISTORY, row_of(row))
-        kept = {0, after.weights.version, weights.version, *self._validated_versions()}
-        if config.trains_on_older:  # some samples of this iteration are of the version before
-            kept.add(max(0, k - 1))
-        retain(run.url, kept)
-        run.retain_beliefs(kept, weights.version - 1 - config.trains_on_older)
+        self._retain(k, weights.version, after.weights.version)
         return after.weights
+
+    def _candidates(self, context: RunContext, k: int, weights: WeightsRef, beliefs: Beliefs) -> Candidates | None:
+        """What to explore for an iteration; None where nothing is, or it was explored before a resume."""
+        config = self._config
+        if config.strategy.exploration != "stale" or k >= config.run.iterations or self._run.selection(k):
+            return None
+        prompts = self._prompts(context, k)
+        candidates_max = self._candidates_max(context, k, prompts, beliefs)
+        return candidates_for(config, context, k, prompts, weights, beliefs=beliefs, candidates_max=candidates_max)
+
+    def _retain(self, k: int, trained_from: int, made: int) -> None:
+        """Remove the versions and beliefs that nothing needs after an iteration."""
+        kept = {0, made, trained_from, *self._validated_versions()}
+        if self._config.trains_on_older:  # some samples of this iteration are of the version before
+            kept.add(max(0, k - 1))
+        retain(self._run.url, kept)
+        self._run.retain_beliefs(kept, trained_from - 1 - self._config.trains_on_older)
 
     def _rollouts_ahead(self, context: RunContext, k: int) -> Ahead | None:
         """The weights of the rollouts that were begun early for this iteration, and which to begin for the next one."""
@@ -313,6 +311,21 @@ class Loop:
 
     def _validated_versions(self) -> set[int]:
         return {row.version for row in self._run.validation()}
+
+
+def _warn_of_rewards(k: int, training: TrainingSet, explored: Selection | None) -> None:
+    if training.metrics["zero_std_ratio"] == 1.0:
+        logger.warning("iteration %d: all images of each prompt have the same reward, so they teach nothing", k)
+    if training.failed:
+        logger.warning(
+            "iteration %d: %d images had no reward, and others were drawn in their place: %s",
+            *(k, training.failed, training.error),
+        )
+    if explored and explored.seeds_failed:
+        logger.warning(
+            "exploration for iteration %d: %d of %d candidates have no reward: %s",
+            *(k + 1, explored.seeds_failed, explored.seeds_failed + explored.seeds_scored, explored.error),
+        )
 
 
 def _seed_s(history: Sequence[HistoryRow]) -> float:

@@ -1,4 +1,4 @@
-"""The shell's verbs: run, resume, submit, status, report, cost, simulate, graph, export, sample, completion."""
+"""The shell's verbs: run, resume, submit, status, report, stop, cost, simulate, graph, export, sample, completion."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from spotlight.market.ledger import AT_RESERVED_PRICES
 from spotlight.report.money import dollars, emulated
 from spotlight.run import Run
 from spotlight.status import Status
@@ -297,7 +298,7 @@ def summary_table(run: RunDir) -> Table:
     first = "" if summary.first_image_s is None else f" (first image after {_number(summary.first_image_s)} s)"
     table.add_row("wall time", f"{summary.wall_s:.1f} s{first}")
     alone = dollars(summary.usd_reserved_only)
-    table.add_row("cost", f"{dollars(summary.usd)}; the same useful seconds at reserved prices: {alone}")
+    table.add_row("cost", f"{dollars(summary.usd)}; {AT_RESERVED_PRICES}: {alone}")
     if label := emulated(run.config(), run.simulated):
         table.add_row("", label)
     table.add_row("preemptions survived", str(summary.preemptions))

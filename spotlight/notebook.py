@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from spotlight.files import whole
+from spotlight.market.ledger import AT_RESERVED_PRICES
 from spotlight.records import SpotlightError, WorkerLife
 from spotlight.report.money import dollars
 from spotlight.report.palette import FAINT, INK, LOST, RULE
@@ -117,7 +118,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         *([("waiting for workers", " and ".join(status.waiting_for))] if status.waiting_for else []),
         ("preempted", str(status.preemptions)),
         ("spent", dollars(status.usd)),
-        ("the same useful seconds at reserved prices", dollars(status.usd_reserved_only)),
+        (AT_RESERVED_PRICES, dollars(status.usd_reserved_only)),
         *([("not real", status.emulated)] if status.emulated else []),
     ]
 

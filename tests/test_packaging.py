@@ -17,6 +17,7 @@ import spotlight
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+ROOMS = ("spotlight", "graphs", "cluster")
 PIN = re.compile(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)")
 """An exact version without a build tag, which would tie it to one index."""
 
@@ -101,11 +102,9 @@ def test_the_shells_command_leads_to_a_function() -> None:
 
 
 def test_every_package_is_installed() -> None:
-    rooms = ("spotlight", "graphs", "cluster")
-
     packages = {
         folder.relative_to(ROOT).as_posix().replace("/", ".")
-        for room in rooms
+        for room in ROOMS
         for file in (ROOT / room).rglob("*.py")
         for folder in [file.parent]
     }
@@ -116,7 +115,7 @@ def test_every_package_is_installed() -> None:
 def test_every_data_file_of_a_package_is_installed() -> None:
     package_data = PROJECT["tool"]["setuptools"]["package-data"]
     patterns = [f"{package.replace('.', '/')}/{glob}" for package, globs in package_data.items() for glob in globs]
-    files = [file.relative_to(ROOT).as_posix() for file in (ROOT / "spotlight").rglob("*") if file.is_file()]
+    files = [file.relative_to(ROOT).as_posix() for room in ROOMS for file in (ROOT / room).rglob("*") if file.is_file()]
 
     left_out = [
         file
@@ -124,7 +123,7 @@ def test_every_data_file_of_a_package_is_installed() -> None:
         if not file.endswith((".py", ".pyc")) and not any(fnmatch(file, pattern) for pattern in patterns)
     ]
 
-    assert "spotlight/py.typed" in files
+    assert {"spotlight/py.typed", "cluster/dashboard/page.html"} <= {*files}
     assert left_out == []
 
 

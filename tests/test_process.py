@@ -32,10 +32,24 @@ from spotlight import config
 from spotlight.background import _explain
 from spotlight.device.calls import PrepareCall, RolloutCall
 from spotlight.device.process import Beat, EngineLost, EngineProcess, TimedOut
-from spotlight.device.protocol import ALONE
+from spotlight.device.protocol import ALONE, Device
 from spotlight.device.signals import Stop
-from spotlight.records import NO_DEVICE, WITHOUT_GPU, Request, Rollout, Scored, SpotlightError, Stopped
+from spotlight.records import (
+    NO_DEVICE,
+    WITHOUT_GPU,
+    Gradient,
+    GradientPart,
+    Request,
+    Rollout,
+    Sample,
+    Scored,
+    SpotlightError,
+    Stopped,
+    Surplus,
+)
+from spotlight.rl.algorithms.nft import Nft
 from spotlight.rl.prompts import read_prompts
+from spotlight.store import updates
 from spotlight.store.creating import create_run
 from spotlight.store.rundir import RunDir
 
@@ -202,6 +216,63 @@ def test_a_frozen_engine_is_ended_after_the_limit(engine: EngineProcess, run: Ru
         engine.call(str(run.path), RolloutCall(request=replace(slow, iteration=1), place=ALONE), frozen)
 
     assert not psutil.pid_exists(first)
+
+
+class SlowPart:
+    """Computes the gradient of a part, and sleeps for so long after its passes, or before it is written."""
+
+    verb = "gradient"
+
+    def __init__(self, part: GradientPart, where: str, seconds: float) -> None:
+        self.part, self.where, self.seconds = part, where, seconds
+
+    def on(self, device: Device, run_dir: str) -> Gradient | Surplus:
+        owner, name = {"after its passes": (Nft, "metrics"), "in its writing": (updates, "put")}[self.where]
+        original = getattr(owner, name)
+
+        def slowly(*arguments: Any) -> Any:
+            time.sleep(self.seconds)
+            return original(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, slowly)
+            return device.gradient(run_dir, self.part)
+
+
+@pytest.fixture
+def part(engine: EngineProcess, tmp_path: Path) -> tuple[str, GradientPart]:
+    """With its run, which is not paced; its latents are there, so that nothing is denoised again."""
+    run = create_run(config.load(settings_file(tmp_path)), time.time())
+    settings, setting = run.config(), prepare(str(run.path))
+    prompts = read_prompts(settings.data.train_prompts)[:1]
+    request = rollout_requests(settings, setting, unexplored(settings, setting, 0, prompts), setting.start)[0]
+    engine.call(str(run.path), RolloutCall(request=request, place=ALONE), lambda beat: None)
+    samples = tuple(Sample(request=request, index=index, reward=0.5, advantage=1.0) for index in (0, 1))
+    fields: dict[str, Any] = {"iteration": 0, "update": 0, "number": 0, "positions": (0, 1)}
+    return str(run.path), GradientPart(weights=request.weights, samples=samples, **fields)
+
+
+def test_an_engine_whose_training_gets_stuck_is_ended_after_the_limit(
+    engine: EngineProcess, part: tuple[str, GradientPart]
+) -> None:
+    run_dir, first = part[0], engine.pid
+    stuck: Any = SlowPart(part[1], "after its passes", 60.0)
+
+    with pytest.raises(EngineLost, match=f"no sign of life for {HANG_AFTER_S} s"):
+        engine.call(run_dir, stuck, lambda beat: None)
+
+    assert not psutil.pid_exists(first)
+
+
+def test_an_engine_that_writes_a_gradient_slowly_is_left_to_it(
+    engine: EngineProcess, part: tuple[str, GradientPart]
+) -> None:
+    run_dir, first = part[0], engine.pid
+    patient: Any = SlowPart(part[1], "in its writing", 3 * HANG_AFTER_S)
+
+    assert isinstance(engine.call(run_dir, patient, lambda beat: None), Gradient)
+
+    assert engine.pid == first
 
 
 def test_orders_reach_the_work_in_flight(engine: EngineProcess, run: RunDir, slow: Request) -> None:

@@ -58,7 +58,7 @@ ONE_RESERVED = ["pools.reserved.workers=1", "pools.spot.workers=11"]
 FINER = ["rollout.request_seeds=1", "train.parts=48"]
 """How work is cut for 48 GPUs: of six ways, what ends an iteration of either cluster soonest at 512 px; at 1280 px, 96
 parts would end one of 1 + 47 a tenth sooner. For four and twelve GPUs, 24 requests of four samples and as many parts
-are within 5 % of the best of six ways (docs/results.md)."""
+are within 5 % of the best of six ways (docs/results/time_and_dollars.md)."""
 MORE_SPOT = ["pools.reserved.workers=1", "pools.spot.workers=47", *FINER]
 ONLY_UPDATES = ['strategy.rollout_pools=["spot"]', 'strategy.train_pools=["spot"]']
 ONLY_UPDATES += ["pools.reserved.workers=1", "pools.reserved.gpu=a100-80gb"]
@@ -272,7 +272,7 @@ class Case:
     def learns_as(self, row: Row) -> bool:
         """Whether a run has learnt the same, on whatever GPUs and at whatever size: no clock decides what either tries.
 
-        How work is cut changes the order of sums, so bits, and no score so far (docs/results.md).
+        How work is cut changes the order of sums, so bits, and no score so far (docs/results/time_and_dollars.md).
         """
         if any(row[name] != getattr(self, name) for name in ("job", "regime", "trial", "seed")):
             return False

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from cluster.dashboard.facts import Facts, Row
 from cluster.dashboard.text import Counts
+from spotlight.market.ledger import AT_RESERVED_PRICES
 
 Sample = tuple[Mapping[str, str], float]
 
@@ -86,7 +87,7 @@ def _of_driver(facts: Facts) -> Iterator[Family]:
         money = facts.money[-1]
         yield "usd_total", "counter", "Dollars spent", [({"pool": pool}, float(usd)) for pool, usd in money.usd.items()]
         only = float(money.usd_reserved_only)  # 0 until an iteration has ended
-        said = "What the same useful seconds cost at reserved prices"
+        said = f"Dollars: {AT_RESERVED_PRICES}"
         yield "usd_reserved_only", "gauge", said, [({}, only)]
 
 

@@ -16,6 +16,7 @@ from bokeh.models.widgets.markups import Div
 from cluster.dashboard import text
 from cluster.dashboard.facts import Facts, head_count
 from cluster.dashboard.lanes import Lanes
+from spotlight.market.ledger import AT_RESERVED_PRICES
 from spotlight.report.palette import FAINT, INK, LOST, PHASE_COLOURS, POOL_COLOURS
 from spotlight.report.style import CLOCK, Plot, empty_plot, legend_above
 
@@ -89,10 +90,9 @@ class Pools:
         for pool, area in zip(POOLS, areas, strict=True):
             self._hide_if_rare(pool, plot, area)
         dashed: Any = {"color": LOST, "line_width": 2, "line_dash": "dashed"}
-        label = "the same useful seconds at reserved prices"
-        plot.step("at", "reserved_only", source=self._spent, mode="after", **dashed, legend_label=label)
+        plot.step("at", "reserved_only", source=self._spent, mode="after", **dashed, legend_label=AT_RESERVED_PRICES)
         line = plot.line("at", "total", source=self._spent, line_alpha=0)
-        rows = [*((pool, f"@{pool}{{$0,0.0000}}") for pool in POOLS), ("reserved only", "@reserved_only{$0,0.0000}")]
+        rows = [*((pool, f"@{pool}{{$0,0.0000}}") for pool in POOLS), (AT_RESERVED_PRICES, "@reserved_only{$0,0.0000}")]
         plot.add_tools(HoverTool(renderers=[line], tooltips=rows, mode="vline", visible=False))
         legend_above(plot)
         return plot

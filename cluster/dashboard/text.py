@@ -11,6 +11,7 @@ from html import escape
 from typing import Any
 
 from cluster.dashboard.facts import Facts, Recovery, median_work_s
+from spotlight.market.ledger import AT_RESERVED_PRICES
 from spotlight.report.palette import FAINT, INK, LOST, PHASE_COLOURS, RULE
 
 RECOVERIES_SHOWN = 8
@@ -68,7 +69,7 @@ def cards(facts: Facts) -> str:
         _card(_usd(spent), "spent"),
         _card(
             _usd(money.usd_reserved_only) if money and money.usd_reserved_only else "–",
-            "the same useful seconds at reserved prices",
+            AT_RESERVED_PRICES,
         ),
         _card(str(counts.preemptions), "spot workers preempted"),
         _card(_score(facts), "validation"),

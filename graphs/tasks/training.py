@@ -42,7 +42,7 @@ class TrainingSet:
 
 
 def advantage(
-    settings_std: str,
+    std: Literal["global", "group"],
     scored: Sequence[Sequence[Scored]],
     weights: Sequence[float] = (),
     surplus: Sequence[ShardResult] = (),
@@ -51,8 +51,9 @@ def advantage(
     """Advantages of all samples that have a reward, in request order; of those that are trained on, among themselves.
 
     Args:
-        weights: of the rewards that are added up, where it is their advantages that are; a model of rewards has no
-            parts, and so those of the sum.
+        std: whose spread advantages are divided by, ``train.advantage_std``.
+        weights: of each reward, where their advantages are added up (``train.combine = "advantages"``); empty where the
+            rewards are. Modelled rewards have no parts, so advantages are those of their sum.
         surplus: see `replace_unscored`.
         used: samples of each prompt that are trained on; 0: all.
     """
@@ -65,7 +66,6 @@ def advantage(
     ]
     rewards = [reward for _, _, reward in rows]
     groups = [result.request.prompt.id for result, _, _ in rows]
-    std: Literal["global", "group"] = "group" if settings_std == "group" else "global"
     trained = _most_telling(rewards, groups, used) if used else list(range(len(rows)))
     among = [groups[at] for at in trained]
     if weights and all(result.parts for result, _, _ in rows):

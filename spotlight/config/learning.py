@@ -159,7 +159,8 @@ class RolloutSection(Section):
     """Prompts (groups) per iteration."""
     seeds_kept: int = Field(8, ge=2, le=10_000)
     """Samples per group that are rolled out and trained on. Where exploration chooses them and an iteration lasts as
-    long as reserved workers train, half as many of as many candidates can teach nearly as much (docs/results.md)."""
+    long as reserved workers train, half as many of as many candidates can teach nearly as much
+    (docs/results/time_and_dollars.md)."""
     request_seeds: int = Field(0, ge=0, le=BATCH_MAX)
     """Most samples in one request: one forward batch. 0 leaves it to `plan.batching.request_seeds`: up to 8, such that
     the workers of the rollout pools have no short last wave, and not so few that launching kernels takes the time."""

@@ -167,7 +167,8 @@ class StrategySection(Section):
     elastic: bool = True
     """False: every gang has the widest of ``widths``, and waits for as many workers when it loses one."""
     widths: tuple[int, ...] = (1,)
-    """How many workers of a node may run one request together (sequence parallelism); narrow and wide mix freely."""
+    """How many workers of a node may run one request together (sequence parallelism); narrow and wide mix freely.
+    Another width rounds otherwise: latents differ by some 1e-5."""
     offload: Literal["adaptive", "all", "none"] = "adaptive"
     """What reserved workers leave to spot ones, while there are any, where both may roll out. "adaptive": the rollouts
     that are left when a window is over, which adapts itself so that neither side waits; training begins with the first
@@ -208,7 +209,7 @@ class PaceSection(Section):
     layer_s: float = Field(0.0, ge=0, le=DAY_S)
     """What a processor takes to launch the kernels of one layer, where passes are not CUDA graphs (training, gangs, or
     all with ``model.cuda_graphs = false``). 0: no time. Measured on hosts of an H100: 0.0068 to 0.0126, in the middle
-    0.0094 (docs/results.md)."""
+    0.0094 (docs/results/gpu.md)."""
     speedup: float = Field(1.0, ge=SPEEDUP_MIN, le=SPEEDUP_MAX)
     """Emulated seconds in one real second."""
 
@@ -284,9 +285,9 @@ class SimulationSection(Section):
     or all weights, take at 10 Gb/s, with the old policy and the optimizer's state."""
     update_s: float | None = Field(None, ge=0, le=DAY_S)
     """Of an optimizer's step, beside reading what it adds. Left out, it is nothing on a GPU or for an embedded model;
-    on a reserved worker without a GPU, 1.8 s for a LoRA of 1.7 GB in float32 (measured on one core, docs/results.md),
-    in proportion for all weights. In a comparison, a strategy that has a GPU in the place of such a worker is
-    not charged with what is given here."""
+    on a reserved worker without a GPU, 1.8 s for a LoRA of 1.7 GB in float32 (measured on one core,
+    docs/results/gpu.md), in proportion for all weights. In a comparison, a strategy that has a GPU in the
+    place of such a worker is not charged with what is given here."""
     start_up_s: float | None = Field(None, ge=0, le=DAY_S)
     """From the moment a worker's machine is there until the worker can work. Left out, it is 0.1 s where the workers
     are processes of one machine (measured: as ``form_s``), and else `plan.durations.start_up_s`."""

@@ -67,6 +67,8 @@ class Beat:
     """Steps of the whole request."""
     resumed: bool = False
     """True: the call begins at this step. False: it has just run the step."""
+    rests: bool = False
+    """True: what comes next may take long without a beat, as writing to a slow store does."""
 
 
 class EngineProcess:
@@ -76,8 +78,8 @@ class EngineProcess:
         context: of that parent.
         number: of the device among the machine's, which becomes LOCAL_RANK; or `NO_DEVICE`.
         node: root of the node's shared memory, for weights; see `spotlight.store.node`.
-        hang_after_s: a call that sent a beat, and then none for so long, is ended with its process; so is one whose
-            process is stopped. Time in which the caller was paused does not count.
+        hang_after_s: a call that sent a beat, and then none for so long, is ended with its process, unless it said
+            that it rests; so is one whose process is stopped. Time in which the caller was paused does not count.
         run_dir: a run whose model each process loads as it begins, so that the first call need not; "" for none.
         on_start: is called with the id of each process that is started.
         renew: makes sure, before each start, that the parent can be reached.
@@ -173,7 +175,7 @@ class EngineProcess:
                 if now_s - heard_s > self._hang_after_s and (beats or is_stopped(self.pid)):
                     raise _Hung
                 continue
-            beats, heard_s = True, now_s
+            beats, heard_s = not value.rests, now_s
             on_beat(value)
             looked_s = time.monotonic()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 
 import numpy as np
@@ -42,13 +42,16 @@ from spotlight.rl.trainer import Trainer
 from spotlight.store import updates, weights
 from spotlight.store.node import Node
 
+RESTS = Beat(rests=True)
+
 
 class Training:
     """The updates of a run, as far as this process does them.
 
     Args:
         denoiser: gives the latents of finished requests.
-        on_beat: is called with None while waiting for others.
+        on_beat: is called with None while waiting for others and after each pass, and with a beat that rests before
+            what may take long in one piece.
         node: where the ranks of a gang meet; None where there are no gangs.
     """
 
@@ -129,6 +132,7 @@ class Training:
         measured = Gradient(name="", rows=made.rows, loss=made.loss, metrics=made.metrics)
         sizes = [parameter.numel() for parameter in self._resident.model.parameters()]
         slices = [list(map(str, each)) for each in sliced(sizes, part.slices)]
+        self._on_beat(RESTS)
         return updates.put(self._run_dir, part, measured, made.tensors, slices)
 
     def _gradient(
@@ -139,16 +143,17 @@ class Training:
             return PartGradient()
         resident = self._resident
         batch = batch or self._training_batch(part)  # first: lost latents are denoised again, with other weights
+        self._on_beat(RESTS)
         current = updates.load_weights(self._run_dir, part.iteration, part.after) if part.after else None
         old = resident.old(part.weights)
         resident.use(part.weights)
         if current is not None:
             resident.changed()
         what = f"part {part.number} of iteration {part.iteration}'s training ({len(part.samples)} samples)"
-        width = gang.width if gang else 1
+        width, goes_on = gang.width if gang else 1, partial(self._on_beat, None)
         with ExitStack() as stack:
             stack.enter_context(resident.limits(what))
-            stack.enter_context(self._pace.lasting(self._pace.train_s(len(part.samples), width)))
+            stack.enter_context(self._pace.lasting(self._pace.train_s(len(part.samples), width), goes_on))
             if resident.captures_training and not gang:
                 stack.enter_context(resident.model.capturing())
             made = part_gradient(
@@ -159,6 +164,7 @@ class Training:
                 iteration=part.iteration,
                 old=old,
                 current=current,
+                on_pass=goes_on,
             )
             if gang is None:
                 return made

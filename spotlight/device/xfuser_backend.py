@@ -43,7 +43,7 @@ def require(model: str, device: torch.device) -> None:
         raise SpotlightError(f'sp.backend = "xfuser" needs GPUs, and the model is on {device}: use GPUs, {WAY_OUT}')
     if find_spec("xfuser") is None:
         raise SpotlightError(
-            f"sp.backend = \"xfuser\", which is not installed: pip install 'spotlight-dit[xfuser]', {WAY_OUT}"
+            f"sp.backend = \"xfuser\", which is not installed: pip install 'xfuser>=0.7,<0.8', {WAY_OUT}"
         )
 
 

@@ -20,6 +20,8 @@ from spotlight.market.traces import SECONDS_PER_H
 from spotlight.records import Interval, Span, SpotlightError, WorkerLife, base_phase, record
 
 ALWAYS: Interval = (-inf, inf)
+AT_RESERVED_PRICES = "the same useful seconds at reserved prices"
+"""What `Ledger.usd_reserved_only` is called wherever people read it."""
 Kind = Literal["useful", "idle", "start-up", "dropped", "lost", "redone"]
 """Of a worker's seconds: work that counts; nothing to do; joined, and no task yet; exploration that was called off;
 steps that went with their worker before they were committed; steps done a second time."""

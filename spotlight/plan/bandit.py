@@ -61,7 +61,7 @@ def equal_shares(
 
 
 ROUNDS_MAX = 16
-"""Of an exploration: with 32 the planner gained little more (docs/results.md), and a graph has layers for each."""
+"""Of an exploration: with 32 the planner gained little more (docs/results/planner.md); a graph has layers for each."""
 
 
 def rounds_of(slots: int, gangs: int) -> int:

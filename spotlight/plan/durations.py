@@ -78,7 +78,7 @@ SCORE_S = (420 - 360) * 4 / 512
 H800 shortened a step of 512 images from 420 to 360 s (verl-omni)."""
 LAYER_S = 0.0094
 """What a processor takes to launch the kernels of a layer with a LoRA, one by one. Measured on hosts of an H100, for 60
-layers: 0.41, 0.53, 0.59 and 0.75 s, of which it is the middle (docs/results.md). On others it is assumed."""
+layers: 0.41, 0.53, 0.59 and 0.75 s, of which it is the middle (docs/results/gpu.md). On others it is assumed."""
 BATCH_MANY = 64
 """Samples beside which launches are nothing."""
 BACKWARD_LORA, BACKWARD_FULL = 2, 3
@@ -91,16 +91,16 @@ linear layers in each of Qwen-Image's blocks."""
 PUBLISH_LORA_S = 7.2
 """To write a version of it, 6.8 GB with the old policy and the optimizer's state, to have the old policy, 1.7 GB, on
 every worker, at 10 Gb/s (computed), and to load it there. With a directory in memory, one core that hashes 1.8 GB/s and
-another beside it, 6.8 s were measured: `benchmarks.updates`, docs/results.md."""
+another beside it, 6.8 s were measured: `benchmarks.updates`, docs/results/gpu.md."""
 LOCAL_PUBLISH_S, LOCAL_START_UP_S = 0.084, 0.1
 """The same of the embedded model, and from the start of a worker's process until it works, where workers are processes
-of one machine. Measured: docs/results.md, fixed costs (0.051 s to join and 0.045 s for the first request)."""
+of one machine. Measured: docs/results/speed.md, fixed costs (0.051 s to join and 0.045 s for the first request)."""
 GRADIENT_LORA_S = 1.4
 """To keep the gradient of a LoRA of 0.85 GB, 1.7 GB in float32, where others find it, or to fetch it, at 10 Gb/s.
 Computed."""
 UPDATE_LORA_S = 1.8
 """AdamW, the gradient's norm and the old policy of a LoRA of 0.85 GB, on one core of a processor. Measured with a tenth
-of its weights: `benchmarks.updates`, docs/results.md."""
+of its weights: `benchmarks.updates`, docs/results/gpu.md."""
 LOCAL_GRADIENT_S = 0.015
 """The same of the embedded model, on one machine: 1.8 MB, written or read and hashed. Measured, in CPU time."""
 OCR_SCORE_S = 0.0063

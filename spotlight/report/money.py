@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from spotlight.config import Config
-from spotlight.market.ledger import Ledger
+from spotlight.market.ledger import AT_RESERVED_PRICES, Ledger
 from spotlight.records import record
 from spotlight.report.palette import PHASE_COLOURS, WASTE_COLOURS, phase_colour
 
@@ -94,7 +94,7 @@ def bought(ledger: Ledger) -> list[tuple[str, str]]:
         (f"per iteration ({ledger.iterations})", dollars(ledger.usd_per_iteration)),
         (f"per kept sample ({ledger.samples})", dollars(ledger.usd_per_sample)),
         ("per point of validation score" + _points(ledger.points), dollars(ledger.usd_per_point)),
-        ("the same useful seconds at reserved prices", dollars(ledger.usd_reserved_only) + times),
+        (AT_RESERVED_PRICES, dollars(ledger.usd_reserved_only) + times),
     ]
 
 

@@ -22,7 +22,7 @@ from bokeh.resources import Resources
 
 from spotlight.config import Config, ModelSection, PaceSection, PoolSection
 from spotlight.device.learning_model import MODEL
-from spotlight.market.ledger import Ledger, spot_utilisation
+from spotlight.market.ledger import AT_RESERVED_PRICES, Ledger, spot_utilisation
 from spotlight.report.facts import Facts, read
 from spotlight.report.money import bought, rows, simulation
 from spotlight.report.palette import FAINT, INK, PHASE_COLOURS, RULE
@@ -270,7 +270,7 @@ def _cards(facts: Facts) -> str:
         (
             "Cost",
             _number(usd, ",.2f", "$"),
-            f"the same useful seconds at reserved prices: {_number(alone, ',.2f', '$')}{times}",
+            f"{AT_RESERVED_PRICES}: {_number(alone, ',.2f', '$')}{times}",
         ),
         ("Spot workers busy", busy, "of the seconds that were paid for"),
         ("Preemptions", str(known["preemptions"]), f"spot workers lost on the way{_reserved_too(lost)}"),

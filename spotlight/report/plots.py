@@ -17,7 +17,7 @@ from bokeh.models import (
 )
 from bokeh.models.annotations import BoxAnnotation
 
-from spotlight.market.ledger import Ledger
+from spotlight.market.ledger import AT_RESERVED_PRICES, Ledger
 from spotlight.records import Interval, Span
 from spotlight.report.facts import Facts
 from spotlight.report.money import rows
@@ -130,11 +130,10 @@ def money_plot(facts: Facts) -> Plot:
     colours = [POOL_COLOURS[name] for name in names]
     plot.varea_stack(names, x="at", color=colours, alpha=0.8, legend_label=names, source=source)
     line = plot.line("at", "total", source=source, line_alpha=0)
-    label = "the same useful seconds at reserved prices"
     dashed: Any = {"color": LOST, "line_width": 2, "line_dash": "dashed"}
-    plot.line("at", "reserved_only", source=source, **dashed, legend_label=label)
+    plot.line("at", "reserved_only", source=source, **dashed, legend_label=AT_RESERVED_PRICES)
     rows = [("at", "@at{0} s"), *((name, f"@{name}{{$0,0.000}}") for name in names), ("together", "@total{$0,0.000}")]
-    tooltips = [*rows, ("reserved only", "@reserved_only{$0,0.000}")]
+    tooltips = [*rows, (AT_RESERVED_PRICES, "@reserved_only{$0,0.000}")]
     plot.add_tools(HoverTool(renderers=[line], tooltips=tooltips, mode="vline", visible=False))
     legend_above(plot)
     return plot

@@ -6,7 +6,7 @@ is computed, on machines that compute alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 
 import torch
@@ -48,6 +48,7 @@ def part_gradient(
     iteration: int,
     old: Sequence[Tensor] | None,
     current: Tensors | None = None,
+    on_pass: Callable[[], object] = lambda: None,
 ) -> PartGradient:
     """The gradient of a part's samples. What is computed of the policy before its first update is of this part alone.
 
@@ -56,6 +57,7 @@ def part_gradient(
         seed: the run's.
         old: of the policy that sampled, in the order of `Model.parameters`; None where that is the one in training.
         current: the weights after the update before, named as `Model.trainable`; None in the first.
+        on_pass: is called after each micro-batch.
 
     Raises:
         SpotlightError: (Flow-GRPO) the model's policy is not the one that sampled.
@@ -74,6 +76,7 @@ def part_gradient(
         loss = goal.loss(each) * (len(each.samples) / shrunk)
         loss.backward()
         loss_sum += loss.item() * (shrunk / total)
+        on_pass()
     tensors = {str(at): p.grad.float() * shrunk for at, p in enumerate(model.parameters()) if p.grad is not None}
     _forget(model)
     metrics = {**goal.metrics(), ADVANTAGE_MAX: float(abs(batch.advantages_B).max())}

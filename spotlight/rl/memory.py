@@ -3,7 +3,7 @@
 An estimate to refuse what cannot fit, not to fill a device to the brim: allocators, kernels' workspaces and the
 fragmentation of memory come on top (`SPARE`). Checked against what torch's meta device keeps; on an H100, denoising
 took 42.9 GB where 46.2 were estimated, and 44.2 where it was 47.2, and an update, beside 1.7 GB of other things, 46.9
-where it was 46.6 (docs/results.md). The other phases are not verified on a GPU.
+where it was 46.6 (docs/results/gpu.md). The other phases are not verified on a GPU.
 
 Shapes: S tokens of image and text together, D width of the transformer.
 """

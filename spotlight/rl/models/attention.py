@@ -1,9 +1,9 @@
 """Qwen-Image's attention on a GPU: texts of several lengths without a mask (`model.pack_texts`).
 
 Under a mask torch has one backward whose sums have a fixed order, and with two samples of 1280 px it doubles a training
-pass (docs/results.md, "On a GPU"). Here what counts of a sample is one sequence and its padding another, which nobody
-reads, so flash attention can take all of them: its own fixed order costs a fourteenth. At 1280 px a forward pass takes
-three quarters of the time, at 512 px the same.
+pass (docs/results/gpu.md, "On a GPU"). Here what counts of a sample is one sequence and its padding another, which no
+one reads, so flash attention can take all of them: its own fixed order costs a fourteenth. At 1280 px a forward pass
+takes three quarters of the time, at 512 px the same.
 
 Shapes: B samples, S tokens of text and image together, T of text, H heads, D features of a head.
 """

@@ -1,7 +1,7 @@
 """Passes of a transformer as CUDA graphs: a GPU is told once which kernels a pass has, and then to repeat them.
 
 A pass of a large transformer is thousands of kernels. With few samples, to launch them one by one takes several times
-as long as they compute (docs/results.md, "On a GPU").
+as long as they compute (docs/results/gpu.md, "On a GPU").
 """
 
 from __future__ import annotations

@@ -189,7 +189,5 @@ class Mask2FormerDetector:
                 self._path, local_files_only=True, use_safetensors=True
             )
         except ImportError as error:  # its loss, which nobody asks for here, wants SciPy
-            raise SpotlightError(
-                f"{self._path}: cannot be loaded ({error}): pip install 'spotlight-dit[geneval]'"
-            ) from None
+            raise SpotlightError(f"{self._path}: cannot be loaded ({error}): pip install scipy") from None
         return model.eval().to(device_of(ModelSection()))
