@@ -307,7 +307,7 @@ def account(run_dir: Path) -> None:
 
     facts = read(run_dir)
     json.dumps(cost_json(facts.ledger))
-    cost_table(facts.ledger, "")
+    cost_table(facts.ledger, "", width=80)
     assert bought(facts.ledger)
     assert facts.money()
     assert facts.zoom()

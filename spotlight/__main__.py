@@ -307,16 +307,15 @@ def _follow(run: Run, parsed: argparse.Namespace) -> None:
 
 
 def _status(parsed: argparse.Namespace) -> None:
-    from rich.console import Console
 
-    from spotlight.display import status_table
+    from spotlight.display import status_table, terminal
     from spotlight.run import Run
 
     status = Run.attach(parsed.run_dir).status
     if parsed.json:
         print(json.dumps(asdict(status)))
     else:
-        Console().print(status_table(status))
+        terminal().print(status_table(status))
 
 
 def _stop(parsed: argparse.Namespace) -> None:
@@ -363,8 +362,8 @@ def _report(parsed: argparse.Namespace) -> None:
 
 
 def _cost(parsed: argparse.Namespace) -> None:
-    from rich.console import Console
 
+    from spotlight.display import terminal
     from spotlight.report.money import bought, cost_json, cost_table, emulated
     from spotlight.store.accounts import Accounts
 
@@ -384,10 +383,11 @@ def _cost(parsed: argparse.Namespace) -> None:
         }
         print(json.dumps(labels | cost_json(ledger), indent=1))
         return
-    console = Console()
+    console = terminal()
     so_far = "" if run.summary() else ", as far as it is recorded"
     label = emulated(settings, run.simulated)
-    console.print(cost_table(ledger, f"{run.name}{f' ({label})' if label else ''}{so_far}"))
+    title = f"{run.name}{f' ({label})' if label else ''}{so_far}"
+    console.print(cost_table(ledger, title, width=console.width))
     for name, value in bought(ledger):
         console.print(f"{name:<52}{value}", soft_wrap=True, highlight=False)
 

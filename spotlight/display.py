@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from spotlight.market.ledger import AT_RESERVED_PRICES
 from spotlight.report.money import dollars, emulated
@@ -31,8 +33,19 @@ if TYPE_CHECKING:
 REFRESH_S = 0.5
 HINT_AFTER_S = 20.0
 """A worker that was just started is not ready yet; one that is not there by then may never come by itself."""
+FILE_WIDTH = 240
+"""Characters of a line in what is no terminal."""
 SCORES_MAX = 5
 """More validations than so many are the first and the last ones."""
+
+
+def terminal() -> Console:
+    """Prints texts as they are: brackets in a path, or in what a worker says, are no markup.
+
+    A file or a pipe has room for long lines.
+    """
+    width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else FILE_WIDTH
+    return Console(markup=False, emoji=False, width=width)
 
 
 def follow(run: Run, console: Console | None = None) -> None:
@@ -43,7 +56,7 @@ def follow(run: Run, console: Console | None = None) -> None:
     Raises:
         Stopped, SpotlightError: as `Run.wait` does.
     """
-    console = console or Console()
+    console = console or terminal()
     with _asked_to_stop(run) as asked:
         run.start()
         try:
@@ -116,11 +129,11 @@ def follow_simulation(begin: Callable[[Callable[[str, int, float], None]], Itera
     Args:
         begin: begins them; it is given what to tell of their progress.
     """
-    console, outcomes = Console(), []
+    console, outcomes = terminal(), []
     with console.status("simulating") as status:
 
         def follow(name: str, iteration: int, hours: float) -> None:
-            status.update(f"simulating {name}: iteration {iteration}, {hours:.2f} h")
+            status.update(Text(f"simulating {name}: iteration {iteration}, {hours:.2f} h"))
 
         for outcome in begin(follow):
             outcomes.append(outcome)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from math import inf
@@ -55,6 +55,11 @@ class Price:
     def moved(self, by_s: float) -> Price:
         """The same prices at times ``by_s`` later, no longer counted from the run's start."""
         return Price(times_s=tuple(at_s + by_s for at_s in self.times_s), usd_per_h=self.usd_per_h)
+
+    def at_times(self, of: Callable[[float], float]) -> Price:
+        """The same prices at other times, which keep their order; of several that become one, the last holds."""
+        found = dict(zip(map(of, self.times_s), self.usd_per_h, strict=True))
+        return Price(times_s=tuple(found), usd_per_h=tuple(found.values()))
 
     def at(self, time_s: float) -> float:
         """Dollars an hour at a moment."""

@@ -1,7 +1,8 @@
 """What a run directory says, worked out as far as every picture of it needs; draws nothing.
 
 A run that stopped early gives fewer facts and a list of what is missing; only a directory that is no run,
-or a damaged file, is an error. All times are seconds since the first moment that anything is known of.
+or a damaged file, is an error. All times are seconds since the first moment that anything is known of, without long
+stretches in which there was no worker: a run that is resumed after a day is shown side by side with its beginning.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ MONEY_POINTS = 120
 """Points of a curve of dollars: one every 10 px of the page."""
 COUNT_POINTS = 600
 """Stretches of time in which busy workers are counted: one every 2 px of the page."""
+AWAY_S, AWAY_SHARE = 30.0, 0.1
+"""A stretch without a worker is left out if it is longer than this, and than this share of the time with workers."""
 LANES_MAX, SPANS_MAX = 64, 20_000
 """Rows and bars of a timeline: more cannot be told apart, and a browser takes long to draw them."""
 
@@ -89,6 +92,8 @@ class Facts:
     ledger: Ledger
     whole: Interval
     """From 0 to the last moment that anything is known of."""
+    breaks: list[tuple[float, float]]
+    """When the run had no worker for long, and for how many seconds, which are left out of all times."""
     missing: list[str]
     quarantined: list[Quarantined]
     """Requests that nobody ran any more, with how many workers each had lost."""
@@ -117,6 +122,10 @@ class Facts:
             spans=[span for span in part.spans if (span.pool, span.worker) in shown],
             workers=[life for life in part.workers if (life.pool, life.worker) in shown],
         )
+
+    def time_axis(self) -> str:
+        """What the axis of times is called."""
+        return "seconds since the start" + (", without the breaks (dotted)" if self.breaks else "")
 
     def lanes(self) -> list[Lane]:
         """Every worker, reserved ones first, then by name with numbers in order."""
@@ -268,6 +277,17 @@ def _done_by(intervals: Sequence[Interval], amounts: Sequence[float], at_s: NDAr
     return ramps(starts_s) - ramps(stops_s)
 
 
+def _away(lives: Sequence[Interval]) -> list[Interval]:
+    """Stretches between the first and the last of these lives in which there is none, if they are long."""
+    gaps, until_s, alive_s = [], -inf, 0.0
+    for joined_s, left_s in sorted(lives):
+        if -inf < until_s < joined_s:
+            gaps.append((until_s, joined_s))
+        alive_s += max(0.0, left_s - max(joined_s, until_s))
+        until_s = max(until_s, left_s)
+    return [(start_s, stop_s) for start_s, stop_s in gaps if stop_s - start_s > max(AWAY_S, AWAY_SHARE * alive_s)]
+
+
 def read(run_dir: str | Path) -> Facts:
     """All facts of a run.
 
@@ -294,11 +314,18 @@ def read(run_dir: str | Path) -> Facts:
         *(line.at_s for line in validation),
     ]
     zero_s = min(moments_s, default=0.0)
-    settings, whole = run.config(), (0.0, max(moments_s, default=0.0) - zero_s)
-    prices = {pool: price.moved(-zero_s) for pool, price in absolute(pool_prices(settings), workers).items()}
-    spans = [replace(span, start_s=span.start_s - zero_s, stop_s=span.stop_s - zero_s) for span in spans]
+    settings = run.config()
+    last_s = max(moments_s, default=0.0)
+    away = _away([(life.joined_s, last_s if life.left_s is None else life.left_s) for life in workers])
+
+    def shown_s(at_s: float) -> float:
+        return at_s - zero_s - sum(min(max(at_s - start_s, 0.0), stop_s - start_s) for start_s, stop_s in away)
+
+    whole = (0.0, shown_s(last_s) if moments_s else 0.0)
+    prices = {pool: price.at_times(shown_s) for pool, price in absolute(pool_prices(settings), workers).items()}
+    spans = [replace(span, start_s=shown_s(span.start_s), stop_s=shown_s(span.stop_s)) for span in spans]
     workers = [
-        replace(life, joined_s=life.joined_s - zero_s, left_s=None if life.left_s is None else life.left_s - zero_s)
+        replace(life, joined_s=shown_s(life.joined_s), left_s=None if life.left_s is None else shown_s(life.left_s))
         for life in workers
     ]
     return Facts(
@@ -312,6 +339,7 @@ def read(run_dir: str | Path) -> Facts:
         prices=prices,
         ledger=run_ledger(settings, spans, workers, prices, whole, run.history(), validation),
         whole=whole,
+        breaks=[(shown_s(start_s), stop_s - start_s) for start_s, stop_s in away],
         missing=[text for text, is_absent in absent.items() if is_absent],
         quarantined=run.all_quarantined(),
         simulated=run.simulated,

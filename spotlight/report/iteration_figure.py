@@ -8,8 +8,10 @@ roll out, and the end of training ends exploration.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +48,8 @@ class Layered(Protocol):
 SUFFIXES = (".svg", ".png")
 BOXES_MAX = 8
 """Tasks drawn one by one; more are drawn as this many and counted in the label."""
+ROUNDS_MAX, ROUNDS_APART = 4, 2
+"""Of more rounds of exploration than this, all after the first ones are drawn as one."""
 LANES = {
     "reserved": ("reserved",),
     "spot": ("explore", "explore-score"),
@@ -90,6 +94,8 @@ class _Layer:
     round: str
     tasks: int
     lanes: frozenset[str]
+    on_both: bool = False
+    """Spot workers do it, too, beside what else is in their lane."""
 
 
 @record
@@ -113,7 +119,7 @@ def draw(graph: Layered, path: Path) -> None:
     if not graph.layers:
         raise SpotlightError(f"{path}: the graph has no layers, so there is nothing to draw")
     layers = _read(graph)
-    dependencies = {name: set(graph.dependencies[name]) for name in layers}
+    dependencies = _nearest(graph, layers)
     columns = _columns(layers, dependencies)
     # Fixed salt and no date: the same graph gives the same bytes.
     with mpl.rc_context({"font.size": 11, "text.color": INK, "svg.hashsalt": "spotlight"}):
@@ -124,7 +130,35 @@ def draw(graph: Layered, path: Path) -> None:
 
 
 def _read(graph: Layered) -> dict[str, _Layer]:
-    """The layers, upstream first."""
+    """The layers that have tasks, upstream first; of many rounds, the last stands for all after the first ones."""
+    layers = _all(graph)
+    last = max((int(layer.round) for layer in layers.values() if layer.round), default=0)
+    found = {name: layer for name, layer in layers.items() if layer.tasks}
+    if last < ROUNDS_MAX:
+        return found
+    tasks: Counter[str] = Counter()
+    for layer in found.values():
+        if layer.round and int(layer.round) >= ROUNDS_APART:
+            tasks[layer.phase] += layer.tasks
+    folded = {}
+    for name, layer in found.items():
+        if not layer.round or int(layer.round) < ROUNDS_APART:
+            folded[name] = layer
+        elif int(layer.round) == last:
+            folded[name] = replace(layer, round=f"{ROUNDS_APART}–{last}", tasks=tasks[layer.phase])
+    return folded
+
+
+def _nearest(graph: Layered, layers: Mapping[str, _Layer]) -> dict[str, set[str]]:
+    """What each layer waits for, of those that are drawn."""
+    nearest: dict[str, set[str]] = {}
+    for name in TopologicalSorter(graph.dependencies).static_order():
+        above = graph.dependencies[name]
+        nearest[name] = {near for each in above for near in ({each} if each in layers else nearest[each])}
+    return {name: nearest[name] for name in layers}
+
+
+def _all(graph: Layered) -> dict[str, _Layer]:
     layers: dict[str, _Layer] = {}
     for name in TopologicalSorter(graph.dependencies).static_order():
         layer = graph.layers[name]
@@ -139,6 +173,7 @@ def _read(graph: Layered) -> dict[str, _Layer]:
             round=(parts[2] or parts[4] or "") if parts else "",
             tasks=len(layer),
             lanes=frozenset(lanes),
+            on_both=pool == "gradient-any",
         )
     return layers
 
@@ -249,12 +284,16 @@ def _subtitles(layers: Sequence[_Layer]) -> dict[str, str]:
         told["spot"] = "roll out, then train" + (",\nthen roll out ahead" if AHEAD in does["spot"] else last)
     elif AHEAD in does["spot"]:
         told["spot"] = "roll out, then begin\nwith the next iteration"
+    elif any(layer.on_both for layer in layers):
+        told["spot"] = "roll out, then train" + ("\nand explore" if "explore" in does["spot"] else "")
     elif "explore" not in does["spot"]:
         told["spot"] = "roll out,\nthen wait"
     if "train" not in does["reserved"]:
         told["reserved"] = (
             "update the weights" if "rollout" not in does["reserved"] else "roll out, then update\nthe weights"
         )
+    if not any(layer.phase == "rollout" for layer in layers):  # samples are trained on as they were drawn
+        told |= {lane: re.sub(r"^roll out,\s(then )?", "", told[lane]) for lane in ("reserved", "spot")}
     return told
 
 
@@ -313,7 +352,8 @@ def _stack(ax: Axes, layer: _Layer, box: _Box) -> None:
     label = layer.phase.removeprefix("explore-") + (f" r{layer.round}" if layer.round else "")
     times = f" × {layer.tasks}" if layer.tasks > 1 else ""
     middle = (box.left + box.right) / 2
-    ax.text(middle, box.top + 0.07, label + times, ha="center", va="bottom", fontsize=10.5, zorder=5)
+    both = ", on spot workers too" if layer.on_both and layer.phase == "train" else ""
+    ax.text(middle, box.top + 0.07, label + times + both, ha="center", va="bottom", fontsize=10.5, zorder=5)
     if layer.phase in MAKES and layer.iteration:
         made = MAKES[layer.phase].format(int(layer.iteration) + (layer.phase == "publish"))
         ax.text(middle, box.bottom - 0.07, made, ha="center", va="top", fontsize=10, style="italic", color=FAINT)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from spotlight.config import Config
 from spotlight.market.ledger import AT_RESERVED_PRICES, Ledger
+from spotlight.market.traces import SECONDS_PER_H
 from spotlight.records import record
 from spotlight.report.palette import PHASE_COLOURS, WASTE_COLOURS, phase_colour
 
@@ -21,6 +22,8 @@ WASTE = {
     "redone": ("repeated steps", "done before by another worker"),
 }
 """``{kind: its name, what it is}``"""
+LONG_S, DEAR_USD = 100_000, 10.0
+"""Accounts of more are in hours, and in whole cents."""
 
 
 def simulation(learning: str) -> str:
@@ -107,20 +110,37 @@ def _points(points: float | None) -> str:
     return "" if points is None else f" ({points:+.1f})"
 
 
-def cost_table(ledger: Ledger, title: str) -> Table:
-    """The account for a terminal."""
+def cost_table(ledger: Ledger, title: str, *, width: int) -> Table:
+    """The account for a terminal; where it has no room for all pools side by side, of all together.
+
+    Args:
+        width: characters that a line may have.
+    """
     pools = sorted({entry.pool for entry in ledger.entries})
-    table = Table(title=title, box=None, pad_edge=False, collapse_padding=True)
-    table.add_column("", no_wrap=True)
-    for pool in pools:
-        table.add_column(f"{pool} s", justify="right", no_wrap=True)
-        table.add_column("$", justify="right", no_wrap=True)
-    table.add_column("all $", justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
-    for row in rows(ledger):
-        cells = [text for pool in pools for text in (f"{row.seconds[pool]:,.1f}", f"{row.usd[pool]:.4f}")]
-        total = (f"{sum(row.usd.values()):.4f}", f"{row.share:.1%}")
-        table.add_row(row.name, *cells, *total, style="bold" if row.is_sum else None, end_section=row.is_sum)
+    is_long, is_dear = ledger.seconds() > LONG_S, ledger.usd() >= DEAR_USD
+    unit, unit_s = ("h", SECONDS_PER_H) if is_long else ("s", 1.0)
+
+    def texts(seconds: float, usd: float) -> tuple[str, str]:
+        return f"{seconds / unit_s:,.1f}", f"{usd:,.2f}" if is_dear else f"{usd:.4f}"
+
+    def lines(*, apart: bool) -> list[list[str]]:
+        """The heads, and the cells of each row."""
+        heads = [head for pool in pools for head in (f"{pool} {unit}", "$")] if apart else [f"all {unit}"]
+        found = [["", *heads, "all $", "share"]]
+        for row in rows(ledger):
+            each = [text for pool in pools for text in texts(row.seconds[pool], row.usd[pool])]
+            seconds, usd = texts(sum(row.seconds.values()), sum(row.usd.values()))
+            found.append([row.name, *(each if apart else [seconds]), usd, f"{row.share:.1%}"])
+        return found
+
+    (heads, *cells), caption = lines(apart=True), None
+    if sum(max(map(len, column)) + 1 for column in zip(heads, *cells, strict=True)) > width:
+        (heads, *cells), caption = lines(apart=False), "a wider terminal, or a file, shows each pool"
+    table = Table(title=title, box=None, pad_edge=False, collapse_padding=True, caption=caption)
+    for head in heads:
+        table.add_column(head, justify="right" if head else "left", no_wrap=True)
+    for row, line in zip(rows(ledger), cells, strict=True):
+        table.add_row(*line, style="bold" if row.is_sum else None, end_section=row.is_sum)
     return table
 
 

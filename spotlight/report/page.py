@@ -33,7 +33,7 @@ from spotlight.store.objects import atomic_write
 from spotlight.store.rundir import RunDir
 
 METRICS = {
-    "reward_mean": "reward of the samples that were rolled out",
+    "reward_mean": "reward of the iteration's samples",
     "reward_std": "their spread: what the advantage lives on",
     "explored_reward_mean": "reward of all seeds tried, drawn with weights one version old",
     "explored_reward_std": "their spread",
@@ -41,7 +41,7 @@ METRICS = {
     "where iteration 0 was explored with its own weights",
     "fidelity": "how much of a difference in explored reward is there again in the rollout",
     "zero_std_ratio": "share of groups whose rewards are all equal: nothing to learn from them",
-    "samples": "rolled out; trained on, too, where there is no next row",
+    "samples": "of the iteration; all are trained on where there is no next row",
     "samples_trained": "of these, the most telling of each prompt (train.seeds_used)",
     "seeds_scored": "candidate seeds scored before training ended",
     "beside_seeds": "of the next iteration's candidates, those scored beside this training",
@@ -166,6 +166,7 @@ def _timeline(facts: Facts, plot: str) -> str:
     lanes = LANES_NOTES["ahead" if settings.rollout.prompts_ahead else settings.strategy.exploration]
     if settings.exploration.reuse and settings.strategy.exploration != "off":
         lanes += REUSE_NOTE
+    lanes += "".join(f"Dotted: the run had no worker for {_duration(lasted_s)}. " for _, lasted_s in facts.breaks)
     if not facts.is_crowded():
         note = TIMELINE_NOTE if facts.zoom() == facts.whole else OVERVIEW_NOTE
         return _section("What every worker did", note.format(lanes=lanes), plot)
@@ -352,12 +353,17 @@ def _spending(ledger: Ledger, plot: str) -> str:
     return f"{plot}<table><thead>{head}</thead><tbody>{''.join(lines)}</tbody></table><table>{facts}</table>"
 
 
+SPARKLINE_PX = 160
+
+
 def _sparkline(values: pd.Series[float]) -> str:
     y = values.to_numpy(dtype=float)
+    if len(y) > SPARKLINE_PX:  # more points than the picture has columns
+        y = np.array([part.mean() for part in np.array_split(y, SPARKLINE_PX)])
     spread = float(np.ptp(y)) or 1.0
-    x = np.linspace(2, 158, len(y))
+    x = np.linspace(2, SPARKLINE_PX - 2, len(y))
     points = " ".join(f"{a:.1f},{20 - 16 * (b - y.min()) / spread:.1f}" for a, b in zip(x, y, strict=True))
-    return f'<svg width="160" height="24"><polyline points="{points}"/></svg>'
+    return f'<svg width="{SPARKLINE_PX}" height="24"><polyline points="{points}"/></svg>'
 
 
 def _files(facts: Facts) -> str:

@@ -26,6 +26,8 @@ OTHER, LOST, ALIVE = "#c3c9d2", "#d3323a", "#e9ecf1"
 """A phase of no colour, a preemption, a worker that is there whether it works or not."""
 WASTE_COLOURS = {"idle": "#dfe3ea", "start-up": "#b9c1cf", "dropped": "#f9d7a5", "lost": LOST, "redone": "#e88a8f"}
 """Seconds that were paid for and bought nothing, by kind."""
+CALLED_OFF = ("dropped", "stopped")
+"""Outcomes of work that was called off."""
 CALLED_OFF_ALPHA = 0.4
 """Of work that was dropped or stopped, so that what counted stands out."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib import font_manager
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
@@ -21,6 +23,7 @@ from spotlight.report.facts import Facts
 from spotlight.report.palette import (
     ALIVE,
     AXIS,
+    CALLED_OFF,
     CALLED_OFF_ALPHA,
     FAINT,
     INK,
@@ -33,9 +36,13 @@ from spotlight.report.palette import (
 
 GRID_COLUMNS, GRID_MAX = 8, 32
 """Validation prompts in a row and in all: more cannot be told apart on a page 1,180 px wide."""
+FONTS = ["DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Source Han Sans SC", "PingFang SC"]
+FONTS += ["Hiragino Sans", "Microsoft YaHei", "WenQuanYi Zen Hei", "WenQuanYi Micro Hei", "Droid Sans Fallback"]
+"""Of these, what the machine has: the first knows no Chinese and no Japanese."""
 COUNTS_IN = 2.4
 """Height of the picture that counts workers."""
 STYLE: dict[Any, Any] = {
+    "font.family": [name for name in FONTS if name in font_manager.get_font_names()],
     "font.size": 10,
     "text.color": INK,
     "axes.edgecolor": AXIS,
@@ -68,7 +75,9 @@ def write_pictures(facts: Facts) -> Path | None:
         }
         for path, picture in drawn.items():
             if picture:
-                picture.savefig(path, dpi=160, facecolor="white")
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)  # it is drawn as a box
+                    picture.savefig(path, dpi=160, facecolor="white")
     return grid if drawn[grid] else None
 
 
@@ -128,7 +137,7 @@ def _timeline(facts: Facts) -> Figure | None:
         axes[0].axvspan(*zoom, fill=False, edgecolor=INK, lw=1.2, zorder=5)
         some = f", {count} of {len(facts.lanes()):,} workers" if is_crowded else ""
         axes[1].set_title(f"Closer: {zoom[0]:.0f} s to {zoom[1]:.0f} s{some}", fontsize=10)
-    axes[-1].set_xlabel("seconds since the start")
+    axes[-1].set_xlabel(facts.time_axis())
     handles: list[Artist] = [Patch(color=phase_colour(phase), label=phase) for phase in facts.by_phase()]
     handles.append(Patch(color=ALIVE, label="idle"))
     if shown.losses():
@@ -154,7 +163,7 @@ def _draw_lanes(ax: Axes, facts: Facts, window: Interval) -> None:
     _draw_bars(ax, [(row[lane], alive) for lane, alive in facts.alive()], 0.88, color=ALIVE, zorder=0.5)
     bars: defaultdict[tuple[str, float], list[tuple[float, Interval]]] = defaultdict(list)
     for span in facts.spans:
-        alpha = CALLED_OFF_ALPHA if span.outcome in ("dropped", "stopped") else 1.0
+        alpha = CALLED_OFF_ALPHA if span.outcome in CALLED_OFF else 1.0
         bars[phase_colour(span.phase), alpha].append((row[span.pool, span.worker], (span.start_s, span.stop_s)))
     for start_s, stop_s in facts.training():
         ax.axvspan(start_s, stop_s, color=phase_colour("train"), alpha=0.1, lw=0, zorder=0.8)
@@ -164,6 +173,8 @@ def _draw_lanes(ax: Axes, facts: Facts, window: Interval) -> None:
         ax.plot(at_s, row[lane], "X", color=LOST, mec="white", ms=9, zorder=6)
     for lane, left_s in facts.departures():
         ax.vlines(left_s, row[lane] - 0.46, row[lane] + 0.46, color=LOST, lw=2.5)
+    for at_s, _ in facts.breaks:
+        ax.axvline(at_s, color=INK, lw=1.4, ls=":", zorder=5)
     ax.set_yticks([row[lane] for lane in lanes], [worker for _, worker in lanes])
     for label, (pool, _) in zip(ax.get_yticklabels(), lanes, strict=True):
         label.set_color(POOL_COLOURS.get(pool, INK))
@@ -228,6 +239,6 @@ def _draw_image(ax: Axes, image: NDArray[Any], reward: float | None, before: flo
 
 def _target(text: str) -> str:
     """What a prompt asks to be written, else its beginning, short enough for a title."""
-    parts = text.split('"')
-    wanted = parts[1] if len(parts) > 2 else text
+    parts = " ".join(text.split()).split('"')
+    wanted = parts[1] if len(parts) > 2 else '"'.join(parts)
     return (wanted if len(wanted) <= 14 else wanted[:13] + "…").replace("$", r"\$")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from spotlight.report.facts import Facts
 from spotlight.report.money import rows
 from spotlight.report.palette import (
     ALIVE,
+    CALLED_OFF,
     CALLED_OFF_ALPHA,
     INK,
     LOST,
@@ -52,8 +54,12 @@ def reward_plot(facts: Facts) -> Plot:
     return plot
 
 
-LEAST_PX = 220
-"""Height of the timeline: a legend of two lines leaves room for the names of two pools."""
+POOL_PX, FEW_LANES = 60, 16
+"""Height of the name of a pool, which stands beside its lanes; of many lanes nobody reads single names."""
+ABOVE_PX, GROUP_PADDING = 110, 0.6
+"""Height of legend and axis; between pools, in lanes."""
+Sources = Mapping[str, ColumnDataSource]
+"""What is drawn of each phase, once for all plots that show it."""
 
 
 def timeline_plot(facts: Facts) -> Plot:
@@ -62,13 +68,17 @@ def timeline_plot(facts: Facts) -> Plot:
     Of a crowded run, how many workers did what, and below it what some of them did in a few iterations.
     """
     if facts.is_crowded():
-        return column(_counts_plot(facts), _lanes_plot(facts.closer(), facts.zoom()), sizing_mode="stretch_width")
-    plot = _lanes_plot(facts, facts.zoom())
+        closer = facts.closer()
+        return column(
+            _counts_plot(facts), _lanes_plot(closer, facts.zoom(), _sources(closer)), sizing_mode="stretch_width"
+        )
+    sources = _sources(facts)
+    plot = _lanes_plot(facts, facts.zoom(), sources)
     if facts.zoom() == facts.whole:
         return plot
     overview = empty_plot(50 + min(12 * len(facts.lanes()), 140), tools="", y_range=plot.y_range, x_range=facts.whole)
     overview.yaxis.visible = overview.ygrid.visible = False
-    _plot_lanes(overview, facts, cross_px=7)
+    _plot_lanes(overview, facts, sources, cross_px=7)
     overview.legend.visible = False
     window = RangeTool(x_range=plot.x_range)
     window.overlay.fill_color, window.overlay.fill_alpha = INK, 0.08
@@ -89,20 +99,23 @@ def _counts_plot(facts: Facts) -> Plot:
     tooltips = [("at", "@at{0} s"), *((phase, f"@{{{phase}}}{{0.0}}") for phase in counts), ("all", "@all{0.0}")]
     plot.add_tools(HoverTool(renderers=[line], tooltips=tooltips, mode="vline", visible=False))
     left, right = facts.zoom()
+    _draw_breaks(plot, facts)
     plot.add_layout(BoxAnnotation(left=left, right=right, fill_alpha=0, line_color=INK, line_alpha=0.8))
     legend_above(plot)
     return plot
 
 
-def _lanes_plot(facts: Facts, window: Interval) -> Plot:
+def _lanes_plot(facts: Facts, window: Interval, sources: Sources) -> Plot:
     """A lane per worker, which shows this stretch of time at first."""
     lanes = facts.lanes()[::-1]
+    pools = Counter(pool for pool, _ in lanes)
+    lane_px = max(14, min(36, 900 // len(lanes)), POOL_PX / min(pools.values()) if len(lanes) <= FEW_LANES else 0)
     plot = empty_plot(
-        max(LEAST_PX, 90 + max(14, min(36, 900 // len(lanes))) * len(lanes)),
+        round(ABOVE_PX + lane_px * (len(lanes) + GROUP_PADDING * (len(pools) - 1))),
         tools="xpan,xbox_zoom,reset,save",
-        y_range=FactorRange(factors=lanes, group_padding=0.6),
+        y_range=FactorRange(factors=lanes, group_padding=GROUP_PADDING),
         x_range=window,
-        x_axis_label="seconds since the start",
+        x_axis_label=facts.time_axis(),
     )
     plot.ygrid.grid_line_color = None
     plot.yaxis.group_text_font_size = "12px"
@@ -114,15 +127,18 @@ def _lanes_plot(facts: Facts, window: Interval) -> Plot:
         ("time", "@start_s{0.00} s, for @seconds{0.00} s"),
         ("key", "@key"),
     ]
-    plot.add_tools(HoverTool(renderers=_plot_lanes(plot, facts, cross_px=13), tooltips=tooltips, visible=False))
+    plot.add_tools(
+        HoverTool(renderers=_plot_lanes(plot, facts, sources, cross_px=13), tooltips=tooltips, visible=False)
+    )
     legend_above(plot)
     return plot
 
 
 def money_plot(facts: Facts) -> Plot:
     """Dollars spent by pool over time, beside what the same useful seconds cost at reserved prices."""
-    plot = empty_plot(280, tools="xpan,reset,save", x_axis_label="seconds since the start", y_axis_label="US dollars")
+    plot = empty_plot(280, tools="xpan,reset,save", x_axis_label=facts.time_axis(), y_axis_label="US dollars")
     plot.yaxis.formatter = NumeralTickFormatter(format="$0,0.00[00]")
+    plot.y_range.start = 0
     at_s, pools, reserved_only = facts.money()
     total = np.sum(list(pools.values()), axis=0)
     source = ColumnDataSource({"at": at_s, "reserved_only": reserved_only, "total": total, **pools})
@@ -131,6 +147,7 @@ def money_plot(facts: Facts) -> Plot:
     plot.varea_stack(names, x="at", color=colours, alpha=0.8, legend_label=names, source=source)
     line = plot.line("at", "total", source=source, line_alpha=0)
     dashed: Any = {"color": LOST, "line_width": 2, "line_dash": "dashed"}
+    _draw_breaks(plot, facts)
     plot.line("at", "reserved_only", source=source, **dashed, legend_label=AT_RESERVED_PRICES)
     rows = [("at", "@at{0} s"), *((name, f"@{name}{{$0,0.000}}") for name in names), ("together", "@total{$0,0.000}")]
     tooltips = [*rows, (AT_RESERVED_PRICES, "@reserved_only{$0,0.000}")]
@@ -142,19 +159,24 @@ def money_plot(facts: Facts) -> Plot:
 def spending_plot(ledger: Ledger) -> Plot:
     """Dollars of each pool: useful work by phase, then, hatched, what was wasted."""
     pools = sorted({entry.pool for entry in ledger.entries}, reverse=True)  # the axis begins at the bottom
+    is_free = not ledger.usd()
     plot = empty_plot(
-        120 + 52 * len(pools), tools="save", y_range=FactorRange(factors=pools), x_axis_label="US dollars"
+        120 + 52 * len(pools),
+        tools="save",
+        y_range=FactorRange(factors=pools),
+        x_axis_label="seconds of workers (nothing has a price)" if is_free else "US dollars",
     )
     plot.ygrid.grid_line_color = None
     plot.yaxis.axis_line_color = plot.yaxis.major_tick_line_color = None
-    plot.xaxis.formatter = NumeralTickFormatter(format="$0,0.00[00]")
+    plot.xaxis.formatter = NumeralTickFormatter(format="0,0" if is_free else "$0,0.00[00]")
     plot.x_range.start = 0
     left = dict.fromkeys(pools, 0.0)
     for row in rows(ledger):
         if row.is_sum:
             continue
-        shown = [pool for pool in pools if row.usd[pool]]
-        right = {pool: left[pool] + row.usd[pool] for pool in shown}
+        amounts = row.seconds if is_free else row.usd
+        shown = [pool for pool in pools if amounts[pool]]
+        right = {pool: left[pool] + amounts[pool] for pool in shown}
         source = ColumnDataSource(
             {
                 "pool": shown,
@@ -192,7 +214,11 @@ def _hoverable_line(
     plot.add_tools(HoverTool(renderers=[dots], tooltips=[(label, "@y{0.000}"), ("version", "@x")], visible=False))
 
 
-def _plot_lanes(plot: Plot, facts: Facts, *, cross_px: int) -> list[Any]:
+def _sources(facts: Facts) -> Sources:
+    return {phase: ColumnDataSource(_columns(spans)) for phase, spans in facts.by_phase().items()}
+
+
+def _plot_lanes(plot: Plot, facts: Facts, sources: Sources, *, cross_px: int) -> list[Any]:
     """Draw every worker's lane; returns the bars of its work."""
     alive = facts.alive()
     plot.hbar(
@@ -211,9 +237,9 @@ def _plot_lanes(plot: Plot, facts: Facts, *, cross_px: int) -> list[Any]:
         alpha=0.1,
         line_color=None,
     )
+    _draw_breaks(plot, facts)
     bars = []
-    for phase, spans in facts.by_phase().items():
-        source = ColumnDataSource(_columns(spans))
+    for phase, source in sources.items():
         style: Any = {"color": phase_colour(phase), "alpha": "alpha", "line_color": None}
         bars.append(plot.hbar("lane", 0.72, "start_s", "stop_s", source=source, **style, legend_label=phase))
     gone, losses = facts.departures(), facts.losses()
@@ -224,8 +250,15 @@ def _plot_lanes(plot: Plot, facts: Facts, *, cross_px: int) -> list[Any]:
     return bars
 
 
+def _draw_breaks(plot: Plot, facts: Facts) -> None:
+    """Where times leave out that the run had no worker."""
+    if facts.breaks:
+        plot.vspan(x=[at_s for at_s, _ in facts.breaks], color=INK, line_width=1.4, line_dash="dotted")
+
+
 def _columns(spans: Sequence[Span]) -> dict[str, Any]:
-    alphas = [CALLED_OFF_ALPHA if span.outcome in ("dropped", "stopped") else 1.0 for span in spans]
+    spans = sorted(spans, key=lambda span: span.outcome in CALLED_OFF)  # a legend shows the first
+    alphas = [CALLED_OFF_ALPHA if span.outcome in CALLED_OFF else 1.0 for span in spans]
     return {
         **{name: [getattr(span, name) for span in spans] for name in ("worker", "pool", "key", "phase", "outcome")},
         **{name: np.array([getattr(span, name) for span in spans]) for name in ("iteration", "start_s", "stop_s")},
