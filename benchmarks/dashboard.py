@@ -68,6 +68,7 @@ class Feeder:
             self._join(at_s, number)
         usd_per_h = {"reserved": 10.47, "spot": 2.66}
         about = {"kind": "run", "id": 0, "name": "made-up", "url": "made-up", "iterations": 200, "label": "MADE UP"}
+        about["session"] = "made-up"
         self.page.take([{**about, "usd_per_h": usd_per_h}])
 
     def _join(self, at_s: float, number: int) -> None:
@@ -104,7 +105,9 @@ class Feeder:
             self.iteration += 1
         spent = (now_s - began_s) / 3600
         usd = {"reserved": spent * RESERVED * 10.47, "spot": spent * (self.workers - RESERVED) * 2.66}
-        money = {"kind": "money", "id": -1, "at_s": now_s, "usd": usd, "usd_reserved_only": 2.4 * sum(usd.values())}
+        spent = sum(usd.values())
+        money = {"kind": "money", "id": -1, "at_s": now_s, "usd": usd, "usd_reserved_only": 2.4 * spent}
+        money |= {"ledger_s": now_s, "ledger_usd": spent}
         if int(now_s) != int(now_s - TICK_S):
             self.page.take([money])
 

@@ -25,7 +25,7 @@ from cluster.dashboard import text
 from cluster.dashboard.facts import ROWS_MAX, Facts, Recovery, head_count, lanes, recoveries
 from cluster.dashboard.lanes import Lanes
 from cluster.dashboard.metrics import exposition
-from cluster.dashboard.panels import Pools
+from cluster.dashboard.panels import STEPS_MAX, Pools
 from cluster.dashboard.plugin import PAGE, PagePlugin, pages
 from cluster.dispatch import Dispatch
 from cluster.events import WorkerJoined
@@ -44,6 +44,7 @@ from spotlight.store.thumbnails import pictures, thumbnail
 
 PRICES = {"reserved": 10.0, "spot": 2.5}
 ABOUT = {"kind": "run", "id": 0, "name": "a", "url": "/runs/a", "iterations": 9, "label": "", "usd_per_h": PRICES}
+ABOUT |= {"session": "first"}
 
 
 def facts_of(*rows: dict[str, Any]) -> Facts:
@@ -52,10 +53,15 @@ def facts_of(*rows: dict[str, Any]) -> Facts:
     return facts
 
 
+def money_row(at_s: float = 1.0, usd: dict[str, float] | None = None, **given: float) -> dict[str, Any]:
+    fields = {"usd_reserved_only": 1.5, "ledger_s": at_s, "ledger_usd": 0.5}
+    return {"kind": "money", "id": -1, "at_s": at_s, "usd": usd or {"spot": 0.5}, **fields, **given}
+
+
 def test_rows_that_come_again_change_nothing() -> None:
     rows = [ABOUT, *({"kind": "iteration", "id": k, "reward_mean": 0.1 * k, "reward_std": 0.2} for k in range(3))]
     facts = facts_of(*rows)
-    before = facts.changes
+    before = facts.changes.copy()
 
     facts.take(rows)
 
@@ -66,19 +72,17 @@ def test_rows_that_come_again_change_nothing() -> None:
 def test_another_run_begins_with_an_empty_page() -> None:
     facts = facts_of(ABOUT, {"kind": "validation", "id": 0, "score": 0.5})
 
-    facts.take([ABOUT | {"url": "/other/a"}])  # of the same name
+    facts.take([ABOUT | {"session": "second"}])  # of the same name, in the same directory
 
     assert facts.rows("validation") == []
-    assert facts.latest("run")["url"] == "/other/a"
+    assert facts.latest("run")["session"] == "second"
 
 
 def test_dollars_an_hour_are_those_of_now_where_they_are_known() -> None:
     facts = facts_of(ABOUT)
     planned = facts.prices()
 
-    facts.take(
-        [{"kind": "money", "id": -1, "at_s": 1.0, "usd": {}, "usd_reserved_only": 0.0, "usd_per_h": {"spot": 9.0}}]
-    )
+    facts.take([money_row() | {"usd_per_h": {"spot": 9.0}}])
 
     assert planned == PRICES
     assert facts.prices() == {"spot": 9.0}
@@ -95,9 +99,8 @@ def test_rows_of_a_kind_that_is_not_known_are_refused_and_not_kept() -> None:
 
 def test_the_page_keeps_no_more_than_it_shows() -> None:
     facts = facts_of(ABOUT, *({"kind": "images", "id": version, "images": []} for version in range(5)))
-    money = {"kind": "money", "id": -1, "usd": {"spot": 1.0}, "usd_reserved_only": 2.0}
 
-    facts.take([money | {"at_s": float(at_s)} for at_s in range(10_000)])
+    facts.take([money_row(at_s=float(at_s)) for at_s in range(10_000)])
 
     assert [row["id"] for row in facts.rows("images")] == [4]
     assert len(facts.money) <= 240
@@ -114,7 +117,7 @@ def test_a_loss_is_over_when_its_work_has_taken_a_step_and_its_place_a_worker() 
         {"at_s": 11.0, "event": "left", "worker": "spot-2"},
     ]
 
-    first, second = recoveries(events)
+    first, second = recoveries(events, {})
 
     assert (first.worker, first.requests) == ("spot-1", 1)
     assert first.work_s == pytest.approx(0.4)
@@ -125,7 +128,24 @@ def test_a_loss_is_over_when_its_work_has_taken_a_step_and_its_place_a_worker() 
 def test_a_worker_that_hung_is_told_of_once() -> None:
     events = [{"at_s": 1.0, "event": "hung", "worker": "s"}, {"at_s": 1.1, "event": "lost", "worker": "s"}]
 
-    assert [each.what for each in recoveries(events)] == ["hung, and was ended"]
+    assert [each.what for each in recoveries(events, {})] == ["hung, and was ended"]
+
+
+def test_a_worker_of_another_name_may_take_the_place_of_one_that_was_lost() -> None:
+    pools = {"a": "spot", "b": "spot", "c": "spot", "r": "reserved"}
+    events = [
+        {"at_s": 1.0, "event": "lost", "worker": "a"},
+        {"at_s": 2.0, "event": "lost", "worker": "b"},
+        {"at_s": 3.0, "event": "engine lost", "worker": "c"},
+        {"at_s": 4.0, "event": "joined", "worker": "r"},
+        {"at_s": 5.0, "event": "joined", "worker": "b"},
+        {"at_s": 7.0, "event": "joined", "worker": "d"},
+    ]
+
+    found = recoveries(events, pools | {"d": "spot"})
+
+    assert [each.back_s for each in found] == [6.0, 3.0, None]
+    assert '<td class="number">–</td></tr>' in text.recovery_table(found[2:], 0.0)  # its worker was there all along
 
 
 def test_lanes_are_sorted_as_people_count() -> None:
@@ -157,8 +177,7 @@ def test_what_strangers_wrote_is_shown_and_not_run() -> None:
 
 def test_dollars_of_all_pools_are_drawn_and_a_pool_that_never_was_is_not_shown() -> None:
     usd = {"reserved": 1.0, "spot": 2.0, "reward": 4.0}
-    money = {"kind": "money", "id": -1, "at_s": 10.0, "usd": usd, "usd_reserved_only": 3.0}
-    facts, dispatch = facts_of(money), Dispatch(Rules())
+    facts, dispatch = facts_of(money_row(at_s=10.0, usd=usd)), Dispatch(Rules())
     facts._find = lambda: dispatch
     panel = Pools(facts)
     plots: list[Any] = panel.root.children
@@ -172,6 +191,55 @@ def test_dollars_of_all_pools_are_drawn_and_a_pool_that_never_was_is_not_shown()
     assert panel._spent.data["reward"] == [4.0]
     assert shown == [False, False]
     assert [renderer.visible for renderer in drawn] == [True, True]
+
+
+def test_work_at_reserved_prices_stands_beside_what_was_spent_by_the_same_moment() -> None:
+    at_end = {"ledger_s": 20.0, "ledger_usd": 3.0, "usd_reserved_only": 4.0}
+    none_yet = {"ledger_s": 0.0, "ledger_usd": 0.0, "usd_reserved_only": 0.0}
+    facts = facts_of(money_row(10.0, {"spot": 2.0}, **none_yet), money_row(30.0, {"spot": 5.0}, **at_end))
+    facts.take([money_row(40.0, {"spot": 7.0}, **at_end)])
+    facts._find = lambda: joined(0.0)
+    panel = Pools(facts)
+
+    panel.update()
+
+    assert dict(panel._reserved_only.data) == {"at": [20.0], "usd": [4.0], "spent": [3.0]}
+    assert "beside $3.00 by then" in text.cards(facts)
+
+
+def joined(*at_s: float, dispatch: Dispatch | None = None) -> Dispatch:
+    found = dispatch or Dispatch(Rules())
+    for at in at_s:
+        found.handle(WorkerJoined(at_s=at, address=f"a{at}", name=f"spot-{at:g}", pool="spot", node=""))
+    return found
+
+
+def test_counts_of_workers_are_drawn_anew_only_when_one_came_or_went() -> None:
+    dispatch, now_s = joined(0.0), [100.0]
+    facts = Facts(lambda: dispatch, clock=lambda: now_s[0])
+    panel = Pools(facts)
+    panel.update()
+    drawn = panel._steps.data
+
+    now_s[0] = 130.0
+    panel.update()
+    assert panel._steps.data is drawn
+    assert drawn["at"][-1] == 130.0
+    joined(*(float(at) for at in range(1, 3_000)), dispatch=dispatch)
+    panel.update()
+
+    assert len(panel._steps.data["at"]) <= STEPS_MAX + 2
+    assert panel._steps.data["spot"][-1] == 3_000
+
+
+def test_workers_of_all_pools_are_counted() -> None:
+    dispatch = joined(0.0)
+    dispatch.handle(WorkerJoined(at_s=1.0, address="r", name="reward-0", pool="reward", node=""))
+    facts = Facts(lambda: dispatch, clock=lambda: 100.0)
+    facts.take([ABOUT])
+
+    assert "<b>0 + 1 + 1</b><span>reserved + spot + reward workers now" in text.cards(facts)
+    assert 'spotlight_workers{run="a",pool="reward"} 1.0' in exposition(facts)
 
 
 def test_a_long_history_is_told_in_pieces_the_latest_first(tmp_path: Path) -> None:
@@ -193,9 +261,8 @@ def lost(**given: Any) -> Recovery:
 
 def test_figures_for_prometheus_are_in_its_format() -> None:
     row = {"kind": "iteration", "id": 3, "reward_mean": 0.75, "variance_kept": 0.1}
-    money = {"kind": "money", "id": -1, "at_s": 1.0, "usd": {"spot": 0.5}, "usd_reserved_only": 1.5}
 
-    said = exposition(facts_of(ABOUT | {"name": 'a"\\'}, row, money))
+    said = exposition(facts_of(ABOUT | {"name": 'a"\\'}, row, money_row(usd={"spot": 0.5})))
 
     line = re.compile(r'# (HELP|TYPE) spotlight_\w+ .+|spotlight_\w+\{\w+="([^"\\]|\\.)*"(,\w+="\w*")*\} [-+.\deinf]+')
     assert [each for each in said.splitlines() if not line.fullmatch(each)] == []

@@ -19,6 +19,7 @@ from spotlight.report.iteration_figure import (
     _columns,
     _grid,
     _Layer,
+    _nearest,
     _read,
     _rows,
     _subtitles,
@@ -182,6 +183,40 @@ def test_there_are_no_more_rounds_than_requests(tmp_path: Path) -> None:
 
     assert 0 not in map(len, graph.layers.values())
     assert sum("allocate" in name for name in graph.layers) == 2
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.toml")), ids=lambda path: path.stem)
+def test_every_example_has_a_figure_that_fits_a_page(tmp_path: Path, path: Path) -> None:
+    graph = example_graph(config.load(path)).graph
+
+    draw(graph, tmp_path / "graph.png")
+
+    assert imread(tmp_path / "graph.png").shape[1] < 3_700
+    assert sum(layer.tasks for layer in _read(graph).values()) == sum(map(len, graph.layers.values()))
+
+
+def test_layers_without_a_task_are_left_out_and_what_they_joined_stays_joined() -> None:
+    graph = build(("rollout-1", 2, "any", ()), ("score-1", 0, "any", ("rollout-1",)), ("x-1", 1, "head", ("score-1",)))
+
+    layers = _read(graph)
+
+    assert _nearest(graph, layers) == {"rollout-1": set(), "x-1": {"rollout-1"}}
+
+
+def test_of_many_rounds_the_last_stands_for_all_after_the_first_two() -> None:
+    layers = _read(iteration(rounds=7))
+
+    explored = [(layer.round, layer.tasks) for layer in layers.values() if layer.phase == "explore"]
+    assert explored == [("0", 6), ("1", 6), ("2–6", 30)]
+
+
+def test_where_candidates_are_trained_on_as_drawn_nobody_is_said_to_roll_out() -> None:
+    path = EXAMPLES / "presets" / "spot-heavy.toml"
+
+    told = _subtitles(list(_read(example_graph(config.load(path)).graph).values()))
+
+    assert told["reserved"] == "train"
+    assert told["spot"] == "train\nand explore"
 
 
 def test_another_suffix_is_refused_with_those_that_work(tmp_path: Path) -> None:

@@ -110,6 +110,12 @@ def test_prices_that_count_from_the_start_begin_with_the_first_worker() -> None:
     assert moved["spot"] == Price(times_s=(400, 460), usd_per_h=(1.0, 3.0))
 
 
+def test_of_prices_whose_times_become_one_the_last_holds() -> None:
+    price = Price(times_s=(0.0, 10.0, 20.0, 30.0), usd_per_h=(1.0, 2.0, 3.0, 4.0))
+
+    assert price.at_times(lambda at_s: min(at_s, 10.0)) == Price(times_s=(0.0, 10.0), usd_per_h=(1.0, 4.0))
+
+
 @pytest.mark.parametrize(("times_s", "usd_per_h"), [((), ()), ((0.0,), (1.0, 2.0)), ((1.0, 1.0), (1.0, 2.0))])
 def test_a_price_that_makes_no_sense_is_refused(times_s: tuple[float, ...], usd_per_h: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match=r"times"):

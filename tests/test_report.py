@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,15 @@ from runs import ROOT, settings_file
 from spotlight import config
 from spotlight.__main__ import main
 from spotlight.device.learning_model import MODEL
-from spotlight.display import summary_table
+from spotlight.display import _Display, status_table, summary_table, terminal
 from spotlight.records import Prompt, Quarantined, SpotlightError
 from spotlight.report import PHASE_COLOURS, base_phase, history_frame, phase_colour, write_report
 from spotlight.report.facts import COLUMNS, LANES_MAX, read
 from spotlight.report.money import WASTE, bought, rows
 from spotlight.report.page import HIDDEN, METRICS
+from spotlight.report.pictures import _target
+from spotlight.report.plots import spending_plot
+from spotlight.run import Run
 from spotlight.simulation import Learning, Simulation
 from spotlight.store.creating import create_run
 from spotlight.store.rows import SIMULATED
@@ -338,6 +341,86 @@ def test_the_account_can_be_read_on_a_narrow_terminal(
     said = capsys.readouterr().out
     assert "100.0%" in said
     assert "\u2026" not in said
+
+
+@pytest.mark.parametrize(("columns", "pools"), [("60", 0), ("", 3)])
+def test_a_long_account_of_three_pools_is_never_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str, pools: int
+) -> None:
+    """On a narrow terminal all pools together, in a file each of them; in hours and whole cents."""
+    run_dir = write_run(tmp_path / "run", iterations=3)
+    lives = [_life("reward-0", START_S, START_S + 5e6, "end") | {"pool": "reward"}]
+    lives += [json.loads(line) for line in (run_dir / "workers.jsonl").read_text().splitlines()]
+    write_jsonl(run_dir / "workers.jsonl", lives)
+    monkeypatch.setenv("COLUMNS", columns)
+
+    main(["cost", str(run_dir)])
+
+    said = capsys.readouterr().out
+    assert "\u2026" not in said
+    assert sum(f"{pool} h" in said for pool in ("reserved", "spot", "reward")) == pools
+    assert ("a wider terminal" in said) == (not pools)
+    assert re.search(r"1,38\d\.\d", said)
+
+
+def test_texts_with_brackets_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(tmp_path / "run [spot]", iterations=1)
+    status = replace(Run.attach(run_dir).status, state="failed", error="no worker: [/mnt/w] is full :warning:")
+    console = terminal()
+
+    main(["cost", str(run_dir)])
+    console.print(status_table(status))
+    _Display(console).show(replace(status, refused={"w1": "no [/dev/shm] here"}))
+
+    said = capsys.readouterr().out
+    assert said.count("run [spot]") == 2
+    assert all(text in said for text in ("[/mnt/w] is full :warning:", "no [/dev/shm] here"))
+
+
+def test_a_run_that_was_resumed_after_a_day_is_shown_side_by_side_with_its_beginning(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", iterations=4)
+    before, middle_s, day_s = read(run_dir), START_S + 1 + 2 * ITERATION_S, 86_400.0
+    spans = [json.loads(line) for line in (run_dir / "spans.jsonl").read_text().splitlines()]
+    later = [span for span in spans if span["start_s"] >= middle_s - 1e-6]
+    for span in later:
+        span |= {"start_s": span["start_s"] + day_s, "stop_s": span["stop_s"] + day_s}
+    first = [json.loads(line) for line in (run_dir / "workers.jsonl").read_text().splitlines()][:-1]
+    ended = [life | {"left_s": middle_s, "reason": "end"} for life in first]
+    again = [life | {"joined_s": middle_s + day_s, "left_s": None} for life in first]
+    write_jsonl(run_dir / "spans.jsonl", spans)
+    write_jsonl(run_dir / "workers.jsonl", [*ended, *again])
+    (run_dir / "validation.jsonl").write_text("")
+
+    facts = read(run_dir)
+    page = page_of(run_dir)
+
+    assert np.array(facts.breaks) == pytest.approx(np.array([(middle_s - START_S, day_s)]))
+    assert facts.whole[1] < 2 * before.whole[1]
+    assert max(span.stop_s for span in facts.spans) == pytest.approx(max(span.stop_s for span in before.spans), abs=0.1)
+    assert "the run had no worker for 24 h 00 min" in page
+    assert facts.money()[1]["spot"][-1] == pytest.approx(facts.ledger.usd(pool="spot"))
+
+
+def test_a_script_without_a_font_here_warns_nobody(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", iterations=1)
+    for path in (run_dir / "images").glob("*.npz"):
+        found = dict(np.load(path))
+        np.savez(path, **found | {"texts": np.array(['a sign that says "\u4f60\n\u597d"'] * len(found["texts"]))})
+
+    write_report(run_dir)  # warnings are errors here
+
+    assert _target('a sign that says "\u4f60\n\u597d"') == "\u4f60 \u597d"
+
+
+def test_a_pool_of_free_workers_has_its_seconds_drawn(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", iterations=1)
+    ledger = read(run_dir).ledger
+    free = replace(ledger, entries=tuple(replace(each, usd=0.0, usd_reserved=0.0) for each in ledger.entries))
+
+    plots = spending_plot(ledger), spending_plot(free)
+
+    assert [str(plot.xaxis[0].axis_label)[:7] for plot in plots] == ["US doll", "seconds"]
+    assert [bool(plot.renderers) for plot in plots] == [True, True]
 
 
 def test_the_ledger_and_the_curve_of_dollars_end_alike(finished: Path) -> None:

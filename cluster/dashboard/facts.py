@@ -6,7 +6,7 @@ knows comes as rows (`spotlight.report.feed`), of which the last with a kind and
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -26,6 +26,7 @@ Lane = tuple[str, str]
 
 ROWS_MAX = {"run": 1, "images": 1, "seeds": 1, "prompts": 2, "iteration": 5_000, "validation": 5_000}
 """Rows kept of each kind, those with the highest ids; other kinds are refused."""
+MONEY = ("at_s", "usd", "usd_reserved_only", "ledger_s", "ledger_usd")
 POINTS = 240
 """Of the curve of dollars; with more, every other is dropped."""
 
@@ -38,6 +39,11 @@ class Money:
     usd: Mapping[str, float]
     """By pool."""
     usd_reserved_only: float
+    """Of the work up to another moment, the end of the last iteration."""
+    ledger_s: float
+    """That moment."""
+    ledger_usd: float
+    """What had been spent by then, of all pools."""
 
 
 @record
@@ -52,7 +58,7 @@ class Recovery:
     work_s: float | None = None
     """Until the last of these took its next step elsewhere; None while it has not, or where there was none."""
     back_s: float | None = None
-    """Until a worker of the same name had joined."""
+    """Until a worker of the same name had joined, or another of its pool in its place."""
 
 
 class Facts:
@@ -66,11 +72,11 @@ class Facts:
     def __init__(self, dispatch: Callable[[], Dispatch | None], clock: Clock = wall_clock) -> None:
         self._find, self.clock = dispatch, clock
         self._rows: dict[str, dict[int, Row]] = {}
-        self._run = ""
+        self._session = ""
         self.money: deque[Money] = deque()
         self._usd_per_h: dict[str, float] = {}
-        self.changes = 0
-        """Counts what was taken, but for money: what is drawn from rows is drawn anew when it has changed."""
+        self.changes: Counter[str] = Counter()
+        """Of each kind but money, how many rows were new: what is drawn from them is drawn anew then."""
 
     @property
     def dispatch(self) -> Dispatch:
@@ -83,26 +89,30 @@ class Facts:
         return self._find() is not None
 
     def take(self, rows: Iterable[Row]) -> None:
-        """Add the driver's rows; of the same kind and id, the last counts. Another run begins anew."""
+        """Add the driver's rows; of the same kind and id, the last counts.
+
+        Another run begins anew, and so does another driver of a run: its history may be shorter.
+        """
         for row in rows:
             if row["kind"] == "money":
                 self._take_money(row)
                 continue
             limit = ROWS_MAX[row["kind"]]
-            if row["kind"] == "run" and row["url"] != self._run:
-                self._run = row["url"]
+            if row["kind"] == "run" and row["session"] != self._session:
+                self._session = row["session"]
+                self.changes.update(list(self._rows))
                 self._rows.clear()
                 self.money.clear()
             of_kind = self._rows.setdefault(row["kind"], {})
             if of_kind.get(row["id"]) != row:
-                self.changes += 1
+                self.changes[row["kind"]] += 1
             of_kind[row["id"]] = row
             for surplus in sorted(of_kind)[: max(0, len(of_kind) - limit)]:
                 del of_kind[surplus]
 
     def _take_money(self, row: Row) -> None:
         self._usd_per_h = row.get("usd_per_h", {})
-        now = Money(at_s=row["at_s"], usd=row["usd"], usd_reserved_only=row["usd_reserved_only"])
+        now = Money(**{name: row[name] for name in MONEY})
         if self.money and now.at_s <= self.money[-1].at_s:
             return
         self.money.append(now)
@@ -151,7 +161,7 @@ class Facts:
 
     def recoveries(self) -> list[Recovery]:
         """Of the latest events, oldest first."""
-        return recoveries(self.dispatch.journal.recent)
+        return recoveries(self.dispatch.journal.recent, {life.worker: life.pool for life in self.lives()})
 
 
 NOTHING = Dispatch(Rules(), logged=False)
@@ -189,35 +199,50 @@ WHAT = {
 }
 
 
-def recoveries(events: Iterable[Row]) -> list[Recovery]:
+def recoveries(events: Iterable[Row], pools: Mapping[str, str]) -> list[Recovery]:
     """How each loss among the events was got over.
 
     A worker's loss is told before the requests that it broke; the next step of each of them, and the next worker of
-    its name, come later.
+    its name or pool, come later.
+
+    Args:
+        pools: of workers, by name.
     """
     found: list[Recovery] = []
     last: dict[str, int] = {}
-    """Of each worker, its latest loss."""
+    """Of each worker that is away, its latest loss."""
+    struck: dict[str, int] = {}
+    """The same, of workers that are back, too."""
     broken: dict[str, int] = {}
     """Requests that have not gone on yet, with the loss that broke them."""
     for event in events:
         kind, worker = event["event"], event.get("worker", "")
-        if kind in WHAT and not (kind == "lost" and _is_told(found, last.get(worker), "hung")):
-            last[worker] = len(found)
+        if kind in WHAT and not (kind == "lost" and _is_told(found, struck.get(worker), "hung")):
+            struck[worker] = len(found)
+            if kind != "engine lost":
+                last[worker] = len(found)
             found.append(Recovery(at_s=event["at_s"], worker=worker, what=WHAT[kind]))
             if kind == "engine lost" and event.get("gang"):
-                broken[event["gang"]] = last[worker]
+                broken[event["gang"]] = struck[worker]
                 found[-1] = replace(found[-1], requests=1)
-        elif kind in ("broken", "leaves") and event.get("lost") in last:
-            at = broken[event["gang"]] = last[event["lost"]]
+        elif kind in ("broken", "leaves") and event.get("lost") in struck:
+            at = broken[event["gang"]] = struck[event["lost"]]
             found[at] = replace(found[at], requests=found[at].requests + 1)
         elif kind == "stepped" and event["gang"] in broken:
             at = broken.pop(event["gang"])
             found[at] = replace(found[at], work_s=event["at_s"] - found[at].at_s)
-        elif kind == "joined" and worker in last:
-            at = last.pop(worker)
+        elif kind == "joined":
+            struck.pop(worker, None)
+            away = [name for name in last if name == worker] or [name for name in last if _same(pools, name, worker)]
+            if not away:
+                continue
+            at = last.pop(away[0])
             found[at] = replace(found[at], back_s=event["at_s"] - found[at].at_s)
     return found
+
+
+def _same(pools: Mapping[str, str], one: str, other: str) -> bool:
+    return one in pools and pools[one] == pools.get(other)
 
 
 def _is_told(found: Sequence[Recovery], at: int | None, kind: str) -> bool:

@@ -15,7 +15,7 @@ from bokeh.models.widgets.groups import RadioButtonGroup
 from cluster.dashboard.facts import Facts, Lane, lanes
 from cluster.snapshot import Doing
 from spotlight.records import Span
-from spotlight.report.palette import ALIVE, CALLED_OFF_ALPHA, INK, LOST, base_phase, phase_colour
+from spotlight.report.palette import ALIVE, CALLED_OFF, CALLED_OFF_ALPHA, INK, LOST, base_phase, phase_colour
 from spotlight.report.style import CLOCK, empty_plot
 
 SPANS_SENT = 4_000
@@ -223,7 +223,7 @@ def _bar(lane: Lane, start: float, stop: float, **more: Any) -> dict[str, Any]:
 
 
 def _past(span: Span, zero_s: float) -> dict[str, Any]:
-    called_off = span.outcome in ("dropped", "stopped")
+    called_off = span.outcome in CALLED_OFF
     return _bar(
         (span.pool, span.worker),
         span.start_s - zero_s,

@@ -87,7 +87,7 @@ def _of_driver(facts: Facts) -> Iterator[Family]:
         money = facts.money[-1]
         yield "usd_total", "counter", "Dollars spent", [({"pool": pool}, float(usd)) for pool, usd in money.usd.items()]
         only = float(money.usd_reserved_only)  # 0 until an iteration has ended
-        said = f"Dollars: {AT_RESERVED_PRICES}"
+        said = f"Dollars: {AT_RESERVED_PRICES}, up to the last iteration's end"
         yield "usd_reserved_only", "gauge", said, [({}, only)]
 
 

@@ -23,6 +23,8 @@ from spotlight.report.style import CLOCK, Plot, empty_plot, legend_above
 POOLS = {"reserved": "dashed", "spot": "solid", "reward": "dotted"}
 """With the dash of their lines. Those that are not always there are shown once they were."""
 RARE = ("reward",)
+STEPS_MAX = 600
+"""Comings and goings of workers that are drawn; of more, every second, or third."""
 
 
 class _Redrawn(ABC):
@@ -33,8 +35,8 @@ class _Redrawn(ABC):
         self._seen = -1
 
     def update(self) -> None:
-        if self._facts.changes != self._seen:
-            self._seen = self._facts.changes
+        if (seen := self._facts.changes.total()) != self._seen:
+            self._seen = seen
             self._redraw()
 
     @abstractmethod
@@ -49,8 +51,11 @@ class Pools:
     def __init__(self, facts: Facts, *, title: str = "") -> None:
         self._facts = facts
         self._money_s = -1.0
+        self._drawn = -1, 0, 0.0
+        """Of the steps: lives, those that have ended, and the first moment."""
         self._steps = ColumnDataSource({"at": [], **{pool: [] for pool in POOLS}})
-        self._spent = ColumnDataSource({"at": [], "reserved_only": [], "total": [], **{pool: [] for pool in POOLS}})
+        self._spent = ColumnDataSource({"at": [], "total": [], **{pool: [] for pool in POOLS}})
+        self._reserved_only = ColumnDataSource({"at": [], "usd": [], "spent": []})
         self._hidden: dict[str, list[Any]] = {}
         """Of each pool that was not there yet: its lines, areas and legends."""
         self.root = column(self._counts(title), self._dollars(), sizing_mode="stretch_width")
@@ -90,22 +95,18 @@ class Pools:
         for pool, area in zip(POOLS, areas, strict=True):
             self._hide_if_rare(pool, plot, area)
         dashed: Any = {"color": LOST, "line_width": 2, "line_dash": "dashed"}
-        plot.step("at", "reserved_only", source=self._spent, mode="after", **dashed, legend_label=AT_RESERVED_PRICES)
+        beside = plot.line("at", "usd", source=self._reserved_only, **dashed, legend_label=AT_RESERVED_PRICES)
         line = plot.line("at", "total", source=self._spent, line_alpha=0)
-        rows = [*((pool, f"@{pool}{{$0,0.0000}}") for pool in POOLS), (AT_RESERVED_PRICES, "@reserved_only{$0,0.0000}")]
+        rows = [(pool, f"@{pool}{{$0,0.0000}}") for pool in POOLS]
         plot.add_tools(HoverTool(renderers=[line], tooltips=rows, mode="vline", visible=False))
+        at_end = [(AT_RESERVED_PRICES, "@usd{$0,0.0000}"), ("spent by then", "@spent{$0,0.0000}")]
+        plot.add_tools(HoverTool(renderers=[beside], tooltips=at_end, visible=False))
         legend_above(plot)
         return plot
 
     def update(self) -> None:
         zero_s, now_s = self._facts.zero_s(), self._facts.clock()
-        steps = head_count(self._facts.lives(), list(POOLS))
-        if steps:
-            steps = [*steps, (now_s, steps[-1][1])]
-        self._steps.data = {
-            "at": [at_s - zero_s for at_s, _ in steps],
-            **{pool: [counts[pool] for _, counts in steps] for pool in POOLS},
-        }
+        self._count(zero_s, now_s)
         for pool in {life.pool for life in self._facts.lives()} & self._hidden.keys():
             for drawn in self._hidden.pop(pool):
                 drawn.visible = True
@@ -115,9 +116,30 @@ class Pools:
             self._spent.data = {
                 "at": [each.at_s - zero_s for each in money],
                 "total": [sum(each.usd.values()) for each in money],
-                "reserved_only": [each.usd_reserved_only for each in money],
                 **{pool: [each.usd.get(pool, 0.0) for each in money] for pool in POOLS},
             }
+            ends = {each.ledger_s: each for each in money if each.usd_reserved_only}.values()
+            self._reserved_only.data = {
+                "at": [each.ledger_s - zero_s for each in ends],
+                "usd": [each.usd_reserved_only for each in ends],
+                "spent": [each.ledger_usd for each in ends],
+            }
+
+    def _count(self, zero_s: float, now_s: float) -> None:
+        """Draw the steps anew when a worker came or went; else only move the last point."""
+        lives = self._facts.lives()
+        drawn = len(lives), sum(life.left_s is not None for life in lives), zero_s
+        if drawn == self._drawn and lives:
+            self._steps.patch({"at": [(len(self._steps.data["at"]) - 1, now_s - zero_s)]})
+            return
+        self._drawn, steps = drawn, head_count(lives, list(POOLS))
+        if steps:
+            every = -(-len(steps) // STEPS_MAX)
+            steps = [*steps[:-1:every], steps[-1], (now_s, steps[-1][1])]
+        self._steps.data = {
+            "at": [at_s - zero_s for at_s, _ in steps],
+            **{pool: [counts[pool] for _, counts in steps] for pool in POOLS},
+        }
 
 
 class Learning(_Redrawn):
@@ -132,6 +154,8 @@ class Learning(_Redrawn):
         super().__init__(facts)
         self._rows = ColumnDataSource({name: [] for name in ("k", "low", "high", *self.CURVES)})
         self._scores = ColumnDataSource({"k": [], "score": []})
+        self._counts: dict[str, int] = {}
+        """Changes of each kind that are drawn."""
         self.root = column(self._rewards(title), self._variances(), self._ranks(), sizing_mode="stretch_width")
 
     def _rewards(self, title: str) -> Plot:
@@ -182,14 +206,24 @@ class Learning(_Redrawn):
         )
 
     def _redraw(self) -> None:
+        if self._is_new("iteration"):
+            self._draw_iterations()
+        if self._is_new("validation"):
+            scores = self._facts.rows("validation")
+            self._scores.data = {"k": [row["id"] for row in scores], "score": [row["score"] for row in scores]}
+
+    def _is_new(self, kind: str) -> bool:
+        count = self._facts.changes[kind]
+        is_new, self._counts[kind] = count != self._counts.get(kind), count
+        return is_new
+
+    def _draw_iterations(self) -> None:
         rows, nothing = self._facts.rows("iteration"), float("nan")
         data: dict[str, Any] = {name: [row.get(name, nothing) for row in rows] for name in self.CURVES}
         data["k"] = [row["id"] for row in rows]
         data["low"] = [row["reward_mean"] - row["reward_std"] for row in rows]
         data["high"] = [row["reward_mean"] + row["reward_std"] for row in rows]
         self._rows.data = data
-        scores = self._facts.rows("validation")
-        self._scores.data = {"k": [row["id"] for row in scores], "score": [row["score"] for row in scores]}
 
 
 class Planner(_Redrawn):
@@ -231,7 +265,7 @@ class Planner(_Redrawn):
             "reward": [row["reward"] for row in rows],
             "colour": [PHASE_COLOURS["explore"] if row["kept"] else PHASE_COLOURS["explore-score"] for row in rows],
             "prompt": [row["prompt"] or f"prompt {row['id']}" for row in rows],
-            "what": ["rolled out" if row["kept"] else "not rolled out" for row in rows],
+            "what": ["kept" if row["kept"] else "not kept" for row in rows],
         }
         self._said.text = _spent(latest) if latest else "<p>Nothing was explored yet.</p>"
 
@@ -240,7 +274,7 @@ def _spent(latest: Mapping[str, Any]) -> str:
     k, scored, dropped, prompts = (int(latest[name]) for name in ("id", "scored", "dropped", "of"))
     return (
         f"<p>Iteration <b>{k}</b>: <b>{scored}</b> seeds scored, {dropped} called off, {prompts} prompts. "
-        "Darker: rolled out.</p>"
+        "Darker: seeds of it were kept.</p>"
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from cluster.dashboard.facts import Facts, Recovery, median_work_s
+from cluster.dashboard.facts import WHAT, Facts, Money, Recovery, median_work_s
 from spotlight.market.ledger import AT_RESERVED_PRICES
 from spotlight.report.palette import FAINT, INK, LOST, PHASE_COLOURS, RULE
 
@@ -63,14 +63,11 @@ def cards(facts: Facts) -> str:
     shown = [
         _card(f"{escape(run.get('name', 'a run'))}{label}", counts.phase, kind="name"),
         _card(f"{done} of {run.get('iterations', '?')}", "iterations"),
-        _card(f"{counts.alive['reserved']} + {counts.alive['spot']}", "reserved + spot GPUs now"),
+        _card(" + ".join(map(str, counts.alive.values())), f"{' + '.join(counts.alive)} workers now"),
         _card(f"{counts.busy} of {counts.workers}", "at work"),
         _card(_usd(facts.usd_per_h()), "per hour now"),
         _card(_usd(spent), "spent"),
-        _card(
-            _usd(money.usd_reserved_only) if money and money.usd_reserved_only else "–",
-            AT_RESERVED_PRICES,
-        ),
+        _card(*_at_reserved_prices(money)),
         _card(str(counts.preemptions), "spot workers preempted"),
         _card(_score(facts), "validation"),
     ]
@@ -85,7 +82,8 @@ class Counts:
     def __init__(self, facts: Facts) -> None:
         doing = facts.doing()
         self.workers = len(doing)
-        self.alive = {pool: sum(each.pool == pool for each in doing) for pool in ("reserved", "spot")}
+        pools = dict.fromkeys(("reserved", "spot", *sorted(each.pool for each in doing)))
+        self.alive = {pool: sum(each.pool == pool for each in doing) for pool in pools}
         phases = [re.sub(r"-r\d+$", "", each.phase) for each in doing if each.phase]
         self.busy = len(phases)
         self.running = {phase: phases.count(phase) for phase in dict.fromkeys(sorted(phases))}
@@ -97,6 +95,13 @@ class Counts:
 
 def _card(value: str, name: str, kind: str = "") -> str:
     return f'<div class="card {kind}"><b>{value}</b><span>{name}</span></div>'
+
+
+def _at_reserved_prices(money: Money | None) -> tuple[str, str]:
+    """Known of finished iterations only, so beside what was spent by then."""
+    if not money or not money.usd_reserved_only:
+        return "–", AT_RESERVED_PRICES
+    return _usd(money.usd_reserved_only), f"{AT_RESERVED_PRICES}, beside {_usd(money.ledger_usd)} by then"
 
 
 def _usd(value: float) -> str:
@@ -120,7 +125,7 @@ def recovery_table(found: Sequence[Recovery], zero_s: float) -> str:
     rows = "".join(
         f"<tr><td>{_clock(each.at_s - zero_s)}</td><td>{escape(each.worker)} {each.what}</td>"
         f'<td class="number">{each.requests or "–"}</td><td class="number">{_seconds(each.work_s, each.requests)}</td>'
-        f'<td class="number">{_seconds(each.back_s)}</td></tr>'
+        f'<td class="number">{_seconds(each.back_s, each.what != WHAT["engine lost"])}</td></tr>'
         for each in list(found)[: -RECOVERIES_SHOWN - 1 : -1]
     )
     heads = (

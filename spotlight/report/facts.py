@@ -319,7 +319,16 @@ def read(run_dir: str | Path) -> Facts:
     away = _away([(life.joined_s, last_s if life.left_s is None else life.left_s) for life in workers])
 
     def shown_s(at_s: float) -> float:
-        return at_s - zero_s - sum(min(max(at_s - start_s, 0.0), stop_s - start_s) for start_s, stop_s in away)
+        """Never falls as its argument rises, however it is rounded."""
+        left_out_s, least_s = 0.0, -inf
+        for start_s, stop_s in away:
+            if at_s <= start_s:
+                break
+            least_s = start_s - zero_s - left_out_s
+            if at_s < stop_s:
+                return least_s
+            left_out_s += stop_s - start_s
+        return max(least_s, at_s - zero_s - left_out_s)
 
     whole = (0.0, shown_s(last_s) if moments_s else 0.0)
     prices = {pool: price.at_times(shown_s) for pool, price in absolute(pool_prices(settings), workers).items()}

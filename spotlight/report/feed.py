@@ -12,6 +12,7 @@ from dataclasses import asdict
 from random import Random
 from statistics import fmean, pvariance
 from typing import Any
+from uuid import uuid4
 
 from spotlight.config import Config
 from spotlight.plan.subset import max_variance_subset, most_varied
@@ -40,6 +41,8 @@ class Feed:
 
     def __init__(self, run: RunDir, config: Config) -> None:
         self._run, self._config = run, config
+        self._session = uuid4().hex
+        """Of this driver: what an earlier one told is not to be mixed with it."""
         self._sizes: dict[str, int] = {}
         self._told: set[tuple[str, int]] = set()
         self._are_left = False
@@ -69,6 +72,7 @@ class Feed:
             "id": 0,
             "name": self._run.name,
             "url": self._run.url,
+            "session": self._session,
             "iterations": config.run.iterations,
             "label": emulated(config, self._run.simulated),
             "usd_per_h": {name: pool.usd_per_h for name, pool in config.pools},

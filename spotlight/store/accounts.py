@@ -77,6 +77,7 @@ class Accounts:
         """Of this session, by number."""
         self._earlier = [_ended(life, last_s) for at, life in enumerate(lives) if at not in self._lives]
         self._ledger: Ledger | None = None
+        self._ledger_s = 0.0
         self._folded_s = 0.0
         self._folded: tuple[Entry, ...] = ()
         self._folded_busy_s = 0.0  # of spot workers
@@ -167,12 +168,14 @@ class Accounts:
 
     def money(self, now_s: float) -> dict[str, Any]:
         """What was spent, and what a worker of each pool costs an hour now, for the page on the dashboard."""
-        reserved_only = self.ledger(now_s).usd_reserved_only
+        ledger = self.ledger(now_s)
         prices = absolute(self._prices, self._all())
         return {
             "at_s": now_s,
             "usd": self.usd_by_pool(now_s),
-            "usd_reserved_only": reserved_only,
+            "usd_reserved_only": ledger.usd_reserved_only,
+            "ledger_s": self._ledger_s,
+            "ledger_usd": ledger.usd(),
             "usd_per_h": {name: prices[name].at(now_s) for name, _ in self._config.pools},
         }
 
@@ -182,6 +185,7 @@ class Accounts:
         Working it out takes some microseconds for each span, too long for every look at a long run.
         """
         if self._ledger is None:
+            self._ledger_s = now_s
             run, window = self._run, (self._folded_s, max(self._folded_s, now_s))
             recent = run_ledger(
                 self._config, self._spans, self._all(), self._prices, window, run.history(), run.validation()
