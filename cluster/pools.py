@@ -81,6 +81,11 @@ class Pools:
         """Its own, if it has one."""
         self._hang_after_s = config.cluster.hang_after_s
         self._spot_workers = config.pools.spot.workers
+        alone = ("spot",) in (config.strategy.rollout_pools, config.strategy.train_pools)
+        self._needed = ("reserved", "reward", *(("spot",) if alone else ()))
+        """Pools that a run cannot do without, if it has them."""
+        self._told_of: set[str] = set()
+        """Jobs that gave up."""
         self._stopped_s: float | None = None
         """Since when the warm parent is stopped."""
         self._fetched = 0
@@ -155,13 +160,21 @@ class Pools:
     def _evicted(self, event: tuple[float, str]) -> None:
         if place := self._place(event[1]):
             place.evict()
-        for jobs in self.cluster.workers.values() if self.cluster else ():
-            if isinstance(jobs, SlurmJobs) and jobs.has(event[1]):
+        for jobs in self._jobs():
+            if jobs.has(event[1]):
                 jobs.evict()
 
     def _heard_of(self, event: tuple[float, str]) -> None:
         if place := self._place(event[1]):
             place.clock.heard_of(event[1])
+        for jobs in self._jobs():
+            if jobs.has(event[1]):
+                jobs.heard_of()
+
+    def _jobs(self) -> list[SlurmJobs]:
+        """What keeps jobs of Slurm's; none elsewhere."""
+        found = self.cluster.workers.values() if self.cluster else ()
+        return [jobs for jobs in found if isinstance(jobs, SlurmJobs)]
 
     def _place(self, name: str) -> Place | None:
         place = self.cluster.workers.get(name) if self.cluster else None
@@ -175,14 +188,31 @@ class Pools:
     def status(self) -> dict[str, Any]:
         """
         Raises:
-            SpotlightError: the scheduler is gone, or workers of this machine cannot be started.
+            SpotlightError: the scheduler is gone, workers of this machine cannot be started, or no job of a pool whose
+                workers the run needs can.
         """
         for place in self.cluster.workers.values() if self.cluster else ():
-            if place.failure:
+            if isinstance(place, Place) and place.failure:
                 raise SpotlightError(place.failure)
+        self._look_at_jobs()
         self._look_at_warm_parent()
         self._scratch.keep()
         return self._told("spotlight_status")
+
+    def queued(self) -> list[str]:
+        """What Slurm says of the run's jobs that have not begun."""
+        return [text for jobs in self._jobs() if (text := jobs.waits())]
+
+    def _look_at_jobs(self) -> None:
+        """Go on without jobs that always fail, as long as their pool has others, or can be done without."""
+        for pool in self._needed:
+            jobs = [jobs for jobs in self._jobs() if jobs.pool == pool]
+            if jobs and all(each.failure for each in jobs):
+                raise SpotlightError(jobs[0].failure)
+        for each in self._jobs():
+            if each.failure and each.failure not in self._told_of:
+                self._told_of.add(each.failure)
+                logger.warning("%s; the run goes on without it", each.failure)
 
     def _look_at_warm_parent(self) -> None:
         """Have it go on if it has been stopped for long: no worker could start, and nobody else would say so."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import getpass
 import glob
+import ipaddress
 import logging
 import re
 import shlex
@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from distributed import Security, SpecCluster
 from distributed.deploy.spec import ProcessInterface
@@ -36,7 +37,6 @@ from cluster.certificate import certificate, write
 from cluster.scheduler import LeanScheduler
 from spotlight.config import Config, PoolSection
 from spotlight.records import SpotlightError
-from spotlight.store.rundir import files_of
 
 logger = logging.getLogger("spotlight.slurm")
 
@@ -44,21 +44,16 @@ POLL_S = 2.0
 """Between two looks at the queue; one look serves all jobs."""
 AGAIN_S, AGAIN_MAX_S = 5.0, 300.0
 """Before a job that ended is submitted again: the first time, and at most; it doubles from one to the other."""
-WELL_S = 60.0
-"""A job that ran for so long was no failure: the next wait is short again."""
 FAILURES_MAX = 8
-"""Jobs in a row that ended sooner; then nobody tries again."""
+"""Jobs in a row that ended before one of their workers had joined; then nobody tries again."""
+LAST_BYTES = 4_000
+"""Of a job's output that are looked at for its last line."""
 ANSWER_S = 60.0
 """For an answer of Slurm's."""
 DRAIN_MARGIN_S = 10.0
 """Beyond the time that a warned worker has; then its job is cancelled."""
 WORKER_START_S = 60
 """A worker that finds no scheduler for so long ends; it is there before the worker is."""
-DRIVER_NOTICE_S = 120
-"""Before its time limit, the driver's job is told; the run stops after the steps in flight, and its job is requeued."""
-DRIVER_LEAST_S = 300
-"""A shorter time limit leaves a driver no time to get on."""
-RESUME = "SIGUSR1"
 
 
 class SlurmJobs(ProcessInterface):
@@ -72,8 +67,24 @@ class SlurmJobs(ProcessInterface):
         self._wanted = asyncio.Event()
         self._wanted.set()
         self._draining: asyncio.Task[None] | None = None
+        self._joined = False
+        """A worker of the job that runs now has."""
         self.failure = ""
         """Why it has given up; empty while it has not."""
+
+    @property
+    def pool(self) -> str:
+        return str(self._job["pool"])
+
+    def heard_of(self) -> None:
+        """One of its workers has joined."""
+        self._joined = True
+
+    def waits(self) -> str:
+        """What Slurm says of the job while it is queued; empty when it runs, or there is none."""
+        number = str(self._running.job_id) if self._running is not None else ""
+        state, reason = queue.last.get(number, ("", ""))
+        return f"job {number} is {state} ({reason})" if state in QUEUED else ""
 
     def has(self, worker: str) -> bool:
         """Whether the job runs the worker of this name."""
@@ -124,28 +135,33 @@ class SlurmJobs(ProcessInterface):
         failures = 0
         while failures < FAILURES_MAX:
             await self._wanted.wait()
-            cause, ran_s = await self._submit_and_wait()
+            self._joined = False
+            cause = await self._submit_and_wait()
             if not self._wanted.is_set():
                 continue
-            well = ran_s > WELL_S
-            wait_s = again_s(0 if well else failures)
-            failures = 0 if well else failures + 1
-            logger.info("%s: its job ended (%s); another is submitted in %.0f s", self._name, cause, wait_s)
-            await asyncio.sleep(wait_s)
-        self.failure = f"pools.{self._job['pool']}.slurm: {failures} jobs in a row ended at once: {cause}"
+            wait_s = again_s(0 if self._joined else failures)
+            failures = 0 if self._joined else failures + 1
+            if failures < FAILURES_MAX:
+                tell = logger.info if self._joined else logger.warning
+                tell("%s: %s; another is submitted in %.0f s", self._name, cause, wait_s)
+                await asyncio.sleep(wait_s)
+        self.failure = (
+            f"pools.{self.pool}.slurm, {self._name}: {failures} jobs in a row ended before a worker had joined: {cause}"
+        )
 
-    async def _submit_and_wait(self) -> tuple[str, float]:
-        """Returns why it is over, and for how many seconds it ran: its time in the queue does not count."""
+    async def _submit_and_wait(self) -> str:
+        """Returns why it is over."""
         self._running = worker_job(self._scheduler, **self._job)
         self._submitting = asyncio.ensure_future(self._running.start())
         try:
             await asyncio.shield(self._submitting)
         except (RuntimeError, OSError, ValueError) as error:  # refused, not to be asked, or no number in the answer
             self._running = None
-            return slurms_words(str(error)), 0.0
-        ran_s = await _end_of(str(self._running.job_id))
-        job, self._running = self._running, None
-        return f"job {job.job_id}; its output is in {self._job['run_dir']}/slurm", ran_s
+            return slurms_words(str(error))
+        number = str(self._running.job_id)
+        await _end_of(number)
+        self._running = None
+        return await how_it_ended(number, self._job["run_dir"] / "slurm" / f"{self._name}-{number}.out")
 
 
 def again_s(failures: int) -> float:
@@ -155,10 +171,10 @@ def again_s(failures: int) -> float:
 
 async def _scancel(*arguments: str) -> None:
     """If Slurm does not answer, whoever wants it asks again."""
-    await _answer("scancel", *arguments)
+    await answer("scancel", *arguments)
 
 
-async def _answer(*command: str) -> str | None:
+async def answer(*command: str) -> str | None:
     """What a command of Slurm's prints; None if it fails, or does not answer in time and is ended."""
     quiet = asyncio.subprocess.DEVNULL
     try:
@@ -177,46 +193,70 @@ async def _answer(*command: str) -> str | None:
     return printed.decode() if asked.returncode == 0 else None
 
 
-async def _end_of(job: str) -> float:
-    """Wait for it; returns for how many seconds it was seen to be more than pending."""
-    clock, began_s = asyncio.get_running_loop().time, None
+async def _end_of(job: str) -> None:
     while True:
         await asyncio.sleep(POLL_S)
-        there = await _queue.look()
+        there = await queue.look()
         if there is not None and job not in there:
-            return 0.0 if began_s is None else clock() - began_s
-        if there is not None and began_s is None and there[job] not in QUEUED:
-            began_s = clock()
+            return
+
+
+async def how_it_ended(job: str, output: Path) -> str:
+    """In a sentence: what Slurm and the job's last line say."""
+    shown = await answer("scontrol", "--oneliner", "show", "job", job) or ""
+    known = dict(re.findall(r"\b(JobState|ExitCode)=(\S+)", shown))
+    state = known.get("JobState", "it is not in the queue any more")
+    code = f", exit {known['ExitCode'].partition(':')[0]}" if "ExitCode" in known else ""
+    said = last_line(output)
+    return f"job {job} ended ({state}{code}){f', and last said: {said}' if said else ''}; its output is in {output}"
+
+
+def last_line(output: Path) -> str:
+    """Of what a job wrote; empty if it wrote nothing, or somewhere else."""
+    try:
+        with output.open("rb") as file:
+            file.seek(max(0, output.stat().st_size - LAST_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 QUEUED = ("PENDING", "CONFIGURING")
 """States of a job that has not begun."""
 
 
+Jobs = Mapping[str, tuple[str, str]]
+"""``{number: (state, reason)}``"""
+
+
 class _Queue:
     """Which of this user's jobs there are; asked at most every `POLL_S`, however many want to know."""
 
     def __init__(self) -> None:
-        self._looking: asyncio.Task[dict[str, str] | None] | None = None
+        self._looking: asyncio.Task[Jobs | None] | None = None
         self._looked_s = 0.0
+        self.last: Jobs = {}
+        """What Slurm answered last."""
 
-    async def look(self) -> dict[str, str] | None:
-        """The states of the jobs that wait or run, by number; None if Slurm does not answer, which says nothing."""
+    async def look(self) -> Jobs | None:
+        """The jobs that wait or run; None if Slurm does not answer, which says nothing."""
         loop = asyncio.get_running_loop()
         if self._looking is None or self._looking.get_loop() is not loop or loop.time() > self._looked_s + POLL_S / 2:
             self._looked_s = loop.time()
             self._looking = loop.create_task(self._ask())
         return await asyncio.shield(self._looking)
 
-    async def _ask(self) -> dict[str, str] | None:
-        printed = await _answer("squeue", "--me", "--noheader", "--format=%A %T")
+    async def _ask(self) -> Jobs | None:
+        printed = await answer("squeue", "--me", "--noheader", "--format=%A %T %r")
         if printed is None:
             return None
-        jobs = (line.split() for line in printed.splitlines())
-        return {words[0]: words[1] for words in jobs if len(words) == 2}
+        jobs = (line.split(maxsplit=2) for line in printed.splitlines())
+        self.last = {words[0]: (words[1], words[2].strip()) for words in jobs if len(words) == 3}
+        return self.last
 
 
-_queue = _Queue()
+queue = _Queue()
 
 
 @contextlib.contextmanager
@@ -244,12 +284,23 @@ def slurm_cluster(config: Config, run_dir: Path, directory: str) -> Iterator[Spe
                 job = {"pool": pool, "first": first, "section": section, "run_dir": run_dir, "security": theirs}
                 jobs[f"{pool}-{first}"] = {"cls": SlurmJobs, "options": {"job": job}}
             if section.workers:
-                _check_job(pool, section, run_dir, theirs)
-        _cancel(job_name(run_dir, name) for name in jobs)
+                check_job(pool, section, run_dir, theirs)
+        cancel(job_name(run_dir, name) for name in jobs)
         with SpecCluster(
             scheduler={"cls": LeanScheduler, "options": address}, workers=jobs, security=security
         ) as cluster:
+            _warn_of_loopback(cluster.scheduler_address, given=config.cluster.host)
             yield cluster
+
+
+def _warn_of_loopback(address: str, *, given: str) -> None:
+    host = urlsplit(address).hostname or ""
+    if not given and ipaddress.ip_address(host).is_loopback:
+        logger.warning(
+            "the scheduler listens on %s, since that is what this machine's name stands for here, and workers on other "
+            "machines cannot reach it: set cluster.host to an address of this machine that they reach",
+            address,
+        )
 
 
 def worker_job(
@@ -271,7 +322,7 @@ def worker_job(
         walltime=slurm.time or None,
         cores=slurm.cpus,
         job_cpu=slurm.cpus,
-        memory=slurm.memory,
+        memory="1 GB",  # nobody reads it: what Slurm is asked for is below
         processes=1,
         nanny=False,
         python=worker_line(pool, first=first, workers=workers, cpus=slurm.cpus),
@@ -281,7 +332,7 @@ def worker_job(
         # Slurm limits memory itself
         worker_extra_args=["--resources", f"{pool}=1", "--memory-limit", "0", *_QUIET, *_tls(security)],
         job_directives_skip=["-n 1", "--mem=", *([] if slurm.time else ["-t "])],
-        job_extra_directives=[_output(run_dir, f"{pool}-{first}"), *_directives(section, workers)],
+        job_extra_directives=[output_line(run_dir, f"{pool}-{first}"), *_directives(section, workers)],
         job_script_prologue=[*slurm.setup, *_SCRATCH],
         shebang="#!/usr/bin/env bash",
     )
@@ -289,7 +340,7 @@ def worker_job(
 
 def job_name(run_dir: Path, name: str) -> str:
     """In the queue: whose it is, since a user may have several runs there."""
-    return f"{_plain(run_dir.name)}-{sha256(bytes(run_dir)).hexdigest()[:6]}-{name}"
+    return f"{plain(run_dir.name)}-{sha256(bytes(run_dir)).hexdigest()[:6]}-{name}"
 
 
 def _tls(security: Security | None) -> Iterator[str]:
@@ -300,12 +351,12 @@ def _tls(security: Security | None) -> Iterator[str]:
             yield shlex.quote(value)
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
     """Without what parts words, or names, for Slurm."""
     return re.sub(r"[^\w.+-]", "_", name)
 
 
-def _output(run_dir: Path, job: str) -> str:
+def output_line(run_dir: Path, job: str) -> str:
     """Where what a job writes goes, as a directive: Slurm puts the job's number for %j, and % for %%."""
     directory = str(run_dir).replace("%", "%%")
     return f'--output="{directory}/slurm/{job}-%j.out"'
@@ -346,81 +397,7 @@ _END = '[ -z "$told" ] || exit 0; exit $status'
 """One that was told to leave has done so, even if told again in its last moments, when it no longer listened."""
 
 
-def driver_script(config: Config, run_dir: Path | str, *, begin: str = "") -> str:
-    """The batch script of a run's driver: goes on where the run is, and queues itself again before its time is over.
-
-    `scancel` (SIGTERM) stops the run; the signal before the time limit is another one.
-    """
-    slurm, run, files = config.cluster.slurm, shlex.quote(str(run_dir)), files_of(run_dir)
-    header = [
-        f"--job-name={_plain(files.name)}",
-        _output(files, "driver"),
-        f"--signal=B:{RESUME.removeprefix('SIG')}@{DRIVER_NOTICE_S}",
-        "--requeue",
-        "--open-mode=append",
-        f"--cpus-per-task={slurm.cpus}",
-        f"--mem={slurm.memory}",
-        *(f"--{name}={value}" for name in ("partition", "account", "gres", "time") if (value := getattr(slurm, name))),
-        *([f"--begin={begin}"] if begin else []),
-        *slurm.extra,
-    ]
-    return "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            *(f"#SBATCH {line}" for line in header),
-            *slurm.setup,
-            f"{shlex.quote(sys.executable)} -m spotlight resume {run} & driver=$!",
-            f"trap 'again=1; kill -TERM $driver' {RESUME.removeprefix('SIG')}",
-            "trap 'kill -TERM $driver' TERM",
-            "while kill -0 $driver 2> /dev/null; do wait $driver; status=$?; done",
-            '[ -z "$again" ] || [ $status = 0 ] || scontrol requeue "$SLURM_JOB_ID"',
-            "exit $status",
-            "",
-        ]
-    )
-
-
-def check_jobs(config: Config, run_dir: Path | str) -> None:
-    """Ask Slurm whether it would take the jobs that the driver will submit.
-
-    Raises:
-        SpotlightError: it would not, or the driver's time limit is too short for it to get on.
-    """
-    limit_s = seconds_of(config.cluster.slurm.time)
-    if limit_s is not None and limit_s < DRIVER_LEAST_S:
-        raise SpotlightError(
-            f"cluster.slurm.time = {config.cluster.slurm.time!r}: the driver is told {DRIVER_NOTICE_S} s before its "
-            f"time is over, and needs minutes to get on: give it {DRIVER_LEAST_S // 60} minutes at least"
-        )
-    for pool, section in config.pools:
-        if section.workers:
-            _check_job(pool, section, files_of(run_dir), None)
-
-
-def seconds_of(limit: str) -> float | None:
-    """A time limit in one of the forms that `man sbatch` has; None of what is another, for Slurm to judge."""
-    days, dash, clock = limit.rpartition("-")
-    parts = clock.split(":")
-    if not all(part.isdigit() for part in (*parts, *([days] if dash else []))) or len(parts) > 3:
-        return None
-    numbers = list(map(int, parts))
-    if dash:  # days-hours[:minutes[:seconds]]
-        hours, minutes, seconds = (*numbers, 0, 0)[:3]
-        return ((int(days) * 24 + hours) * 60 + minutes) * 60.0 + seconds
-    hours, minutes, seconds = (0, *numbers, 0)[:3] if len(numbers) < 3 else numbers  # minutes[:seconds], or all three
-    return (hours * 60 + minutes) * 60.0 + seconds
-
-
-def submit(script: str) -> str:
-    """Queue a batch script; returns its number.
-
-    Raises:
-        SpotlightError: Slurm does not take it.
-    """
-    return _sbatch(script, "--parsable", where="the driver's job").partition(";")[0]
-
-
-def _sbatch(script: str, *options: str, where: str) -> str:
+def sbatch(script: str, *options: str, where: str) -> str:
     try:
         done = subprocess.run(
             ["sbatch", *options], input=script, capture_output=True, text=True, timeout=ANSWER_S, check=False
@@ -432,27 +409,48 @@ def _sbatch(script: str, *options: str, where: str) -> str:
     return done.stdout.strip()
 
 
-def _check_job(pool: str, section: PoolSection, run_dir: Path, security: Security | None) -> None:
+def check_job(pool: str, section: PoolSection, run_dir: Path, security: Security | None) -> None:
     """
     Raises:
         SpotlightError: Slurm would not take a job of this pool.
     """
     job = worker_job("tcp://scheduler", pool=pool, first=0, section=section, run_dir=run_dir, security=security)
-    _sbatch(job.job_script(), "--test-only", where=f"pools.{pool}.slurm")
+    sbatch(job.job_script(), "--test-only", where=f"pools.{pool}.slurm")
 
 
-def _cancel(names: Iterable[str]) -> None:
-    """Cancel this user's jobs of these names; if Slurm does not answer, they end when they find no scheduler."""
+def cancel(names: Iterable[str]) -> list[str]:
+    """Cancel this user's jobs of these names; if Slurm does not answer, those that run end without a scheduler.
+
+    Returns:
+        Their numbers.
+    """
+    wanted = {*names}
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        command = ["scancel", f"--user={getpass.getuser()}", f"--name={','.join(names)}"]
-        subprocess.run(command, capture_output=True, timeout=ANSWER_S, check=False)
+        queue = ["squeue", "--me", "--noheader", "--format=%A %j"]
+        printed = subprocess.run(queue, capture_output=True, text=True, timeout=ANSWER_S, check=False).stdout
+        jobs = [line.split(maxsplit=1) for line in printed.splitlines()]
+        if numbers := [words[0] for words in jobs if len(words) == 2 and words[1].strip() in wanted]:
+            subprocess.run(["scancel", *numbers], capture_output=True, timeout=ANSWER_S, check=False)
+            return numbers
+    return []
+
+
+def cancel_all(config: Config, run_dir: Path) -> list[str]:
+    """Cancel what a driver left in the queue that was killed; returns the numbers of these jobs."""
+    return cancel(
+        job_name(run_dir, f"{pool}-{first}")
+        for pool, section in config.pools
+        for first in range(0, section.workers, section.workers_per_node)
+    )
 
 
 def slurms_words(text: str) -> str:
     """What Slurm says in an error, and what to look at."""
     said = re.findall(r"(?:sbatch|srun|squeue): error: (.+)", text)
     words = "; ".join(dict.fromkeys(said)) or text.strip()
-    return f"{words} (`sinfo` lists partitions, `sacctmgr show assoc user=$USER` accounts)" if said else words
+    if "partition" in words.lower():
+        return f"{words} (`sinfo` lists partitions)"
+    return f"{words} (`sacctmgr show assoc user=$USER` lists accounts)" if "account" in words.lower() else words
 
 
 def check_commands() -> None:
@@ -494,23 +492,16 @@ def _certificates(run_dir: Path) -> Iterator[tuple[Security, Security]]:
     """
     security = certificate()
     home = Path.home() / ".spotlight"
-    home.mkdir(mode=0o700, exist_ok=True)
+    try:
+        home.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise SpotlightError(
+            f"{home} cannot be made ({error.strerror}): the run's certificate lies there for the workers' jobs while "
+            "it goes on: set HOME to a directory of yours that all nodes see"
+        ) from None
     prefix = job_name(run_dir, "tls-")
     for left in home.glob(f"{glob.escape(prefix)}*"):
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=home) as directory, janitor.leaving("folder", directory):
         cert, key = map(str, write(Path(directory), security))
         yield security, Security(require_encryption=True, tls_ca_file=cert, tls_worker_cert=cert, tls_worker_key=key)
-
-
-def scripts(config: Config, run_dir: Path | str, *, begin: str = "") -> Mapping[str, str]:
-    """All that `spotlight submit` would queue, now or from the driver: ``{what it is: batch script}``."""
-    found = {"the driver": driver_script(config, run_dir, begin=begin)}
-    for pool, section in config.pools:
-        jobs = len(range(0, section.workers, section.workers_per_node))
-        if jobs:
-            job = worker_job(
-                "tls://DRIVER:PORT", pool=pool, first=0, section=section, run_dir=files_of(run_dir), security=None
-            )
-            found[f"{jobs} x {pool}, by the driver"] = job.job_script()
-    return found

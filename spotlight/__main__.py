@@ -13,7 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = {
-    "submit": ("submit a.toml --dry-run", "submit a.toml --begin 22:00 --set pools.spot.slurm.partition=spot"),
+    "submit": (
+        "submit a.toml --dry-run",
+        "submit a.toml --begin 22:00 --set pools.spot.slurm.partition=spot",
+        "submit runs/a",
+    ),
     "run": (
         "run examples/ocr-tiny.toml --set run.iterations=5",
         "run a.toml --json > outcome.json",
@@ -148,7 +152,8 @@ def _parser() -> argparse.ArgumentParser:
         _submit,
         "start a run as a Slurm job, which starts its workers as jobs",
         "Makes a run directory and queues the run's driver as a batch job, which queues the workers of all pools.\n"
-        "The driver stops before its time limit, is queued again, and goes on.",
+        "The driver stops before its time limit, is queued again, and goes on. Of a run that is there, queues the\n"
+        "driver again.",
     )
     _add_settings(submit)
     submit.add_argument("--dry-run", action="store_true", help="print the batch scripts, and do nothing")
@@ -277,6 +282,10 @@ def _run(parsed: argparse.Namespace) -> None:
 def _resume(parsed: argparse.Namespace) -> None:
     from spotlight.run import Run
 
+    if (directory := RunDir.open(parsed.run_dir)).config().cluster.manager == "slurm":
+        from cluster.slurm_driver import refuse_second
+
+        refuse_second(directory)
     run = Run.resume(parsed.run_dir, cluster=parsed.cluster, iterations=parsed.iterations)
     was_over = run.state == "finished"
     _follow(run, parsed)
@@ -311,7 +320,12 @@ def _status(parsed: argparse.Namespace) -> None:
     from spotlight.display import status_table, terminal
     from spotlight.run import Run
 
-    status = Run.attach(parsed.run_dir).status
+    run = Run.attach(parsed.run_dir)
+    status = run.status
+    if status.state == "new" and (run.directory.path / "slurm").exists():
+        from cluster.slurm_driver import told_of
+
+        status = replace(status, error=told_of(run.directory))
     if parsed.json:
         print(json.dumps(asdict(status)))
     else:
@@ -323,18 +337,32 @@ def _stop(parsed: argparse.Namespace) -> None:
 
     run = Run.attach(parsed.run_dir)
     if not run.alive:
-        raise SpotlightError(f"{run.directory.url}: nobody is running this run")
+        from cluster.slurm_driver import cancel_left
+
+        cancelled = cancel_left(run.directory, run.config) if run.config.cluster.manager == "slurm" else []
+        if not cancelled:
+            raise SpotlightError(f"{run.directory.url}: nobody is running this run")
+        print(f"nobody is running this run; cancelled what Slurm had of it: {', '.join(cancelled)}")
+        return
     resume = run.resume_command  # as long as its driver says where it runs
     run.stop()
     print(f"it ends after the steps in flight; `{resume}` goes on")
 
 
 def _submit(parsed: argparse.Namespace) -> None:
-    from cluster.slurm import check_commands, check_jobs, scripts, submit
+    from cluster.slurm import check_commands
+    from cluster.slurm_driver import check_jobs, record, scripts, submit
     from spotlight import config
     from spotlight.inputs import check_inputs
 
+    if is_url(parsed.config) or Path(parsed.config).is_dir():
+        _submit_again(parsed)
+        return
     settings = config.load(parsed.config, [*parsed.overrides, 'cluster.manager="slurm"'])
+    if "dashboard_port" not in settings.cluster.model_fields_set:  # nobody knows which are free where it will run
+        settings = config.load(
+            parsed.config, [*parsed.overrides, 'cluster.manager="slurm"', "cluster.dashboard_port=0"]
+        )
     check_inputs(settings)
     if parsed.dry_run:
         for what, script in scripts(settings, f"{settings.run.dir}/{settings.run.name}", begin=parsed.begin).items():
@@ -350,6 +378,36 @@ def _submit(parsed: argparse.Namespace) -> None:
         if not is_url(run.url):
             shutil.rmtree(run.path)  # nobody has begun it
         raise
+    record(run, job)
+    print(f"job {job}\nrun directory   {run.url}\noutput          {run.path}/slurm/driver-{job}.out")
+
+
+def _submit_again(parsed: argparse.Namespace) -> None:
+    """Queue the driver of a run that is there."""
+    from cluster.slurm import check_commands
+    from cluster.slurm_driver import check_jobs, record, refuse_second, scripts, submit
+    from spotlight.store import resuming
+
+    if parsed.overrides:
+        raise SpotlightError(f"{parsed.config} is a run, whose settings stay as they are: leave --set out")
+    run = RunDir.open(parsed.config)
+    resuming.check(run)
+    settings = run.config()
+    if settings.cluster.manager != "slurm":
+        raise SpotlightError(f'{run.url}: cluster.manager = "{settings.cluster.manager}": `{run.resume_command}`')
+    if holder := run.holder():
+        raise SpotlightError(f"{run.url}: {holder} is running this run: wait for it, or stop it first")
+    found = scripts(settings, run.url, begin=parsed.begin)
+    if parsed.dry_run:
+        for what, script in found.items():
+            print(f"# --- {what} ---\n{script}")
+        return
+    check_commands()
+    refuse_second(run)
+    check_jobs(settings, run.url)
+    (run.path / "slurm").mkdir(exist_ok=True)
+    job = submit(found["the driver"])
+    record(run, job)
     print(f"job {job}\nrun directory   {run.url}\noutput          {run.path}/slurm/driver-{job}.out")
 
 

@@ -238,6 +238,8 @@ def status_table(status: Status) -> Table:
     table.add_row("iterations", f"{status.iteration} of {status.iterations}")
     table.add_row("validation", _scores(status))
     table.add_row("workers", ", ".join(f"{count} {pool}" for pool, count in sorted(status.workers.items())) or "-")
+    if status.waiting_for:
+        table.add_row("waiting for workers", " and ".join(status.waiting_for))
     table.add_row("preemptions", str(status.preemptions))
     table.add_row("cost", dollars(status.usd))
     if status.dashboard:

@@ -323,9 +323,10 @@ class Run:
         return f"<Run {self._directory.url if self._directory else self.config.run.name}: {self.state}>"
 
     def how_to_start(self, pools: Sequence[str]) -> str:
-        """What a person does who sees that a cluster has no workers of these pools; empty where that is up to us."""
+        """What a person sees or does whose cluster has no workers of these pools; empty where that is up to us."""
         if self._cluster is None:
-            return ""
+            queued = self.pools.queued() if self.pools else []
+            return f"Slurm: {', '.join(queued)}; `squeue --me` lists the jobs" if queued else ""
         address = self._cluster if isinstance(self._cluster, str) else "ADDRESS"
         workers = " and ".join(f"`dask worker {address} --resources {pool}=1`" for pool in pools)
         return (

@@ -12,11 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 import cluster.slurm
+from cluster import slurm_driver
+from cluster.pools import Pools
 from cluster.slurm import again_s, worker_line
 from leftovers import OURS, marked
 from private_slurm import missing, private_slurm
@@ -202,6 +206,116 @@ def test_a_partition_that_is_not_there_is_named_in_slurms_words(tmp_path: Path) 
         run.wait()
 
 
+@pytest.mark.usefixtures("slurm")
+def test_jobs_that_a_killed_driver_left_are_cancelled_by_their_names(tmp_path: Path) -> None:
+    run_dir, settings = tmp_path / "a run", config.load(settings_file(tmp_path), JOBS)
+    names = [cluster.slurm.job_name(run_dir, name) for name in ("reserved-0", "spot-0", "other")]
+    held = ["sbatch", "--parsable", "--hold", "--partition=reserved", "--output=/dev/null", "--wrap=true"]
+    mine, spot, other = (slurms(*held, f"--job-name={name}").strip() for name in names)
+
+    cancelled = cluster.slurm.cancel_all(settings, run_dir)
+
+    assert sorted(cancelled) == sorted([mine, spot])
+    assert jobs() == [other]
+    slurms("scancel", other)
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_job_that_failed_is_told_of_with_its_exit_and_its_last_words(tmp_path: Path) -> None:
+    output = tmp_path / "job.out"
+    words = "--wrap=echo begun; echo no such python; exit 127"
+    job = slurms("sbatch", "--parsable", "--partition=reserved", f"--output={output}", words).strip()
+    eventually(lambda: "JobState=FAILED" in slurms("scontrol", "show", "job", job))
+
+    said = asyncio.run(cluster.slurm.how_it_ended(job, output))
+
+    assert said == f"job {job} ended (FAILED, exit 127), and last said: no such python; its output is in {output}"
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_run_whose_driver_waits_in_the_queue_says_so_and_can_be_stopped_and_queued_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = settings_file(tmp_path)
+    line, directory, _ = submit(settings, "--begin=now+1hour").splitlines()
+    job, run_dir = line.split()[-1], directory.split(maxsplit=2)[-1]
+
+    assert main(["status", run_dir]) == 0
+    assert f"job {job}, which is PENDING (BeginTime)" in capsys.readouterr().out
+    assert main(["resume", run_dir]) == 1
+    assert f"scancel {job}" in capsys.readouterr().err
+    assert main(["submit", run_dir]) == 1
+    assert f"queued as Slurm's job {job}" in capsys.readouterr().err
+    assert main(["stop", run_dir]) == 0
+    assert job in capsys.readouterr().out
+    eventually(lambda: not jobs())
+    assert main(["status", run_dir]) == 0
+    assert f"job {job} ended (CANCELLED" in capsys.readouterr().out
+    assert main(["stop", run_dir]) == 1
+
+    assert main(["submit", run_dir, "--begin=now+1hour"]) == 0
+    again = capsys.readouterr().out.split()[1]
+    assert jobs() == [again]
+    assert main(["stop", run_dir]) == 0
+    assert main(["submit", run_dir, "--set", "run.seed=3"]) == 1
+    assert "whose settings stay as they are" in capsys.readouterr().err
+
+
+def test_a_driver_that_is_submitted_takes_any_free_port_unless_one_was_chosen(tmp_path: Path) -> None:
+    pytest.importorskip("dask_jobqueue")
+    chosen = tmp_path / "chosen"
+    chosen.mkdir()
+
+    found = [
+        config.load(SlurmTaken.run_dir(where, *more) / "config.toml").cluster.dashboard_port
+        for where, more in ((tmp_path, ()), (chosen, ("--set", "cluster.dashboard_port=8799")))
+    ]
+
+    assert found == [0, 8799]
+
+
+class SlurmTaken:
+    """A Slurm that takes everything, and does nothing."""
+
+    @staticmethod
+    def run_dir(where: Path, *more: str) -> Path:
+        (commands := where / "bin").mkdir()
+        for command in ("sbatch", "squeue", "scancel"):
+            (commands / command).write_text("#!/bin/sh\necho 7\n")
+            (commands / command).chmod(0o755)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+            printed = submit(settings_file(where), *more)
+        return Path(printed.splitlines()[1].split(maxsplit=2)[-1])
+
+
+def test_what_slurm_is_asked_for_is_for_slurm_to_judge(tmp_path: Path) -> None:
+    pytest.importorskip("dask_jobqueue")
+    settings = config.load(settings_file(tmp_path), [*JOBS, 'pools.spot.slurm.memory="0"'])
+
+    _, _, spot = slurm_driver.scripts(settings, tmp_path).values()
+
+    assert "#SBATCH --mem=0\n" in spot
+
+
+def test_a_home_that_cannot_hold_the_certificate_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/proc")
+
+    with pytest.raises(SpotlightError, match=r"/proc/\.spotlight cannot be made .* set HOME"):
+        with cluster.slurm._certificates(tmp_path):
+            pass
+
+
+def test_a_hint_fits_what_slurm_refused() -> None:
+    said = [
+        cluster.slurm.slurms_words(f"sbatch: error: {words}")
+        for words in ("invalid partition specified: x", "Invalid account or account/partition", "Invalid --mem value")
+    ]
+
+    assert ["sinfo" in words for words in said] == [True, True, False]
+    assert said[2] == "Invalid --mem value"
+
+
 def test_what_would_be_submitted_can_be_read_first(tmp_path: Path) -> None:
     pytest.importorskip("dask_jobqueue")
     printed = submit(settings_file(tmp_path), "--dry-run", "--begin=22:00", '--set=pools.spot.slurm.gres="gpu:2"')
@@ -233,21 +347,21 @@ def test_what_would_be_submitted_can_be_read_first(tmp_path: Path) -> None:
     ],
 )
 def test_time_limits_are_read_as_sbatch_reads_them(limit: str, seconds: float | None) -> None:
-    assert cluster.slurm.seconds_of(limit) == seconds
+    assert slurm_driver.seconds_of(limit) == seconds
 
 
 def test_a_driver_without_time_to_get_on_is_refused_before_it_is_queued(tmp_path: Path) -> None:
     settings = config.load(settings_file(tmp_path), [*JOBS, "cluster.slurm.time=00:03:00"])  # a time of day, to TOML
 
     with pytest.raises(SpotlightError, match=r"cluster\.slurm\.time = '00:03:00': .* 5 minutes at least"):
-        cluster.slurm.check_jobs(settings, tmp_path / "run")
+        slurm_driver.check_jobs(settings, tmp_path / "run")
 
 
 def test_a_workers_own_page_is_for_its_machine_alone(tmp_path: Path) -> None:
     pytest.importorskip("dask_jobqueue")
     settings = config.load(settings_file(tmp_path), JOBS)
 
-    found = cluster.slurm.scripts(settings, tmp_path / "run")
+    found = slurm_driver.scripts(settings, tmp_path / "run")
 
     assert ["--dashboard-address 127.0.0.1:0" in script for script in found.values()] == [False, True, True]
 
@@ -272,31 +386,33 @@ def test_a_worker_that_is_killed_starts_again_in_its_job_and_one_that_fails_or_i
     assert done.returncode == status
 
 
-@pytest.mark.parametrize(("states", "ran"), [(["PENDING"] * 4, False), (["PENDING", "RUNNING", "RUNNING"], True)])
-def test_the_time_in_the_queue_is_no_time_that_a_job_ran(
-    monkeypatch: pytest.MonkeyPatch, states: list[str], ran: bool
-) -> None:
-    answers = iter([*({"7": state} for state in states), None, {}])
+def test_a_job_has_ended_when_squeue_has_answered_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([{"7": ("PENDING", "Priority")}, {"7": ("RUNNING", "None")}, None, {}, None])
 
-    async def look() -> dict[str, str] | None:
+    async def look() -> cluster.slurm.Jobs | None:
         return next(answers)
 
     monkeypatch.setattr(cluster.slurm, "POLL_S", 0.01)
-    monkeypatch.setattr(cluster.slurm._queue, "look", look)
+    monkeypatch.setattr(cluster.slurm.queue, "look", look)
 
-    assert (asyncio.run(cluster.slurm._end_of("7")) > 0) == ran
+    asyncio.run(cluster.slurm._end_of("7"))
+
+    assert list(answers) == [None]
 
 
 @pytest.mark.parametrize(
     ("does", "found"),
     [
-        ("echo '7 RUNNING'; echo; echo slurm; echo '8 PENDING'", {"7": "RUNNING", "8": "PENDING"}),
-        ("echo '7 RUNNING'; exit 1", None),
+        (
+            "echo '7 RUNNING None'; echo; echo slurm; echo '8 PENDING (Resources, held)'",
+            {"7": ("RUNNING", "None"), "8": ("PENDING", "(Resources, held)")},
+        ),
+        ("echo '7 RUNNING None'; exit 1", None),
         ("echo $$ > {pid}; exec sleep 600", None),
     ],
 )
 def test_whatever_squeue_answers_is_heard_and_one_that_hangs_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, found: dict[str, str] | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, found: cluster.slurm.Jobs | None
 ) -> None:
     (squeue := tmp_path / "squeue").write_text(f"#!/bin/sh\n{does.format(pid=tmp_path / 'pid')}\n")
     squeue.chmod(0o755)
@@ -314,7 +430,7 @@ def test_a_run_may_have_any_name_and_lie_anywhere(tmp_path: Path) -> None:
     settings = config.load(settings_file(tmp_path), JOBS)
 
     pytest.importorskip("dask_jobqueue")
-    found = cluster.slurm.scripts(settings, "/runs of mine/50% as long, twice")
+    found = slurm_driver.scripts(settings, "/runs of mine/50% as long, twice")
 
     for script in found.values():
         (output,) = (line for line in script.splitlines() if "--output" in line)
@@ -349,6 +465,66 @@ def test_a_job_that_cannot_be_submitted_is_tried_again_until_the_place_gives_up(
 
     assert str(error).removeprefix("sbatch: error: ") in asyncio.run(kept())
     assert len(tries) == cluster.slurm.FAILURES_MAX
+
+
+def test_a_job_counts_as_failed_only_if_no_worker_of_it_joined(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = cluster.slurm.SlurmJobs("tcp://127.0.0.1:1", name="spot-0", job={"pool": "spot"})
+    waits: list[int] = []
+    joins = iter([False, False, True] + [False] * cluster.slurm.FAILURES_MAX)
+
+    async def submit_and_wait() -> str:
+        if next(joins):
+            place.heard_of()
+        return "job 7 ended (FAILED, exit 127)"
+
+    def again(failures: int) -> float:
+        waits.append(failures)
+        return 0.0
+
+    monkeypatch.setattr(place, "_submit_and_wait", submit_and_wait)
+    monkeypatch.setattr(cluster.slurm, "again_s", again)
+
+    asyncio.run(place._keep())
+
+    assert waits == [0, 1, 0, *range(cluster.slurm.FAILURES_MAX)]
+    assert "spot-0: 8 jobs in a row ended before a worker had joined: job 7 ended (FAILED, exit 127)" in place.failure
+    told = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 2 + cluster.slurm.FAILURES_MAX - 1  # the last is the failure's own
+
+
+@pytest.mark.parametrize(
+    ("failing", "ends"),
+    [
+        (("spot-0",), False),
+        (("spot-0", "spot-2"), False),
+        (("reserved-0",), False),
+        (("reserved-0", "reserved-1"), True),
+    ],
+)
+def test_a_run_goes_on_without_jobs_that_always_fail_while_others_of_their_pool_are_there(
+    caplog: pytest.LogCaptureFixture, failing: tuple[str, ...], ends: bool
+) -> None:
+    places = {}
+    for name in ("reserved-0", "reserved-1", "spot-0", "spot-2"):
+        pool, _, first = name.partition("-")
+        place = places[name] = object.__new__(cluster.slurm.SlurmJobs)
+        place._job = {"pool": pool, "first": int(first), "section": SimpleNamespace(workers_per_node=1)}
+        place.failure = f"{name} always fails" if name in failing else ""
+    pools: Any = object.__new__(Pools)
+    pools.cluster, pools._needed, pools._told_of = SimpleNamespace(workers=places), ("reserved", "reward"), set()
+
+    if ends:
+        with pytest.raises(SpotlightError, match="reserved-0 always fails"):
+            pools._look_at_jobs()
+        return
+    pools._look_at_jobs()
+    pools._look_at_jobs()
+
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{name} always fails; the run goes on without it" for name in failing
+    ]
 
 
 NO_SBATCH, REFUSED = "needs the command `sbatch`", "pools.reserved.slurm: Slurm says: invalid partition"
