@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -302,8 +303,7 @@ def test_a_home_that_cannot_hold_the_certificate_is_named(tmp_path: Path, monkey
     monkeypatch.setenv("HOME", "/proc")
 
     with pytest.raises(SpotlightError, match=r"/proc/\.spotlight cannot be made .* set HOME"):
-        with cluster.slurm._certificates(tmp_path):
-            pass
+        ExitStack().enter_context(cluster.slurm._certificates(tmp_path))
 
 
 def test_a_hint_fits_what_slurm_refused() -> None:
