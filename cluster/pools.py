@@ -290,9 +290,8 @@ class Pools:
         self._stack.close()
 
     def _leave(self) -> None:
-        with contextlib.suppress(
-            OSError, SpotlightError, ValueError
-        ):  # a scheduler that is gone, or back, has ended it too
+        # A scheduler that is gone, or back, has ended it too; a client that was closed has no scheduler.
+        with contextlib.suppress(OSError, SpotlightError, ValueError, AttributeError):
             self.client.unregister_scheduler_plugin(PagePlugin.name)  # first, or it would be the next run's
             self._ask("spotlight_close")
 

@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from os import PathLike
 
     from spotlight.run import Run as Run
     from spotlight.simulation import simulate as simulate
@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 __all__ = ["Run", "__version__", "attach", "simulate"]
 
 
-def attach(run_dir: str | Path) -> Run:
+def attach(run_dir: str | PathLike[str]) -> Run:
     """A run to look at, whoever runs it, or has run it: with its true state. See `Run.attach`."""
     from spotlight.run import Run
 

@@ -51,6 +51,11 @@ class Background:
         threading.Thread(target=self._work, name="spotlight-run").start()
 
     @property
+    def url(self) -> str:
+        """Of the run."""
+        return self._run.url
+
+    @property
     def state(self) -> str:
         """As `Status` has it."""
         is_up = self._state == "starting" and self.driver is not None and self.driver.dashboard
@@ -105,6 +110,11 @@ class Background:
             self.error = _explain(error, self._run)
             lease.failed(in_a_sentence(self.error))
             raise
+
+
+def begun_here(url: str) -> Background | None:
+    """The run of this directory, if it goes on in a thread of this process."""
+    return next((each for each in _started if each.url == url and not each.is_over), None)
 
 
 _started: WeakSet[Background] = WeakSet()

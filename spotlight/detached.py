@@ -35,6 +35,7 @@ def begin(run: RunDir, cluster: Standing | None) -> subprocess.Popen[bytes]:
     """
     command = [sys.executable, "-m", "spotlight", "resume", run.url]
     environment = {**os.environ, "FORCE_COLOR": ""}  # which Jupyter sets, for terminals; the log is none
+    environment["PYTHONPATH"] = os.pathsep.join(_found_here())
     if cluster is not None:
         from distributed import Security
 
@@ -52,6 +53,18 @@ def begin(run: RunDir, cluster: Standing | None) -> subprocess.Popen[bytes]:
     if process.poll():
         raise SpotlightError(_last_words(run))
     return process
+
+
+def _found_here() -> list[str]:
+    """Where this process finds modules, beyond what any Python of its environment does; the run's driver is to, too."""
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    prefixes = (sys.prefix, sys.base_prefix)
+    mine = [
+        str(Path(path).resolve())  # "" is where we are
+        for path in sys.path
+        if not path.startswith(prefixes) and Path(path).name not in ("site-packages", "dist-packages")
+    ]
+    return list(dict.fromkeys([*mine, *given]))
 
 
 def stop(run: RunDir) -> None:

@@ -23,7 +23,7 @@ from rich.text import Text
 from spotlight.market.ledger import AT_RESERVED_PRICES
 from spotlight.report.money import dollars, emulated
 from spotlight.run import Run
-from spotlight.status import Status
+from spotlight.status import HINT_AFTER_S, Status
 from spotlight.store.accounts import read_lives
 from spotlight.store.rundir import RunDir
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from spotlight.simulation import Outcome
 
 REFRESH_S = 0.5
-HINT_AFTER_S = 20.0
-"""A worker that was just started is not ready yet; one that is not there by then may never come by itself."""
 FILE_WIDTH = 240
 """Characters of a line in what is no terminal."""
 SCORES_MAX = 5

@@ -55,6 +55,7 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True, liv
                 *(name, pool.workers, absent, pool.trace),
                 f" (trace_share = {pool.trace_share:g})" if pool.trace_share < 1 else "",
             )
+    rewards.read_again(table.name for table in (settings.reward, *settings.reward.also))
     scorer = rewards.build(settings.reward)
     for path in (data.train_prompts, data.validation_prompts):
         check_prompts(read_prompts(path), path, scorer.check_prompt)

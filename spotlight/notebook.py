@@ -21,6 +21,7 @@ from spotlight.market.ledger import AT_RESERVED_PRICES
 from spotlight.records import SpotlightError, WorkerLife
 from spotlight.report.money import dollars
 from spotlight.report.palette import FAINT, INK, LOST, RULE
+from spotlight.status import HINT_AFTER_S, Status
 from spotlight.store.rundir import RunDir
 from spotlight.store.thumbnails import Picture, pictures
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from spotlight.run import Run
-from spotlight.status import Status
 
 REFRESH_S = 1.0
 DPI = 110
@@ -85,6 +85,7 @@ def describe(run: Run) -> str:
     if run.state == "new":
         return f'{STYLE}<div class="spotlight-run"><b>{escape(run.config.run.name)}</b>: not started yet</div>'
     status = run.status
+    hint = run.how_to_start(status.waiting_for) if status.waiting_for and status.elapsed_s > HINT_AFTER_S else ""
     share = status.iteration / status.iterations
     facts = "".join(f"<div><span>{escape(name)}</span> <b>{escape(value)}</b></div>" for name, value in _facts(status))
     link = f' · <a href="{escape(status.live_page)}" target="_blank">live page</a>' if status.dashboard else ""
@@ -93,7 +94,7 @@ def describe(run: Run) -> str:
         f'{STYLE}<div class="spotlight-run"><b>{escape(Path(status.run_dir).name)}</b> '
         f'<b style="color: {colour}">{escape(status.state)}</b> {escape(status.phase)}{link}'
         f'<div class="bar"><div style="width: {share:.1%}"></div></div><div class="facts">{facts}</div>'
-        f"{''.join(map(_line, _troubles(status)))}</div>"
+        f"{''.join(map(_line, filter(None, (*_troubles(status), hint))))}</div>"
     )
 
 
@@ -211,4 +212,6 @@ def images(run: RunDir, iteration: int | None) -> Images:
             f"{run.url}: no seeds are recorded for iteration {k}: only runs that explore record "
             "them: look at validation instead, run.plot('before-after')"
         )
+    if run.simulated == "modelled":
+        raise SpotlightError(f"{run.url}: learning was modelled in this simulated run, so there are no pictures")
     return Images(pictures(run, selection))

@@ -11,19 +11,21 @@ import shlex
 import subprocess
 import time
 from collections.abc import Generator, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from spotlight import config as configuration
-from spotlight.background import Background
+from spotlight.background import Background, begun_here
 from spotlight.clock import wall_clock
 from spotlight.detached import begin, end_of, stop
 from spotlight.driver import POLL_S
-from spotlight.files import writing
+from spotlight.files import is_url, writing
 from spotlight.inputs import check_inputs, check_port
 from spotlight.records import SpotlightError, Stopped, in_a_sentence
 from spotlight.report import tracking
 from spotlight.report.money import emulated
+from spotlight.rl import rewards
 from spotlight.status import Status
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts, alive_s
@@ -86,7 +88,9 @@ class Run:
         return cls.resume(directory.url, cluster=cluster)
 
     @classmethod
-    def resume(cls, run_dir: str | Path, *, cluster: Standing | None = None, iterations: int | None = None) -> Run:
+    def resume(
+        cls, run_dir: str | PathLike[str], *, cluster: Standing | None = None, iterations: int | None = None
+    ) -> Run:
         """A run that was stopped or killed, or is to be longer; `start` goes on where it was, on any cluster.
 
         Args:
@@ -94,6 +98,7 @@ class Run:
         """
         directory = RunDir.open(run_dir)
         resuming.check(directory)
+        check_inputs(directory.config())
         if iterations is not None:
             directory.change_iterations(iterations)
         run = cls.__new__(cls)
@@ -101,7 +106,7 @@ class Run:
         return run
 
     @classmethod
-    def attach(cls, run_dir: str | Path) -> Run:
+    def attach(cls, run_dir: str | PathLike[str]) -> Run:
         """A run to look at, whoever runs it: as it is now, and as it goes on.
 
         Of one that nobody runs, `start` goes on where it was.
@@ -127,13 +132,20 @@ class Run:
         self._directory = directory
         self._checked = False
         self._accounts: Accounts | None = None
-        self._background: Background | None = None
-        """The driver, if it is a thread that was begun here."""
+        self._background = begun_here(directory.url) if directory else None
+        """The driver, if it is a thread of this process."""
         self._process: subprocess.Popen[bytes] | None = None
         """The driver, if it is a process of its own that was begun here."""
+        self._refused = ""
+        """Why such a process could not go on."""
 
     @property
     def directory(self) -> RunDir:
+        """The run's directory.
+
+        Raises:
+            SpotlightError: it has none yet.
+        """
         if self._directory is None:
             raise SpotlightError("this run has no directory yet: call start()")
         return self._directory
@@ -148,8 +160,11 @@ class Run:
         Raises:
             SpotlightError: it runs already, or cannot begin.
         """
+        rewards.refuse_while_importing()
         if self._is_ours:
             raise SpotlightError(f"{self.directory.url}: this run is already running")
+        if self._directory is not None:
+            self.config = self._directory.config()  # another may have made it longer
         if self._directory is not None and (holder := self._directory.holder()):
             raise SpotlightError(f"{self.directory.url}: {holder} is running this run: wait for it, or stop it first")
         if not self._checked:  # it was only looked at so far
@@ -170,8 +185,14 @@ class Run:
             self._check_cluster()
             self._directory = create_run(self.config, began_s)
         self._accounts = None
+        self._refused = ""
         if detached:
-            self._background, self._process = None, begin(self._directory, self._cluster)
+            self._background = None
+            try:
+                self._process = begin(self._directory, self._cluster)
+            except SpotlightError as error:
+                self._refused = str(error)
+                raise
         else:
             self._background = Background(
                 self._directory, self.config, self._cluster, resume_command=self.resume_command, began_s=began_s
@@ -233,11 +254,18 @@ class Run:
             return "new"
         if self._is_elsewhere:
             return "running"
+        if not is_url(self._directory.url) and not self._directory.path.is_dir():
+            raise SpotlightError(f"{self._directory.url}: the run's directory is gone: was it moved, or deleted?")
+        if resuming.is_over(self._directory, self.config):
+            return "finished"
+        self.config = self._directory.config()  # another may have changed how long it is to be
         if resuming.is_over(self._directory, self.config):
             return "finished"
         last = self._directory.last_holder()
+        if self._refused:
+            return "failed"
         if last is None:
-            return "new"
+            return "stopped" if self._directory.simulated or self._directory.history() else "new"
         return "failed" if last.error else "stopped"
 
     def _why(self, state: str) -> str:
@@ -245,6 +273,8 @@ class Run:
         if self._background is not None:
             error = self._background.error
             return in_a_sentence(error) if error and state == "failed" else ""
+        if self._refused:
+            return self._refused
         last = self.directory.last_holder() if state in ("stopped", "failed") else None
         return last.last_words if last else ""
 
@@ -320,7 +350,11 @@ class Run:
         return tuple(name for name, pool in self.config.pools if pool.workers and not there.get(name))
 
     def __repr__(self) -> str:
-        return f"<Run {self._directory.url if self._directory else self.config.run.name}: {self.state}>"
+        try:
+            state = self.state
+        except SpotlightError:
+            state = "its directory is gone"
+        return f"<Run {self._directory.url if self._directory else self.config.run.name}: {state}>"
 
     def how_to_start(self, pools: Sequence[str]) -> str:
         """What a person sees or does whose cluster has no workers of these pools; empty where that is up to us."""

@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from cluster.dispatch import Dispatch
 from cluster.rules import rules_of
@@ -26,6 +26,7 @@ from spotlight.clock import wall_clock
 from spotlight.config import Config, PoolSection
 from spotlight.device import protocol
 from spotlight.driver import summarise
+from spotlight.files import shown
 from spotlight.inputs import check_inputs
 from spotlight.market.ledger import Ledger
 from spotlight.market.trace_files import read_trace
@@ -103,6 +104,8 @@ def simulate(
     """
     config = configuration.load(settings, overrides)
     learning = learning or config.simulation.learning
+    if learning not in get_args(Learning):
+        raise SpotlightError(f"learning = {shown(learning)}: expected {' or '.join(map(repr, get_args(Learning)))}")
     first, others = "as configured", list[tuple[str, Config]]()
     for name, each in strategies(config, Path(settings).parent) if compare else ():
         if _same_run(each, config):

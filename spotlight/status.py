@@ -6,6 +6,9 @@ from collections.abc import Mapping
 
 from spotlight.records import record
 
+HINT_AFTER_S = 20.0
+"""A worker that was just started is not ready yet; one that is not there by then may never come by itself."""
+
 
 @record
 class Status:

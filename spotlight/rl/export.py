@@ -19,6 +19,7 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from torch import Tensor
 
 from spotlight.config import Config
+from spotlight.files import shown, writing
 from spotlight.records import Policy, SpotlightError, WeightsRef
 from spotlight.rl import models
 from spotlight.rl.sample import find_version, open_trained
@@ -43,7 +44,7 @@ EFFECT_LOST_MAX = 0.5
 
 def export_weights(
     run_dir: str | Path,
-    to: Path,
+    to: str | Path,
     version: int | None = None,
     policy: Policy | None = None,
     *,
@@ -68,12 +69,16 @@ def export_weights(
         SpotlightError: no such run or version, ``to`` is taken, or what was written does not load
             back with equal outputs.
     """
-    run = open_trained(run_dir)
+    run, to = open_trained(run_dir), Path(to)
     ref = find_version(run.url, version)
+    if policy is not None and policy not in weights.PARTS:
+        raise SpotlightError(f"policy = {shown(policy)}: expected {' or '.join(map(repr, weights.PARTS))}")
     if to.exists() and (not to.is_dir() or any(to.iterdir()) or to.samefile(Path.cwd())):
         raise SpotlightError(f"{to}: exists already; export to a new directory, or delete it first")
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as staging:
+    with writing(to):
+        to.parent.mkdir(parents=True, exist_ok=True)
+        staging_place = tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent)
+    with staging_place as staging, writing(to):
         unchecked = Path(staging) / "unchecked"
         expected, base = _write(run, ref, policy or run.config().validation_policy, unchecked, merged=merged)
         found = _probe(_load_with_diffusers(run.config(), unchecked))

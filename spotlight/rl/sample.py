@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from spotlight.config import STEPS_MAX, Config
+from spotlight.files import shown
+from spotlight.files import whole as whole_number
 from spotlight.records import SpotlightError, WeightsRef
 from spotlight.rl import flow, models
 from spotlight.store import weights
@@ -24,7 +26,13 @@ GAP_PX = 4
 
 
 def sample(
-    run_dir: str | Path, prompt: str, to: Path, *, seeds: Sequence[int], steps: int = 0, version: int | None = None
+    run_dir: str | Path,
+    prompt: str,
+    to: str | Path,
+    *,
+    seeds: Sequence[int],
+    steps: int = 0,
+    version: int | None = None,
 ) -> Path:
     """Write one sheet of images: the upper row as the run began, the lower with what it trained.
 
@@ -38,7 +46,8 @@ def sample(
     Raises:
         SpotlightError: no such run or version, the prompt cannot be encoded, or the image cannot be written.
     """
-    _check(to, seeds, steps)
+    to = Path(to)
+    seeds, steps = _check(prompt, to, seeds, steps)
     run = open_trained(run_dir)
     settings, ref = run.config(), find_version(run.url, version)
     _write(Image.new("RGB", (1, 1)), to, keep=False)  # what cannot be written is found before anything is drawn
@@ -68,8 +77,13 @@ def open_trained(run_dir: str | Path) -> RunDir:
     return run
 
 
-def _check(to: Path, seeds: Sequence[int], steps: int) -> None:
-    """Before anything is opened."""
+def _check(prompt: str, to: Path, seeds: Sequence[int], steps: int) -> tuple[list[int], int]:
+    """Before anything is opened; returns the seeds and the steps as numbers."""
+    if not isinstance(prompt, str):
+        raise SpotlightError(f"prompt = {shown(prompt)}: give a text")
+    if isinstance(seeds, str) or not isinstance(seeds, Iterable):
+        raise SpotlightError(f"seeds = {shown(seeds)}: give several numbers, such as [1, 2, 3]")
+    seeds, steps = [whole_number(seed, "seeds") for seed in seeds], whole_number(steps, "steps")
     if to.suffix.lower() not in SUFFIXES or to.is_dir():
         raise SpotlightError(f"{to}: expected the name of an image file that ends in {', '.join(SUFFIXES)}")
     if not seeds:
@@ -80,6 +94,7 @@ def _check(to: Path, seeds: Sequence[int], steps: int) -> None:
         raise SpotlightError(
             f"steps {steps}: expected a number from 1 to {STEPS_MAX}, or 0 for as many as a validation has"
         )
+    return seeds, steps
 
 
 def _write(image: Image.Image, to: Path, *, keep: bool = True) -> None:
@@ -138,6 +153,7 @@ def find_version(run_dir: str, version: int | None) -> WeightsRef:
         raise SpotlightError(f"{run_dir}: no weights were published yet; let the run finish an iteration")
     if version is None:
         return latest.weights
+    version = whole_number(version, "version")
     found = weights.published(run_dir, version)
     if found is None:
         there = [str(number) for number in range(latest.weights.version + 1) if weights.published(run_dir, number)]

@@ -88,6 +88,13 @@ class RunDir:
         self._lock = FileLock(self.path)
         self._lines = Lines(self.path)
 
+    def __fspath__(self) -> str:
+        """Where it is, or its URL: as good as the text of it."""
+        return self.url
+
+    def __repr__(self) -> str:
+        return f"<RunDir {self.url}>"
+
     def prompt_hashes(self) -> PromptHashes | None:
         """Of the prompts that the run began with; None where nobody wrote them down."""
         return self._file(PROMPTS, PromptHashes, "restore it, or begin a new run")
@@ -98,12 +105,13 @@ class RunDir:
         return self._journals is not None
 
     @classmethod
-    def open(cls, path: str | Path) -> RunDir:
+    def open(cls, path: str | os.PathLike[str]) -> RunDir:
         """An existing run's directory, or what is at its URL.
 
         Raises:
             SpotlightError: it is not one, or something in it leads out of it.
         """
+        path = os.fspath(path)
         if is_url(path):
             check_address(str(path))
             check_reach(str(path))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import string
 
+from spotlight.files import shown
 from spotlight.records import SpotlightError
 from spotlight.rl.models.tiny import SHIPPED, Tiny, Variant
 from spotlight.rl.rewards import quoted_target
@@ -44,7 +45,7 @@ class TinyText(Tiny):
         target = quoted_target(text) if '"' in text else " "
         if len(target) > self.text_tokens or any(letter not in ALPHABET for letter in target):
             raise SpotlightError(
-                f"the embedded model draws up to {self.text_tokens} ASCII characters, and the prompt {text!r} "
-                f"asks for {target!r}: shorten it, or use a real checkpoint (model.name)"
+                f"the embedded model draws up to {self.text_tokens} ASCII characters, and the prompt {shown(text)} "
+                f"asks for {shown(target)}: shorten it, or use a real checkpoint (model.name)"
             )
         return [ALPHABET.index(letter) + 1 for letter in target]

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from math import inf
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -229,10 +232,66 @@ def imported(name: str, where: str) -> Any:
         )
     if not all(part.isidentifier() for part in module.split(".")):
         raise SpotlightError(f"{where} = {name!r} names no module: {way_out}; mypkg/mine.py is mypkg.mine")
+    _importing.append(name)
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = importlib.import_module(module)
+        _changed_s.setdefault(module, _changed(found))
+        return getattr(found, attribute)
     except Exception as error:  # of anyone's code
         raise SpotlightError(f"{where} = {name!r} cannot be imported ({explained(error)}): {way_out}") from None
+    finally:
+        _importing.pop()
+
+
+_importing: list[str] = []
+"""What is being imported: a module that begins a run as it is imported would begin one in every worker."""
+_changed_s: dict[str, float] = {}
+"""When the file of a module was last changed, as it was imported."""
+
+
+def refuse_while_importing() -> None:
+    """
+    Raises:
+        SpotlightError: a reward's module is being imported, here or in a worker.
+    """
+    if _importing:
+        module = _importing[-1].partition(":")[0]
+        raise SpotlightError(
+            f"{module} begins a run as it is imported, and all workers import it for {_importing[-1]}: begin the run "
+            f'under `if __name__ == "__main__":`, or give the scorer a file of its own'
+        )
+
+
+def read_again(names: Iterable[str]) -> None:
+    """Read the modules of rewards again whose files were changed since, as workers will, which are new.
+
+    Args:
+        names: ``module:Class``, or of rewards of our own, which stay as they are.
+
+    Raises:
+        SpotlightError: one cannot be read.
+    """
+    for name in names:
+        module = sys.modules.get(name.partition(":")[0])
+        if module is None or module.__name__ not in _changed_s or _changed_s[module.__name__] == _changed(module):
+            continue
+        _importing.append(name)
+        try:
+            importlib.reload(module)
+        except Exception as error:  # of anyone's code
+            where = module.__file__
+            raise SpotlightError(f"{where} was changed and cannot be imported again ({explained(error)})") from None
+        finally:
+            _importing.pop()
+        _changed_s[module.__name__] = _changed(module)
+
+
+def _changed(module: ModuleType) -> float:
+    """When its file was changed last; 0 where there is none."""
+    try:
+        return Path(module.__file__ or "").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 Rewards = list[float | None]

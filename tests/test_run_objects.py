@@ -1,0 +1,244 @@
+"""Objects of a run in one process: several of the same run agree, and none hides a run or waits for nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from runs import settings_file, wait_for
+from spotlight import attach, notebook, simulate
+from spotlight.__main__ import main
+from spotlight.detached import _found_here
+from spotlight.records import SpotlightError, Stopped
+from spotlight.rl.export import export_weights
+from spotlight.rl.sample import sample
+from spotlight.run import Run
+from spotlight.status import HINT_AFTER_S
+from spotlight.store.rows import SUMMARY
+from spotlight.store.rundir import RunDir
+
+SCORER = """
+from spotlight.rl.rewards import Scorer
+
+class R(Scorer):
+    def __call__(self, images_BHWC, prompts):
+        return [0.5] * len(prompts)
+"""
+SMALL = ("run.iterations=1", "run.validate_every=1")
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory where Python finds modules; what was imported from it is forgotten."""
+    before = {*sys.modules}
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    yield tmp_path
+    for name in {*sys.modules} - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_a_module_that_begins_a_run_as_it_is_imported_begins_none(modules: Path) -> None:
+    settings = settings_file(modules)
+    begin = f"\nfrom spotlight.run import Run\nRun({str(settings)!r}, ['reward.name=looping:R']).start()\n"
+    (modules / "looping.py").write_text(SCORER + begin)
+
+    with pytest.raises(SpotlightError, match=r"looping begins a run as it is imported.*__main__"):
+        Run(settings, ["reward.name=looping:R"])
+
+    assert not list(modules.glob("run-*"))
+
+
+def test_a_reward_whose_file_was_changed_is_read_again(modules: Path) -> None:
+    settings, file = settings_file(modules), modules / "edited.py"
+    file.write_text(SCORER + "    def check(self, prompts):\n        raise ValueError('none of these')\n")
+    with pytest.raises(SpotlightError, match="none of these"):
+        Run(settings, ["reward.name=edited:R"])
+
+    file.write_text(SCORER + "\nclass Q(R):\n    pass\n")
+    os.utime(file, (time.time() + 10, time.time() + 10))
+
+    assert Run(settings, ["reward.name=edited:Q"]).state == "new"
+    file.write_text("def (")
+    with pytest.raises(SpotlightError, match=r"edited\.py was changed and cannot be imported again"):
+        Run(settings, ["reward.name=edited:Q"])
+
+
+def test_a_run_that_this_process_drives_can_be_reached_by_its_directory(tmp_path: Path) -> None:
+    """A cell that starts a run, given twice, leaves a run that no variable holds any more."""
+    run = Run(settings_file(tmp_path), [*SMALL, "run.iterations=200"]).start()
+    found = attach(run.directory)
+
+    assert found.alive
+    with pytest.raises(SpotlightError, match="already running"):
+        Run.resume(run.directory.path).start()
+    wait_for(lambda: found.status.workers)
+    assert found.client.scheduler_info()
+    found.stop()
+
+    with pytest.raises(Stopped):
+        found.wait()
+    assert run.state == attach(run.directory.path).state == "stopped"
+
+
+def test_a_run_is_not_made_longer_by_a_call_that_is_refused(modules: Path) -> None:
+    (modules / "gone.py").write_text(SCORER)
+    run = Run(settings_file(modules), [*SMALL, "reward.name=gone:R"]).start()
+    run.wait()
+    (modules / "gone.py").unlink()
+    del sys.modules["gone"]
+    shutil.rmtree(modules / "__pycache__", ignore_errors=True)
+
+    with pytest.raises(SpotlightError, match="cannot be imported"):
+        Run.resume(run.directory.path, iterations=3)
+
+    assert (attach(run.directory.path).state, attach(run.directory.path).config.run.iterations) == ("finished", 1)
+
+
+def test_an_object_learns_that_another_made_its_run_longer(tmp_path: Path) -> None:
+    first = Run(settings_file(tmp_path), SMALL).start()
+    first.wait()
+    looked_at = attach(first.directory.path)
+    assert looked_at.state == "finished"
+
+    Run.resume(first.directory.path, iterations=2)
+    assert attach(first.directory.path).state == "stopped"
+    looked_at.start()
+    looked_at.wait()
+
+    assert looked_at.config.run.iterations == 2
+    assert (looked_at.state, looked_at.status.iteration) == ("finished", 2)
+
+
+def test_nobody_waits_for_a_run_whose_directory_is_gone(tmp_path: Path) -> None:
+    run = attach(_made(tmp_path))
+    shutil.rmtree(run.directory.path)
+
+    with pytest.raises(SpotlightError, match="the run's directory is gone"):
+        run.wait()
+    assert "is gone" in repr(run)
+
+
+def test_a_detached_driver_that_cannot_begin_leaves_a_run_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = attach(_made(tmp_path))
+
+    def refuse(*_: object) -> None:
+        raise SpotlightError("the driver ended: no such module")
+
+    monkeypatch.setattr("spotlight.run.begin", refuse)
+    with pytest.raises(SpotlightError, match="no such module"):
+        run.start(detached=True)
+
+    assert (run.state, run.status.error) == ("failed", "the driver ended: no such module")
+    with pytest.raises(SpotlightError, match="no such module"):
+        run.wait()
+
+
+def test_a_simulation_that_was_interrupted_is_stopped_and_not_new(tmp_path: Path) -> None:
+    (outcome,) = simulate(settings_file(tmp_path), SMALL, compare=False, report=False)
+    run = RunDir(outcome.run_dir)
+    (run.path / SUMMARY).unlink()
+    settings = run.path / "config.toml"
+    settings.write_text(settings.read_text().replace("\niterations = 1\n", "\niterations = 5\n"))
+
+    assert attach(outcome.run_dir).state == "stopped"
+
+
+def test_modules_that_a_kernel_finds_its_detached_driver_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), "", *sys.path])
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+
+    found = _found_here()
+
+    assert found[:2] == [str(tmp_path), str(Path.cwd())]
+    assert found[-1] == "/elsewhere"
+    assert not [path for path in found if "site-packages" in path or path.startswith(sys.base_prefix)]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"seeds": 3}, r"seeds = 3: give several numbers"),
+        ({"seeds": ["1"]}, r"seeds = '1': give a whole number"),
+        ({"seeds": [1.5]}, r"seeds = 1\.5: give a whole number"),
+        ({"steps": "3"}, r"steps = '3': give a whole number"),
+        ({"prompt": 47}, r"prompt = 47: give a text"),
+        ({"version": "latest"}, r"version = 'latest': give a whole number"),
+    ],
+)
+def test_what_is_no_sample_is_refused_by_name(tmp_path: Path, given: dict[str, Any], says: str) -> None:
+    finished = Run(settings_file(tmp_path), SMALL).start()
+    finished.wait()
+    fields: dict[str, Any] = {"prompt": 'c "47"', "to": str(tmp_path / "a.png"), "seeds": [1], **given}
+
+    with pytest.raises(SpotlightError, match=says):
+        sample(finished.directory.path, **fields)
+
+
+def test_exports_and_samples_take_places_as_texts(tmp_path: Path) -> None:
+    finished = Run(settings_file(tmp_path), SMALL).start()
+    finished.wait()
+    run_dir = finished.directory.path
+
+    assert sample(run_dir, 'c "47"', str(tmp_path / "a.png"), seeds=range(2)).is_file()
+    with pytest.raises(SpotlightError, match="policy = 'xx': expected 'trained'"):
+        export_weights(run_dir, str(tmp_path / "weights"), policy="xx")  # type: ignore[arg-type]
+    with pytest.raises(SpotlightError, match="/proc/weights: cannot be written"):
+        export_weights(run_dir, "/proc/weights")
+
+
+def test_learning_of_a_simulation_is_checked_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match="learning = 'Real': expected 'modelled' or 'real'"):
+        simulate(settings_file(tmp_path), learning="Real")  # type: ignore[arg-type]
+
+    assert not list(tmp_path.glob("run-*"))
+
+
+def test_pictures_of_modelled_learning_are_refused(tmp_path: Path) -> None:
+    (outcome,) = simulate(settings_file(tmp_path), SMALL, learning="modelled", compare=False, report=False)
+
+    with pytest.raises(SpotlightError, match="learning was modelled"):
+        attach(outcome.run_dir).images()
+
+
+def test_a_notebook_says_how_workers_are_started_that_a_run_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: Any = SimpleNamespace(
+        state="running",
+        status=replace(
+            attach(_made(tmp_path)).status, state="running", waiting_for=("reserved",), elapsed_s=HINT_AFTER_S + 1
+        ),
+        how_to_start=lambda pools: f"start <{pools[0]}>",
+    )
+
+    assert "start &lt;reserved&gt;" in notebook.describe(run)
+
+
+def test_a_long_prompt_is_shown_by_its_beginning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finished = Run(settings_file(tmp_path), SMALL).start()
+    finished.wait()
+    where = str(tmp_path / "a.png")
+
+    assert main(["sample", str(finished.directory.path), "--prompt", f'c "{"1" * 10_000}"', "--to", where]) == 1
+
+    assert len(capsys.readouterr().err) < 1_000
+
+
+def _made(where: Path) -> Path:
+    from spotlight.config import load
+    from spotlight.store.creating import create_run
+
+    return create_run(load(settings_file(where)), now_s=0.0).path
