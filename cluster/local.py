@@ -28,7 +28,7 @@ from cluster.scheduler import LeanScheduler
 from cluster.workers import FOR_OTHERS, WorkerSpec, serve, warm_parent
 from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace
-from spotlight.plan.availability import MADE_UP_S, pool_switches, preemption_kinds, ups
+from spotlight.plan.availability import made_up_s, pool_switches, preemption_kinds, trace_seed, ups
 from spotlight.records import record
 
 RETRY_S = 0.05
@@ -37,8 +37,6 @@ START_ATTEMPTS = 6
 FROZEN_MARGIN_S = 5.0
 """Beyond the time after which the scheduler has a silent worker ended."""
 NEVER_S = 1e9
-LONGEST_RUN_S = 24 * 3600.0
-"""Of a live run that a made-up trace lasts at least, however fast it goes by."""
 
 
 @record
@@ -248,7 +246,7 @@ def local_cluster(config: Config, directory: str, settings: Mapping[str, Any]) -
     common = {"local_directory": directory, "security": security, "settings": settings}
     options: dict[str, dict[str, Any]] = {}
     for pool, section in config.pools:
-        for index, schedule in enumerate(_schedules(section, config)):
+        for index, schedule in enumerate(_schedules(pool, section, config)):
             node = f"node:{pool}-{index // section.workers_per_node}"
             spec = {"resources": {pool: 1, node: 1}, **common}
             options[f"{pool}-{index}"] = {"spec": spec, "schedule": schedule}
@@ -259,7 +257,7 @@ def local_cluster(config: Config, directory: str, settings: Mapping[str, Any]) -
     return SpecCluster(scheduler={"cls": LeanScheduler, "options": address}, workers=places, security=security)
 
 
-def _schedules(section: PoolSection, config: Config) -> list[PreemptionSchedule]:
+def _schedules(name: str, section: PoolSection, config: Config) -> list[PreemptionSchedule]:
     """Of each place of a pool: for ever, or along the pool's trace."""
     schedule = PreemptionSchedule(
         replace_after_s=section.replace_after_s,
@@ -270,7 +268,5 @@ def _schedules(section: PoolSection, config: Config) -> list[PreemptionSchedule]
     if not section.trace and not section.trace_model:
         return [schedule] * section.workers
     recorded = read_trace(section.trace) if section.trace else None
-    switches = pool_switches(
-        section, recorded, seed=config.run.seed, duration_s=max(MADE_UP_S / section.speedup, LONGEST_RUN_S)
-    )
+    switches = pool_switches(section, recorded, seed=trace_seed(config.run.seed, name), duration_s=made_up_s(section))
     return [replace(schedule, ups=ups(moments)) for moments in switches]

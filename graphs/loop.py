@@ -321,6 +321,12 @@ def _warn_of_rewards(k: int, training: TrainingSet, explored: Selection | None) 
             "iteration %d: %d images had no reward, and others were drawn in their place: %s",
             *(k, training.failed, training.error),
         )
+    if explored and explored.seeds_dropped and not explored.seeds_scored:
+        logger.warning(
+            "exploration for iteration %d: none of its requests was done before training ended, so it was for nothing: "
+            "make exploration.request_seeds, or exploration.steps, smaller",
+            k + 1,
+        )
     if explored and explored.seeds_failed:
         logger.warning(
             "exploration for iteration %d: %d of %d candidates have no reward: %s",

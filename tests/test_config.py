@@ -337,6 +337,10 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
         ),
         (["train.seeds_used=1"], ["train.seeds_used = 1", "from 2 to rollout.seeds_kept = 8"]),
         (["train.seeds_used=9"], ["train.seeds_used = 9", "from 2 to rollout.seeds_kept = 8"]),
+        (
+            ["train.algorithm=dpo", "train.dpo_pairs=1", "train.updates=9"],
+            ["train.updates = 9", "train.dpo_pairs = 8 pairs"],
+        ),
         (["train.seeds_used=2", "train.updates=17"], ["train.updates = 17", "train.seeds_used = 16 samples"]),
         (["pools.spot.workers=0", "pools.spot.usd_per_h=1"], ['strategy.exploration = "stale"', "pools.spot.workers"]),
         (["train.algorithm=grpo"], ['train.algorithm = "grpo"', 'rollout.sampler = "ode"']),
@@ -427,6 +431,22 @@ def test_the_examples_are_valid_and_their_prompts_exist(example: Path) -> None:
 )
 def test_learning_that_cannot_work_is_refused(file: Path, overrides: list[str], said: str) -> None:
     assert said in refusal(file, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["exploration.seeds_tried=8", "exploration.request_seeds=16"], "some prompts get none"),
+        (["exploration.budget=worth", "strategy.exploration=blocking"], "only what goes on beside training is weighed"),
+        (["exploration.budget=worth", "exploration.planner=equal"], "equal shares weigh nothing"),
+    ],
+)
+def test_exploration_that_does_not_do_what_its_settings_seem_to_say_is_doubted(
+    file: Path, overrides: list[str], says: str
+) -> None:
+    (doubt,) = load(file, overrides).doubts
+
+    assert says in doubt
 
 
 def test_guidance_with_nft_is_doubted(file: Path) -> None:

@@ -27,6 +27,7 @@ from spotlight.plan.durations import (
     train_s,
 )
 from spotlight.records import SpotlightError
+from spotlight.rl.parts import Cut
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CPU_STEP_S, CPU_STEP_LEAST_S, CPU_TRAIN_S = 0.013, 0.010, 0.0175
@@ -132,6 +133,21 @@ def test_preferences_are_trained_on_by_pairs_alone() -> None:
     )
 
     assert pairs.train_s(24) == pytest.approx(all_of_them.train_s(24) / 4)
+
+
+@pytest.mark.parametrize("updates", [1, 2, 4])
+def test_the_same_pairs_take_as_long_in_any_number_of_updates(updates: int) -> None:
+    """The parts of one update are whole prompts, of which only pairs are trained on; those of several hold pairs."""
+    kept = ["rollout.prompts=4", "rollout.seeds_kept=8", "train.dpo_pairs=2", "train.parts=2", "train.algorithm=dpo"]
+    settings = config.load(EXAMPLES / "ocr-tiny.toml", [*kept, f"train.updates={updates}"])
+    cut, durations = Cut.of(settings), TaskDurations(settings)
+    groups = [prompt for prompt in range(4) for _ in range(8)]
+    advantages = [float(seed) for _ in range(4) for seed in range(8)]
+
+    parts = [cut.positions(0, u, part, advantages, groups) for u in range(updates) for part in range(cut.count)]
+
+    at_once = TaskDurations(config.load(EXAMPLES / "ocr-tiny.toml", kept)).train_s(4 * 8)
+    assert sum(durations.train_s(len(part)) for part in parts) == pytest.approx(at_once)
 
 
 def test_a_run_of_its_own_model_takes_the_gpus_of_its_pools() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
@@ -16,6 +17,7 @@ from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.example import Example, ExampleTiming
 from cluster.virtual.executor import Executor
+from cluster.virtual.keepers import Keeper
 from cluster.virtual.messages import Messages
 from cluster.virtual.timing import Fixed, Stay
 from cluster.virtual.workers import VirtualWorker
@@ -150,3 +152,21 @@ def test_with_a_worker_only_its_own_results_are_lost() -> None:
     cluster.compute(graph, outputs)
 
     assert lost == [3]
+
+
+def test_a_machine_that_is_taken_while_it_starts_up_leaves_the_next_ones_start_whole() -> None:
+    clock, joined = VirtualClock(), list[float]()
+
+    class Seen:
+        is_closed = False
+
+        def join(self, name: str, pool: str, node: str) -> SimpleNamespace:
+            joined.append(clock.now_s)
+            return SimpleNamespace(address="a")
+
+    stay = Stay(pool="spot", name="spot-0", node="n", ups=((0.0, 100.0), (120.0, inf)))
+    Keeper(cast(Any, Seen()), stay, clock, start_up_s=153.0)
+    while clock.next_s is not None:
+        clock.step()
+
+    assert joined == [273.0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import cycle
 from math import inf
 
-from cluster.virtual.clock import VirtualClock
+from cluster.virtual.clock import Alarm, VirtualClock
 from cluster.virtual.machines import Machines
 from cluster.virtual.timing import Stay
 from cluster.virtual.workers import VirtualWorker
@@ -17,6 +17,8 @@ class Keeper:
     def __init__(self, machines: Machines, stay: Stay, clock: VirtualClock, *, start_up_s: float) -> None:
         self._machines, self._stay, self._clock, self._start_up_s = machines, stay, clock, start_up_s
         self._address = ""
+        self._boot: Alarm | None = None
+        """Of a machine that starts up."""
         kinds = cycle(stay.preemptions)
         for from_s, until_s in stay.ups:
             clock.at(from_s, self._come)
@@ -30,12 +32,11 @@ class Keeper:
             self._clock.after(self._stay.replace_after_s, self._come)
 
     def _come(self) -> None:
-        if self._is_up() and not self._address:
-            self._address = "booting"
-            self._clock.after(self._start_up_s, self._start)
+        if self._is_up() and not self._address and not self._boot:
+            self._boot = self._clock.after(self._start_up_s, self._start)
 
     def _start(self) -> None:
-        self._address = ""
+        self._boot = None
         if self._is_up():
             self._address = self._machines.join(self._stay.name, self._stay.pool, self._stay.node).address
 
@@ -46,6 +47,10 @@ class Keeper:
         return any(from_s <= now_s < until_s for from_s, until_s in self._stay.ups)
 
     def _go(self, kind: str) -> None:
+        if self._boot:  # the machine that starts up is taken; the next one begins anew
+            self._boot.cancel()
+            self._boot = None
+            return
         match kind:
             case "notice":
                 self._machines.notice(self._address, self._stay.grace_s)

@@ -143,6 +143,12 @@ class Config(Section):
                 f"train.updates = {self.train.updates} is more than the rollout.prompts * {of_each} = "
                 f"{rollout.prompts * self.seeds_trained} samples of an iteration, and each needs one: lower it"
             )
+        pairs = rollout.prompts * min(self.train.dpo_pairs, self.seeds_trained // 2)
+        if self.train.algorithm == "dpo" and self.train.updates > pairs:
+            raise ValueError(
+                f"train.updates = {self.train.updates} is more than the rollout.prompts * train.dpo_pairs = {pairs} "
+                "pairs of an iteration, and each needs one: lower it"
+            )
 
     def _check_sampler(self) -> None:
         rollout = self.rollout
@@ -251,6 +257,24 @@ class Config(Section):
                 'reward.name = "ocr" takes the whole image for one line of text, and reads next to nothing in a scene: '
                 'set reward.name = "scene-ocr"'
             )
+        exploration, explores = self.exploration, self.strategy.exploration != "off"
+        if explores and exploration.planner == "bandit" and exploration.request_seeds > exploration.seeds_tried:
+            found.append(
+                f"exploration.request_seeds = {exploration.request_seeds} is more than exploration.seeds_tried = "
+                f"{exploration.seeds_tried}: each request takes the share of several prompts, and some prompts get "
+                "none; set it to that at most"
+            )
+        if explores and exploration.budget == "worth":
+            if self.strategy.exploration == "blocking":
+                found.append(
+                    'exploration.budget = "worth" with strategy.exploration = "blocking" explores all of '
+                    'exploration.seeds_tried: only what goes on beside training is weighed; "stale" does'
+                )
+            if exploration.planner == "equal":
+                found.append(
+                    'exploration.budget = "worth" with exploration.planner = "equal" is as "time": equal shares weigh '
+                    'nothing; set the planner to "bandit"'
+                )
         if self.train.algorithm == "dpo" and self.train.kl:
             found.append(
                 f"train.kl = {self.train.kl:g} with Diffusion-DPO counts nothing: train.dpo_beta says how near to the "

@@ -13,6 +13,22 @@ from spotlight.market.traces import SECONDS_PER_H, Switches, Trace
 
 MADE_UP_S = 30 * 24 * SECONDS_PER_H
 """How long a made-up trace is, in its own time; who is there at its end stays."""
+LONGEST_RUN_S = 24 * SECONDS_PER_H
+"""And at least how long in the run's time."""
+
+
+def made_up_s(pool: PoolSection) -> float:
+    """How long a pool's made-up trace must last, in the run's time."""
+    return max(MADE_UP_S / pool.speedup, LONGEST_RUN_S)
+
+
+def trace_seed(seed: int, pool: str) -> int:
+    """So that two pools with made-up traces do not lose the same places at the same moments.
+
+    Args:
+        seed: of the run.
+    """
+    return seed if pool == "spot" else seed + sum(pool.encode()) * 1_000_003
 
 
 def pool_switches(pool: PoolSection, recorded: Trace | None, *, seed: int, duration_s: float) -> tuple[Switches, ...]:

@@ -228,7 +228,8 @@ class TaskDurations:
         self._timesteps = config.rollout.stochastic_steps if train.is_stepwise else train.timesteps
         self._looks, self._micro_batch, self._is_stepwise = _looks(train), train.micro_batch, train.is_stepwise
         pairs = min(train.dpo_pairs, config.seeds_trained // 2)
-        self._trained_share = 2 * pairs / config.seeds_trained if train.algorithm == "dpo" else 1.0
+        is_thinned = train.algorithm == "dpo" and train.updates == 1  # parts of several updates hold pairs alone
+        self._trained_share = 2 * pairs / config.seeds_trained if is_thinned else 1.0
         self._score_s = (SCORE_S if pace.score_s is None else pace.score_s) if paced else OCR_SCORE_S
         self._speedup = config.emulated_per_real_s
         self._steps: dict[tuple[int, int, Pool], float] = {}

@@ -6,6 +6,7 @@ how many workers there are, nor on who was ready first.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from hashlib import sha256
 from typing import Self
@@ -38,8 +39,10 @@ def preference_pairs(
         pairs_max: of a group.
     """
     pairs: list[tuple[int, int]] = []
-    for group in dict.fromkeys(groups_B):
-        members = [row for row, other in enumerate(groups_B) if other == group]
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for row, group in enumerate(groups_B):
+        groups[group].append(row)
+    for members in groups.values():
         ranked = sorted(members, key=lambda row: -advantages_B[row])
         facing = list(zip(ranked, reversed(ranked), strict=True))[: min(pairs_max, len(ranked) // 2)]
         pairs += [(better, worse) for better, worse in facing if advantages_B[better] > advantages_B[worse]]
