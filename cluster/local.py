@@ -28,7 +28,7 @@ from cluster.scheduler import LeanScheduler
 from cluster.workers import FOR_OTHERS, WorkerSpec, serve, warm_parent
 from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace
-from spotlight.plan.availability import made_up_s, pool_switches, preemption_kinds, trace_seed, ups
+from spotlight.plan.availability import made_up_s, pool_switches, preemption_kinds, ups
 from spotlight.records import record
 
 RETRY_S = 0.05
@@ -268,5 +268,5 @@ def _schedules(name: str, section: PoolSection, config: Config) -> list[Preempti
     if not section.trace and not section.trace_model:
         return [schedule] * section.workers
     recorded = read_trace(section.trace) if section.trace else None
-    switches = pool_switches(section, recorded, seed=trace_seed(config.run.seed, name), duration_s=made_up_s(section))
+    switches = pool_switches(section, recorded, seed=config.run.seed, duration_s=made_up_s(section), name=name)
     return [replace(schedule, ups=ups(moments)) for moments in switches]

@@ -290,8 +290,9 @@ class Pools:
         self._stack.close()
 
     def _leave(self) -> None:
-        # A scheduler that is gone, or back, has ended it too; a client that was closed has no scheduler.
-        with contextlib.suppress(OSError, SpotlightError, ValueError, AttributeError):
+        if self.client.scheduler is None:  # somebody closed the client
+            return
+        with contextlib.suppress(OSError, SpotlightError, ValueError):  # one that is gone, or back, has ended it too
             self.client.unregister_scheduler_plugin(PagePlugin.name)  # first, or it would be the next run's
             self._ask("spotlight_close")
 

@@ -46,8 +46,8 @@ AGAIN_S, AGAIN_MAX_S = 5.0, 300.0
 """Before a job that ended is submitted again: the first time, and at most; it doubles from one to the other."""
 FAILURES_MAX = 8
 """Jobs in a row that ended before one of their workers had joined; then nobody tries again."""
-LAST_BYTES = 4_000
-"""Of a job's output that are looked at for its last line."""
+LAST_BYTES, LINE_MAX = 4_000, 240
+"""Of a job's output that are looked at for its last line, and the longest that is shown of that."""
 ANSWER_S = 60.0
 """For an answer of Slurm's."""
 DRAIN_MARGIN_S = 10.0
@@ -216,10 +216,11 @@ def last_line(output: Path) -> str:
     try:
         with output.open("rb") as file:
             file.seek(max(0, output.stat().st_size - LAST_BYTES))
-            lines = file.read().decode(errors="replace").split("\n")
+            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    readable = ("".join(filter(str.isprintable, line)).strip() for line in reversed(lines))
+    return next(filter(None, readable), "")[:LINE_MAX]
 
 
 QUEUED = ("PENDING", "CONFIGURING")
@@ -448,9 +449,9 @@ def slurms_words(text: str) -> str:
     """What Slurm says in an error, and what to look at."""
     said = re.findall(r"(?:sbatch|srun|squeue): error: (.+)", text)
     words = "; ".join(dict.fromkeys(said)) or text.strip()
-    if "partition" in words.lower():
-        return f"{words} (`sinfo` lists partitions)"
-    return f"{words} (`sacctmgr show assoc user=$USER` lists accounts)" if "account" in words.lower() else words
+    known = {"partition": "`sinfo` lists partitions", "account": "`sacctmgr show assoc user=$USER` lists accounts"}
+    hints = [hint for what, hint in known.items() if what in words.lower()]
+    return f"{words} ({', '.join(hints)})" if hints else words
 
 
 def check_commands() -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from cluster.slurm import (
     ANSWER_S,
-    QUEUED,
     Jobs,
     cancel_all,
     check_job,
@@ -149,24 +148,30 @@ def _queued() -> Jobs:
     return asyncio.run(ask())
 
 
-def told_of(run: RunDir) -> str:
-    """Where the driver's job of a run is that nobody has begun, in a sentence; empty where none was submitted."""
+def told_of(run: RunDir, *, only_queued: bool) -> str:
+    """Where the driver's job of a run is that nobody runs, in a sentence; empty where none was submitted.
+
+    Args:
+        only_queued: or where it is over.
+    """
     if not (job := job_of(run)):
         return ""
     if known := _queued().get(job):
         return f"its driver is Slurm's job {job}, which is {known[0]} ({known[1]})"
+    if only_queued:
+        return ""
     return f"its driver's {asyncio.run(how_it_ended(job, run.path / 'slurm' / f'driver-{job}.out'))}"
 
 
 def refuse_second(run: RunDir) -> None:
     """
     Raises:
-        SpotlightError: the run's driver is queued, and this is another one.
+        SpotlightError: the run's driver is a job that is queued, or still there, and this is another one.
     """
     job = job_of(run)
-    if job and job != os.environ.get("SLURM_JOB_ID") and _queued().get(job, ("", ""))[0] in QUEUED:
+    if job and job != os.environ.get("SLURM_JOB_ID") and (known := _queued().get(job)):
         raise SpotlightError(
-            f"{run.url}: its driver is queued as Slurm's job {job}, and would find the run taken: `scancel {job}` "
+            f"{run.url}: its driver is Slurm's job {job} ({known[0]}), and would find the run taken: `scancel {job}` "
             "first, or wait for it"
         )
 

@@ -321,7 +321,7 @@ def _warn_of_rewards(k: int, training: TrainingSet, explored: Selection | None) 
             "iteration %d: %d images had no reward, and others were drawn in their place: %s",
             *(k, training.failed, training.error),
         )
-    if explored and explored.seeds_dropped and not explored.seeds_scored:
+    if explored and explored.seeds_dropped and not explored.seeds_scored and not explored.seeds_failed:
         logger.warning(
             "exploration for iteration %d: none of its requests was done before training ended, so it was for nothing: "
             "make exploration.request_seeds, or exploration.steps, smaller",

@@ -322,10 +322,11 @@ def _status(parsed: argparse.Namespace) -> None:
 
     run = Run.attach(parsed.run_dir)
     status = run.status
-    if status.state == "new" and (run.directory.path / "slurm").exists():
+    if status.state in ("new", "stopped", "failed") and (run.directory.path / "slurm").exists():
         from cluster.slurm_driver import told_of
 
-        status = replace(status, error=told_of(run.directory))
+        told = told_of(run.directory, only_queued=status.state != "new")
+        status = replace(status, error="; ".join(filter(None, (status.error, told))))
     if parsed.json:
         print(json.dumps(asdict(status)))
     else:
@@ -386,6 +387,7 @@ def _submit_again(parsed: argparse.Namespace) -> None:
     """Queue the driver of a run that is there."""
     from cluster.slurm import check_commands
     from cluster.slurm_driver import check_jobs, record, refuse_second, scripts, submit
+    from spotlight.inputs import check_inputs
     from spotlight.store import resuming
 
     if parsed.overrides:
@@ -397,6 +399,10 @@ def _submit_again(parsed: argparse.Namespace) -> None:
         raise SpotlightError(f'{run.url}: cluster.manager = "{settings.cluster.manager}": `{run.resume_command}`')
     if holder := run.holder():
         raise SpotlightError(f"{run.url}: {holder} is running this run: wait for it, or stop it first")
+    if resuming.is_over(run, settings):
+        longer = f"`spotlight resume {run.url} --iterations {2 * settings.run.iterations}`"
+        raise SpotlightError(f"{run.url}: all its iterations are done; {longer} makes it longer")
+    check_inputs(settings)
     found = scripts(settings, run.url, begin=parsed.begin)
     if parsed.dry_run:
         for what, script in found.items():

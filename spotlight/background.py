@@ -114,10 +114,13 @@ class Background:
 
 def begun_here(url: str) -> Background | None:
     """The run of this directory, if it goes on in a thread of this process."""
-    return next((each for each in _started if each.url == url and not each.is_over), None)
+    with _starting:
+        return next((each for each in _started if each.url == url and not each.is_over), None)
 
 
 _started: WeakSet[Background] = WeakSet()
+_starting = threading.Lock()
+"""Held by who adds to these, or goes through them."""
 os.register_at_fork(after_in_child=_started.clear)  # a fork has no thread of theirs, and must not wait for one
 
 
@@ -127,13 +130,16 @@ def _end_with_process(run: Background) -> None:
     `atexit` is too late for that: by then Python has closed the executors that Dask needs, and waits for the run's
     thread, which waits for them.
     """
-    if not _started:
-        threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
-    _started.add(run)
+    with _starting:
+        if not _started:
+            threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
+        _started.add(run)
 
 
 def _stop_all() -> None:
-    for run in list(_started):
+    with _starting:
+        runs = list(_started)
+    for run in runs:
         if not run.is_over:
             run.stop_with_process()
 

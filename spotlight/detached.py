@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,11 +59,16 @@ def begin(run: RunDir, cluster: Standing | None) -> subprocess.Popen[bytes]:
 def _found_here() -> list[str]:
     """Where this process finds modules, beyond what any Python of its environment does; the run's driver is to, too."""
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    prefixes = (sys.prefix, sys.base_prefix)
+    known = sysconfig.get_paths()
+    own = [Path(known[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    zipped = own[0].parent / f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    places = [Path(path).resolve() for path in sys.path]  # "" is where we are
     mine = [
-        str(Path(path).resolve())  # "" is where we are
-        for path in sys.path
-        if not path.startswith(prefixes) and Path(path).name not in ("site-packages", "dist-packages")
+        str(place)
+        for place in places
+        if place != zipped
+        and place.name not in ("site-packages", "dist-packages")
+        and not any(place.is_relative_to(each) for each in own)
     ]
     return list(dict.fromkeys([*mine, *given]))
 

@@ -30,6 +30,7 @@ from spotlight.status import Status
 from spotlight.store import resuming
 from spotlight.store.accounts import Accounts, alive_s
 from spotlight.store.creating import create_run, create_run_at
+from spotlight.store.lease import Holder
 from spotlight.store.rows import HISTORY, HistoryRow
 from spotlight.store.rundir import RunDir
 
@@ -132,12 +133,12 @@ class Run:
         self._directory = directory
         self._checked = False
         self._accounts: Accounts | None = None
-        self._background = begun_here(directory.url) if directory else None
-        """The driver, if it is a thread of this process."""
+        self._thread: Background | None = None
+        """The driver, if it is a thread of this process; see `_background`."""
         self._process: subprocess.Popen[bytes] | None = None
         """The driver, if it is a process of its own that was begun here."""
-        self._refused = ""
-        """Why such a process could not go on."""
+        self._refused: tuple[str, Holder | None] = ("", None)
+        """Why such a process could not go on, and who had the run last by then."""
 
     @property
     def directory(self) -> RunDir:
@@ -185,16 +186,16 @@ class Run:
             self._check_cluster()
             self._directory = create_run(self.config, began_s)
         self._accounts = None
-        self._refused = ""
+        self._refused = ("", None)
         if detached:
-            self._background = None
+            self._thread = None
             try:
                 self._process = begin(self._directory, self._cluster)
             except SpotlightError as error:
-                self._refused = str(error)
+                self._refused = str(error), self._directory.last_holder()
                 raise
         else:
-            self._background = Background(
+            self._thread = Background(
                 self._directory, self.config, self._cluster, resume_command=self.resume_command, began_s=began_s
             )
         return self
@@ -220,11 +221,21 @@ class Run:
             self.directory.pull()
             self._accounts = None  # what is known of it is not the last word
             return Accounts(self.directory, self.config, watched=True)
-        if self._background is not None and self._is_ours:
-            return self._background.accounts
+        if (driver := self._background) is not None and not driver.is_over:
+            return driver.accounts
         if self._accounts is None:
             self._accounts = Accounts(self.directory, self.config)
         return self._accounts
+
+    @property
+    def _background(self) -> Background | None:
+        """The driver, if it is a thread of this process, whichever object began it; None once somebody else has it."""
+        if self._directory is not None:
+            if found := begun_here(self._directory.url):
+                self._thread = found
+            elif self._thread is not None and self._thread.is_over and self._directory.holder():
+                self._thread = None
+        return self._thread
 
     @property
     def _is_elsewhere(self) -> bool:
@@ -233,7 +244,7 @@ class Run:
 
     @property
     def _is_ours(self) -> bool:
-        return self._background is not None and not self._background.is_over
+        return (driver := self._background) is not None and not driver.is_over
 
     @property
     def alive(self) -> bool:
@@ -248,8 +259,8 @@ class Run:
     @property
     def state(self) -> str:
         """As `Status` has it."""
-        if self._background is not None:
-            return self._background.state
+        if (driver := self._background) is not None:
+            return driver.state
         if self._directory is None:
             return "new"
         if self._is_elsewhere:
@@ -262,7 +273,7 @@ class Run:
         if resuming.is_over(self._directory, self.config):
             return "finished"
         last = self._directory.last_holder()
-        if self._refused:
+        if self._refused[0] and self._refused[1] == last:
             return "failed"
         if last is None:
             return "stopped" if self._directory.simulated or self._directory.history() else "new"
@@ -270,12 +281,12 @@ class Run:
 
     def _why(self, state: str) -> str:
         """As `Status.error` has it, of a run in this state."""
-        if self._background is not None:
-            error = self._background.error
+        if (driver := self._background) is not None:
+            error = driver.error
             return in_a_sentence(error) if error and state == "failed" else ""
-        if self._refused:
-            return self._refused
         last = self.directory.last_holder() if state in ("stopped", "failed") else None
+        if self._refused[0] and self._refused[1] == last:
+            return self._refused[0]
         return last.last_words if last else ""
 
     def wait(self, timeout_s: float | None = None) -> Status:
@@ -286,8 +297,8 @@ class Run:
             SpotlightError: it failed for a reason that a person can put right.
             TimeoutError: it still runs.
         """
-        if self._background is not None:
-            self._background.wait(timeout_s)
+        if (driver := self._background) is not None:
+            driver.wait(timeout_s)
         else:
             began_s = wall_clock()
             if self._process is not None:
@@ -296,8 +307,8 @@ class Run:
         if self._is_to_end:
             now = "still running" if self.alive else "nobody has begun it"
             raise TimeoutError(f"{self.directory.url}: {now} after {timeout_s} s")
-        if self._background is not None and self._background.error:
-            raise self._background.error
+        if driver is not None and driver.error:
+            raise driver.error
         return self.status
 
     def _wait_elsewhere(self, began_s: float, timeout_s: float | None) -> None:
@@ -328,8 +339,8 @@ class Run:
         """
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
-        elif self._background is not None:
-            self._background.stop()
+        elif (driver := self._background) is not None:
+            driver.stop()
         elif self._is_elsewhere:
             stop(self.directory)
 

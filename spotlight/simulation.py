@@ -31,7 +31,7 @@ from spotlight.inputs import check_inputs
 from spotlight.market.ledger import Ledger
 from spotlight.market.trace_files import read_trace
 from spotlight.market.traces import SECONDS_PER_H
-from spotlight.plan.availability import made_up_s, pool_switches, preemption_kinds, trace_seed, ups
+from spotlight.plan.availability import made_up_s, pool_switches, preemption_kinds, ups
 from spotlight.plan.durations import TaskDurations
 from spotlight.records import GradientPart, Pool, Rollout, SpotlightError, WorkerLife, record
 from spotlight.rl.sums import slices_of
@@ -323,7 +323,7 @@ def stays(config: Config, began_s: float) -> Iterator[Stay]:
         hours = config.simulation.hours
         duration_s = hours * SECONDS_PER_H / config.emulated_per_real_s if hours else made_up_s(pool)
         recorded = read_trace(pool.trace) if pool.trace else None
-        switches = pool_switches(pool, recorded, seed=trace_seed(config.run.seed, name), duration_s=duration_s)
+        switches = pool_switches(pool, recorded, seed=config.run.seed, duration_s=duration_s, name=name)
         for index, moments in enumerate(switches):
             yield Stay(
                 pool=cast("WorkerPool", name),

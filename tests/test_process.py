@@ -34,6 +34,7 @@ from spotlight.device.calls import PrepareCall, RolloutCall
 from spotlight.device.process import Beat, EngineLost, EngineProcess, TimedOut
 from spotlight.device.protocol import ALONE, Device
 from spotlight.device.signals import Stop
+from spotlight.device.training import PASSES
 from spotlight.records import (
     NO_DEVICE,
     WITHOUT_GPU,
@@ -212,14 +213,14 @@ def test_a_frozen_engine_is_ended_after_the_limit(engine: EngineProcess, run: Ru
     frozen = Met(lambda: os.kill(engine.pid, signal.SIGSTOP))
     first = engine.pid
 
-    with pytest.raises(EngineLost, match=f"no sign of life for {HANG_AFTER_S} s"):
+    with pytest.raises(EngineLost, match=f"no sign of life for {HANG_AFTER_S:g} s"):
         engine.call(str(run.path), RolloutCall(request=replace(slow, iteration=1), place=ALONE), frozen)
 
     assert not psutil.pid_exists(first)
 
 
 class SlowPart:
-    """Computes the gradient of a part, and sleeps for so long after its passes, or before it is written."""
+    """Computes the gradient of a part, and sleeps for so long within a pass, after the passes, or as it is written."""
 
     verb = "gradient"
 
@@ -227,7 +228,8 @@ class SlowPart:
         self.part, self.where, self.seconds = part, where, seconds
 
     def on(self, device: Device, run_dir: str) -> Gradient | Surplus:
-        owner, name = {"after its passes": (Nft, "metrics"), "in its writing": (updates, "put")}[self.where]
+        places = {"in its first pass": (Nft, "loss"), "after its passes": (Nft, "metrics")}
+        owner, name = {**places, "in its writing": (updates, "put")}[self.where]
         original = getattr(owner, name)
 
         def slowly(*arguments: Any) -> Any:
@@ -252,13 +254,14 @@ def part(engine: EngineProcess, tmp_path: Path) -> tuple[str, GradientPart]:
     return str(run.path), GradientPart(weights=request.weights, samples=samples, **fields)
 
 
+@pytest.mark.parametrize("where", ["in its first pass", "after its passes"])
 def test_an_engine_whose_training_gets_stuck_is_ended_after_the_limit(
-    engine: EngineProcess, part: tuple[str, GradientPart]
+    engine: EngineProcess, part: tuple[str, GradientPart], where: str
 ) -> None:
     run_dir, first = part[0], engine.pid
-    stuck: Any = SlowPart(part[1], "after its passes", 60.0)
+    stuck: Any = SlowPart(part[1], where, 60.0)
 
-    with pytest.raises(EngineLost, match=f"no sign of life for {HANG_AFTER_S} s"):
+    with pytest.raises(EngineLost, match=f"no sign of life for {PASSES.patience * HANG_AFTER_S:g} s"):
         engine.call(run_dir, stuck, lambda beat: None)
 
     assert not psutil.pid_exists(first)
@@ -268,7 +271,7 @@ def test_an_engine_that_writes_a_gradient_slowly_is_left_to_it(
     engine: EngineProcess, part: tuple[str, GradientPart]
 ) -> None:
     run_dir, first = part[0], engine.pid
-    patient: Any = SlowPart(part[1], "in its writing", 3 * HANG_AFTER_S)
+    patient: Any = SlowPart(part[1], "in its writing", 1.5 * PASSES.patience * HANG_AFTER_S)
 
     assert isinstance(engine.call(run_dir, patient, lambda beat: None), Gradient)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import sys
@@ -69,6 +70,11 @@ def test_a_reward_whose_file_was_changed_is_read_again(modules: Path) -> None:
     os.utime(file, (time.time() + 10, time.time() + 10))
 
     assert Run(settings, ["reward.name=edited:Q"]).state == "new"
+    (modules / "mine.py").write_text(SCORER)
+    importlib.import_module("mine")  # by the notebook itself
+    (modules / "mine.py").write_text(SCORER + "\nclass Later(R):\n    pass\n")
+    os.utime(modules / "mine.py", (time.time() + 10, time.time() + 10))
+    assert Run(settings, ["reward.name=mine:Later"]).state == "new"
     file.write_text("def (")
     with pytest.raises(SpotlightError, match=r"edited\.py was changed and cannot be imported again"):
         Run(settings, ["reward.name=edited:Q"])
@@ -89,6 +95,28 @@ def test_a_run_that_this_process_drives_can_be_reached_by_its_directory(tmp_path
     with pytest.raises(Stopped):
         found.wait()
     assert run.state == attach(run.directory.path).state == "stopped"
+
+    again = Run.resume(run.directory.path).start()
+    assert (found.alive, run.alive, found.state) == (True, True, again.state)
+    run.stop()
+    with pytest.raises(Stopped):
+        again.wait()
+
+
+def test_a_run_that_somebody_else_goes_on_with_is_seen_as_it_is(tmp_path: Path) -> None:
+    mine = Run(settings_file(tmp_path), [*SMALL, "run.iterations=200"]).start()
+    wait_for(lambda: mine.status.workers)
+    mine.stop()
+    with pytest.raises(Stopped):
+        mine.wait()
+
+    theirs = attach(mine.directory.path).start(detached=True)
+
+    assert (mine.alive, mine.state) == (True, "running")
+    theirs.stop()
+    for each in (mine, theirs):
+        with pytest.raises(Stopped):
+            each.wait()
 
 
 def test_a_run_is_not_made_longer_by_a_call_that_is_refused(modules: Path) -> None:
@@ -157,7 +185,7 @@ def test_a_simulation_that_was_interrupted_is_stopped_and_not_new(tmp_path: Path
 
 
 def test_modules_that_a_kernel_finds_its_detached_driver_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "path", [str(tmp_path), "", *sys.path])
+    monkeypatch.setattr(sys, "path", [tmp_path, "", *sys.path])  # a Path harms no import
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
 
     found = _found_here()

@@ -246,7 +246,7 @@ def test_a_run_whose_driver_waits_in_the_queue_says_so_and_can_be_stopped_and_qu
     assert main(["resume", run_dir]) == 1
     assert f"scancel {job}" in capsys.readouterr().err
     assert main(["submit", run_dir]) == 1
-    assert f"queued as Slurm's job {job}" in capsys.readouterr().err
+    assert f"its driver is Slurm's job {job} (PENDING)" in capsys.readouterr().err
     assert main(["stop", run_dir]) == 0
     assert job in capsys.readouterr().out
     eventually(lambda: not jobs())
@@ -313,6 +313,7 @@ def test_a_hint_fits_what_slurm_refused() -> None:
     ]
 
     assert ["sinfo" in words for words in said] == [True, True, False]
+    assert ["sacctmgr" in words for words in said] == [False, True, False]
     assert said[2] == "Invalid --mem value"
 
 

@@ -230,8 +230,8 @@ class ClusterSection(Section):
     """Where the dashboard listens. It asks nobody for a password: elsewhere than here, whoever reaches it sees prompts,
     images and figures."""
     hang_after_s: float = Field(60.0, ge=0.1, le=DAY_S)
-    """A worker that shows no sign of life for so long is replaced, and so is an engine process that has reported a step
-    and then nothing for so long."""
+    """A worker that shows no sign of life for so long is replaced, and so is an engine process whose denoising step
+    takes so long, or whose pass of training (``train.micro_batch`` rows) takes five times as long."""
     quarantine_after: int = Field(5, ge=1, le=1000)
     """A request that loses its workers so many times in a row without a new step is set aside and replaced. A part of
     training that outlasts so many workers is given to a reserved one; if those have no GPU, to another spot one."""

@@ -146,8 +146,8 @@ class Config(Section):
         pairs = rollout.prompts * min(self.train.dpo_pairs, self.seeds_trained // 2)
         if self.train.algorithm == "dpo" and self.train.updates > pairs:
             raise ValueError(
-                f"train.updates = {self.train.updates} is more than the rollout.prompts * train.dpo_pairs = {pairs} "
-                "pairs of an iteration, and each needs one: lower it"
+                f"train.updates = {self.train.updates} is more than the {pairs} pairs of an iteration (of each of "
+                "rollout.prompts, train.dpo_pairs or half of its samples), and each needs one: lower it"
             )
 
     def _check_sampler(self) -> None:

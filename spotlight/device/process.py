@@ -67,8 +67,9 @@ class Beat:
     """Steps of the whole request."""
     resumed: bool = False
     """True: the call begins at this step. False: it has just run the step."""
-    rests: bool = False
-    """True: what comes next may take long without a beat, as writing to a slow store does."""
+    patience: float = 1.0
+    """How many times ``cluster.hang_after_s`` what comes next may take without a beat; infinite for what may take as
+    long as it takes, such as writing to a slow store."""
 
 
 class EngineProcess:
@@ -78,8 +79,9 @@ class EngineProcess:
         context: of that parent.
         number: of the device among the machine's, which becomes LOCAL_RANK; or `NO_DEVICE`.
         node: root of the node's shared memory, for weights; see `spotlight.store.node`.
-        hang_after_s: a call that sent a beat, and then none for so long, is ended with its process, unless it said
-            that it rests; so is one whose process is stopped. Time in which the caller was paused does not count.
+        hang_after_s: a call that sent a beat, and then none for so long, or for as many times as the beat said, is
+            ended with its process; so is one whose process is stopped. Time in which the caller was paused does not
+            count.
         run_dir: a run whose model each process loads as it begins, so that the first call need not; "" for none.
         on_start: is called with the id of each process that is started.
         renew: makes sure, before each start, that the parent can be reached.
@@ -150,15 +152,15 @@ class EngineProcess:
         except _TooLong:
             self._restart()
             raise TimedOut(f"{call.verb!r} took longer than {limit_s:g} s, and its process was ended") from None
-        except _Hung:
+        except _Hung as hung:
             self._restart()
-            raise EngineLost(f"the engine gave no sign of life for {self._hang_after_s} s and was ended") from None
+            raise EngineLost(f"the engine gave no sign of life for {hung} and was ended") from None
         if kind == "raised":
             raise value
         return value
 
     def _answer(self, on_beat: Callable[[Beat], None], limit_s: float) -> tuple[str, Any]:
-        beats, heard_s, looked_s, began_s = False, time.monotonic(), time.monotonic(), time.monotonic()
+        patience, heard_s, looked_s, began_s = inf, time.monotonic(), time.monotonic(), time.monotonic()
         while True:
             heard = self._calls.poll(POLL_S)
             now_s = time.monotonic()
@@ -172,10 +174,13 @@ class EngineProcess:
             if now_s - began_s > limit_s:
                 raise _TooLong
             if not heard:
-                if now_s - heard_s > self._hang_after_s and (beats or is_stopped(self.pid)):
-                    raise _Hung
+                silent_s = now_s - heard_s
+                if silent_s > self._hang_after_s * patience:
+                    raise _Hung(f"{self._hang_after_s * patience:g} s")
+                if silent_s > self._hang_after_s and is_stopped(self.pid):
+                    raise _Hung(f"{self._hang_after_s:g} s")
                 continue
-            beats, heard_s = not value.rests, now_s
+            patience, heard_s = value.patience, now_s
             on_beat(value)
             looked_s = time.monotonic()
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import groupby
+from math import inf
 
 import numpy as np
 import torch
@@ -42,7 +43,9 @@ from spotlight.rl.trainer import Trainer
 from spotlight.store import updates, weights
 from spotlight.store.node import Node
 
-RESTS = Beat(rests=True)
+RESTS = Beat(patience=inf)
+PASSES = Beat(patience=5.0)
+"""A pass forward and back, of many rows, takes a multiple of a denoising step."""
 
 
 class Training:
@@ -50,8 +53,8 @@ class Training:
 
     Args:
         denoiser: gives the latents of finished requests.
-        on_beat: is called with None while waiting for others and after each pass, and with a beat that rests before
-            what may take long in one piece.
+        on_beat: is called with None while waiting for others, and with a beat before each pass, and before what may
+            take long in one piece.
         node: where the ranks of a gang meet; None where there are no gangs.
     """
 
@@ -116,6 +119,9 @@ class Training:
         assert found, f"another rank found {part.name}"
         return found
 
+    def _goes_on(self) -> None:
+        self._on_beat(None)
+
     def _called_off(self, part: GradientPart, place: Placement) -> str | None:
         """Looked at while waiting for the other ranks."""
         self._on_beat(None)
@@ -150,10 +156,10 @@ class Training:
         if current is not None:
             resident.changed()
         what = f"part {part.number} of iteration {part.iteration}'s training ({len(part.samples)} samples)"
-        width, goes_on = gang.width if gang else 1, partial(self._on_beat, None)
+        width = gang.width if gang else 1
         with ExitStack() as stack:
             stack.enter_context(resident.limits(what))
-            stack.enter_context(self._pace.lasting(self._pace.train_s(len(part.samples), width), goes_on))
+            stack.enter_context(self._pace.lasting(self._pace.train_s(len(part.samples), width), self._goes_on))
             if resident.captures_training and not gang:
                 stack.enter_context(resident.model.capturing())
             made = part_gradient(
@@ -164,7 +170,7 @@ class Training:
                 iteration=part.iteration,
                 old=old,
                 current=current,
-                on_pass=goes_on,
+                on_pass=partial(self._on_beat, PASSES),
             )
             if gang is None:
                 return made

@@ -22,16 +22,9 @@ def made_up_s(pool: PoolSection) -> float:
     return max(MADE_UP_S / pool.speedup, LONGEST_RUN_S)
 
 
-def trace_seed(seed: int, pool: str) -> int:
-    """So that two pools with made-up traces do not lose the same places at the same moments.
-
-    Args:
-        seed: of the run.
-    """
-    return seed if pool == "spot" else seed + sum(pool.encode()) * 1_000_003
-
-
-def pool_switches(pool: PoolSection, recorded: Trace | None, *, seed: int, duration_s: float) -> tuple[Switches, ...]:
+def pool_switches(
+    pool: PoolSection, recorded: Trace | None, *, seed: int, duration_s: float, name: str = "spot"
+) -> tuple[Switches, ...]:
     """When each worker's place comes up and goes down, in seconds from the pool's start, one entry for each worker.
 
     After the trace's end every place stays as it was then.
@@ -40,6 +33,7 @@ def pool_switches(pool: PoolSection, recorded: Trace | None, *, seed: int, durat
         recorded: what the file ``pool.trace`` says; None where the pool names none.
         seed: of the run; fixes a made-up trace, and the share that is drawn of a recorded one.
         duration_s: how long a made-up trace must last.
+        name: of the pool. Pools with made-up traces do not lose the same places at the same moments.
 
     Raises:
         SpotlightError: the recorded trace is over before the run begins.
@@ -48,7 +42,8 @@ def pool_switches(pool: PoolSection, recorded: Trace | None, *, seed: int, durat
     places, start_s = -(-pool.workers // size), pool.trace_offset_h * SECONDS_PER_H
     if pool.trace_model:
         stop_s = start_s + duration_s * pool.speedup
-        trace = synthesise(seed=seed, capacity=max(1, places), duration_s=stop_s, model=MODELS[pool.trace_model])
+        made_up = seed if name == "spot" else seed + sum(name.encode()) * 1_000_003
+        trace = synthesise(seed=made_up, capacity=max(1, places), duration_s=stop_s, model=MODELS[pool.trace_model])
     elif recorded:
         trace = recorded.sample(pool.trace_share, seed=seed) if pool.trace_share < 1 else recorded
     else:

@@ -57,7 +57,7 @@ def part_gradient(
         seed: the run's.
         old: of the policy that sampled, in the order of `Model.parameters`; None where that is the one in training.
         current: the weights after the update before, named as `Model.trainable`; None in the first.
-        on_pass: is called after each micro-batch.
+        on_pass: is called before each micro-batch, and before the policy is looked at that the iteration starts from.
 
     Raises:
         SpotlightError: (Flow-GRPO) the model's policy is not the one that sampled.
@@ -66,6 +66,7 @@ def part_gradient(
     if not goal.units:  # no pair of samples differs
         return PartGradient()
     rows = micro_batches(goal.units, goal.slots, settings.micro_batch, mixed=not settings.is_stepwise)
+    on_pass()
     goal.remember(rows, first=current is None)
     if current is not None:
         model.load_trainable(current)
@@ -73,10 +74,10 @@ def part_gradient(
     shrunk = 1 / FLOAT16_SCALE if model.dtype == torch.float16 else total
     _forget(model)
     for each in rows:
+        on_pass()
         loss = goal.loss(each) * (len(each.samples) / shrunk)
         loss.backward()
         loss_sum += loss.item() * (shrunk / total)
-        on_pass()
     tensors = {str(at): p.grad.float() * shrunk for at, p in enumerate(model.parameters()) if p.grad is not None}
     _forget(model)
     metrics = {**goal.metrics(), ADVANTAGE_MAX: float(abs(batch.advantages_B).max())}

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from math import inf
@@ -17,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from spotlight.files import shown
@@ -232,21 +235,28 @@ def imported(name: str, where: str) -> Any:
         )
     if not all(part.isidentifier() for part in module.split(".")):
         raise SpotlightError(f"{where} = {name!r} names no module: {way_out}; mypkg/mine.py is mypkg.mine")
-    _importing.append(name)
+    _importing.names.append(name)
     try:
+        known = module in sys.modules
         found = importlib.import_module(module)
-        _changed_s.setdefault(module, _changed(found))
+        if not known:
+            _read_s[module] = time.time()
         return getattr(found, attribute)
     except Exception as error:  # of anyone's code
         raise SpotlightError(f"{where} = {name!r} cannot be imported ({explained(error)}): {way_out}") from None
     finally:
-        _importing.pop()
+        _importing.names.pop()
 
 
-_importing: list[str] = []
-"""What is being imported: a module that begins a run as it is imported would begin one in every worker."""
-_changed_s: dict[str, float] = {}
-"""When the file of a module was last changed, as it was imported."""
+class _Importing(threading.local):
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+_importing = _Importing()
+"""What this thread imports: a module that begins a run as it is imported would begin one in every worker."""
+_read_s: dict[str, float] = {}
+"""When a module was read here; of others, at the earliest when this process began."""
 
 
 def refuse_while_importing() -> None:
@@ -254,10 +264,10 @@ def refuse_while_importing() -> None:
     Raises:
         SpotlightError: a reward's module is being imported, here or in a worker.
     """
-    if _importing:
-        module = _importing[-1].partition(":")[0]
+    if _importing.names:
+        name = _importing.names[-1]
         raise SpotlightError(
-            f"{module} begins a run as it is imported, and all workers import it for {_importing[-1]}: begin the run "
+            f"{name.partition(':')[0]} begins a run as it is imported, and all workers import it for {name}: begin it "
             f'under `if __name__ == "__main__":`, or give the scorer a file of its own'
         )
 
@@ -272,21 +282,26 @@ def read_again(names: Iterable[str]) -> None:
         SpotlightError: one cannot be read.
     """
     for name in names:
-        module = sys.modules.get(name.partition(":")[0])
-        if module is None or module.__name__ not in _changed_s or _changed_s[module.__name__] == _changed(module):
+        module = sys.modules.get(name.partition(":")[0]) if ":" in name else None
+        if module is None or name in _importing.names or _changed_s(module) <= _known_s(module):
             continue
-        _importing.append(name)
+        _importing.names.append(name)
+        read_s = time.time()
         try:
             importlib.reload(module)
         except Exception as error:  # of anyone's code
             where = module.__file__
             raise SpotlightError(f"{where} was changed and cannot be imported again ({explained(error)})") from None
         finally:
-            _importing.pop()
-        _changed_s[module.__name__] = _changed(module)
+            _importing.names.pop()
+        _read_s[module.__name__] = read_s
 
 
-def _changed(module: ModuleType) -> float:
+def _known_s(module: ModuleType) -> float:
+    return _read_s.get(module.__name__) or psutil.Process().create_time()
+
+
+def _changed_s(module: ModuleType) -> float:
     """When its file was changed last; 0 where there is none."""
     try:
         return Path(module.__file__ or "").stat().st_mtime
