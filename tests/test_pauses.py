@@ -113,7 +113,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         os.killpg(process.pid, signal.SIGCONT)
         wait_for(lambda: "paused" in {row["event"] for row in run.rows(EVENTS)}, process)
         done = len(run.rows(HISTORY))
-        ahead.write_bytes((-HOUR_S).to_bytes(8, sys.byteorder, signed=True))
+        with ahead.open("r+b") as mapped:  # in place: who reads a page of a file that was cut short dies (SIGBUS)
+            mapped.write((-HOUR_S).to_bytes(8, sys.byteorder, signed=True))
         wait_for(lambda: len(run.rows(HISTORY)) > done or process.poll() is not None)
         said, _ = process.communicate(timeout=WAIT_S)
     finally:
