@@ -121,7 +121,16 @@ def begun_here(url: str) -> Background | None:
 _started: WeakSet[Background] = WeakSet()
 _starting = threading.Lock()
 """Held by who adds to these, or goes through them."""
-os.register_at_fork(after_in_child=_started.clear)  # a fork has no thread of theirs, and must not wait for one
+
+
+def _forget() -> None:
+    """In a fork, which has no thread of theirs, and must not wait for one, nor for who held the lock."""
+    global _starting
+    _starting = threading.Lock()
+    _started.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _end_with_process(run: Background) -> None:

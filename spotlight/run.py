@@ -60,14 +60,15 @@ class Run:
     """
 
     def __init__(self, settings: str | Path, overrides: Sequence[str] = (), *, cluster: Standing | None = None) -> None:
-        self._open(None, configuration.load(settings, overrides), cluster)
+        loaded = configuration.load(settings, overrides)
+        check_inputs(loaded)
+        self._open(None, loaded, cluster)
 
     @classmethod
     def of(cls, settings: configuration.Config) -> Run:
         """A run of settings that are already read."""
-        run = cls.__new__(cls)
-        run._open(None, settings, None)
-        return run
+        check_inputs(settings)
+        return cls._of(None, settings, None)
 
     @classmethod
     def into(
@@ -86,7 +87,8 @@ class Run:
         wanted = configuration.load(settings, overrides)
         check_inputs(wanted)
         directory = create_run_at(run_dir, wanted)
-        return cls.resume(directory.url, cluster=cluster)
+        resuming.check(directory)
+        return cls._of(directory, directory.config(), cluster)
 
     @classmethod
     def resume(
@@ -102,9 +104,7 @@ class Run:
         check_inputs(directory.config())
         if iterations is not None:
             directory.change_iterations(iterations)
-        run = cls.__new__(cls)
-        run._open(directory, directory.config(), cluster)
-        return run
+        return cls._of(directory, directory.config(), cluster)
 
     @classmethod
     def attach(cls, run_dir: str | PathLike[str]) -> Run:
@@ -117,8 +117,14 @@ class Run:
         run._hold(directory, directory.config(), None)
         return run
 
+    @classmethod
+    def _of(cls, directory: RunDir | None, settings: configuration.Config, cluster: Standing | None) -> Run:
+        run = cls.__new__(cls)
+        run._open(directory, settings, cluster)
+        return run
+
     def _open(self, directory: RunDir | None, settings: configuration.Config, cluster: Standing | None) -> None:
-        check_inputs(settings)
+        """Of settings whose inputs were checked."""
         if isinstance(cluster, str | Path):
             from cluster.standing import refuse_unsafe, where
 
