@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import glob
-import ipaddress
 import logging
 import re
 import shlex
@@ -23,7 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -286,7 +285,7 @@ def slurm_cluster(config: Config, run_dir: Path, directory: str) -> Iterator[Spe
                 jobs[f"{pool}-{first}"] = {"cls": SlurmJobs, "options": {"job": job}}
             if section.workers:
                 check_job(pool, section, run_dir, theirs)
-        cancel(job_name(run_dir, name) for name in jobs)
+        cancel_all(config, run_dir)
         with SpecCluster(
             scheduler={"cls": LeanScheduler, "options": address}, workers=jobs, security=security
         ) as cluster:
@@ -296,7 +295,7 @@ def slurm_cluster(config: Config, run_dir: Path, directory: str) -> Iterator[Spe
 
 def _warn_of_loopback(address: str, *, given: str) -> None:
     host = urlsplit(address).hostname or ""
-    if not given and ipaddress.ip_address(host).is_loopback:
+    if not given and (host.startswith("127.") or host in ("::1", "localhost")):
         logger.warning(
             "the scheduler listens on %s, since that is what this machine's name stands for here, and workers on other "
             "machines cannot reach it: set cluster.host to an address of this machine that they reach",
@@ -419,30 +418,25 @@ def check_job(pool: str, section: PoolSection, run_dir: Path, security: Security
     sbatch(job.job_script(), "--test-only", where=f"pools.{pool}.slurm")
 
 
-def cancel(names: Iterable[str]) -> list[str]:
-    """Cancel this user's jobs of these names; if Slurm does not answer, those that run end without a scheduler.
+def cancel_all(config: Config, run_dir: Path) -> list[str]:
+    """Cancel this user's jobs of a run's workers; if Slurm does not answer, those that run end without a scheduler.
 
     Returns:
         Their numbers.
     """
-    wanted = {*names}
+    wanted = {
+        job_name(run_dir, f"{pool}-{first}")
+        for pool, section in config.pools
+        for first in range(0, section.workers, section.workers_per_node)
+    }
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        queue = ["squeue", "--me", "--noheader", "--format=%A %j"]
-        printed = subprocess.run(queue, capture_output=True, text=True, timeout=ANSWER_S, check=False).stdout
+        asked = ["squeue", "--me", "--noheader", "--format=%A %j"]
+        printed = subprocess.run(asked, capture_output=True, text=True, timeout=ANSWER_S, check=False).stdout
         jobs = [line.split(maxsplit=1) for line in printed.splitlines()]
         if numbers := [words[0] for words in jobs if len(words) == 2 and words[1].strip() in wanted]:
             subprocess.run(["scancel", *numbers], capture_output=True, timeout=ANSWER_S, check=False)
             return numbers
     return []
-
-
-def cancel_all(config: Config, run_dir: Path) -> list[str]:
-    """Cancel what a driver left in the queue that was killed; returns the numbers of these jobs."""
-    return cancel(
-        job_name(run_dir, f"{pool}-{first}")
-        for pool, section in config.pools
-        for first in range(0, section.workers, section.workers_per_node)
-    )
 
 
 def slurms_words(text: str) -> str:

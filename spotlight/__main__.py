@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -352,7 +352,7 @@ def _stop(parsed: argparse.Namespace) -> None:
 
 def _submit(parsed: argparse.Namespace) -> None:
     from cluster.slurm import check_commands
-    from cluster.slurm_driver import check_jobs, record, scripts, submit
+    from cluster.slurm_driver import check_jobs, scripts
     from spotlight import config
     from spotlight.inputs import check_inputs
 
@@ -365,28 +365,25 @@ def _submit(parsed: argparse.Namespace) -> None:
             parsed.config, [*parsed.overrides, 'cluster.manager="slurm"', "cluster.dashboard_port=0"]
         )
     check_inputs(settings)
+    planned = f"{settings.run.dir}/{settings.run.name}"
     if parsed.dry_run:
-        for what, script in scripts(settings, f"{settings.run.dir}/{settings.run.name}", begin=parsed.begin).items():
-            print(f"# --- {what} ---\n{script}")
+        _show(scripts(settings, planned, begin=parsed.begin))
         return
     check_commands()
-    check_jobs(settings, f"{settings.run.dir}/{settings.run.name}")
+    check_jobs(settings, planned)
     run = create_run(settings, wall_clock())
-    (run.path / "slurm").mkdir()
     try:
-        job = submit(scripts(settings, run.url, begin=parsed.begin)["the driver"])
+        _queue_driver(run, scripts(settings, run.url, begin=parsed.begin))
     except SpotlightError:
         if not is_url(run.url):
             shutil.rmtree(run.path)  # nobody has begun it
         raise
-    record(run, job)
-    print(f"job {job}\nrun directory   {run.url}\noutput          {run.path}/slurm/driver-{job}.out")
 
 
 def _submit_again(parsed: argparse.Namespace) -> None:
     """Queue the driver of a run that is there."""
     from cluster.slurm import check_commands
-    from cluster.slurm_driver import check_jobs, record, refuse_second, scripts, submit
+    from cluster.slurm_driver import check_jobs, refuse_second, scripts
     from spotlight.inputs import check_inputs
     from spotlight.store import resuming
 
@@ -405,14 +402,24 @@ def _submit_again(parsed: argparse.Namespace) -> None:
     check_inputs(settings)
     found = scripts(settings, run.url, begin=parsed.begin)
     if parsed.dry_run:
-        for what, script in found.items():
-            print(f"# --- {what} ---\n{script}")
+        _show(found)
         return
     check_commands()
     refuse_second(run)
     check_jobs(settings, run.url)
+    _queue_driver(run, found)
+
+
+def _show(scripts: Mapping[str, str]) -> None:
+    for what, script in scripts.items():
+        print(f"# --- {what} ---\n{script}")
+
+
+def _queue_driver(run: RunDir, scripts: Mapping[str, str]) -> None:
+    from cluster.slurm_driver import record, submit
+
     (run.path / "slurm").mkdir(exist_ok=True)
-    job = submit(found["the driver"])
+    job = submit(scripts["the driver"])
     record(run, job)
     print(f"job {job}\nrun directory   {run.url}\noutput          {run.path}/slurm/driver-{job}.out")
 

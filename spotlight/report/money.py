@@ -116,7 +116,7 @@ def cost_table(ledger: Ledger, title: str, *, width: int) -> Table:
     Args:
         width: characters that a line may have.
     """
-    pools = sorted({entry.pool for entry in ledger.entries})
+    pools, account = sorted({entry.pool for entry in ledger.entries}), rows(ledger)
     is_long, is_dear = ledger.seconds() > LONG_S, ledger.usd() >= DEAR_USD
     unit, unit_s = ("h", SECONDS_PER_H) if is_long else ("s", 1.0)
 
@@ -127,7 +127,7 @@ def cost_table(ledger: Ledger, title: str, *, width: int) -> Table:
         """The heads, and the cells of each row."""
         heads = [head for pool in pools for head in (f"{pool} {unit}", "$")] if apart else [f"all {unit}"]
         found = [["", *heads, "all $", "share"]]
-        for row in rows(ledger):
+        for row in account:
             each = [text for pool in pools for text in texts(row.seconds[pool], row.usd[pool])]
             seconds, usd = texts(sum(row.seconds.values()), sum(row.usd.values()))
             found.append([row.name, *(each if apart else [seconds]), usd, f"{row.share:.1%}"])
@@ -139,7 +139,7 @@ def cost_table(ledger: Ledger, title: str, *, width: int) -> Table:
     table = Table(title=title, box=None, pad_edge=False, collapse_padding=True, caption=caption)
     for head in heads:
         table.add_column(head, justify="right" if head else "left", no_wrap=True)
-    for row, line in zip(rows(ledger), cells, strict=True):
+    for row, line in zip(account, cells, strict=True):
         table.add_row(*line, style="bold" if row.is_sum else None, end_section=row.is_sum)
     return table
 

@@ -237,11 +237,9 @@ def imported(name: str, where: str) -> Any:
         raise SpotlightError(f"{where} = {name!r} names no module: {way_out}; mypkg/mine.py is mypkg.mine")
     _importing.names.append(name)
     try:
-        known = module in sys.modules
-        found = importlib.import_module(module)
-        if not known:
+        if module not in sys.modules:
             _read_s[module] = time.time()
-        return getattr(found, attribute)
+        return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # of anyone's code
         raise SpotlightError(f"{where} = {name!r} cannot be imported ({explained(error)}): {way_out}") from None
     finally:
