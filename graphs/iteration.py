@@ -236,9 +236,9 @@ def _add_training(
             given[at] = [key], []
     drawn_of = [[each for each in drawn[chunk.start : chunk.stop] if each] for chunk in chunks]
     weighed = tuple(table.weight for table in (config.reward, *config.reward.also)) if config.adds_advantages else ()
-    used = config.train.seeds_used
+    train = config.train
     calls: Calls = [
-        (training.advantage, std, [*scored, *explored], weighed, surplus, used)
+        (training.advantage, std, [*scored, *explored], weighed, surplus, train.seeds_used, train.filter_groups)
         for (scored, surplus), explored in zip(given, drawn_of, strict=True)
     ]
     after = [key for scored, surplus in given for key in (*scored, *surplus)]

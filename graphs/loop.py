@@ -133,7 +133,7 @@ class Loop:
         )
         results = self._compute(graph)
         after: Published = results["published"]
-        training = whole(results["training"])
+        training = whole(results["training"], filters=self._config.train.filter_groups)
         explored: Selection | None = results["selection"] if candidates else None
         _warn_of_rewards(k, training, explored)
         if explored:

@@ -279,7 +279,7 @@ class TaskTiming:
     def _shared_gradient(self, part: GradientPart) -> Denoising:
         """One step of the gang that shares a part's passes; once it is kept, it is not done again."""
         samples, durations = len(part.samples), self._durations
-        seconds = durations.train_s(samples, self._train_width) + durations.gradient_s
+        seconds = durations.train_s(samples, self._train_width) + durations.gradient_s if samples else 0.0
         return Denoising(request=part.name, samples=samples, steps=1, step_s=seconds)
 
     def _seconds(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> float:
@@ -295,15 +295,17 @@ class TaskTiming:
         if function is training.gradient:
             run_dir, *which = arguments()
             part = training.gradient_part(*which)
-            if device.has_gradient(run_dir, part):
+            if device.has_gradient(run_dir, part) or not part.samples:
                 return 0.0
             return durations.train_s(len(part.samples)) + durations.gradient_s
         if function is training.add_gradients:
-            parts = len(arguments()[3])
-            return (parts + 1) / slices_of(self._config, parts) * durations.gradient_s
+            parts = arguments()[3]
+            fetched = sum(part.rows > 0 for part in parts)
+            return (fetched + 1) / slices_of(self._config, len(parts)) * durations.gradient_s
         if function is training.update:
             gradients = arguments()[3][-1]
-            terms = len(gradients) if slices_of(self._config, len(gradients)) == 1 else 1
+            fetched = sum(part.rows > 0 for part in gradients)
+            terms = fetched if slices_of(self._config, len(gradients)) == 1 else 1
             return terms * durations.gradient_s + durations.update_s
         if function is training.publish:
             return durations.publish_s

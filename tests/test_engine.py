@@ -742,18 +742,21 @@ def test_candidates_are_trained_on_at_the_levels_of_rollouts_and_drawn_again_tho
     assert again == found
 
 
-def test_where_no_sample_is_better_than_another_no_step_is_taken(run: RunDir, context: RunContext) -> None:
+@pytest.mark.parametrize("filters", [False, True])
+def test_where_no_sample_is_better_than_another_no_step_is_taken(
+    run: RunDir, context: RunContext, filters: bool
+) -> None:
     """What is left of the gradient is rounding, of which AdamW would make a step of full size."""
     engine = Engine(run.path)
     samples = [replace(sample, advantage=0.0) for sample in rolled_out(run, context, engine, 2)]
-    cut = replace(Cut.of(run.config()), prompts=2, parts=1)
+    cut = replace(Cut.of(run.config()), prompts=2, parts=1, filters=filters)
     part = training.gradient_part(context.start, 0, cut, 0, 0, [TrainingSet(samples=tuple(samples), metrics={})])
 
     found = answer(engine.gradient(part))
     engine.update(context.start, [[found]], [[found]], 0)
 
     before, after = (load(run.path, ref, PARTS["trained"]) for ref in (context.start, publish(run.path, 1).weights))
-    assert found.rows
+    assert bool(found.rows) != filters
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 

@@ -619,6 +619,30 @@ def test_of_each_prompt_the_most_telling_samples_are_trained_on_and_compared_wit
         assert [[sample.reward for sample in part.samples] for part in parts] == [[1.0, 0.4], [0.0, 0.2]]
 
 
+def test_prompts_whose_rewards_do_not_vary_are_left_out_of_the_parts_that_they_would_be_in() -> None:
+    rewards = ((0.5, 0.5, 0.5), (0.2, 0.0, 0.1), (1.0, 1.0, 1.0))  # the middle one's third sample has no advantage
+    requests = [make_request(prompt_id=at, seeds=(1, 2, 3)) for at in range(3)]
+    scored = [Scored(request=request, rewards=row) for request, row in zip(requests, rewards, strict=True)]
+    sets = training.advantage("group", [scored], filters=True)
+    apart = [training.advantage("group", [[each]], filters=True) for each in scored]
+    keeps = Cut(parts=9, updates=1, prompts=3, seeds=3, pairs=0, seed=0)
+
+    for source in ([sets] * 9, [apart[at // 3] for at in range(9)]):
+        made, whole = (
+            [training.gradient_part(VERSION, 0, cut, 0, part, [source[part]]) for part in range(9)]
+            for cut in (replace(keeps, filters=True), keeps)
+        )
+        assert [part.positions for part in made] == [(), (), (), (3,), (4,), (5,), (), (), ()]
+        assert made[3:6] == whole[3:6]
+        assert [part.positions for part in whole] == [(at,) for at in range(9)]
+    two = replace(keeps, parts=2, updates=2, filters=True)
+    shared = [training.gradient_part(VERSION, 0, two, u, part, [sets]) for u in (0, 1) for part in (0, 1)]
+    assert sorted(at for part in shared for at in part.positions) == [3, 4, 5]
+    assert sets.metrics["samples_trained"] == 3
+    assert training.whole(apart, filters=True).metrics == sets.metrics
+    assert "samples_trained" not in training.advantage("group", [scored]).metrics
+
+
 def test_the_weights_of_rewards_reach_advantages_only_where_these_are_added() -> None:
     several = {"reward": [{"name": "ocr", "weight": 2.0}, {"name": "scene-ocr"}]}
 

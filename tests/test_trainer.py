@@ -657,6 +657,21 @@ def test_state_of_another_model_or_without_the_averages_is_refused() -> None:
         make_trainer(make_model(rank=4), ema_decay=0.5, old_decay="copy").load_state(state)
 
 
+@pytest.mark.parametrize("name", ["grpo", "grpo-guard", "awm", "dpo"])
+def test_samples_without_an_advantage_add_nothing_to_a_gradient(name: str) -> None:
+    model = make_model()
+    batch = replace(make_batch(model), groups_B=(0, 0, 0, 1, 1, 1))
+    batch.advantages_B[3:] = 0.0
+    settings = TrainSection(lora_rank=4, algorithm=name, **EACH[name])
+    made = [
+        part_gradient(model, settings, given, seed=5, iteration=0, old=None) for given in (batch, batch.take((0, 1, 2)))
+    ]
+
+    for parameter in made[0].tensors:
+        assert made[0].tensors[parameter] == pytest.approx(made[1].tensors[parameter], abs=1e-6)
+    assert any(made[1].tensors[parameter].abs().max() > 1e-4 for parameter in made[1].tensors)
+
+
 def test_grpo_without_stochastic_steps_is_refused() -> None:
     model = make_model()
 

@@ -72,6 +72,8 @@ HALF = "train.seeds_used={half}"
 FOUR = "rollout.seeds_kept={half}"
 """Half of a prompt's samples: four instead of the base recipe's eight. What explores chooses them from up to 32
 candidates."""
+VARIED = "train.filter_groups=true"
+"""Prompts whose samples all have the same reward are not trained on."""
 SIX = "rollout.prompts=6"
 """Of an iteration, instead of the base recipe's twelve."""
 SHORT = ["rollout.steps=6", "run.validation_steps=16"]
@@ -153,6 +155,11 @@ STRATEGIES: dict[str, list[str]] = {
         *("strategy.exploration=off", "pools.spot.workers=12"),
         *(*NO_GPU, *CHOSEN),
     ],
+    "chosen of eight in six steps, all reserved (12)": [
+        *(*ON_RESERVED, "strategy.exploration=off", "pools.reserved.workers=12"),
+        *CHOSEN,
+    ],
+    "chosen of eight in six steps, gradients on spot (4 + 8)": ["strategy.exploration=off", *ON_SPOT, *CHOSEN],
     "Spotlight, four as drawn": [FOUR, "exploration.request_seeds=4", "exploration.reuse=true"],
     "Spotlight, four as drawn (1 + 47)": [
         *(*ON_SPOT, *MORE_SPOT, FOUR),
@@ -178,6 +185,22 @@ CHOSEN_ON_RESERVED = "chosen of eight in six steps, reserved only (4)"
 CHOSEN_ON_MANY = "chosen of eight in six steps (1 + 47)"
 CHOSEN_WITHOUT_GPU = "chosen of eight in six steps, only updates on reserved (no GPU + 12)"
 NO_GPU_UNEXPLORED = "no exploration, only updates on reserved (no GPU + 12)"
+CHOSEN_ON_BOTH = "chosen of eight in six steps, gradients on spot (4 + 8)"
+FILTERED = {
+    f"filtered, {name}": name
+    for name in (
+        *(RESERVED_ONLY, "no exploration, gradients on spot", "no exploration, gradients on spot (1 + 11)"),
+        *("no exploration, gradients on spot (1 + 47)", NO_GPU_UNEXPLORED),
+        *(CHOSEN_ON_RESERVED, CHOSEN_ON_BOTH, "chosen of eight in six steps (1 + 11)", CHOSEN_ON_MANY),
+        *(CHOSEN_WITHOUT_GPU, AS_DRAWN),
+    )
+}
+"""What trains on no prompt whose samples all have the same reward, and the same that trains on all."""
+STRATEGIES |= {name: [*STRATEGIES[other], VARIED] for name, other in FILTERED.items()}
+STRATEGIES["filtered, Spotlight, four as drawn of 24 prompts"] = [
+    *(*STRATEGIES[AS_DRAWN], VARIED),
+    *("exploration.prompts=24", "exploration.seeds_tried=16"),
+]
 WITHOUT = {
     "reserved only (4), blocking exploration": RESERVED_ONLY,
     "Spotlight": "reserved + spot, no exploration",
@@ -200,6 +223,7 @@ WITHOUT = {
     "chosen of eight in six steps (1 + 11)": "no exploration, gradients on spot (1 + 11)",
     CHOSEN_ON_MANY: "no exploration, gradients on spot (1 + 47)",
     CHOSEN_WITHOUT_GPU: NO_GPU_UNEXPLORED,
+    CHOSEN_ON_BOTH: "no exploration, gradients on spot",
     AS_DRAWN: "reserved + spot, no exploration",
     DRAWN_ON_MANY: "no exploration, gradients on spot (1 + 47)",
 } | {
@@ -207,7 +231,9 @@ WITHOUT = {
     for name in STRATEGIES
     if name.startswith("a quarter ahead") and "(4 +" not in name
 }
-"""What explores, begins rollouts early, or trains on half of the samples; and the same GPUs that do none of it."""
+WITHOUT |= FILTERED
+"""What explores, begins rollouts early, or trains on half of the samples or on those that vary; and the same GPUs that
+do none of it."""
 ON_FOUR_RESERVED = [
     "reserved + spot, no exploration",
     "a quarter ahead (4 + 8), only reserved GPUs train",

@@ -47,6 +47,7 @@ def advantage(
     weights: Sequence[float] = (),
     surplus: Sequence[ShardResult] = (),
     used: int = 0,
+    filters: bool = False,
 ) -> TrainingSet:
     """Advantages of all samples that have a reward, in request order; of those that are trained on, among themselves.
 
@@ -56,6 +57,7 @@ def advantage(
             rewards are. Modelled rewards have no parts, so advantages are those of their sum.
         surplus: see `replace_unscored`.
         used: samples of each prompt that are trained on; 0: all.
+        filters: prompts whose samples all have the same reward will not be trained on.
     """
     results = [result for each in scored for result in each]
     rows = [
@@ -84,7 +86,7 @@ def advantage(
     )
     return TrainingSet(
         samples=samples,
-        metrics=_statistics(samples, flat=zero_std_ratio(rewards, groups)),
+        metrics=_statistics(samples, flat=zero_std_ratio(rewards, groups), filters=filters),
         steps_resumed=sum(result.steps_resumed for result in results),
         failed=sum(result.rewards.count(None) for result in results if result.errors),
         error=next((result.errors[0] for result in results if result.errors), ""),
@@ -104,8 +106,8 @@ def _most_telling(rewards: Sequence[float], groups: Sequence[int], used: int) ->
     return sorted(chosen)
 
 
-def whole(parts: Sequence[TrainingSet]) -> TrainingSet:
-    """The training set of an iteration from those of its parts, which share no prompt."""
+def whole(parts: Sequence[TrainingSet], *, filters: bool = False) -> TrainingSet:
+    """The training set of an iteration from those of its parts, which share no prompt; ``filters`` as `advantage`."""
     if len(parts) == 1:
         return parts[0]
     samples = tuple(sample for part in parts for sample in part.samples)
@@ -113,20 +115,23 @@ def whole(parts: Sequence[TrainingSet]) -> TrainingSet:
     flat = sum(part.metrics["zero_std_ratio"] * count for part, count in zip(parts, groups, strict=True))
     return TrainingSet(
         samples=samples,
-        metrics=_statistics(samples, flat=flat / sum(groups)),
+        metrics=_statistics(samples, flat=flat / sum(groups), filters=filters),
         steps_resumed=sum(part.steps_resumed for part in parts),
         failed=sum(part.failed for part in parts),
         error=next((part.error for part in parts if part.error), ""),
     )
 
 
-def _statistics(samples: Sequence[Sample], *, flat: float) -> dict[str, float]:
+def _statistics(samples: Sequence[Sample], *, flat: float, filters: bool) -> dict[str, float]:
     """What is told of a training set; how many are trained on only where it is not all.
 
     Args:
         flat: share of groups whose rewards are all equal.
     """
-    rewards, trained = [sample.reward for sample in samples], sum(sample.advantage is not None for sample in samples)
+    rewards, telling = [sample.reward for sample in samples], _with_advantages(samples)
+    trained = sum(
+        sample.advantage is not None and (not filters or sample.request.prompt.id in telling) for sample in samples
+    )
     found = {"reward_mean": fmean(rewards), "reward_std": spread(rewards), "zero_std_ratio": flat}
     found["samples"] = float(len(samples))
     return found if trained == len(samples) else {**found, "samples_trained": float(trained)}
@@ -189,6 +194,9 @@ def gradient_part(
     advantages = [sample.advantage or 0.0 for sample in looked_at]
     groups = [sample.request.prompt.id for sample in looked_at]
     positions = cut.positions(iteration, update, part, advantages, groups)
+    if cut.filters:
+        telling = _with_advantages(samples)
+        positions = tuple(at for at in positions if samples[at - first].request.prompt.id in telling)
     return GradientPart(
         weights=weights,
         iteration=iteration,
@@ -200,6 +208,11 @@ def gradient_part(
         settings=cut.settings,
         slices=slices,
     )
+
+
+def _with_advantages(samples: Sequence[Sample]) -> set[int]:
+    """Ids of the prompts of which some sample is better than another."""
+    return {sample.request.prompt.id for sample in samples if sample.advantage}
 
 
 def add_gradients(run_dir: str, weights: WeightsRef, iteration: int, parts: Sequence[Gradient], at: int) -> Gradient:

@@ -336,6 +336,10 @@ class TrainSection(Section):
     seeds_used: int = Field(0, ge=0, le=100_000)
     """Samples of each prompt that are trained on, of the ``rollout.seeds_kept``: those whose rewards vary most, with
     advantages among themselves (PODS, arXiv 2504.13818), so that training takes so much less; 0: all."""
+    filter_groups: bool = False
+    """Prompts whose samples all have the same reward are not trained on: they have no advantages, and take as long as
+    any other. So does Flow-GRPO's script for SD 3.5, and DAPO (arXiv 2503.14476). What ``kl`` or DiffusionNFT's old
+    policy would hold these samples to is left out, too."""
     combine: Literal["rewards", "advantages"] = "rewards"
     """What is added up where there are several ``[[reward]]`` tables, each times its weight: rewards, of whose sum
     advantages are made; or advantages, made of each reward by itself, so that no reward's scale outweighs another's

@@ -137,7 +137,9 @@ class ModelledDevice:
         if update + 1 < run.settings.train.updates or store.published(run.url, version):
             return done
         score = run.score(weights)
-        groups, rolled_out = _groups(part for parts in gradients for part in parts), run.settings.rollout.seeds_kept
+        rollout = run.settings.rollout
+        groups, rolled_out = _groups(part for parts in gradients for part in parts), rollout.seeds_kept
+        groups += [[0.0]] * (rollout.prompts - len(groups))  # not trained on, for their rewards do not vary
         captured = learning_model.captured(score, groups, rolled_out=rolled_out)
         learnt = learning_model.after(score, captured, gain=run.settings.simulation.gain)
         _stage(run.url, version, learnt, {"captured": captured, "modelled_score": learnt})

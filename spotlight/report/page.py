@@ -42,7 +42,7 @@ METRICS = {
     "fidelity": "how much of a difference in explored reward is there again in the rollout",
     "zero_std_ratio": "share of groups whose rewards are all equal: nothing to learn from them",
     "samples": "of the iteration; all are trained on where there is no next row",
-    "samples_trained": "of these, the most telling of each prompt (train.seeds_used)",
+    "samples_trained": "of these, those that are trained on (train.seeds_used, train.filter_groups)",
     "seeds_scored": "candidate seeds scored before training ended",
     "beside_seeds": "of the next iteration's candidates, those scored beside this training",
     "steps_resumed": "denoising steps found committed: of what lost its worker, or was begun an iteration early",

@@ -68,6 +68,8 @@ class Cut:
     """Most pairs of a prompt's samples, where pairs are trained on, which no part may take apart; else 0."""
     seed: int
     """The run's."""
+    filters: bool = False
+    """Prompts without an advantage are left out of the parts that they would be in (``train.filter_groups``)."""
     settings: str = ""
     """SHA-256 of ``[train]``: gradients that were computed with other settings are no parts of these updates."""
 
@@ -81,6 +83,7 @@ class Cut:
             seeds=config.seeds_trained,
             pairs=train.dpo_pairs if train.algorithm == "dpo" else 0,
             seed=config.run.seed,
+            filters=train.filter_groups,
             settings=sha256(train.model_dump_json().encode()).hexdigest(),
         )
 
