@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate, product
 from math import isinf
@@ -61,8 +61,11 @@ from benchmarks.target.figure import draw
 from benchmarks.target.outcomes import Data, best, curve, is_at, reached
 from benchmarks.target.readme import headlines, put
 from benchmarks.target.tables import page, tables
+from graphs.tasks import training
 from spotlight import config
+from spotlight.device.modelled import ModelledDevice
 from spotlight.plan.durations import GPUS, LAYER_S, PUBLISH_LORA_S
+from spotlight.records import Dropped, Request, Scored
 from spotlight.simulation import Learning, Simulation
 
 DATA = ROOT / "benchmarks" / "data" / "time_to_target.jsonl"
@@ -88,7 +91,8 @@ def measure(
         found = _simulate(case, "real", target, iterations, every, more)
     else:
         scores = {int(version): score for version, score in learnt["scores"].items()}
-        found = _simulate(case, "modelled", target, max(scores), every, more)
+        with _replayed(learnt.get("flat", ())):
+            found = _simulate(case, "modelled", target, max(scores), every, more)
         found |= {"scores": scores, "learnt_by": learnt.get("learnt_by", learnt["strategy"])}
     return {**asdict(case), "settings": case.digest, **found, "cpu_s": round(time.process_time() - began_s, 1)}
 
@@ -110,11 +114,13 @@ def _simulate(
                 raise _Enough
 
         run = Simulation(case.strategy, settings, learning, follow)
-        with suppress(_Enough):
+        with suppress(_Enough), _noted() as flat:
             run.go(report=False)
         history, scores = run.directory.history(), run.directory.validation()
     measured = [row.measured for row in history]
+    left_out = {"flat": flat[: len(history)]} if settings.train.filter_groups else {}
     return {
+        **left_out,
         "scores": {row.version: round(row.score, 5) for row in scores},
         "seconds": [round(s, 2) for s in accumulate((row["wall_s"] for row in measured), initial=0.0)],
         "usd": [round(usd, 4) for usd in accumulate((row["usd"] for row in measured), initial=0.0)],
@@ -122,6 +128,38 @@ def _simulate(
         "spot_busy": [round(row["spot_utilisation"], 3) for row in measured],
         "seeds_scored": [row.metrics["seeds_scored"] / settings.rollout.prompts for row in history],
     }
+
+
+@contextmanager
+def _noted() -> Iterator[list[list[int]]]:
+    """Of each iteration that is trained within, the ids of the prompts whose samples all have the same reward."""
+    found: list[list[int]] = []
+
+    def noting(parts: Sequence[training.TrainingSet], *, filters: bool) -> training.TrainingSet:
+        together = training.whole(parts, filters=filters)
+        prompts = dict.fromkeys(sample.request.prompt.id for sample in together.samples)
+        telling = {sample.request.prompt.id for sample in together.samples if sample.advantage}
+        found.append([prompt for prompt in prompts if prompt not in telling])
+        return together
+
+    with patch("graphs.loop.whole", noting):
+        yield found
+
+
+@contextmanager
+def _replayed(flat: Sequence[Collection[int]]) -> Iterator[None]:
+    """Modelled rewards are all the same for these prompts of each iteration, and for no other prompt."""
+    score = ModelledDevice.score
+
+    def scoring(device: ModelledDevice, run_dir: str, request: Request) -> Scored | Dropped:
+        scored = score(device, run_dir, request)
+        if request.purpose == "validate" or request.iteration >= len(flat) or isinstance(scored, Dropped):
+            return scored
+        is_flat = request.prompt.id in flat[request.iteration]
+        return replace(scored, rewards=tuple(0.5 if is_flat else seed / 2**64 for seed in request.seeds))
+
+    with patch.object(ModelledDevice, "score", scoring):
+        yield
 
 
 def missing(rows: Sequence[Row], arguments: argparse.Namespace) -> list[Case]:
@@ -223,8 +261,15 @@ def smoke() -> None:
     timed_too, learnt_too = (measure(large, target, 2, 1, rows, SMOKE) for rows in ([explored], ()))
     assert timed_too["scores"] == learnt_too["scores"] == explored["scores"], "no clock decides what is tried first"
     assert timed_too["seconds"] == learnt_too["seconds"], "nor what it costs"
+    filtered = replace(cases[0], job="strict", strategy=f"filtered, {names[0]}")
+    on_spot = replace(filtered, strategy="filtered, no exploration, gradients on spot")
+    more = [*SMOKE, "rollout.steps=8", "rollout.seeds_kept=4"]
+    alone = measure(filtered, target, 2, 1, (), more)
+    timed_apart, learnt_apart = (measure(on_spot, target, 2, 1, rows, more) for rows in ([alone], ()))
+    assert any(0 < len(each) < 3 for each in alone["flat"]), "not all prompts are trained on"
+    assert timed_apart["seconds"] == learnt_apart["seconds"], "the same prompts are left out"
     ours = measure(cases[2], target, 2, 1, (), SMOKE)
-    for row in (first, timed, explored, timed_too, ours):
+    for row in (first, timed, explored, timed_too, timed_apart, ours):
         print(row)
 
 

@@ -40,7 +40,7 @@ METRICS = {
     "rank_correlation": "Spearman, explored against regenerated rewards: does stale ranking hold? 1 is perfect, as "
     "where iteration 0 was explored with its own weights",
     "fidelity": "how much of a difference in explored reward is there again in the rollout",
-    "zero_std_ratio": "share of groups whose rewards are all equal: nothing to learn from them",
+    "zero_std_ratio": "share of groups whose rewards are all equal: they teach nothing (train.filter_groups)",
     "samples": "of the iteration; all are trained on where there is no next row",
     "samples_trained": "of these, those that are trained on (train.seeds_used, train.filter_groups)",
     "seeds_scored": "candidate seeds scored before training ended",
