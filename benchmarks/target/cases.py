@@ -246,6 +246,8 @@ ON_FOUR_RESERVED = [
     AS_DRAWN,
 ]
 """What trains on four reserved GPUs alone, while eight spot ones roll out."""
+ON_ALL_TWELVE = ["no exploration, gradients on spot", CHOSEN_ON_BOTH]
+"""What else these twelve may do without exploration: all of them train."""
 ON_MANY = [
     "no exploration, gradients on spot (1 + 47)",
     "a quarter ahead (1 + 47)",

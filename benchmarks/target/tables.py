@@ -14,6 +14,7 @@ from benchmarks.target.cases import (
     FOUR_EXPLORED,
     FOUR_ON_MANY,
     HEAVY,
+    ON_ALL_TWELVE,
     ON_FOUR_RESERVED,
     ON_MANY,
     OURS,
@@ -49,8 +50,8 @@ from spotlight import config
 BESIDE = (SOONEST, "no exploration, gradients on spot (1 + 47)")
 """What the strategies of a cell are compared with on the page: the first of these that was run there."""
 EXPLORED = {
-    FOUR_EXPLORED: [name for name in ON_FOUR_RESERVED if name not in (FOUR_EXPLORED, AS_DRAWN)],
-    AS_DRAWN: [name for name in ON_FOUR_RESERVED if name != AS_DRAWN],
+    FOUR_EXPLORED: [*(name for name in ON_FOUR_RESERVED if name not in (FOUR_EXPLORED, AS_DRAWN)), *ON_ALL_TWELVE],
+    AS_DRAWN: [*(name for name in ON_FOUR_RESERVED if name != AS_DRAWN), *ON_ALL_TWELVE],
     FOUR_ON_MANY: [name for name in ON_MANY if name != FOUR_ON_MANY],
     DRAWN_ON_MANY: ON_MANY,
 }
