@@ -192,15 +192,11 @@ FILTERED = {
         *(RESERVED_ONLY, "no exploration, gradients on spot", "no exploration, gradients on spot (1 + 11)"),
         *("no exploration, gradients on spot (1 + 47)", NO_GPU_UNEXPLORED),
         *(CHOSEN_ON_RESERVED, CHOSEN_ON_BOTH, "chosen of eight in six steps (1 + 11)", CHOSEN_ON_MANY),
-        *(CHOSEN_WITHOUT_GPU, AS_DRAWN),
+        CHOSEN_WITHOUT_GPU,
     )
 }
 """What trains on no prompt whose samples all have the same reward, and the same that trains on all."""
 STRATEGIES |= {name: [*STRATEGIES[other], VARIED] for name, other in FILTERED.items()}
-STRATEGIES["filtered, Spotlight, four as drawn of 24 prompts"] = [
-    *(*STRATEGIES[AS_DRAWN], VARIED),
-    *("exploration.prompts=24", "exploration.seeds_tried=16"),
-]
 WITHOUT = {
     "reserved only (4), blocking exploration": RESERVED_ONLY,
     "Spotlight": "reserved + spot, no exploration",

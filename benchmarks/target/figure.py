@@ -85,7 +85,7 @@ def _colour(name: str) -> str:
     """Where it has no line, that of its kind: reserved GPUs alone, spot ones too, or exploration beside training."""
     alone = RESERVED_ONLY in name or name.startswith("all reserved")
     kind = POOL_COLOURS["reserved" if alone else "spot"]
-    return CURVES.get(name, PHASE_COLOURS["explore"] if "Spotlight" in name else kind)
+    return CURVES.get(name, PHASE_COLOURS["explore"] if name.startswith("Spotlight") else kind)
 
 
 def _draw_curves(axis: Axes, found: Mapping[str, Mapping[int, Row]], cell: tuple[str, str, str]) -> None:
