@@ -128,7 +128,7 @@ def _statistics(samples: Sequence[Sample], *, flat: float, filters: bool) -> dic
     Args:
         flat: share of groups whose rewards are all equal.
     """
-    rewards, telling = [sample.reward for sample in samples], _with_advantages(samples)
+    rewards, telling = [sample.reward for sample in samples], telling_prompts(samples)
     trained = sum(
         sample.advantage is not None and (not filters or sample.request.prompt.id in telling) for sample in samples
     )
@@ -195,7 +195,7 @@ def gradient_part(
     groups = [sample.request.prompt.id for sample in looked_at]
     positions = cut.positions(iteration, update, part, advantages, groups)
     if cut.filters:
-        telling = _with_advantages(samples)
+        telling = telling_prompts(samples)
         positions = tuple(at for at in positions if samples[at - first].request.prompt.id in telling)
     return GradientPart(
         weights=weights,
@@ -210,7 +210,7 @@ def gradient_part(
     )
 
 
-def _with_advantages(samples: Sequence[Sample]) -> set[int]:
+def telling_prompts(samples: Sequence[Sample]) -> set[int]:
     """Ids of the prompts of which some sample is better than another."""
     return {sample.request.prompt.id for sample in samples if sample.advantage}
 

@@ -338,8 +338,8 @@ class TrainSection(Section):
     advantages among themselves (PODS, arXiv 2504.13818), so that training takes so much less; 0: all."""
     filter_groups: bool = False
     """Prompts whose samples all have the same reward are not trained on: they have no advantages, and take as long as
-    any other. So does Flow-GRPO's script for SD 3.5, and DAPO (arXiv 2503.14476). What ``kl`` or DiffusionNFT's old
-    policy would hold these samples to is left out, too."""
+    any other. So does Flow-GRPO's script for SD 3.5; DAPO (arXiv 2503.14476) draws others in their place, which this
+    does not. What ``kl`` or DiffusionNFT's old policy would hold these samples to is left out, too."""
     combine: Literal["rewards", "advantages"] = "rewards"
     """What is added up where there are several ``[[reward]]`` tables, each times its weight: rewards, of whose sum
     advantages are made; or advantages, made of each reward by itself, so that no reward's scale outweighs another's
