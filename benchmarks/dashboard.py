@@ -18,8 +18,8 @@ import numpy as np
 from distributed import Scheduler
 
 from cluster.dashboard.plugin import PAGE, PagePlugin, prepare
-from cluster.dispatch import Dispatch
-from cluster.events import (
+from cluster.dispatch.dispatcher import Dispatcher
+from cluster.dispatch.events import (
     GangBeat,
     GraphCame,
     Key,
@@ -31,8 +31,8 @@ from cluster.events import (
     WorkerJoined,
     WorkerLeft,
 )
-from cluster.plugins import DispatchPlugin
-from cluster.rules import Rules
+from cluster.dispatch.rules import Rules
+from cluster.scheduler.plugin import DispatchPlugin
 from spotlight.clock import wall_clock
 from spotlight.records import Pool
 from spotlight.store.thumbnails import thumbnail
@@ -51,7 +51,7 @@ ITERATION_S = 12.0
 class Feeder:
     """Tells a dispatcher and a page what a cluster of so many workers might do."""
 
-    dispatch: Dispatch
+    dispatch: Dispatcher
     page: PagePlugin
     workers: int
     chance: Random = field(default_factory=lambda: Random(7))

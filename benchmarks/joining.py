@@ -1,7 +1,7 @@
 """How soon work begins where the cluster is there already, and what its scheduler takes with many workers.
 
-Everything is real: the processes are those of Dask's own commands, as the tests of standing clusters have them
-(`tests/standing.py`), or workers on hosts of this machine's own making (`tests/hosts.py`), with TLS. Moments come from
+Everything is real: the processes are those of Dask's own commands, as the tests of existing clusters have them
+(`tests/existing.py`), or workers on hosts of this machine's own making (`tests/hosts.py`), with TLS. Moments come from
 the scheduler's events, first steps are timed by their commits. ``python -m benchmarks.joining`` prints tables in
 Markdown; each names the load average at its beginning.
 """
@@ -28,15 +28,15 @@ import psutil
 from distributed import Client, Worker
 
 from benchmarks.recovery import COLD_PATIENCE_S, ROOT, Live, live
-from cluster.workers import warm_parent
+from cluster.worker.process import warm_parent
 from spotlight.device.process import end_with_parent
 from spotlight.store.rows import DECISIONS, EVENTS, HISTORY, SPANS
 from spotlight.store.rundir import RunDir
 
 sys.path.append(str(ROOT / "tests"))
 
+from existing import DaskCluster, certificates, dask_settings
 from hosts import Hosts, missing
-from standing import StandingCluster, certificates, dask_settings
 
 PARTS = ("join", "resume", "scheduler")
 JOIN_GOAL_S, RESUME_GOAL_S, SCHEDULER_GOAL = 2.0, 2.0, 0.2
@@ -67,7 +67,7 @@ def joins(trials: int) -> dict[str, list[Split]]:
 def _plain(trials: int) -> Iterator[Split]:
     with (
         standing_cluster(spot=1) as cluster,
-        live(*COMMON, *LIGHT, "strategy.widths=[1]", standing=cluster.file) as work,
+        live(*COMMON, *LIGHT, "strategy.widths=[1]", existing=cluster.file) as work,
     ):
         _warm(work)
         held = _held(work, "spot-0")
@@ -154,7 +154,7 @@ def resumes(trials: int) -> list[Split]:
     return found
 
 
-def _driver(cluster: StandingCluster, *arguments: str) -> subprocess.Popen[bytes]:
+def _driver(cluster: DaskCluster, *arguments: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "spotlight", *arguments, "--cluster", str(cluster.file)]
     with (cluster.directory / "driver.log").open("ab") as log:
         return subprocess.Popen(command, cwd=ROOT, env=dict(cluster.environment), stdout=log, stderr=log)
@@ -290,7 +290,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def serve_host(count: int, name: str, host: str, scheduler: str) -> None:
-    """So many workers on this host, forked from one warm parent; a first host has the reserved ones."""
+    """So many workers on this host, forked from one fork server; a first host has the reserved ones."""
     from benchmarks.joining import _serve  # by a name that processes find which do not begin as this one did
 
     context = warm_parent()
@@ -321,10 +321,10 @@ def _serve(scheduler: str, host: str, name: str, pool: str, directory: str) -> N
 
 
 @contextmanager
-def standing_cluster(*, spot: int) -> Iterator[StandingCluster]:
+def standing_cluster(*, spot: int) -> Iterator[DaskCluster]:
     """A scheduler, a reserved worker and so many spot workers, by the commands of the documentation."""
     with tempfile.TemporaryDirectory() as directory:
-        cluster = StandingCluster(Path(directory))
+        cluster = DaskCluster(Path(directory))
         try:
             cluster.worker("trainer", "reserved")
             for number in range(spot):

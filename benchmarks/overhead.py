@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.pools import Pools
+from cluster.start.run_cluster import RunCluster
 from graphs.iteration import prepare_graph
 from graphs.layers import Layers
 from graphs.tasks import sampling
@@ -54,7 +54,7 @@ def bare_loop(run_dir: str, requests: Sequence[Request]) -> float:
     return time.perf_counter() - started_s
 
 
-def whole_system(pools: Pools, run_dir: str, requests: Sequence[Request], turn: int) -> float:
+def whole_system(pools: RunCluster, run_dir: str, requests: Sequence[Request], turn: int) -> float:
     """The same through graph, gate, commits and results; returns seconds."""
     layers = Layers()
     calls = [(sampling.rollout_shard, run_dir, request) for request in requests]
@@ -78,7 +78,7 @@ def measure(batch: int, steps: int, turns: int) -> tuple[float, float, list[floa
             ],
         )
         run = create_run(settings, time.time())
-        pools = Pools(settings, run.path)
+        pools = RunCluster(settings, run.path)
         try:
             graph = prepare_graph(str(run.path))
             context: RunContext = pools.client.get(graph.graph, graph.outputs["context"])

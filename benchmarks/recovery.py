@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from cluster.pools import Pools
+from cluster.start.run_cluster import RunCluster
 from graphs.iteration import prepare_graph
 from graphs.layers import Layers
 from graphs.requests import rollout_requests, unexplored
@@ -95,7 +95,7 @@ engine.resident.use(request.weights)
 moments.append(time.time())
 engine.rollout(request, place)
 """
-"""What a worker does before its first step where no warm parent did it already. The first rank tells when it was
+"""What a worker does before its first step where no fork server did it already. The first rank tells when it was
 up, had its imports, its model, its peers, and its first step."""
 
 
@@ -103,10 +103,10 @@ class Live:
     """A cluster without a run's loop: requests on its spot workers, and what happens to them.
 
     Args:
-        standing: its scheduler file, where the cluster is there already.
+        existing: its scheduler file, where the cluster is there already.
     """
 
-    def __init__(self, directory: str, overrides: Sequence[str], standing: Path | None = None) -> None:
+    def __init__(self, directory: str, overrides: Sequence[str], existing: Path | None = None) -> None:
         common = (
             f"run.dir={directory}",
             'strategy.exploration="off"',
@@ -116,13 +116,13 @@ class Live:
         )
         self.config = config.load(SETTINGS, [*common, *overrides])
         self.run = create_run(self.config, time.time())
-        self.pools = Pools(self.config, self.run.path, standing)
+        self.pools = RunCluster(self.config, self.run.path, existing)
         graph = prepare_graph(str(self.run.path))
         self.context: RunContext = self.pools.client.get(graph.graph, graph.outputs["context"])
         self.lives: dict[int, WorkerLife] = {}
         self.events: list[Row] = []
         self._requests = 0
-        self._patience_s = COLD_PATIENCE_S if standing else PATIENCE_S
+        self._patience_s = COLD_PATIENCE_S if existing else PATIENCE_S
         self.steps = self.config.rollout.steps
         """Of the next request."""
 
@@ -206,9 +206,9 @@ class Live:
 
 
 @contextmanager
-def live(*overrides: str, standing: Path | None = None) -> Iterator[Live]:
+def live(*overrides: str, existing: Path | None = None) -> Iterator[Live]:
     with tempfile.TemporaryDirectory() as directory:
-        cluster = Live(directory, overrides, standing)
+        cluster = Live(directory, overrides, existing)
         try:
             yield cluster
         finally:

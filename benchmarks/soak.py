@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.fuzz import SETTINGS
-from cluster.local import Place
+from cluster.start.local import WorkerKeeper
 from spotlight import config
 from spotlight.run import Run
 from spotlight.simulation import Simulation
@@ -100,7 +100,7 @@ def _of(run: Run) -> Memory:
     """Of all processes of a run; empty while it is on its way up or down."""
     if run.pools is None or run.pools.cluster is None:
         return {}
-    places = [place for place in run.pools.cluster.workers.values() if isinstance(place, Place)]
+    places = [place for place in run.pools.cluster.workers.values() if isinstance(place, WorkerKeeper)]
     workers = {place._process.pid for place in places if place._process}
     found: defaultdict[str, list[float]] = defaultdict(list)
     me = psutil.Process()

@@ -138,7 +138,7 @@ def _noted() -> Iterator[list[list[int]]]:
     def noting(parts: Sequence[training.TrainingSet], *, filters: bool) -> training.TrainingSet:
         together = training.whole(parts, filters=filters)
         prompts = dict.fromkeys(sample.request.prompt.id for sample in together.samples)
-        telling = training.telling_prompts(together.samples)
+        telling = training.prompts_with_signal(together.samples)
         found.append([prompt for prompt in prompts if prompt not in telling])
         return together
 

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from cluster.certificate import certificate
-from cluster.pools import Pools
+from cluster.start.run_cluster import RunCluster
 from graphs.layers import Graph
 from graphs.loop import Loop
 from spotlight import config
@@ -52,7 +52,7 @@ class Side:
     def __init__(self, directory: Path, overrides: Sequence[str], pass_on: Callable[[], None]) -> None:
         settings = config.load(SETTINGS, [f"run.dir={directory}", *overrides])
         self.run = create_run(settings, time.time())
-        self.pools = Pools(settings, self.run.path)
+        self.pools = RunCluster(settings, self.run.path)
         self.turn = Semaphore(0)
         self.wall_s: list[float] = []
         self.cpu_s: list[float] = []

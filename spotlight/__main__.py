@@ -283,7 +283,7 @@ def _resume(parsed: argparse.Namespace) -> None:
     from spotlight.run import Run
 
     if (directory := RunDir.open(parsed.run_dir)).config().cluster.manager == "slurm":
-        from cluster.slurm_driver import refuse_second
+        from cluster.start.slurm_driver import refuse_second
 
         refuse_second(directory)
     run = Run.resume(parsed.run_dir, cluster=parsed.cluster, iterations=parsed.iterations)
@@ -323,7 +323,7 @@ def _status(parsed: argparse.Namespace) -> None:
     run = Run.attach(parsed.run_dir)
     status = run.status
     if status.state in ("new", "stopped", "failed") and (run.directory.path / "slurm").exists():
-        from cluster.slurm_driver import told_of
+        from cluster.start.slurm_driver import told_of
 
         told = told_of(run.directory, only_queued=status.state != "new")
         status = replace(status, error="; ".join(filter(None, (status.error, told))))
@@ -338,7 +338,7 @@ def _stop(parsed: argparse.Namespace) -> None:
 
     run = Run.attach(parsed.run_dir)
     if not run.alive:
-        from cluster.slurm_driver import cancel_left
+        from cluster.start.slurm_driver import cancel_left
 
         cancelled = cancel_left(run.directory, run.config) if run.config.cluster.manager == "slurm" else []
         if not cancelled:
@@ -351,8 +351,8 @@ def _stop(parsed: argparse.Namespace) -> None:
 
 
 def _submit(parsed: argparse.Namespace) -> None:
-    from cluster.slurm import check_commands
-    from cluster.slurm_driver import check_jobs, scripts
+    from cluster.start.slurm import check_commands
+    from cluster.start.slurm_driver import check_jobs, scripts
     from spotlight import config
     from spotlight.inputs import check_inputs
 
@@ -382,8 +382,8 @@ def _submit(parsed: argparse.Namespace) -> None:
 
 def _submit_again(parsed: argparse.Namespace) -> None:
     """Queue the driver of a run that is there."""
-    from cluster.slurm import check_commands
-    from cluster.slurm_driver import check_jobs, refuse_second, scripts
+    from cluster.start.slurm import check_commands
+    from cluster.start.slurm_driver import check_jobs, refuse_second, scripts
     from spotlight.inputs import check_inputs
     from spotlight.store import resuming
 
@@ -416,7 +416,7 @@ def _show(scripts: Mapping[str, str]) -> None:
 
 
 def _queue_driver(run: RunDir, scripts: Mapping[str, str]) -> None:
-    from cluster.slurm_driver import record, submit
+    from cluster.start.slurm_driver import record, submit
 
     (run.path / "slurm").mkdir(exist_ok=True)
     job = submit(scripts["the driver"])

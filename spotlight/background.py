@@ -21,7 +21,7 @@ from spotlight.store.disks import full_disk, full_here, is_full
 from spotlight.store.rundir import RunDir
 
 if TYPE_CHECKING:
-    from cluster.standing import Standing
+    from cluster.start.existing import ExistingCluster
     from spotlight.store.lease import Lease
 
 
@@ -35,7 +35,7 @@ class Background:
     """
 
     def __init__(
-        self, run: RunDir, config: Config, cluster: Standing | None, *, resume_command: str, began_s: float
+        self, run: RunDir, config: Config, cluster: ExistingCluster | None, *, resume_command: str, began_s: float
     ) -> None:
         self._run, self._config, self._cluster, self._resume_command = run, config, cluster, resume_command
         self.began_s, self.ended_s = began_s, 0.0

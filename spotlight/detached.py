@@ -18,7 +18,7 @@ from spotlight.records import SpotlightError
 from spotlight.store.rundir import RunDir
 
 if TYPE_CHECKING:
-    from cluster.standing import Standing
+    from cluster.start.existing import ExistingCluster
 
 LOG = "driver.log"
 """In the run's directory: what such a driver says."""
@@ -28,7 +28,7 @@ POLL_S = 0.05
 TLS = "DASK_DISTRIBUTED__COMM__TLS__"
 
 
-def begin(run: RunDir, cluster: Standing | None) -> subprocess.Popen[bytes]:
+def begin(run: RunDir, cluster: ExistingCluster | None) -> subprocess.Popen[bytes]:
     """Have a new process go on with a run that nobody has; returns once it has it.
 
     Raises:
@@ -40,7 +40,7 @@ def begin(run: RunDir, cluster: Standing | None) -> subprocess.Popen[bytes]:
     if cluster is not None:
         from distributed import Security
 
-        from cluster.standing import where
+        from cluster.start.existing import where
 
         address, security = where(cluster)
         command += ["--cluster", address]

@@ -24,8 +24,8 @@ from spotlight.store.rundir import RunDir
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-    from cluster.pools import Pools
-    from cluster.standing import Standing
+    from cluster.start.existing import ExistingCluster
+    from cluster.start.run_cluster import RunCluster
     from graphs.layers import Graph
     from spotlight.plan.offload import Balance
     from spotlight.store.lease import Lease
@@ -50,7 +50,7 @@ class Driver:
 
     def __init__(self, run: RunDir, accounts: Accounts, lease: Lease, stop: threading.Event, *, began_s: float) -> None:
         self._run, self._accounts, self._lease, self._stop, self._began_s = run, accounts, lease, stop, began_s
-        self.pools: Pools | None = None
+        self.pools: RunCluster | None = None
         self.phase = self.dashboard = ""
         self.waiting_for: tuple[str, ...] = ()
         self.refused: Mapping[str, str] = {}
@@ -58,7 +58,7 @@ class Driver:
         self._tracking: Tracking | None = None
         self._shown_s = 0.0
 
-    def go(self, cluster: Standing | None) -> None:
+    def go(self, cluster: ExistingCluster | None) -> None:
         """Run all iterations that the directory does not hold yet, on this cluster, or on one of its own."""
         run, config = self._run, self._run.config()
         if removed := remove_half_written(run.path):
@@ -72,12 +72,12 @@ class Driver:
 
             write_report(run.url)
 
-    def _iterate(self, config: Config, cluster: Standing | None) -> None:
-        from cluster.pools import Pools
+    def _iterate(self, config: Config, cluster: ExistingCluster | None) -> None:
+        from cluster.start.run_cluster import RunCluster
         from graphs.loop import Loop
 
         run, done = self._run, len(self._run.history())
-        self.pools = Pools(config, run.url, cluster)
+        self.pools = RunCluster(config, run.url, cluster)
         ended: Ended = "failed"
         try:
             self.dashboard = self.pools.dashboard

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from distributed import Client
 
-    from cluster.pools import Pools
-    from cluster.standing import Standing
+    from cluster.start.existing import ExistingCluster
+    from cluster.start.run_cluster import RunCluster
     from spotlight.notebook import Images, Plot
 
 
@@ -59,7 +59,9 @@ class Run:
     >>> run.start(); run.wait(); run.history  # doctest: +SKIP
     """
 
-    def __init__(self, settings: str | Path, overrides: Sequence[str] = (), *, cluster: Standing | None = None) -> None:
+    def __init__(
+        self, settings: str | Path, overrides: Sequence[str] = (), *, cluster: ExistingCluster | None = None
+    ) -> None:
         loaded = configuration.load(settings, overrides)
         check_inputs(loaded)
         self._open(None, loaded, cluster)
@@ -77,7 +79,7 @@ class Run:
         settings: str | Path,
         overrides: Sequence[str] = (),
         *,
-        cluster: Standing | None = None,
+        cluster: ExistingCluster | None = None,
     ) -> Run:
         """The run of this directory: a new one if nothing is there, else the one that is, and `start` goes on with it.
 
@@ -92,7 +94,7 @@ class Run:
 
     @classmethod
     def resume(
-        cls, run_dir: str | PathLike[str], *, cluster: Standing | None = None, iterations: int | None = None
+        cls, run_dir: str | PathLike[str], *, cluster: ExistingCluster | None = None, iterations: int | None = None
     ) -> Run:
         """A run that was stopped or killed, or is to be longer; `start` goes on where it was, on any cluster.
 
@@ -118,22 +120,22 @@ class Run:
         return run
 
     @classmethod
-    def _of(cls, directory: RunDir | None, settings: configuration.Config, cluster: Standing | None) -> Run:
+    def _of(cls, directory: RunDir | None, settings: configuration.Config, cluster: ExistingCluster | None) -> Run:
         run = cls.__new__(cls)
         run._open(directory, settings, cluster)
         return run
 
-    def _open(self, directory: RunDir | None, settings: configuration.Config, cluster: Standing | None) -> None:
+    def _open(self, directory: RunDir | None, settings: configuration.Config, cluster: ExistingCluster | None) -> None:
         """Of settings whose inputs were checked."""
         if isinstance(cluster, str | Path):
-            from cluster.standing import refuse_unsafe, where
+            from cluster.start.existing import refuse_unsafe, where
 
             address, _ = where(cluster)
             refuse_unsafe(address, insecure=settings.cluster.insecure)
         self._hold(directory, settings, cluster)
         self._checked = True
 
-    def _hold(self, directory: RunDir | None, settings: configuration.Config, cluster: Standing | None) -> None:
+    def _hold(self, directory: RunDir | None, settings: configuration.Config, cluster: ExistingCluster | None) -> None:
         self.config = settings
         self._cluster = cluster
         self._directory = directory
@@ -212,11 +214,11 @@ class Run:
             SpotlightError: there can be none, as far as that shows at once.
         """
         if self._cluster is not None:
-            from cluster.standing import check_reach
+            from cluster.start.existing import check_reach
 
             check_reach(self._cluster)
         elif self.config.cluster.manager == "slurm":
-            from cluster.slurm import check_commands
+            from cluster.start.slurm import check_commands
 
             check_commands()
 
@@ -500,7 +502,7 @@ class Run:
         show(self)
 
     @property
-    def pools(self) -> Pools | None:
+    def pools(self) -> RunCluster | None:
         """The cluster, while the run goes on."""
         driver = self._background.driver if self._background else None
         return driver.pools if driver else None

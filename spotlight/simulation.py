@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from cluster.dispatch import Dispatch
-from cluster.rules import rules_of
+from cluster.dispatch.dispatcher import Dispatcher
+from cluster.dispatch.rules import rules_of
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.timing import Denoising, Fixed, Stay
@@ -41,7 +41,7 @@ from spotlight.store.rows import DECISIONS, HISTORY, SIMULATED
 from spotlight.strategies import strategies
 
 if TYPE_CHECKING:
-    from cluster.events import WorkerPool
+    from cluster.dispatch.events import WorkerPool
     from graphs.layers import Graph
     from spotlight.plan.offload import Balance
 
@@ -143,7 +143,7 @@ class Simulation:
         self._accounts = Accounts(self.directory, config)
         self._clock = VirtualClock(self._began_s)
         workers = sum(pool.workers for _, pool in config.pools)
-        self._dispatch = Dispatch(rules_of(config), logged=workers <= LOGGED_WORKERS)
+        self._dispatch = Dispatcher(rules_of(config), logged=workers <= LOGGED_WORKERS)
         self._cluster = VirtualCluster(
             self.directory.name,
             self._dispatch,

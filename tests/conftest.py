@@ -35,7 +35,7 @@ def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
     me = os.getpid()
     names = {path.parent.name for path in tmp_path_factory.getbasetemp().rglob(RESOLVED)}
-    workers = sys.modules.get("cluster.workers")
+    workers = sys.modules.get("cluster.worker.process")
     kept = {scratch.path for scratch in workers._scratch} if workers else set()
 
     def left() -> list[str]:

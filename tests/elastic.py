@@ -19,10 +19,10 @@ import numpy as np
 from distributed import Scheduler
 from numpy.typing import NDArray
 
+from cluster.dispatch.snapshot import Snapshot
 from cluster.messages import BEAT
-from cluster.plugins import DispatchPlugin
-from cluster.pools import Pools
-from cluster.snapshot import Snapshot
+from cluster.scheduler.plugin import DispatchPlugin
+from cluster.start.run_cluster import RunCluster
 from graphs.iteration import prepare_graph
 from graphs.layers import Graph, Layers
 from graphs.requests import rollout_requests, unexplored
@@ -47,7 +47,7 @@ class Live:
         steps = (f"rollout.steps={STEPS}", "rollout.sampler=cps", "rollout.sde_window=[0,10]")
         self.config = configuration.load(settings_file(directory), (*steps, *overrides))
         self.run = create_run(self.config, time.time())
-        self.pools = Pools(self.config, self.run.path)
+        self.pools = RunCluster(self.config, self.run.path)
         self._requests = 0
         self.events: list[dict[str, Any]] = []
         self._spans: list[Span] = []

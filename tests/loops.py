@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from cluster.dispatch import Dispatch
-from cluster.events import Event, Instruction, Train
+from cluster.dispatch.dispatcher import Dispatcher
+from cluster.dispatch.events import Event, Instruction, Train
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
-from cluster.virtual.faults import DriverKilled, Schedule, stays, strike
+from cluster.virtual.faults import DriverKilled, Schedule, inject, stays
 from cluster.virtual.timing import Denoising, Fixed
 from graphs.layers import Graph
 from graphs.loop import Loop, synchronous
@@ -87,9 +87,9 @@ def _go_struck(
     clock, chance, committed = VirtualClock(), Random(schedule.seed), dict[str, int]()
     clusters: list[VirtualCluster] = []
 
-    def strike_somebody(blow: Any, whom: int) -> None:
+    def strike_somebody(fault: Any, whom: int) -> None:
         workers = [worker for worker in clusters[-1].workers.values() if worker.pool != "head"]
-        strike(clusters[-1], blow, workers[whom % len(workers)].address if workers else "", chance)
+        inject(clusters[-1], fault, workers[whom % len(workers)].address if workers else "", chance)
 
     def told(event: Event, instructions: list[Instruction]) -> None:
         for each in instructions:
@@ -98,15 +98,15 @@ def _go_struck(
                     clock.after(0.5, lambda address: clusters[-1].machines.kill(address), each.address)
                 trained.append(each.address)
 
-    for at_s, blow, whom in schedule.blows:
-        clock.at(at_s, strike_somebody, blow, whom)
+    for at_s, fault, whom in schedule.faults:
+        clock.at(at_s, strike_somebody, fault, whom)
     ends: list[str] = []
     while not ends or ends[-1] != "done":
         protocol.install(device())  # a new process remembers nothing
         clusters.append(
             VirtualCluster(
                 run.path.name,
-                Dispatch(schedule.rules, logged=False),
+                Dispatcher(schedule.rules, logged=False),
                 clock,
                 LoopTiming(schedule),
                 stays(schedule, clock.now_s),

@@ -17,7 +17,7 @@ from pathlib import Path
 
 NODES = 3
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-READY_S, END_S = 30.0, 20.0
+NOT_READY_LIMITS, END_S = 30.0, 20.0
 CONF = """
 ClusterName=test
 SlurmctldHost={host}({address})
@@ -160,14 +160,14 @@ def _start(root: Path, command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def _until_ready(root: Path) -> None:
-    end_s = time.monotonic() + READY_S
+    end_s = time.monotonic() + NOT_READY_LIMITS
     while time.monotonic() < end_s:
         answer = subprocess.run(["sinfo", "-h", "-N", "-p", "spot", "-o", "%t"], capture_output=True, text=True)
         if answer.stdout.split().count("idle") == NODES:
             return
         time.sleep(0.2)
     logs = "\n".join(path.read_text(errors="replace")[-1000:] for path in (root / "log").iterdir())
-    raise RuntimeError(f"Slurm was not ready after {READY_S} s:\n{logs}")
+    raise RuntimeError(f"Slurm was not ready after {NOT_READY_LIMITS} s:\n{logs}")
 
 
 def _cancel_all() -> None:

@@ -188,7 +188,7 @@ class FromHost(TorchFunctionMode):
 
 
 Work = Callable[[], Sequence[Tensor]]
-Recorded = tuple[Callable[[], None], Sequence[Tensor]]
+CapturedPass = tuple[Callable[[], None], Sequence[Tensor]]
 
 
 class Layer(torch.nn.Linear):
@@ -201,7 +201,7 @@ class Layer(torch.nn.Linear):
         return (super().forward(x),)
 
 
-def as_captured(work: Work) -> Recorded:
+def as_captured(work: Work) -> CapturedPass:
     with FromHost(), Captured():
         return lambda: None, work()
 
@@ -243,7 +243,7 @@ def test_a_pass_neither_waits_for_the_host_nor_reads_from_it(
 
 @pytest.mark.parametrize(("learns", "setting"), [(False, r"model\.cuda_graphs"), (True, r"train\.cuda_graphs")])
 def test_what_cannot_be_captured_is_named_with_the_way_out(learns: bool, setting: str) -> None:
-    def refuses(work: Work) -> Recorded:
+    def refuses(work: Work) -> CapturedPass:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing. Compile with")
 
     run = CapturedPasses(Layer(), refuses)
@@ -257,7 +257,7 @@ def test_what_cannot_be_captured_is_named_with_the_way_out(learns: bool, setting
 @pytest.mark.parametrize("hidden", [False, True])
 @torch.no_grad()
 def test_the_memory_that_a_graph_does_not_get_is_spoken_of_as_everywhere(hidden: bool) -> None:
-    def fills_up(work: Work) -> Recorded:
+    def fills_up(work: Work) -> CapturedPass:
         try:
             raise torch.OutOfMemoryError("tried to allocate 20 GiB")
         finally:

@@ -27,10 +27,10 @@ from cluster.dashboard.lanes import Lanes
 from cluster.dashboard.metrics import exposition
 from cluster.dashboard.panels import STEPS_MAX, Pools
 from cluster.dashboard.plugin import PAGE, PagePlugin, pages
-from cluster.dispatch import Dispatch
-from cluster.events import WorkerJoined
-from cluster.journal import Label
-from cluster.rules import Rules
+from cluster.dispatch.dispatcher import Dispatcher
+from cluster.dispatch.events import WorkerJoined
+from cluster.dispatch.journal import Label
+from cluster.dispatch.rules import Rules
 from kills import client_of, process_of
 from runs import settings_file, wait_for
 from spotlight.config import load
@@ -177,7 +177,7 @@ def test_what_strangers_wrote_is_shown_and_not_run() -> None:
 
 def test_dollars_of_all_pools_are_drawn_and_a_pool_that_never_was_is_not_shown() -> None:
     usd = {"reserved": 1.0, "spot": 2.0, "reward": 4.0}
-    facts, dispatch = facts_of(money_row(at_s=10.0, usd=usd)), Dispatch(Rules())
+    facts, dispatch = facts_of(money_row(at_s=10.0, usd=usd)), Dispatcher(Rules())
     facts._find = lambda: dispatch
     panel = Pools(facts)
     plots: list[Any] = panel.root.children
@@ -207,8 +207,8 @@ def test_work_at_reserved_prices_stands_beside_what_was_spent_by_the_same_moment
     assert "beside $3.00 by then" in text.cards(facts)
 
 
-def joined(*at_s: float, dispatch: Dispatch | None = None) -> Dispatch:
-    found = dispatch or Dispatch(Rules())
+def joined(*at_s: float, dispatch: Dispatcher | None = None) -> Dispatcher:
+    found = dispatch or Dispatcher(Rules())
     for at in at_s:
         found.handle(WorkerJoined(at_s=at, address=f"a{at}", name=f"spot-{at:g}", pool="spot", node=""))
     return found
@@ -368,7 +368,7 @@ def test_the_page_is_below_the_prefix_of_dasks_pages() -> None:
 
 
 def test_a_page_that_is_open_goes_on_with_the_next_run() -> None:
-    runs = [Dispatch(Rules()), Dispatch(Rules())]
+    runs = [Dispatcher(Rules()), Dispatcher(Rules())]
     facts = Facts(lambda: runs[0], clock=lambda: 100.0)
     for number, dispatch in enumerate(runs):
         dispatch.journal.joined(0.0, "tcp://a", f"spot-{number}", "spot")

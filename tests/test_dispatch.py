@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cluster.dispatch import Dispatch, differing
-from cluster.events import (
+from cluster.dispatch.dispatcher import Dispatcher, differing
+from cluster.dispatch.events import (
     CallOff,
     CloseExploration,
     Dismiss,
@@ -43,9 +43,9 @@ from cluster.events import (
     one_by_one,
     row,
 )
-from cluster.gangs import SCORING
-from cluster.rules import Rules
-from cluster.state import ENOUGH_LOSSES
+from cluster.dispatch.request_state import SCORING
+from cluster.dispatch.rules import Rules
+from cluster.dispatch.state import ENOUGH_LOSSES
 from spotlight.records import Surplus
 
 
@@ -53,7 +53,7 @@ class Cluster:
     """A dispatcher, told of what happens second by second; it is told that tasks begin where it says so."""
 
     def __init__(self, **rules: Any) -> None:
-        self.dispatch = Dispatch(Rules(**rules))
+        self.dispatch = Dispatcher(Rules(**rules))
         self.now_s = 0.0
         self.tell(WorkerJoined(at_s=0.0, address="head", name="head", pool="head"))
 

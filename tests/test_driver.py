@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from cluster.pools import Pools
+from cluster.start.run_cluster import RunCluster
 from runs import settings_file
 from spotlight import config, driver
 from spotlight.driver import Driver
@@ -78,7 +78,7 @@ def ended(tmp_path: Path, status: Callable[[], dict[str, Any]], lease: Lease) ->
     run = create_run(config.load(settings_file(tmp_path)), 0.0)
     accounts = Accounts(run, run.config())
     ours = Driver(run, accounts, lease, threading.Event(), began_s=NOW_S)
-    ours.pools = cast(Pools, Failing(status))
+    ours.pools = cast(RunCluster, Failing(status))
     with pytest.raises(SpotlightError):
         ours._follow()
     ours._close("failed")

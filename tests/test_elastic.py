@@ -46,7 +46,7 @@ def assert_whole(live: Live, request: Request) -> None:
     np.testing.assert_allclose(latents(live.store(), request), undisturbed(live, request), atol=ACROSS_WIDTHS)
 
 
-def formings(live: Live, request: Request, event: str) -> list[dict[str, Any]]:
+def gang_epochs(live: Live, request: Request, event: str) -> list[dict[str, Any]]:
     gang = f"rollout-{request.iteration}/0"
     return [row for row in live.history() if row.get("gang") == gang and row["event"] == event]
 
@@ -56,7 +56,7 @@ def test_a_request_runs_on_a_gang_of_four_as_on_one_worker(live: Live, request_o
     done = live.finish()
 
     assert done.steps_run == STEPS
-    assert [row["width"] for row in formings(live, request_of_four, "formed")] == [4]
+    assert [row["width"] for row in gang_epochs(live, request_of_four, "formed")] == [4]
     assert_whole(live, request_of_four)
 
 
@@ -67,7 +67,7 @@ def test_a_gang_that_loses_a_rank_goes_on_with_its_survivors(live: Live, request
         done = live.finish()
 
     assert done.steps_resumed >= 5
-    assert [row["width"] for row in formings(live, request_of_four, "formed")][:2] == [4, 2]
+    assert [row["width"] for row in gang_epochs(live, request_of_four, "formed")][:2] == [4, 2]
     assert_whole(live, request_of_four)
 
 
@@ -109,7 +109,7 @@ def test_two_ranks_lost_at_once(live: Live, request_of_four: Request) -> None:
         live.start(request_of_four)
         live.finish()
 
-    assert [row["width"] for row in formings(live, request_of_four, "formed")][:2] == [4, 2]
+    assert [row["width"] for row in gang_epochs(live, request_of_four, "formed")][:2] == [4, 2]
     assert_whole(live, request_of_four)
 
 
@@ -118,7 +118,7 @@ def test_all_spot_workers_lost_at_once_leave_the_work_to_the_reserved_one(live: 
         live.start(request_of_four, pool="any")
         live.finish()
 
-    second = formings(live, request_of_four, "formed")[1]
+    second = gang_epochs(live, request_of_four, "formed")[1]
     assert (second["width"], list(second["workers"])) == (1, ["reserved-0"])
     assert_whole(live, request_of_four)
 
@@ -148,7 +148,7 @@ def test_a_frozen_rank_is_replaced_after_the_limit(live: Live, request_of_four: 
         live.start(request_of_four)
         live.finish()
 
-    assert len(formings(live, request_of_four, "broken")) >= 1
+    assert len(gang_epochs(live, request_of_four, "broken")) >= 1
     wait_for(lambda: not any(_is_stopped(pid) for pid in stopped))
     assert_whole(live, request_of_four)
 
@@ -170,8 +170,8 @@ def test_a_worker_under_notice_leaves_at_a_step_boundary_and_nothing_is_lost(
         live.start(request_of_four)
         live.finish()
 
-    assert formings(live, request_of_four, "broken") == []
-    left, regrouped = (len(formings(live, request_of_four, event)) for event in ("leaves", "regroup"))
+    assert gang_epochs(live, request_of_four, "broken") == []
+    left, regrouped = (len(gang_epochs(live, request_of_four, event)) for event in ("leaves", "regroup"))
     assert 1 <= left <= 1 + regrouped  # with the worker, and to be wider again once it is replaced
     assert live.pools.status()["preemptions"] == losses + 1
     assert_whole(live, request_of_four)
@@ -182,7 +182,7 @@ def test_a_worker_lost_while_its_gang_is_joining(live: Live, request_of_four: Re
     live.when_formed(lambda members: live.kill(members[2]))
     live.finish()
 
-    assert len(formings(live, request_of_four, "broken")) >= 1
+    assert len(gang_epochs(live, request_of_four, "broken")) >= 1
     assert_whole(live, request_of_four)
 
 
@@ -214,9 +214,9 @@ def test_a_gang_widens_when_workers_join(live: Live) -> None:
     live.start(long)
     live.finish()
 
-    assert formings(live, long, "regroup")[0]["width"] == 1
-    assert formings(live, long, "resumed")[-1]["width"] > 1
-    assert formings(live, long, "broken") == []
+    assert gang_epochs(live, long, "regroup")[0]["width"] == 1
+    assert gang_epochs(live, long, "resumed")[-1]["width"] > 1
+    assert gang_epochs(live, long, "broken") == []
     assert live.commits(long) == Counter(range(1, LONG + 1))
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from benchmarks.faults import count, main
-from cluster.dispatch import Dispatch, differing
-from cluster.virtual.faults import BLOWS, LIKELY, MOMENTS, Blow, Schedule, draw, verdict
-from found import FOUND
+from cluster.dispatch.dispatcher import Dispatcher, differing
+from cluster.virtual.faults import FAULTS, LIKELY, MOMENTS, Fault, Schedule, draw, verdict
 from loops import go_struck
-from plants import PLANTS, ForgivesLate
+from mutants import MUTANTS, ForgivesLate
+from regressions import REGRESSIONS
 from runs import outcome, settings_file
 from spotlight import config
 from spotlight.store.creating import create_run
@@ -38,13 +38,13 @@ def test_whatever_happens_the_run_ends_with_the_results_of_an_undisturbed_one(pa
     assert found.events > 100 * share
 
 
-@pytest.mark.parametrize("schedule", FOUND.values(), ids=FOUND.keys())
+@pytest.mark.parametrize("schedule", REGRESSIONS.values(), ids=REGRESSIONS.keys())
 def test_what_a_schedule_found_stays_mended(schedule: Schedule) -> None:
     assert verdict(schedule).violations == ()
 
 
 def test_a_schedule_that_was_found_finds_its_bug_again() -> None:
-    found = FOUND["a request that was set aside stays so when a step is told of late"]
+    found = REGRESSIONS["a request that was set aside stays so when a step is told of late"]
 
     assert verdict(found, ForgivesLate).violations != ()
 
@@ -52,23 +52,23 @@ def test_a_schedule_that_was_found_finds_its_bug_again() -> None:
 def test_the_schedules_strike_in_every_way() -> None:
     drawn = [draw(seed) for seed in range(WITHIN)]
 
-    blows = {blow for schedule in drawn for _, blow, _ in schedule.blows}
-    aimed = {(aimed.moment, aimed.blow) for schedule in drawn for aimed in schedule.aimed}
+    faults = {fault for schedule in drawn for _, fault, _ in schedule.faults}
+    triggered = {(triggered.moment, triggered.fault) for schedule in drawn for triggered in schedule.triggered}
 
-    assert blows == set(BLOWS)
-    assert len(LIKELY) == len(BLOWS)
-    assert {moment for moment, _ in aimed} == set(MOMENTS)
-    assert {blow for _, blow in aimed} == set(BLOWS)
+    assert faults == set(FAULTS)
+    assert len(LIKELY) == len(FAULTS)
+    assert {moment for moment, _ in triggered} == set(MOMENTS)
+    assert {fault for _, fault in triggered} == set(FAULTS)
 
 
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
-def test_a_planted_bug_is_found(plant: type[Dispatch]) -> None:
+@pytest.mark.parametrize("plant", MUTANTS, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found(plant: type[Dispatcher]) -> None:
     found = (seed for seed in range(WITHIN) if _is_caught(plant, draw(seed)))
 
     assert next(found, None) is not None
 
 
-def _is_caught(plant: type[Dispatch], schedule: Schedule) -> bool:
+def _is_caught(plant: type[Dispatcher], schedule: Schedule) -> bool:
     try:
         return bool(verdict(schedule, plant).violations)
     except KeyError:  # it confused itself
@@ -148,8 +148,8 @@ def _loop_schedules() -> Iterator[Schedule]:
     """Blows over all of a run's time, at a cluster that can do any of its work."""
     for seed in range(LOOPS):
         schedule, chance = draw(seed), Random(seed)
-        blows = [(25 * at_s / 12, blow, whom) for at_s, blow, whom in schedule.blows if blow != "store"]
-        ends: tuple[Blow, ...] = ("driver", "stop", "node")
+        faults = [(25 * at_s / 12, fault, whom) for at_s, fault, whom in schedule.faults if fault != "store"]
+        ends: tuple[Fault, ...] = ("driver", "stop", "node")
         more = (round(chance.uniform(0.0, 25.0), 3), chance.choice(ends), chance.randrange(99))
         yield replace(
             schedule,
@@ -158,7 +158,7 @@ def _loop_schedules() -> Iterator[Schedule]:
             per_node=2,
             ups=schedule.ups[:4] if len(schedule.ups) >= 4 else 4 * schedule.ups[:1],
             rules=replace(schedule.rules, close_with_training=False, quarantine_after=1000),
-            blows=tuple(sorted([*blows, more])),
+            faults=tuple(sorted([*faults, more])),
         )
 
 
@@ -172,7 +172,7 @@ def undisturbed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[tuple[str, ...], tuple[dict[str, Any], dict[str, bytes]]]:
     """Settings, and what a run with them leaves."""
-    schedule = replace(next(_loop_schedules()), blows=(), lag_s=0.0)
+    schedule = replace(next(_loop_schedules()), faults=(), lag_s=0.0)
     run = _run(tmp_path_factory.mktemp("undisturbed"), *request.param)
     assert go_struck(run, schedule) == ["done"]
     return request.param, _left_behind(run)

@@ -22,7 +22,7 @@ from spotlight.device import sequence_parallel
 from spotlight.device.sequence_parallel import Gang, GangBroken
 from spotlight.run import Run
 from spotlight.store.rows import SPANS
-from test_pretend import CHECKPOINT, CHECKPOINTS, EMBEDDED, SHORT, write_prompts
+from test_fake_gpu import CHECKPOINT, CHECKPOINTS, EMBEDDED, SHORT, write_prompts
 
 pytestmark = pytest.mark.gpu
 

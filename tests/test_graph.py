@@ -18,7 +18,7 @@ from distributed import Client, LocalCluster, Scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.gangs import GATED, SCORING, TRAINING
+from cluster.dispatch.request_state import GATED, SCORING, TRAINING
 from factories import make_request
 from graphs.iteration import (
     Ahead,

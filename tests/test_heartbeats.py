@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.heartbeats import Heartbeats
+from cluster.dispatch.heartbeats import Heartbeats
 
 EVERY_S, LIMIT_S = 0.5, 4.0
 

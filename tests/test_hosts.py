@@ -19,11 +19,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from existing import certificates
 from hosts import Hosts, missing
 from runs import COLD_S, LITTLE, ROOT, outcome, settings_file, wait_for
 from spotlight.store.rows import EVENTS, HISTORY, SPANS
 from spotlight.store.rundir import RunDir
-from standing import certificates
 from strikes import EXPLORING, SLOWLY, strike, undisturbed
 
 HANG_AFTER_S = 15.0

@@ -58,7 +58,7 @@ IMPURE_STDLIB = ("asyncio", "datetime", "logging", "os", "random", "socket", "su
 DOORS = {
     "bokeh": ("spotlight/report/", "cluster/dashboard/"),
     "dask": ("graphs/", "cluster/", *ROOF),
-    "dask_jobqueue": ("cluster/slurm.py",),
+    "dask_jobqueue": ("cluster/start/slurm.py",),
     "diffusers": ("spotlight/rl/models/", "spotlight/rl/export.py", "spotlight/device/sequence_parallel.py"),
     "distributed": ("cluster/", *ROOF),
     "mlflow": ("spotlight/report/tracking.py",),
@@ -73,7 +73,7 @@ DOORS = {
 }
 """{dependency: the files, or directories, that alone may import it}"""
 
-INTERNALS_DOOR = "cluster/plugins.py"
+INTERNALS_DOOR = "cluster/scheduler/plugin.py"
 """Alone reaches below the names that the package `distributed` itself exports."""
 PAGE_DOOR = "cluster/dashboard/plugin.py"
 """Alone reaches into Dask's dashboard and its web server."""
@@ -91,14 +91,18 @@ def test_the_house_keeps_its_rules() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "broken"),
     [
-        ("graphs/a.py", "import cluster.pools", "graphs/a.py imports cluster.pools"),
+        ("graphs/a.py", "import cluster.start.run_cluster", "graphs/a.py imports cluster.pools"),
         ("cluster/a.py", "def f():\n    from graphs import loop", "cluster/a.py imports graphs.loop"),
         ("spotlight/a.py", "from graphs.loop import run", "spotlight/a.py imports graphs.loop.run"),
         ("spotlight/a.py", "from spotlight import run", "spotlight/a.py imports spotlight.run"),
         ("spotlight/a.py", "import dask", "spotlight/a.py imports dask"),
         ("spotlight/market/ledger.py", "import time", "spotlight/market/ledger.py imports time"),
         ("spotlight/market/ledger.py", "import torch", "spotlight/market/ledger.py imports torch"),
-        ("cluster/pools.py", "from distributed.scheduler import Scheduler", "reaches into distributed.scheduler"),
+        (
+            "cluster/start/run_cluster.py",
+            "from distributed.scheduler import Scheduler",
+            "reaches into distributed.scheduler",
+        ),
         ("spotlight/plan/a.py", "from spotlight.store import rundir", "imports point down"),
         ("spotlight/a.py", "from . import data", "relative import"),
     ],
@@ -118,8 +122,8 @@ def test_a_broken_import_rule_is_reported(tmp_path: Path, path: str, source: str
     [
         ("spotlight/run.py", "import dask\nfrom cluster import pools\nfrom graphs import loop"),
         ("spotlight/market/ledger.py", "import math\nimport numpy as np\nfrom spotlight.records import Request"),
-        ("cluster/plugins.py", "from distributed.scheduler import Scheduler"),
-        ("cluster/pools.py", "from distributed import Client, get_worker"),
+        ("cluster/scheduler/plugin.py", "from distributed.scheduler import Scheduler"),
+        ("cluster/start/run_cluster.py", "from distributed import Client, get_worker"),
         ("spotlight/rl/models/a.py", "import diffusers"),
     ],
 )

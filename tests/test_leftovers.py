@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster import janitor
+from cluster.start import janitor
 from leftovers import Watched, soon_empty
 from runs import ROOT, WAIT_S, settings_file
 from spotlight.store.file_lock import FileLock
@@ -181,20 +181,20 @@ def test_the_janitor_leaves_a_run_alone_that_has_its_next_driver_already(tmp_pat
 
 OWNER = """
 import subprocess, sys, time
-from cluster import janitor
+from cluster.start import janitor
 from spotlight.store.slots import began
 frozen = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-janitor.leave("process", f"{frozen.pid} {began(frozen.pid)}")
-janitor.leave("folder", sys.argv[1])
-janitor.leave("folder", sys.argv[2])
-janitor.take_back("folder", sys.argv[2])
+janitor.register("process", f"{frozen.pid} {began(frozen.pid)}")
+janitor.register("folder", sys.argv[1])
+janitor.register("folder", sys.argv[2])
+janitor.unregister("folder", sys.argv[2])
 if sys.argv[3:]:
     import os, signal
     os.kill(janitor._janitors[0]._pid, signal.SIGKILL)
     os.waitpid(janitor._janitors[0]._pid, os.WNOHANG)
     time.sleep(0.5)
-    janitor.leave("folder", sys.argv[3])
-    janitor.leave("folder", sys.argv[3])
+    janitor.register("folder", sys.argv[3])
+    janitor.register("folder", sys.argv[3])
 print(frozen.pid, flush=True)
 time.sleep(600)
 """
@@ -224,7 +224,7 @@ def test_the_key_that_a_driver_on_slurm_lends_its_jobs_goes_with_it(tmp_path: Pa
     script = f"""
 import os, signal
 from pathlib import Path
-from cluster.slurm import _certificates
+from cluster.start.slurm import _certificates
 with _certificates(Path({str(tmp_path / "run-1")!r})):
     assert list((Path.home() / ".spotlight").rglob("*.pem"))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -238,8 +238,8 @@ with _certificates(Path({str(tmp_path / "run-1")!r})):
 def test_a_janitor_cleans_although_a_child_of_its_owner_has_its_pipe(tmp_path: Path) -> None:
     script = f"""
 import os, signal, time
-from cluster import janitor
-janitor.leave("folder", {str(tmp_path / "gone")!r})
+from cluster.start import janitor
+janitor.register("folder", {str(tmp_path / "gone")!r})
 if os.fork() == 0:
     time.sleep(600)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from cluster.notices import ANSWER_BYTES, LINK_LOCAL, Aws, Notice, first_notice, sources
+from cluster.worker.notices import ANSWER_BYTES, LINK_LOCAL, Aws, Notice, first_notice, sources
 from spotlight import clock
 from spotlight.clock import wall_clock
 from spotlight.config import PoolSection
@@ -42,7 +42,7 @@ TOLD: Any = pytest.approx(DEADLINE_S, abs=1.0)
 def test_a_signal_is_a_notice_and_the_same_signal_again_does_not_kill(name: str) -> None:
     listener = f"""
 import asyncio, sys
-from cluster.notices import first_notice, sources
+from cluster.worker.notices import first_notice, sources
 
 async def listen():
     waiting = asyncio.create_task(first_notice(sources([{name!r}], grace_s={GRACE_S})))

@@ -51,9 +51,9 @@ def schedule(*, reserved: int, spot: int = 0) -> Schedule:
         train_s=1.0,
         start_up_s=0.0,
         replace_after_s=0.3,
-        cursed=None,
-        blows=(),
-        aimed=(),
+        always_fails=None,
+        faults=(),
+        triggered=(),
     )
 
 

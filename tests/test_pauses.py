@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from distributed import batched
 
-from cluster.quiet import Quiet
-from cluster.workers import warm_parent_pid
+from cluster.dispatch.stall import StallDetector
+from cluster.worker.process import warm_parent_pid
 from elastic import Live, device_number
 from runs import ROOT, WAIT_S, settings_file, wait_for
 from spotlight.clock import wall_clock
@@ -181,8 +181,8 @@ def test_a_warm_parent_that_is_stopped_is_continued_and_that_is_said(live: Live)
 
 def test_a_run_that_waits_says_for_what(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     live.full()
-    sooner = Quiet(HANG_AFTER_S / 3, live.plugin._clock())  # than the engines are ended, by which something happens
-    monkeypatch.setattr(live.plugin, "_quiet", sooner)
+    sooner = StallDetector(HANG_AFTER_S / 3, live.plugin._clock())  # than engines are ended
+    monkeypatch.setattr(live.plugin, "_stall", sooner)
     request = live.request()
     os.kill(live.engine_pid("reserved-0"), signal.SIGSTOP)
     os.kill(live.engine_pid("spot-0"), signal.SIGSTOP)

@@ -18,7 +18,7 @@ import dask
 import pytest
 from distributed import Scheduler, Security, Worker
 
-from cluster import peers
+from cluster.worker import peers
 from spotlight.store.node import BLOCK_BYTES, STREAMS, Node, NotOnNode, Source, from_file
 
 IMPORT_ROOT = str(Path(__file__).parents[1])
@@ -30,7 +30,7 @@ import asyncio, pickle, sys
 sys.path.insert(0, {IMPORT_ROOT!r})
 from pathlib import Path
 from distributed import Scheduler, Worker
-from cluster import peers
+from cluster.worker import peers
 from spotlight.store.node import Node
 
 async def main():

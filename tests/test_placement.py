@@ -10,7 +10,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.plan.placement import Idle, Launch, Place, Running, View, Waiting, plan, widen
+from spotlight.plan.placement import Idle, Launch, PoolNode, Running, View, Waiting, plan, widen
 from spotlight.records import Pool
 
 ANY: tuple[Pool, ...] = ("reserved", "spot")
@@ -27,7 +27,7 @@ def node(name: str, workers: int) -> tuple[Idle, ...]:
     return tuple(idle(f"{name}/{rank}") for rank in range(workers))
 
 
-def places(nodes: Mapping[str, int]) -> dict[Place, int]:
+def places(nodes: Mapping[str, int]) -> dict[PoolNode, int]:
     """Workers alive on each, all of one pool."""
     return {(idle(name).pool, name): count for name, count in nodes.items()}
 

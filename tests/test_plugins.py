@@ -12,10 +12,10 @@ import pytest
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from distributed import Client, Scheduler, Status, Worker
 
-from cluster import quiet
+from cluster.dispatch import stall
+from cluster.dispatch.rules import WATCH_S, Rules
 from cluster.messages import ORDER, PLACE, READY, REFUSED
-from cluster.plugins import DispatchPlugin
-from cluster.rules import WATCH_S, Rules
+from cluster.scheduler.plugin import DispatchPlugin
 
 WAIT_S = 30.0
 RULES = Rules()
@@ -185,7 +185,7 @@ def test_a_run_ends_where_nobody_who_is_there_can_do_what_waits(
     monkeypatch: pytest.MonkeyPatch, who: str, computes: bool, pool: str
 ) -> None:
     """But not before others had time to come."""
-    monkeypatch.setattr(quiet, "GIVE_UP", 1)
+    monkeypatch.setattr(stall, "GIVE_UP", 1)
 
     async def run() -> tuple[str, str, float]:
         async with live(Rules(reserved_computes=computes, hang_after_s=2.0)) as there:

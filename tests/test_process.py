@@ -22,8 +22,8 @@ import psutil
 import pytest
 
 from cluster.messages import LOST_ENGINE
-from cluster.worker_device import WorkerDevice
-from cluster.workers import warm_parent, warm_parent_pid
+from cluster.worker.device import WorkerDevice
+from cluster.worker.process import warm_parent, warm_parent_pid
 from factories import make_request
 from graphs.requests import rollout_requests, unexplored
 from graphs.tasks.context import prepare
@@ -104,7 +104,7 @@ def test_an_engine_comes_from_the_warm_parent(engine: EngineProcess) -> None:
 
 OWN = """
 import multiprocessing, os
-from cluster.workers import warm_parent, warm_parent_pid
+from cluster.worker.process import warm_parent, warm_parent_pid
 multiprocessing.get_context("forkserver").Process(target=os.getpid).start()
 own = warm_parent_pid()
 warm_parent().Process(target=os.getpid).start()

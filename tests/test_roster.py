@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.events import WeightsHeld, WorkerJoined
-from cluster.roster import FILES_MAX, HOLDERS_MAX, Roster
+from cluster.dispatch.events import WeightsHeld, WorkerJoined
+from cluster.dispatch.roster import FILES_MAX, HOLDERS_MAX, Roster
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import pytest
 
-from cluster.dispatch import differing as dispatched_otherwise
-from cluster.member import terms_of
+from cluster.dispatch.dispatcher import differing as dispatched_otherwise
+from cluster.worker.plugin import terms_of
 from graphs.loop import Loop, synchronous
 from kills import KillWorkers, client_of
 from leftovers import Watched

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cluster.dispatch import differing
+from cluster.dispatch.dispatcher import differing
 from runs import PROMPTS, ROOT, VALIDATED, outcome, settings_file
 from spotlight import attach, config
 from spotlight.display import comparison

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
-import cluster.slurm
-from cluster import slurm_driver
-from cluster.pools import Pools
-from cluster.slurm import again_s, worker_line
+from cluster.start import slurm as slurm_jobs
+from cluster.start import slurm_driver
+from cluster.start.run_cluster import RunCluster
+from cluster.start.slurm import again_s, worker_line
 from leftovers import OURS, marked
 from private_slurm import missing, private_slurm
 from runs import COLD_S, LITTLE, WAIT_S, outcome, settings_file, start, wait_for
@@ -210,11 +210,11 @@ def test_a_partition_that_is_not_there_is_named_in_slurms_words(tmp_path: Path) 
 @pytest.mark.usefixtures("slurm")
 def test_jobs_that_a_killed_driver_left_are_cancelled_by_their_names(tmp_path: Path) -> None:
     run_dir, settings = tmp_path / "a run", config.load(settings_file(tmp_path), JOBS)
-    names = [cluster.slurm.job_name(run_dir, name) for name in ("reserved-0", "spot-0", "other")]
+    names = [slurm_jobs.job_name(run_dir, name) for name in ("reserved-0", "spot-0", "other")]
     held = ["sbatch", "--parsable", "--hold", "--partition=reserved", "--output=/dev/null", "--wrap=true"]
     mine, spot, other = (slurms(*held, f"--job-name={name}").strip() for name in names)
 
-    cancelled = cluster.slurm.cancel_all(settings, run_dir)
+    cancelled = slurm_jobs.cancel_all(settings, run_dir)
 
     assert sorted(cancelled) == sorted([mine, spot])
     assert jobs() == [other]
@@ -228,7 +228,7 @@ def test_a_job_that_failed_is_told_of_with_its_exit_and_its_last_words(tmp_path:
     job = slurms("sbatch", "--parsable", "--partition=reserved", f"--output={output}", words).strip()
     eventually(lambda: "JobState=FAILED" in slurms("scontrol", "show", "job", job))
 
-    said = asyncio.run(cluster.slurm.how_it_ended(job, output))
+    said = asyncio.run(slurm_jobs.how_it_ended(job, output))
 
     assert said == f"job {job} ended (FAILED, exit 127), and last said: no such python; its output is in {output}"
 
@@ -303,12 +303,12 @@ def test_a_home_that_cannot_hold_the_certificate_is_named(tmp_path: Path, monkey
     monkeypatch.setenv("HOME", "/proc")
 
     with pytest.raises(SpotlightError, match=r"/proc/\.spotlight cannot be made .* set HOME"):
-        ExitStack().enter_context(cluster.slurm._certificates(tmp_path))
+        ExitStack().enter_context(slurm_jobs._certificates(tmp_path))
 
 
 def test_a_hint_fits_what_slurm_refused() -> None:
     said = [
-        cluster.slurm.slurms_words(f"sbatch: error: {words}")
+        slurm_jobs.slurms_words(f"sbatch: error: {words}")
         for words in ("invalid partition specified: x", "Invalid account or account/partition", "Invalid --mem value")
     ]
 
@@ -390,13 +390,13 @@ def test_a_worker_that_is_killed_starts_again_in_its_job_and_one_that_fails_or_i
 def test_a_job_has_ended_when_squeue_has_answered_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([{"7": ("PENDING", "Priority")}, {"7": ("RUNNING", "None")}, None, {}, None])
 
-    async def look() -> cluster.slurm.Jobs | None:
+    async def look() -> slurm_jobs.Jobs | None:
         return next(answers)
 
-    monkeypatch.setattr(cluster.slurm, "POLL_S", 0.01)
-    monkeypatch.setattr(cluster.slurm.queue, "look", look)
+    monkeypatch.setattr(slurm_jobs, "POLL_S", 0.01)
+    monkeypatch.setattr(slurm_jobs.queue, "look", look)
 
-    asyncio.run(cluster.slurm._end_of("7"))
+    asyncio.run(slurm_jobs._end_of("7"))
 
     assert list(answers) == [None]
 
@@ -413,14 +413,14 @@ def test_a_job_has_ended_when_squeue_has_answered_without_it(monkeypatch: pytest
     ],
 )
 def test_whatever_squeue_answers_is_heard_and_one_that_hangs_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, found: cluster.slurm.Jobs | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, found: slurm_jobs.Jobs | None
 ) -> None:
     (squeue := tmp_path / "squeue").write_text(f"#!/bin/sh\n{does.format(pid=tmp_path / 'pid')}\n")
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(cluster.slurm, "ANSWER_S", 2.0 if "sleep" in does else WAIT_S)
+    monkeypatch.setattr(slurm_jobs, "ANSWER_S", 2.0 if "sleep" in does else WAIT_S)
 
-    assert asyncio.run(cluster.slurm._Queue().look()) == found
+    assert asyncio.run(slurm_jobs._Queue().look()) == found
 
     if "sleep" in does:
         pid = int((tmp_path / "pid").read_text())
@@ -456,24 +456,24 @@ def test_a_job_that_cannot_be_submitted_is_tried_again_until_the_place_gives_up(
             tries.append("start")
             raise error
 
-    monkeypatch.setattr(cluster.slurm, "worker_job", lambda *_, **__: Refused())
-    monkeypatch.setattr(cluster.slurm, "again_s", lambda failures: 0.0)
+    monkeypatch.setattr(slurm_jobs, "worker_job", lambda *_, **__: Refused())
+    monkeypatch.setattr(slurm_jobs, "again_s", lambda failures: 0.0)
 
     async def kept() -> str:
-        place = cluster.slurm.SlurmJobs("tcp://127.0.0.1:1", name="spot-0", job={"pool": "spot"})
+        place = slurm_jobs.SlurmJobs("tcp://127.0.0.1:1", name="spot-0", job={"pool": "spot"})
         await asyncio.wait_for(place._keep(), 30.0)
         return place.failure
 
     assert str(error).removeprefix("sbatch: error: ") in asyncio.run(kept())
-    assert len(tries) == cluster.slurm.FAILURES_MAX
+    assert len(tries) == slurm_jobs.FAILURES_MAX
 
 
 def test_a_job_counts_as_failed_only_if_no_worker_of_it_joined(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = cluster.slurm.SlurmJobs("tcp://127.0.0.1:1", name="spot-0", job={"pool": "spot"})
+    place = slurm_jobs.SlurmJobs("tcp://127.0.0.1:1", name="spot-0", job={"pool": "spot"})
     waits: list[int] = []
-    joins = iter([False, False, True] + [False] * cluster.slurm.FAILURES_MAX)
+    joins = iter([False, False, True] + [False] * slurm_jobs.FAILURES_MAX)
 
     async def submit_and_wait() -> str:
         if next(joins):
@@ -485,14 +485,14 @@ def test_a_job_counts_as_failed_only_if_no_worker_of_it_joined(
         return 0.0
 
     monkeypatch.setattr(place, "_submit_and_wait", submit_and_wait)
-    monkeypatch.setattr(cluster.slurm, "again_s", again)
+    monkeypatch.setattr(slurm_jobs, "again_s", again)
 
     asyncio.run(place._keep())
 
-    assert waits == [0, 1, 0, *range(cluster.slurm.FAILURES_MAX)]
+    assert waits == [0, 1, 0, *range(slurm_jobs.FAILURES_MAX)]
     assert "spot-0: 8 jobs in a row ended before a worker had joined: job 7 ended (FAILED, exit 127)" in place.failure
     told = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert len(told) == 2 + cluster.slurm.FAILURES_MAX - 1  # the last is the failure's own
+    assert len(told) == 2 + slurm_jobs.FAILURES_MAX - 1  # the last is the failure's own
 
 
 @pytest.mark.parametrize(
@@ -510,10 +510,10 @@ def test_a_run_goes_on_without_jobs_that_always_fail_while_others_of_their_pool_
     places = {}
     for name in ("reserved-0", "reserved-1", "spot-0", "spot-2"):
         pool, _, first = name.partition("-")
-        place = places[name] = object.__new__(cluster.slurm.SlurmJobs)
+        place = places[name] = object.__new__(slurm_jobs.SlurmJobs)
         place._job = {"pool": pool, "first": int(first), "section": SimpleNamespace(workers_per_node=1)}
         place.failure = f"{name} always fails" if name in failing else ""
-    pools: Any = object.__new__(Pools)
+    pools: Any = object.__new__(RunCluster)
     pools.cluster, pools._needed, pools._told_of = SimpleNamespace(workers=places), ("reserved", "reward"), set()
 
     if ends:

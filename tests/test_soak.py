@@ -27,7 +27,7 @@ def counted() -> Counter[type]:
 def test_nothing_is_kept_for_each_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spotlight.store.accounts.FOLD_SPANS", 500)
     for bound in ("SHOWN", "RECENT"):  # what the page of the dashboard may ask for is bounded, too
-        monkeypatch.setattr(f"cluster.journal.{bound}", 50)
+        monkeypatch.setattr(f"cluster.dispatch.journal.{bound}", 50)
     counts = {0: counted()}
 
     def follow(name: str, iteration: int, hours: float) -> None:

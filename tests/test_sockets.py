@@ -20,7 +20,7 @@ import psutil
 import pytest
 from distributed import Security, rpc
 
-from cluster.workers import WorkerSpec
+from cluster.worker.process import WorkerSpec
 from kills import client_of
 from runs import outcome, settings_file, wait_for
 from spotlight.records import Stopped

@@ -10,15 +10,15 @@ from typing import Any, cast
 
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from cluster.dispatch import Dispatch, differing
-from cluster.events import CloseExploration, Dismiss, Event, Instruction, TaskChanged, TaskState, WorkerLeft
-from cluster.rules import Rules
+from cluster.dispatch.dispatcher import Dispatcher, differing
+from cluster.dispatch.events import CloseExploration, Dismiss, Event, Instruction, TaskChanged, TaskState, WorkerLeft
+from cluster.dispatch.rules import Rules
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.example import Example, ExampleTiming
 from cluster.virtual.executor import Executor
-from cluster.virtual.keepers import Keeper
 from cluster.virtual.messages import Messages
+from cluster.virtual.replacement import Keeper
 from cluster.virtual.timing import Fixed, Stay
 from cluster.virtual.workers import VirtualWorker
 
@@ -116,7 +116,7 @@ def test_an_update_that_ends_with_others_closes_exploration_and_its_log_replays(
         Stay(pool="reserved", name="reserved-0", node="a", ups=((0.0, inf),)),
         Stay(pool="reward", name="reward-0", node="b", ups=((0.0, inf),)),
     ]
-    dispatch, clock = Dispatch(Rules(close_with_training=True)), VirtualClock()
+    dispatch, clock = Dispatcher(Rules(close_with_training=True)), VirtualClock()
     cluster = VirtualCluster("r", dispatch, clock, ASecond(), stays, told=lambda *what: told.append(what))
 
     cluster.compute(HighLevelGraph(layers, {name: set() for name in layers}), [("score", 0), ("update", 0)])
@@ -147,7 +147,7 @@ def test_with_a_worker_only_its_own_results_are_lost() -> None:
     spot = [Stay(pool="spot", name=f"spot-{n}", node="n", ups=((0.0, inf),), replace_after_s=0.5) for n in range(4)]
     reserved = Stay(pool="reserved", name="reserved-0", node="r", ups=((0.0, inf),))
     timing = ExampleTiming(step_s=0.6, train_s=0.5, start_up_s=0.0)
-    cluster = VirtualCluster("faults", Dispatch(Rules()), clock, timing, [*spot, reserved], told=told)
+    cluster = VirtualCluster("faults", Dispatcher(Rules()), clock, timing, [*spot, reserved], told=told)
 
     cluster.compute(graph, outputs)
 

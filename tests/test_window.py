@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.dispatch import differing as dispatched_otherwise
-from cluster.events import GraphCame, Layer
+from cluster.dispatch.dispatcher import differing as dispatched_otherwise
+from cluster.dispatch.events import GraphCame, Layer
 from elastic import STEPS, Live, latents, undisturbed
 from graphs.loop import Loop, synchronous
 from kills import KillHolder, client_of

@@ -13,10 +13,10 @@ from itertools import islice
 from statistics import median
 from typing import Any
 
-from cluster.dispatch import Dispatch
-from cluster.journal import Shown
-from cluster.rules import Rules
-from cluster.snapshot import Doing
+from cluster.dispatch.dispatcher import Dispatcher
+from cluster.dispatch.journal import NumberedSpan
+from cluster.dispatch.rules import Rules
+from cluster.dispatch.snapshot import WorkerActivity
 from spotlight.clock import Clock, wall_clock
 from spotlight.records import WorkerLife, record
 
@@ -69,7 +69,7 @@ class Facts:
         clock: that of the dispatcher's events.
     """
 
-    def __init__(self, dispatch: Callable[[], Dispatch | None], clock: Clock = wall_clock) -> None:
+    def __init__(self, dispatch: Callable[[], Dispatcher | None], clock: Clock = wall_clock) -> None:
         self._find, self.clock = dispatch, clock
         self._rows: dict[str, dict[int, Row]] = {}
         self._session = ""
@@ -79,7 +79,7 @@ class Facts:
         """Of each kind but money, how many rows were new: what is drawn from them is drawn anew then."""
 
     @property
-    def dispatch(self) -> Dispatch:
+    def dispatch(self) -> Dispatcher:
         """The dispatcher, or one that knows nothing."""
         return self._find() or NOTHING
 
@@ -142,7 +142,7 @@ class Facts:
 
     # Of the scheduler
 
-    def doing(self) -> list[Doing]:
+    def doing(self) -> list[WorkerActivity]:
         return self.dispatch.doing()
 
     def lives(self) -> list[WorkerLife]:
@@ -153,7 +153,7 @@ class Facts:
         """When the first worker of this session joined; now, before that."""
         return min((life.joined_s for life in self.lives()), default=self.clock())
 
-    def shown_after(self, number: int) -> list[Shown]:
+    def shown_after(self, number: int) -> list[NumberedSpan]:
         """The spans that came after one, oldest first, as far as they are still remembered."""
         shown = self.dispatch.journal.shown
         new = min(len(shown), shown[-1].number - number) if shown else 0
@@ -164,7 +164,7 @@ class Facts:
         return recoveries(self.dispatch.journal.recent, {life.worker: life.pool for life in self.lives()})
 
 
-NOTHING = Dispatch(Rules(), logged=False)
+NOTHING = Dispatcher(Rules(), logged=False)
 """Where no run goes on."""
 
 

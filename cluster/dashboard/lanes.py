@@ -13,7 +13,7 @@ from bokeh.models import ColumnDataSource, FactorRange, HoverTool, NumeralTickFo
 from bokeh.models.widgets.groups import RadioButtonGroup
 
 from cluster.dashboard.facts import Facts, Lane, lanes
-from cluster.snapshot import Doing
+from cluster.dispatch.snapshot import WorkerActivity
 from spotlight.records import Span
 from spotlight.report.palette import ALIVE, CALLED_OFF, CALLED_OFF_ALPHA, INK, LOST, base_phase, phase_colour
 from spotlight.report.style import CLOCK, empty_plot
@@ -115,7 +115,7 @@ class Lanes:
         self._formings.clear()
         self._done.data, self._joints.data = _bars(()), _joints(())
 
-    def _send_now(self, doing: Iterable[Doing], zero_s: float) -> None:
+    def _send_now(self, doing: Iterable[WorkerActivity], zero_s: float) -> None:
         """Bars of what is at work, without an end; sent when it has changed."""
         now = _columns((_current(each, zero_s) for each in doing if each.phase), NOW_COLUMNS)
         if now != self._now.data:
@@ -194,8 +194,8 @@ class Lanes:
             "colour": phase_colour(phase),
         }
 
-    def _current_joints(self, doing: Iterable[Doing], zero_s: float) -> Iterable[Mapping[str, Any]]:
-        gangs: dict[str, list[Doing]] = {}
+    def _current_joints(self, doing: Iterable[WorkerActivity], zero_s: float) -> Iterable[Mapping[str, Any]]:
+        gangs: dict[str, list[WorkerActivity]] = {}
         for member in doing:
             if member.forming and member.phase:
                 gangs.setdefault(member.forming, []).append(member)
@@ -235,7 +235,7 @@ def _past(span: Span, zero_s: float) -> dict[str, Any]:
     )
 
 
-def _current(doing: Doing, zero_s: float) -> dict[str, Any]:
+def _current(doing: WorkerActivity, zero_s: float) -> dict[str, Any]:
     notice = ", under notice" if doing.leaving else ""
     what = f"{base_phase(doing.phase)}, iteration {doing.iteration}: at work on {doing.worker}{notice}"
     lane = (doing.pool, doing.worker)

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 from distributed import Scheduler, SchedulerPlugin
 
 from cluster.dashboard.facts import Facts, Row
-from cluster.dispatch import Dispatch
-from cluster.plugins import DispatchPlugin
+from cluster.dispatch.dispatcher import Dispatcher
+from cluster.scheduler.plugin import DispatchPlugin
 
 PAGE = "spotlight"
 ROWS = "spotlight_page"
@@ -106,7 +106,7 @@ def _facts(scheduler: Scheduler) -> Facts:
     return _known[scheduler]
 
 
-def _dispatch(scheduler: ref[Scheduler]) -> Dispatch | None:
+def _dispatch(scheduler: ref[Scheduler]) -> Dispatcher | None:
     there = scheduler()
     found = [plugin for plugin in there.plugins.values() if isinstance(plugin, DispatchPlugin)] if there else []
     return found[-1].shown if found else None

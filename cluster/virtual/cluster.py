@@ -1,6 +1,6 @@
 """The virtual cluster: carries out what the dispatcher says on workers that are not there, and tells it what follows.
 
-It computes graphs as the live cluster does, by the same `Dispatch` and the same calls: each lasts what `Timing` says,
+It computes graphs as the live cluster does, by the same `Dispatcher` and the same calls: each lasts what `Timing` says,
 and is then really made. It decides nothing, and it knows of a graph only what its layers' annotations say.
 
 Invariants: a worker runs one task at a time; a gang takes its steps together; a step that was committed stays, and
@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from dask.highlevelgraph import HighLevelGraph
 
-from cluster.dispatch import Dispatch
-from cluster.events import (
+from cluster.dispatch.dispatcher import Dispatcher
+from cluster.dispatch.events import (
     CallOff,
     CloseExploration,
     CloseGate,
@@ -43,10 +43,10 @@ from cluster.events import (
 )
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.executor import Executor
-from cluster.virtual.formings import Formings
-from cluster.virtual.keepers import Keeper
+from cluster.virtual.gang_epochs import GangEpochs
 from cluster.virtual.machines import Machines
 from cluster.virtual.messages import Messages
+from cluster.virtual.replacement import Keeper
 from cluster.virtual.tasks import Task
 from cluster.virtual.timing import Stay, Timing
 from cluster.virtual.workers import VirtualWorker
@@ -77,7 +77,7 @@ class VirtualCluster:
     def __init__(
         self,
         run: str,
-        dispatch: Dispatch,
+        dispatch: Dispatcher,
         clock: VirtualClock,
         timing: Timing,
         stays: Iterable[Stay],
@@ -105,7 +105,7 @@ class VirtualCluster:
             ended=self._ended,
         )
         self.tasks = self._executor.tasks
-        self._gangs = Formings(
+        self._gangs = GangEpochs(
             run,
             clock,
             self._messages,
@@ -115,7 +115,7 @@ class VirtualCluster:
             finish=self._executor.finish_members,
             hand_back=self._executor.hand_back_member,
         )
-        self.formings = self._gangs.all
+        self.gang_epochs = self._gangs.all
         self.machines = Machines(
             clock,
             self._messages,
@@ -173,7 +173,7 @@ class VirtualCluster:
     def close(self) -> None:
         """The driver is gone, and every worker with it; nothing that was to happen to them happens."""
         self.machines.close()
-        self.formings.clear()
+        self.gang_epochs.clear()
 
     def stop(self) -> None:
         """Let what runs end at its next step boundary, and nothing more begin; `compute` then raises `Stopped`."""
@@ -215,7 +215,7 @@ class VirtualCluster:
     def _tell_steps(self) -> None:
         """How far gangs are, where idle workers could make them wider."""
         names = self._dispatch.widenable()
-        self._gangs.tell_steps([self.formings[name] for name in names if name in self.formings])
+        self._gangs.tell_steps([self.gang_epochs[name] for name in names if name in self.gang_epochs])
 
     def _why_nothing_happens(self) -> str:
         now = self._dispatch.snapshot()
@@ -233,7 +233,7 @@ class VirtualCluster:
     def _abandon(self, tasks: Iterable[Task]) -> None:
         """The graph is over: whoever runs something of it is free again."""
         tasks = list(tasks)
-        for forming in list(self.formings.values()):
+        for forming in list(self.gang_epochs.values()):
             self._gangs.commit(forming)
             self._gangs.dissolve(forming)
         for worker in self.workers.values():
@@ -369,7 +369,7 @@ class VirtualCluster:
     def _stop_work(self) -> None:
         for worker in self.workers.values():
             worker.signals.obey(orders.Stop(run=self._run))
-        for forming in list(self.formings.values()):
+        for forming in list(self.gang_epochs.values()):
             self._gangs.end_at_boundary(forming)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from cluster.events import Key
+from cluster.dispatch.events import Key
 from cluster.virtual.timing import Denoising, Fixed
 from spotlight.device.signals import signals
 from spotlight.records import AHEAD, Dropped, Placement, Prompt, Quarantined, Request, Surplus, WeightsRef, record

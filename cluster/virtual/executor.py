@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from cluster.events import Dismiss, Dismissals, Key, Launch, Score, TaskState, Train
+from cluster.dispatch.events import Dismiss, Dismissals, Key, Launch, Score, TaskState, Train
 from cluster.virtual.clock import Alarm, VirtualClock
-from cluster.virtual.formings import Forming, Formings
+from cluster.virtual.gang_epochs import GangEpoch, GangEpochs
 from cluster.virtual.messages import Messages
 from cluster.virtual.tasks import Task, Tasks, parts
 from cluster.virtual.timing import Denoising, Fixed, Timing
@@ -250,7 +250,7 @@ class Executor:
 
     # Gangs
 
-    def begin(self, instructions: Sequence[Launch | Train | Score], gangs: Formings) -> None:
+    def begin(self, instructions: Sequence[Launch | Train | Score], gangs: GangEpochs) -> None:
         """Let go what waits behind the gate: the shards of a gang all at once, other tasks each by itself."""
         launches = [instruction for instruction in instructions if isinstance(instruction, Launch)]
         for launch in launches:
@@ -267,7 +267,7 @@ class Executor:
         for launch in launches:
             self._form(launch, gangs)
 
-    def _form(self, launch: Launch, gangs: Formings) -> None:
+    def _form(self, launch: Launch, gangs: GangEpochs) -> None:
         """The members of a gang are at work."""
         first = self.tasks.all[launch.members[0].key]
         members = {member.key: self._workers[member.address] for member in launch.members}
@@ -280,7 +280,7 @@ class Executor:
             return
         width = len(members)
         overhead_s = self._timing.launch_s + (self._timing.form_s if width > 1 else 0.0)
-        forming = Forming(
+        forming = GangEpoch(
             name=launch.gang,
             epoch=launch.members[0].place.epoch,
             work=work,

@@ -1,6 +1,6 @@
 """Deterministic simulation tests: schedules of faults drawn by a seed, run against the dispatcher, and what must hold.
 
-A schedule is a small cluster, a small iteration and a list of blows. The same seed always gives the same schedule and
+A schedule is a small cluster, a small iteration and a list of faults. The same seed always gives the same schedule and
 the same run. What must hold meanwhile is in `cluster.virtual.invariants`; at the end, the run has ended, and its
 results are those of an undisturbed one.
 """
@@ -15,8 +15,8 @@ from math import inf
 from random import Random
 from typing import Any, Literal
 
-from cluster.dispatch import Dispatch
-from cluster.events import (
+from cluster.dispatch.dispatcher import Dispatcher
+from cluster.dispatch.events import (
     Event,
     GangBeats,
     Instruction,
@@ -27,7 +27,7 @@ from cluster.events import (
     WorkerJoined,
     WorkerNoticed,
 )
-from cluster.rules import Rules
+from cluster.dispatch.rules import Rules
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
 from cluster.virtual.example import RUN, Example, ExampleTiming
@@ -35,10 +35,10 @@ from cluster.virtual.invariants import Invariants
 from cluster.virtual.timing import Stay
 from spotlight.records import SpotlightError, Stopped, record
 
-Blow = Literal["kill", "notice", "hang", "engine", "pause", "suspect", "node", "driver", "stop", "store"]
+Fault = Literal["kill", "notice", "hang", "engine", "pause", "suspect", "node", "driver", "stop", "store"]
 """A worker is killed, gets a notice, freezes, loses its engine, takes no tasks for a while, is taken for dead and is
 not; all workers of a node are killed; the driver dies, or is stopped; the store does not answer once."""
-BLOWS: tuple[Blow, ...] = ("kill", "notice", "hang", "engine", "pause", "suspect", "node", "driver", "stop", "store")
+FAULTS: tuple[Fault, ...] = ("kill", "notice", "hang", "engine", "pause", "suspect", "node", "driver", "stop", "store")
 LIKELY = (5, 4, 2, 3, 2, 1, 1, 1, 1, 1)
 """How often each, beside the others."""
 Moment = Literal["launched", "boundary", "trained", "came"]
@@ -48,9 +48,9 @@ MOMENTS: tuple[Moment, ...] = ("launched", "boundary", "trained", "came")
 MOST_MOMENTS = 20_000
 """After so many a run is taken to go on for ever; the longest that ends has some thousand."""
 QUIET_S = 600.0
-"""So long after the last blow a run that has not ended is taken to hang."""
+"""So long after the last fault a run that has not ended is taken to hang."""
 CURSE_S = 0.01
-"""After its launch a cursed request loses an engine: before its first step has ended."""
+"""After its launch a always_fails request loses an engine: before its first step has ended."""
 
 
 class DriverKilled(Exception):
@@ -62,15 +62,15 @@ class StoreFailed(OSError):
 
 
 @record
-class Aimed:
-    """A blow at whoever is concerned when something happens."""
+class TriggeredFault:
+    """A fault at whoever is concerned when something happens."""
 
     moment: Moment
     nth: int
     """Time that it happens, from 0 on."""
     after_s: float
-    """Seconds between it and the blow; before it, where it can be known before."""
-    blow: Blow
+    """Seconds between it and the fault; before it, where it can be known before."""
+    fault: Fault
 
 
 @record
@@ -94,11 +94,11 @@ class Schedule:
     """From a loss until another machine is there; with both 0, a worker comes back in the moment that it goes."""
     ups: tuple[tuple[tuple[float, float], ...], ...]
     """When each spot worker's machine is there, in seconds after its driver's start."""
-    cursed: int | None
+    always_fails: int | None
     """The rollout that loses an engine whenever it is launched."""
-    blows: tuple[tuple[float, Blow, int], ...]
+    faults: tuple[tuple[float, Fault, int], ...]
     """``(when, what, whom)``, the last being a number that is taken modulo the workers that are there."""
-    aimed: tuple[Aimed, ...]
+    triggered: tuple[TriggeredFault, ...]
     scorers: int = 0
     """Workers that only score."""
 
@@ -133,11 +133,11 @@ def draw(seed: int) -> Schedule:
     largest = {"reserved": reserved, "any": max(reserved, per_node), "spot": per_node}[example.train_pool]
     train_width = Random(f"{seed} train width").choice([1, 1, 2, 3])
     example = replace(example, slices=Random(f"{seed} sums").choice([1, 2]))
-    cursed = chance.randrange(example.rollouts) if chance.random() < 0.15 else None
+    always_fails = chance.randrange(example.rollouts) if chance.random() < 0.15 else None
     resumes = chance.random() < 0.8
     if resumes:
         example = replace(example, ahead=Random(f"{seed} ahead").choice([0, 0, 1, 3]))
-    if cursed is None and train_width <= largest:  # else a gradient, too, might be lost too often
+    if always_fails is None and train_width <= largest:  # else a gradient, too, might be lost too often
         example = replace(example, train_width=train_width)
     return Schedule(
         seed=seed,
@@ -148,7 +148,7 @@ def draw(seed: int) -> Schedule:
         rules=Rules(
             close_with_training=chance.random() < 0.5,
             hang_after_s=2.0,
-            quarantine_after=1000 if cursed is None else chance.randint(1, 3),
+            quarantine_after=1000 if always_fails is None else chance.randint(1, 3),
             reserved_computes=computes,
             widens=resumes,
             moves=resumes,
@@ -160,9 +160,9 @@ def draw(seed: int) -> Schedule:
         start_up_s=chance.choice([0.0, 0.5]),
         replace_after_s=chance.choice([0.0, 0.3, 1.5]),
         ups=tuple(_ups(chance) for _ in range(spot)),
-        cursed=cursed,
-        blows=_blows(chance),
-        aimed=tuple(_aimed(chance) for _ in range(chance.choice([0, 0, 1, 2, 4]))),
+        always_fails=always_fails,
+        faults=_faults(chance),
+        triggered=tuple(_triggered(chance) for _ in range(chance.choice([0, 0, 1, 2, 4]))),
         scorers=scorers,
     )
 
@@ -176,23 +176,23 @@ def _ups(chance: Random) -> tuple[tuple[float, float], ...]:
     return ((first_s, goes_s), (goes_s + round(chance.choice([0.0, chance.uniform(0.0, 6.0)]), 3), inf))
 
 
-def _blows(chance: Random) -> tuple[tuple[float, Blow, int], ...]:
+def _faults(chance: Random) -> tuple[tuple[float, Fault, int], ...]:
     """Most within the first seconds, while much goes on; some at one moment."""
-    blows: list[tuple[float, Blow, int]] = []
+    faults: list[tuple[float, Fault, int]] = []
     for _ in range(chance.randint(0, 10)):
         at_s = round(chance.uniform(0.0, chance.choice([4.0, 12.0])), 3)
-        if blows and chance.random() < 0.3:
-            at_s = blows[-1][0]
-        blows.append((at_s, chance.choices(BLOWS, LIKELY)[0], chance.randrange(1 << 16)))
-    return tuple(sorted(blows))
+        if faults and chance.random() < 0.3:
+            at_s = faults[-1][0]
+        faults.append((at_s, chance.choices(FAULTS, LIKELY)[0], chance.randrange(1 << 16)))
+    return tuple(sorted(faults))
 
 
-def _aimed(chance: Random) -> Aimed:
-    return Aimed(
+def _triggered(chance: Random) -> TriggeredFault:
+    return TriggeredFault(
         moment=chance.choice(MOMENTS),
         nth=chance.choice([0, chance.randrange(4), chance.randrange(12)]),
         after_s=chance.choice([-1e-4, 0.0, 0.0, 1e-4, 0.03]),
-        blow=chance.choices(BLOWS, LIKELY)[0],
+        fault=chance.choices(FAULTS, LIKELY)[0],
     )
 
 
@@ -211,7 +211,7 @@ def violations(schedule: Schedule) -> tuple[str, ...]:
 
 
 def verdict(
-    schedule: Schedule, dispatch: type[Dispatch] = Dispatch, log: list[dict[str, Any]] | None = None
+    schedule: Schedule, dispatch: type[Dispatcher] = Dispatcher, log: list[dict[str, Any]] | None = None
 ) -> Verdict:
     """Run a schedule.
 
@@ -227,7 +227,7 @@ def verdict(
 class _Trial:
     """One run of a schedule, over the drivers that it takes."""
 
-    def __init__(self, schedule: Schedule, dispatch: type[Dispatch], log: list[dict[str, Any]] | None) -> None:
+    def __init__(self, schedule: Schedule, dispatch: type[Dispatcher], log: list[dict[str, Any]] | None) -> None:
         self.found: list[str] = []
         self.events = 0
         self.clock = VirtualClock()
@@ -238,10 +238,10 @@ class _Trial:
         self._store_fails = False
         self._moments = 0
         self._happened: Counter[Moment] = Counter()
-        self._aimed = {(aimed.moment, aimed.nth): aimed for aimed in schedule.aimed}
-        self._last_s = max((at_s for at_s, _, _ in schedule.blows), default=0.0)
-        for at_s, blow, whom in schedule.blows:
-            self.clock.at(at_s, self._strike_somebody, blow, whom)
+        self._triggered = {(triggered.moment, triggered.nth): triggered for triggered in schedule.triggered}
+        self._last_s = max((at_s for at_s, _, _ in schedule.faults), default=0.0)
+        for at_s, fault, whom in schedule.faults:
+            self.clock.at(at_s, self._inject_somewhere, fault, whom)
 
     def go(self) -> None:
         try:
@@ -251,16 +251,16 @@ class _Trial:
             return
         closes = self._schedule.rules.close_with_training
         self.found += self._schedule.example.wrong(results, closes=closes, may_quarantine=self._may_quarantine)
-        cursed = self._schedule.cursed
-        if cursed is not None and isinstance(self._schedule.example.rollout_of(results, cursed), str):
-            self.found.append(f"rollout/{cursed} was never quarantined")
+        always_fails = self._schedule.always_fails
+        if always_fails is not None and isinstance(self._schedule.example.rollout_of(results, always_fails), str):
+            self.found.append(f"rollout/{always_fails} was never quarantined")
 
     def _may_quarantine(self, gang: str, preemptions: int) -> bool:
         least = self._schedule.rules.quarantine_after
         return preemptions >= least and self._launches[gang] >= least
 
     def _results(self) -> dict[Key, Any]:
-        for _ in range(len(self._schedule.blows) + len(self._schedule.aimed) + 2):
+        for _ in range(len(self._schedule.faults) + len(self._schedule.triggered) + 2):
             dispatch = self._begin()
             try:
                 return dict(zip(self._outputs, self._cluster.compute(self._graph, self._outputs), strict=True))
@@ -271,7 +271,7 @@ class _Trial:
                     self._log += dispatch.drain().decisions
         raise AssertionError("the run was resumed more often than it was struck")
 
-    def _begin(self) -> Dispatch:
+    def _begin(self) -> Dispatcher:
         """A driver, its dispatcher and its cluster."""
         schedule = self._schedule
         self._invariants = Invariants(self.found, schedule.rules)
@@ -305,7 +305,7 @@ class _Trial:
 
     # What must hold
 
-    def _check(self, dispatch: Dispatch) -> None:
+    def _check(self, dispatch: Dispatcher) -> None:
         """After every moment."""
         self._moments += 1
         assert self._moments < MOST_MOMENTS, f"it goes on for ever: {MOST_MOMENTS} moments"
@@ -338,32 +338,32 @@ class _Trial:
         address = self._chance.choice(launch.members).address
         self._happens("launched", address)
         self.clock.after(0.0, self._begins, launch.gang, address)
-        if launch.gang == f"rollout/{self._schedule.cursed}":
-            self.clock.after(CURSE_S, self._strike, "engine", address)
+        if launch.gang == f"rollout/{self._schedule.always_fails}":
+            self.clock.after(CURSE_S, self._inject, "engine", address)
 
     def _begins(self, gang: str, address: str) -> None:
-        """One of its steps is the one that ends with a blow."""
-        forming = self._cluster.formings.get(gang)
+        """One of its steps is the one that ends with a fault."""
+        forming = self._cluster.gang_epochs.get(gang)
         if forming:
             steps = 1 + self._chance.randrange(max(1, forming.work.steps - forming.first))
             self._happens("boundary", address, forming.from_s + steps * forming.step_s - self.clock.now_s)
 
     def _happens(self, moment: Moment, address: str, in_s: float = 0.0) -> None:
-        aimed = self._aimed.get((moment, self._happened[moment]))
+        triggered = self._triggered.get((moment, self._happened[moment]))
         self._happened[moment] += 1
-        if aimed:
+        if triggered:
             self._last_s = max(self._last_s, self.clock.now_s + in_s)
-            self.clock.after(in_s + aimed.after_s, self._strike, aimed.blow, address)
+            self.clock.after(in_s + triggered.after_s, self._inject, triggered.fault, address)
 
-    def _strike_somebody(self, blow: Blow, whom: int) -> None:
+    def _inject_somewhere(self, fault: Fault, whom: int) -> None:
         workers = [worker for worker in self._cluster.workers.values() if worker.pool != "head"]
-        self._strike(blow, workers[whom % len(workers)].address if workers else "")
+        self._inject(fault, workers[whom % len(workers)].address if workers else "")
 
-    def _strike(self, blow: Blow, address: str) -> None:
-        if blow == "store":
+    def _inject(self, fault: Fault, address: str) -> None:
+        if fault == "store":
             self._store_fails = True
         else:
-            strike(self._cluster, blow, address, self._chance)
+            inject(self._cluster, fault, address, self._chance)
 
 
 def _count(event: Event) -> int:
@@ -377,13 +377,13 @@ def _trains(key: Key) -> bool:
     return key[0].startswith(("train", "add", "update"))
 
 
-def strike(cluster: VirtualCluster, blow: Blow, address: str, chance: Random) -> None:
-    """A blow at a worker, or at the driver.
+def inject(cluster: VirtualCluster, fault: Fault, address: str, chance: Random) -> None:
+    """A fault at a worker, or at the driver.
 
     Raises:
         DriverKilled: it was that.
     """
-    match blow:
+    match fault:
         case "kill":
             cluster.machines.kill(address)
         case "notice":

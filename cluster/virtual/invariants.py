@@ -20,12 +20,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from cluster.dispatch import Dispatch
-from cluster.events import Instruction, Key, Launch, Score, Train
-from cluster.gangs import GATED, SCORING, TRAINING
-from cluster.rules import Rules
+from cluster.dispatch.dispatcher import Dispatcher
+from cluster.dispatch.events import Instruction, Key, Launch, Score, Train
+from cluster.dispatch.request_state import GATED, SCORING, TRAINING
+from cluster.dispatch.rules import Rules
 from cluster.virtual.cluster import VirtualCluster
-from cluster.virtual.formings import Forming
+from cluster.virtual.gang_epochs import GangEpoch
 from cluster.virtual.workers import VirtualWorker
 
 
@@ -98,11 +98,11 @@ class Invariants:
         elif gated := _gated(cluster, worker):
             yield f"{address} has {gated}"
 
-    def check_moment(self, cluster: VirtualCluster, dispatch: Dispatch) -> None:
+    def check_moment(self, cluster: VirtualCluster, dispatch: Dispatcher) -> None:
         for worker in cluster.workers.values():
             if worker.load > 1 and worker.pool != "head":
                 self._report(cluster, _overloaded(cluster, worker))
-        for forming in cluster.formings.values():
+        for forming in cluster.gang_epochs.values():
             if forming.width > 1:
                 self._report(cluster, _torn(forming))
             known, taken = dispatch.step(forming.name), forming.steps_by(cluster.now_s)
@@ -126,7 +126,7 @@ def _overloaded(cluster: VirtualCluster, worker: VirtualWorker) -> Iterator[str]
         yield f"worker {worker.name} has {len(gated)} tasks from behind the gate: {gated}"
 
 
-def _torn(forming: Forming) -> Iterator[str]:
+def _torn(forming: GangEpoch) -> Iterator[str]:
     if len({worker.node for worker in forming.members.values()}) > 1:
         yield f"gang {forming.name} spans nodes"
     if forming.broken_s is None and len(forming.members) != forming.width:

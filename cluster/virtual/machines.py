@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.events import (
+from cluster.dispatch.events import (
     EngineGone,
     Event,
     WorkerAvailable,
@@ -17,10 +17,10 @@ from cluster.events import (
     WorkerPool,
     WorkerSilent,
 )
-from cluster.rules import CLOSE_MARGIN_S, LEAVE_POLL_S, WATCH_S
+from cluster.dispatch.rules import CLOSE_MARGIN_S, LEAVE_POLL_S, WATCH_S
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.executor import BACK_OFF_S, Executor
-from cluster.virtual.formings import Formings
+from cluster.virtual.gang_epochs import GangEpochs
 from cluster.virtual.messages import Messages
 from cluster.virtual.tasks import parts
 from cluster.virtual.workers import VirtualWorker
@@ -41,7 +41,7 @@ class Machines:
         clock: VirtualClock,
         messages: Messages,
         executor: Executor,
-        gangs: Formings,
+        gangs: GangEpochs,
         workers: dict[str, VirtualWorker],
         *,
         hang_after_s: float,
@@ -140,16 +140,16 @@ class Machines:
         worker = self._workers.get(address)
         if worker is None or worker.frozen or worker.pool == "head":
             return
-        formings = self._gangs.of(worker)
-        name = formings[0].name if formings else ""
+        gang_epochs = self._gangs.of(worker)
+        name = gang_epochs[0].name if gang_epochs else ""
         self._tell(EngineGone(at_s=self._clock.now_s, worker=worker.name, gang=name, reason=reason))
-        for forming in formings:
+        for forming in gang_epochs:
             self._gangs.halt(forming)
         for key in [key for key in worker.running if key not in worker.reports]:
-            for forming in formings:
+            for forming in gang_epochs:
                 forming.members.pop(key, None)
             self._clock.after(BACK_OFF_S, self._executor.hand_back, self._executor.tasks.all[key], worker)
-        for forming in formings:
+        for forming in gang_epochs:
             if not forming.members:
                 self._gangs.dissolve(forming)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from dask.highlevelgraph import HighLevelGraph
 
-from cluster.events import Key, Layer, TaskState
+from cluster.dispatch.events import Key, Layer, TaskState
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

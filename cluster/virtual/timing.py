@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from cluster.events import WorkerPool
+from cluster.dispatch.events import WorkerPool
 from spotlight.records import Pool, record
 
 

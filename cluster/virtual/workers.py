@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cluster.events import Key, WorkerPool
+from cluster.dispatch.events import Key, WorkerPool
 from cluster.virtual.clock import Alarm
 from spotlight.device.signals import Signals
 from spotlight.records import Placement, Surplus

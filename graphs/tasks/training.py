@@ -68,7 +68,7 @@ def advantage(
     ]
     rewards = [reward for _, _, reward in rows]
     groups = [result.request.prompt.id for result, _, _ in rows]
-    trained = _most_telling(rewards, groups, used) if used else list(range(len(rows)))
+    trained = _highest_variance_rows(rewards, groups, used) if used else list(range(len(rows)))
     among = [groups[at] for at in trained]
     if weights and all(result.parts for result, _, _ in rows):
         parts = [[result.parts[at][index] or 0.0 for result, index, _ in rows] for at in range(len(weights))]
@@ -93,7 +93,7 @@ def advantage(
     )
 
 
-def _most_telling(rewards: Sequence[float], groups: Sequence[int], used: int) -> list[int]:
+def _highest_variance_rows(rewards: Sequence[float], groups: Sequence[int], used: int) -> list[int]:
     """Rows of each group whose rewards vary most, ascending; all of a group that has no more."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
@@ -128,7 +128,7 @@ def _statistics(samples: Sequence[Sample], *, flat: float, filters: bool) -> dic
     Args:
         flat: share of groups whose rewards are all equal.
     """
-    rewards, telling = [sample.reward for sample in samples], telling_prompts(samples)
+    rewards, telling = [sample.reward for sample in samples], prompts_with_signal(samples)
     trained = sum(
         sample.advantage is not None and (not filters or sample.request.prompt.id in telling) for sample in samples
     )
@@ -195,7 +195,7 @@ def gradient_part(
     groups = [sample.request.prompt.id for sample in looked_at]
     positions = cut.positions(iteration, update, part, advantages, groups)
     if cut.filters:
-        telling = telling_prompts(samples)
+        telling = prompts_with_signal(samples)
         positions = tuple(at for at in positions if samples[at - first].request.prompt.id in telling)
     return GradientPart(
         weights=weights,
@@ -210,7 +210,7 @@ def gradient_part(
     )
 
 
-def telling_prompts(samples: Sequence[Sample]) -> set[int]:
+def prompts_with_signal(samples: Sequence[Sample]) -> set[int]:
     """Ids of the prompts of which some sample is better than another."""
     return {sample.request.prompt.id for sample in samples if sample.advantage}
 

@@ -73,7 +73,7 @@ class Beat:
 
 
 class EngineProcess:
-    """An engine in a process of its own, forked from a warm parent that has done the imports.
+    """An engine in a process of its own, forked from a fork server that has done the imports.
 
     Args:
         context: of that parent.

@@ -49,7 +49,7 @@ def _check_length(name: str, values: Sequence[float], length: int) -> None:
 
 
 @record
-class Seen:
+class RewardCounts:
     """What a prompt's rewards were."""
 
     prompt: int
@@ -73,7 +73,7 @@ class Beliefs:
     """Prompts seen of each kind, older ones counting less; empty before the first."""
     nodes: tuple[float, ...] = ()
     """The same prompts' rewards at each node of the grid, 1 in all for each prompt."""
-    prompts: tuple[Seen, ...] = ()
+    prompts: tuple[RewardCounts, ...] = ()
     fidelity: float = FIDELITY_START
     """How much of a difference between two explored rewards is there again after regeneration, 0 to 1."""
 
@@ -119,7 +119,7 @@ def learn(
     age = iteration - beliefs.iteration
     counts_PN = _past(beliefs, rewards, iteration) + _counts(rewards.values())
     seen = tuple(
-        Seen(prompt=prompt, iteration=iteration, counts=tuple(counts_N))
+        RewardCounts(prompt=prompt, iteration=iteration, counts=tuple(counts_N))
         for prompt, counts_N in zip(rewards, counts_PN.tolist(), strict=True)
     )
     kinds = _kinds(beliefs, age, counts_PN)
@@ -164,7 +164,7 @@ def _counts(rewards_P: Collection[Sequence[float]]) -> Array:
 def _past(beliefs: Beliefs, prompts: Iterable[int], iteration: int) -> Array:
     """What is still known of prompts' rewards, (P, N)."""
     known = {seen.prompt: seen for seen in beliefs.prompts}
-    nothing = Seen(prompt=-1, iteration=iteration, counts=(0.0,) * len(GRID_N))
+    nothing = RewardCounts(prompt=-1, iteration=iteration, counts=(0.0,) * len(GRID_N))
     seen = [known.get(prompt, nothing) for prompt in prompts]
     counts_PN = np.array([known.counts for known in seen]).reshape(len(seen), len(GRID_N))
     counts_PN *= FADING ** np.array([[iteration - known.iteration] for known in seen]).reshape(len(seen), 1)

@@ -17,7 +17,7 @@ from operator import attrgetter
 
 from spotlight.records import Pool, record
 
-Place = tuple[Pool, str]
+PoolNode = tuple[Pool, str]
 """A node of a pool."""
 _Kind = tuple[tuple[Pool, ...], int, int]
 """Of requests: where they may run, the narrowest gang, and the shards left."""
@@ -74,7 +74,7 @@ class View:
     idle: tuple[Idle, ...]
     waiting: tuple[Waiting, ...]
     running: tuple[Running, ...] = ()
-    alive: Mapping[Place, int] = field(default_factory=dict)
+    alive: Mapping[PoolNode, int] = field(default_factory=dict)
     """Workers of a pool on a node, busy or idle. Where none are named, only the idle ones are there."""
     regroup_s: float = 0.5
     """What it costs a gang to form anew."""
@@ -169,8 +169,8 @@ class _Free:
         self._alive.update({place: count - self._alive[place] for place, count in view.alive.items()})
         broken = sorted((request for request in view.waiting if request.held), key=_rank, reverse=True)
         holders = {worker: request for request in broken for worker in request.held}  # the first of two that claim it
-        free: dict[Place, list[str]] = defaultdict(list)
-        self._held: dict[Place, dict[str, tuple[bool, int]]] = defaultdict(dict)
+        free: dict[PoolNode, list[str]] = defaultdict(list)
+        self._held: dict[PoolNode, dict[str, tuple[bool, int]]] = defaultdict(dict)
         """Of each node, the workers kept for a broken gang, with the rank of its request."""
         for idle in sorted(view.idle, key=lambda idle: idle.worker):
             place, holder = (idle.pool, idle.node), holders.get(idle.worker)
@@ -178,8 +178,8 @@ class _Free:
                 self._held[place][idle.worker] = _rank(holder)
             else:
                 free[place].append(idle.worker)
-        self._workers: dict[Place, list[str]] = defaultdict(list)
-        self._buckets: dict[Pool, dict[int, dict[Place, None]]] = {"reserved": {}, "spot": {}}
+        self._workers: dict[PoolNode, list[str]] = defaultdict(list)
+        self._buckets: dict[Pool, dict[int, dict[PoolNode, None]]] = {"reserved": {}, "spot": {}}
         self._by_pool: dict[Pool, int] = {"reserved": 0, "spot": 0}
         for place in sorted(free):
             self._set_free(place, free[place])
@@ -201,7 +201,7 @@ class _Free:
 
     def _with_held(self, waiting: Waiting, share: int, *, borrow: bool) -> tuple[str, ...]:
         """On a node with held workers: its own, free ones and, if it may borrow, those of requests behind it."""
-        best: tuple[int, int, Place, list[str]] | None = None
+        best: tuple[int, int, PoolNode, list[str]] | None = None
         for place, held in self._held.items():
             own = self._own(waiting, place)
             if place[0] in waiting.pools and (own or borrow):
@@ -244,14 +244,14 @@ class _Free:
                     del held[worker]
                 self._set_free(place, self._workers[place] + freed)
 
-    def _own(self, waiting: Waiting, place: Place) -> list[str]:
+    def _own(self, waiting: Waiting, place: PoolNode) -> list[str]:
         """Survivors of its gang that are kept for it there."""
         held = self._held.get(place, {})
         return [worker for worker in waiting.held if held.get(worker) == _rank(waiting)]
 
     def hold_node_for(self, waiting: Waiting) -> None:
         """Take the free workers away from the node that can grow to its narrowest width and lacks least, if any has."""
-        best: tuple[int, Place] | None = None
+        best: tuple[int, PoolNode] | None = None
         for place in {**self._workers, **self._held}:
             usable = len(self._workers[place]) + (len(self._own(waiting, place)) if waiting.held else 0)
             better = usable and (best is None or (usable, place) > best)
@@ -261,11 +261,11 @@ class _Free:
             self.count -= len(self._workers[best[1]])
             self._set_free(best[1], [])
 
-    def _could_run(self, waiting: Waiting, place: Place) -> bool:
+    def _could_run(self, waiting: Waiting, place: PoolNode) -> bool:
         """Whether the node has the workers, busy or idle, for the narrowest gang."""
         return waiting.widths[0] <= min(waiting.slots, self._alive[place])
 
-    def _set_free(self, place: Place, workers: list[str]) -> None:
+    def _set_free(self, place: PoolNode, workers: list[str]) -> None:
         """Put the node into the bucket of how many it has now."""
         buckets, before, after = self._buckets[place[0]], len(self._workers.get(place, ())), len(workers)
         if before:

@@ -1,6 +1,6 @@
 """The log of what exploration was given, and from what: enough to make every allocation again and compare.
 
-What the dispatcher decided is in its own log of events (`cluster.events`).
+What the dispatcher decided is in its own log of events (`cluster.dispatch.events`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ Found = TypeVar("Found")
 
 
 @record
-class Recorded:
+class CapturedPass:
     """A pass that can be repeated, and where it reads and writes."""
 
     inputs: Mapping[str, Tensor]
@@ -40,7 +40,7 @@ class Recorded:
 
 
 @dataclass(slots=True, kw_only=True)
-class Learning:
+class CapturedTrainingPass:
     """A pass that can be repeated with the backward pass after it, and where they read and write."""
 
     inputs: Mapping[str, Tensor]
@@ -73,8 +73,8 @@ class CapturedPasses:
         self._recorder = recorder or Graphs()
         self._apart: Callable[[], Recorder] = (lambda: recorder) if recorder else Graphs
         # By shapes and weights, the one used last at the end; None: seen once.
-        self._known: dict[object, Recorded | None] = {}
-        self._known_learning: dict[object, Learning | None] = {}
+        self._known: dict[object, CapturedPass | None] = {}
+        self._known_learning: dict[object, CapturedTrainingPass | None] = {}
 
     def __call__(self, weights: object = None, **arguments: Any) -> tuple[Tensor]:
         """The transformer's output.
@@ -119,7 +119,7 @@ class CapturedPasses:
         output: tuple[Tensor] = self._transformer(**tensors, **others)
         return output
 
-    def _capture(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> Recorded:
+    def _capture(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> CapturedPass:
         inputs = {name: value.clone() for name, value in tensors.items()}
 
         def work() -> tuple[Tensor]:
@@ -127,9 +127,9 @@ class CapturedPasses:
                 return self._plain(inputs, others)
 
         replay, (output,) = self._recorded(lambda: self._recorder(work), "model.cuda_graphs")
-        return Recorded(inputs=inputs, replay=replay, output=output)
+        return CapturedPass(inputs=inputs, replay=replay, output=output)
 
-    def _capture_learning(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> Learning:
+    def _capture_learning(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> CapturedTrainingPass:
         """Both graphs have memory of their own: what the first leaves for the second is no other graph's to use."""
         inputs = {name: value.clone() for name, value in tensors.items()}
         parameters = [parameter for parameter in self._transformer.parameters() if parameter.requires_grad]
@@ -151,7 +151,7 @@ class CapturedPasses:
         output_gradient = torch.empty_like(output)
         repeat, gradients = self._recorded(lambda: recorder(backward), "train.cuda_graphs")
         made.clear()
-        return Learning(
+        return CapturedTrainingPass(
             inputs=inputs,
             forward=replay,
             output=output,
@@ -178,7 +178,7 @@ class _Repeated(torch.autograd.Function):
     """Repeats a pass, and in turn its backward pass, as a function of the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, learning: Learning, *_: Parameter) -> Tensor:
+    def forward(ctx: Any, learning: CapturedTrainingPass, *_: Parameter) -> Tensor:
         learning.forward()
         learning.is_ahead = True
         ctx.learning = learning
@@ -186,7 +186,7 @@ class _Repeated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        learning: Learning = ctx.learning
+        learning: CapturedTrainingPass = ctx.learning
         learning.output_gradient.copy_(output_gradient)
         learning.backward()
         learning.is_ahead = False

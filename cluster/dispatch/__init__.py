@@ -1,0 +1,1 @@
+"""Decides who runs what: events in, instructions out. It knows neither Dask nor a clock."""

@@ -1,0 +1,441 @@
+"""Decides who runs what: events in, instructions out, each with its cause. It knows neither Dask nor a clock.
+
+`Dispatcher.handle` takes what happened, and answers what is to be done. The live cluster and the virtual one hand it
+the same events, and a log of them gives the same instructions again. It is level-triggered: on `TimePassed` it looks
+at all that waits, so that it does not matter which event came first.
+
+Invariants: the shards of a gang are launched together or not at all; a worker gets one task at a time; nothing is
+launched on a worker under notice; work of an earlier forming of a gang is called off before a later one begins;
+whatever waits and may run, runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import groupby
+from math import inf
+from operator import attrgetter
+from typing import Any
+
+from cluster.dispatch.decisions import AHEAD_IS_OVER, Decisions
+from cluster.dispatch.events import (
+    CallOff,
+    CloseExploration,
+    CloseGate,
+    CloseGates,
+    EngineGone,
+    Event,
+    EventLog,
+    Evict,
+    GangBeat,
+    GangBeats,
+    GraphCame,
+    Instruction,
+    Key,
+    Layer,
+    StopAsked,
+    StopWork,
+    TaskChanged,
+    TasksChanged,
+    TaskState,
+    TimePassed,
+    Wake,
+    WeightsHeld,
+    WorkerAvailable,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerNoticed,
+    WorkerSilent,
+    event_of,
+    row,
+)
+from cluster.dispatch.journal import Label
+from cluster.dispatch.request_state import ALONE, GATED, SCORING, TRAINING, RequestState, request_of
+from cluster.dispatch.rules import Rules
+from cluster.dispatch.state import RolloutWindow, Task
+from spotlight.records import AHEAD, Drained
+
+LATE_S = 0.01
+"""A wake for the end of a rollout window comes so much after it, so that the window is over when it is looked at."""
+
+
+class Dispatcher(Decisions):
+    """The state of a cluster, and what is to be done about it.
+
+    Args:
+        rules: what the settings say.
+        logged: whether events and instructions are kept for `drain`.
+    """
+
+    def __init__(self, rules: Rules, *, logged: bool = True) -> None:
+        super().__init__(rules)
+        self._log = EventLog(asdict(rules)) if logged else None
+
+    # What happened
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take note of an event; returns what is to be done now, in this order."""
+        instructions = list(self._instructions(event))
+        if self._log:
+            self._log.add(event, instructions)
+        return instructions
+
+    def _instructions(self, event: Event) -> Iterable[Instruction]:
+        match event:
+            case TaskChanged():
+                return self._task_changed(event)
+            case TasksChanged():
+                return self._tasks_changed(event)
+            case TimePassed():
+                return [] if self._stopping else self._decide(event.at_s)
+            case GangBeat():
+                return self._beat(event)
+            case GangBeats():
+                return [instruction for beat in event.beats for instruction in self._beat(beat)]
+            case GraphCame():
+                return self._graph_came(event)
+            case WorkerJoined():
+                return self._joined(event)
+            case WorkerAvailable():
+                return self._available(event)
+            case WorkerLeft():
+                return self._left(event)
+            case WorkerNoticed():
+                return self._noticed(event)
+            case WorkerSilent():
+                return self._silent(event)
+            case EngineGone():
+                known = self._gangs.get(event.gang)
+                self.journal.event(event.at_s, "engine lost", gang=known, worker=event.worker, reason=event.reason)
+                return []
+            case WeightsHeld():
+                self._roster.hold(event)
+                return []
+            case StopAsked():
+                self._stopping = True
+                return [StopWork(cause="the run is to stop")]
+
+    def drain(self) -> Drained:
+        """Spans, events and decisions since the last call, and the lives that began or ended since then."""
+        return replace(self.journal.drain(), decisions=self._log.drain() if self._log else ())
+
+    # Graphs and tasks
+
+    def _graph_came(self, event: GraphCame) -> Iterator[Instruction]:
+        for layer in sorted(event.layers, key=lambda layer: (len(layer.name), layer.name)):  # rounds by their numbers
+            self._add_tasks(layer)
+            if layer.pool in GATED and layer.phase == "rollout":
+                self._window = RolloutWindow(began_s=event.at_s, window_s=layer.window_s, pools=GATED[layer.pool])
+                if layer.window_s < inf:
+                    at_s = event.at_s + layer.window_s + LATE_S
+                    yield Wake(at_s=at_s, cause=f"reserved workers roll out for {layer.window_s:g} s")
+
+    def _add_tasks(self, layer: Layer) -> None:
+        label = Label(pool=layer.pool, phase=layer.phase, iteration=layer.iteration)
+        for _, indices in groupby(sorted(layer.indices), key=lambda index: index // layer.shards):
+            keys = [(layer.name, index) for index in indices]
+            if layer.pool in GATED:
+                self._add_request(self._gang(request_of(keys[0], layer.shards), layer), label, keys)
+                continue
+            for key in keys:
+                self._tasks[key] = task = Task(key=key, label=label, gang=None)
+                if layer.pool in TRAINING:
+                    self._training[key] = task
+
+    def _add_request(self, gang: RequestState, label: Label, keys: Sequence[Key]) -> None:
+        gang.add(keys)
+        for key in keys:
+            if key not in gang.alike:
+                self._tasks[key] = Task(key=key, label=label, gang=gang)
+        if gang.alike:
+            task = Task(key=gang.alike[0], label=label, gang=gang, alike=gang.alike)
+            self._tasks |= dict.fromkeys(gang.alike, task)
+        self._file(gang)
+
+    def _gang(self, name: str, layer: Layer) -> RequestState:
+        if name not in self._gangs:
+            self._order += 1
+            self._gangs[name] = RequestState(
+                name=name,
+                iteration=layer.iteration,
+                exploring=layer.phase.startswith("explore"),
+                pools=GATED[layer.pool],
+                order=self._order,
+                widths=tuple(layer.widths),
+                windowed=layer.phase == "rollout",
+                ahead=layer.phase == AHEAD,
+            )
+            if layer.phase == AHEAD:
+                self._ahead[name] = self._gangs[name]
+        return self._gangs[name]
+
+    def _task_changed(self, event: TaskChanged) -> Iterable[Instruction]:
+        if event.key not in self._tasks:
+            return ()
+        task = self._alone(event.key)
+        instructions: list[Instruction] = []
+        if self._note(task, event, event.worker, instructions):
+            self._file_if_known(task.gang)
+        instructions += self._follows(task, event.state, event.at_s)
+        return instructions
+
+    def _tasks_changed(self, event: TasksChanged) -> Iterable[Instruction]:
+        """As one after the other; but a request is filed anew only once, when the last of its shards has changed."""
+        instructions: list[Instruction] = []
+        addresses = dict(zip(event.keys, event.workers, strict=True)) if event.workers else {}
+        for gang, alike in groupby(self._known(event.keys), attrgetter("gang")):
+            tasks = list(alike)
+            if gang is None or (gang.members and any(task.key in gang.members for task in tasks)):
+                changes = [
+                    self._note(task, event, addresses.get(task.key, event.worker), instructions) for task in tasks
+                ]
+                if any(changes):
+                    self._file_if_known(gang)
+            else:
+                self._note_together(gang, tasks, event, addresses)
+            if event.state in ("released", "forgotten"):
+                for task in tasks:
+                    instructions += self._follows(task, event.state, event.at_s)
+        return instructions
+
+    def _known(self, keys: tuple[Key, ...]) -> list[Task]:
+        """The tasks of these keys, as few as they are; one that stands for others, too, is split."""
+        known: list[Task] = []
+        at = 0
+        while at < len(keys):
+            task = self._tasks.get(keys[at])
+            if task is None:
+                at += 1
+            elif task.alike and keys[at : at + len(task.alike)] != task.alike:
+                self._split(task, len(task.alike))
+            else:
+                known.append(task)
+                at += len(task.keys)
+        return known
+
+    def _note_together(
+        self, gang: RequestState, tasks: Sequence[Task], event: TasksChanged, addresses: Mapping[Key, str]
+    ) -> None:
+        """As `_note`, of shards of a request, none of which is at work on it."""
+        state = event.state
+        for task in tasks:
+            if state == "processing":
+                self._begins(task, addresses.get(task.key, event.worker), event.at_s)
+            elif task.state == "processing":
+                self._ends(task, event)
+            task.state = state
+        changes = [gang.change(task.key, state, len(task.keys)) for task in tasks]
+        if any(changes):
+            self._file_if_known(gang)
+
+    def _note(
+        self, task: Task, event: TaskChanged | TasksChanged, address: str, instructions: list[Instruction]
+    ) -> bool:
+        """Take down a task's new state; returns whether that may change what its request waits for.
+
+        Args:
+            address: of the worker that begins it.
+            instructions: gets what follows.
+        """
+        state, before, gang = event.state, task.state, task.gang
+        task.state = state
+        if state == "processing":
+            self._begins(task, address, event.at_s)
+        elif before == "processing":
+            self._ends(task, event)
+        if gang is None:
+            self._note_ready(task)
+            return False
+        changes = gang.change(task.key, state, len(task.keys))
+        if before == "processing" and task.key in gang.members:
+            instructions += self._came_back(gang, task, event)
+            return True
+        return changes
+
+    def _note_ready(self, task: Task) -> None:
+        if task.label.pool not in ALONE:
+            return
+        if task.state != "gated":
+            self._unready(task.key)
+        elif task.key in self._training:
+            self._ready[task.key] = task
+        elif task.label.pool == SCORING:
+            closed = task.explores and self._is_closed(task.label.iteration)
+            (self._unwanted if closed else self._unscored)[task.key] = task
+
+    def _unready(self, key: Key) -> None:
+        for tasks in (self._ready, self._unscored, self._unwanted):
+            tasks.pop(key, None)
+
+    def _follows(self, task: Task, state: TaskState, at_s: float) -> Iterable[Instruction]:
+        if state == "released":
+            return self._close_gate(task)
+        if state == "memory" and task.label.pool == "training" and self._is_last_update(task):
+            return self._training_ended(task.label.iteration, at_s)
+        if state == "forgotten":
+            self._forget(task)
+        return ()
+
+    def _close_gate(self, task: Task) -> Iterable[Instruction]:
+        cause = "it is to run again"
+        if task.alike:
+            return (CloseGates(keys=task.alike, cause=cause),)
+        return (CloseGate(key=task.key, cause=cause),) if task.gang or task.label.pool in ALONE else ()
+
+    def _file_if_known(self, gang: RequestState | None) -> None:
+        if gang and gang.name in self._gangs:
+            self._file(gang)
+
+    def _begins(self, task: Task, address: str, at_s: float) -> None:
+        if task.worker and task.worker != address:
+            self._roster.unassign(task.key, task.worker)
+        task.worker = address
+        self._roster.assign(task.key, address, at_s)
+
+    def _ends(self, task: Task, event: TaskChanged | TasksChanged) -> None:
+        address, started_s = task.worker, self._roster.unassign(task.key, task.worker)
+        if address not in self.journal.lives:
+            return
+        ended = event.state in ("memory", "erred")
+        if not ended:
+            agreed = self._stopping or (task.gang is not None and task.gang.planned)
+            outcome = "stopped" if agreed and address in self._roster.workers else "lost"
+            self.journal.span(task.key, task.label, task.gang, address, started_s, event.at_s, outcome)
+            if task.gang is None and address not in self._roster.workers:
+                self._lose(task)
+        elif event.work:
+            outcome = "failed" if event.state == "erred" else "dropped" if event.work.dropped else "done"
+            # Whatever a clock says that was set just then: it was done after it was handed out, and by now.
+            start_s = min(max(event.work.start_s, started_s), event.at_s)
+            stop_s = min(max(event.work.stop_s, start_s), event.at_s)
+            self.journal.span(task.key, task.label, task.gang, address, start_s, stop_s, outcome)
+
+    def _forget(self, task: Task) -> None:
+        for key in task.keys:
+            del self._tasks[key]
+        gang = task.gang
+        if gang is None:
+            self._training.pop(task.key, None)
+            self._unready(task.key)
+        elif self._gangs.pop(gang.name, None):
+            self._ahead.pop(gang.name, None)
+            self._requests.unfile(gang)
+
+    def _is_last_update(self, task: Task) -> bool:
+        """Layers of one iteration's updates have ever longer names."""
+        updates = [key for key, other in self._training.items() if other.label == task.label]
+        return task.key == max(updates, key=lambda key: (len(key[0]), key))
+
+    def _training_ended(self, iteration: int, at_s: float) -> Iterator[Instruction]:
+        """Exploration is closed, and rollouts of the next iteration go on there, from their last step."""
+        self._trained = max(self._trained, iteration)
+        for gang in self._gangs.values():
+            if gang.can_wait:
+                self._file(gang)
+        for gang in self._ahead.values():
+            if gang.members and self._called_off(gang) and not (gang.breaking or gang.planned):
+                yield from self._regroup(gang, at_s, "put off", AHEAD_IS_OVER)
+        for task in list(self._unscored.values()):
+            self._unready(task.key)
+            self._note_ready(task)
+        if self.rules.close_with_training:
+            yield CloseExploration(iteration=iteration + 1, cause=f"training of iteration {iteration} has ended")
+
+    # Workers
+
+    def _joined(self, event: WorkerJoined) -> list[Instruction]:
+        """It may take part anew without having left: the run is handed out again if a worker was lost at it."""
+        was_there = self._roster.leave(event.address, expected=True) is not None
+        self._roster.join(event)
+        if event.pool != "head" and not was_there:
+            self.journal.joined(event.at_s, event.address, event.name, event.pool)
+        return []
+
+    def _available(self, event: WorkerAvailable) -> list[Instruction]:
+        self._roster.note_available(event.address, available=event.available)
+        return []
+
+    def _left(self, event: WorkerLeft) -> list[Instruction]:
+        """Told before its tasks change."""
+        worker = self._roster.leave(event.address, expected=event.expected)
+        if worker and worker.pool != "head":
+            reason = "end" if self._stopping else "left" if worker.name in self._roster.leaving else "lost"
+            self.journal.left(event.at_s, event.address, reason)
+        return []
+
+    def _noticed(self, event: WorkerNoticed) -> list[Instruction]:
+        """It gets no more work."""
+        worker = self._roster.note_leaving(event.address)
+        if worker:
+            self.journal.event(event.at_s, "notice", worker=worker.name, reason=event.reason)
+        return []
+
+    def _silent(self, event: WorkerSilent) -> list[Instruction]:
+        worker, hung = self._roster.workers.get(event.address), self._roster.hung
+        if worker is None or worker.pool == "head" or event.silent_s <= self.rules.hang_after_s:
+            return []
+        if event.address in hung:
+            return []
+        hung.add(event.address)
+        self.journal.event(event.at_s, "hung", worker=worker.name)
+        cause = f"no sign of life for {event.silent_s:.1f} s"
+        return [Evict(address=event.address, name=worker.name, cause=cause)]
+
+    # Gangs
+
+    def _came_back(self, gang: RequestState, task: Task, event: TaskChanged | TasksChanged) -> Iterator[Instruction]:
+        """A shard is done, or its worker is gone, or it was sent back at a step boundary."""
+        address = gang.members.pop(task.key, None)
+        if address is None or event.state in ("memory", "erred"):
+            return
+        alive = address in self._roster.workers
+        if not gang.breaking:
+            yield from self._break(gang, event.at_s, gang.names[address], gone=not alive)
+        if alive:
+            gang.held = (*gang.held, gang.names[address])
+
+    def _break(self, gang: RequestState, at_s: float, member: str, *, gone: bool) -> Iterator[Instruction]:
+        """A member is gone, or handed its shard back: the present forming is over, and the others are to leave."""
+        gang.breaking = True
+        agreed = gang.planned or self._stopping or not self._roster.leaving.isdisjoint((member, *gang.workers))
+        self.journal.event(at_s, "leaves" if agreed else "broken", gang=gang, lost=member if gone else "")
+        if not agreed:
+            gang.lose()
+            if not gang.ran and gang.fruitless >= self.rules.quarantine_after:
+                gang.quarantined = True  # for good: a step may be told of late
+        why = f"{member} is gone" if gone else f"{member} handed its shard back"
+        for address in gang.members.values():  # after a leave that was agreed on they have ended already
+            yield CallOff(gang=gang.name, epoch=gang.epoch, address=address, cause=why)
+
+    def _beat(self, event: GangBeat) -> list[Instruction]:
+        gang = self._gangs.get(event.gang)
+        if gang is None or gang.epoch != event.epoch or not gang.members:
+            return []
+        if event.resumed:
+            gang.begin(event.step, event.steps, event.at_s)
+            self.journal.gang_event(event.at_s, "resumed", gang)
+            return []
+        if event.step <= gang.step:  # told twice, or late
+            return []
+        first = gang.step == gang.resumed_at
+        gang.advance(event.step, event.at_s)
+        if first:
+            self.journal.gang_event(event.at_s, "stepped", gang)
+        return []
+
+
+def differing(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Dispatcher a log of events again: the rows whose instructions are not those that were given then.
+
+    Args:
+        rows: all that `Dispatcher.drain` told of one session after the other; other decisions are passed over.
+    """
+    again = Dispatcher(Rules(), logged=False)
+    for given in rows:
+        if given["decision"] == "dispatch rules":
+            again = Dispatcher(Rules(**given["rules"]), logged=False)
+        elif given["decision"] == "dispatch":
+            event = event_of(given)
+            if row(event, again.handle(event)).get("then") != given.get("then"):
+                yield given

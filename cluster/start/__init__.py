@@ -1,0 +1,1 @@
+"""How a cluster comes up, or is joined, and what cleans up after it."""

@@ -1,0 +1,154 @@
+"""A Dask cluster that is there already: how to reach it, and whether it is safe to.
+
+Whoever can talk to a Dask process can have it run anything. So a scheduler on another machine is only spoken to
+through TLS, unless the settings say that the network between is trusted.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from distributed import Client, Security
+from distributed.deploy.cluster import Cluster
+
+from spotlight.records import SpotlightError
+
+ExistingCluster = str | Path | Client | Cluster
+CONNECT_S = 10.0
+SAFE = ("tls", "wss", "inproc")
+"""Ways to talk that others cannot listen to, or talk into."""
+WITH_PORT = ("tcp", "tls", "ws", "wss")
+"""Ways to talk whose addresses need a port."""
+
+
+def connect(existing: ExistingCluster, *, insecure: bool) -> Client:
+    """A client of our own: it leaves that of a notebook alone, and who runs here is told apart by it.
+
+    Certificates are those of the given client or cluster; for an address, those of Dask's configuration.
+
+    Raises:
+        SpotlightError: it cannot be reached, or it is not safe to.
+    """
+    address, security = where(existing)
+    refuse_unsafe(address, insecure=insecure)
+    _require_certificate(address, security)
+    try:
+        return Client(address, security=security, timeout=CONNECT_S, set_as_default=False)
+    except (OSError, TimeoutError, ValueError, TypeError, RuntimeError) as error:  # RuntimeError: tcp, and tls is asked
+        raise SpotlightError(_unreachable(address, error)) from None
+
+
+def check_reach(existing: ExistingCluster) -> None:
+    """
+    Raises:
+        SpotlightError: nobody listens there, or it wants a certificate and we have none.
+    """
+    address, security = where(existing)
+    url = urlsplit(address)
+    if url.scheme not in WITH_PORT:
+        return
+    _require_certificate(address, security)
+    try:
+        socket.create_connection((url.hostname, url.port), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise SpotlightError(_unreachable(address, error)) from None
+
+
+def where(existing: ExistingCluster) -> tuple[str, Security | None]:
+    """Address of the scheduler; and certificates, if those of Dask's configuration will not do.
+
+    Raises:
+        SpotlightError: there is no such file, or it is no scheduler file.
+    """
+    if isinstance(existing, Cluster):
+        return str(existing.scheduler_address), getattr(existing, "security", None)
+    if isinstance(existing, Client):
+        if existing.scheduler is None:
+            raise SpotlightError(f"{existing}: this client is not connected: await it, or give its address")
+        return str(existing.scheduler.address), existing.security
+    text = str(existing)
+    if "://" in text:
+        _check_port(text)
+        return text, None
+    file = Path(text).expanduser()
+    if not file.is_file():
+        raise SpotlightError(
+            f"{text!r} is neither an address, such as tls://head:8786, nor a scheduler file, which `dask scheduler "
+            "--scheduler-file FILE` writes"
+        )
+    try:
+        return str(json.loads(file.read_text())["address"]), None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SpotlightError(
+            f"{file}: is no scheduler file ({error!r}); `dask scheduler --scheduler-file {file}` writes one"
+        ) from None
+
+
+def _check_port(address: str) -> None:
+    url = urlsplit(address)
+    if url.scheme not in (*WITH_PORT, *SAFE, "ucx"):
+        raise SpotlightError(f"{address}: is no address of a Dask scheduler: give one such as tls://head:8786")
+    try:
+        known = url.scheme not in WITH_PORT or url.port is not None
+    except ValueError:
+        known = False
+    if not known:
+        raise SpotlightError(f"{address}: names no port: give it as in {url.scheme}://{url.hostname or 'head'}:8786")
+
+
+def refuse_unsafe(address: str, *, insecure: bool) -> None:
+    """
+    Raises:
+        SpotlightError: others could talk to this scheduler too, and have it run what they like.
+    """
+    scheme = urlsplit(address).scheme
+    if insecure or scheme in SAFE or _is_loopback(urlsplit(address).hostname or ""):
+        return
+    raise SpotlightError(
+        f"{address}: anybody who reaches this scheduler, or listens to it, can run code in all its processes: start it "
+        "and the workers with TLS and give tls://...; on a network that is yours alone, set cluster.insecure = true"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found: list[Any] = socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(entry[4][0].partition("%")[0]).is_loopback for entry in found)
+
+
+def _require_certificate(address: str, security: Security | None) -> None:
+    if security is not None or urlsplit(address).scheme not in ("tls", "wss"):
+        return
+    known = Security().get_tls_config_for_role("client")  # of Dask's configuration
+    for name in ("ca_file", "cert", "key"):
+        file = known.get(name) or ""
+        if file and "\n" not in file and not Path(file).is_file():  # else it is the certificate itself
+            raise SpotlightError(
+                f"{address}: there is no file {file}, which Dask's configuration names as the {name} of TLS here: in "
+                "DASK_DISTRIBUTED__COMM__TLS__CA_FILE and so on give whole paths"
+            )
+    if not (known["ca_file"] and known["cert"]):
+        raise SpotlightError(
+            f"{address}: there is no certificate to show it: export DASK_DISTRIBUTED__COMM__TLS__CA_FILE, and "
+            "DASK_DISTRIBUTED__COMM__TLS__CLIENT__CERT and __KEY (docs/clusters.md says how they are made)"
+        )
+
+
+def _unreachable(address: str, error: Exception) -> str:
+    cause = re.sub(r"^in <[^>]*>: ", "", str(error.__cause__ or "") or str(error) or repr(error))
+    nobody = any(said in cause for said in ("Connection refused", "not known", "No address"))
+    if address.startswith("tls://") and not nobody:
+        return (
+            f"{address}: no scheduler answers there, or it does not accept our certificate, or we not its ({cause}): "
+            "check the address, and tls.ca-file, tls.client.cert and tls.client.key in Dask's configuration "
+            "(DASK_DISTRIBUTED__COMM__TLS__CA_FILE and so on)"
+        )
+    return f"{address}: no scheduler answers there ({cause}): check the address, and that `dask scheduler` runs"

@@ -1,0 +1,160 @@
+"""Cleans up after a process that has workers, however that ends: a small process that outlives it by moments.
+
+Its owner tells it, over a pipe, what there would be left. When the owner is gone, it kills the fork server, and with
+that the system kills all that was forked from it, frozen or not; then it removes directories and half written files.
+What is left where this process is killed, too, the next start removes (`spotlight.store.leftovers`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+CleanupItem = tuple[str, str]
+"""What would be left, by its kind: "process" (its number and when it began), "memory" (of a run, by its name),
+"folder" (a path), or "half written" (the run directory that such files are in)."""
+
+LONGEST = 4096
+"""Bytes of a message; what is not longer is written at once."""
+
+
+class _Janitor:
+    """The owner's end of the pipe."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.left: set[CleanupItem] = set()
+        self._changing = threading.Lock()
+        self._pid, self._pipe = _start()
+
+    def tell(self, *, added: Iterable[CleanupItem] = (), removed: Iterable[CleanupItem] = ()) -> None:
+        with self._changing:
+            self.left = (self.left | {*added}) - {*removed}
+            try:
+                self._send((True, added), (False, removed))
+            except BrokenPipeError:  # somebody killed it
+                os.close(self._pipe)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(self._pid, 0)
+                self._pid, self._pipe = _start()
+                self._send((True, self.left))
+
+    def _send(self, *changes: tuple[bool, Iterable[CleanupItem]]) -> None:
+        for there, left in changes:
+            for kind, what in left:
+                os.write(self._pipe, json.dumps([there, kind, what]).encode()[:LONGEST] + b"\n")
+
+
+_janitors: list[_Janitor] = []
+"""This process's own, if it has one; after a fork, that of another."""
+_starting = threading.Lock()
+
+
+def register(kind: str, what: str) -> None:
+    """From now on there would be this left, if this process were killed."""
+    with _starting:
+        if not _janitors or _janitors[-1].owner != os.getpid():
+            _janitors.append(_Janitor())
+    _janitors[-1].tell(added=[(kind, what)])
+
+
+def unregister(kind: str, what: str) -> None:
+    """There would not be any more."""
+    if _janitors and _janitors[-1].owner == os.getpid():
+        _janitors[-1].tell(removed=[(kind, what)])
+
+
+@contextlib.contextmanager
+def registered(kind: str, what: str) -> Iterator[None]:
+    """For as long as this lasts, there would be this left, if this process were killed."""
+    register(kind, what)
+    try:
+        yield
+    finally:
+        unregister(kind, what)
+
+
+def _start() -> tuple[int, int]:
+    """Start the process; returns its number, and the end of the pipe to it."""
+    theirs, ours = os.pipe()
+    code = f"import sys; sys.path[:] = {sys.path!r}; from cluster.start import janitor; janitor.watch({os.getpid()})"
+    actions = [
+        (os.POSIX_SPAWN_DUP2, theirs, 0),
+        (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+        (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+    ]
+    command = [sys.executable, "-I", "-B", "-c", code]
+    try:  # a session of its own: what ends a terminal's processes does not end it
+        pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=actions, setsid=True)
+    finally:
+        os.close(theirs)
+    return pid, ours
+
+
+# In the process
+
+
+def watch(owner: int) -> None:
+    """Wait for the owner's end, and clean up after it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    os.chdir("/")
+    clean(_left(owner))
+
+
+def _left(owner: int) -> set[CleanupItem]:
+    """What is left when the owner has ended."""
+    left: set[CleanupItem] = set()
+    for line in _lines(owner):
+        there, kind, what = json.loads(line)
+        (left.add if there else left.discard)((kind, what))
+    return left
+
+
+def _lines(owner: int) -> Iterator[bytes]:
+    """What the owner says; others may have inherited its end of the pipe, so its own end counts as well."""
+    ends, rest = [0], b""
+    if hasattr(os, "pidfd_open"):
+        with contextlib.suppress(OSError):
+            ends.append(os.pidfd_open(owner))
+    while True:
+        is_gone = os.getppid() != owner  # whoever has its number now is another
+        ready, _, _ = select.select(ends, [], [], 0.0 if is_gone else None)
+        if 0 not in ready:
+            return
+        said = os.read(0, 1 << 16)
+        if not said:
+            return
+        *lines, rest = (rest + said).split(b"\n")
+        yield from lines
+
+
+def clean(left: Iterable[CleanupItem]) -> None:
+    """End and remove it; whatever fails, the rest is done."""
+    from spotlight.records import SpotlightError
+    from spotlight.store.file_lock import FileLock
+    from spotlight.store.leftovers import remove_half_written, sweep_ended
+    from spotlight.store.slots import end
+
+    by_kind: dict[str, list[str]] = {}
+    for kind, what in left:
+        by_kind.setdefault(kind, []).append(what)
+    for process in by_kind.get("process", ()):
+        pid, _, began = process.partition(" ")
+        end(int(pid), began)
+    for memory in by_kind.get("memory", ()):
+        sweep_ended(memory)
+    for folder in by_kind.get("folder", ()):
+        shutil.rmtree(folder, ignore_errors=True)
+    for run_dir in map(Path, by_kind.get("half written", ())):
+        with contextlib.suppress(OSError, SpotlightError), FileLock(run_dir).held(shared=True) as is_nobodys:
+            if is_nobodys:  # else its next driver is there already, whose workers write
+                remove_half_written(run_dir)

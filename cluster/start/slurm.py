@@ -1,0 +1,502 @@
+"""A cluster on Slurm: a Dask scheduler beside the driver, and jobs of a reserved and a spot partition as its workers.
+
+A job is one node's worth of a pool: ``workers_per_node`` Dask workers, which share its memory and may form gangs. Jobs
+that Slurm preempts are queued again by Slurm; one that ended for any other reason is submitted again here, later each
+time. What makes the workers ours is what makes any worker ours (`cluster.worker.plugin`).
+
+Slurm tells the steps of a job that it will end (SIGTERM); so the workers are a step (``srun``), and hear it themselves.
+A worker that is killed alone is started again where it was; one that fails takes its job along, and counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import glob
+import logging
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from distributed import Security, SpecCluster
+from distributed.deploy.spec import ProcessInterface
+
+from cluster.certificate import certificate, write
+from cluster.scheduler.scheduler import LeanScheduler
+from cluster.start import janitor
+from spotlight.config import Config, PoolSection
+from spotlight.records import SpotlightError
+
+logger = logging.getLogger("spotlight.slurm")
+
+POLL_S = 2.0
+"""Between two looks at the queue; one look serves all jobs."""
+AGAIN_S, AGAIN_MAX_S = 5.0, 300.0
+"""Before a job that ended is submitted again: the first time, and at most; it doubles from one to the other."""
+FAILURES_MAX = 8
+"""Jobs in a row that ended before one of their workers had joined; then nobody tries again."""
+LAST_BYTES, LINE_MAX = 4_000, 240
+"""Of a job's output that are looked at for its last line, and the longest that is shown of that."""
+ANSWER_S = 60.0
+"""For an answer of Slurm's."""
+DRAIN_MARGIN_S = 10.0
+"""Beyond the time that a warned worker has; then its job is cancelled."""
+WORKER_START_S = 60
+"""A worker that finds no scheduler for so long ends; it is there before the worker is."""
+
+
+class SlurmJobs(ProcessInterface):
+    """One job of a pool, and its successors."""
+
+    def __init__(self, scheduler: str, *, name: str, job: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._scheduler, self._name, self._job = scheduler, name, job
+        self._running: Any = None
+        self._submitting: asyncio.Future[None] | None = None
+        self._wanted = asyncio.Event()
+        self._wanted.set()
+        self._draining: asyncio.Task[None] | None = None
+        self._joined = False
+        """A worker of the job that runs now has."""
+        self.failure = ""
+        """Why it has given up; empty while it has not."""
+
+    @property
+    def pool(self) -> str:
+        return str(self._job["pool"])
+
+    def heard_of(self) -> None:
+        """One of its workers has joined."""
+        self._joined = True
+
+    def waits(self) -> str:
+        """What Slurm says of the job while it is queued; empty when it runs, or there is none."""
+        number = str(self._running.job_id) if self._running is not None else ""
+        state, reason = queue.last.get(number, ("", ""))
+        return f"job {number} is {state} ({reason})" if state in QUEUED else ""
+
+    def has(self, worker: str) -> bool:
+        """Whether the job runs the worker of this name."""
+        pool, _, number = worker.rpartition("-")
+        first = self._job["first"]
+        return pool == self._job["pool"] and int(number) in range(first, first + self._job["section"].workers_per_node)
+
+    def evict(self) -> None:
+        """End the job that runs now, though it may not answer; another is submitted."""
+        if self._running is not None:
+            subprocess.Popen(["scancel", "--signal=KILL", "--full", str(self._running.job_id)])
+
+    def want(self, wanted: bool) -> None:
+        """Whether there is to be a job; the workers of one that is not wanted any more are warned, and leave."""
+        if wanted:
+            self._wanted.set()
+        elif self._wanted.is_set():
+            self._wanted.clear()
+            self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        """Until the job has ended: cancelled if it waits, by its workers' leave if it runs, and by force when that
+        takes too long."""
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + self._job["section"].grace_s + DRAIN_MARGIN_S
+        while self._running is not None and not self._wanted.is_set():
+            job = str(self._running.job_id)
+            await _scancel("--state=PENDING", job)
+            await _scancel(*(() if clock() > until_s else ("--signal=TERM",)), job)  # to its steps: the workers
+            await asyncio.sleep(POLL_S)
+
+    async def start(self) -> None:
+        await super().start()
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        tasks = [self._keeping, *([self._draining] if self._draining else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._submitting is not None:  # Slurm may have taken the job, though nobody has heard its number yet
+            await asyncio.gather(self._submitting, return_exceptions=True)
+        if self._running is not None:
+            await self._running.close()
+        await super().close()
+
+    async def _keep(self) -> None:
+        failures = 0
+        while failures < FAILURES_MAX:
+            await self._wanted.wait()
+            self._joined = False
+            cause = await self._submit_and_wait()
+            if not self._wanted.is_set():
+                continue
+            wait_s = again_s(0 if self._joined else failures)
+            failures = 0 if self._joined else failures + 1
+            if failures < FAILURES_MAX:
+                tell = logger.info if self._joined else logger.warning
+                tell("%s: %s; another is submitted in %.0f s", self._name, cause, wait_s)
+                await asyncio.sleep(wait_s)
+        self.failure = (
+            f"pools.{self.pool}.slurm, {self._name}: {failures} jobs in a row ended before a worker had joined: {cause}"
+        )
+
+    async def _submit_and_wait(self) -> str:
+        """Returns why it is over."""
+        self._running = worker_job(self._scheduler, **self._job)
+        self._submitting = asyncio.ensure_future(self._running.start())
+        try:
+            await asyncio.shield(self._submitting)
+        except (RuntimeError, OSError, ValueError) as error:  # refused, not to be asked, or no number in the answer
+            self._running = None
+            return slurms_words(str(error))
+        number = str(self._running.job_id)
+        await _end_of(number)
+        self._running = None
+        return await how_it_ended(number, self._job["run_dir"] / "slurm" / f"{self._name}-{number}.out")
+
+
+def again_s(failures: int) -> float:
+    """Until a job is submitted again, after so many that failed in a row."""
+    return min(AGAIN_S * 2**failures, AGAIN_MAX_S)
+
+
+async def _scancel(*arguments: str) -> None:
+    """If Slurm does not answer, whoever wants it asks again."""
+    await answer("scancel", *arguments)
+
+
+async def answer(*command: str) -> str | None:
+    """What a command of Slurm's prints; None if it fails, or does not answer in time and is ended."""
+    quiet = asyncio.subprocess.DEVNULL
+    try:
+        asked = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=quiet)
+    except OSError:
+        return None
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            printed, _ = await asked.communicate()
+    except TimeoutError:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            asked.kill()
+        await asked.wait()
+    return printed.decode() if asked.returncode == 0 else None
+
+
+async def _end_of(job: str) -> None:
+    while True:
+        await asyncio.sleep(POLL_S)
+        there = await queue.look()
+        if there is not None and job not in there:
+            return
+
+
+async def how_it_ended(job: str, output: Path) -> str:
+    """In a sentence: what Slurm and the job's last line say."""
+    shown = await answer("scontrol", "--oneliner", "show", "job", job) or ""
+    known = dict(re.findall(r"\b(JobState|ExitCode)=(\S+)", shown))
+    state = known.get("JobState", "it is not in the queue any more")
+    code = f", exit {known['ExitCode'].partition(':')[0]}" if "ExitCode" in known else ""
+    said = last_line(output)
+    return f"job {job} ended ({state}{code}){f', and last said: {said}' if said else ''}; its output is in {output}"
+
+
+def last_line(output: Path) -> str:
+    """Of what a job wrote; empty if it wrote nothing, or somewhere else."""
+    try:
+        with output.open("rb") as file:
+            file.seek(max(0, output.stat().st_size - LAST_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    readable = ("".join(filter(str.isprintable, line)).strip() for line in reversed(lines))
+    return next(filter(None, readable), "")[:LINE_MAX]
+
+
+QUEUED = ("PENDING", "CONFIGURING")
+"""States of a job that has not begun."""
+
+
+Jobs = Mapping[str, tuple[str, str]]
+"""``{number: (state, reason)}``"""
+
+
+class _Queue:
+    """Which of this user's jobs there are; asked at most every `POLL_S`, however many want to know."""
+
+    def __init__(self) -> None:
+        self._looking: asyncio.Task[Jobs | None] | None = None
+        self._looked_s = 0.0
+        self.last: Jobs = {}
+        """What Slurm answered last."""
+
+    async def look(self) -> Jobs | None:
+        """The jobs that wait or run; None if Slurm does not answer, which says nothing."""
+        loop = asyncio.get_running_loop()
+        if self._looking is None or self._looking.get_loop() is not loop or loop.time() > self._looked_s + POLL_S / 2:
+            self._looked_s = loop.time()
+            self._looking = loop.create_task(self._ask())
+        return await asyncio.shield(self._looking)
+
+    async def _ask(self) -> Jobs | None:
+        printed = await answer("squeue", "--me", "--noheader", "--format=%A %T %r")
+        if printed is None:
+            return None
+        jobs = (line.split(maxsplit=2) for line in printed.splitlines())
+        self.last = {words[0]: (words[1], words[2].strip()) for words in jobs if len(words) == 3}
+        return self.last
+
+
+queue = _Queue()
+
+
+@contextlib.contextmanager
+def slurm_cluster(config: Config, run_dir: Path, directory: str) -> Iterator[SpecCluster]:
+    """A scheduler here, and the pools' jobs in the queue; all are cancelled at the end.
+
+    So are, at the beginning, those that a driver left behind which was killed.
+
+    Args:
+        directory: private to this user, for the scheduler's scratch files: Dask imports from there.
+
+    Raises:
+        SpotlightError: dask-jobqueue or Slurm's commands are not there, or Slurm refuses a pool's job.
+    """
+    check_commands()
+    log = run_dir / "slurm"
+    log.mkdir(exist_ok=True)
+    with _certificates(run_dir) as (security, theirs):
+        host = config.cluster.host or socket.gethostname()
+        dashboard = f"{config.cluster.dashboard_host}:{config.cluster.dashboard_port}"
+        address = {"host": host, "security": security, "dashboard_address": dashboard, "local_directory": directory}
+        jobs: dict[str, Any] = {}
+        for pool, section in config.pools:
+            for first in range(0, section.workers, section.workers_per_node):
+                job = {"pool": pool, "first": first, "section": section, "run_dir": run_dir, "security": theirs}
+                jobs[f"{pool}-{first}"] = {"cls": SlurmJobs, "options": {"job": job}}
+            if section.workers:
+                check_job(pool, section, run_dir, theirs)
+        cancel_all(config, run_dir)
+        with SpecCluster(
+            scheduler={"cls": LeanScheduler, "options": address}, workers=jobs, security=security
+        ) as cluster:
+            _warn_of_loopback(cluster.scheduler_address, given=config.cluster.host)
+            yield cluster
+
+
+def _warn_of_loopback(address: str, *, given: str) -> None:
+    host = urlsplit(address).hostname or ""
+    if not given and (host.startswith("127.") or host in ("::1", "localhost")):
+        logger.warning(
+            "the scheduler listens on %s, since that is what this machine's name stands for here, and workers on other "
+            "machines cannot reach it: set cluster.host to an address of this machine that they reach",
+            address,
+        )
+
+
+def worker_job(
+    scheduler: str, *, pool: str, first: int, section: PoolSection, run_dir: Path, security: Security | None
+) -> Any:
+    """A job of a pool, as dask-jobqueue has it.
+
+    Args:
+        first: number of its first worker within the pool.
+        security: whose files are there on the job's node too.
+    """
+    SLURMJob = _slurm_job()
+    slurm, workers = section.slurm, min(section.workers_per_node, section.workers - first)
+    return SLURMJob(
+        scheduler,
+        name=pool,
+        queue=slurm.partition or None,
+        account=slurm.account or None,
+        walltime=slurm.time or None,
+        cores=slurm.cpus,
+        job_cpu=slurm.cpus,
+        memory="1 GB",  # nobody reads it: what Slurm is asked for is below
+        processes=1,
+        nanny=False,
+        python=worker_line(pool, first=first, workers=workers, cpus=slurm.cpus),
+        death_timeout=WORKER_START_S,
+        local_directory='"$scratch"',
+        job_name=job_name(run_dir, f"{pool}-{first}"),
+        # Slurm limits memory itself
+        worker_extra_args=["--resources", f"{pool}=1", "--memory-limit", "0", *_QUIET, *_tls(security)],
+        job_directives_skip=["-n 1", "--mem=", *([] if slurm.time else ["-t "])],
+        job_extra_directives=[output_line(run_dir, f"{pool}-{first}"), *_directives(section, workers)],
+        job_script_prologue=[*slurm.setup, *_SCRATCH],
+        shebang="#!/usr/bin/env bash",
+    )
+
+
+def job_name(run_dir: Path, name: str) -> str:
+    """In the queue: whose it is, since a user may have several runs there."""
+    return f"{plain(run_dir.name)}-{sha256(bytes(run_dir)).hexdigest()[:6]}-{name}"
+
+
+def _tls(security: Security | None) -> Iterator[str]:
+    """As dask-jobqueue would give them, which does not quote paths."""
+    for name, value in (security.get_tls_config_for_role("worker") if security else {}).items():
+        if value and name != "ciphers":
+            yield f"--tls-{name.replace('_', '-')}"
+            yield shlex.quote(value)
+
+
+def plain(name: str) -> str:
+    """Without what parts words, or names, for Slurm."""
+    return re.sub(r"[^\w.+-]", "_", name)
+
+
+def output_line(run_dir: Path, job: str) -> str:
+    """Where what a job writes goes, as a directive: Slurm puts the job's number for %j, and % for %%."""
+    directory = str(run_dir).replace("%", "%%")
+    return f'--output="{directory}/slurm/{job}-%j.out"'
+
+
+_QUIET = ("--dashboard-address", "127.0.0.1:0")
+"""A worker's own pages are for its machine alone."""
+_SCRATCH = (
+    "scratch=$(mktemp -d); trap 'rm -rf \"$scratch\"' EXIT",  # Dask imports from there; its default is open to others
+    "trap : TERM USR1",  # the workers hear it themselves
+)
+
+
+def _directives(section: PoolSection, workers: int) -> Iterator[str]:
+    slurm = section.slurm
+    yield "--nodes=1"
+    yield f"--ntasks={workers}"
+    yield f"--mem={slurm.memory}"
+    yield "--requeue"
+    yield "--open-mode=append"
+    yield f"--signal=TERM@{max(1, round(section.grace_s))}"
+    if slurm.gres:
+        yield f"--gres={slurm.gres}"
+    yield from slurm.extra
+
+
+def worker_line(pool: str, *, first: int, workers: int, cpus: int, python: str = sys.executable) -> str:
+    """What stands before the worker's arguments: each task of the step is a worker, and has a name of its own."""
+    step = f"srun --ntasks={workers} --cpus-per-task={cpus} --kill-on-bad-exit=1 --mpi=none"
+    worker = f'{shlex.quote(python)} "$@" --name {pool}-$(({first} + SLURM_PROCID))'
+    until_told = f'trap "told=1" TERM USR1; while {worker}; status=$?; {_WAS_KILLED}; do :; done; {_END}'
+    return f"{step} sh -c {shlex.quote(until_told)} sh"
+
+
+_WAS_KILLED = '[ $status -gt 128 ] && [ -z "$told" ]'
+"""By a signal, and not because the job is to end: for want of memory, or by hand."""
+_END = '[ -z "$told" ] || exit 0; exit $status'
+"""One that was told to leave has done so, even if told again in its last moments, when it no longer listened."""
+
+
+def sbatch(script: str, *options: str, where: str) -> str:
+    try:
+        done = subprocess.run(
+            ["sbatch", *options], input=script, capture_output=True, text=True, timeout=ANSWER_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SpotlightError(f"{where}: sbatch does not answer ({error}): is Slurm up? `sinfo` should tell") from None
+    if done.returncode:
+        raise SpotlightError(f"{where}: Slurm says: {slurms_words(done.stderr)}")
+    return done.stdout.strip()
+
+
+def check_job(pool: str, section: PoolSection, run_dir: Path, security: Security | None) -> None:
+    """
+    Raises:
+        SpotlightError: Slurm would not take a job of this pool.
+    """
+    job = worker_job("tcp://scheduler", pool=pool, first=0, section=section, run_dir=run_dir, security=security)
+    sbatch(job.job_script(), "--test-only", where=f"pools.{pool}.slurm")
+
+
+def cancel_all(config: Config, run_dir: Path) -> list[str]:
+    """Cancel this user's jobs of a run's workers; if Slurm does not answer, those that run end without a scheduler.
+
+    Returns:
+        Their numbers.
+    """
+    wanted = {
+        job_name(run_dir, f"{pool}-{first}")
+        for pool, section in config.pools
+        for first in range(0, section.workers, section.workers_per_node)
+    }
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        asked = ["squeue", "--me", "--noheader", "--format=%A %j"]
+        printed = subprocess.run(asked, capture_output=True, text=True, timeout=ANSWER_S, check=False).stdout
+        jobs = [line.split(maxsplit=1) for line in printed.splitlines()]
+        if numbers := [words[0] for words in jobs if len(words) == 2 and words[1].strip() in wanted]:
+            subprocess.run(["scancel", *numbers], capture_output=True, timeout=ANSWER_S, check=False)
+            return numbers
+    return []
+
+
+def slurms_words(text: str) -> str:
+    """What Slurm says in an error, and what to look at."""
+    said = re.findall(r"(?:sbatch|srun|squeue): error: (.+)", text)
+    words = "; ".join(dict.fromkeys(said)) or text.strip()
+    known = {"partition": "`sinfo` lists partitions", "account": "`sacctmgr show assoc user=$USER` lists accounts"}
+    hints = [hint for what, hint in known.items() if what in words.lower()]
+    return f"{words} ({', '.join(hints)})" if hints else words
+
+
+def check_commands() -> None:
+    """
+    Raises:
+        SpotlightError: dask-jobqueue or a command of Slurm is not there.
+    """
+    for command in ("sbatch", "squeue", "scancel"):
+        if shutil.which(command) is None:
+            raise SpotlightError(
+                f'cluster.manager = "slurm" needs the command `{command}`, and it is not on PATH: run this on a login '
+                "node, where Slurm's commands are"
+            )
+    _slurm_job()
+
+
+def _slurm_job() -> Any:
+    """dask-jobqueue's class.
+
+    Raises:
+        SpotlightError: it is not installed.
+    """
+    ours, signal.signal = signal.signal, lambda *_: None  # it sets SIGINT's handler as it is imported
+    try:
+        from dask_jobqueue.slurm import SLURMJob
+    except ImportError:
+        raise SpotlightError('cluster.manager = "slurm" needs dask-jobqueue: pip install dask-jobqueue') from None
+    finally:
+        signal.signal = ours
+    return SLURMJob
+
+
+@contextlib.contextmanager
+def _certificates(run_dir: Path) -> Iterator[tuple[Security, Security]]:
+    """The run's own certificate: for the scheduler here, and as files for the jobs, which share this home directory.
+
+    The files can be read by this user alone, and go with the cluster, or with a driver that is killed; what is left
+    where all of a machine is killed, now.
+    """
+    security = certificate()
+    home = Path.home() / ".spotlight"
+    try:
+        home.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise SpotlightError(
+            f"{home} cannot be made ({error.strerror}): the run's certificate lies there for the workers' jobs while "
+            "it goes on: set HOME to a directory of yours that all nodes see"
+        ) from None
+    prefix = job_name(run_dir, "tls-")
+    for left in home.glob(f"{glob.escape(prefix)}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=home) as directory, janitor.registered("folder", directory):
+        cert, key = map(str, write(Path(directory), security))
+        yield security, Security(require_encryption=True, tls_ca_file=cert, tls_worker_cert=cert, tls_worker_key=key)

@@ -1,0 +1,190 @@
+"""The job of a run's driver on Slurm: queued by `spotlight submit`, told before its time is over, queued again.
+
+The driver then submits its workers' jobs (`cluster.start.slurm`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from cluster.start.slurm import (
+    ANSWER_S,
+    Jobs,
+    cancel_all,
+    check_job,
+    how_it_ended,
+    output_line,
+    plain,
+    queue,
+    sbatch,
+    worker_job,
+)
+from spotlight.config import Config
+from spotlight.records import SpotlightError
+from spotlight.store.rundir import RunDir, files_of
+
+JOB = "slurm/driver-job"
+"""In the run's directory: the number of the driver's job that was submitted last."""
+DRIVER_NOTICE_S = 120
+"""Before its time limit, the driver's job is told; the run stops after the steps in flight, and its job is requeued."""
+DRIVER_LEAST_S = 300
+"""A shorter time limit leaves a driver no time to get on."""
+RESUME = "SIGUSR1"
+
+
+def driver_script(config: Config, run_dir: Path | str, *, begin: str = "") -> str:
+    """The batch script of a run's driver: goes on where the run is, and queues itself again before its time is over.
+
+    `scancel` (SIGTERM) stops the run; the signal before the time limit is another one.
+    """
+    slurm, run, files = config.cluster.slurm, shlex.quote(str(run_dir)), files_of(run_dir)
+    header = [
+        f"--job-name={plain(files.name)}",
+        output_line(files, "driver"),
+        f"--signal=B:{RESUME.removeprefix('SIG')}@{DRIVER_NOTICE_S}",
+        "--requeue",
+        "--open-mode=append",
+        f"--cpus-per-task={slurm.cpus}",
+        f"--mem={slurm.memory}",
+        *(f"--{name}={value}" for name in ("partition", "account", "gres", "time") if (value := getattr(slurm, name))),
+        *([f"--begin={begin}"] if begin else []),
+        *slurm.extra,
+    ]
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            *(f"#SBATCH {line}" for line in header),
+            *slurm.setup,
+            f"{shlex.quote(sys.executable)} -m spotlight resume {run} & driver=$!",
+            f"trap 'again=1; kill -TERM $driver' {RESUME.removeprefix('SIG')}",
+            "trap 'kill -TERM $driver' TERM",
+            "while kill -0 $driver 2> /dev/null; do wait $driver; status=$?; done",
+            '[ -z "$again" ] || [ $status = 0 ] || scontrol requeue "$SLURM_JOB_ID"',
+            "exit $status",
+            "",
+        ]
+    )
+
+
+def check_jobs(config: Config, run_dir: Path | str) -> None:
+    """Ask Slurm whether it would take the jobs that the driver will submit.
+
+    Raises:
+        SpotlightError: it would not, or the driver's time limit is too short for it to get on.
+    """
+    limit_s = seconds_of(config.cluster.slurm.time)
+    if limit_s is not None and limit_s < DRIVER_LEAST_S:
+        raise SpotlightError(
+            f"cluster.slurm.time = {config.cluster.slurm.time!r}: the driver is told {DRIVER_NOTICE_S} s before its "
+            f"time is over, and needs minutes to get on: give it {DRIVER_LEAST_S // 60} minutes at least"
+        )
+    for pool, section in config.pools:
+        if section.workers:
+            check_job(pool, section, files_of(run_dir), None)
+
+
+def seconds_of(limit: str) -> float | None:
+    """A time limit in one of the forms that `man sbatch` has; None of what is another, for Slurm to judge."""
+    days, dash, clock = limit.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in (*parts, *([days] if dash else []))) or len(parts) > 3:
+        return None
+    numbers = list(map(int, parts))
+    if dash:  # days-hours[:minutes[:seconds]]
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+        return ((int(days) * 24 + hours) * 60 + minutes) * 60.0 + seconds
+    hours, minutes, seconds = (0, *numbers, 0)[:3] if len(numbers) < 3 else numbers  # minutes[:seconds], or all three
+    return (hours * 60 + minutes) * 60.0 + seconds
+
+
+def submit(script: str) -> str:
+    """Queue a batch script; returns its number.
+
+    Raises:
+        SpotlightError: Slurm does not take it.
+    """
+    return sbatch(script, "--parsable", where="the driver's job").partition(";")[0]
+
+
+def scripts(config: Config, run_dir: Path | str, *, begin: str = "") -> Mapping[str, str]:
+    """All that `spotlight submit` would queue, now or from the driver: ``{what it is: batch script}``."""
+    found = {"the driver": driver_script(config, run_dir, begin=begin)}
+    for pool, section in config.pools:
+        jobs = len(range(0, section.workers, section.workers_per_node))
+        if jobs:
+            job = worker_job(
+                "tls://DRIVER:PORT", pool=pool, first=0, section=section, run_dir=files_of(run_dir), security=None
+            )
+            found[f"{jobs} x {pool}, by the driver"] = job.job_script()
+    return found
+
+
+def record(run: RunDir, job: str) -> None:
+    """Keep the number of a run's driver job."""
+    (run.path / JOB).write_text(job)
+
+
+def job_of(run: RunDir) -> str:
+    """The number of the driver's job that was submitted last; empty where none was."""
+    try:
+        return (run.path / JOB).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _queued() -> Jobs:
+    """This user's jobs; none where Slurm does not answer."""
+
+    async def ask() -> Jobs:
+        return await queue.look() or {}
+
+    return asyncio.run(ask())
+
+
+def told_of(run: RunDir, *, only_queued: bool) -> str:
+    """Where the driver's job of a run is that nobody runs, in a sentence; empty where none was submitted.
+
+    Args:
+        only_queued: or where it is over.
+    """
+    if not (job := job_of(run)):
+        return ""
+    if known := _queued().get(job):
+        return f"its driver is Slurm's job {job}, which is {known[0]} ({known[1]})"
+    if only_queued:
+        return ""
+    return f"its driver's {asyncio.run(how_it_ended(job, run.path / 'slurm' / f'driver-{job}.out'))}"
+
+
+def refuse_second(run: RunDir) -> None:
+    """
+    Raises:
+        SpotlightError: the run's driver is a job that is queued, or still there, and this is another one.
+    """
+    job = job_of(run)
+    if job and job != os.environ.get("SLURM_JOB_ID") and (known := _queued().get(job)):
+        raise SpotlightError(
+            f"{run.url}: its driver is Slurm's job {job} ({known[0]}), and would find the run taken: `scancel {job}` "
+            "first, or wait for it"
+        )
+
+
+def cancel_left(run: RunDir, config: Config) -> list[str]:
+    """Cancel a driver's job that has not begun, and the workers' jobs that a killed driver left in the queue.
+
+    Returns:
+        Their numbers.
+    """
+    job, cancelled = job_of(run), []
+    if job and job in _queued():
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(["scancel", job], capture_output=True, timeout=ANSWER_S, check=False)
+            cancelled = [job]
+    return cancelled + cancel_all(config, run.path)

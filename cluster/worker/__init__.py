@@ -1,0 +1,1 @@
+"""What runs inside a Dask worker: it makes any worker ours, and keeps its engine process."""

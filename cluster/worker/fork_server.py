@@ -1,0 +1,183 @@
+"""The fork server that the plain Dask workers of a node share: the first worker's imports serve those that come later.
+
+It lives in a directory of node memory: a socket, on which it is asked for processes, and a pipe that every worker
+keeps open for writing. When the last of them is gone, however it ended, the pipe ends; then the parent ends too, and
+with it the system kills whatever was forked from it. Only workers that would have started the same parent share one:
+with the same programs, environment, processors, and, since Slurm and containers bound those, groups and namespaces.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from hashlib import sha256
+from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import spotlight
+from cluster.start import janitor
+from cluster.worker.process import FOR_OTHERS, fork_context, has_warm_parent, warm_parent
+from spotlight.store.leftovers import SOCKET_BYTES
+from spotlight.store.node import hold, shared_root, sweep
+from spotlight.store.slots import began, is_stopped
+
+OWN = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "OLDPWD", "RANK", "SHLVL", "_", "__DASK_PARENT_PID")
+"""What the environments of workers of a node may differ in: it is read when a device is first used, or never."""
+OWN_FOLDER = "dask-scratch-space"
+"""Where Dask gives each worker a folder, and looks for modules that were sent to it; we send none."""
+ENDING_S, POLL_S = 1.0, 0.01
+
+
+@dataclass(slots=True)
+class _Joined:
+    """The parent that this process asks for engines. Nothing of it is closed: what engines came from would end."""
+
+    root: Path
+    held: int
+    """Keeps the directory from being swept."""
+    alive: int
+    """The writing end of the pipe."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether somebody reads the pipe, and the socket can be found: a logout may have removed it."""
+        poll = select.poll()
+        poll.register(self.alive, 0)
+        return not poll.poll(0) and (self.root / "socket").exists()
+
+
+_joined: list[_Joined] = []
+_joining = threading.Lock()
+
+
+def fork_server() -> ForkServerContext:
+    """The context whose processes are forked from the node's fork server, or from this process's own.
+
+    It has its own where it came from a fork server itself, and where the system cannot tell who may share one.
+    """
+    if has_warm_parent() or (root := place()) is None:
+        return warm_parent()
+    context = fork_context()
+    with _joining:
+        if not _joined or not _joined[-1].is_there:
+            _joined.append(_join(root))
+            _ask(_joined[-1])
+    return context
+
+
+def place() -> Path | None:
+    """The directory in node memory of the parent that this process may share; None where there can be none."""
+    if hasattr(forkserver._forkserver, "_forkserver_authkey"):  # Python 3.14: who asks must have the starter's secret
+        return None
+    try:
+        names = sorted(os.listdir("/proc/self/ns"))
+        bounds = [*(os.readlink(f"/proc/self/ns/{name}") for name in names), Path("/proc/self/cgroup").read_text()]
+    except OSError:
+        return None
+    programs = [spotlight.__version__, sys.executable, *_modules()]
+    environment = sorted((name, value) for name, value in os.environ.items() if name not in OWN)
+    known = repr((programs, environment, bounds, sorted(os.sched_getaffinity(0))))
+    root = shared_root(f"parent-{sha256(known.encode()).hexdigest()[:16]}")
+    return root if len(os.fsencode(root / "socket")) <= SOCKET_BYTES else None
+
+
+def _modules() -> list[str]:
+    """Where modules are looked for, but for what is this worker's own."""
+    return [path for path in sys.path if OWN_FOLDER not in path]
+
+
+def continue_fork_server() -> bool:
+    """Have the parent go on if it was stopped, since what asks it would wait as long; whether it had been."""
+    try:
+        pid = int((_joined[-1].root / "pid").read_text()) if _joined and _joined[-1].is_there else 0
+    except (OSError, ValueError):
+        pid = 0
+    if not pid or not is_stopped(pid):
+        return False
+    os.kill(pid, signal.SIGCONT)
+    return True
+
+
+def end_with_this_process(pid: int) -> None:
+    """Have an engine end when this process does, though the parent that it was forked from goes on."""
+    if _joined:
+        janitor.register("process", f"{pid} {began(pid)}")
+
+
+def _join(root: Path) -> _Joined:
+    """Open the pipe to the parent; start one if nobody reads."""
+    held = hold(root)
+    with (root / "starting").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        try:
+            alive = os.open(root / "alive", os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENXIO):
+                raise
+            alive = _start(root)
+    return _Joined(root, held, alive)
+
+
+def _start(root: Path) -> int:
+    """Start the parent; returns the writing end of its pipe. Who asks it waits for its imports."""
+    for name in ("socket", "alive", "pid"):
+        (root / name).unlink(missing_ok=True)
+    os.mkfifo(root / "alive", 0o600)
+    reads = os.open(root / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    alive = os.open(root / "alive", os.O_WRONLY | os.O_NONBLOCK)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_OTHERS)
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(root / "socket"))
+            listener.listen()
+            code = f"import sys; sys.path[:] = {_modules()!r}; from cluster.worker.fork_server import serve; "
+            code += f"serve({listener.fileno()}, {reads}, {str(root)!r})"
+            pid = util.spawnv_passfds(
+                os.fsencode(sys.executable), [sys.executable, "-B", "-c", code], [listener.fileno(), reads]
+            )
+            (root / "pid").write_text(str(pid))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(reads)
+    return alive
+
+
+def _ask(joined: _Joined) -> None:
+    """Have the library ask this parent from now on.
+
+    It would hand the pipe on to each process, and the parent would live as long as one of them does, also one that is
+    frozen; so they get something else in its place.
+    """
+    server: Any = forkserver._forkserver
+    server._forkserver_address = str(joined.root / "socket")
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)
+    server._forkserver_pid = None
+    server.ensure_running = resource_tracker.ensure_running
+
+
+def serve(listener: int, reads: int, root: str) -> None:
+    """The body of the parent: fork processes until no worker is left, and tidy up.
+
+    It keeps nothing of the worker that happened to be first: neither its group, nor the ends of its pipes, which who
+    waits for that worker may read to their end.
+    """
+    os.setsid()
+    with open(os.devnull, "rb") as nothing, (Path(root) / "log").open("wb") as log:
+        for number, file in enumerate((nothing, log, log)):
+            os.dup2(file.fileno(), number)
+    try:
+        forkserver.main(listener, reads, ["cluster.worker.preload"])
+    finally:
+        until_s = time.monotonic() + ENDING_S
+        while not sweep(Path(root)) and time.monotonic() < until_s:  # it may be held a moment longer than the pipe
+            time.sleep(POLL_S)

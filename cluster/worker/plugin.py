@@ -1,0 +1,328 @@
+"""Makes any Dask worker one of ours: the scheduler hands this plugin to those that are there and those that come.
+
+A worker takes part if its resources name a pool (``--resources spot=1``, ``reserved=1`` or ``reward=1``). It then gets
+node memory, a device of its machine, an engine process and the notices of its pool, in the background, since whoever
+registers a plugin waits for all workers; when it can work it says so. When the plugin is taken away, or the worker
+closes, all of it ends, and another run may begin on the same worker. There is no other way to be a worker.
+
+A node is who shares memory. The resource ``node:NAME`` plays several nodes on one machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from dask.utils import key_split
+from distributed import Status, Worker, WorkerPlugin
+
+from cluster.dispatch.rules import CLOSE_MARGIN_S, LEAVE_POLL_S
+from cluster.messages import ORDER, PLACE, READY, REFUSED
+from cluster.scheduler.setup import steady
+from cluster.version import code_version
+from cluster.worker import peers
+from cluster.worker.device import WorkerDevice
+from cluster.worker.fork_server import continue_fork_server, end_with_this_process, fork_server
+from cluster.worker.notices import SIGNALS, Notice, first_notice, sources
+from spotlight.clock import wall_clock
+from spotlight.config import RESOLVED, Config
+from spotlight.device.process import EngineProcess
+from spotlight.device.protocol import install
+from spotlight.device.signals import Clear, Leave, Order, order_from_message, shard_from_message, signals
+from spotlight.records import NO_DEVICE, SpotlightError, record
+from spotlight.store.disks import full_here, is_full
+from spotlight.store.node import Node, shared_root, sweep
+from spotlight.store.objects import objects_at
+from spotlight.store.slots import Slot
+
+POOLS = ("reserved", "spot", "reward", "head")
+KEEP_S = 0.5
+"""Between two looks at the node's memory; a worker takes longer to start."""
+TELL_S = 2.0
+"""For the scheduler to hear that a worker works for us no more; it may be gone itself."""
+
+logger = logging.getLogger("spotlight.member")
+
+
+@record
+class Terms:
+    """What a run asks of its workers; plain values, since it travels to them."""
+
+    version: str
+    """Of Spotlight at the driver."""
+    run_dir: str
+    session: str
+    """Which start of the run this is."""
+    hang_after_s: float
+    quarantine_after: int
+    """Engine processes in a row that a task may lose before it fails."""
+    score_limit_s: float
+    """Longest that a worker of the reward pool may take to score a request."""
+    notices: Mapping[str, tuple[str, ...]]
+    """Of each pool, where notices of preemption come from; see `cluster.worker.notices`."""
+    grace_s: Mapping[str, float]
+    """Of each pool, from a notice that tells no deadline."""
+    bare: tuple[str, ...] = ()
+    """Pools whose workers have no GPU, and use none that is there."""
+
+    @property
+    def run(self) -> str:
+        return self.run_dir.rpartition("/")[2]
+
+    @property
+    def memory(self) -> str:
+        """Names the run's memory on each machine; every start begins with its own."""
+        return f"{self.run}-{self.session}"
+
+
+def terms_of(config: Config, run_dir: str, session: str) -> Terms:
+    """What the settings ask of workers."""
+    return Terms(
+        version=code_version(),
+        run_dir=run_dir,
+        session=session,
+        hang_after_s=config.cluster.hang_after_s,
+        quarantine_after=config.cluster.quarantine_after,
+        score_limit_s=config.reward.limit_s,
+        notices={name: pool.notices for name, pool in config.pools},
+        grace_s={name: pool.grace_s for name, pool in config.pools},
+        bare=() if config.reserved_computes else ("reserved",),
+    )
+
+
+def member_name(session: str) -> str:
+    """Of the plugin: each start of a run has its own, so that what is left of one takes nothing from the next."""
+    return f"spotlight-member-{session}"
+
+
+class SpotlightWorkerPlugin(WorkerPlugin):
+    """Has a worker take part in a run."""
+
+    def __init__(self, terms: Terms) -> None:
+        self.name = member_name(terms.session)
+        self._terms = terms
+
+    async def setup(self, worker: Worker) -> None:
+        for name, other in list(worker.plugins.items()):
+            if isinstance(other, SpotlightWorkerPlugin) and other is not self:  # of a run whose driver is gone
+                await worker.plugin_remove(name)
+        steady(worker.loop)
+        self._member = Member(worker, self._terms)
+        self._member.begin()
+
+    async def teardown(self, worker: Worker) -> None:
+        await self._member.leave()
+
+
+_turns: WeakKeyDictionary[Worker, asyncio.Lock] = WeakKeyDictionary()
+"""Held while a worker takes part: what ended last has ended before the next begins."""
+
+
+class Member:
+    """What one worker has and does while it takes part in a run."""
+
+    def __init__(self, worker: Worker, terms: Terms) -> None:
+        self._worker, self._terms = worker, terms
+        resources = worker.state.total_resources
+        self._pool = next((pool for pool in POOLS if resources.get(pool)), None)
+        named = (name for name in resources if name.startswith("node:"))
+        self._named_node = next(named, "").removeprefix("node:")
+        self._engine: EngineProcess | None = None
+        self._opening: asyncio.Future[str] | None = None
+        self._opened = ExitStack()
+        self._turn = _turns.setdefault(worker, asyncio.Lock())
+        self._has_turn = self._noticed = False
+        self._keeping: asyncio.Task[None] | None = None
+        self._kept: tuple[Node | Slot, ...] = ()
+
+    def begin(self) -> None:
+        """Take part as soon as possible; returns at once."""
+        self._task = asyncio.create_task(self._take_part())
+
+    async def _take_part(self) -> None:
+        if self._pool is None:
+            return
+        await self._turn.acquire()
+        self._has_turn = True
+        signals.obey(Clear(run=self._terms.run))
+        self._worker.stream_handlers[ORDER] = self._order
+        self._worker.stream_handlers[PLACE] = _place
+        node = ""
+        if self._pool != "head":
+            self._keeping = asyncio.create_task(self._keep())
+            try:
+                self._opening = asyncio.ensure_future(asyncio.to_thread(self._open))
+                node = await asyncio.shield(self._opening)
+            except Exception as error:  # whatever it is, it is told to the driver, and this worker gets no work
+                logger.warning("this worker takes no part in %s: %s", self._terms.run, error)
+                full = full_here(error) if isinstance(error, OSError) and is_full(error) else ""
+                self._tell(REFUSED, reason=full or str(error) or repr(error))
+                return
+            if self._pool != "reward":  # what asks for an engine denoises or trains
+                await self._worker.set_resources(engine=1)
+        host, job = socket.gethostname(), os.environ.get("SLURM_JOB_ID", "")
+        self._tell(READY, pool=self._pool, node=node, host=host, job=job)
+        if self._pool != "head":
+            await self._leave_on_notice()
+
+    def _open(self) -> str:
+        """Get all that the work needs; returns the node's name."""
+        terms, opened = self._terms, self._opened
+        _check(terms)
+        machine = shared_root(terms.memory)
+        root = machine.with_name(f"{machine.name}-{self._named_node}") if self._named_node else machine
+        for directory in (machine, root):
+            opened.callback(sweep, directory)
+        on_machine, node = Node(machine), Node(root)
+        opened.callback(on_machine.close)
+        opened.callback(node.close)
+        scores, is_bare = self._pool == "reward", self._pool in terms.bare
+        slot = Slot(machine, kind=f"{self._pool}-" if scores or is_bare else "")
+        opened.callback(slot.close)
+        self._kept = (on_machine, node, slot)
+
+        def started(pid: int) -> None:
+            slot.record(pid)
+            end_with_this_process(pid)
+
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a nanny's worker is one
+        self._engine = EngineProcess(
+            fork_server(),
+            NO_DEVICE if is_bare else slot.number,
+            node=root,
+            hang_after_s=terms.hang_after_s,
+            run_dir="" if scores else terms.run_dir,
+            on_start=started,
+            renew=fork_server,
+        )
+        opened.callback(self._engine.close)
+        atexit.register(opened.close)  # a worker that ends without `leave` would wait for its engine for ever
+        opened.callback(atexit.unregister, opened.close)
+        peers.serve(self._worker, node)
+        install(
+            WorkerDevice(
+                self._worker,
+                self._engine,
+                node,
+                quarantine_after=terms.quarantine_after,
+                score_limit_s=terms.score_limit_s,
+                scores_only=scores,
+            )
+        )
+        return node.name
+
+    async def _keep(self) -> None:
+        """Mend what others did to the node: removed its memory under a run (a logout may), stopped its fork server."""
+        while True:
+            await asyncio.sleep(KEEP_S)
+            key_split.cache_clear()  # remembers 100,000 keys, and no key comes again
+            if continue_fork_server():
+                logger.warning("the process that engines are forked from was stopped: it goes on")
+            for each in self._kept:
+                with contextlib.suppress(OSError, SpotlightError):  # the next time
+                    each.keep()
+
+    async def leave(self) -> None:
+        """Take part no more: end the engine, and let go of the node's memory."""
+        if self._keeping:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        if not self._noticed:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._opening:
+            await asyncio.gather(self._opening, return_exceptions=True)
+        if self._engine and self._pool != "reward" and self._worker.status == Status.running:
+            with contextlib.suppress(Exception):  # nobody to tell
+                await asyncio.wait_for(self._worker.set_resources(engine=0), TELL_S)
+        await asyncio.to_thread(self._opened.close)
+        if self._has_turn:
+            self._turn.release()
+
+    async def _leave_on_notice(self) -> None:
+        assert self._pool
+        terms, worker = self._terms, self._worker
+        with _signals_as_before():
+            try:
+                notice = await first_notice(sources(terms.notices[self._pool], grace_s=terms.grace_s[self._pool]))
+            except (RuntimeError, ValueError) as error:  # signals come to main threads only
+                logger.warning("this worker hears no notices: %s", error)
+                return
+        self._noticed = True
+        last = threading.Timer(max(0.0, notice.deadline_s - wall_clock()), os._exit, (0,))  # whatever hangs by then
+        last.daemon = True
+        last.start()
+        self._obey(Leave())
+        with contextlib.suppress(Exception):  # nobody to tell
+            # A question, since what is only told may come after the worker has left.
+            told: Any = worker.scheduler.spotlight_notice(worker=worker.address, reason=notice.reason)
+            await asyncio.wait_for(told, TELL_S)
+        await _finish(worker, notice)
+        with contextlib.suppress(Exception):  # whatever goes wrong, the worker is gone by the deadline
+            async with asyncio.timeout(max(0.0, notice.deadline_s - wall_clock())):
+                await worker.close_gracefully()
+        await worker.close(executor_wait=False)
+
+    def _order(self, order: str, facts: dict[str, Any], session: str) -> None:
+        if session == self._terms.session:  # a run may be stopped and started again
+            self._obey(order_from_message(order, facts))
+
+    def _obey(self, order: Order) -> None:
+        signals.obey(order)
+        if self._engine:
+            self._engine.tell(order)
+
+    def _tell(self, op: str, **facts: Any) -> None:
+        self._worker.batched_send({"op": op, "session": self._terms.session, **facts})
+
+
+def _place(gang: str, shard: int, value: Any) -> None:
+    signals.obey(shard_from_message(gang, shard, value))
+
+
+def _check(terms: Terms) -> None:
+    """Find at once why this worker could not do the run's work.
+
+    Raises:
+        SpotlightError: it could not.
+    """
+    if terms.version != code_version():
+        raise SpotlightError(
+            f"it has Spotlight {code_version()}, and the driver has {terms.version}: install the same version on both"
+        )
+    if objects_at(terms.run_dir).size(RESOLVED) is None:
+        raise SpotlightError(
+            f"on {socket.gethostname()} there is no run directory {terms.run_dir}: set run.dir to a directory that all "
+            "machines share under the same path, or to the URL of an object store"
+        )
+
+
+@contextlib.contextmanager
+def _signals_as_before() -> Iterator[None]:
+    """If no notice came: signals do again what they did before somebody listened."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS.values()}
+    try:
+        yield
+    except asyncio.CancelledError:
+        for number, handler in handlers.items():
+            if asyncio.get_running_loop().remove_signal_handler(number):
+                signal.signal(number, handler)
+        raise
+
+
+async def _finish(worker: Worker, notice: Notice) -> None:
+    """Take no new tasks, and let those in flight come to their step boundary, if there is time."""
+    worker.status = Status.paused
+    while worker.state.executing_count and wall_clock() < notice.deadline_s - CLOSE_MARGIN_S:
+        await asyncio.sleep(LEAVE_POLL_S)

@@ -1,0 +1,205 @@
+"""Dispatchers with one bug each, planted to see that the fault schedules find it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from cluster.dispatch.dispatcher import Dispatcher
+from cluster.dispatch.events import (
+    CallOff,
+    CloseGate,
+    CloseGates,
+    Event,
+    GangBeat,
+    Instruction,
+    Launch,
+    TaskChanged,
+    WorkerAvailable,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerNoticed,
+)
+from cluster.dispatch.request_state import SCORING, RequestState
+
+
+class _Without(Dispatcher):
+    """Leaves out instructions of a kind."""
+
+    kinds: tuple[type[Instruction], ...]
+
+    def handle(self, event: Event) -> list[Instruction]:
+        return [each for each in super().handle(event) if not isinstance(each, self.kinds)]
+
+
+class NeverCallsOff(_Without):
+    """Survivors of a broken gang are not told."""
+
+    kinds = (CallOff,)
+
+
+class NeverClosesGates(_Without):
+    """A task that is to run again stays bound to the worker that is gone."""
+
+    kinds = (CloseGate, CloseGates)
+
+
+class IgnoresNotices(Dispatcher):
+    """Workers under notice get work."""
+
+    def _noticed(self, event: WorkerNoticed) -> list[Instruction]:
+        return []
+
+
+class KeepsOldNotices(Dispatcher):
+    """A worker that takes the name of one that left gets no work."""
+
+    def _joined(self, event: WorkerJoined) -> list[Instruction]:
+        leaving = set(self._roster.leaving)
+        instructions = super()._joined(event)
+        self._roster.leaving |= leaving
+        idle = self._roster.idle
+        self._roster.idle = {address: each for address, each in idle.items() if each.worker not in leaving}
+        return instructions
+
+
+class BelievesOldFormings(Dispatcher):
+    """A beat counts whatever forming of its gang it came from."""
+
+    def _beat(self, event: GangBeat) -> list[Instruction]:
+        gang = self._gangs.get(event.gang)
+        if gang:
+            gang.epoch, epoch = event.epoch, gang.epoch
+            super()._beat(event)
+            gang.epoch = epoch
+        return []
+
+
+class RepeatsFormings(Dispatcher):
+    """A gang that is formed again has the number of its last forming."""
+
+    def _launch(self, gang: RequestState, names: Sequence[str], at_s: float) -> Launch:
+        gang.epoch = max(0, gang.epoch - 1)
+        return super()._launch(gang, names, at_s)
+
+
+class GivesTheBusyMore(Dispatcher):
+    """A worker that may take tasks again counts as idle, whatever it is at work on."""
+
+    def _available(self, event: WorkerAvailable) -> list[Instruction]:
+        instructions = super()._available(event)
+        worker = self._roster.workers.get(event.address)
+        if worker and event.available and worker.name not in self._roster.leaving:
+            self._roster.idle[event.address] = worker.idle
+        return instructions
+
+
+class IgnoresPauses(Dispatcher):
+    """Workers that take no tasks get some."""
+
+    def _available(self, event: WorkerAvailable) -> list[Instruction]:
+        return []
+
+
+class KeepsTheDead(Dispatcher):
+    """A worker that is gone counts as idle if it was."""
+
+    def _left(self, event: WorkerLeft) -> list[Instruction]:
+        idle = self._roster.idle.get(event.address)
+        instructions = super()._left(event)
+        if idle:
+            self._roster.idle[event.address] = idle
+        return instructions
+
+
+class ForgetsBroken(Dispatcher):
+    """A request that lost its gang is not looked at again."""
+
+    def _file(self, gang: RequestState) -> None:
+        super()._file(gang)
+        if gang.filed == "broken":
+            self._requests.take_out(gang)
+
+
+class NeverQuarantines(Dispatcher):
+    """A request that kills whoever runs it is run again and again."""
+
+    def _is_over(self, gang: RequestState) -> bool:
+        gang.quarantined = False
+        return super()._is_over(gang)
+
+
+class ForgivesLate(Dispatcher):
+    """A request that was set aside runs again when a step of it is told of late."""
+
+    def _is_over(self, gang: RequestState) -> bool:
+        gang.quarantined = gang.fruitless >= self.rules.quarantine_after
+        return super()._is_over(gang)
+
+
+class LaunchesParts(Dispatcher):
+    """A gang begins without its last member."""
+
+    def handle(self, event: Event) -> list[Instruction]:
+        return [
+            Launch(gang=each.gang, members=each.members[:-1], cause=each.cause)
+            if isinstance(each, Launch) and len(each.members) > 1
+            else each
+            for each in super().handle(event)
+        ]
+
+
+class LooksAtArrivalsOnly(Dispatcher):
+    """That a worker joined is no reason to look at what waits."""
+
+    _joined_last = False
+
+    def _instructions(self, event: Event) -> Iterable[Instruction]:
+        joined, self._joined_last = self._joined_last, isinstance(event, WorkerJoined)
+        return [] if joined else super()._instructions(event)
+
+
+class LeavesSurplusWaiting(Dispatcher):
+    """Shards that have nothing to do stay behind the gate."""
+
+    def _dismiss(self, gang: RequestState, at_s: float) -> Iterator[Instruction]:
+        return (each for each in super()._dismiss(gang, at_s) if gang.is_done is False)
+
+
+class FreesSurvivorsEarly(Dispatcher):
+    """A request may be launched again although a survivor still runs its old forming."""
+
+    def _task_changed(self, event: TaskChanged) -> Iterator[Instruction]:
+        yield from super()._task_changed(event)
+        gang = getattr(self._tasks.get(event.key), "gang", None)
+        if gang and gang.breaking:
+            gang.members.clear()
+            self._file(gang)
+
+
+class LeavesScoringWaiting(Dispatcher):
+    """Scoring whose worker is gone stays behind the gate."""
+
+    def _note_ready(self, task: Any) -> None:
+        if task.label.pool != SCORING or not task.worker:
+            super()._note_ready(task)
+
+
+MUTANTS: tuple[type[Dispatcher], ...] = (
+    NeverCallsOff,
+    NeverClosesGates,
+    IgnoresNotices,
+    KeepsOldNotices,
+    BelievesOldFormings,
+    RepeatsFormings,
+    GivesTheBusyMore,
+    IgnoresPauses,
+    KeepsTheDead,
+    ForgetsBroken,
+    NeverQuarantines,
+    LaunchesParts,
+    LooksAtArrivalsOnly,
+    LeavesSurplusWaiting,
+    FreesSurvivorsEarly,
+    LeavesScoringWaiting,
+)

@@ -1,0 +1,58 @@
+"""Whole runs on a device whose tensors do not mix with the CPU's: what a GPU would refuse is found without one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from pipelines import tiny_flux, tiny_qwen_image, tiny_sd3
+from runs import ROOT, settings_file
+
+SHORT = (
+    "run.iterations=1 run.validate_every=1 rollout.prompts=2 rollout.steps=3 rollout.seeds_kept=2 "
+    "exploration.seeds_tried=4 exploration.rounds=1 exploration.prompts=2 "
+    "data.train_prompts=few.txt data.validation_prompts=few.txt"
+)
+CHECKPOINT = (
+    f"{SHORT} model.height_px=16 model.width_px=64 rollout.guidance=4.0 train.lora_rank=2 train.lora_alpha=4 "
+    "model.gradient_checkpointing=false"  # which asks a device for much that this one has not
+)
+ROUNDED = 1e-4
+"""Of how far weights were moved: kernels differ, and so do sums."""
+EMBEDDED = {
+    "DiffusionNFT with an old policy": "train.old_decay=0.5",
+    "AWM": "train.algorithm=awm",
+    "Flow-GRPO": "train.algorithm=grpo rollout.sampler=sde train.kl=0.01",
+    "Diffusion-DPO": "train.algorithm=dpo",
+}
+CHECKPOINTS = {"qwen-image": tiny_qwen_image, "sd3": tiny_sd3, "flux": tiny_flux}
+
+
+def write_prompts(directory: Path) -> None:
+    """Those of `SHORT`."""
+    (directory / "few.txt").write_text("".join(f'A sign that says "{text}".\n' for text in ("42", "7", "e", "a")))
+
+
+def run_on_both(directory: Path, cases: list[str]) -> list[tuple[float, float]]:
+    """How far weights were moved in each case, and how far those of the CPU and of the device are apart, in all."""
+    write_prompts(directory)
+    command = [sys.executable, str(ROOT / "tests" / "fake_gpu.py"), str(settings_file(directory)), *cases]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert told.returncode == 0, told.stderr
+    return [(float(moved), float(apart)) for moved, apart in map(str.split, told.stdout.splitlines())]
+
+
+def test_every_algorithm_keeps_to_its_device(tmp_path: Path) -> None:
+    found = run_on_both(tmp_path, [f"{SHORT} {more}" for more in EMBEDDED.values()])
+
+    assert len(found) == len(EMBEDDED)
+    assert all(apart < moved * ROUNDED for moved, apart in found)
+
+
+def test_every_checkpoint_keeps_to_its_device(tmp_path: Path) -> None:
+    paths = {name: make(tmp_path / name) for name, make in CHECKPOINTS.items()}
+
+    found = run_on_both(tmp_path, [f"{CHECKPOINT} model.name={name} model.path={path}" for name, path in paths.items()])
+
+    assert {name for name, (moved, apart) in zip(paths, found, strict=True) if not apart < moved * ROUNDED} == set()

@@ -1,0 +1,235 @@
+"""Pools of worker processes: along a trace they lose and regain workers, and nothing that hangs stays."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, Worker
+
+from cluster.start import local
+from cluster.start import run_cluster as pools
+from cluster.start.local import PreemptionSchedule, TraceClock, WorkerKeeper
+from cluster.start.run_cluster import RunCluster
+from cluster.worker.process import warm_parent
+from elastic import Live
+from runs import ROOT, WAIT_S, settings_file, wait_for
+from spotlight import config
+from spotlight.records import SpotlightError
+
+TRACE = """0,add,a
+0,add,b
+2000,remove,b
+3000,add,c
+13000,remove,c
+14000,add,d
+"""
+"""Two workers, one of which is lost and replaced twice. In milliseconds, with ample time for a new one to boot."""
+STOP_S = 0.05
+
+
+def start(directory: Path, *settings: str) -> Live:
+    (directory / "trace.csv").write_text(TRACE)
+    return Live(directory, ("pools.spot.trace=trace.csv", *settings))
+
+
+def test_a_pool_follows_its_trace_from_when_its_first_workers_are_there(tmp_path: Path) -> None:
+    live = start(tmp_path, "pools.spot.preemption=mixed")
+    try:
+        wait_for(lambda: [life for life in live.lives() if life.pool == "spot"][3:])
+        lives = live.lives()
+    finally:
+        live.close()
+
+    lost = [(life.left_s, life.worker, life.reason) for life in lives if life.left_s]
+    assert [what for _, *what in lost] == [["spot-1", "lost"], ["spot-1", "left"]]  # killed, then warned
+    assert lost[0][0] - max(life.joined_s for life in lives[:3]) == pytest.approx(2.0, abs=1.0)
+
+
+def test_a_pool_that_is_made_smaller_has_its_last_workers_leave_and_may_grow_again(tmp_path: Path) -> None:
+    live = Live(tmp_path, ("pools.spot.replace_after_s=0",))
+
+    def spot() -> list[tuple[str, str]]:
+        """Those that are there or were, and why they went."""
+        return [(life.worker, life.reason) for life in live.lives() if life.pool == "spot"]
+
+    try:
+        wait_for(lambda: len(spot()) == 2)
+        live.pools.scale(spot=1)
+        wait_for(lambda: ("spot-1", "sent away") in spot())
+        with pytest.raises(SpotlightError, match=r"spot = 3: this run can have 0, 1, 2 \(pools\.spot\.workers\)"):
+            live.pools.scale(spot=3)
+        live.pools.scale(spot=2)
+        wait_for(lambda: len(spot()) == 3)
+        assert sorted(spot()) == [("spot-0", ""), ("spot-1", ""), ("spot-1", "sent away")]
+    finally:
+        live.close()
+
+
+def test_what_a_run_needs_of_dask_stays_until_the_last_run_of_its_process_ends(tmp_path: Path) -> None:
+    """As of two runs of a notebook; Dask gives a lost worker's place up after 15 s, unless it is told otherwise."""
+
+    def of_dask() -> tuple[str, int]:
+        return dask.config.get("distributed.deploy.lost-worker-timeout"), logging.getLogger("distributed").level
+
+    before = of_dask()
+    first, second = (
+        RunCluster(config.load(settings_file(place)), place) for place in (tmp_path / "first", tmp_path / "second")
+    )
+    try:
+        first.close()
+        during = of_dask()
+    finally:
+        second.close()
+
+    assert during == ("10000h", logging.ERROR)
+    assert of_dask() == before
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """With a key in the environment that was not there when the first workers' parent began."""
+    warm_parent()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "someone")
+        live = Live(tmp_path_factory.mktemp("live"), ())
+        try:
+            wait_for(lambda: len(live.lives()) == 3)
+            yield live
+        finally:
+            live.close()
+
+
+def test_workers_know_the_keys_that_the_driver_got_after_the_first_ones_began(live: Live) -> None:
+    known = live.pools.client.run(os.environ.get, "AWS_ACCESS_KEY_ID")
+
+    assert set(known.values()) == {"someone"}
+
+
+def test_a_graph_that_is_done_leaves_nothing_with_scheduler_and_workers(live: Live) -> None:
+    client = live.pools.client
+    first = client.submit(pow, 2, 0, pure=False).result() and _measured(client)
+    for _ in range(3):
+        client.submit(pow, 2, 0, pure=False).result()
+
+    assert _measured(client) == first
+
+
+def _measured(client: Client) -> set[Any]:
+    """Names of all that Dask's workers measured of tasks that were run on them."""
+    return {name for names in client.run(_names).values() for name in names}
+
+
+def _names(dask_worker: Worker) -> list[Any]:
+    return [name for name in dask_worker.digests_total if isinstance(name, tuple) and "pow" in name]
+
+
+def test_a_machine_whose_network_is_down_is_told_so(tmp_path: Path) -> None:
+    alone = ["unshare", "--user", "--map-root-user", "--net"]
+    if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not make a network of its own")
+
+    command = [*alone, sys.executable, "-m", "spotlight", "run", str(settings_file(tmp_path))]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+
+    assert ran.returncode == 1
+    assert "the run's scheduler cannot be started or reached (" in ran.stderr
+    assert "127.0.0.1" in ran.stderr
+
+
+def test_a_place_gives_up_on_workers_that_cannot_start_and_says_why(tmp_path: Path) -> None:
+    settings = {"distributed.comm.timeouts.connect": "a while"}
+    spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": settings, "security": None}
+    schedule = PreemptionSchedule(replace_after_s=0.0)
+
+    async def live() -> str:
+        place = WorkerKeeper(
+            "tcp://127.0.0.1:1", name="spot-0", spec=spec, schedule=schedule, clock=TraceClock(["spot-0"])
+        )
+        await place.start()
+        async with asyncio.timeout(WAIT_S):
+            while not place.failure:
+                await asyncio.sleep(0.01)
+        await place.close()
+        return place.failure
+
+    assert "spot-0: 6 processes in a row could not become a worker: " in (said := asyncio.run(live()))
+    assert "Invalid time unit" in said
+
+
+def test_a_worker_that_its_trace_takes_away_while_it_starts_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[ForkServerProcess] = []
+    start = local._start
+
+    def start_and_tell(process: ForkServerProcess) -> None:
+        time.sleep(2 * STOP_S)
+        start(process)
+        started.append(process)
+
+    monkeypatch.setattr(local, "_start", start_and_tell)
+    settings = {"distributed.comm.timeouts.connect": "1h"}  # by itself it would stay
+    spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": settings, "security": None}
+    schedule = PreemptionSchedule(replace_after_s=0.0, ups=((0.0, STOP_S),))
+
+    async def live() -> None:
+        place = WorkerKeeper("tcp://127.0.0.1:1", name="spot-0", spec=spec, schedule=schedule, clock=TraceClock([]))
+        await place.start()
+        async with asyncio.timeout(WAIT_S):
+            while not (started and started[0]._closed):  # type: ignore[attr-defined]
+                await asyncio.sleep(0.01)
+        await place.close()
+
+    asyncio.run(live())
+
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("name taken"), ValueError("name taken"), OSError(), TimeoutError()])
+def test_the_worker_beside_the_driver_is_started_again_whatever_kept_it_from_starting(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    tries: list[str] = []
+
+    class Refused:
+        async def __aenter__(self) -> None:
+            tries.append("start")
+            raise error
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+    async def keep() -> None:
+        head: Any = pools.Head.__new__(pools.Head)
+        head._worker = Refused
+        kept = asyncio.create_task(head._keep())
+        while len(tries) < 3 and not kept.done():
+            await asyncio.sleep(0.01)
+        kept.cancel()
+
+    monkeypatch.setattr(pools, "RETRY_S", 0.01)
+    asyncio.run(asyncio.wait_for(keep(), 30.0))
+
+    assert len(tries) == 3
+
+
+def test_where_no_reserved_worker_can_take_part_the_run_cannot_go_on(tmp_path: Path) -> None:
+    pools = RunCluster(config.load(settings_file(tmp_path)), tmp_path / "nowhere")
+    try:
+        said = wait_for(lambda: pools.status()["hopeless"])
+    finally:
+        pools.close()
+
+    assert said.startswith("no reserved worker can take part in the run: reserved-0: on ")
+    assert str(tmp_path / "nowhere") in said
