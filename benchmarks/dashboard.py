@@ -133,7 +133,7 @@ class Feeder:
         for key, address in zip(keys, addresses, strict=True):
             self.begun[key] = now_s
             self.dispatch.handle(TaskChanged(at_s=now_s, key=key, state="processing", worker=address))
-        epoch = self.dispatch.epoch(launch.gang)
+        epoch = self.dispatch.state.epoch(launch.gang)
         for step in (0, 1):
             beat = GangBeat(at_s=now_s, gang=launch.gang, epoch=epoch, step=step, steps=9, resumed=not step)
             self.dispatch.handle(beat)
@@ -150,7 +150,7 @@ class Feeder:
             return
         _, keys, addresses = self.ending.pop(at)
         gone = addresses[0]
-        name = next((worker for worker, where in self.dispatch.snapshot().workers.items() if where == gone), "")
+        name = next((worker for worker, where in self.dispatch.state.snapshot().workers.items() if where == gone), "")
         if not name.startswith("spot"):
             return
         self.dispatch.handle(WorkerLeft(at_s=now_s, address=gone, expected=self.chance.random() < 0.4))

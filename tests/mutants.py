@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from cluster.dispatch.decisions import Decisions
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.dispatch.events import (
     CallOff,
@@ -21,6 +22,20 @@ from cluster.dispatch.events import (
     WorkerNoticed,
 )
 from cluster.dispatch.request_state import SCORING, RequestState
+from cluster.dispatch.rules import Rules
+from cluster.dispatch.state import State
+
+
+class _Otherwise(Dispatcher):
+    """Has another state, or decides otherwise."""
+
+    state_type: type[State] = State
+    decisions_type: type[Decisions] = Decisions
+
+    def __init__(self, rules: Rules, *, logged: bool = True) -> None:
+        super().__init__(rules, logged=logged)
+        self.state = self.state_type(rules)
+        self._decisions = self.decisions_type(self.state)
 
 
 class _Without(Dispatcher):
@@ -55,11 +70,11 @@ class KeepsOldNotices(Dispatcher):
     """A worker that takes the name of one that left gets no work."""
 
     def _joined(self, event: WorkerJoined) -> list[Instruction]:
-        leaving = set(self._roster.leaving)
+        leaving = set(self.state.roster.leaving)
         instructions = super()._joined(event)
-        self._roster.leaving |= leaving
-        idle = self._roster.idle
-        self._roster.idle = {address: each for address, each in idle.items() if each.worker not in leaving}
+        self.state.roster.leaving |= leaving
+        idle = self.state.roster.idle
+        self.state.roster.idle = {address: each for address, each in idle.items() if each.worker not in leaving}
         return instructions
 
 
@@ -67,20 +82,21 @@ class BelievesOldFormings(Dispatcher):
     """A beat counts whatever forming of its gang it came from."""
 
     def _beat(self, event: GangBeat) -> list[Instruction]:
-        gang = self._gangs.get(event.gang)
-        if gang:
-            gang.epoch, epoch = event.epoch, gang.epoch
+        request = self.state.requests.get(event.gang)
+        if request:
+            request.epoch, epoch = event.epoch, request.epoch
             super()._beat(event)
-            gang.epoch = epoch
+            request.epoch = epoch
         return []
 
 
-class RepeatsFormings(Dispatcher):
+class RepeatsFormings(_Otherwise):
     """A gang that is formed again has the number of its last forming."""
 
-    def _launch(self, gang: RequestState, names: Sequence[str], at_s: float) -> Launch:
-        gang.epoch = max(0, gang.epoch - 1)
-        return super()._launch(gang, names, at_s)
+    class decisions_type(Decisions):
+        def _launch(self, request: RequestState, names: Sequence[str], at_s: float) -> Launch:
+            request.epoch = max(0, request.epoch - 1)
+            return super()._launch(request, names, at_s)
 
 
 class GivesTheBusyMore(Dispatcher):
@@ -88,9 +104,9 @@ class GivesTheBusyMore(Dispatcher):
 
     def _available(self, event: WorkerAvailable) -> list[Instruction]:
         instructions = super()._available(event)
-        worker = self._roster.workers.get(event.address)
-        if worker and event.available and worker.name not in self._roster.leaving:
-            self._roster.idle[event.address] = worker.idle
+        worker = self.state.roster.workers.get(event.address)
+        if worker and event.available and worker.name not in self.state.roster.leaving:
+            self.state.roster.idle[event.address] = worker.idle
         return instructions
 
 
@@ -105,36 +121,39 @@ class KeepsTheDead(Dispatcher):
     """A worker that is gone counts as idle if it was."""
 
     def _left(self, event: WorkerLeft) -> list[Instruction]:
-        idle = self._roster.idle.get(event.address)
+        idle = self.state.roster.idle.get(event.address)
         instructions = super()._left(event)
         if idle:
-            self._roster.idle[event.address] = idle
+            self.state.roster.idle[event.address] = idle
         return instructions
 
 
-class ForgetsBroken(Dispatcher):
+class ForgetsBroken(_Otherwise):
     """A request that lost its gang is not looked at again."""
 
-    def _file(self, gang: RequestState) -> None:
-        super()._file(gang)
-        if gang.filed == "broken":
-            self._requests.take_out(gang)
+    class state_type(State):
+        def file(self, request: RequestState) -> None:
+            super().file(request)
+            if request.filed == "broken":
+                self.index.take_out(request)
 
 
-class NeverQuarantines(Dispatcher):
+class NeverQuarantines(_Otherwise):
     """A request that kills whoever runs it is run again and again."""
 
-    def _is_over(self, gang: RequestState) -> bool:
-        gang.quarantined = False
-        return super()._is_over(gang)
+    class state_type(State):
+        def is_over(self, request: RequestState) -> bool:
+            request.quarantined = False
+            return super().is_over(request)
 
 
-class ForgivesLate(Dispatcher):
+class ForgivesLate(_Otherwise):
     """A request that was set aside runs again when a step of it is told of late."""
 
-    def _is_over(self, gang: RequestState) -> bool:
-        gang.quarantined = gang.fruitless >= self.rules.quarantine_after
-        return super()._is_over(gang)
+    class state_type(State):
+        def is_over(self, request: RequestState) -> bool:
+            request.quarantined = request.fruitless >= self.rules.quarantine_after
+            return super().is_over(request)
 
 
 class LaunchesParts(Dispatcher):
@@ -159,11 +178,12 @@ class LooksAtArrivalsOnly(Dispatcher):
         return [] if joined else super()._instructions(event)
 
 
-class LeavesSurplusWaiting(Dispatcher):
+class LeavesSurplusWaiting(_Otherwise):
     """Shards that have nothing to do stay behind the gate."""
 
-    def _dismiss(self, gang: RequestState, at_s: float) -> Iterator[Instruction]:
-        return (each for each in super()._dismiss(gang, at_s) if gang.is_done is False)
+    class decisions_type(Decisions):
+        def _dismiss(self, request: RequestState, at_s: float) -> Iterator[Instruction]:
+            return (each for each in super()._dismiss(request, at_s) if request.is_done is False)
 
 
 class FreesSurvivorsEarly(Dispatcher):
@@ -171,10 +191,10 @@ class FreesSurvivorsEarly(Dispatcher):
 
     def _task_changed(self, event: TaskChanged) -> Iterator[Instruction]:
         yield from super()._task_changed(event)
-        gang = getattr(self._tasks.get(event.key), "gang", None)
-        if gang and gang.breaking:
-            gang.members.clear()
-            self._file(gang)
+        request = getattr(self.state.tasks.get(event.key), "gang", None)
+        if request and request.breaking:
+            request.members.clear()
+            self.state.file(request)
 
 
 class LeavesScoringWaiting(Dispatcher):

@@ -371,10 +371,10 @@ def test_a_page_that_is_open_goes_on_with_the_next_run() -> None:
     runs = [Dispatcher(Rules()), Dispatcher(Rules())]
     facts = Facts(lambda: runs[0], clock=lambda: 100.0)
     for number, dispatch in enumerate(runs):
-        dispatch.journal.joined(0.0, "tcp://a", f"spot-{number}", "spot")
+        dispatch.state.journal.joined(0.0, "tcp://a", f"spot-{number}", "spot")
         for _ in range(3 - number):
             label = Label(pool="spot", phase="rollout", iteration=0)
-            dispatch.journal.span(("rollout", 0), label, None, "tcp://a", 1.0, 2.0, "done")
+            dispatch.state.journal.span(("rollout", 0), label, None, "tcp://a", 1.0, 2.0, "done")
     shown = Lanes(facts)
     shown.update()
     before = list(shown._done.data["worker"])

@@ -180,7 +180,7 @@ def test_a_worker_under_notice_gets_no_more_work() -> None:
     cluster.submit("rollout", 1)
 
     assert launched(cluster.decide()) == {}
-    assert cluster.dispatch.snapshot().leaving == {"a"}
+    assert cluster.dispatch.state.snapshot().leaving == {"a"}
 
 
 def test_a_worker_that_takes_no_tasks_gets_none_until_it_does() -> None:
@@ -394,7 +394,7 @@ def test_a_gradient_that_outlasts_its_spot_workers_goes_to_a_reserved_one() -> N
         assert trained(cluster.decide()) == {"train/0": f"tcp://{name}"}
         cluster.lose(name, ("train", 0))
 
-    missing = cluster.dispatch.missing_pools()
+    missing = cluster.dispatch.state.missing_pools()
     (begun,) = cluster.decide()
 
     assert missing == ()
@@ -411,7 +411,7 @@ def test_where_reserved_workers_have_no_gpu_a_gradient_that_outlasts_its_spot_wo
         cluster.decide()
         cluster.lose(name, ("train", 0))
 
-    missing, nobody = cluster.dispatch.missing_pools(), cluster.decide()
+    missing, nobody = cluster.dispatch.state.missing_pools(), cluster.decide()
     cluster.join("u")
 
     assert (missing, list(nobody)) == (("spot",), [])
@@ -427,12 +427,14 @@ def test_a_task_at_which_every_worker_is_lost_is_given_up_by_name(pool: str, nam
     kind = {"training": "reserved", SCORING: "reward"}.get(pool, "spot")
     cluster.submit(name, 1, pool=pool)
     for number in range(ENOUGH_LOSSES):
-        assert cluster.dispatch.outlasted == ""
+        assert cluster.dispatch.state.outlasted == ""
         cluster.join(f"w{number}", pool=kind)
         cluster.decide()
         cluster.lose(f"w{number}", (name, 0))
 
-    assert cluster.dispatch.outlasted.startswith(f"{name} 0: 10 workers were lost at the task ('{name}', 0), so it is ")
+    assert cluster.dispatch.state.outlasted.startswith(
+        f"{name} 0: 10 workers were lost at the task ('{name}', 0), so it is "
+    )
 
 
 @pytest.mark.parametrize("computes", [True, False])
@@ -452,11 +454,11 @@ def test_gradients_that_wait_for_spot_workers_while_there_are_none_are_told() ->
     cluster.join("a", pool="reserved")
     cluster.submit("train", 2, pool="gradient-spot")
 
-    missing = cluster.dispatch.missing_pools()
+    missing = cluster.dispatch.state.missing_pools()
     cluster.join("s")
 
     assert missing == ("spot",)
-    assert cluster.dispatch.missing_pools() == ()
+    assert cluster.dispatch.state.missing_pools() == ()
 
 
 @pytest.mark.parametrize("computes", [True, False])
@@ -465,11 +467,11 @@ def test_where_reserved_workers_have_no_gpu_scoring_without_a_spot_worker_is_tol
     cluster.join("a", pool="reserved")
     cluster.submit("score", 2, pool="engine")
 
-    missing = cluster.dispatch.missing_pools()
+    missing = cluster.dispatch.state.missing_pools()
     cluster.join("s")
 
     assert missing == (() if computes else ("spot",))
-    assert cluster.dispatch.missing_pools() == ()
+    assert cluster.dispatch.state.missing_pools() == ()
 
 
 def test_where_only_reserved_workers_roll_out_spot_ones_train_meanwhile() -> None:
@@ -552,9 +554,9 @@ def test_a_worker_at_an_address_that_another_had_is_another_worker() -> None:
         assert [type(i) for i in cluster.tell(silent)] == [Evict]
         cluster.lose("a")
 
-    lives = [life for life in cluster.dispatch.journal.lives.values() if life.worker == "a"]
+    lives = [life for life in cluster.dispatch.state.journal.lives.values() if life.worker == "a"]
     assert [life.reason for life in lives] == ["lost", "lost"]
-    assert cluster.dispatch.snapshot().preemptions == 2
+    assert cluster.dispatch.state.snapshot().preemptions == 2
 
 
 def test_a_worker_that_takes_part_anew_is_counted_and_billed_once() -> None:
@@ -565,13 +567,13 @@ def test_a_worker_that_takes_part_anew_is_counted_and_billed_once() -> None:
 
     cluster.join("a", "b")
 
-    assert cluster.dispatch.snapshot().pools["spot"] == 2
+    assert cluster.dispatch.state.snapshot().pools["spot"] == 2
     lives = [(life.joined_s, life.left_s) for life in cluster.dispatch.drain().workers.values() if life.worker == "a"]
     assert lives == [(0.0, None)]
-    assert cluster.dispatch.snapshot().preemptions == 0
+    assert cluster.dispatch.state.snapshot().preemptions == 0
     cluster.submit("wide", 1, shards=2, widths=(2,))
     assert [set(members) for members in launched(cluster.decide()).values()] == [{"tcp://a", "tcp://b"}]
-    assert +cluster.dispatch._roster.alive == {("spot", "n"): 2}
+    assert +cluster.dispatch.state.roster.alive == {("spot", "n"): 2}
 
 
 @pytest.mark.parametrize(("silent_s", "ended"), [(3.0, False), (5.1, True)])
@@ -606,7 +608,7 @@ def test_what_happens_to_tasks_of_others_is_passed_over() -> None:
     cluster = Cluster()
 
     assert cluster.change(("somebody's", 0), "memory") == []
-    assert not cluster.dispatch.knows(("somebody's", 0))
+    assert not cluster.dispatch.state.knows(("somebody's", 0))
 
 
 def test_the_log_gives_the_same_instructions_again_and_shows_where_one_was_another() -> None:
@@ -660,7 +662,7 @@ def test_tasks_told_of_together_are_tasks_told_of_one_after_the_other() -> None:
 
     assert list(one_by_one(answers[0])) == list(one_by_one(answers[1]))
     assert len(launched(answers[0])) == 3
-    assert together.dispatch.snapshot() == apart.dispatch.snapshot()
+    assert together.dispatch.state.snapshot() == apart.dispatch.state.snapshot()
     assert together.dispatch.drain() == apart.dispatch.drain()
 
 
@@ -767,7 +769,7 @@ def test_scoring_whose_worker_is_lost_goes_to_another_that_only_scores() -> None
 
     assert [type(instruction).__name__ for instruction in closed] == ["CloseGate"]
     assert cluster.decide() == []
-    assert cluster.dispatch.missing_pools() == ("reward",)
+    assert cluster.dispatch.state.missing_pools() == ("reward",)
     cluster.join("b", pool="reward")
     assert scored(cluster.decide()) == {"score/0": "tcp://b"}
 
@@ -782,7 +784,7 @@ def test_a_worker_that_only_scores_gets_no_request_and_none_under_notice_gets_sc
     cluster.tell(WorkerNoticed(at_s=1.0, address="tcp://a", reason="it goes"))
     cluster.submit("score", 1, pool="reward")
     assert cluster.decide() == []
-    assert list(cluster.dispatch.idle_beside_waiting()) == []
+    assert list(cluster.dispatch.state.idle_beside_waiting()) == []
 
 
 def test_scoring_of_exploration_that_is_closed_ends_beside_the_scheduler_whenever_it_comes() -> None:

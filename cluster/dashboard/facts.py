@@ -143,11 +143,11 @@ class Facts:
     # Of the scheduler
 
     def doing(self) -> list[WorkerActivity]:
-        return self.dispatch.doing()
+        return self.dispatch.state.doing()
 
     def lives(self) -> list[WorkerLife]:
         """Of all workers of this session."""
-        return list(self.dispatch.journal.lives.values())
+        return list(self.dispatch.state.journal.lives.values())
 
     def zero_s(self) -> float:
         """When the first worker of this session joined; now, before that."""
@@ -155,13 +155,13 @@ class Facts:
 
     def shown_after(self, number: int) -> list[NumberedSpan]:
         """The spans that came after one, oldest first, as far as they are still remembered."""
-        shown = self.dispatch.journal.shown
+        shown = self.dispatch.state.journal.shown
         new = min(len(shown), shown[-1].number - number) if shown else 0
         return list(islice(reversed(shown), max(0, new)))[::-1]
 
     def recoveries(self) -> list[Recovery]:
         """Of the latest events, oldest first."""
-        return recoveries(self.dispatch.journal.recent, {life.worker: life.pool for life in self.lives()})
+        return recoveries(self.dispatch.state.journal.recent, {life.worker: life.pool for life in self.lives()})
 
 
 NOTHING = Dispatcher(Rules(), logged=False)

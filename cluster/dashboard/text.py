@@ -90,7 +90,7 @@ class Counts:
         self.phase = escape(", ".join(f"{phase} × {count}" for phase, count in self.running.items())) or "nothing to do"
         lives = facts.lives()
         self.preemptions = sum(life.pool == "spot" and life.was_taken for life in lives)
-        self.waiting_for = facts.dispatch.missing_pools()
+        self.waiting_for = facts.dispatch.state.missing_pools()
 
 
 def _card(value: str, name: str, kind: str = "") -> str:

@@ -1,4 +1,6 @@
-"""Decides who runs what: events in, instructions out, each with its cause. It knows neither Dask nor a clock.
+"""Events in, instructions out, each with its cause: who runs what. It knows neither Dask nor a clock.
+
+`Dispatcher` notes what happens in its `State`, has `Decisions` say what follows, and keeps a log of both.
 
 `Dispatcher.handle` takes what happened, and answers what is to be done. The live cluster and the virtual one hand it
 the same events, and a log of them gives the same instructions again. It is level-triggered: on `TimePassed` it looks
@@ -53,15 +55,15 @@ from cluster.dispatch.events import (
 from cluster.dispatch.journal import Label
 from cluster.dispatch.request_state import ALONE, GATED, SCORING, TRAINING, RequestState, request_of
 from cluster.dispatch.rules import Rules
-from cluster.dispatch.state import RolloutWindow, Task
+from cluster.dispatch.state import RolloutWindow, State, Task
 from spotlight.records import AHEAD, Drained
 
 LATE_S = 0.01
 """A wake for the end of a rollout window comes so much after it, so that the window is over when it is looked at."""
 
 
-class Dispatcher(Decisions):
-    """The state of a cluster, and what is to be done about it.
+class Dispatcher:
+    """Notes what happens to a cluster in its state, and answers what is to be done about it.
 
     Args:
         rules: what the settings say.
@@ -69,7 +71,8 @@ class Dispatcher(Decisions):
     """
 
     def __init__(self, rules: Rules, *, logged: bool = True) -> None:
-        super().__init__(rules)
+        self.state = State(rules)
+        self._decisions = Decisions(self.state)
         self._log = EventLog(asdict(rules)) if logged else None
 
     # What happened
@@ -88,7 +91,7 @@ class Dispatcher(Decisions):
             case TasksChanged():
                 return self._tasks_changed(event)
             case TimePassed():
-                return [] if self._stopping else self._decide(event.at_s)
+                return [] if self.state.stopping else self._decisions.decide(event.at_s)
             case GangBeat():
                 return self._beat(event)
             case GangBeats():
@@ -106,19 +109,17 @@ class Dispatcher(Decisions):
             case WorkerSilent():
                 return self._silent(event)
             case EngineGone():
-                known = self._gangs.get(event.gang)
-                self.journal.event(event.at_s, "engine lost", gang=known, worker=event.worker, reason=event.reason)
-                return []
+                return self._engine_gone(event)
             case WeightsHeld():
-                self._roster.hold(event)
+                self.state.roster.hold(event)
                 return []
             case StopAsked():
-                self._stopping = True
+                self.state.stopping = True
                 return [StopWork(cause="the run is to stop")]
 
     def drain(self) -> Drained:
         """Spans, events and decisions since the last call, and the lives that began or ended since then."""
-        return replace(self.journal.drain(), decisions=self._log.drain() if self._log else ())
+        return replace(self.state.journal.drain(), decisions=self._log.drain() if self._log else ())
 
     # Graphs and tasks
 
@@ -126,7 +127,7 @@ class Dispatcher(Decisions):
         for layer in sorted(event.layers, key=lambda layer: (len(layer.name), layer.name)):  # rounds by their numbers
             self._add_tasks(layer)
             if layer.pool in GATED and layer.phase == "rollout":
-                self._window = RolloutWindow(began_s=event.at_s, window_s=layer.window_s, pools=GATED[layer.pool])
+                self.state.window = RolloutWindow(began_s=event.at_s, window_s=layer.window_s, pools=GATED[layer.pool])
                 if layer.window_s < inf:
                     at_s = event.at_s + layer.window_s + LATE_S
                     yield Wake(at_s=at_s, cause=f"reserved workers roll out for {layer.window_s:g} s")
@@ -136,47 +137,47 @@ class Dispatcher(Decisions):
         for _, indices in groupby(sorted(layer.indices), key=lambda index: index // layer.shards):
             keys = [(layer.name, index) for index in indices]
             if layer.pool in GATED:
-                self._add_request(self._gang(request_of(keys[0], layer.shards), layer), label, keys)
+                self._add_request(self._request(request_of(keys[0], layer.shards), layer), label, keys)
                 continue
             for key in keys:
-                self._tasks[key] = task = Task(key=key, label=label, gang=None)
+                self.state.tasks[key] = task = Task(key=key, label=label, request=None)
                 if layer.pool in TRAINING:
-                    self._training[key] = task
+                    self.state.training[key] = task
 
-    def _add_request(self, gang: RequestState, label: Label, keys: Sequence[Key]) -> None:
-        gang.add(keys)
+    def _add_request(self, request: RequestState, label: Label, keys: Sequence[Key]) -> None:
+        request.add(keys)
         for key in keys:
-            if key not in gang.alike:
-                self._tasks[key] = Task(key=key, label=label, gang=gang)
-        if gang.alike:
-            task = Task(key=gang.alike[0], label=label, gang=gang, alike=gang.alike)
-            self._tasks |= dict.fromkeys(gang.alike, task)
-        self._file(gang)
+            if key not in request.alike:
+                self.state.tasks[key] = Task(key=key, label=label, request=request)
+        if request.alike:
+            task = Task(key=request.alike[0], label=label, request=request, alike=request.alike)
+            self.state.tasks |= dict.fromkeys(request.alike, task)
+        self.state.file(request)
 
-    def _gang(self, name: str, layer: Layer) -> RequestState:
-        if name not in self._gangs:
-            self._order += 1
-            self._gangs[name] = RequestState(
+    def _request(self, name: str, layer: Layer) -> RequestState:
+        if name not in self.state.requests:
+            self.state.order += 1
+            self.state.requests[name] = RequestState(
                 name=name,
                 iteration=layer.iteration,
                 exploring=layer.phase.startswith("explore"),
                 pools=GATED[layer.pool],
-                order=self._order,
+                order=self.state.order,
                 widths=tuple(layer.widths),
                 windowed=layer.phase == "rollout",
                 ahead=layer.phase == AHEAD,
             )
             if layer.phase == AHEAD:
-                self._ahead[name] = self._gangs[name]
-        return self._gangs[name]
+                self.state.ahead[name] = self.state.requests[name]
+        return self.state.requests[name]
 
     def _task_changed(self, event: TaskChanged) -> Iterable[Instruction]:
-        if event.key not in self._tasks:
+        if event.key not in self.state.tasks:
             return ()
-        task = self._alone(event.key)
+        task = self.state.single(event.key)
         instructions: list[Instruction] = []
         if self._note(task, event, event.worker, instructions):
-            self._file_if_known(task.gang)
+            self._file_if_known(task.request)
         instructions += self._follows(task, event.state, event.at_s)
         return instructions
 
@@ -184,16 +185,16 @@ class Dispatcher(Decisions):
         """As one after the other; but a request is filed anew only once, when the last of its shards has changed."""
         instructions: list[Instruction] = []
         addresses = dict(zip(event.keys, event.workers, strict=True)) if event.workers else {}
-        for gang, alike in groupby(self._known(event.keys), attrgetter("gang")):
+        for request, alike in groupby(self._known(event.keys), attrgetter("request")):
             tasks = list(alike)
-            if gang is None or (gang.members and any(task.key in gang.members for task in tasks)):
+            if request is None or (request.members and any(task.key in request.members for task in tasks)):
                 changes = [
                     self._note(task, event, addresses.get(task.key, event.worker), instructions) for task in tasks
                 ]
                 if any(changes):
-                    self._file_if_known(gang)
+                    self._file_if_known(request)
             else:
-                self._note_together(gang, tasks, event, addresses)
+                self._note_together(request, tasks, event, addresses)
             if event.state in ("released", "forgotten"):
                 for task in tasks:
                     instructions += self._follows(task, event.state, event.at_s)
@@ -204,18 +205,18 @@ class Dispatcher(Decisions):
         known: list[Task] = []
         at = 0
         while at < len(keys):
-            task = self._tasks.get(keys[at])
+            task = self.state.tasks.get(keys[at])
             if task is None:
                 at += 1
             elif task.alike and keys[at : at + len(task.alike)] != task.alike:
-                self._split(task, len(task.alike))
+                self.state.split(task, len(task.alike))
             else:
                 known.append(task)
                 at += len(task.keys)
         return known
 
     def _note_together(
-        self, gang: RequestState, tasks: Sequence[Task], event: TasksChanged, addresses: Mapping[Key, str]
+        self, request: RequestState, tasks: Sequence[Task], event: TasksChanged, addresses: Mapping[Key, str]
     ) -> None:
         """As `_note`, of shards of a request, none of which is at work on it."""
         state = event.state
@@ -225,9 +226,9 @@ class Dispatcher(Decisions):
             elif task.state == "processing":
                 self._ends(task, event)
             task.state = state
-        changes = [gang.change(task.key, state, len(task.keys)) for task in tasks]
+        changes = [request.change(task.key, state, len(task.keys)) for task in tasks]
         if any(changes):
-            self._file_if_known(gang)
+            self._file_if_known(request)
 
     def _note(
         self, task: Task, event: TaskChanged | TasksChanged, address: str, instructions: list[Instruction]
@@ -238,18 +239,18 @@ class Dispatcher(Decisions):
             address: of the worker that begins it.
             instructions: gets what follows.
         """
-        state, before, gang = event.state, task.state, task.gang
+        state, before, request = event.state, task.state, task.request
         task.state = state
         if state == "processing":
             self._begins(task, address, event.at_s)
         elif before == "processing":
             self._ends(task, event)
-        if gang is None:
+        if request is None:
             self._note_ready(task)
             return False
-        changes = gang.change(task.key, state, len(task.keys))
-        if before == "processing" and task.key in gang.members:
-            instructions += self._came_back(gang, task, event)
+        changes = request.change(task.key, state, len(task.keys))
+        if before == "processing" and task.key in request.members:
+            instructions += self._came_back(request, task, event)
             return True
         return changes
 
@@ -258,14 +259,14 @@ class Dispatcher(Decisions):
             return
         if task.state != "gated":
             self._unready(task.key)
-        elif task.key in self._training:
-            self._ready[task.key] = task
+        elif task.key in self.state.training:
+            self.state.ready[task.key] = task
         elif task.label.pool == SCORING:
-            closed = task.explores and self._is_closed(task.label.iteration)
-            (self._unwanted if closed else self._unscored)[task.key] = task
+            closed = task.explores and self.state.is_closed(task.label.iteration)
+            (self.state.unwanted if closed else self.state.unscored)[task.key] = task
 
     def _unready(self, key: Key) -> None:
-        for tasks in (self._ready, self._unscored, self._unwanted):
+        for tasks in (self.state.ready, self.state.unscored, self.state.unwanted):
             tasks.pop(key, None)
 
     def _follows(self, task: Task, state: TaskState, at_s: float) -> Iterable[Instruction]:
@@ -281,152 +282,158 @@ class Dispatcher(Decisions):
         cause = "it is to run again"
         if task.alike:
             return (CloseGates(keys=task.alike, cause=cause),)
-        return (CloseGate(key=task.key, cause=cause),) if task.gang or task.label.pool in ALONE else ()
+        return (CloseGate(key=task.key, cause=cause),) if task.request or task.label.pool in ALONE else ()
 
-    def _file_if_known(self, gang: RequestState | None) -> None:
-        if gang and gang.name in self._gangs:
-            self._file(gang)
+    def _file_if_known(self, request: RequestState | None) -> None:
+        if request and request.name in self.state.requests:
+            self.state.file(request)
 
     def _begins(self, task: Task, address: str, at_s: float) -> None:
         if task.worker and task.worker != address:
-            self._roster.unassign(task.key, task.worker)
+            self.state.roster.unassign(task.key, task.worker)
         task.worker = address
-        self._roster.assign(task.key, address, at_s)
+        self.state.roster.assign(task.key, address, at_s)
 
     def _ends(self, task: Task, event: TaskChanged | TasksChanged) -> None:
-        address, started_s = task.worker, self._roster.unassign(task.key, task.worker)
-        if address not in self.journal.lives:
+        address, started_s = task.worker, self.state.roster.unassign(task.key, task.worker)
+        if address not in self.state.journal.lives:
             return
         ended = event.state in ("memory", "erred")
         if not ended:
-            agreed = self._stopping or (task.gang is not None and task.gang.planned)
-            outcome = "stopped" if agreed and address in self._roster.workers else "lost"
-            self.journal.span(task.key, task.label, task.gang, address, started_s, event.at_s, outcome)
-            if task.gang is None and address not in self._roster.workers:
-                self._lose(task)
+            agreed = self.state.stopping or (task.request is not None and task.request.planned)
+            outcome = "stopped" if agreed and address in self.state.roster.workers else "lost"
+            self.state.journal.span(task.key, task.label, task.request, address, started_s, event.at_s, outcome)
+            if task.request is None and address not in self.state.roster.workers:
+                self.state.lose(task)
         elif event.work:
             outcome = "failed" if event.state == "erred" else "dropped" if event.work.dropped else "done"
             # Whatever a clock says that was set just then: it was done after it was handed out, and by now.
             start_s = min(max(event.work.start_s, started_s), event.at_s)
             stop_s = min(max(event.work.stop_s, start_s), event.at_s)
-            self.journal.span(task.key, task.label, task.gang, address, start_s, stop_s, outcome)
+            self.state.journal.span(task.key, task.label, task.request, address, start_s, stop_s, outcome)
 
     def _forget(self, task: Task) -> None:
         for key in task.keys:
-            del self._tasks[key]
-        gang = task.gang
-        if gang is None:
-            self._training.pop(task.key, None)
+            del self.state.tasks[key]
+        request = task.request
+        if request is None:
+            self.state.training.pop(task.key, None)
             self._unready(task.key)
-        elif self._gangs.pop(gang.name, None):
-            self._ahead.pop(gang.name, None)
-            self._requests.unfile(gang)
+        elif self.state.requests.pop(request.name, None):
+            self.state.ahead.pop(request.name, None)
+            self.state.index.unfile(request)
 
     def _is_last_update(self, task: Task) -> bool:
         """Layers of one iteration's updates have ever longer names."""
-        updates = [key for key, other in self._training.items() if other.label == task.label]
+        updates = [key for key, other in self.state.training.items() if other.label == task.label]
         return task.key == max(updates, key=lambda key: (len(key[0]), key))
 
     def _training_ended(self, iteration: int, at_s: float) -> Iterator[Instruction]:
         """Exploration is closed, and rollouts of the next iteration go on there, from their last step."""
-        self._trained = max(self._trained, iteration)
-        for gang in self._gangs.values():
-            if gang.can_wait:
-                self._file(gang)
-        for gang in self._ahead.values():
-            if gang.members and self._called_off(gang) and not (gang.breaking or gang.planned):
-                yield from self._regroup(gang, at_s, "put off", AHEAD_IS_OVER)
-        for task in list(self._unscored.values()):
+        self.state.trained = max(self.state.trained, iteration)
+        for request in self.state.requests.values():
+            if request.can_wait:
+                self.state.file(request)
+        for request in self.state.ahead.values():
+            if request.members and self.state.is_called_off(request) and not (request.breaking or request.planned):
+                yield from self._decisions.regroup(request, at_s, "put off", AHEAD_IS_OVER)
+        for task in list(self.state.unscored.values()):
             self._unready(task.key)
             self._note_ready(task)
-        if self.rules.close_with_training:
+        if self.state.rules.close_with_training:
             yield CloseExploration(iteration=iteration + 1, cause=f"training of iteration {iteration} has ended")
 
     # Workers
 
     def _joined(self, event: WorkerJoined) -> list[Instruction]:
         """It may take part anew without having left: the run is handed out again if a worker was lost at it."""
-        was_there = self._roster.leave(event.address, expected=True) is not None
-        self._roster.join(event)
+        was_there = self.state.roster.leave(event.address, expected=True) is not None
+        self.state.roster.join(event)
         if event.pool != "head" and not was_there:
-            self.journal.joined(event.at_s, event.address, event.name, event.pool)
+            self.state.journal.joined(event.at_s, event.address, event.name, event.pool)
         return []
 
     def _available(self, event: WorkerAvailable) -> list[Instruction]:
-        self._roster.note_available(event.address, available=event.available)
+        self.state.roster.note_available(event.address, available=event.available)
         return []
 
     def _left(self, event: WorkerLeft) -> list[Instruction]:
         """Told before its tasks change."""
-        worker = self._roster.leave(event.address, expected=event.expected)
+        worker = self.state.roster.leave(event.address, expected=event.expected)
         if worker and worker.pool != "head":
-            reason = "end" if self._stopping else "left" if worker.name in self._roster.leaving else "lost"
-            self.journal.left(event.at_s, event.address, reason)
+            reason = "end" if self.state.stopping else "left" if worker.name in self.state.roster.leaving else "lost"
+            self.state.journal.left(event.at_s, event.address, reason)
         return []
 
     def _noticed(self, event: WorkerNoticed) -> list[Instruction]:
         """It gets no more work."""
-        worker = self._roster.note_leaving(event.address)
+        worker = self.state.roster.note_leaving(event.address)
         if worker:
-            self.journal.event(event.at_s, "notice", worker=worker.name, reason=event.reason)
+            self.state.journal.event(event.at_s, "notice", worker=worker.name, reason=event.reason)
         return []
 
     def _silent(self, event: WorkerSilent) -> list[Instruction]:
-        worker, hung = self._roster.workers.get(event.address), self._roster.hung
-        if worker is None or worker.pool == "head" or event.silent_s <= self.rules.hang_after_s:
+        worker, hung = self.state.roster.workers.get(event.address), self.state.roster.hung
+        if worker is None or worker.pool == "head" or event.silent_s <= self.state.rules.hang_after_s:
             return []
         if event.address in hung:
             return []
         hung.add(event.address)
-        self.journal.event(event.at_s, "hung", worker=worker.name)
+        self.state.journal.event(event.at_s, "hung", worker=worker.name)
         cause = f"no sign of life for {event.silent_s:.1f} s"
         return [Evict(address=event.address, name=worker.name, cause=cause)]
 
+    def _engine_gone(self, event: EngineGone) -> list[Instruction]:
+        request = self.state.requests.get(event.gang)
+        self.state.journal.event(event.at_s, "engine lost", request=request, worker=event.worker, reason=event.reason)
+        return []
+
     # Gangs
 
-    def _came_back(self, gang: RequestState, task: Task, event: TaskChanged | TasksChanged) -> Iterator[Instruction]:
+    def _came_back(self, request: RequestState, task: Task, event: TaskChanged | TasksChanged) -> Iterator[Instruction]:
         """A shard is done, or its worker is gone, or it was sent back at a step boundary."""
-        address = gang.members.pop(task.key, None)
+        address = request.members.pop(task.key, None)
         if address is None or event.state in ("memory", "erred"):
             return
-        alive = address in self._roster.workers
-        if not gang.breaking:
-            yield from self._break(gang, event.at_s, gang.names[address], gone=not alive)
+        alive = address in self.state.roster.workers
+        if not request.breaking:
+            yield from self._break(request, event.at_s, request.names[address], gone=not alive)
         if alive:
-            gang.held = (*gang.held, gang.names[address])
+            request.held = (*request.held, request.names[address])
 
-    def _break(self, gang: RequestState, at_s: float, member: str, *, gone: bool) -> Iterator[Instruction]:
+    def _break(self, request: RequestState, at_s: float, member: str, *, gone: bool) -> Iterator[Instruction]:
         """A member is gone, or handed its shard back: the present forming is over, and the others are to leave."""
-        gang.breaking = True
-        agreed = gang.planned or self._stopping or not self._roster.leaving.isdisjoint((member, *gang.workers))
-        self.journal.event(at_s, "leaves" if agreed else "broken", gang=gang, lost=member if gone else "")
+        request.breaking = True
+        leaves = not self.state.roster.leaving.isdisjoint((member, *request.workers))
+        agreed = request.planned or self.state.stopping or leaves
+        self.state.journal.event(at_s, "leaves" if agreed else "broken", request=request, lost=member if gone else "")
         if not agreed:
-            gang.lose()
-            if not gang.ran and gang.fruitless >= self.rules.quarantine_after:
-                gang.quarantined = True  # for good: a step may be told of late
+            request.lose()
+            if not request.ran and request.fruitless >= self.state.rules.quarantine_after:
+                request.quarantined = True  # for good: a step may be told of late
         why = f"{member} is gone" if gone else f"{member} handed its shard back"
-        for address in gang.members.values():  # after a leave that was agreed on they have ended already
-            yield CallOff(gang=gang.name, epoch=gang.epoch, address=address, cause=why)
+        for address in request.members.values():  # after a leave that was agreed on they have ended already
+            yield CallOff(gang=request.name, epoch=request.epoch, address=address, cause=why)
 
     def _beat(self, event: GangBeat) -> list[Instruction]:
-        gang = self._gangs.get(event.gang)
-        if gang is None or gang.epoch != event.epoch or not gang.members:
+        request = self.state.requests.get(event.gang)
+        if request is None or request.epoch != event.epoch or not request.members:
             return []
         if event.resumed:
-            gang.begin(event.step, event.steps, event.at_s)
-            self.journal.gang_event(event.at_s, "resumed", gang)
+            request.begin(event.step, event.steps, event.at_s)
+            self.state.journal.gang_event(event.at_s, "resumed", request)
             return []
-        if event.step <= gang.step:  # told twice, or late
+        if event.step <= request.step:  # told twice, or late
             return []
-        first = gang.step == gang.resumed_at
-        gang.advance(event.step, event.at_s)
+        first = request.step == request.resumed_at
+        request.advance(event.step, event.at_s)
         if first:
-            self.journal.gang_event(event.at_s, "stepped", gang)
+            self.state.journal.gang_event(event.at_s, "stepped", request)
         return []
 
 
 def differing(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Dispatcher a log of events again: the rows whose instructions are not those that were given then.
+    """Dispatch a log of events again: the rows whose instructions are not those that were given then.
 
     Args:
         rows: all that `Dispatcher.drain` told of one session after the other; other decisions are passed over.

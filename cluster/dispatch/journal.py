@@ -69,24 +69,24 @@ class Journal:
         self._changed[self._numbers[address]] = life
         self.event(at_s, reason, worker=life.worker)
 
-    def event(self, at_s: float, event: str, *, gang: RequestState | None = None, **facts: Any) -> None:
+    def event(self, at_s: float, event: str, *, request: RequestState | None = None, **facts: Any) -> None:
         row: dict[str, Any] = {"at_s": at_s, "event": event, **facts}
-        if gang:
-            row |= {"gang": gang.name, "epoch": gang.epoch, "width": gang.width, "step": gang.step}
-            row["workers"] = list(gang.workers)
+        if request:
+            row |= {"gang": request.name, "epoch": request.epoch, "width": request.width, "step": request.step}
+            row["workers"] = list(request.workers)
         self.events.append(row)
         self.recent.append(row)
 
-    def gang_event(self, at_s: float, event: str, gang: RequestState) -> None:
+    def gang_event(self, at_s: float, event: str, request: RequestState) -> None:
         """Note what happened to a gang; a single worker that starts a fresh request is left out."""
-        if gang.epoch > 1 or gang.width > 1:
-            self.event(at_s, event, gang=gang)
+        if request.epoch > 1 or request.width > 1:
+            self.event(at_s, event, request=request)
 
     def span(
         self,
         key: Key,
         label: Label,
-        gang: RequestState | None,
+        request: RequestState | None,
         address: str,
         start_s: float,
         stop_s: float,
@@ -96,7 +96,7 @@ class Journal:
         life = self.lives.get(address)
         if life is None:
             return
-        uncommitted_s, redone_s = gang.waste(start_s, stop_s) if gang else (None, 0.0)
+        uncommitted_s, redone_s = request.waste(start_s, stop_s) if request else (None, 0.0)
         span = Span(
             worker=life.worker,
             pool=life.pool,
@@ -111,7 +111,7 @@ class Journal:
         )
         self.spans.append(span)
         self._numbered += 1
-        self.shown.append(NumberedSpan(number=self._numbered, span=span, forming=gang.forming if gang else ""))
+        self.shown.append(NumberedSpan(number=self._numbered, span=span, forming=request.forming if request else ""))
 
     def drain(self) -> Drained:
         """The spans and events since the last call, and the lives that began or ended since then."""

@@ -16,7 +16,7 @@ _Kind = tuple[bool, bool, int, tuple[Pool, ...], tuple[int, ...]]
 """Of fresh requests: exploring, rolling out for training, iteration, pools, widths. Those of a kind are alike."""
 
 
-class Requests:
+class RequestIndex:
     """All requests that wait or have a gang."""
 
     def __init__(self) -> None:
@@ -40,58 +40,58 @@ class Requests:
         for there in self.at_work.values():
             yield from there.values()
 
-    def file(self, gang: RequestState, *, over: bool) -> None:
+    def file(self, request: RequestState, *, over: bool) -> None:
         """Keep a request where a decision looks for it.
 
         Args:
             over: what is behind the gate of it has nothing to do any more.
         """
-        if gang.windowed:
-            rolling = len(gang.members) if gang.pool == "reserved" else 0
-            self._count_rollout(gang.name, (int((gang.breaking or not gang.members) and not over), rolling))
-        if gang.members:
-            self.at_work.setdefault(gang.node, {})[gang.name] = gang
+        if request.windowed:
+            rolling = len(request.members) if request.pool == "reserved" else 0
+            self._count_rollout(request.name, (int((request.breaking or not request.members) and not over), rolling))
+        if request.members:
+            self.at_work.setdefault(request.node, {})[request.name] = request
         else:
-            self._note_not_at_work(gang)
+            self._note_not_at_work(request)
         filed: Filed = ""
-        if gang.parked and (over or not gang.members):
-            filed = "over" if over else "broken" if gang.epoch else "fresh"
-        if filed != gang.filed:
-            self.take_out(gang)
-            gang.filed = filed
+        if request.parked and (over or not request.members):
+            filed = "over" if over else "broken" if request.epoch else "fresh"
+        if filed != request.filed:
+            self.take_out(request)
+            request.filed = filed
             match filed:
                 case "over":
-                    self.over[gang.name] = gang
+                    self.over[request.name] = request
                 case "broken":
-                    self.broken[gang.name] = gang
+                    self.broken[request.name] = request
                 case "fresh":
-                    insort(self.queues.setdefault(_kind(gang), []), (gang.order, gang.name))
+                    insort(self.queues.setdefault(_kind(request), []), (request.order, request.name))
 
-    def unfile(self, gang: RequestState) -> None:
+    def unfile(self, request: RequestState) -> None:
         """Nobody wants it any more."""
-        self.take_out(gang)
-        self._note_not_at_work(gang)
-        if gang.windowed:
-            self._count_rollout(gang.name, (0, 0))
+        self.take_out(request)
+        self._note_not_at_work(request)
+        if request.windowed:
+            self._count_rollout(request.name, (0, 0))
 
-    def take_out(self, gang: RequestState) -> None:
+    def take_out(self, request: RequestState) -> None:
         """Out of the list that it is in."""
-        match gang.filed:
+        match request.filed:
             case "over":
-                del self.over[gang.name]
+                del self.over[request.name]
             case "broken":
-                del self.broken[gang.name]
+                del self.broken[request.name]
             case "fresh":
-                queue, entry = self.queues[_kind(gang)], (gang.order, gang.name)
+                queue, entry = self.queues[_kind(request)], (request.order, request.name)
                 del queue[bisect_left(queue, entry)]
                 if not queue:
-                    del self.queues[_kind(gang)]
-        gang.filed = ""
+                    del self.queues[_kind(request)]
+        request.filed = ""
 
-    def _note_not_at_work(self, gang: RequestState) -> None:
-        there = self.at_work.get(gang.node)
-        if there and there.pop(gang.name, None) and not there:
-            del self.at_work[gang.node]
+    def _note_not_at_work(self, request: RequestState) -> None:
+        there = self.at_work.get(request.node)
+        if there and there.pop(request.name, None) and not there:
+            del self.at_work[request.node]
 
     def _count_rollout(self, name: str, counts: tuple[int, int]) -> None:
         before = self.rollouts.get(name, (0, 0))
@@ -105,5 +105,5 @@ class Requests:
             self.rollouts[name] = counts
 
 
-def _kind(gang: RequestState) -> _Kind:
-    return gang.exploring, gang.windowed, gang.iteration, gang.pools, gang.widths
+def _kind(request: RequestState) -> _Kind:
+    return request.exploring, request.windowed, request.iteration, request.pools, request.widths

@@ -68,12 +68,12 @@ class WorkerActivity:
     since_s: float = 0.0
 
 
-def view_of(gang: RequestState) -> GangView:
+def view_of(request: RequestState) -> GangView:
     return GangView(
-        workers=gang.workers,
-        epoch=gang.epoch,
-        step=gang.step,
-        width=gang.width,
-        preemptions=gang.preemptions,
-        breaking=gang.breaking,
+        workers=request.workers,
+        epoch=request.epoch,
+        step=request.step,
+        width=request.width,
+        preemptions=request.preemptions,
+        breaking=request.breaking,
     )

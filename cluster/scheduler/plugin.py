@@ -127,7 +127,7 @@ class DispatchPlugin(SchedulerPlugin):
         """What the driver fetched last, and how many times it had fetched something by then."""
         scheduler.handlers.update(spotlight_status=self.status, spotlight_stop=self.stop, spotlight_close=self.leave)
         scheduler.handlers["spotlight_drain"] = self.drain
-        scheduler.handlers.update(spotlight_holders=self._dispatch.holders, spotlight_notice=self._notice)
+        scheduler.handlers.update(spotlight_holders=self._dispatch.state.holders, spotlight_notice=self._notice)
         heard = ((BEAT, self._beat), (LOST_ENGINE, self._lost_engine), (HOLDS, self._holds))
         scheduler.stream_handlers.update((*heard, (READY, self._ready), (REFUSED, self._refuse)))
         self._restore = relaxed(scheduler)
@@ -185,7 +185,7 @@ class DispatchPlugin(SchedulerPlugin):
         self._tell(GraphCame(at_s=self._clock(), layers=tuple(layer_of(keys, annotations) for keys in layers.values())))
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, stimulus_id: str, **facts: Any) -> None:
-        if not self._dispatch.knows(key):
+        if not self._dispatch.state.knows(key):
             return
         task, worker = self._scheduler.tasks.get(key), ""
         if finish == "processing" and task is not None and task.processing_on is not None:
@@ -291,7 +291,7 @@ class DispatchPlugin(SchedulerPlugin):
         return changed
 
     def _has_foreign_tasks(self, state: WorkerState) -> bool:
-        return any(not self._dispatch.knows(task.key) for task in state.processing)
+        return any(not self._dispatch.state.knows(task.key) for task in state.processing)
 
     async def _keep_watching(self) -> None:
         """Time and again, whatever becomes of the system's clock."""
@@ -309,7 +309,7 @@ class DispatchPlugin(SchedulerPlugin):
         if paused_s:
             self._stall.paused(paused_s)
             if self._heartbeats.is_worth_telling(paused_s):
-                self._dispatch.journal.event(now_s, "paused", lost_s=paused_s)
+                self._dispatch.state.journal.event(now_s, "paused", lost_s=paused_s)
         self._look_for_stall(now_s)
         if self._tell_availability():
             self.schedule_decision()
@@ -328,12 +328,12 @@ class DispatchPlugin(SchedulerPlugin):
 
     def _look_for_stall(self, now_s: float) -> None:
         """Say what is waited for; and decide again, should an event have been lost."""
-        if self._stall.is_due(now_s) and not self._dispatch.snapshot().stopping:
-            self._dispatch.journal.event(now_s, "waits", what=self._waits(now_s))
+        if self._stall.is_due(now_s) and not self._dispatch.state.snapshot().stopping:
+            self._dispatch.state.journal.event(now_s, "waits", what=self._waits(now_s))
             self.schedule_decision()
 
     def _waits(self, now_s: float) -> str:
-        now, lasts_s = self._dispatch.snapshot(), self._stall.lasts_s(now_s)
+        now, lasts_s = self._dispatch.state.snapshot(), self._stall.lasts_s(now_s)
         said = sentence(lasts_s, self._running(now_s), missing=self._waiting_for(now), requests=now.waiting)
         refused = "".join(f"; {name} takes no part: {reason}" for name, reason in list(self._refused.values())[:1])
         return said + refused
@@ -345,7 +345,7 @@ class DispatchPlugin(SchedulerPlugin):
             for address in self._heads & self._scheduler.workers.keys()
             for task in self._scheduler.workers[address].processing
         ]
-        doing = [each for each in self._dispatch.doing() if each.phase]
+        doing = [each for each in self._dispatch.state.doing() if each.phase]
         return [*((f"{each.phase} {each.iteration}", each.worker, now_s - each.since_s) for each in doing), *heads]
 
     def _look_at_unready(self, now_s: float, silent: Mapping[str, float]) -> None:
@@ -357,7 +357,7 @@ class DispatchPlugin(SchedulerPlugin):
                 unready_s = self._heartbeats.overdue_s(address, silent[address])
                 if unready_s:
                     cause = f"not ready {unready_s:.0f} s after it came"
-                    self._dispatch.journal.event(now_s, "hung", worker=str(state.name))
+                    self._dispatch.state.journal.event(now_s, "hung", worker=str(state.name))
                     self._evicting.append(Evict(address=address, name=str(state.name), cause=cause))
 
     # What the driver asks
@@ -380,7 +380,7 @@ class DispatchPlugin(SchedulerPlugin):
 
     def status(self) -> dict[str, Any]:
         """What is running where, for a display; plain values."""
-        now = self._dispatch.snapshot()
+        now = self._dispatch.state.snapshot()
         return {
             "workers": dict(now.pools),
             "running": dict(now.running),
@@ -411,8 +411,8 @@ class DispatchPlugin(SchedulerPlugin):
     def _hopeless(self, now: Snapshot) -> str:
         """Why the run cannot go on: a task ends all its workers, nothing begins though all is there, or nobody who is
         there can take part; else empty."""
-        if self._dispatch.outlasted:
-            return self._dispatch.outlasted
+        if self._dispatch.state.outlasted:
+            return self._dispatch.state.outlasted
         now_s, waiting_for = self._clock(), self._waiting_for(now)
         busy = not self._unavailable.isdisjoint((*self._nodes, *self._scorers))  # with what is not ours
         if self._stall.is_over(now_s) and not (busy or self._running(now_s)):
@@ -433,7 +433,7 @@ class DispatchPlugin(SchedulerPlugin):
 
     def snapshot(self) -> Snapshot:
         """The dispatcher's state; to be asked for in the scheduler's process."""
-        return self._dispatch.snapshot()
+        return self._dispatch.state.snapshot()
 
 
 def snapshot_of(dask_scheduler: Scheduler) -> Snapshot:

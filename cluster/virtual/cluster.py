@@ -111,7 +111,7 @@ class VirtualCluster:
             self._messages,
             {} if committed is None else committed,
             tell=self._tell,
-            epoch=dispatch.epoch,
+            epoch=dispatch.state.epoch,
             finish=self._executor.finish_members,
             hand_back=self._executor.hand_back_member,
         )
@@ -122,7 +122,7 @@ class VirtualCluster:
             self._executor,
             self._gangs,
             self.workers,
-            hang_after_s=dispatch.rules.hang_after_s,
+            hang_after_s=dispatch.state.rules.hang_after_s,
             tell=self._tell,
             gone=self._gone,
         )
@@ -195,8 +195,8 @@ class VirtualCluster:
                 raise Stopped
             self._settle()
             self._check()
-            if self._dispatch.outlasted:
-                raise SpotlightError(self._dispatch.outlasted)
+            if self._dispatch.state.outlasted:
+                raise SpotlightError(self._dispatch.state.outlasted)
             if done():
                 return
             if self._clock.next_s is None:
@@ -214,15 +214,15 @@ class VirtualCluster:
 
     def _tell_steps(self) -> None:
         """How far gangs are, where idle workers could make them wider."""
-        names = self._dispatch.widenable()
+        names = self._dispatch.state.widenable()
         self._gangs.tell_steps([self.gang_epochs[name] for name in names if name in self.gang_epochs])
 
     def _why_nothing_happens(self) -> str:
-        now = self._dispatch.snapshot()
+        now = self._dispatch.state.snapshot()
         pools = ", ".join(now.waiting_for) or "that they may use"
         another = (
             "let another pool do it (strategy.rollout_pools, strategy.train_pools)"
-            if self._dispatch.rules.reserved_computes
+            if self._dispatch.state.rules.reserved_computes
             else "give the reserved workers a GPU (pools.reserved.gpu)"
         )
         return (

@@ -50,7 +50,7 @@ MOST_MOMENTS = 20_000
 QUIET_S = 600.0
 """So long after the last fault a run that has not ended is taken to hang."""
 CURSE_S = 0.01
-"""After its launch a always_fails request loses an engine: before its first step has ended."""
+"""After its launch a request that always fails loses an engine: before its first step has ended."""
 
 
 class DriverKilled(Exception):

@@ -105,10 +105,10 @@ class Invariants:
         for forming in cluster.gang_epochs.values():
             if forming.width > 1:
                 self._report(cluster, _torn(forming))
-            known, taken = dispatch.step(forming.name), forming.steps_by(cluster.now_s)
-            if known > taken and dispatch.epoch(forming.name) == forming.epoch:
+            known, taken = dispatch.state.step(forming.name), forming.steps_by(cluster.now_s)
+            if known > taken and dispatch.state.epoch(forming.name) == forming.epoch:
                 self._report(cluster, [f"{forming.name}: step {known} is known, forming {forming.epoch} is at {taken}"])
-        self._report(cluster, dispatch.idle_beside_waiting())
+        self._report(cluster, dispatch.state.idle_beside_waiting())
 
     def _report(self, cluster: VirtualCluster, wrong: Iterator[str] | list[str]) -> None:
         for sentence in wrong:
