@@ -137,7 +137,7 @@ def measure(blocks: int, turns: int, at: str | None) -> dict[str, float]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     adapters, train, clock = Adapters(blocks, device), config.load(SETTINGS).train, Clock()
     assert train.keeps_old
-    trainer = Trainer(cast("Model", adapters), train, seed=0)
+    trainer = Trainer(cast("Model", adapters), train)
     with tempfile.TemporaryDirectory(prefix="updates-", dir=at) as run:
         node = Node(shared_root(Path(run).name))
         try:

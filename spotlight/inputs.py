@@ -106,11 +106,16 @@ def _named(where: str) -> Iterator[None]:
 def _check_widths(settings: configuration.Config, found: checkpoints.Survey) -> None:
     """
     Raises:
-        SpotlightError: a gang cannot share the transformer's heads.
+        SpotlightError: a gang cannot share the transformer, or its heads.
     """
     heads = found.transformer.config.get("num_attention_heads")
     asked = (("strategy.widths", settings.strategy.widths), ("train.width", (settings.train.width,)))
     for setting, widths in asked:
+        if max(widths) > 1 and not found.family.shares:
+            raise SpotlightError(
+                f"{setting}: a gang of {max(widths)} cannot share a forward pass of {settings.model.path}: diffusers "
+                f"has no plan for splitting a {found.family.transformer}; make it 1"
+            )
         uneven = [width for width in widths if isinstance(heads, int) and heads % width]
         if uneven:
             raise SpotlightError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,10 @@ from spotlight.config import TrainSection
 from spotlight.records import Sampler
 from spotlight.rl.algorithms import TrainingBatch
 from spotlight.rl.flow import initial_noise, ode_step, sde_step, step_noise
+from spotlight.rl.gradients import PartGradient, part_gradient, rows_to_learn_from
+from spotlight.rl.models.base import Model
 from spotlight.rl.models.tiny_text import HEIGHT_PX, WIDTH_PX, TinyText
+from spotlight.rl.parts import Cut
 from spotlight.rl.trainer import Trainer
 
 SIZE: dict[str, Any] = {"height_px": HEIGHT_PX, "width_px": WIDTH_PX}
@@ -21,6 +25,71 @@ PROMPTS = ("12", "12", "12", "7", "7", "7")
 STEPS, WINDOW, NOISE_LEVEL = 4, (0, 2), 0.7
 UNBOUND = 1e9
 """A gradient norm that is never reached: gradients stay as they were computed."""
+
+
+class OneProcessTrainer(Trainer):
+    """Makes an iteration's weights in this process: the same bits as if its parts had been computed anywhere.
+
+    Args:
+        seed: of the run.
+    """
+
+    def __init__(self, model: Model, settings: TrainSection, *, seed: int) -> None:
+        super().__init__(model, settings)
+        self._seed = seed
+
+    def update(self, batch: TrainingBatch, *, iteration: int) -> dict[str, float]:
+        """Take the iteration's optimizer steps, part after part; the model holds the next version afterwards.
+
+        Args:
+            batch: all samples of the iteration.
+
+        Returns:
+            What `finish` does.
+
+        Raises:
+            SpotlightError: a gradient that is not finite; or (Flow-GRPO) the trainer's policy is not the one that
+                sampled.
+        """
+        settings, groups = self._settings, batch.groups_B or tuple(range(len(batch.advantages_B)))
+        prompts, pairs = len(set(groups)), settings.dpo_pairs if settings.algorithm == "dpo" else 0
+        cut = Cut(
+            parts=settings.parts,
+            updates=settings.updates,
+            prompts=prompts,
+            seeds=len(groups) // prompts,
+            pairs=pairs,
+            seed=self._seed,
+        )
+        start = {name: value.clone() for name, value in self._model.trainable().items()}
+        updates, norms = [], []
+        for u in range(settings.updates):
+            current = {name: value.clone() for name, value in self._model.trainable().items()}
+            parts = []
+            for part in range(cut.count):
+                self._model.load_trainable(start)
+                chosen = batch.take(cut.positions(iteration, u, part, batch.advantages_B.tolist(), groups))
+                parts.append(self.gradient(chosen, iteration=iteration, current=current if u else None))
+            self._model.load_trainable(current)
+            tensors = (part.tensors for part in parts)
+            rows = rows_to_learn_from(settings, [(part.rows, part.metrics) for part in parts])
+            norms.append(self.step(rows, tensors, iteration=iteration, update=u))
+            updates.append([(part.rows, part.loss, part.metrics) for part in parts])
+        return self.finish(updates, norms, iteration=iteration)
+
+    def gradient(
+        self, batch: TrainingBatch, *, iteration: int, current: Mapping[str, Tensor] | None = None
+    ) -> PartGradient:
+        """Of one part; see `part_gradient`."""
+        return part_gradient(
+            self._model,
+            self._settings,
+            batch,
+            seed=self._seed,
+            iteration=iteration,
+            old=self._old,
+            current=current,
+        )
 
 
 def make_model(*, rank: int = 0) -> TinyText:
@@ -64,8 +133,8 @@ def make_batch(model: TinyText, *, sampler: Sampler = "sde", guidance: float = 1
     )
 
 
-def make_trainer(model: TinyText, *, seed: int = 5, **settings: Any) -> Trainer:
-    return Trainer(model, TrainSection(**settings), seed=seed)
+def make_trainer(model: TinyText, *, seed: int = 5, **settings: Any) -> OneProcessTrainer:
+    return OneProcessTrainer(model, TrainSection(**settings), seed=seed)
 
 
 def weights_of(model: TinyText) -> dict[str, Tensor]:

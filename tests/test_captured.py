@@ -289,7 +289,7 @@ def test_weights_stay_where_a_graph_reads_them(rank: int) -> None:
     model.make_trainable(rank=rank, alpha=0, seed=0)
     places = [parameter.data_ptr() for parameter in model.parameters()]
     state = {name: value + 1 for name, value in model.trainable().items()}
-    trainer = Trainer(model, TrainSection(lora_rank=rank, old_decay=0.5, ema_decay=0.5), seed=0)
+    trainer = Trainer(model, TrainSection(lora_rank=rank, old_decay=0.5, ema_decay=0.5))
 
     model.load_trainable(state)
     with model.reference():

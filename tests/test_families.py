@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipelines import tiny_flux, tiny_qwen_image, tiny_sd3
-from spotlight import config
+from runs import settings_file
+from spotlight import Run, config
 from spotlight.records import SpotlightError
 from spotlight.rl import checkpoints
 from spotlight.rl.models import Loading, Model, require_memory
@@ -333,7 +334,7 @@ def test_updates_of_a_lora_need_no_base_weights(
     bare.make_trainable(rank=2, alpha=0.0, seed=1)
     for model in (whole, bare):
         model.load_trainable(start)
-        trainer = Trainer(model, settings, seed=0)
+        trainer = Trainer(model, settings)
         for update in range(2):
             rng = torch.Generator().manual_seed(update)
             gradients = {str(at): torch.randn(p.shape, generator=rng) for at, p in enumerate(model.parameters())}
@@ -458,6 +459,24 @@ def test_a_broken_checkpoint_gets_one_clear_message(made: Checkpoints, tmp_path:
         checkpoints.survey(name, directory)
 
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "widths", "message"),
+    [
+        ("sd3", [1, 2], "a gang of 2 cannot share a forward pass of .*: diffusers has no plan for splitting a SD3"),
+        ("qwen-image", [1, 3], "a gang of 3 cannot evenly share the 4 attention heads of "),
+        ("flux", [1, 3], "a gang of 3 cannot evenly share the 4 attention heads of "),
+    ],
+)
+def test_a_gang_that_cannot_share_a_model_is_refused_before_a_cluster_begins(
+    made: Checkpoints, tmp_path: Path, name: str, widths: list[int], message: str
+) -> None:
+    settings = settings_file(tmp_path)
+    of_model = [f"model.name={name}", f"model.path={made[name]}", "model.height_px=64", "model.width_px=64"]
+
+    with pytest.raises(SpotlightError, match=f"strategy.widths: {message}"):
+        Run(settings, [*of_model, f"strategy.widths={widths}"])
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -84,18 +84,15 @@ def test_guidance_doubles_denoising_and_training() -> None:
     assert guided.train_s(SAMPLES) == pytest.approx(2 * plain.train_s(SAMPLES))
 
 
-def test_work_is_made_to_last_and_what_is_too_slow_is_told() -> None:
+def test_work_is_made_to_last() -> None:
     pace = Pace(settings())
     before_s = time.monotonic()
 
     with pace.lasting(0.1):
         pass
     lasted_s = time.monotonic() - before_s
-    with pace.lasting(0.01):
-        time.sleep(0.05)
 
     assert lasted_s >= 0.1
-    assert pace.late_s >= 0.05 - 0.01
 
 
 def test_a_wait_ends_when_its_work_is_called_off() -> None:

@@ -42,10 +42,6 @@ class Snapshot:
     gangs: Mapping[str, GangView]
     leaving: frozenset[str]
     """Names of workers under notice."""
-    trained: int
-    """The last iteration whose training has ended; -1 before the first."""
-    trainer: str
-    """Name of the worker that took the last update."""
     preemptions: int
     """Spot workers lost, with and without a notice."""
     stopping: bool

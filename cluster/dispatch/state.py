@@ -305,8 +305,6 @@ class State:
             widths=dict(Counter(request.width for request in self.index.with_gang())),
             gangs={name: view_of(request) for name, request in self.requests.items()},
             leaving=frozenset(self.roster.leaving),
-            trained=self.trained,
-            trainer=self.optimizer_worker,
             preemptions=sum(life.was_taken and life.pool == "spot" for life in lives),
             stopping=self.stopping,
         )

@@ -1,7 +1,7 @@
 """Paced devices: how long work is made to last, as a cost model has it for a larger model on a GPU.
 
 For experiments with a cluster's shape on one machine: learning, scheduling and losses are real, durations are
-emulated. It decides no duration itself, and it never shortens one: a machine that is too slow shows in `late_s`.
+emulated. It decides no duration itself, and it never shortens one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ class Pace:
 
     def __init__(self, config: Config, *, waits: bool = True) -> None:
         self._durations = TaskDurations(config) if config.pace.gpu and waits else None
-        self.late_s = 0.0
-        """Real seconds that work took beyond its emulated ones: 0 where the machine keeps up."""
 
     def step_s(self, samples: int, width: int) -> float:
         """Real seconds of one denoising step of a batch on a gang."""
@@ -47,7 +45,6 @@ class Pace:
         until_s = time.monotonic() + real_s
         yield
         remaining_s = until_s - time.monotonic()
-        self.late_s += max(0.0, -remaining_s) if real_s else 0.0
         while remaining_s > 0:
             look()
             time.sleep(min(remaining_s, TICK_S))

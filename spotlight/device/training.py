@@ -76,7 +76,7 @@ class Training:
 
     @cached_property
     def _trainer(self) -> Trainer:
-        return Trainer(self._resident.model, self._config.train, seed=self._config.run.seed)
+        return Trainer(self._resident.model, self._config.train)
 
     def publish_start(self) -> WeightsRef:
         """Publish version 0: the weights that training starts from."""

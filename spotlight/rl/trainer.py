@@ -1,8 +1,8 @@
 """Makes one iteration's weights from the gradients of its parts: optimizer, old policy and averaged weights.
 
-Knows torch and `Model`, but no Dask and no files. All that is drawn depends on (seed, iteration, sample) alone, so an
-iteration that is repeated on another machine, or after a resume, makes the same weights. Metrics hold no seconds.
-What is computed from samples is in `spotlight.rl.gradients`.
+Knows torch and `Model`, but no Dask and no files. It draws nothing, so an iteration that is repeated on another
+machine, or after a resume, makes the same weights. Metrics hold no seconds. Gradients come from
+`spotlight.rl.gradients`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from torch import Tensor
 
 from spotlight.config import TrainSection
 from spotlight.records import SpotlightError
-from spotlight.rl.algorithms import TrainingBatch
-from spotlight.rl.gradients import PartGradient, Tensors, merged, part_gradient, rows_to_learn_from
+from spotlight.rl.gradients import Tensors, merged
 from spotlight.rl.models.base import Model
-from spotlight.rl.parts import Cut
 from spotlight.rl.sums import tree_sum
 
 DECAY_LINEAR, DECAY_LINEAR_MAX = 0.001, 0.5
@@ -55,77 +53,20 @@ class Trainer:
     is during one.
     """
 
-    def __init__(self, model: Model, settings: TrainSection, *, seed: int) -> None:
+    def __init__(self, model: Model, settings: TrainSection) -> None:
         """
         Args:
             model: already made trainable; its parameters are updated in place.
             settings: the run's.
-            seed: the run's; all that training draws is keyed by it.
         """
         self._model = model
         self._settings = settings
-        self._seed = seed
         self._optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
         )
         self._old = [p.detach().clone() for p in model.parameters()] if settings.keeps_old else None
         self._ema = (
             {name: value.float().clone() for name, value in model.trainable().items()} if settings.ema_decay else None
-        )
-
-    def update(self, batch: TrainingBatch, *, iteration: int) -> dict[str, float]:
-        """Run the iteration's optimizer steps, part after part; the model holds the next version afterwards.
-
-        The same bits as if the parts had been computed anywhere.
-
-        Args:
-            batch: all samples of the iteration.
-
-        Returns:
-            What `finish` does.
-
-        Raises:
-            SpotlightError: a gradient that is not finite; or (Flow-GRPO) the trainer's policy is not the one that
-                sampled.
-        """
-        settings, groups = self._settings, batch.groups_B or tuple(range(len(batch.advantages_B)))
-        prompts, pairs = len(set(groups)), settings.dpo_pairs if settings.algorithm == "dpo" else 0
-        cut = Cut(
-            parts=settings.parts,
-            updates=settings.updates,
-            prompts=prompts,
-            seeds=len(groups) // prompts,
-            pairs=pairs,
-            seed=self._seed,
-        )
-        start = {name: value.clone() for name, value in self._model.trainable().items()}
-        updates, norms = [], []
-        for u in range(settings.updates):
-            current = {name: value.clone() for name, value in self._model.trainable().items()}
-            parts = []
-            for part in range(cut.count):
-                self._model.load_trainable(start)
-                chosen = batch.take(cut.positions(iteration, u, part, batch.advantages_B.tolist(), groups))
-                parts.append(self.gradient(chosen, iteration=iteration, current=current if u else None))
-            self._model.load_trainable(current)
-            tensors = (part.tensors for part in parts)
-            rows = rows_to_learn_from(settings, [(part.rows, part.metrics) for part in parts])
-            norms.append(self.step(rows, tensors, iteration=iteration, update=u))
-            updates.append([(part.rows, part.loss, part.metrics) for part in parts])
-        return self.finish(updates, norms, iteration=iteration)
-
-    def gradient(
-        self, batch: TrainingBatch, *, iteration: int, current: Mapping[str, Tensor] | None = None
-    ) -> PartGradient:
-        """Of one part; see `part_gradient`."""
-        return part_gradient(
-            self._model,
-            self._settings,
-            batch,
-            seed=self._seed,
-            iteration=iteration,
-            old=self._old,
-            current=current,
         )
 
     def step(self, rows: int, gradients: Iterable[Tensors], *, iteration: int, update: int) -> float:

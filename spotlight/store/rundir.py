@@ -362,24 +362,24 @@ class RunDir:
     def selection(self, iteration: int) -> Selection | None:
         """The recorded kept seeds of an iteration."""
         way_out = f"restore it, or delete it, and {made_again(iteration)}"
-        return self._file(f"selections/{iteration:05d}.json", Selection, way_out)
+        return self._file(self.selection_key(iteration), Selection, way_out)
 
     def selection_key(self, iteration: int) -> str:
         return f"selections/{iteration:05d}.json"
 
     def record_selection(self, selection: Selection) -> None:
-        self.write_json(f"selections/{selection.iteration:05d}.json", selection)
+        self.write_json(self.selection_key(selection.iteration), selection)
 
     def beliefs(self, iteration: int) -> Beliefs:
         """What exploration knew before an iteration was trained on."""
         way_out = f"restore it, or delete it, and {made_again(iteration)}"
-        return self._file(f"beliefs/{iteration:05d}.json", Beliefs, way_out) or Beliefs()
+        return self._file(self.beliefs_key(iteration), Beliefs, way_out) or Beliefs()
 
     def beliefs_key(self, iteration: int) -> str:
         return f"beliefs/{iteration:05d}.json"
 
     def record_beliefs(self, iteration: int, beliefs: Beliefs) -> None:
-        self.write_json(f"beliefs/{iteration:05d}.json", beliefs)
+        self.write_json(self.beliefs_key(iteration), beliefs)
 
     def retain_beliefs(self, keep: Collection[int], iteration: int) -> None:
         """Remove those of an iteration, unless it is one to keep: with twenty thousand prompts they are megabytes."""
