@@ -3,11 +3,11 @@
 Whole runs on the virtual clock: the embedded model really learns, each step lasts what the cost model says of
 Qwen-Image on H100s. Seconds and dollars are those of the iterations; start-up and validation are left out.
 
-A strategy's recipe is the best of so many trials on tuning seeds, which end at the target in the middle: as many for
-each, drawn at random from one space, and the same for all that explore, and for all that do not. Fresh seeds are then
-run with it, to the last target. What nobody explores for learns the same whoever rolls it out: such a run is made once,
-and for the other strategies only timed (a test says that the times are the same). So is blocking exploration at another
-size.
+Each strategy tries as many recipes as the others, on tuning seeds, up to the target in the middle. Recipes are drawn at
+random from one space: strategies that explore share one set of them, those that do not share another. Fresh seeds are
+then run with the best, to the last target. Without exploration a run learns the same whoever rolls it out: it is made
+once, and for the other strategies only timed (a test says that the times are the same). So is blocking exploration at
+another size.
 
 The tables show the base recipe ("untuned") of a strategy until all fresh seeds were run with its best, and nothing of
 one that not all were run with. The raw data has a line per run; runs that are there are not made again. ``python -m

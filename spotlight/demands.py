@@ -122,7 +122,7 @@ def _tasks(config: Config, validation_prompts: int) -> Iterator[Demand]:
         **common,
     )
     yield Demand(
-        what="gradients that the updates of an iteration, and their sums, are told of",
+        what="references to gradients in the graph of an iteration (each update and each sum lists what it may need)",
         asked=(cut.updates * (cut.updates + 1) // 2 + cut.updates * adds) * cut.count,
         usual=TOLD_USUAL,
         limit=TOLD_MAX,

@@ -294,7 +294,7 @@ class GradientPart:
     positions: tuple[int, ...]
     """Of each sample among the iteration's, by which what is drawn for it is keyed."""
     after: str = ""
-    """SHA-256 of the weights after the update before; empty in the first."""
+    """SHA-256 of the weights that the previous update left; empty in the first."""
     settings: str = ""
     """SHA-256 of those that it is trained with."""
     slices: int = 1

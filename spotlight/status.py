@@ -37,9 +37,9 @@ class Status:
     """What the same useful seconds cost at reserved prices, as if none idled."""
     usd_per_iteration: float | None
     usd_per_sample: float | None
-    """That was kept."""
+    """Dollars for each sample that was kept."""
     usd_per_point: float | None
-    """Of a hundredth of the validation score; None where it has not risen."""
+    """Dollars for each hundredth of the validation score; None where it has not risen."""
     preemptions: int
     workers: Mapping[str, int]
     """Alive, by pool."""

@@ -40,6 +40,12 @@ def test_the_page_of_settings_is_what_the_settings_say() -> None:
     assert (ROOT / "docs" / "settings.md").read_text("utf-8") == make(), "run: python docs/make_settings.py"
 
 
+def test_the_page_of_files_is_made_from_them() -> None:
+    make = runpy.run_path(str(ROOT / "docs" / "make_code.py"))["page"]
+
+    assert (ROOT / "docs" / "code.md").read_text("utf-8") == make(), "run: python docs/make_code.py"
+
+
 def test_every_benchmark_has_its_results_and_every_command_its_benchmark() -> None:
     benchmarks = {file.stem for file in (ROOT / "benchmarks").glob("*.py")} - {"__init__"}
 

@@ -64,11 +64,10 @@ class Decisions:
                 yield self._launch(state.requests[launch.request], launch.workers, at_s)
 
     def _make_room(self, at_s: float) -> Iterator[Instruction]:
-        """Training that waits, and rollouts that lost their worker, get spot workers that roll out for the next
-        iteration, where that can go on.
+        """Take spot workers from rollouts of the next iteration, for training or rollouts of this one that wait.
 
-        Single workers only: who waits for a gang of them might never get it, since a request that lost its gang is
-        placed before fresh ones. So no fresh rollout is looked at, either.
+        Only for what a single worker can run: what needs a gang might wait for ever. And only for rollouts that lost
+        their worker: they are placed before fresh ones, which would not get the worker.
         """
         state = self._state
         if not state.ahead:

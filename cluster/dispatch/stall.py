@@ -1,7 +1,7 @@
-"""When a run has been quiet for long: what it waits for is said, and what nobody will bring about is found. Pure.
+"""Tells when a run has stalled: when to report what it waits for, and when to give up. Pure.
 
-Every wait has an owner: for whatever the run waits for, somebody here says so after a while, and again after twice as
-long, and so on; and where everything is there and nothing begins, the run is to end.
+A run in which nothing happens reports what it waits for after a while, again after twice as long, and so on. Where all
+that it needs is there and still nothing begins, it is to end.
 """
 
 from __future__ import annotations

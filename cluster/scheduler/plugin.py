@@ -1,12 +1,12 @@
 """Dask's events into the dispatcher, and its instructions back; what the driver asks of it. It decides nothing.
 
-`DispatchPlugin` runs on the scheduler's event loop, on any scheduler, for one run at a time. With `SchedulerCalls` and
-`relaxed` it is the only user of Dask's internals: of the scheduler, they use ``tasks``, ``running``, ``workers``,
-``handlers``, ``stream_handlers``, ``loop``, ``plugins``, ``worker_plugins``, ``extensions``, ``set_restrictions``,
-``transitions``, ``remove_worker``, ``remove_plugin``, ``unregister_worker_plugin``,
-``bulk_schedule_unrunnable_after_adding_worker``, ``log_event``, ``send_all`` and what `relaxed` sets; of a task:
-``state``, ``key``, ``resource_restrictions``, ``worker_restrictions``, ``processing_on`` and ``suspicious``; of a
-worker: ``address``, ``name``, ``processing``, ``resources`` and ``last_seen``.
+`DispatchPlugin` runs on the scheduler's event loop, on any scheduler, for one run at a time. This package alone uses
+Dask's internals: of the scheduler ``tasks``, ``running``, ``workers``, ``handlers``, ``stream_handlers``, ``loop``,
+``plugins``, ``worker_plugins``, ``extensions``, ``set_restrictions``, ``transitions``, ``remove_worker``,
+``remove_plugin``, ``unregister_worker_plugin``, ``bulk_schedule_unrunnable_after_adding_worker``, ``log_event``,
+``send_all`` and what `setup` sets; of a task: ``state``, ``key``, ``resource_restrictions``, ``worker_restrictions``,
+``processing_on`` and ``suspicious``; of a worker: ``address``, ``name``, ``processing``, ``resources`` and
+``last_seen``.
 
 Invariants: a gated task is in Dask's state "no-worker" until an instruction names its worker; a lost worker's tasks go
 back behind the gate, and are never counted as failures.
@@ -52,7 +52,7 @@ from cluster.dispatch.snapshot import Snapshot
 from cluster.dispatch.stall import StallDetector, sentence
 from cluster.messages import BEAT, EVICTED, HEARD_OF, HOLDS, LOST_ENGINE, READY, REFUSED
 from cluster.scheduler.calls import SchedulerCalls
-from cluster.scheduler.setup import relaxed, steady
+from cluster.scheduler.setup import configure, steady
 from cluster.scheduler.translation import STATES, STEP_S, layer_of, work_of
 from cluster.version import code_version
 from spotlight.clock import Clock, wall_clock
@@ -130,7 +130,7 @@ class DispatchPlugin(SchedulerPlugin):
         scheduler.handlers.update(spotlight_holders=self._dispatch.state.holders, spotlight_notice=self._notice)
         heard = ((BEAT, self._beat), (LOST_ENGINE, self._lost_engine), (HOLDS, self._holds))
         scheduler.stream_handlers.update((*heard, (READY, self._ready), (REFUSED, self._refuse)))
-        self._restore = relaxed(scheduler)
+        self._restore = configure(scheduler)
         steady(scheduler.loop)
         self._watching = asyncio.create_task(self._keep_watching())
 

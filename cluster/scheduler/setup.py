@@ -18,7 +18,7 @@ FAILURES = 1_000_000
 """Losses of its worker that a task survives."""
 
 
-def relaxed(scheduler: Scheduler) -> Callable[[], None]:
+def configure(scheduler: Scheduler) -> Callable[[], None]:
     """Set a scheduler so that losses are normal and only the dispatcher moves work; returns what undoes that."""
     names = ("allowed_failures", "worker_ttl", "no_workers_timeout")
     before = {name: getattr(scheduler, name) for name in names}
@@ -76,8 +76,11 @@ def _keep_others_off_the_head(scheduler: Scheduler) -> Callable[[], None]:
 
 
 def steady(loop: IOLoop) -> None:
-    """Have what a loop does time and again go on when the system's clock is set back: it would wait until that has
-    caught up, and so would messages that were to follow another within milliseconds."""
+    """Run this loop's timers on a clock that is never set back.
+
+    Otherwise timers, and messages that follow another within milliseconds, would wait until a system clock that was set
+    back has caught up.
+    """
     ahead_s = loop.time() - wall_clock()
     loop.time = lambda: ahead_s + wall_clock()  # type: ignore[method-assign]
     vars(batched)["time"] = wall_clock  # of the whole process, which has one loop

@@ -30,7 +30,7 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
 
     Args:
         gang: names the request within the graph.
-        shard: of all that the widest gang would have; those that are not needed return at once.
+        shard: of all that the widest gang would have; those that are not needed return once the first shard is done.
     """
     place = signals.placed(gang, shard, request)
     if isinstance(place, Quarantined):

@@ -1,6 +1,6 @@
 """What is learnt, and how: the model, its prompts and rewards, what is rolled out, explored and trained on, and kept.
 
-Defaults are those of a vetted run of ``examples/ocr-tiny.toml``.
+Defaults suit a first run; ``examples/ocr-tiny.toml`` and ``examples/presets`` say where they differ, and why.
 """
 
 from __future__ import annotations
@@ -224,9 +224,10 @@ class ExplorationSection(Section):
     planner: Literal["bandit", "equal"] = "bandit"
     """"bandit": candidates go where they raise the variance of the kept seeds most; "equal": to all prompts alike."""
     budget: Literal["time", "fixed", "worth"] = "time"
-    """"time": the end of training closes exploration; "fixed": every candidate is tried; "worth": as many are tried as
-    raise the expected variance of the kept seeds by a larger share than they lengthen the iteration, where every GPU
-    could also roll out or train (``strategy.train_pools``), or as fill the seconds in which spot GPUs would idle."""
+    """"time": the end of training closes exploration; "fixed": every candidate is tried; "worth": candidates
+    are tried while the next ones raise the expected variance of the kept seeds by a larger share than they lengthen the
+    iteration. Seconds in which spot GPUs would idle count as free. It is for clusters whose GPUs could all roll out or
+    train instead (``strategy.train_pools``)."""
 
 
 FILES_IN_OPTIONS = {"aesthetic": ("head",), "geneval": ("clip",)}
@@ -312,9 +313,9 @@ class TrainSection(Section):
     """Optimizer steps per iteration; the samples are split evenly among them."""
     parts: int = Field(8, ge=1, le=1024)
     """Parts that each update's samples are cut into, never the number of workers: each part's gradient is a task of its
-    own, on whichever worker is free, and the same bits wherever it is computed. More parts than workers that train, so
-    that none waits long for the last; fewer where a part takes no longer than what it costs to launch it. Where several
-    workers train, each then adds a slice of all gradients, so that the update has one to fetch."""
+    own, on whichever worker is free, and the same bits wherever it is computed. Use more parts than workers that train,
+    so that all end at about the same time; use fewer if to launch a part takes as long as to compute it. Where several
+    workers train, each then adds a slice of all gradients, so that the update has only one sum to fetch."""
     width: int = Field(1, ge=1, le=WIDTH_MAX)
     """Workers of a node that share the passes of a part (sequence parallelism), where one GPU does not hold the
     activations. The same bits whoever they are, but others than with another width."""

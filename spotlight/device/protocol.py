@@ -119,7 +119,7 @@ class Device(Protocol):
             gradients: what all parts, in order, of this update and of those before it measured.
             terms: what each of these updates adds: its parts' gradients, or the slices of their sum. A device that
                 did not take the steps before takes them too.
-            after: hash of the weights after the update before; empty in the first.
+            after: hash of the weights that the previous update left; empty in the first.
         """
         ...
 

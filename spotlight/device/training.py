@@ -192,7 +192,7 @@ class Training:
         Args:
             gradients: what all parts of this update, and of those before it in the iteration, measured.
             terms: what each of these updates adds: its parts' gradients, or the slices of their sum.
-            after: hash of the weights after the update before; empty in the first.
+            after: hash of the weights that the previous update left; empty in the first.
         """
         version, update = ref.version + 1, len(gradients) - 1
         last = update + 1 == self._config.train.updates

@@ -166,7 +166,7 @@ def allocate(
         beliefs: of the iterations before; ``arms`` are learnt from here.
         slots: most chunks in this round.
         later: most chunks in the rounds behind it. All are planned, then those that teach most are run first:
-            each prompt's next chunk before any prompt's next but one.
+            first every prompt's next chunk, then every prompt's second-next.
         candidates: most candidates in all these chunks.
         chunk: candidates in a chunk; the last may have fewer.
         keep: seeds of a prompt that are kept, from 2. With fewer scored, untried seeds fill the group, so the

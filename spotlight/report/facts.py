@@ -45,7 +45,7 @@ LANES_MAX, SPANS_MAX = 64, 20_000
 
 COLUMNS = ["weights_version", "weights_sha256", "reward_mean", "reward_std", "zero_std_ratio", "samples"]
 COLUMNS += ["seeds_scored", "wall_s", "rollout_s", "score_s", "train_s", "publish_s", "usd", "preemptions"]
-"""That the history of every run has."""
+"""Columns that the history of every run has."""
 
 
 def history_frame(run: str | Path | RunDir) -> pd.DataFrame:

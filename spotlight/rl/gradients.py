@@ -56,7 +56,7 @@ def part_gradient(
         model: holds the weights that the iteration starts from, and afterwards those of the gradient.
         seed: the run's.
         old: of the policy that sampled, in the order of `Model.parameters`; None where that is the one in training.
-        current: the weights after the update before, named as `Model.trainable`; None in the first.
+        current: the weights that the previous update left, named as `Model.trainable`; None in the first.
         on_pass: is called before each micro-batch, and before the policy is looked at that the iteration starts from.
 
     Raises:

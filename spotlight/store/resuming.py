@@ -60,7 +60,10 @@ def check(run: RunDir) -> None:
 
 
 def _explored_next(run: RunDir, last: HistoryRow) -> bool:
-    """Nobody does behind what was to be a run's end, and a run may have been made longer since."""
+    """Whether the iteration of this row explored for the next one: the planned last one does not.
+
+    The run may have been made longer since. Older rows do not say: a finished run then means no.
+    """
     return run.summary() is None if last.explored_next is None else last.explored_next
 
 

@@ -28,7 +28,7 @@ def room_bytes(directory: Path) -> float:
 
 
 def memory_bytes() -> float:
-    """That this process, with all others of its control groups, may use."""
+    """How much memory this process, with all others of its control groups, may use."""
     return min(float(psutil.virtual_memory().total), *(limit for limit, _ in _groups()), float("inf"))
 
 

@@ -61,12 +61,12 @@ class HistoryRow:
 
     iteration: int
     weights_version: int
-    """That it ended with."""
+    """The version that the iteration ended with."""
     weights_sha256: str
     metrics: Mapping[str, float]
-    """None of them depends on time or place."""
+    """What does not depend on time or place."""
     measured: Mapping[str, float]
-    """Seconds, dollars and counts, which do."""
+    """What does: seconds, dollars and counts."""
     explored_next: bool | None = None
     """Whether seeds of the next iteration were explored beside it; None in rows of older versions."""
 
