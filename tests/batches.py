@@ -120,7 +120,7 @@ def make_batch(model: TinyText, *, sampler: Sampler = "sde", guidance: float = 1
             log_probs.append(log_prob)
     return TrainingBatch(
         clean_BNC=x,
-        advantages_B=ADVANTAGES,
+        advantages_B=ADVANTAGES.copy(),
         conditioning=conditioning,
         guidance=guidance,
         sigmas=sigmas,

@@ -456,6 +456,37 @@ def test_guidance_with_nft_is_doubted(file: Path) -> None:
     assert load(file).doubts == load(file, ["rollout.guidance=4", "train.algorithm=awm"]).doubts == ()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["train.old_decay=delayed"], "the older policy, which is validated and exported, moves by a thousandth"),
+        (["train.lora_alpha=64"], "train.lora_alpha = 64 counts nothing without a LoRA"),
+        (["train.algorithm=dpo", "train.kl=0.1"], "train.kl = 0.1 with Diffusion-DPO counts nothing"),
+        (
+            ["model.name=sd3", "model.path=x", "model.height_px=64", "model.width_px=64", "reward.name=scene-ocr"],
+            "train.learning_rate = 0.0003 with train.lora_rank = 0: all weights are trained, at the rate of a LoRA",
+        ),
+    ],
+)
+def test_training_that_is_probably_not_meant_is_doubted(file: Path, overrides: list[str], says: str) -> None:
+    (doubt,) = load(file, overrides).doubts
+
+    assert says in doubt
+
+
+def test_delayed_old_policies_beside_an_average_are_as_published(file: Path) -> None:
+    assert load(file, ["train.old_decay=delayed", "train.ema_decay=0.9"]).doubts == ()
+    assert load(file, ["train.old_decay=delayed", "run.validate_policy=trained"]).doubts == ()
+
+
+@pytest.mark.parametrize(("algorithm", "clip"), [("grpo", 1e-4), ("grpo-guard", 2e-6), ("awm", 1.0)])
+def test_ratios_are_clipped_as_each_algorithms_recipe_has_it(file: Path, algorithm: str, clip: float) -> None:
+    sampler = [] if algorithm == "awm" else ["rollout.sampler=sde"]
+
+    assert load(file, [f"train.algorithm={algorithm}", *sampler]).train.ratio_clip == clip
+    assert load(file, [f"train.algorithm={algorithm}", *sampler, "train.clip_range=0.2"]).train.ratio_clip == 0.2
+
+
 def test_what_samples_is_validated_unless_an_average_is_kept(file: Path) -> None:
     def policies(*overrides: str) -> tuple[str, str]:
         config = load(file, list(overrides))

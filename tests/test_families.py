@@ -176,6 +176,20 @@ def test_latents_and_pixels_are_those_of_the_plain_pipeline(made: Checkpoints, n
     assert pixels.std() > 1
 
 
+def test_a_prompt_that_is_too_long_is_cut_where_the_plain_pipeline_cuts_it(made: Checkpoints) -> None:
+    case, text = CASES["qwen-image"], 300 * f"{SHORT} "
+    model, plain = case.kind.load(str(made["qwen-image"]), CPU), case.plain.from_pretrained(made["qwen-image"])
+    model.preload([text])
+
+    theirs = plain.encode_prompt(text, max_sequence_length=512)[0]
+    start, asked = noise(model), {"height": HEIGHT_PX, "width": WIDTH_PX, "num_inference_steps": STEPS}
+    plain.set_progress_bar_config(disable=True)
+    expected = plain(text, output_type="latent", latents=start, true_cfg_scale=1.0, **asked).images
+
+    assert model.encode([text]).embeds_BTD.shape[1] == theirs.shape[1] == 512
+    assert (denoised(model, text, 1.0) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_padded_and_unpadded_prompts_give_the_same_image(made: Checkpoints, name: str) -> None:
     together, alone = made.model(name), CASES[name].kind.load(str(made[name]), CPU)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+from safetensors.torch import save_file
 from torch import Tensor
 
 from spotlight import config
-from spotlight.config import Config
+from spotlight.config import Config, RewardSection
 from spotlight.records import SpotlightError
 from spotlight.rl import memory
 from spotlight.rl.checkpoints import FAMILIES, Network, Survey
@@ -212,6 +214,41 @@ def test_the_ranks_of_a_gang_share_what_training_keeps() -> None:
     alone, together = (memory.estimate(survey, each, QwenImage.lora_targets)[-1].parts for each in (settings, shared))
 
     assert together == {**alone, "activations": alone["activations"] / 4}
+
+
+def test_both_samples_of_a_pair_count() -> None:
+    one, pair = (
+        memory.estimate(*qwen_image(train={"algorithm": name, "kl": 0.0}), QwenImage.lora_targets)[-1]
+        for name in ("awm", "dpo")
+    )
+
+    assert pair.parts["activations"] == 2 * one.parts["activations"]
+
+
+def test_a_vae_of_videos_keeps_more_of_an_image() -> None:
+    survey, settings = qwen_image()
+    plain = replace(survey, vae=replace(survey.vae, config={"block_out_channels": [96, 192, 384]}))
+
+    of_video, of_image = (memory.estimate(each, settings, QwenImage.lora_targets)[2] for each in (survey, plain))
+
+    assert of_video.parts["pixels"] == 3 * of_image.parts["pixels"]
+
+
+def test_networks_of_rewards_count_where_they_score_beside_the_model(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(1000)}, tmp_path / "model.safetensors")
+    stored = float((tmp_path / "model.safetensors").stat().st_size)
+    survey, settings = qwen_image()
+    read = settings.model_copy(update={"reward": RewardSection(name="vlm-ocr", path=str(tmp_path))})
+    pools = read.pools.model_copy(update={"reward": read.pools.reward.model_copy(update={"workers": 1})})
+
+    alone, beside = (memory.estimate(survey, each, QwenImage.lora_targets) for each in (settings, read))
+    apart = memory.estimate(survey, read.model_copy(update={"pools": pools}), QwenImage.lora_targets)
+
+    assert [with_.total_bytes - without.total_bytes for with_, without in zip(beside, alone, strict=True)] == [
+        0.0,  # prompts are encoded before anything is scored
+        *(stored,) * 3,
+    ]
+    assert apart == alone
 
 
 def test_what_does_not_fit_is_refused_with_a_way_out() -> None:

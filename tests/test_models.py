@@ -24,6 +24,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from pipelines import PX_PER_TOKEN, TEXT_DIM, checkpoint_scheduler, tiny_qwen_image
 from spotlight.config import ModelSection
 from spotlight.records import WITHOUT_GPU, SpotlightError
+from spotlight.rl import models
 from spotlight.rl.checkpoints import survey
 from spotlight.rl.models import device_of, fix_order_of_sums, load
 from spotlight.rl.models import pipeline as pipeline_module
@@ -823,6 +824,17 @@ def test_a_checkpoints_model_keeps_each_blocks_input_only_unless_told_otherwise(
 def test_a_gpu_that_is_not_there_is_named_with_the_way_out() -> None:
     with pytest.raises(SpotlightError, match=r"finds no GPU.*model\.device"):
         device_of(ModelSection(device="cuda"))
+
+
+def test_networks_of_rewards_go_where_the_runs_model_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(models, "_rewards_on", [])
+
+    alone = models.device_of_rewards()
+    models.place_rewards(ModelSection(device="cpu"))
+
+    assert (alone, models.device_of_rewards()) == (torch.device("cuda:0"), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])

@@ -600,14 +600,15 @@ def test_gradients_are_clipped_to_their_norm_and_reported_before_it() -> None:
 
 
 def test_the_averaged_weights_follow_every_update() -> None:
-    model, decay = make_model(), 0.75
+    """From the published code's warm-up on: a tenth of the untrained weights stays after the first update."""
+    model, decay = make_model(), 0.15
     batch = make_batch(model, sampler="ode")
     trainer = make_trainer(model, ema_decay=decay)
 
     expected = weights_of(model)
-    for iteration in range(2):
+    for iteration, stays in enumerate((0.1, 0.15)):
         trainer.update(batch, iteration=iteration)
-        expected = {name: decay * old + (1 - decay) * model.trainable()[name] for name, old in expected.items()}
+        expected = {name: stays * old + (1 - stays) * model.trainable()[name] for name, old in expected.items()}
 
     averaged = trainer.ema()
     assert averaged is not None

@@ -330,7 +330,8 @@ class TrainSection(Section):
     lora_alpha: float = Field(0.0, ge=0, le=1e4)
     """0 means twice the rank."""
     ema_decay: float = Field(0.0, ge=0, lt=1)
-    """0 turns the averaged weights off; else they are kept beside each version and validated."""
+    """Of averaged weights, which are kept beside each version and validated: how much of the average stays after an
+    update (less in the first ones, so that it soon forgets the untrained weights); 0 turns it off."""
     advantage_std: Literal["global", "group"] = "global"
     """Spread that advantages are divided by: that of all rewards of the iteration, so that training waits for the last
     of them; or of each prompt's own, so that training may begin with the first prompts that are scored."""
@@ -352,12 +353,14 @@ class TrainSection(Section):
     old_decay: Annotated[Literal["copy", "linear", "delayed"] | float, BeforeValidator(_old_decay)] = 0.5
     """Of the old policy, which samples and is contrasted with: how much of it stays after an iteration, the rest being
     the policy in training. "copy": nothing, so the two are one; "linear": 0.001 for each update so far, up to 0.5;
-    "delayed": nothing for 75 updates, then 0.0075 for each, up to 0.999; or a share. DiffusionNFT only."""
+    "delayed": nothing for 75 updates, then 0.0075 for each, up to 0.999; or a share. DiffusionNFT only. Validate
+    another policy than one that hardly moves any more: give ``ema_decay``, as the published code does."""
     kl_form: Literal["paper", "code"] = "paper"
     """Of the distance in Flow-GRPO and GRPO-Guard: between steps as they are taken; or as the published code has it,
     which leaves the step size out of the noise ("sde" only) and is smaller by it."""
-    clip_range: float = Field(1e-4, gt=0, le=1)
-    """Of the ratio of policies; Flow-GRPO, GRPO-Guard and AWM."""
+    clip_range: float | None = Field(None, gt=0, le=1)
+    """Of the ratio of policies; Flow-GRPO, GRPO-Guard and AWM. Left out, it is what their published recipes have: 1e-4,
+    2e-6 and 1."""
     awm_weighting: Literal["uniform", "t", "ghuber"] = "uniform"
     """Of the matching error at level t: as it is; times t; or its generalised Huber form times t. AWM only."""
     awm_power: float = Field(0.25, gt=0, le=1)
@@ -382,6 +385,12 @@ class TrainSection(Section):
     def is_stepwise(self) -> bool:
         """Whether it trains on the stochastic steps that samples were made with, rather than on clean samples."""
         return self.algorithm in ("grpo", "grpo-guard")
+
+    @property
+    def ratio_clip(self) -> float:
+        """``clip_range``, or the published one of the algorithm: ratios of log-probabilities that are matching errors
+        (AWM) move a thousand times as far as those of a sampler's steps."""
+        return self.clip_range or {"grpo-guard": 2e-6, "awm": 1.0}.get(self.algorithm, 1e-4)
 
     @property
     def keeps_old(self) -> bool:

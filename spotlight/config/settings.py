@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, Self
 
 from pydantic import model_validator
 
+from spotlight.config.doubts import doubts_of
 from spotlight.config.learning import (
     DataSection,
     ExplorationSection,
@@ -217,70 +217,7 @@ class Config(Section):
     @property
     def doubts(self) -> tuple[str, ...]:
         """What can be run, but is probably not meant."""
-        found: list[str] = []
-        if self.train.algorithm == "nft" and self.rollout.guidance > 1:
-            found.append(
-                f"rollout.guidance = {self.rollout.guidance:g} with DiffusionNFT: a guided velocity is fitted to "
-                "samples as if it were the flow's own, and published recipes draw and train without guidance; set "
-                "rollout.guidance = 1"
-            )
-        if not self.reserved_computes and not self.model.embedded and not self.train.lora_rank:
-            found.append(
-                f'pools.reserved.gpu = "{NO_GPU}" and train.lora_rank = 0: to update all weights takes minutes on a '
-                "processor, and five times their memory; set train.lora_rank"
-            )
-        kinds = {name.partition("-")[0] for name in price_list()}
-        for name, pool in self.pools:
-            if pool.gpu and pool.gpu.partition("-")[0] not in kinds:
-                close = difflib.get_close_matches(pool.gpu, price_list(), n=1)
-                found.append(
-                    f"pools.{name}.gpu = {pool.gpu!r} is not in the price list"
-                    f"{f' (did you mean {close[0]!r}?)' if close else ''}: its price is taken from "
-                    f"pools.{name}.usd_per_h"
-                )
-        for name, pool in self.pools:
-            kind, works = pool.gpu.partition("-")[0], name != "reward" and (name == "spot" or self.reserved_computes)
-            if self.pace.gpu and pool.workers and works and kind and kind != self.pace.gpu.partition("-")[0]:
-                found.append(
-                    f"pools.{name}.gpu = {pool.gpu!r} sets the price alone: with [pace], whose gpu is "
-                    f"{self.pace.gpu!r}, all workers are as fast as that"
-                )
-        gpu = self.pools.spot.gpu or USUAL_GPU
-        is_dear = gpu in price_list() and self.pools.reserved.usd_per_h >= usd_per_h(gpu, "reserved")
-        if not self.reserved_computes and is_dear and gpu != NO_GPU:
-            found.append(
-                f'pools.reserved.usd_per_h = {self.pools.reserved.usd_per_h:g} for a machine without a GPU (gpu = "'
-                f'{NO_GPU}"), which the list has for {usd_per_h(NO_GPU, "reserved"):g}: leave it out, or set your price'
-            )
-        if self.reward.name == "ocr" and not self.model.embedded:
-            found.append(
-                'reward.name = "ocr" takes the whole image for one line of text, and reads next to nothing in a scene: '
-                'set reward.name = "scene-ocr"'
-            )
-        exploration, explores = self.exploration, self.strategy.exploration != "off"
-        if explores and exploration.planner == "bandit" and exploration.request_seeds > exploration.seeds_tried:
-            found.append(
-                f"exploration.request_seeds = {exploration.request_seeds} is more than exploration.seeds_tried = "
-                f"{exploration.seeds_tried}: each request takes the share of several prompts, and some prompts get "
-                "none; set it to that at most"
-            )
-        if explores and exploration.budget == "worth":
-            if self.strategy.exploration == "blocking":
-                found.append(
-                    'exploration.budget = "worth" with strategy.exploration = "blocking" explores all of '
-                    'exploration.seeds_tried: only what goes on beside training is weighed; "stale" does'
-                )
-            if exploration.planner == "equal":
-                found.append(
-                    'exploration.budget = "worth" with exploration.planner = "equal" is as "time": equal shares weigh '
-                    'nothing; set the planner to "bandit"'
-                )
-        if self.train.algorithm == "dpo" and self.train.kl:
-            found.append(
-                f"train.kl = {self.train.kl:g} with Diffusion-DPO counts nothing: train.dpo_beta says how near to the "
-                "reference the policy stays"
-            )
-        return tuple(found)
+        return tuple(doubts_of(self))
 
     @property
     def seeds_trained(self) -> int:

@@ -35,7 +35,14 @@ from spotlight.records import (
     WeightsRef,
 )
 from spotlight.rl import rewards
-from spotlight.rl.models import Model, any_order_of_sums, device_of, fix_order_of_sums, works_without_gpu
+from spotlight.rl.models import (
+    Model,
+    any_order_of_sums,
+    device_of,
+    fix_order_of_sums,
+    place_rewards,
+    works_without_gpu,
+)
 from spotlight.store import updates
 from spotlight.store.latents import LatentStore
 from spotlight.store.node import Node
@@ -147,6 +154,7 @@ class Engine:
 
     @cached_property
     def _scorer(self) -> rewards.Scorer:
+        place_rewards(self._config.model)
         return rewards.build(self._config.reward)
 
     def prepare(self) -> Prepared:

@@ -177,6 +177,11 @@ def dtypes(directory: Path) -> set[str]:
     return {dtype for file in directory.glob("*.safetensors") for _, dtype in _header(file).values()}
 
 
+def stored_bytes(directory: Path) -> int:
+    """Bytes of all weights of one network, as they are stored."""
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
 def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each tensor."""
     try:

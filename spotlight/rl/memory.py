@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from spotlight.config import Config, TrainSection
 from spotlight.plan.batching import SEEDS_MAX
 from spotlight.records import SpotlightError, record
-from spotlight.rl.checkpoints import DTYPE_BYTES, Network, Survey
+from spotlight.rl.checkpoints import DTYPE_BYTES, Network, Survey, stored_bytes
 from spotlight.rl.models.captured import KEPT_LEARNING
 
 SAVED_DOUBLE, SAVED_SINGLE = 31, 27
@@ -25,8 +26,9 @@ FLUX.1). Counted on the meta device, less the attention's matrices, which fused 
 LIVE = 16
 """Values, over S D, that are alive at once inside one block without a backward: a normed input, queries, keys and
 values, and the four times wider middle of its last part."""
-VAE_LIVE = 3
-"""Tensors of the VAE's widest full-size layer that are alive at once."""
+VAE_LIVE, VIDEO_VAE_LIVE = 3, 9
+"""Tensors of the VAE's widest full-size layer that are alive at once; of one made for videos, whose convolutions put
+two frames in front of an image, so many."""
 SPARE = 0.08
 """Of a device's memory, for what is not counted here."""
 OPTIMIZER_BYTES = 16
@@ -69,8 +71,12 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
     images = max(settings.rollout.request_seeds or SEEDS_MAX, explored, settings.run.validation_seeds)
     pixels = (min(model.height_px, 512) * min(model.width_px, 512)) if model.vae_tiling else _pixels(settings)
     denoising = LIVE * row * images
+    live = VIDEO_VAE_LIVE if survey.vae.config.get("temperal_downsample") else VAE_LIVE
+    scored = reward_bytes(settings)
+    rewards = {"networks of rewards": scored} if scored else {}
     encoders = sum(network.parameters for network in survey.encoders) * size
     kept = _saved(survey.transformer, checkpointed=model.gradient_checkpointing) * row * passes * train.micro_batch
+    kept *= 2 if train.algorithm == "dpo" else 1  # the better and the worse sample of a pair
     kept /= train.width  # each rank of a gang keeps those of its own tokens
     learned = {CAPTURED: kept * KEPT_LEARNING} if model.cuda_graphs and train.cuda_graphs else {}
     captured = {CAPTURED: denoising + sum(learned.values())} if model.cuda_graphs else {}
@@ -83,7 +89,7 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
         ),
         Phase(
             name=f"denoising {images} samples of {size_px}",
-            parts={**weights, "what is trained": trained, **learned, "activations": denoising},
+            parts={**weights, "what is trained": trained, **rewards, **learned, "activations": denoising},
             way_out="make rollout.request_seeds, exploration.request_seeds and run.validation_seeds smaller",
         ),
         Phase(
@@ -91,14 +97,15 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
             parts={
                 **weights,
                 "what is trained": trained,
+                **rewards,
                 **captured,
-                "pixels": VAE_LIVE * _vae_channels(survey.vae) * pixels * vae_size,
+                "pixels": live * _vae_channels(survey.vae) * pixels * vae_size,
             },
             way_out="set model.vae_tiling = true",
         ),
         Phase(
             name=f"training at {size_px} with{'' if model.gradient_checkpointing else 'out'} checkpointing",
-            parts={**weights, "what is trained": trained, **captured, "activations": kept},
+            parts={**weights, "what is trained": trained, **rewards, **captured, "activations": kept},
             way_out="make train.micro_batch smaller, share its passes (train.width)"
             if model.gradient_checkpointing
             else "set model.gradient_checkpointing = true, or make train.micro_batch smaller",
@@ -121,6 +128,15 @@ def require(phases: Sequence[Phase], available_bytes: float, device: str) -> Non
                 f"{available_bytes / 1e9:.0f}: {phase.way_out}, {graphs}choose a smaller model.dtype "
                 "or size, or take a device with more memory"
             )
+
+
+def reward_bytes(settings: Config) -> float:
+    """Of the networks that score images beside the model, as they are stored: once loaded, they stay."""
+    if settings.scores_apart:
+        return 0.0
+    tables = (settings.reward, *settings.reward.also)
+    paths = {path for table in tables for path in (table.path, table.options.get("clip")) if isinstance(path, str)}
+    return float(sum(stored_bytes(Path(path)) for path in paths if path))
 
 
 def tokens(survey: Survey, height_px: int, width_px: int) -> int:

@@ -23,7 +23,7 @@ from spotlight.rl.sums import tree_sum
 DECAY_LINEAR, DECAY_LINEAR_MAX = 0.001, 0.5
 """Of the old policy: growth per update, and its end. NVlabs/DiffusionNFT, ``decay_type = 1`` (GenEval)."""
 DECAY_DELAYED, DECAY_DELAYED_MAX, DECAY_DELAY = 0.0075, 0.999, 75
-"""As above, after so many updates. NVlabs/DiffusionNFT, ``decay_type = 2`` (OCR, and several rewards)."""
+"""As above, after so many updates. NVlabs/DiffusionNFT, ``decay_type = 2`` (OCR)."""
 
 
 def old_decay(kind: str | float, updates: int) -> float:
@@ -44,6 +44,20 @@ def old_decay(kind: str | float, updates: int) -> float:
             return min(DECAY_DELAYED * max(0, updates - DECAY_DELAY), DECAY_DELAYED_MAX)
         case _:
             return float(kind)
+
+
+def averaged_share(decay: float, updates: int) -> float:
+    """How much of the average stays after an update: ``min((1 + updates) / (10 + updates), decay)``.
+
+    So the average forgets the weights that training started from within some tens of updates, whatever the decay.
+
+    Args:
+        decay: ``train.ema_decay``.
+        updates: taken before.
+
+    Source: yifan123/flow_grpo, ``ema.py``; NVlabs/DiffusionNFT has the same.
+    """
+    return min((1 + updates) / (10 + updates), decay)
 
 
 class Trainer:
@@ -98,7 +112,8 @@ class Trainer:
         self._warm_up(iteration * self._settings.updates + update)
         self._optimizer.step()
         if self._ema is not None:
-            live, decay = self._model.trainable(), self._settings.ema_decay
+            live = self._model.trainable()
+            decay = averaged_share(self._settings.ema_decay, iteration * self._settings.updates + update)
             self._ema = {name: old.lerp(live[name].float(), 1 - decay) for name, old in self._ema.items()}
         return norm
 

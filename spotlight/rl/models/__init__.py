@@ -103,6 +103,22 @@ def device_of(settings: ModelSection) -> torch.device:
     return torch.device(device)
 
 
+_rewards_on: list[ModelSection] = []
+"""What the run of this process says of its device, once it has said so."""
+
+
+def place_rewards(settings: ModelSection) -> None:
+    """Have the networks of rewards, which are loaded when they are first asked, go where the run's model goes."""
+    _rewards_on[:] = [settings]
+
+
+def device_of_rewards() -> torch.device:
+    """Where networks of rewards go: beside the run's model; without a run, on a GPU if there is one."""
+    from spotlight.config import ModelSection
+
+    return device_of(_rewards_on[0] if _rewards_on else ModelSection())
+
+
 def fix_order_of_sums(settings: ModelSection) -> None:
     """Have this process's GPU compute the same bits each time, if the settings say so; before it computes anything."""
     if device_of(settings).type != "cuda":

@@ -33,6 +33,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from spotlight.files import shown
 from spotlight.records import SpotlightError, record
 from spotlight.rl.checkpoints import (
     STORED_AS,
@@ -241,7 +242,7 @@ class PipelineModel(Model):
         for text in texts:
             if text not in self._texts:
                 raise SpotlightError(
-                    f"the text {text!r} was not encoded when the run began, and the text encoder of "
+                    f"the text {shown(text)} was not encoded when the run began, and the text encoder of "
                     f"{self._path} is no longer in memory: pass every text to preload()"
                 )
         longest = max(len(encoding.embeds_TD) for encoding in self._texts.values())

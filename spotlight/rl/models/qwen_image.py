@@ -22,6 +22,10 @@ from spotlight.rl.models.qwen_transformer import QwenTransformer
 CHAT_TOKEN = "<|im_start|>"
 
 
+TEXT_TOKENS_MAX = 512
+"""Of a prompt; what is longer is cut, as `QwenImagePipeline` does unless it is told otherwise."""
+
+
 class QwenImage(QwenTransformer, PipelineModel):
     """A Qwen-Image transformer and VAE, one text encoder."""
 
@@ -34,7 +38,8 @@ class QwenImage(QwenTransformer, PipelineModel):
 
     def _encode_alone(self, pipeline: Any, text: str) -> Encoded:
         # A text alone has no padding, so the mask that comes along is always None.
-        return Encoded(embeds_TD=pipeline.encode_prompt(text, device=self.device)[0][0])
+        embeds_BTD = pipeline.encode_prompt(text, device=self.device, max_sequence_length=TEXT_TOKENS_MAX)[0]
+        return Encoded(embeds_TD=embeds_BTD[0])
 
     def _check_tokenizer(self, pipeline: Any) -> None:
         if CHAT_TOKEN not in pipeline.tokenizer.get_vocab():  # from_pretrained is content without a vocabulary

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.config import ModelSection
 from spotlight.files import shown
 from spotlight.records import SpotlightError
 from spotlight.rl.checkpoints import require_class, require_tokenizer, tensors
@@ -106,10 +105,10 @@ class ClipScorer(Scorer):
     def _model(self) -> Any:
         from transformers import CLIPModel
 
-        from spotlight.rl.models import device_of
+        from spotlight.rl.models import device_of_rewards
 
         model = CLIPModel.from_pretrained(self._path, local_files_only=True, use_safetensors=True).eval()
-        return model.to(device_of(ModelSection()))
+        return model.to(device_of_rewards())
 
     @cached_property
     def _tokenizer(self) -> Any:

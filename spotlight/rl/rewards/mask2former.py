@@ -181,8 +181,7 @@ class Mask2FormerDetector:
     def _model(self) -> Any:
         from transformers import Mask2FormerForUniversalSegmentation
 
-        from spotlight.config import ModelSection
-        from spotlight.rl.models import device_of
+        from spotlight.rl.models import device_of_rewards
 
         try:
             model = Mask2FormerForUniversalSegmentation.from_pretrained(
@@ -190,4 +189,4 @@ class Mask2FormerDetector:
             )
         except ImportError as error:  # its loss, which nobody asks for here, wants SciPy
             raise SpotlightError(f"{self._path}: cannot be loaded ({error}): pip install scipy") from None
-        return model.eval().to(device_of(ModelSection()))
+        return model.eval().to(device_of_rewards())

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.config import ModelSection
 from spotlight.records import SpotlightError
 from spotlight.rl.rewards.base import Scorer, checkpoint
 from spotlight.rl.rewards.ocr import READ, ocr_score, quoted_target
@@ -90,7 +89,7 @@ class ReaderScorer(Scorer):
     def _model(self) -> Any:
         from transformers import AutoModelForImageTextToText
 
-        from spotlight.rl.models import device_of
+        from spotlight.rl.models import device_of_rewards
 
         try:
             model = AutoModelForImageTextToText.from_pretrained(
@@ -101,4 +100,4 @@ class ReaderScorer(Scorer):
                 f"{self._path}: is no model that reads images and writes text ({error}); take one that transformers "
                 "has a class for"
             ) from None
-        return model.eval().to(device_of(ModelSection()))
+        return model.eval().to(device_of_rewards())

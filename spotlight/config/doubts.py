@@ -1,0 +1,112 @@
+"""Settings that can be run, but are probably not meant: each doubt says why, and what to set."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from spotlight.config.machines import NO_GPU
+from spotlight.market.prices import USUAL_GPU, price_list, usd_per_h
+
+if TYPE_CHECKING:
+    from spotlight.config.settings import Config
+
+ALL_WEIGHTS_RATE = 5e-5
+"""A learning rate above it is a LoRA's; published recipes for all weights have 1e-5 (DanceGRPO, MixGRPO)."""
+
+
+def doubts_of(settings: Config) -> Iterator[str]:
+    """What is doubtful about settings, a sentence each."""
+    yield from _of_training(settings)
+    yield from _of_exploration(settings)
+    yield from _of_machines(settings)
+
+
+def _of_training(settings: Config) -> Iterator[str]:
+    train, rollout, model = settings.train, settings.rollout, settings.model
+    if train.algorithm == "nft" and rollout.guidance > 1:
+        yield (
+            f"rollout.guidance = {rollout.guidance:g} with DiffusionNFT: a guided velocity is fitted to samples as if "
+            "it were the flow's own, and published recipes draw and train without guidance; set rollout.guidance = 1"
+        )
+    if train.keeps_old and train.old_decay == "delayed" and settings.validation_policy == "old":
+        yield (
+            'train.old_decay = "delayed" without train.ema_decay: after some 200 updates the older policy, which is '
+            "validated and exported, moves by a thousandth an iteration; set train.ema_decay = 0.9, as the published "
+            'code has it, or run.validate_policy = "trained"'
+        )
+    if train.lora_alpha and not train.lora_rank:
+        yield (
+            f"train.lora_alpha = {train.lora_alpha:g} counts nothing without a LoRA: all weights are trained; set "
+            "train.lora_rank"
+        )
+    if not (train.lora_rank or model.embedded) and train.learning_rate > ALL_WEIGHTS_RATE:
+        yield (
+            f"train.learning_rate = {train.learning_rate:g} with train.lora_rank = 0: all weights are trained, at the "
+            "rate of a LoRA, and published recipes take 1e-5; set train.lora_rank, or a rate of "
+            f"{ALL_WEIGHTS_RATE:g} at most"
+        )
+    if train.algorithm == "dpo" and train.kl:
+        yield (
+            f"train.kl = {train.kl:g} with Diffusion-DPO counts nothing: train.dpo_beta says how near to the reference "
+            "the policy stays"
+        )
+    if settings.reward.name == "ocr" and not model.embedded:
+        yield (
+            'reward.name = "ocr" takes the whole image for one line of text, and reads next to nothing in a scene: set '
+            'reward.name = "scene-ocr"'
+        )
+
+
+def _of_exploration(settings: Config) -> Iterator[str]:
+    exploration, how = settings.exploration, settings.strategy.exploration
+    if how == "off":
+        return
+    if exploration.planner == "bandit" and exploration.request_seeds > exploration.seeds_tried:
+        yield (
+            f"exploration.request_seeds = {exploration.request_seeds} is more than exploration.seeds_tried = "
+            f"{exploration.seeds_tried}: each request takes the share of several prompts, and some prompts get none; "
+            "set it to that at most"
+        )
+    if exploration.budget == "worth" and how == "blocking":
+        yield (
+            'exploration.budget = "worth" with strategy.exploration = "blocking" explores all of '
+            'exploration.seeds_tried: only what goes on beside training is weighed; "stale" does'
+        )
+    if exploration.budget == "worth" and exploration.planner == "equal":
+        yield (
+            'exploration.budget = "worth" with exploration.planner = "equal" is as "time": equal shares weigh nothing; '
+            'set the planner to "bandit"'
+        )
+
+
+def _of_machines(settings: Config) -> Iterator[str]:
+    pools, pace = settings.pools, settings.pace
+    if not settings.reserved_computes and not settings.model.embedded and not settings.train.lora_rank:
+        yield (
+            f'pools.reserved.gpu = "{NO_GPU}" and train.lora_rank = 0: to update all weights takes minutes on a '
+            "processor, and five times their memory; set train.lora_rank"
+        )
+    kinds = {name.partition("-")[0] for name in price_list()}
+    for name, pool in pools:
+        kind = pool.gpu.partition("-")[0]
+        if pool.gpu and kind not in kinds:
+            close = difflib.get_close_matches(pool.gpu, price_list(), n=1)
+            yield (
+                f"pools.{name}.gpu = {pool.gpu!r} is not in the price list"
+                f"{f' (did you mean {close[0]!r}?)' if close else ''}: its price is taken from pools.{name}.usd_per_h"
+            )
+        works = pool.workers and name != "reward" and (name == "spot" or settings.reserved_computes)
+        if pace.gpu and works and kind and kind != pace.gpu.partition("-")[0]:
+            yield (
+                f"pools.{name}.gpu = {pool.gpu!r} sets the price alone: with [pace], whose gpu is {pace.gpu!r}, all "
+                "workers are as fast as that"
+            )
+    gpu = pools.spot.gpu or USUAL_GPU
+    is_dear = gpu in price_list() and pools.reserved.usd_per_h >= usd_per_h(gpu, "reserved")
+    if not settings.reserved_computes and is_dear and gpu != NO_GPU:
+        yield (
+            f"pools.reserved.usd_per_h = {pools.reserved.usd_per_h:g} for a machine without a GPU (gpu = "
+            f'"{NO_GPU}"), which the list has for {usd_per_h(NO_GPU, "reserved"):g}: leave it out, or set your price'
+        )
