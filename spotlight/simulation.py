@@ -8,8 +8,10 @@ Neither Dask's distributed scheduler nor, with modelled learning, torch is impor
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -268,12 +270,13 @@ class TaskTiming:
 
     def work(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> Denoising | Fixed:
         if function in (sampling.rollout_shard, sampling.rollout_ahead):
-            return _denoising(arguments()[1])
+            return _denoising(_by_name(function, arguments)["request"])
         if function is exploration.explore_slot:
-            _, allocation, slot, *_ = arguments()
+            given = _by_name(function, arguments)
+            allocation, slot = given["allocation"], given["slot"]
             return _denoising(allocation[slot]) if slot < len(allocation) else Fixed(seconds=0.0)
         if function is training.gradient and self._train_width > 1:
-            return self._shared_gradient(training.gradient_part(*arguments()[1:-2]))
+            return self._shared_gradient(_part(arguments))
         return Fixed(seconds=self._seconds(function, arguments))
 
     def _shared_gradient(self, part: GradientPart) -> Denoising:
@@ -285,31 +288,44 @@ class TaskTiming:
     def _seconds(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> float:
         durations, device = self._durations, protocol.current()
         if function in (sampling.score, sampling.score_whole, sampling.score_all) and durations.scores_take_time:
-            run_dir, *_, given = arguments()
-            drawn = [
-                done.request
-                for done in (given if function is sampling.score_all else [given])
-                if isinstance(done, Rollout)
-            ]
-            return durations.score_s(sum(len(each.seeds) for each in drawn if not device.has_scores(run_dir, each)))
+            given = _by_name(function, arguments)
+            results = given["done"] if function is sampling.score_all else [given["done"]]
+            drawn = [done.request for done in results if isinstance(done, Rollout)]
+            unscored = [each for each in drawn if not device.has_scores(given["run_dir"], each)]
+            return durations.score_s(sum(len(each.seeds) for each in unscored))
         if function is training.gradient:
-            run_dir, *which = arguments()
-            part = training.gradient_part(*which)
-            if device.has_gradient(run_dir, part) or not part.samples:
+            part = _part(arguments)
+            if device.has_gradient(_by_name(function, arguments)["run_dir"], part) or not part.samples:
                 return 0.0
             return durations.train_s(len(part.samples)) + durations.gradient_s
         if function is training.add_gradients:
-            parts = arguments()[3]
+            parts = _by_name(function, arguments)["parts"]
             fetched = sum(part.rows > 0 for part in parts)
             return (fetched + 1) / slices_of(self._config, len(parts)) * durations.gradient_s
         if function is training.update:
-            gradients = arguments()[3][-1]
+            gradients = _by_name(function, arguments)["gradients"][-1]
             fetched = sum(part.rows > 0 for part in gradients)
             terms = fetched if slices_of(self._config, len(gradients)) == 1 else 1
             return terms * durations.gradient_s + durations.update_s
         if function is training.publish:
             return durations.publish_s
         return durations.prepare_s if function is prepare else 0.0
+
+
+@cache
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+def _by_name(function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> dict[str, Any]:
+    """What a task's function is called with, by the names of its parameters."""
+    return dict(zip(_names(function), arguments(), strict=False))  # the last ones may be left out
+
+
+def _part(arguments: Callable[[], Sequence[Any]]) -> GradientPart:
+    """What a task that calls `training.gradient` computes."""
+    given = _by_name(training.gradient, arguments)
+    return training.gradient_part(**{name: given[name] for name in _names(training.gradient_part) if name in given})
 
 
 def _denoising(request: Any) -> Denoising:
