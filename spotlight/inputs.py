@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from spotlight import config as configuration
+from spotlight.clock import wall_clock
 from spotlight.demands import check_demands
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import pool_switches
@@ -37,7 +38,14 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True, liv
     for doubt in settings.doubts:
         logger.warning("%s", doubt)
     data, model = settings.data, settings.model
-    pool_prices(settings)
+    now_s = wall_clock()
+    for name, price in pool_prices(settings).items():
+        is_calendar = not price.since_start and settings.emulated_per_real_s == 1
+        if live and is_calendar and price.times_s[0] > now_s:
+            logger.warning(
+                "pools.%s.prices begin in %.1f h: until then their first price is paid, %g",
+                *(name, (price.times_s[0] - now_s) / 3600, price.usd_per_h[0]),
+            )
     for name, pool in settings.pools:
         made_up_h = settings.simulation.hours * pool.speedup if pool.trace_model and not live else 0.0
         if made_up_h > MADE_UP_H_MAX:

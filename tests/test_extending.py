@@ -108,7 +108,7 @@ class Undecided(Counting):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("Nothing", "scores nothing: give it __call__, or of"),
+        ("Nothing", "scores nothing: give it __call__"),
         ("Unlicensed", r"cannot be made: RuntimeError: no license \(.*test_extending\.py:\d+\)"),
         ("no:Such", r"PYTHONPATH=\."),
         ("./mine.py:Such", r"names no module: .* mypkg/mine\.py is mypkg\.mine"),

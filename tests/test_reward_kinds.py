@@ -469,6 +469,24 @@ def test_several_tables_survive_being_written_and_read(tmp_path: Path) -> None:
     assert [(table.name, table.path) for table in settings.reward.also] == [("pickscore", str(tmp_path / "clip"))]
 
 
+class ImagesAlone(Scorer):
+    """Takes no prompts."""
+
+    def __call__(self, images_BHWC: Any) -> list[float]:  # type: ignore[override]
+        return [0.0 for _ in images_BHWC]
+
+
+@pytest.mark.parametrize("key", ["attempts", "batch", "limit_s", "patience_s"])
+def test_what_counts_of_the_first_table_alone_is_refused_in_a_further_one(tmp_path: Path, key: str) -> None:
+    tables = [{"name": "ocr", key: 7}, {"name": "ocr", key: 8}]
+    tree = {"data": {"train_prompts": "a", "validation_prompts": "b"}, "reward": tables}
+
+    with pytest.raises(SpotlightError, match=rf"reward\.{key} = 8.* of a further \[\[reward\]\] table: the first"):
+        config.resolve(tree, tmp_path)
+    tables[1][key] = 7
+    config.resolve(tree, tmp_path)
+
+
 @pytest.mark.parametrize("key", ["nmae", "nam"])
 def test_an_unknown_key_of_a_further_table_is_named(tmp_path: Path, key: str) -> None:
     tree = {"data": {"train_prompts": "a", "validation_prompts": "b"}, "reward": [{"name": "ocr"}, {key: "x"}]}
@@ -481,7 +499,9 @@ def test_an_unknown_key_of_a_further_table_is_named(tmp_path: Path, key: str) ->
     ("settings", "message"),
     [
         (RewardSection(name="no_such_module:Class"), "cannot be imported"),
-        (RewardSection(name="json:JSONDecoder"), "no subclass"),
+        (RewardSection(name="json:JSONDecoder"), r"no subclass .*: write a class that is one, with __call__"),
+        (RewardSection(name="json:loads"), r"no subclass .*: write a class that is one, with __call__"),
+        (RewardSection(name="test_reward_kinds:ImagesAlone"), r"its __call__ cannot be called with images and prompts"),
         (RewardSection(name=f"{__name__}:Mean", options={"unknown": 1}), "options do not fit"),
         (RewardSection(name="geneval"), "reward.options.detector"),
         (

@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -37,7 +39,7 @@ class Server:
 
 
 @contextmanager
-def serving(reply: Callable[[int, Mapping[str, Any]], Answer]) -> Iterator[Server]:
+def serving(reply: Callable[[int, Mapping[str, Any]], Answer], port: int = 0) -> Iterator[Server]:
     """A server whose answer to its n-th question (from 1) is the reply to (n, what was asked)."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -62,7 +64,7 @@ def serving(reply: Callable[[int, Mapping[str, Any]], Answer]) -> Iterator[Serve
 
         def log_message(self, format: str, *args: Any) -> None: ...
 
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    listening = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server = Server(f"http://127.0.0.1:{listening.server_port}")
     thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -191,6 +193,78 @@ def test_a_server_that_is_not_there_is_a_missing_reward() -> None:
 
     assert values == [None]
     assert errors
+
+
+@pytest.mark.parametrize("code", [429, 503])
+def test_a_server_that_is_busy_is_waited_for_and_no_attempt_is_lost(code: int) -> None:
+    with serving(lambda n, payload: (code, b"later") if n <= 3 else honest(payload)) as server:
+        values, errors = score(HttpScorer(server.url), IMAGES, PROMPTS, attempts=1, patience_s=60.0)
+
+    assert (values, errors) == (EXPECTED, [])
+    assert len(server.asked) == 4
+
+
+def test_a_server_that_is_started_late_is_waited_for() -> None:
+    with serving(lambda n, payload: honest(payload)) as server:
+        url = server.url
+    port, began = urlsplit(url).port, threading.Event()
+    assert port is not None
+
+    def late() -> None:
+        began.wait()
+        time.sleep(0.3)
+        with serving(lambda n, payload: honest(payload), port=port):
+            done.wait()
+
+    done, thread = threading.Event(), threading.Thread(target=late)
+    thread.start()
+    began.set()
+    try:
+        values, _ = score(HttpScorer(url), IMAGES, PROMPTS, attempts=1, patience_s=60.0)
+    finally:
+        done.set()
+        thread.join()
+
+    assert values == EXPECTED
+
+
+def test_a_server_that_stays_away_ends_the_run_with_its_address_and_the_way_out() -> None:
+    says = r"127\.0\.0\.1:9/compute cannot be reached .*, for 0\.1 s .*resume the run"
+
+    with pytest.raises(SpotlightError, match=says):
+        score(HttpScorer("http://127.0.0.1:9"), IMAGES, PROMPTS, attempts=3, patience_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("code", "content", "says"),
+    [
+        (
+            422,
+            b'{"detail": "field required: foo"}',
+            "/compute answered 422 Unproc.*: .*field required: foo",
+        ),
+        (500, b"Traceback: no CUDA", "/compute answered 500 Internal Server Error: Traceback: no CUDA"),
+        (200, b"<html>welcome</html>", "/compute answered with no JSON object: <html>welcome"),
+        (200, b'{"scores": [1]}', "without a list of .rewards.: {'scores'"),
+    ],
+)
+def test_an_error_shows_the_address_and_what_came(code: int, content: bytes, says: str) -> None:
+    with serving(lambda n, payload: (code, content)) as server:
+        _, (error,) = score(HttpScorer(server.url), IMAGES[:1], PROMPTS[:1], attempts=1)
+
+    assert server.url in error
+    assert re.search(says, error)
+
+
+def test_a_late_answer_names_the_setting() -> None:
+    def slowly(n: int, payload: Mapping[str, Any]) -> Answer:
+        time.sleep(1.0)
+        return honest(payload)
+
+    with serving(slowly) as server:
+        _, (error,) = score(HttpScorer(server.url, timeout_s=0.2), IMAGES[:1], PROMPTS[:1], attempts=1)
+
+    assert "did not answer within reward.timeout_s = 0.2 s" in error
 
 
 def chat(text: str) -> Answer:

@@ -178,6 +178,18 @@ def test_a_run_into_a_directory_is_made_once_and_found_again(tmp_path: Path) -> 
         Run.into(tmp_path, settings)
 
 
+def test_a_run_into_a_directory_with_changed_prompts_is_refused(tmp_path: Path) -> None:
+    settings, there, prompts = settings_file(tmp_path), tmp_path / "runs" / "a", tmp_path / "other.txt"
+    prompts.write_text("".join(f'a "{number}"\n' for number in range(10, 50)))
+    override = f"data.train_prompts={prompts}"
+    Run.into(there, settings, [override])
+
+    prompts.write_text("".join(f'a "{number}"\n' for number in range(11, 51)))
+
+    with pytest.raises(SpotlightError, match=r"other\.txt: was changed since .*/runs/a began with it: put back"):
+        Run.into(there, settings, [override])
+
+
 def test_the_cost_of_a_run_that_goes_on_is_its_cost_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, now_s = create_run(load(settings_file(tmp_path)), 0.0), time.time()
     life = WorkerLife(worker="reserved-0", pool="reserved", joined_s=now_s - 7200, left_s=None, reason="")

@@ -248,6 +248,9 @@ class RewardSection(Section):
     limit_s: float = Field(600.0, gt=0, le=DAY_S)
     """Longest that it may take to score a request, all attempts together; of several, the first table's. The engine
     process is then ended, and the request's samples have no reward, as if the scorer had failed."""
+    patience_s: float = Field(300.0, ge=0, le=DAY_S)
+    """For how long a server that is not there, or says that it is busy, is waited for each time, half of ``limit_s`` at
+    most; of several, the first table's. Then the run ends, and can be resumed. 0: it counts as a failure."""
     weight: float = Field(1.0, ge=-1000, le=1000)
     """Of this reward in the sum."""
     range: tuple[float, float] | None = None
@@ -280,6 +283,11 @@ class RewardSection(Section):
             raise ValueError(f"reward.range = {list(self.range)} must be the least score and a larger one")
         if any(table.also for table in self.also):
             raise ValueError("a [[reward]] table has no tables beside it of its own: write them one after the other")
+        for name in ("attempts", "batch", "limit_s", "patience_s"):
+            default, own = type(self).model_fields[name].default, getattr(self, name)
+            others = {getattr(table, name) for table in self.also} - {default, own}
+            if others:
+                raise ValueError(f"reward.{name} = {min(others)} of a further [[reward]] table: the first one's counts")
         if not self.weight:
             raise ValueError("reward.weight = 0 counts nothing: give it another weight, or leave the table out")
         return self

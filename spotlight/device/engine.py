@@ -6,6 +6,7 @@ a process of its own; `InProcess` is the device whose engines are in this one.
 
 from __future__ import annotations
 
+import socket
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from spotlight.records import (
     Request,
     Rollout,
     Scored,
+    SpotlightError,
     Surplus,
     Updated,
     WeightsRef,
@@ -155,7 +157,10 @@ class Engine:
     @cached_property
     def _scorer(self) -> rewards.Scorer:
         place_rewards(self._config.model)
-        return rewards.build(self._config.reward)
+        try:
+            return rewards.build(self._config.reward)
+        except SpotlightError as error:  # the driver could make it: this machine lacks something
+            raise SpotlightError(f"on {socket.gethostname()}: {error}") from None
 
     def prepare(self) -> Prepared:
         """Noise levels of rollouts, of exploration and of validations; version 0 is published.
@@ -259,7 +264,12 @@ class Engine:
         settings = self._config.reward
         with any_order_of_sums():
             found, found_parts, errors = rewards.score_each(
-                self._scorer, images[shown], prompts, attempts=settings.attempts, batch=settings.batch
+                self._scorer,
+                images[shown],
+                prompts,
+                attempts=settings.attempts,
+                batch=settings.batch,
+                patience_s=min(settings.patience_s, settings.limit_s / 2),  # else the engine is ended meanwhile
             )
         values, *parts = (_at(shown, each, len(request.seeds)) for each in (found, *found_parts))
         lost = [request.seeds[index] for index in np.flatnonzero(~finite_B)]

@@ -73,7 +73,25 @@ def create_run_at(place: str | Path, settings: config.Config) -> RunDir:
             f"{place}: this run was begun with other settings: {'; '.join(changed)}; give those, or another "
             f"directory for a new run{longer if there.run.iterations != settings.run.iterations else ''}"
         )
+    _check_same_prompts(run, settings)
     return run
+
+
+def _check_same_prompts(run: RunDir, settings: config.Config) -> None:
+    """
+    Raises:
+        SpotlightError: a prompt file was changed since the run began, which has a copy of it.
+    """
+    hashes, data = run.prompt_hashes(), settings.data
+    if hashes is None:
+        return  # `resuming.check` says so
+    begun = {data.train_prompts: hashes.train_sha256, data.validation_prompts: hashes.validation_sha256}
+    for path, expected in begun.items():
+        if digest(read_files(path, "a prompt file")) != expected:
+            raise SpotlightError(
+                f"{path}: was changed since {run.url} began with it: put back what was there, which the run has a copy "
+                "of (prompts/), or give another directory for a new run"
+            )
 
 
 def _create_at_once(path: Path, settings: config.Config) -> None:

@@ -116,7 +116,7 @@ def _check_settings(run: RunDir, config: Config) -> None:
         more = f" and {len(missing) - NAMED_MAX} more" if len(missing) > NAMED_MAX else ""
         raise SpotlightError(
             f"{run.objects.where(RESOLVED)}: has no {', '.join(missing[:NAMED_MAX])}{more}, though a run writes every "
-            "setting: restore the file"
+            "setting: restore the file, or go on with the version of Spotlight that began the run"
         )
 
 

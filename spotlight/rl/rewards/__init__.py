@@ -155,10 +155,7 @@ def _one(settings: RewardSection) -> Scorer:
             scorer = MADE[settings.name](settings)
         elif ":" in settings.name:
             kind = imported(settings.name, "reward.name")
-            if not (isinstance(kind, type) and issubclass(kind, Scorer)):
-                raise SpotlightError(f"reward.name = {settings.name!r} is no subclass of spotlight.rl.rewards.Scorer")
-            if kind.__call__ is Scorer.__call__ and kind.of is Scorer.of:
-                raise SpotlightError(f"reward.name = {settings.name!r} scores nothing: give it __call__, or of")
+            _check_kind(kind, f"reward.name = {settings.name!r}")
             scorer = _made(kind, f"reward.name = {settings.name!r}", settings.options)
         else:
             scorer = load(settings.name, **settings.options)
@@ -166,11 +163,35 @@ def _one(settings: RewardSection) -> Scorer:
                 return scorer
             scorer = copy(scorer)  # it is this process's only one
     except TypeError as error:
-        raise SpotlightError(f"reward {settings.name!r}: its options do not fit: {error}") from None
+        raise SpotlightError(
+            f"reward {settings.name!r}: its options do not fit: {error}; its arguments are keys of [reward.options]"
+        ) from None
     if settings.range is not None:
         scorer.range, scorer.usual = settings.range, None  # type: ignore[misc]  # of this one alone
     _check_range(settings.name, scorer.range)
     return scorer
+
+
+def _check_kind(kind: Any, setting: str) -> None:
+    """
+    Raises:
+        SpotlightError: a person's own reward is no scorer, or cannot be called as one.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Scorer)):
+        raise SpotlightError(
+            f"{setting} is no subclass of spotlight.rl.rewards.Scorer: write a class that is one, with "
+            "__call__(self, images_BHWC, prompts)"
+        )
+    if kind.__call__ is Scorer.__call__ and kind.of is Scorer.of:
+        raise SpotlightError(f"{setting} scores nothing: give it __call__(self, images_BHWC, prompts), or of")
+    for name in ("__call__", "of"):
+        try:
+            inspect.signature(getattr(kind, name)).bind(None, None, None)
+        except TypeError as error:
+            raise SpotlightError(
+                f"{setting}: its {name} cannot be called with images and prompts ({error}): give it the arguments "
+                "(self, images_BHWC, prompts)"
+            ) from None
 
 
 def _made(kind: Callable[..., Made], setting: str, options: Mapping[str, Any]) -> Made:
@@ -227,7 +248,10 @@ def imported(name: str, where: str) -> Any:
         SpotlightError: it has another form, there is no such thing, or the module cannot be imported.
     """
     module, _, attribute = name.partition(":")
-    way_out = "give module:Class, of a module that Python finds (for a file in this directory, PYTHONPATH=.)"
+    way_out = (
+        "give module:Class, of a module that Python finds (for a file in this directory, PYTHONPATH=.; workers that "
+        "you start yourself are started with that, too)"
+    )
     if module == "__main__":
         raise SpotlightError(
             f"{where} = {name!r}: workers are processes of their own, which do not see what a notebook or a script "
@@ -312,13 +336,13 @@ Rewards = list[float | None]
 
 
 def score_each(
-    scorer: Scorer, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt | str], *, attempts: int, batch: int = 0
+    scorer: Scorer, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt | str], **how: Any
 ) -> tuple[Rewards, list[Rewards], list[str]]:
-    """As `score`, and of a `Weighted` one the rewards of each part, which is tried again by itself."""
+    """As `score`, which takes ``how``; and of a `Weighted` one the rewards of each part, tried again by itself."""
     if not isinstance(scorer, Weighted):
-        rewards, errors = score(scorer, images_BHWC, prompts, attempts=attempts, batch=batch)
+        rewards, errors = score(scorer, images_BHWC, prompts, **how)
         return rewards, [], errors
-    found = [score(part, images_BHWC, prompts, attempts=attempts, batch=batch) for _, part in scorer.parts]
+    found = [score(part, images_BHWC, prompts, **how) for _, part in scorer.parts]
     parts = [rewards for rewards, _ in found]
     return scorer.sums(parts), parts, [error for _, errors in found for error in errors]
 

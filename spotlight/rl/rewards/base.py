@@ -22,13 +22,15 @@ logger = logging.getLogger(__name__)
 
 BACK_OFF_S = 0.05
 """Pause before the second attempt; it doubles for each further one."""
+PAUSE_S_MAX = 5.0
+"""Between two attempts to reach a server."""
 NOT_ITS_OWN = (f"{Path(__file__).parents[2]}/", "site-packages/", f"{sysconfig.get_path('stdlib')}/", "<frozen")
 """In the paths of files that are no person's scorer."""
 ERROR_MAX = 2000
 """Characters of an error that are kept: a server may answer anything."""
 
 
-def explained(error: Exception) -> str:
+def explained(error: BaseException) -> str:
     """What a scorer raised, and where: its own last line, not that of a library which it called."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not any(part in frame.filename for part in NOT_ITS_OWN)]
@@ -38,6 +40,10 @@ def explained(error: Exception) -> str:
 
 class Refused(Exception):
     """A server will not score this, however often it is asked."""
+
+
+class Unreachable(Exception):
+    """A server cannot be asked now: nothing listens at its address, or it says that it is busy or starting."""
 
 
 class Scorer:
@@ -87,7 +93,13 @@ def checkpoint(path: str, setting: str = "reward.path") -> Path:
 
 
 def score(
-    scorer: Scorer, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt | str], *, attempts: int, batch: int = 0
+    scorer: Scorer,
+    images_BHWC: NDArray[np.uint8],
+    prompts: Sequence[Prompt | str],
+    *,
+    attempts: int,
+    batch: int = 0,
+    patience_s: float = 0.0,
 ) -> tuple[list[float | None], list[str]]:
     """Rewards in order, None where there is none, and one text for each of those.
 
@@ -97,25 +109,31 @@ def score(
         images_BHWC: one image per prompt.
         attempts: times that a batch or an image is tried, at least 1.
         batch: most images that the scorer is given at once; 0: all of them.
+        patience_s: for how long a server that cannot be reached is waited for, each time; no attempts are lost by it.
 
     Raises:
-        SpotlightError: from the scorer: trying again helps nobody, a person must put it right.
+        SpotlightError: from the scorer: trying again helps nobody, a person must put it right; or a server could not
+            be reached in that time.
     """
     asked = [prompt if isinstance(prompt, Prompt) else Prompt(id=0, text=prompt) for prompt in prompts]
     if not asked:
         return [], []
+
+    def again(row: slice) -> tuple[list[float | None], list[str]]:
+        return score(scorer, images_BHWC[row], asked[row], attempts=attempts, patience_s=patience_s)
+
     if 0 < batch < len(asked):
         rows = [slice(first, first + batch) for first in range(0, len(asked), batch)]
-        return _joined([score(scorer, images_BHWC[row], asked[row], attempts=attempts) for row in rows])
+        return _joined([again(row) for row in rows])
     for attempt in range(attempts):
         if attempt:
             time.sleep(BACK_OFF_S * 2 ** (attempt - 1))
         try:
-            found = scorer.of(images_BHWC.copy(), list(asked))  # what it changes must not reach the next attempt
+            found = _reached(scorer, images_BHWC, asked, patience_s)
             return list(checked(found, len(asked), scorer.range)), []
         except SpotlightError:
             raise
-        except Exception as raised:  # a scorer may be anyone's code, or a server
+        except (Exception, SystemExit) as raised:  # a scorer may be anyone's code, or a server
             why = explained(raised)
             error = f"{asked[0].text!r}: {why}"[:ERROR_MAX]
             if isinstance(raised, Refused):
@@ -123,8 +141,34 @@ def score(
     if len(asked) == 1:
         return [None], [error]
     _say_once(type(scorer).__name__, why[:ERROR_MAX])
-    rows = [slice(row, row + 1) for row in range(len(asked))]
-    return _joined([score(scorer, images_BHWC[row], asked[row], attempts=attempts) for row in rows])
+    return _joined([again(slice(row, row + 1)) for row in range(len(asked))])
+
+
+def _reached(scorer: Scorer, images_BHWC: NDArray[np.uint8], prompts: list[Prompt], patience_s: float) -> Any:
+    """What a scorer returns, once its server can be reached.
+
+    Raises:
+        SpotlightError: it could not, for so long.
+    """
+    until_s, pause_s = time.monotonic() + patience_s, BACK_OFF_S
+    while True:
+        try:
+            return scorer.of(images_BHWC.copy(), list(prompts))  # what it changes must not reach the next attempt
+        except Unreachable as error:
+            if not patience_s:
+                raise
+            if time.monotonic() > until_s:
+                raise SpotlightError(
+                    f"{error}, for {patience_s:g} s (reward.patience_s): start the server, then resume the run"
+                ) from None
+            _say_waiting(str(error), patience_s)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+
+@lru_cache(64)
+def _say_waiting(why: str, patience_s: float) -> None:
+    logger.warning("%s: it is waited for, up to %g s each time (reward.patience_s)", why, patience_s)
 
 
 @lru_cache(64)
@@ -149,5 +193,8 @@ def checked(rewards: Any, expected: int, within: tuple[float, float]) -> list[fl
         if isinstance(reward, bool) or not isinstance(reward, int | float | np.integer | np.floating):
             raise ValueError(f"the scorer returned {shown(reward)}, which is no number")
         if not within[0] <= reward <= within[1]:  # also catches NaN, which compares false
-            raise ValueError(f"the scorer returned {reward}, and says that its rewards lie in {list(within)}")
+            raise ValueError(
+                f"the scorer returned {reward}, and its rewards are to lie in {list(within)}: give its class another "
+                "range, or set reward.range"
+            )
     return [float(reward) for reward in found]

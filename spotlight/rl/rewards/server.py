@@ -1,7 +1,8 @@
 """Rewards from a server: Flow-Factory's JSON, or any OpenAI-compatible chat; never pickle.
 
 What a server says is not believed: how many rewards came, whether they are numbers, how long the answer is and how
-long it took are checked. What is refused (4xx) is not asked again; 408, 429 and 5xx are.
+long it took are checked. What is refused (4xx) is not asked again; 408 and 5xx are. A server
+that is not there, or busy (429, 502 to 504), is waited for.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from numpy.typing import NDArray
 
 from spotlight.files import shown
 from spotlight.records import Prompt, SpotlightError
-from spotlight.rl.rewards.base import Refused, Scorer
+from spotlight.rl.rewards.base import Refused, Scorer, Unreachable
 from spotlight.rl.rewards.ocr import READ, ocr_score, quoted_target
 
-AGAIN = (408, 429)
-"""Of the 4xx, those that may pass; as may all 5xx."""
+AGAIN = (408,)
+"""Of the 4xx, one that may pass; as may all 5xx."""
+BUSY = (429, 502, 503, 504)
+"""The server, or what stands before it, says that it has no time now, or is not up yet."""
+SAID_MAX = 200
+"""Characters of an answer that an error shows."""
 ANSWER_BYTES_MAX = 4_000_000
 """A longer answer is no list of rewards."""
 KEY = "SPOTLIGHT_REWARD_KEY"
@@ -68,9 +73,10 @@ class HttpScorer(Scorer):
         }
         if any(prompt.metadata for prompt in prompts):
             payload["extra"] = {"metadata": [json.loads(prompt.metadata or "{}") for prompt in prompts]}
-        rewards = post(f"{self._url}/compute", payload, timeout_s=self._timeout_s).get("rewards")
+        answer = post(f"{self._url}/compute", payload, timeout_s=self._timeout_s)
+        rewards = answer.get("rewards")
         if not isinstance(rewards, list):
-            raise ValueError(f'{self._url}/compute answered without a list of "rewards"')
+            raise ValueError(f'{self._url}/compute answered without a list of "rewards": {_start_of(answer)}')
         return rewards
 
 
@@ -122,7 +128,7 @@ class ChatScorer(Scorer):
         except (KeyError, IndexError, TypeError):
             reply = None
         if not isinstance(reply, str):
-            raise ValueError(f"{self._url} answered without a message")
+            raise ValueError(f"{self._url} answered without a message: {_start_of(answer)}")
         return reply
 
 
@@ -147,6 +153,7 @@ def post(url: str, payload: Mapping[str, Any], *, timeout_s: float, key: str | N
 
     Raises:
         Refused: a 4xx that will not pass.
+        Unreachable: nothing listens there, or it says that it is busy.
         OSError, ValueError: no answer in time, an error of the server's, or an answer that is no JSON object.
     """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -158,20 +165,53 @@ def post(url: str, payload: Mapping[str, Any], *, timeout_s: float, key: str | N
             while chunk := answer.read1(1 << 16):
                 content += chunk
                 if time.monotonic() > until_s:  # each read has a time-out, all of them together have this one
-                    raise TimeoutError(f"{url} was still answering after {timeout_s} s")
+                    raise TimeoutError(f"{url} was still answering after reward.timeout_s = {timeout_s:g} s")
                 if len(content) > ANSWER_BYTES_MAX:
                     raise ValueError(f"{url} answered with more than {ANSWER_BYTES_MAX} bytes")
     except urllib.error.HTTPError as error:
-        said = f"{url} answered {error.code} {error.reason}"
+        said = f"{url} answered {error.code} {error.reason}{_body_of(error)}"
+        if error.code in BUSY:
+            raise Unreachable(said) from None
         if 300 <= error.code < 400:
             raise Refused(f"{said}: it is at {error.headers.get('Location')}, so give that as reward.url") from None
         if 400 <= error.code < 500 and error.code not in AGAIN:
             raise Refused(said) from None
         raise OSError(said) from None
-    found = json.loads(content)
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, ConnectionError):
+            raise Unreachable(f"{url} cannot be reached ({error.reason})") from None
+        if isinstance(error.reason, TimeoutError):
+            raise _late(url, timeout_s) from None
+        raise OSError(f"{url} cannot be asked ({error.reason})") from None
+    except TimeoutError as error:
+        raise error if url in str(error) else _late(url, timeout_s) from None
+    except ConnectionError as error:
+        raise Unreachable(f"{url} broke the connection ({error})") from None
+    try:
+        found = json.loads(content)
+    except ValueError:
+        found = None
     if not isinstance(found, dict):
-        raise ValueError(f"{url} answered with no JSON object")
+        raise ValueError(f"{url} answered with no JSON object: {_start_of(content.decode(errors='replace'))}")
     return found
+
+
+def _late(url: str, timeout_s: float) -> TimeoutError:
+    return TimeoutError(f"{url} did not answer within reward.timeout_s = {timeout_s:g} s")
+
+
+def _body_of(error: urllib.error.HTTPError) -> str:
+    """What an error's page says, from its start."""
+    try:
+        text = error.read(SAID_MAX + 1).decode(errors="replace").strip()
+    except OSError:
+        text = ""
+    return f": {_start_of(text)}" if text else ""
+
+
+def _start_of(answer: object) -> str:
+    text = answer if isinstance(answer, str) else repr(answer)
+    return text if len(text) <= SAID_MAX else f"{text[:SAID_MAX]}..."
 
 
 def number_in(reply: str) -> float:
