@@ -589,6 +589,28 @@ def test_advantages_of_several_rewards_are_added_where_the_settings_ask_for_it()
     )
 
 
+def test_each_reward_of_several_is_told_of_by_itself() -> None:
+    requests = [make_request(prompt_id=at, seeds=(1, 2)) for at in range(2)]
+    tables = [((0.0, 0.5), (9.0, 3.0)), ((0.2, None), (0.0, 100.0))]
+    scored = [
+        Scored(request=request, rewards=(1.0, 2.0 if None not in each[0] else None), parts=each)
+        for request, each in zip(requests, tables, strict=True)
+    ]
+    of_one = [Scored(request=request, rewards=(1.0, 2.0)) for request in requests]
+
+    together = training.advantage("group", [scored]).metrics
+    apart = training.whole([training.advantage("group", [[each]]) for each in scored]).metrics
+
+    expected = {"reward_1_mean": pytest.approx(0.7 / 3), "reward_2_mean": pytest.approx(4.0)}
+    for metrics in (together, apart):
+        assert {
+            name: value for name, value in metrics.items() if name.startswith("reward_") and "_mean" in name[7:]
+        } == {
+            **expected,
+        }
+    assert "reward_1_mean" not in training.advantage("group", [of_one]).metrics
+
+
 def test_of_each_prompt_the_most_telling_samples_are_trained_on_and_compared_with_each_other() -> None:
     requests = [make_request(prompt_id=at, seeds=(1, 2, 3, 4)) for at in range(2)]
     rewards = [(0.5, 1.0, 0.4, 0.9), (0.0, 0.2, 0.2, 0.2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Literal
@@ -25,6 +26,9 @@ from spotlight.records import (
 from spotlight.rl.advantages import group_advantages, spread, zero_std_ratio
 from spotlight.rl.parts import Cut
 from spotlight.rl.sums import tree_sum
+
+TABLE_MEAN = re.compile(r"reward_\d+_mean")
+"""Of metrics: the mean of one reward of several."""
 
 
 @record
@@ -86,11 +90,18 @@ def advantage(
     )
     return TrainingSet(
         samples=samples,
-        metrics=_statistics(samples, flat=zero_std_ratio(rewards, groups), filters=filters),
+        metrics=_statistics(samples, flat=zero_std_ratio(rewards, groups), filters=filters) | _means_by_table(rows),
         steps_resumed=sum(result.steps_resumed for result in results),
         failed=sum(result.rewards.count(None) for result in results if result.errors),
         error=next((result.errors[0] for result in results if result.errors), ""),
     )
+
+
+def _means_by_table(rows: Sequence[tuple[Scored, int, float]]) -> dict[str, float]:
+    """The mean of each reward by itself, where there are several: ``reward_1_mean`` is the first table's."""
+    tables = min((len(result.parts) for result, _, _ in rows), default=0)
+    values = ([result.parts[at][index] or 0.0 for result, index, _ in rows] for at in range(tables))
+    return {f"reward_{at}_mean": fmean(each) for at, each in enumerate(values, 1)}
 
 
 def _highest_variance_rows(rewards: Sequence[float], groups: Sequence[int], used: int) -> list[int]:
@@ -113,9 +124,14 @@ def whole(parts: Sequence[TrainingSet], *, filters: bool = False) -> TrainingSet
     samples = tuple(sample for part in parts for sample in part.samples)
     groups = [len({sample.request.prompt.id for sample in part.samples}) for part in parts]
     flat = sum(part.metrics["zero_std_ratio"] * count for part, count in zip(parts, groups, strict=True))
+    means = {
+        name: sum(part.metrics[name] * len(part.samples) for part in parts) / len(samples)
+        for name in parts[0].metrics
+        if TABLE_MEAN.fullmatch(name) and all(name in part.metrics for part in parts)
+    }
     return TrainingSet(
         samples=samples,
-        metrics=_statistics(samples, flat=flat / sum(groups), filters=filters),
+        metrics=_statistics(samples, flat=flat / sum(groups), filters=filters) | means,
         steps_resumed=sum(part.steps_resumed for part in parts),
         failed=sum(part.failed for part in parts),
         error=next((part.error for part in parts if part.error), ""),
