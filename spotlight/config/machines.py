@@ -77,7 +77,9 @@ class PoolSection(Section):
     """Workers that share a machine, its memory and its links; gangs do not span machines."""
     notices: Annotated[tuple[str, ...], BeforeValidator(_a_list)] = ("sigterm",)
     """Where a worker learns that its machine will be taken away: "sigterm", "sigusr1", "file:PATH", "aws", "gcp",
-    "azure"; the clouds also with the base URL of their metadata service, as in "aws:http://127.0.0.1:1234"."""
+    "azure"; the clouds also with the base URL of their metadata service, as in "aws:http://127.0.0.1:1234". A file is a
+    notice for as long as it is there, for each worker that starts, too; its path is best absolute, or else relative to
+    the directory that workers were started in."""
     grace_s: float = Field(30.0, ge=0, le=DAY_S)
     """How long a machine stays after a notice that does not say so itself."""
     trace: str = ""
