@@ -126,7 +126,7 @@ class DispatchPlugin(SchedulerPlugin):
         self._drained: tuple[int, dict[str, Any]] = (0, {})
         """What the driver fetched last, and how many times it had fetched something by then."""
         scheduler.handlers.update(spotlight_status=self.status, spotlight_stop=self.stop, spotlight_close=self.leave)
-        scheduler.handlers["spotlight_drain"] = self.drain
+        scheduler.handlers.update(spotlight_drain=self.drain, spotlight_clock=self.clock)
         scheduler.handlers.update(spotlight_holders=self._dispatch.state.holders, spotlight_notice=self._notice)
         heard = ((BEAT, self._beat), (LOST_ENGINE, self._lost_engine), (HOLDS, self._holds))
         scheduler.stream_handlers.update((*heard, (READY, self._ready), (REFUSED, self._refuse)))
@@ -159,7 +159,7 @@ class DispatchPlugin(SchedulerPlugin):
         await self.close()
         self._restore()
         scheduler.remove_plugin(self.name)
-        for name in ("status", "stop", "close", "drain", "holders", "notice"):
+        for name in ("status", "stop", "close", "drain", "clock", "holders", "notice"):
             del scheduler.handlers[f"spotlight_{name}"]
         if self._member in scheduler.worker_plugins:
             with contextlib.suppress(OSError, TimeoutError):  # a worker that is gone, or frozen, has ended it too
@@ -377,6 +377,10 @@ class DispatchPlugin(SchedulerPlugin):
             told = self._dispatch.drain().message()
             self._drained = (fetched + 1, told)
         return told
+
+    def clock(self) -> float:
+        """What time it is here: all that is drained has this clock's times."""
+        return self._clock()
 
     def status(self) -> dict[str, Any]:
         """What is running where, for a display; plain values."""
