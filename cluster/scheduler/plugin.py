@@ -24,7 +24,7 @@ from typing import Any
 
 from dask.utils import key_split
 from distributed import Scheduler, SchedulerPlugin
-from distributed.scheduler import WorkerState
+from distributed.scheduler import WorkerState, heartbeat_interval
 
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.dispatch.events import (
@@ -123,6 +123,7 @@ class DispatchPlugin(SchedulerPlugin):
         now_s, limit_s = self._clock(), self._rules.hang_after_s
         self._stall = StallDetector(limit_s, now_s)
         self._heartbeats = Heartbeats(limit_s=limit_s, every_s=WATCH_S, now_s=now_s)
+        self._said_limit = False
         self._drained: tuple[int, dict[str, Any]] = (0, {})
         """What the driver fetched last, and how many times it had fetched something by then."""
         scheduler.handlers.update(spotlight_status=self.status, spotlight_stop=self.stop, spotlight_close=self.leave)
@@ -313,10 +314,11 @@ class DispatchPlugin(SchedulerPlugin):
         self._look_for_stall(now_s)
         if self._tell_availability():
             self.schedule_decision()
+        self._expect_heartbeats(now_s)
         workers = self._scheduler.workers
         silent = {address: self._heartbeats.silent_s(address, state.last_seen) for address, state in workers.items()}
         for address, silent_s in silent.items():
-            if silent_s > self._rules.hang_after_s:
+            if silent_s > self._heartbeats.limit_s:
                 self._tell(WorkerSilent(at_s=now_s, address=address, silent_s=silent_s))
         self._look_at_unready(now_s, silent)
         evicting = [*self._evicting]
@@ -325,6 +327,19 @@ class DispatchPlugin(SchedulerPlugin):
             stimulus = "spotlight-watch"
             await self._scheduler.remove_worker(hung.address, stimulus_id=stimulus, expected=True, close=True)
             self._scheduler.log_event(EVICTED, hung.name)
+
+    def _expect_heartbeats(self, now_s: float) -> None:
+        """Give workers the time that Dask gives them, if that is more than the settings do; it is said once."""
+        count, set_s = len(self._scheduler.workers), self._rules.hang_after_s
+        beat_s = heartbeat_interval(count)
+        self._heartbeats.expect(beat_s)
+        if self._heartbeats.limit_s > set_s and not self._said_limit:
+            self._said_limit = True
+            what = (
+                f"cluster.hang_after_s = {set_s:g}, but Dask has a worker send a heartbeat every {beat_s:g} s (workers "
+                f"now: {count}): one that is silent is ended after {self._heartbeats.limit_s:g} s"
+            )
+            self._dispatch.state.journal.event(now_s, "limited", what=what)
 
     def _look_for_stall(self, now_s: float) -> None:
         """Say what is waited for; and decide again, should an event have been lost."""
