@@ -109,7 +109,7 @@ class DispatchPlugin(SchedulerPlugin):
         self._scorers: set[str] = set()
         """Addresses of those that only score."""
         self._refused: dict[str, tuple[str, str]] = {}
-        """By address, the name of a worker that takes no part, and why."""
+        """By address, the name of a worker that takes no part, for now or for good, and why."""
         self._evicting: list[Evict] = []
         self._calls = SchedulerCalls(
             scheduler,
@@ -212,6 +212,7 @@ class DispatchPlugin(SchedulerPlugin):
         else:
             self._nodes[worker] = node
         self._heartbeats.note_ready(worker)
+        self._refused.pop(worker, None)
         self._unavailable.discard(worker)  # whoever joins is taken to be available: the dispatcher is told anew
         self._tell(WorkerJoined(at_s=at_s, address=worker, name=name, pool=pool, node=node, host=host, job=job))
         self._scheduler.log_event(HEARD_OF, name)
