@@ -224,7 +224,7 @@ def _worth_saying(event: Mapping[str, Any]) -> str:
     match event["event"]:
         case "paused":
             return f"{event['lost_s']:.0f} s were lost: the run was paused, or its machine slept; it goes on"
-        case "waits" | "continued":
+        case "waits" | "continued" | "limited":
             return str(event["what"])
         case _:
             return ""

@@ -426,6 +426,11 @@ class WorkerLife:
         """Whether it was taken before the run's end, with or without a notice."""
         return self.reason in ("lost", "left")
 
+    def later(self, seconds: float) -> WorkerLife:
+        """The same by a clock that is so much ahead."""
+        left_s = None if self.left_s is None else self.left_s + seconds
+        return replace(self, joined_s=self.joined_s + seconds, left_s=left_s)
+
 
 def row_of(record: Any) -> dict[str, Any]:
     """A record's fields by name; `dataclasses.asdict` copies what needs no copy, and takes ten times as long."""
@@ -441,6 +446,17 @@ class Drained:
     """The lives that began or ended, each with a number of its own."""
     events: Sequence[dict[str, Any]] = ()
     decisions: Sequence[dict[str, Any]] = ()
+
+    def later(self, seconds: float) -> Drained:
+        """The same by a clock that is so much ahead; decisions stay as they were made, to be made again."""
+        if not seconds:
+            return self
+        return replace(
+            self,
+            spans=[replace(span, start_s=span.start_s + seconds, stop_s=span.stop_s + seconds) for span in self.spans],
+            workers={number: life.later(seconds) for number, life in self.workers.items()},
+            events=[{**event, "at_s": event["at_s"] + seconds} for event in self.events],
+        )
 
     def message(self) -> dict[str, Any]:
         """The same as plain values."""

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,14 @@ from existing import DaskCluster, certificates, dask_settings
 from graphs.loop import Loop, synchronous
 from kills import KillWorkers, client_of
 from leftovers import OURS, marked, memory_of
-from runs import ROOT, WAIT_S, NoWatch, outcome, settings_file, wait_for
+from runs import LITTLE, ROOT, WAIT_S, NoWatch, outcome, settings_file, wait_for
 from spotlight import attach, config
+from spotlight.clock import wall_clock
 from spotlight.detached import LOG, certificates_of
 from spotlight.records import SpotlightError, Stopped
 from spotlight.run import Run
 from spotlight.store.creating import create_run
-from spotlight.store.rows import EVENTS, HISTORY, SPANS
+from spotlight.store.rows import EVENTS, HISTORY, SPANS, WORKERS
 
 SETTINGS = ("run.iterations=2", "strategy.widths=[1]")
 
@@ -99,6 +100,40 @@ def test_a_run_on_plain_workers_gets_the_same_bits_whatever_happens_to_them(
     assert "Spotlight 0.0.1" in refused["other"]
     assert len(joined) > 2
     assert [row["outcome"] for row in run.directory.rows(SPANS)].count("lost") == 1
+
+
+class ElsewhereInTime(DaskCluster):
+    """Its machines' clocks are ten minutes behind."""
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        found = super().environment
+        (self.directory / "sitecustomize.py").write_text(
+            "import time\n"
+            "right, right_ns = time.time, time.time_ns\n"
+            "time.time, time.time_ns = lambda: right() - 600, lambda: right_ns() - 600 * 10**9\n"
+        )
+        return {**found, "PYTHONPATH": f"{self.directory}{os.pathsep}{found['PYTHONPATH']}"}
+
+
+def test_a_driver_whose_clock_is_ahead_of_the_cluster_s_measures_the_same(tmp_path: Path, begin: Begin) -> None:
+    cluster = ElsewhereInTime(tmp_path)
+    try:
+        for pool in ("reserved", "spot"):
+            cluster.worker(f"{pool}-0", pool)
+        with dask.config.set(dask_settings(cluster.tls)):
+            run = begin(cluster.address, *LITTLE, "run.iterations=1")
+            began_s = wall_clock()
+            run.wait(WAIT_S)
+        (row,), lives = run.directory.rows(HISTORY), run.directory.rows(WORKERS)
+    finally:
+        cluster.close()
+
+    measured = row["measured"]
+    assert measured["usd"] == pytest.approx(measured["wall_s"] * (10.0 + 2.5) / 3600, rel=0.1)
+    assert 0 < measured["spot_utilisation"] <= 1
+    assert 0 < measured["work_s"] < 2 * measured["wall_s"]
+    assert all(began_s < life["joined_s"] < life["left_s"] < wall_clock() for life in lives)
 
 
 def test_a_connection_to_the_scheduler_that_broke_ends_the_run_which_goes_on_later(
@@ -229,7 +264,7 @@ def test_the_certificates_of_a_client_are_found_again_in_the_environment() -> No
 def engines() -> list[psutil.Process]:
     """Processes that fork servers of these tests' workers have forked."""
     ours = marked(OURS, os.environ[OURS])
-    parents = {each.pid for each in ours if "cluster.fork_server import serve" in " ".join(each.cmdline())}
+    parents = {each.pid for each in ours if "worker.fork_server import serve" in " ".join(each.cmdline())}
     return [each for each in ours if each.ppid() in parents]
 
 

@@ -59,6 +59,20 @@ def test_a_worker_is_overdue_after_ten_limits_unless_it_is_ready_or_gone() -> No
     assert seen.overdue_s("late", 0.0) == 0.0
 
 
+@pytest.mark.parametrize(("beat_s", "limit_s"), [(0.5, LIMIT_S), (1.0, LIMIT_S), (2.0, 6.5), (6.0, 18.5)])
+def test_nobody_has_hung_before_three_heartbeats_are_due(beat_s: float, limit_s: float) -> None:
+    seen = heartbeats()
+    seen.overdue_s("imports", 0.0)
+
+    seen.expect(beat_s)
+    seen.expect(0.5)  # workers are gone; those that stay may not know yet that they are to send more
+
+    assert seen.limit_s == limit_s
+    seen.look(EVERY_S)
+    assert seen.overdue_s("imports", 3 * limit_s) == 0.0
+    assert seen.overdue_s("imports", 3 * limit_s + 0.1) > 0.0
+
+
 def test_a_worker_that_is_not_ready_and_silent_is_overdue_after_three_limits() -> None:
     seen = heartbeats()
     seen.overdue_s("imports", 0.0)

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 from spotlight.records import SpotlightError
+from spotlight.store import node as node_module
 from spotlight.store.node import (
     BLOCK_BYTES,
     Node,
@@ -183,7 +185,8 @@ def test_what_a_killed_process_left_half_done_is_never_used_and_removed_by_the_n
 
     path = node.bring(sha256(next_content).hexdigest(), len(next_content), [sends(next_content)])
 
-    assert left == [f".{NAME}.safetensors.partial"]
+    (partial,) = left
+    assert partial.startswith(f".{NAME}.safetensors.")
     assert path.read_bytes() == next_content
     assert visible(node) == [path.name]
 
@@ -196,8 +199,81 @@ def test_a_receipt_under_way_is_not_removed_by_another(tmp_path: Path) -> None:
 
         Node(tmp_path).bring(NAME, len(CONTENT), [sends(CONTENT)])
 
-        assert (tmp_path / f".{other}.safetensors.partial").exists()
+        assert list(tmp_path.glob(f".{other}.safetensors.*.partial"))
         process.kill()
+
+
+STALL_MAKING = """
+import time
+from pathlib import Path
+from spotlight.store.node import Node
+
+def stalls(to):
+    to.write_text("half")
+    print("half", flush=True)
+    time.sleep(600)
+Node(Path(sys.argv[1])).make(sys.argv[2], stalls, size_bytes=0)
+"""
+
+
+@pytest.mark.parametrize("code", [STALL, STALL_MAKING], ids=["brings", "makes"])
+def test_one_that_is_frozen_holds_the_others_up_once_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    for limit in ("BRING_S", "MAKE_S"):
+        monkeypatch.setattr(node_module, limit, 1.0)
+    node = Node(tmp_path)
+
+    def wanted() -> Path:
+        if code == STALL:
+            return node.bring(NAME, len(CONTENT), [sends(CONTENT)])
+        return node.make(NAME, lambda to: to.write_bytes(CONTENT), size_bytes=0)
+
+    waited_s = []
+    with python(code, tmp_path, NAME) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.send_signal(signal.SIGSTOP)
+            for _ in range(2):
+                began_s = time.monotonic()
+                with pytest.raises(
+                    NotOnNode, match=r"wrote nothing for 1 s: it may be frozen; end it \(`fuser .*\.lock-"
+                ):
+                    wanted()
+                waited_s.append(time.monotonic() - began_s)
+        finally:
+            process.kill()
+
+    assert waited_s[0] >= 1.0 > waited_s[1]
+    assert wanted().read_bytes() == CONTENT
+    assert visible(node) == [wanted().name]
+
+
+SLOW = f"""
+import time
+from pathlib import Path
+from spotlight.store import node
+
+def slow(name, offset, length):
+    print("on its way", flush=True)
+    time.sleep(1.0)
+    return node.from_file(Path(sys.argv[3]))(name, offset, length)
+node.STREAMS = 1
+node.Node(Path(sys.argv[1])).bring(sys.argv[2], 2 * {BLOCK_BYTES} + 5, [slow])
+"""
+
+
+def test_one_that_is_slow_is_waited_for_as_long_as_it_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "BRING_S", 2.0)
+    (stored := tmp_path / "stored").write_bytes(CONTENT)
+    with python(SLOW, tmp_path / "node", NAME, stored) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+
+        path = Node(tmp_path / "node").bring(NAME, len(CONTENT), [fails])
+
+    assert path.read_bytes() == CONTENT
 
 
 # Room

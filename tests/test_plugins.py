@@ -210,3 +210,26 @@ def test_a_run_ends_where_nobody_who_is_there_can_do_what_waits(
     assert at_once == ""
     assert said == f"no {who} worker can take part in the run: {who}-0: it has no run directory"
     assert after_s > 1.0
+
+
+def test_a_limit_below_dask_s_heartbeats_ends_only_who_sends_none_and_is_said_once() -> None:
+    async def run() -> tuple[set[str], list[str], list[str]]:
+        async with live(Rules(hang_after_s=0.1)) as there:
+            await there.member("spot-0", "spot")
+            mute = await there.member("spot-1", "spot")
+            await asyncio.sleep(4 * WATCH_S)
+            well = set(there.plugin.snapshot().workers)
+            mute.periodic_callbacks["heartbeat"].stop()
+            await until(lambda: "spot-1" not in there.plugin.snapshot().workers)
+            await asyncio.sleep(4 * WATCH_S)
+            events = there.plugin.drain()["events"]
+            hung = [event["worker"] for event in events if event["event"] == "hung"]
+            return well, hung, [event["what"] for event in events if event["event"] == "limited"]
+
+    well, hung, said = asyncio.run(run())
+
+    assert well == {"spot-0", "spot-1"}
+    assert hung == ["spot-1"]
+    (limit,) = said
+    assert limit.startswith("cluster.hang_after_s = 0.1, but Dask has a worker send a heartbeat every 0.5 s (")
+    assert limit.endswith("one that is silent is ended after 2 s")

@@ -8,26 +8,33 @@ SAID_PAUSE_S = 10.0
 """A pause that is told of; a busy machine may bring a shorter one."""
 NOT_READY_LIMITS = 10
 """Times the limit after which a silent worker has hung: one that has joined and is not ready by then has hung, too."""
-
 STARTING_LIMITS = 3
 """Times that limit: one that is silent for so long before it is ready has hung. It may be importing until then."""
+MISSED = 3
+"""Nobody has hung before so many heartbeats are due: one comes late from a worker that is busy."""
 
 
 class Heartbeats:
     """When each worker was heard of last, by our clock.
 
     Args:
-        limit_s: a worker that is silent for longer has hung.
+        limit_s: a worker that is silent for longer has hung, unless `expect` says more.
         every_s: between two looks.
     """
 
     def __init__(self, *, limit_s: float, every_s: float, now_s: float) -> None:
-        self._limit_s, self._every_s = limit_s, every_s
+        self.limit_s = limit_s
+        """A worker that is silent for longer has hung."""
+        self._every_s = every_s
         self._looked_s, self._paused_s = now_s, 0.0
         self._heard: dict[str, tuple[float, float]] = {}
         """Of each worker: its last heartbeat by Dask's clock, and when we saw that by ours."""
         self._came: dict[str, float] = {}
         """When workers joined that are not ready yet."""
+
+    def expect(self, beat_s: float) -> None:
+        """Workers send a heartbeat so often; who was told so keeps to it for a while, so that the limit only grows."""
+        self.limit_s = max(self.limit_s, MISSED * beat_s + self._every_s)
 
     def look(self, now_s: float) -> float:
         """Look again; returns how long this process, and perhaps the whole machine, stood still since the last look."""
@@ -38,7 +45,7 @@ class Heartbeats:
 
     def is_worth_telling(self, paused_s: float) -> bool:
         """Of a pause, whether anybody else should know of it."""
-        return paused_s > min(SAID_PAUSE_S, max(PAUSE_S, self._limit_s))
+        return paused_s > min(SAID_PAUSE_S, max(PAUSE_S, self.limit_s))
 
     def silent_s(self, address: str, last_seen: float) -> float:
         """For how long no new heartbeat of a worker was seen, at the last look.
@@ -57,7 +64,7 @@ class Heartbeats:
     def overdue_s(self, address: str, silent_s: float) -> float:
         """For how long a worker that is not ready has been there, once that, or its silence, is too long; else 0."""
         unready_s = self._looked_s - self._came.setdefault(address, self._looked_s)
-        hangs = unready_s > NOT_READY_LIMITS * self._limit_s or silent_s > STARTING_LIMITS * self._limit_s
+        hangs = unready_s > NOT_READY_LIMITS * self.limit_s or silent_s > STARTING_LIMITS * self.limit_s
         return unready_s if hangs else 0.0
 
     def note_ready(self, address: str) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from dask.utils import key_split
 from distributed import Scheduler, SchedulerPlugin
-from distributed.scheduler import WorkerState
+from distributed.scheduler import WorkerState, heartbeat_interval
 
 from cluster.dispatch.dispatcher import Dispatcher
 from cluster.dispatch.events import (
@@ -109,7 +109,7 @@ class DispatchPlugin(SchedulerPlugin):
         self._scorers: set[str] = set()
         """Addresses of those that only score."""
         self._refused: dict[str, tuple[str, str]] = {}
-        """By address, the name of a worker that takes no part, and why."""
+        """By address, the name of a worker that takes no part, for now or for good, and why."""
         self._evicting: list[Evict] = []
         self._calls = SchedulerCalls(
             scheduler,
@@ -123,10 +123,11 @@ class DispatchPlugin(SchedulerPlugin):
         now_s, limit_s = self._clock(), self._rules.hang_after_s
         self._stall = StallDetector(limit_s, now_s)
         self._heartbeats = Heartbeats(limit_s=limit_s, every_s=WATCH_S, now_s=now_s)
+        self._said_limit = False
         self._drained: tuple[int, dict[str, Any]] = (0, {})
         """What the driver fetched last, and how many times it had fetched something by then."""
         scheduler.handlers.update(spotlight_status=self.status, spotlight_stop=self.stop, spotlight_close=self.leave)
-        scheduler.handlers["spotlight_drain"] = self.drain
+        scheduler.handlers.update(spotlight_drain=self.drain, spotlight_clock=self.clock)
         scheduler.handlers.update(spotlight_holders=self._dispatch.state.holders, spotlight_notice=self._notice)
         heard = ((BEAT, self._beat), (LOST_ENGINE, self._lost_engine), (HOLDS, self._holds))
         scheduler.stream_handlers.update((*heard, (READY, self._ready), (REFUSED, self._refuse)))
@@ -159,7 +160,7 @@ class DispatchPlugin(SchedulerPlugin):
         await self.close()
         self._restore()
         scheduler.remove_plugin(self.name)
-        for name in ("status", "stop", "close", "drain", "holders", "notice"):
+        for name in ("status", "stop", "close", "drain", "clock", "holders", "notice"):
             del scheduler.handlers[f"spotlight_{name}"]
         if self._member in scheduler.worker_plugins:
             with contextlib.suppress(OSError, TimeoutError):  # a worker that is gone, or frozen, has ended it too
@@ -211,6 +212,7 @@ class DispatchPlugin(SchedulerPlugin):
         else:
             self._nodes[worker] = node
         self._heartbeats.note_ready(worker)
+        self._refused.pop(worker, None)
         self._unavailable.discard(worker)  # whoever joins is taken to be available: the dispatcher is told anew
         self._tell(WorkerJoined(at_s=at_s, address=worker, name=name, pool=pool, node=node, host=host, job=job))
         self._scheduler.log_event(HEARD_OF, name)
@@ -313,10 +315,11 @@ class DispatchPlugin(SchedulerPlugin):
         self._look_for_stall(now_s)
         if self._tell_availability():
             self.schedule_decision()
+        self._expect_heartbeats(now_s)
         workers = self._scheduler.workers
         silent = {address: self._heartbeats.silent_s(address, state.last_seen) for address, state in workers.items()}
         for address, silent_s in silent.items():
-            if silent_s > self._rules.hang_after_s:
+            if silent_s > self._heartbeats.limit_s:
                 self._tell(WorkerSilent(at_s=now_s, address=address, silent_s=silent_s))
         self._look_at_unready(now_s, silent)
         evicting = [*self._evicting]
@@ -325,6 +328,19 @@ class DispatchPlugin(SchedulerPlugin):
             stimulus = "spotlight-watch"
             await self._scheduler.remove_worker(hung.address, stimulus_id=stimulus, expected=True, close=True)
             self._scheduler.log_event(EVICTED, hung.name)
+
+    def _expect_heartbeats(self, now_s: float) -> None:
+        """Give workers the time that Dask gives them, if that is more than the settings do; it is said once."""
+        count, set_s = len(self._scheduler.workers), self._rules.hang_after_s
+        beat_s = heartbeat_interval(count)
+        self._heartbeats.expect(beat_s)
+        if self._heartbeats.limit_s > set_s and not self._said_limit:
+            self._said_limit = True
+            what = (
+                f"cluster.hang_after_s = {set_s:g}, but Dask has a worker send a heartbeat every {beat_s:g} s (workers "
+                f"now: {count}): one that is silent is ended after {self._heartbeats.limit_s:g} s"
+            )
+            self._dispatch.state.journal.event(now_s, "limited", what=what)
 
     def _look_for_stall(self, now_s: float) -> None:
         """Say what is waited for; and decide again, should an event have been lost."""
@@ -377,6 +393,10 @@ class DispatchPlugin(SchedulerPlugin):
             told = self._dispatch.drain().message()
             self._drained = (fetched + 1, told)
         return told
+
+    def clock(self) -> float:
+        """What time it is here: all that is drained has this clock's times."""
+        return self._clock()
 
     def status(self) -> dict[str, Any]:
         """What is running where, for a display; plain values."""

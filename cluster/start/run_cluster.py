@@ -35,7 +35,7 @@ from cluster.start.local import WorkerKeeper, local_cluster
 from cluster.start.slurm import SlurmJobs, slurm_cluster
 from cluster.worker.plugin import SpotlightWorkerPlugin, Terms, member_name, terms_of
 from cluster.worker.process import continue_warm_parent, warm_parent_pid
-from spotlight.clock import wall_clock
+from spotlight.clock import ahead_s, wall_clock
 from spotlight.config import Config
 from spotlight.records import Drained, SpotlightError, WorkerLife
 from spotlight.store.leftovers import Scratch, sweep_ended, sweep_leftovers
@@ -57,6 +57,8 @@ HAND_OUT_ATTEMPTS = 5
 ANSWER_S = 30.0
 """For a scheduler's answer, however busy it is."""
 ASK_ATTEMPTS = 2
+MOMENTS = ("at_s", "ledger_s")
+"""Of the rows for the page, what is a time of the driver's clock."""
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +120,8 @@ class RunCluster:
             )
             self._register(dispatch)
             stack.callback(self._leave)
+            self._ahead_s = ahead_s(lambda: float(self._told("spotlight_clock")))
+            """Of the scheduler's clock, which spans, lives and events have when they come."""
             self._register(PagePlugin())
             self._register(SpotlightWorkerPlugin(terms))
             head = Head(self.client, f"head-{self.session}", directory)
@@ -197,7 +201,8 @@ class RunCluster:
         self._look_at_jobs()
         self._look_at_warm_parent()
         self._scratch.keep()
-        return self._told("spotlight_status")
+        found: dict[str, Any] = self._told("spotlight_status")
+        return found
 
     def queued(self) -> list[str]:
         """What Slurm says of the run's jobs that have not begun."""
@@ -234,8 +239,11 @@ class RunCluster:
         return found
 
     def drain(self) -> Drained:
-        """Spans, events and decisions since the last call, and the lives that began or ended since then."""
-        drained = Drained.of(self._told("spotlight_drain", fetched=self._fetched))
+        """Spans, events and decisions since the last call, and the lives that began or ended since then.
+
+        Times are this process's, but for those of decisions: the scheduler's machine may have others.
+        """
+        drained = Drained.of(self._told("spotlight_drain", fetched=self._fetched)).later(self._ahead_s)
         self._fetched += 1
         noted, self._noted = self._noted, []
         workers = {number: self._as_it_left(life) for number, life in drained.workers.items()}
@@ -250,7 +258,9 @@ class RunCluster:
 
     def show(self, rows: list[dict[str, Any]]) -> None:
         """Hand the page on the dashboard what only the driver knows; see `spotlight.report.feed`."""
-        self._ask(ROWS, rows=rows)
+        moments = MOMENTS if self._ahead_s else ()  # the page has the scheduler's
+        told = [row | {name: row[name] - self._ahead_s for name in moments if name in row} for row in rows]
+        self._ask(ROWS, rows=told)
 
     def scale(self, spot: int) -> None:
         """Have so many spot workers; those that are too many, the last ones, leave as on a notice.
@@ -296,12 +306,12 @@ class RunCluster:
             self.client.unregister_scheduler_plugin(PagePlugin.name)  # first, or it would be the next run's
             self._ask("spotlight_close")
 
-    def _told(self, name: str, **facts: Any) -> dict[str, Any]:
+    def _told(self, name: str, **facts: Any) -> Any:
         """
         Raises:
             SpotlightError: the scheduler does not answer, or knows nothing of the run.
         """
-        answer: dict[str, Any] | None = self._ask(name, **facts)
+        answer = self._ask(name, **facts)
         if answer is None:
             raise SpotlightError(
                 f"the scheduler {self.client.scheduler.address} knows nothing of this run any more: it was restarted, "

@@ -2,8 +2,9 @@
 
 A worker takes part if its resources name a pool (``--resources spot=1``, ``reserved=1`` or ``reward=1``). It then gets
 node memory, a device of its machine, an engine process and the notices of its pool, in the background, since whoever
-registers a plugin waits for all workers; when it can work it says so. When the plugin is taken away, or the worker
-closes, all of it ends, and another run may begin on the same worker. There is no other way to be a worker.
+registers a plugin waits for all workers; when it can work it says so. Until it can, it says why not and tries again:
+a mount may come late. When the plugin is taken away, or the worker closes, all of it ends, and another run may begin on
+the same worker. There is no other way to be a worker.
 
 A node is who shares memory. The resource ``node:NAME`` plays several nodes on one machine.
 """
@@ -49,10 +50,16 @@ from spotlight.store.slots import Slot
 POOLS = ("reserved", "spot", "reward", "head")
 KEEP_S = 0.5
 """Between two looks at the node's memory; a worker takes longer to start."""
+AGAIN_S, AGAIN_MAX_S = 5.0, 300.0
+"""Until a worker that cannot take part tries again, and after it failed many times: each try may start an engine."""
 TELL_S = 2.0
 """For the scheduler to hear that a worker works for us no more; it may be gone itself."""
 
 logger = logging.getLogger("spotlight.member")
+
+
+class OtherVersion(SpotlightError):
+    """The code here is not the driver's, and will not be as long as both run."""
 
 
 @record
@@ -162,12 +169,8 @@ class Member:
         if self._pool != "head":
             self._keeping = asyncio.create_task(self._keep())
             try:
-                self._opening = asyncio.ensure_future(asyncio.to_thread(self._open))
-                node = await asyncio.shield(self._opening)
-            except Exception as error:  # whatever it is, it is told to the driver, and this worker gets no work
-                logger.warning("this worker takes no part in %s: %s", self._terms.run, error)
-                full = full_here(error) if isinstance(error, OSError) and is_full(error) else ""
-                self._tell(REFUSED, reason=full or str(error) or repr(error))
+                node = await self._opened_at_last()
+            except OtherVersion:
                 return
             if self._pool != "reward":  # what asks for an engine denoises or trains
                 await self._worker.set_resources(engine=1)
@@ -176,8 +179,36 @@ class Member:
         if self._pool != "head":
             await self._leave_on_notice()
 
+    async def _opened_at_last(self) -> str:
+        """Get all that the work needs, however often that has to be tried; returns the node's name.
+
+        Raises:
+            OtherVersion: to try again would be in vain.
+        """
+        wait_s = AGAIN_S
+        while True:
+            self._opening = asyncio.ensure_future(asyncio.to_thread(self._open))
+            try:
+                return await asyncio.shield(self._opening)
+            except Exception as error:  # whatever it is, it is told to the driver; until it is over, there is no work
+                logger.warning("this worker takes no part in %s: %s", self._terms.run, error)
+                full = full_here(error) if isinstance(error, OSError) and is_full(error) else ""
+                self._tell(REFUSED, reason=full or str(error) or repr(error))
+                if isinstance(error, OtherVersion):
+                    raise
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, AGAIN_MAX_S)
+
     def _open(self) -> str:
-        """Get all that the work needs; returns the node's name."""
+        """Get all that the work needs, or nothing; returns the node's name."""
+        try:
+            return self._open_all()
+        except BaseException:
+            self._kept, self._engine = (), None
+            self._opened.close()
+            raise
+
+    def _open_all(self) -> str:
         terms, opened = self._terms, self._opened
         _check(terms)
         machine = shared_root(terms.memory)
@@ -295,10 +326,11 @@ def _check(terms: Terms) -> None:
     """Find at once why this worker could not do the run's work.
 
     Raises:
-        SpotlightError: it could not.
+        OtherVersion: its code is not the driver's.
+        SpotlightError: there is no run directory, perhaps not yet.
     """
     if terms.version != code_version():
-        raise SpotlightError(
+        raise OtherVersion(
             f"it has Spotlight {code_version()}, and the driver has {terms.version}: install the same version on both"
         )
     if objects_at(terms.run_dir).size(RESOLVED) is None:

@@ -233,7 +233,8 @@ class ClusterSection(Section):
     images and figures."""
     hang_after_s: float = Field(60.0, ge=0.1, le=DAY_S)
     """A worker that shows no sign of life for so long is replaced, and so is an engine process whose denoising step
-    takes so long, or whose pass of training (``train.micro_batch`` rows) takes five times as long."""
+    takes so long, or whose pass of training (``train.micro_batch`` rows) takes five times as long. A worker is given
+    three of Dask's heartbeats at least: 2 s up to 10 workers, 7 s from 50 on, 19 s at 1,000."""
     quarantine_after: int = Field(5, ge=1, le=1000)
     """A request that loses its workers so many times in a row without a new step is set aside and replaced. A part of
     training that outlasts so many workers is given to a reserved one; if those have no GPU, to another spot one."""

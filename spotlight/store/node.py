@@ -6,7 +6,7 @@ a directory in memory, lie ::
     <sha256>.safetensors     a file by the hash of its content, brought in from a peer or the store
     made-<key>               what a process of this node made for all of them, such as its base weights
     gang-<name>              where the ranks of a gang find each other
-    .<name>.partial          one of these on its way
+    .<name>.<any>.partial    one of these on its way
     .lock-*, .alive          held while one is on its way; held as long as a process uses the node
     .node                    the node's name
     [reward-, reserved-]slot-<n>  who has the n-th device: see `spotlight.store.slots`
@@ -16,6 +16,7 @@ Invariants:
 
 - What lies under its final name is whole: it came there by one rename, a received file after its hash was
   checked. What a kill leaves half done is never used, and is removed by the next that brings anything in.
+- Nobody waits for ever: not for a process that is frozen while it brings something in.
 - Mappings are private: writing to a mapped tensor changes neither the file nor what others see.
 - A file may be removed at any time: who maps it keeps it, who wants it later brings it in again.
 """
@@ -34,6 +35,7 @@ import shutil
 import stat
 import tempfile
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -41,7 +43,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from hashlib import sha256 as new_sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 from urllib.parse import quote
 from uuid import uuid4
 
@@ -65,11 +67,18 @@ STREAMS = 4
 KEEP_FILES = 4
 """Rollouts use version k, exploration k or k - 1, training both policies of k, validation the average of k."""
 
+BRING_S = 120.0
+"""For another process that brings in the same file and gets no further: stores and peers answer sooner, or are gone."""
+MAKE_S = 600.0
+"""For one that makes it: it may read a whole checkpoint before it writes anything."""
+POLL_S = 0.02
+"""Between two looks whether it is done."""
+
 PREFIX = f"spotlight-{os.getuid()}-"
 """Of the names of all our directories on a machine."""
 _NO_TRAPS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """For what another user might have put there: no link is followed, and nobody waits for the other end of a pipe."""
-_SUFFIX = ".safetensors"
+_SUFFIX, _PARTIAL = ".safetensors", ".partial"
 _NAME = re.compile(r"[0-9a-f]{64}")
 
 
@@ -93,6 +102,8 @@ class Node:
         self._keep = keep
         self._name = uuid4().hex
         self._making = threading.Lock()
+        self._in_vain: set[str] = set()
+        """Locks that were waited for too long: they are not waited for again until they were free once."""
         self._hold()
 
     def _hold(self) -> None:
@@ -132,16 +143,17 @@ class Node:
     def bring(self, sha256: str, size_bytes: int, sources: Iterable[Source]) -> Path:
         """The file with this content, from the first source that has it; found here already, it is not read again.
 
-        One process of the node reads, the others wait for it.
+        One process of the node reads, the others wait for it as long as it gets on.
 
         Args:
             sources: in order of preference; one that fails or sends other bytes is passed over.
 
         Raises:
-            NotOnNode: there is no room, or no source sent this content; why, one after the other.
+            NotOnNode: there is no room, no source sent this content (why, one after the other), or who reads it got no
+                further for `BRING_S`.
         """
         path = self._path(sha256)
-        with self._lock(path):
+        with self._lock(path, BRING_S):
             with suppress(FileNotFoundError):
                 os.utime(path)  # used now: it is the last to go
                 return path
@@ -163,17 +175,17 @@ class Node:
     def make(self, key: str, write: Callable[[Path], object], *, size_bytes: int) -> Path:
         """What ``write`` writes to the path it is given, a file or a directory; made once, then found.
 
-        One process of the node writes, the others wait for it. It stays as long as the root.
+        One process of the node writes, the others wait for it as long as it gets on. It stays as long as the root.
 
         Args:
             key: names all that the result depends on, such as `fingerprint` of what it is made from.
             size_bytes: about what it needs; without that much room, nothing is written.
 
         Raises:
-            NotOnNode: there is no room.
+            NotOnNode: there is no room, or who writes it got no further for `MAKE_S`.
         """
         path = self.root / f"made-{key}"
-        with self._lock(path):
+        with self._lock(path, MAKE_S):
             if not path.exists():
                 with self._partial(path, size_bytes) as partial:
                     write(partial)
@@ -200,23 +212,58 @@ class Node:
         return self.root / f"{sha256}{_SUFFIX}"
 
     @contextmanager
-    def _lock(self, path: Path, *, wait: bool = True) -> Iterator[None]:
+    def _lock(self, path: Path, limit_s: float) -> Iterator[None]:
         """Held by one process; let go of however that ends. Files may share a lock: that costs a wait, no more.
 
+        Args:
+            limit_s: how long to wait while nothing more is written of this file; 0 asks once.
+
         Raises:
-            BlockingIOError: another holds it, and this one does not wait.
+            NotOnNode: another process holds it.
         """
         self.keep()
         shared = new_sha256(path.name.encode()).hexdigest()[:2]  # so that there are 256 of them, never removed
         with (self.root / f".lock-{shared}").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._waited_for(lock, path, 0.0 if shared in self._in_vain else limit_s):
+                if limit_s:
+                    self._in_vain.add(shared)
+                raise NotOnNode(
+                    f"{path}: another process of the node is at it, and wrote nothing for {limit_s:g} s: it may be "
+                    f"frozen; end it (`fuser {lock.name}` names it)"
+                )
+            self._in_vain.discard(shared)
             yield
+
+    def _waited_for(self, lock: IO[str], path: Path, limit_s: float) -> bool:
+        """Whether a lock is held now; who has it may take long, if it gets on."""
+        written = self._written(path)
+        while not _held(lock, limit_s):
+            before, written = written, self._written(path)
+            if written == before:
+                return False
+        return True
+
+    def _written(self, path: Path) -> list[tuple[str, int, int]]:
+        """What there is of a file that is on its way."""
+        found = []
+        for partial in self._partials(path.name):
+            with suppress(FileNotFoundError):  # just done
+                for file in (partial, *partial.rglob("*")):
+                    found.append((str(file), (stat := file.stat()).st_size, stat.st_mtime_ns))
+        return sorted(found)
+
+    def _partials(self, name: str) -> Iterable[Path]:
+        return self.root.glob(f".{glob.escape(name)}.*{_PARTIAL}")
 
     @contextmanager
     def _partial(self, path: Path, size_bytes: int) -> Iterator[Path]:
-        """Where to write what is renamed to ``path`` when it is whole; else it is gone afterwards."""
-        partial = path.with_name(f".{path.name}.partial")
-        _remove(partial)
+        """Where to write what is renamed to ``path`` when it is whole; else it is gone afterwards.
+
+        Its name is nobody else's: one who was frozen, and lost its lock with the root, may write on beside another.
+        """
+        for left in self._partials(path.name):
+            _remove(left)
+        partial = path.with_name(f".{path.name}.{uuid4().hex[:8]}{_PARTIAL}")
         try:
             free_bytes = room_bytes(self.root)
             if free_bytes < size_bytes:
@@ -234,9 +281,9 @@ class Node:
 
     def _clear(self) -> None:
         """Remove what was not used for longest, and what killed processes left half received."""
-        for partial in self.root.glob(".*.partial"):
-            name = partial.name.removeprefix(".").removesuffix(".partial")
-            with suppress(BlockingIOError), self._lock(self.root / name, wait=False):
+        for partial in self.root.glob(f".*{_PARTIAL}"):
+            name, _, _ = partial.name.removeprefix(".").removesuffix(_PARTIAL).rpartition(".")
+            with suppress(NotOnNode), self._lock(self.root / name, 0.0):
                 _remove(partial)
         with suppress(FileNotFoundError):  # another process clears at the same time
             newest_first = sorted(self.root.glob(f"*{_SUFFIX}"), key=lambda file: -file.stat().st_mtime_ns)
@@ -378,6 +425,18 @@ def is_held(root: Path, descriptor: int) -> bool:
         return os.path.samestat(os.fstat(descriptor), (root / ".alive").stat())
     except FileNotFoundError:
         return False
+
+
+def _held(lock: IO[str], limit_s: float) -> bool:
+    """Whether a lock came free before the limit; time in which this process was paused does not count."""
+    for looks_left in reversed(range(1 + math.ceil(limit_s / POLL_S))):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(POLL_S if looks_left else 0.0)
+        else:
+            return True
+    return False
 
 
 def _receive(partial: Path, sha256: str, size_bytes: int, source: Source) -> None:

@@ -1,0 +1,127 @@
+"""A worker that cannot take part says why and tries again, unless that is in vain; what it had opened is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Scheduler, Worker
+
+from cluster.messages import REFUSED
+from cluster.start.run_cluster import RunCluster
+from cluster.version import code_version
+from cluster.worker import plugin as joining
+from cluster.worker.plugin import SpotlightWorkerPlugin, Terms
+from runs import WAIT_S, settings_file, wait_for
+from spotlight import config
+from spotlight.store.creating import create_run
+from spotlight.store.node import hold, shared_root, sweep
+
+RUN = "run-of-test-joining"
+
+
+def terms(run_dir: Path, version: str) -> Terms:
+    return Terms(
+        version=version,
+        run_dir=str(run_dir),
+        session="s",
+        hang_after_s=60.0,
+        quarantine_after=5,
+        score_limit_s=60.0,
+        notices={"reward": ()},
+        grace_s={"reward": 30.0},
+    )
+
+
+def refusals(asked: Terms, *, until: Callable[[list[str]], object]) -> list[str]:
+    """What a worker says that is asked to take part until then; asked no more, it says nothing."""
+    said: list[str] = []
+
+    def refuse(worker: str, session: str, reason: str, **_: Any) -> None:
+        said.append(reason)
+
+    async def join() -> list[str]:
+        async with AsyncExitStack() as stack:
+            scheduler = await stack.enter_async_context(
+                Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", protocol="tcp")
+            )
+            scheduler.stream_handlers[REFUSED] = refuse
+            resources = {"reward": 1.0}
+            worker = await stack.enter_async_context(
+                Worker(scheduler.address, resources=resources, dashboard=False, memory_limit=0)
+            )
+            member = SpotlightWorkerPlugin(asked)
+            await worker.plugin_add(member)
+            async with asyncio.timeout(WAIT_S):
+                while not until(said):
+                    await asyncio.sleep(0.01)
+            await worker.plugin_remove(member.name)
+            await asyncio.sleep(0.1)  # for what it has said by then
+            found = [*said]
+            await asyncio.sleep(0.5)
+            assert said == found, "it goes on trying"
+            return found
+
+    return asyncio.run(join())
+
+
+def test_a_worker_tries_again_until_it_is_asked_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "AGAIN_S", 0.01)
+
+    said = refusals(terms(tmp_path / RUN, code_version()), until=lambda said: len(said) > 3)
+
+    assert all("there is no run directory" in reason for reason in said)
+
+
+def test_to_try_again_with_other_code_is_in_vain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "AGAIN_S", 0.01)
+    ends_s = time.monotonic() + 1.0
+
+    said = refusals(terms(tmp_path / RUN, "0.0.1"), until=lambda said: said and time.monotonic() > ends_s)
+
+    (reason,) = said
+    assert "the driver has 0.0.1: install the same version on both" in reason
+
+
+def test_what_was_opened_before_it_failed_is_closed(tmp_path: Path) -> None:
+    run = create_run(config.load(settings_file(tmp_path)), time.time())
+    asked = terms(run.path, code_version())
+    memory, freed = shared_root(asked.memory), []
+    held = hold(memory)  # or it would be swept, with what is in the way there
+    (memory / "reward-slot-0").mkdir()
+
+    def free(said: list[str]) -> bool:
+        if said:
+            os.close(held)
+            freed.append(sweep(memory))
+        return bool(said)
+
+    said = refusals(asked, until=free)
+
+    assert "Is a directory" in said[0]
+    assert freed == [True], "the worker uses it still"
+
+
+def test_workers_that_come_before_the_run_directory_work_once_it_is_there(tmp_path: Path) -> None:
+    """As where a mount comes late, or a store is out of reach."""
+    run = create_run(config.load(settings_file(tmp_path)), time.time())
+    settings, elsewhere = run.config(), run.path.with_name("elsewhere")
+    run.path.rename(elsewhere)
+    pools = RunCluster(settings, run.path)
+    try:
+        wait_for(lambda: len(pools.status()["refused"]) == 3)
+        assert pools.status()["hopeless"].startswith("no reserved worker can take part in the run")
+        elsewhere.rename(run.path)
+        wait_for(lambda: len(pools.snapshot().workers) == 3)
+        after = pools.status()
+    finally:
+        pools.close()
+
+    assert after["refused"] == {}
+    assert after["hopeless"] == ""
