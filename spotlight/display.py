@@ -136,11 +136,12 @@ def follow_simulation(begin: Callable[[Callable[[str, int, float], None]], Itera
         for outcome in begin(follow):
             outcomes.append(outcome)
             console.print(f"{outcome.name:<40} {outcome.run_dir}", soft_wrap=True, highlight=False)
-    console.print(comparison(outcomes))
+    console.print(comparison(outcomes, console.width))
 
 
-def comparison(outcomes: Sequence[Outcome]) -> Table:
-    """Simulated runs side by side; it fits 80 columns."""
+def comparison(outcomes: Sequence[Outcome], width: int = 80) -> Table:
+    """Simulated runs side by side; where they do not fit the width, the last columns are left out."""
+    columns = 7 if width >= 78 else 5 if width >= 62 else 3
     to_target = " to\ntarget" if any(outcome.target_h is not None for outcome in outcomes) else ""
     modelled = any(outcome.learning == "modelled" for outcome in outcomes)
     missed = sorted({outcome.target for outcome in outcomes if outcome.target}) if not to_target else []
@@ -149,19 +150,19 @@ def comparison(outcomes: Sequence[Outcome]) -> Table:
         + ("and scores those of a model of learning" if modelled else "and the embedded model was trained"),
         caption="seeds scored: per prompt explored and iteration"
         + ("; >: had not reached the target" if to_target else "")
-        + "".join(f"; nobody reached the target of {target:g}" for target in missed),
+        + "".join(f"; nobody reached the target of {target:g}" for target in missed)
+        + ("; a wider terminal shows more" if columns < 7 else ""),
         box=SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
     table.add_column("strategy", min_width=20)
     headings = (f"hours{to_target}", f"USD{to_target}", "score", "iter-\nations", "pre-\nempted")
-    for heading in (*headings, "spot\nbusy", "seeds\nscored"):
+    for heading in (*headings, "spot\nbusy", "seeds\nscored")[:columns]:
         table.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:
         short = "> " if to_target and outcome.target_h is None else ""
-        table.add_row(
-            outcome.name,
+        cells = (
             short + _three_digits(outcome.hours if outcome.target_h is None else outcome.target_h),
             short + _three_digits(outcome.usd if outcome.target_usd is None else outcome.target_usd),
             f"{outcome.score:.3f}",
@@ -170,6 +171,7 @@ def comparison(outcomes: Sequence[Outcome]) -> Table:
             _percent(outcome.spot_utilisation),
             f"{outcome.seeds_scored:.1f}",
         )
+        table.add_row(outcome.name, *cells[:columns])
     return table
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -398,3 +401,20 @@ def test_what_short_and_long_runs_take_and_cost_is_told_to_three_digits(tmp_path
         Console(file=shown, width=80).print(comparison([replace(run, hours=hours, usd=usd)]))
 
     assert {"0.0214", "0.00", "100", "1,234"} <= set(shown.getvalue().split())
+
+
+@pytest.mark.parametrize(("width", "columns"), [(80, 7), (64, 5), (46, 3)])
+def test_a_narrow_terminal_leaves_columns_out_and_keeps_every_name(width: int, columns: int) -> None:
+    shown = io.StringIO()
+    outcome: Any = SimpleNamespace(
+        **{"name": "the settings as they are", "hours": 1.25, "usd": 2.5, "score": 0.75, "iterations": 31},
+        **{"preemptions": 4, "spot_utilisation": 0.5, "seeds_scored": 12.5, "learning": "real"},
+        **dict.fromkeys(("target", "target_h", "target_usd")),
+    )
+
+    Console(file=shown, width=width).print(comparison([outcome], width))
+
+    lines = shown.getvalue().splitlines()
+    (row,) = (re.split(r"  +", line.strip()) for line in lines if "as they are" in line)
+    assert max(map(len, lines)) <= width
+    assert row == ["the settings as they are", *["1.25", "2.50", "0.750", "31", "4", "50%", "12.5"][:columns]]
