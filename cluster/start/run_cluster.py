@@ -115,6 +115,7 @@ class RunCluster:
                 owner=self.client.id,
                 driver=f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%H:%M:%S')}",
                 member=member_name(self.session),
+                page=PagePlugin.name,
             )
             self._register(dispatch)
             stack.callback(self._leave)
@@ -293,13 +294,12 @@ class RunCluster:
         if self.client.scheduler is None:  # somebody closed the client
             return
         with contextlib.suppress(OSError, SpotlightError, ValueError):  # one that is gone, or back, has ended it too
-            self.client.unregister_scheduler_plugin(PagePlugin.name)  # first, or it would be the next run's
             self._ask("spotlight_close")
 
     def _told(self, name: str, **facts: Any) -> dict[str, Any]:
         """
         Raises:
-            SpotlightError: the scheduler does not answer, or knows nothing of the run.
+            SpotlightError: the scheduler does not answer, or knows nothing of the run: it may have another now.
         """
         answer: dict[str, Any] | None = self._ask(name, **facts)
         if answer is None:
@@ -314,9 +314,10 @@ class RunCluster:
         Raises:
             SpotlightError: the scheduler does not answer.
         """
+        asked = facts | {"session": self.session}
         for attempts_left in reversed(range(ASK_ATTEMPTS)):
             try:
-                return self.client.sync(getattr(self.client.scheduler, name), callback_timeout=ANSWER_S, **facts)
+                return self.client.sync(getattr(self.client.scheduler, name), callback_timeout=ANSWER_S, **asked)
             except (OSError, TimeoutError) as error:
                 if isinstance(error, TimeoutError) and attempts_left:
                     continue  # a pause of this process uses that time up, too
