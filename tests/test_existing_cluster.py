@@ -267,7 +267,7 @@ def test_the_certificates_of_a_client_are_found_again_in_the_environment() -> No
 def engines() -> list[psutil.Process]:
     """Processes that fork servers of these tests' workers have forked."""
     ours = marked(OURS, os.environ[OURS])
-    parents = {each.pid for each in ours if "cluster.fork_server import serve" in " ".join(each.cmdline())}
+    parents = {each.pid for each in ours if "cluster.worker.fork_server import serve" in " ".join(each.cmdline())}
     return [each for each in ours if each.ppid() in parents]
 
 
