@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import shlex
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -231,18 +232,22 @@ class RunDir:
         return bool(self._journals) or (self.path / "latents").exists() or bool(self.config().latents.url)
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[Lease]:
+    def lock(self, stop: threading.Event | None = None) -> Iterator[Lease]:
         """Hold the run: by its files, which the operating system lets go of when this process ends, and by its lease.
+
+        Args:
+            stop: ends the wait for those who hold it and may be gone, or soon will be.
 
         Raises:
             SpotlightError: somebody else holds it.
+            Stopped: so it was asked for.
         """
         give_up_s = wall_clock() + TURN_S
         while True:
             with self._held() as held:
                 if held:
                     lease = self._lease()
-                    lease.take()
+                    lease.take(stop)
                     try:
                         if self._journals:
                             self._pull(anew=True)
