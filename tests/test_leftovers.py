@@ -22,9 +22,12 @@ from cluster.start import janitor
 from leftovers import Watched, soon_empty
 from runs import ROOT, WAIT_S, settings_file
 from spotlight.store.file_lock import FileLock
+from spotlight.store.lease import Lease
 from spotlight.store.leftovers import ENDING_S, Scratch, remove_half_written, sweep_leftovers
 from spotlight.store.node import Node, memory_roots, shared_root
+from spotlight.store.objects import objects_at
 from spotlight.store.rows import SPANS
+from spotlight.store.rundir import RunDir
 
 DRIVER = """
 import os, signal, sys, threading, time
@@ -177,6 +180,22 @@ def test_the_janitor_leaves_a_run_alone_that_has_its_next_driver_already(tmp_pat
         janitor.clean([("half written", str(tmp_path)), ("half written", str(tmp_path / "gone"))])
 
     assert (tmp_path / "c0.12ab.partial").exists() == has_driver
+
+
+@pytest.mark.parametrize("driver", ["elsewhere", "killed here", "released elsewhere"])
+def test_the_janitor_leaves_a_run_alone_whose_next_driver_another_machine_has(tmp_path: Path, driver: str) -> None:
+    """Where file locks are each machine's own, only the record of the lease tells."""
+    with RunDir(tmp_path).lock() as ours:
+        here = ours.files
+    lease = Lease(objects_at(str(tmp_path)), here if driver == "killed here" else "of another machine")
+    lease.take()
+    if driver == "released elsewhere":
+        lease.release()
+    (tmp_path / "c0.12ab.partial").write_text("")
+
+    janitor.clean([("half written", str(tmp_path))])
+
+    assert (tmp_path / "c0.12ab.partial").exists() == (driver == "elsewhere")
 
 
 OWNER = """

@@ -99,7 +99,7 @@ class RunCluster:
                 names = ", ".join(sorted(path.name for path in swept))
                 logger.warning("removed what processes that were killed had left on this machine: %s", names)
             terms, files = terms_of(config, str(run_dir), self.session), files_of(run_dir)
-            directory = self._keep_scratch(stack, terms, files)
+            directory = self._keep_scratch(stack, terms)
             if existing is None:
                 prepare()
                 self.cluster = _start(stack, config, files, directory)
@@ -126,10 +126,10 @@ class RunCluster:
             stack.callback(self.client.sync, head.close)
             self._stack = stack.pop_all()
 
-    def _keep_scratch(self, stack: contextlib.ExitStack, terms: Terms, files: Path) -> str:
+    def _keep_scratch(self, stack: contextlib.ExitStack, terms: Terms) -> str:
         """A directory for Dask; it and all else that the run has outside its own goes at the end, whatever that is."""
         self._scratch = scratch = Scratch()
-        left = (("folder", str(scratch.path)), ("memory", terms.memory), ("half written", str(files)))
+        left = (("folder", str(scratch.path)), ("memory", terms.memory), ("half written", terms.run_dir))
         for kind, what in left:
             stack.enter_context(janitor.registered(kind, what))  # this process may be killed at its end, too
         stack.callback(scratch.close)

@@ -275,6 +275,12 @@ class RunDir:
         with self._lock.held(shared=shared) as held:
             yield held
 
+    @contextlib.contextmanager
+    def unused(self) -> Iterator[bool]:
+        """Whether nobody has the run; nobody on this machine takes it inside."""
+        with self._held(shared=True) as held:
+            yield held and self._lease().elsewhere() is None
+
     def _lease(self) -> Lease:
         return Lease(self.objects, self._lock.identity)
 
