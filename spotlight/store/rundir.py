@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shlex
 import threading
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from hashlib import sha256
@@ -30,7 +30,7 @@ from spotlight.files import is_url, whole
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
-from spotlight.records import Quarantined, Selection, SpotlightError, record
+from spotlight.records import Quarantined, Selection, SpotlightError, Stopped, record
 from spotlight.store.decoding import Record, from_json
 from spotlight.store.file_lock import FileLock
 from spotlight.store.journals import Journals
@@ -58,8 +58,14 @@ from spotlight.store.rows import (
 
 PUSH_S = 5.0
 """Between two copies of what only a report needs: what a lost machine takes with it."""
-TURN_S = 10.0
-"""For whoever only looks at the files of a run to let go of them."""
+TURN_S = 120.0
+"""For whoever only looks at the files of a run to let go of them: it may copy journals of gigabytes from a URL."""
+SAY_S = 2.0
+"""So long it is waited for without a word."""
+POLL_S = 0.1
+HERE = "a process of this machine"
+
+logger = logging.getLogger(__name__)
 
 
 @record
@@ -242,30 +248,52 @@ class RunDir:
             SpotlightError: somebody else holds it.
             Stopped: so it was asked for.
         """
-        give_up_s = wall_clock() + TURN_S
-        while True:
-            with self._held() as held:
-                if held:
-                    lease = self._lease()
-                    lease.take(stop)
-                    try:
-                        if self._journals:
-                            self._pull(anew=True)
-                            self.push(at_once=True)
-                        try:
-                            yield lease
-                        except BaseException:
-                            with contextlib.suppress(SpotlightError):  # the store is out of reach, or the run another's
-                                lease.check()
-                                self.push(at_once=True)
-                            raise
+        stop = stop or threading.Event()
+        with self._alone(stop):
+            lease = self._lease()
+            lease.take(stop)
+            try:
+                if self._journals:
+                    self._pull(anew=True)
+                    self.push(at_once=True)
+                try:
+                    yield lease
+                except BaseException:
+                    with contextlib.suppress(SpotlightError):  # the store is out of reach, or the run another's
+                        lease.check()
                         self.push(at_once=True)
-                    finally:
-                        lease.release()
-                    return
-            if wall_clock() > give_up_s or self._lock.is_held():  # else somebody looks at it for a moment
-                raise SpotlightError(f"{self.url}: {self.holder()} is running this run: wait for it, or stop it first")
-            time.sleep(TURN_S / 100)
+                    raise
+                self.push(at_once=True)
+            finally:
+                lease.release()
+
+    def _alone(self, stop: threading.Event) -> contextlib.ExitStack:
+        """Until it is closed, this process alone has the run's files here; those who only look at them are waited for.
+
+        Raises:
+            SpotlightError: somebody else has them, or looks at them for long.
+            Stopped: so it was asked for.
+        """
+        began_s, is_said = wall_clock(), False
+        while True:
+            with contextlib.ExitStack() as stack:
+                if stack.enter_context(self._held()):
+                    return stack.pop_all()
+            if self._lock.is_held():
+                holder = self.holder() or HERE  # it may just have ended
+                raise SpotlightError(f"{self.url}: {holder} is running this run: wait for it, or stop it first")
+            waited_s = wall_clock() - began_s
+            if waited_s > TURN_S:
+                raise SpotlightError(
+                    f"{self.url}: a process of this machine has looked at the run's files for {TURN_S:g} s, as one "
+                    f"that removes what a killed driver left: `fuser {self.path / 'lock'}` names it; end it, or wait"
+                )
+            if waited_s > SAY_S and not is_said:
+                is_said = True
+                said = "%s: waits for a process that looks at its files, as one that removes what a killed driver left"
+                logger.warning(said, self.url)
+            if stop.wait(POLL_S):
+                raise Stopped
 
     @contextlib.contextmanager
     def _held(self, *, shared: bool = False) -> Iterator[bool]:
@@ -289,7 +317,7 @@ class RunDir:
         here, lease = self._lock.is_held(), self._lease()
         found = lease.holder()
         if here or (found and found.files != lease.files):
-            return str(found or "a process of this machine")
+            return str(found or HERE)
         return ""
 
     def last_holder(self) -> Holder | None:
