@@ -116,12 +116,17 @@ class RunDir:
         """An existing run's directory, or what is at its URL.
 
         Raises:
-            SpotlightError: it is not one, or something in it leads out of it.
+            SpotlightError: it is not one, something in it leads out of it, or this user may not look into it.
         """
         path = os.fspath(path)
+        with looked_into(path):
+            return cls._open(path)
+
+    @classmethod
+    def _open(cls, path: str) -> RunDir:
         if is_url(path):
-            check_address(str(path))
-            check_reach(str(path))
+            check_address(path)
+            check_reach(path)
         run = cls(path)
         if run.objects.size(config.RESOLVED) is None:
             raise SpotlightError(
@@ -457,6 +462,22 @@ def files_of(place: str | Path) -> Path:
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     url = url.rstrip("/")
     return Path(state).resolve() / "spotlight" / sha256(url.encode()).hexdigest()[:12] / url.rpartition("/")[2]
+
+
+@contextlib.contextmanager
+def looked_into(place: str | Path) -> Iterator[None]:
+    """What is read within is in a place that a person named as a run.
+
+    Raises:
+        SpotlightError: this user may not look into it.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise SpotlightError(
+            f"{place}: you may not look into it ({error.filename or place}: {error.strerror}): it is another user's; "
+            "that user can let you, by `chmod -R go+rX` on it, and by run.shared = true for runs to come"
+        ) from None
 
 
 def made_again(iteration: int) -> str:
