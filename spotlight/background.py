@@ -86,7 +86,7 @@ class Background:
 
     def _work(self) -> None:
         try:
-            with self._run.lock() as lease:
+            with self._run.lock(self._stop) as lease:
                 self._drive(lease)
             self._state = "finished"
         except Stopped:

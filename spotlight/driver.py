@@ -115,9 +115,10 @@ class Driver:
         finally:
             self.pools.close()
             self.pools = None
-            remove_half_written(self._run.path)  # by workers that were killed at it
             if self._tracking:
                 self._tracking.close(ended)
+            self._lease.check()  # of one that another has, the files are what that one's workers write
+            remove_half_written(self._run.path)  # by workers that were killed at it
 
     def _compute(self, graph: Graph) -> Mapping[str, Any]:
         """Run a graph on the cluster, unless the run is stopped first."""

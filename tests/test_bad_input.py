@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from runs import PROMPTS, WAIT_S, outcome, settings_file, spotlight, start, wait
 from spotlight import config
 from spotlight.records import SpotlightError
 from spotlight.run import Run
-from spotlight.store.creating import create_run
+from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.rows import HISTORY, VALIDATION
 from spotlight.store.rundir import RunDir
 
@@ -150,6 +151,36 @@ def test_a_directory_that_is_no_run_is_named(tmp_path: Path, command: list[str])
     said = refusal(verb, tmp_path, *options)
 
     assert f"{tmp_path}: not a run directory: it has no config.toml; `spotlight run CONFIG` makes one" in said
+
+
+@pytest.mark.parametrize("shut", [".", "weights"])
+def test_a_run_of_a_user_who_lets_nobody_look_into_it_is_named(tmp_path: Path, shut: str) -> None:
+    """Root may look into all: it acts as somebody else."""
+    with tempfile.TemporaryDirectory() as parent:  # `tmp_path` is shut itself
+        os.chmod(parent, 0o755)
+        settings = config.load(settings_file(tmp_path))
+        run = create_run_at(f"{parent}/run", settings)
+        (run.path / "weights").mkdir()
+        os.chmod(run.path, 0o755)
+        os.chmod(run.path / shut, 0o000)
+        try:
+            with _as_somebody_else():
+                for look in (RunDir.open, Run.attach, lambda path: create_run_at(path, settings)):
+                    with pytest.raises(SpotlightError, match=rf"^{run.path}: you may not look into it .*run\.shared"):
+                        look(run.path)
+        finally:
+            os.chmod(run.path / shut, 0o755)
+
+
+@contextlib.contextmanager
+def _as_somebody_else() -> Iterator[None]:
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
 
 
 def test_a_graph_is_not_drawn_in_a_form_that_nobody_knows(tmp_path: Path) -> None:

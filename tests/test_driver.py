@@ -32,6 +32,7 @@ SPAN = Span(
     stop_s=NOW_S - 60,
     outcome="done",
 )
+HALF = "c0.12ab.partial"
 FINE = {"waiting_for": (), "refused": {}, "running": {}, "hopeless": ""}
 
 
@@ -76,6 +77,7 @@ def failed() -> dict[str, Any]:
 def ended(tmp_path: Path, status: Callable[[], dict[str, Any]], lease: Lease) -> tuple[RunDir, Accounts]:
     """A run whose cluster says this."""
     run = create_run(config.load(settings_file(tmp_path)), 0.0)
+    (run.path / HALF).touch()
     accounts = Accounts(run, run.config())
     ours = Driver(run, accounts, lease, threading.Event(), began_s=NOW_S)
     ours.pools = cast(RunCluster, Failing(status))
@@ -97,6 +99,7 @@ def test_what_was_told_is_kept_and_nobody_is_paid_for_after_the_end(
     assert sum(accounts.usd_by_pool(NOW_S + 3600).values()) == pytest.approx(usd, rel=0.01)
     assert sum(Accounts(run, run.config()).usd_by_pool(NOW_S + 3600).values()) == pytest.approx(usd, rel=0.01)
     assert accounts.alive() == {}
+    assert not (run.path / HALF).exists()
 
 
 def test_a_run_that_another_driver_has_is_written_to_no_more(tmp_path: Path) -> None:
@@ -104,5 +107,6 @@ def test_a_run_that_another_driver_has_is_written_to_no_more(tmp_path: Path) -> 
         ended(tmp_path, hopeless, Held("another has it"))
 
     (run_dir,) = tmp_path.glob("run-*")
+    assert (run_dir / HALF).exists(), "what the other's workers are writing"
     assert not RunDir(run_dir).rows(SPANS)
     assert not (run_dir / "workers.jsonl").exists()

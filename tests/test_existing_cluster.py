@@ -19,6 +19,8 @@ from distributed import Client, Scheduler, SpecCluster
 from distributed.client import default_client
 
 from cluster.certificate import certificate
+from cluster.dashboard.plugin import PagePlugin
+from cluster.scheduler.plugin import DispatchPlugin
 from cluster.start.existing import _unreachable, refuse_unsafe, where
 from cluster.start.run_cluster import RunCluster
 from existing import DaskCluster, certificates, dask_settings
@@ -31,7 +33,7 @@ from spotlight.clock import wall_clock
 from spotlight.detached import LOG, certificates_of
 from spotlight.records import SpotlightError, Stopped
 from spotlight.run import Run
-from spotlight.store.creating import create_run
+from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.rows import EVENTS, HISTORY, SPANS, WORKERS
 
 SETTINGS = ("run.iterations=2", "strategy.widths=[1]")
@@ -152,6 +154,42 @@ def test_a_connection_to_the_scheduler_that_broke_ends_the_run_which_goes_on_lat
     assert outcome(run.directory.path) == outcome(undisturbed)
 
 
+def test_a_driver_that_slept_ends_no_other_run_that_began_there_meanwhile(
+    existing: DaskCluster, tmp_path: Path
+) -> None:
+    """The scheduler takes its broken connection for the run's end, and serves the next; then it wakes."""
+    settings = config.load(settings_file(tmp_path), SETTINGS)
+    ours, theirs = (create_run_at(tmp_path / name, settings).path for name in ("ours", "theirs"))
+    slept = RunCluster(settings, ours, existing.address)
+    client: Any = slept.client
+    client.loop.add_callback(lambda: client.scheduler_comm.comm.abort())
+    wait_for(lambda: DispatchPlugin.name not in client.run_on_scheduler(names_of_plugins))
+    other = RunCluster(settings, theirs, existing.address)
+    try:
+        wait_for(lambda: other.status()["workers"], at_most_s=60)
+        for asked in (slept.drain, slept.status):
+            with pytest.raises(SpotlightError, match="knows nothing of this run any more"):
+                asked()
+        slept.stop()
+        slept.show([{"kind": "weather", "id": 0}])  # which the page would refuse
+        slept.close()
+
+        assert other.status()["workers"]
+        assert not other.snapshot().stopping
+        assert {life.left_s for life in other.drain().workers.values()} == {None}
+        assert {DispatchPlugin.name, PagePlugin.name} <= other.client.run_on_scheduler(names_of_plugins)
+    finally:
+        slept.close()
+        other.close()
+    with Client(existing.address, set_as_default=False) as client:
+        assert not {DispatchPlugin.name, PagePlugin.name} & client.run_on_scheduler(names_of_plugins)
+
+
+def names_of_plugins(dask_scheduler: Scheduler) -> set[str]:
+    """To be sent to a scheduler."""
+    return {*dask_scheduler.plugins}
+
+
 def test_a_driver_killed_on_a_standing_cluster_is_resumed_there(
     existing: DaskCluster, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -264,7 +302,7 @@ def test_the_certificates_of_a_client_are_found_again_in_the_environment() -> No
 def engines() -> list[psutil.Process]:
     """Processes that fork servers of these tests' workers have forked."""
     ours = marked(OURS, os.environ[OURS])
-    parents = {each.pid for each in ours if "worker.fork_server import serve" in " ".join(each.cmdline())}
+    parents = {each.pid for each in ours if "cluster.worker.fork_server import serve" in " ".join(each.cmdline())}
     return [each for each in ours if each.ppid() in parents]
 
 

@@ -10,9 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -21,10 +22,15 @@ import pytest
 from cluster.start import janitor
 from leftovers import Watched, soon_empty
 from runs import ROOT, WAIT_S, settings_file
+from spotlight.records import SpotlightError, Stopped
+from spotlight.store import rundir
 from spotlight.store.file_lock import FileLock
+from spotlight.store.lease import Lease
 from spotlight.store.leftovers import ENDING_S, Scratch, remove_half_written, sweep_leftovers
 from spotlight.store.node import Node, memory_roots, shared_root
+from spotlight.store.objects import objects_at
 from spotlight.store.rows import SPANS
+from spotlight.store.rundir import RunDir
 
 DRIVER = """
 import os, signal, sys, threading, time
@@ -177,6 +183,63 @@ def test_the_janitor_leaves_a_run_alone_that_has_its_next_driver_already(tmp_pat
         janitor.clean([("half written", str(tmp_path)), ("half written", str(tmp_path / "gone"))])
 
     assert (tmp_path / "c0.12ab.partial").exists() == has_driver
+
+
+@pytest.mark.parametrize("driver", ["elsewhere", "killed here", "released elsewhere"])
+def test_the_janitor_leaves_a_run_alone_whose_next_driver_another_machine_has(tmp_path: Path, driver: str) -> None:
+    """Where file locks are each machine's own, only the record of the lease tells."""
+    with RunDir(tmp_path).lock() as ours:
+        here = ours.files
+    lease = Lease(objects_at(str(tmp_path)), here if driver == "killed here" else "of another machine")
+    lease.take()
+    if driver == "released elsewhere":
+        lease.release()
+    (tmp_path / "c0.12ab.partial").write_text("")
+
+    janitor.clean([("half written", str(tmp_path))])
+
+    assert (tmp_path / "c0.12ab.partial").exists() == (driver == "elsewhere")
+
+
+def test_nobody_is_kept_from_a_run_where_nothing_is_left(tmp_path: Path) -> None:
+    """A directory may have a million files: its lock is held for what is removed, not for the walk."""
+    (tmp_path / "a.json").write_text("")
+    asked: list[bool] = []
+
+    @contextmanager
+    def unused() -> Iterator[bool]:
+        asked.append((tmp_path / "c0.12ab.partial").exists())
+        yield True
+
+    remove_half_written(tmp_path, unused)
+    (tmp_path / "c0.12ab.partial").write_text("")
+    remove_half_written(tmp_path, unused)
+
+    assert asked == [True]
+
+
+def test_who_only_looks_at_a_run_is_waited_for_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rundir, "SAY_S", 0.2)
+    run, looking = RunDir(tmp_path), ExitStack()
+    looking.enter_context(FileLock(tmp_path).held(shared=True))
+    (asked := threading.Event()).set()
+
+    with pytest.raises(Stopped), run.lock(asked):
+        pass
+    monkeypatch.setattr(rundir, "TURN_S", 0.5)
+    with (
+        pytest.raises(SpotlightError, match=rf"has looked at .* for 0\.5 s, .*`fuser {tmp_path}/lock` names it"),
+        run.lock(),
+    ):
+        pass
+    assert caplog.text.count("waits for a process that looks at its files") == 1
+
+    monkeypatch.setattr(rundir, "TURN_S", WAIT_S)
+    threading.Timer(0.5, looking.close).start()
+    with run.lock():
+        assert run.holder()
 
 
 OWNER = """

@@ -32,10 +32,10 @@ from spotlight.plan.beliefs import Beliefs
 from spotlight.records import Gradient, GradientPart, Quarantined, SpotlightError, Stopped, WeightsRef
 from spotlight.rl.models.pipeline import PipelineModel
 from spotlight.rl.prompts import read_prompts
-from spotlight.store import journals, updates, weights
+from spotlight.store import journals, lease, updates, weights
 from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.journals import Journals
-from spotlight.store.lease import LEASE_S, Lease
+from spotlight.store.lease import LEASE_S, LOOK_S, Lease
 from spotlight.store.node import Node
 from spotlight.store.objects import BucketObjects, DirectoryObjects, Objects, StoreError, asked_again, told
 from spotlight.store.rows import HISTORY, SPANS
@@ -80,16 +80,38 @@ def test_an_object_is_created_once_and_put_again(objects: Objects) -> None:
     assert (objects.sizes("a"), objects.size("a/b")) == ({}, None)
 
 
+class Clock(threading.Event):
+    """A clock of one machine; it goes on while somebody waits for this event, which is to stop that."""
+
+    def __init__(self, now_s: float = 1000.0, meanwhile: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.now_s, self.waited_s, self._meanwhile = now_s, 0.0, meanwhile
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.now_s += timeout or 0.0
+        self.waited_s += timeout or 0.0
+        self._meanwhile()
+        return self.is_set()
+
+
 def test_one_of_two_drivers_has_a_run_and_the_other_is_told_who(objects: Objects) -> None:
-    now_s = 1000.0
-    first, second = (Lease(objects, files, lambda: now_s) for files in ("here", "there"))
+    """However far the second one's clock is ahead, or behind."""
+    first = Lease(objects, "here", lambda: 1000.0)
     first.take()
     first.names("tls://head:8786", "http://head:8787/status")
 
-    with pytest.raises(SpotlightError, match=r"process \d+ on .*, with the scheduler tls://head:8786, is running this"):
-        second.take()
+    for now_s in (900.0, 1000.0, 1000.0 + 2 * LEASE_S):
+        clock = Clock(now_s, first._keep_on)
+        with pytest.raises(SpotlightError, match=r"process \d+ on .*, with the scheduler tls://head:8786, is running"):
+            Lease(objects, "there", clock, clock).take(clock)
+        assert clock.waited_s < LEASE_S
 
+    first.check()
     first.release()
+    second = Lease(objects, "there", lambda: 1000.0)
     second.take()
     assert second.holder() is not None
     second.release()
@@ -97,11 +119,11 @@ def test_one_of_two_drivers_has_a_run_and_the_other_is_told_who(objects: Objects
 
 
 def test_why_its_owner_failed_is_known_after_a_renewal_and_until_the_next_one_has_it(objects: Objects) -> None:
-    clock = {"now_s": 1000.0}
-    first, next_ = (Lease(objects, files, lambda: clock["now_s"]) for files in ("here", "there"))
+    clock = Clock()
+    first, next_ = (Lease(objects, files, clock, clock) for files in ("here", "there"))
     first.take()
     first.failed("no room")
-    clock["now_s"] += LEASE_S + 1
+    clock.now_s += LEASE_S + 1
     first.check()  # renews it
     first.release()
 
@@ -115,27 +137,47 @@ def test_why_its_owner_failed_is_known_after_a_renewal_and_until_the_next_one_ha
     assert last.last_words == ""
 
 
-def test_a_lease_whose_machine_is_gone_ends_and_its_owner_finds_out(objects: Objects) -> None:
-    clock = {"now_s": 1000.0}
-    lost, next_ = (Lease(objects, files, lambda: clock["now_s"]) for files in ("here", "there"))
+@pytest.mark.parametrize(("ahead_s", "waits_s"), [(-100.0, LEASE_S), (0.0, LEASE_S), (3000.0, LEASE_S), (1e4, 0.0)])
+def test_a_lease_whose_machine_is_gone_ends_and_its_owner_finds_out(
+    objects: Objects, ahead_s: float, waits_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By silence, whatever the clocks say; what is over since hours needs none."""
+    clock = Clock(1000.0 + ahead_s)
+    lost, next_ = Lease(objects, "here", lambda: 1000.0), Lease(objects, "there", clock, clock)
     lost.take()
-    clock["now_s"] += LEASE_S + 1
 
-    next_.take()
+    next_.take(clock)
     lost.names("tls://head:8786", "http://head:8787/status")  # it comes back, and renews
 
     with pytest.raises(SpotlightError, match="is running this run"):
         lost.check()
     next_.check()
+    assert waits_s <= clock.waited_s <= waits_s + 2 * LOOK_S
+    assert caplog.text.count("has not given this run back: it is taken over in 60 s") == bool(waits_s)
+
+
+def test_who_waits_for_an_owner_that_is_gone_can_be_stopped_and_sees_it_give_the_run_back(objects: Objects) -> None:
+    first = Lease(objects, "here")
+    first.take()
+    clock = Clock()
+    clock.set()
+    with pytest.raises(Stopped):
+        Lease(objects, "there", clock, clock).take(clock)
+
+    clock = Clock(meanwhile=first.release)
+    Lease(objects, "there", clock, clock).take(clock)
+
+    assert clock.waited_s <= 2 * LOOK_S
 
 
 def test_a_machine_that_slept_past_its_lease_finds_out_before_it_writes(objects: Objects) -> None:
-    clock = {"now_s": 1000.0}
-    slept, alone = (Lease(objects, "here", lambda: clock["now_s"]) for _ in range(2))
+    """Its system's clock was set back meanwhile."""
+    clock = Clock()
+    slept, alone = (Lease(objects, "here", lambda: 1000.0, clock) for _ in range(2))
     slept.take()
-    clock["now_s"] += LEASE_S + 1
+    clock.now_s += LEASE_S + 1
     slept.check()  # nobody took it meanwhile
-    clock["now_s"] += LEASE_S + 1
+    clock.now_s += LEASE_S + 1
     alone.take()
     alone.release()
 
@@ -144,9 +186,15 @@ def test_a_machine_that_slept_past_its_lease_finds_out_before_it_writes(objects:
 
 
 def test_who_holds_the_same_files_need_not_wait_for_a_lease_to_end(objects: Objects) -> None:
-    Lease(objects, "here", lambda: 1000.0).take()
+    Lease(objects, "here").take()
 
-    Lease(objects, "here", lambda: 1001.0).take()
+    Lease(objects, "here").take()
+
+
+def renew_and_look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nobody waits for seconds."""
+    monkeypatch.setattr(lease, "RENEW_S", 0.1)
+    monkeypatch.setattr(lease, "LOOK_S", 0.1)
 
 
 class Late:
@@ -164,8 +212,11 @@ class Late:
 
 @pytest.mark.parametrize("at", ["get", "create"])
 @pytest.mark.parametrize("drivers", [1, 2, 3])
-def test_who_is_slow_to_take_a_run_does_not_have_it_beside_another(objects: Objects, at: str, drivers: int) -> None:
+def test_who_is_slow_to_take_a_run_does_not_have_it_beside_another(
+    objects: Objects, at: str, drivers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The records that it saw are deleted meanwhile, by those who came after them."""
+    renew_and_look_often(monkeypatch)
     for _ in range(3):
         (before := Lease(objects, "before")).take()
         before.release()
@@ -365,6 +416,7 @@ def test_what_a_run_goes_on_from_is_at_its_url(run: RunDir, tmp_path: Path, monk
 
 
 def test_a_run_at_a_url_has_one_driver(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renew_and_look_often(monkeypatch)
     with run.lock():
         elsewhere = on_another_machine(tmp_path, monkeypatch, run)
         with (
@@ -390,8 +442,8 @@ def test_what_a_run_at_a_url_did_before_it_was_stopped_is_there(run: RunDir) -> 
 def test_a_driver_that_lost_its_run_puts_nothing_there(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with suppress(Stopped), run.lock() as lease:
-        monkeypatch.setattr(lease, "_lost", "another has it")
+    with suppress(Stopped), run.lock() as held:
+        monkeypatch.setattr(held, "_lost", "another has it")
         run.append(SPANS, {"at_s": 1.0})
         raise Stopped
 

@@ -17,7 +17,7 @@ from distributed import Scheduler, SchedulerPlugin
 
 from cluster.dashboard.facts import Facts, Row
 from cluster.dispatch.dispatcher import Dispatcher
-from cluster.scheduler.plugin import DispatchPlugin
+from cluster.scheduler.plugin import DispatchPlugin, for_its_driver
 
 PAGE = "spotlight"
 ROWS = "spotlight_page"
@@ -44,7 +44,7 @@ class PagePlugin(SchedulerPlugin):
 
     async def start(self, scheduler: Scheduler) -> None:
         self.facts = _facts(scheduler)
-        scheduler.handlers[ROWS] = self.take
+        scheduler.handlers[ROWS] = for_its_driver(scheduler, self.take)
         if hasattr(scheduler, "http_application"):
             _mount(scheduler)
 

@@ -19,7 +19,8 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 from dask.utils import key_split
@@ -78,16 +79,26 @@ class DispatchPlugin(SchedulerPlugin):
         owner: id of the driver's client.
         driver: says who that is, to others who want to run something here.
         member: name of the worker plugin that belongs to this one.
+        page: name of the scheduler's plugin that does; empty where none does.
         clock: in seconds since 1970, as workers have it.
     """
 
     name = "spotlight-dispatch"
 
     def __init__(
-        self, run: str, session: str, rules: Rules, *, owner: str, driver: str, member: str, clock: Clock = wall_clock
+        self,
+        run: str,
+        session: str,
+        rules: Rules,
+        *,
+        owner: str,
+        driver: str,
+        member: str,
+        page: str = "",
+        clock: Clock = wall_clock,
     ) -> None:
         self._run, self._session, self._rules = run, session, rules
-        self._owner, self._driver, self._member = owner, driver, member
+        self._owner, self._driver, self._member, self._page = owner, driver, member, page
         self._clock, self._version = clock, code_version()
 
     async def start(self, scheduler: Scheduler) -> None:
@@ -126,8 +137,16 @@ class DispatchPlugin(SchedulerPlugin):
         self._said_limit = False
         self._drained: tuple[int, dict[str, Any]] = (0, {})
         """What the driver fetched last, and how many times it had fetched something by then."""
-        scheduler.handlers.update(spotlight_status=self.status, spotlight_stop=self.stop, spotlight_close=self.leave)
-        scheduler.handlers.update(spotlight_drain=self.drain, spotlight_clock=self.clock)
+        asked = {
+            "status": self.status,
+            "stop": self.stop,
+            "close": self.leave,
+            "drain": self.drain,
+            "clock": self.clock,
+        }
+        scheduler.handlers.update(
+            {f"spotlight_{name}": for_its_driver(scheduler, answer) for name, answer in asked.items()}
+        )
         scheduler.handlers.update(spotlight_holders=self._dispatch.state.holders, spotlight_notice=self._notice)
         heard = ((BEAT, self._beat), (LOST_ENGINE, self._lost_engine), (HOLDS, self._holds))
         scheduler.stream_handlers.update((*heard, (READY, self._ready), (REFUSED, self._refuse)))
@@ -159,7 +178,8 @@ class DispatchPlugin(SchedulerPlugin):
         scheduler = self._scheduler
         await self.close()
         self._restore()
-        scheduler.remove_plugin(self.name)
+        for name in {self.name, self._page} & scheduler.plugins.keys():
+            scheduler.remove_plugin(name)
         for name in ("status", "stop", "close", "drain", "clock", "holders", "notice"):
             del scheduler.handlers[f"spotlight_{name}"]
         if self._member in scheduler.worker_plugins:
@@ -412,6 +432,10 @@ class DispatchPlugin(SchedulerPlugin):
             "preemptions": now.preemptions,
         }
 
+    def belongs_to(self, session: str) -> bool:
+        """Whether this start of a run is the one that is here."""
+        return session == self._session
+
     @property
     def shown(self) -> Dispatcher:
         """The dispatcher, for a display in the scheduler's process: to be read only."""
@@ -454,6 +478,20 @@ class DispatchPlugin(SchedulerPlugin):
     def snapshot(self) -> Snapshot:
         """The dispatcher's state; to be asked for in the scheduler's process."""
         return self._dispatch.state.snapshot()
+
+
+def for_its_driver(scheduler: Scheduler, answer: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for the driver of the run that is on the scheduler; any other is told None, and nothing is done.
+
+    A driver that slept may find that its run was ended here, and that another one has begun.
+    """
+
+    @wraps(answer)
+    def answered(session: str, **facts: Any) -> Any:
+        plugin = scheduler.plugins.get(DispatchPlugin.name)
+        return answer(**facts) if isinstance(plugin, DispatchPlugin) and plugin.belongs_to(session) else None
+
+    return answered
 
 
 def snapshot_of(dask_scheduler: Scheduler) -> Snapshot:

@@ -16,11 +16,10 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 CleanupItem = tuple[str, str]
 """What would be left, by its kind: "process" (its number and when it began), "memory" (of a run, by its name),
-"folder" (a path), or "half written" (the run directory that such files are in)."""
+"folder" (a path), or "half written" (the directory, or URL, of the run that such files are of)."""
 
 LONGEST = 4096
 """Bytes of a message; what is not longer is written at once."""
@@ -140,7 +139,6 @@ def _lines(owner: int) -> Iterator[bytes]:
 def clean(left: Iterable[CleanupItem]) -> None:
     """End and remove it; whatever fails, the rest is done."""
     from spotlight.records import SpotlightError
-    from spotlight.store.file_lock import FileLock
     from spotlight.store.leftovers import remove_half_written, sweep_ended
     from spotlight.store.slots import end
 
@@ -154,7 +152,9 @@ def clean(left: Iterable[CleanupItem]) -> None:
         sweep_ended(memory)
     for folder in by_kind.get("folder", ()):
         shutil.rmtree(folder, ignore_errors=True)
-    for run_dir in map(Path, by_kind.get("half written", ())):
-        with contextlib.suppress(OSError, SpotlightError), FileLock(run_dir).held(shared=True) as is_nobodys:
-            if is_nobodys:  # else its next driver is there already, whose workers write
-                remove_half_written(run_dir)
+    from spotlight.store.rundir import RunDir  # takes half a second: processes have ended before
+
+    for run_dir in by_kind.get("half written", ()):
+        with contextlib.suppress(OSError, SpotlightError):
+            run = RunDir(run_dir)
+            remove_half_written(run.path, run.unused)  # else its next driver is there already, whose workers write

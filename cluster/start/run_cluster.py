@@ -101,7 +101,7 @@ class RunCluster:
                 names = ", ".join(sorted(path.name for path in swept))
                 logger.warning("removed what processes that were killed had left on this machine: %s", names)
             terms, files = terms_of(config, str(run_dir), self.session), files_of(run_dir)
-            directory = self._keep_scratch(stack, terms, files)
+            directory = self._keep_scratch(stack, terms)
             if existing is None:
                 prepare()
                 self.cluster = _start(stack, config, files, directory)
@@ -117,6 +117,7 @@ class RunCluster:
                 owner=self.client.id,
                 driver=f"process {os.getpid()} on {socket.gethostname()}, since {time.strftime('%H:%M:%S')}",
                 member=member_name(self.session),
+                page=PagePlugin.name,
             )
             self._register(dispatch)
             stack.callback(self._leave)
@@ -129,10 +130,10 @@ class RunCluster:
             stack.callback(self.client.sync, head.close)
             self._stack = stack.pop_all()
 
-    def _keep_scratch(self, stack: contextlib.ExitStack, terms: Terms, files: Path) -> str:
+    def _keep_scratch(self, stack: contextlib.ExitStack, terms: Terms) -> str:
         """A directory for Dask; it and all else that the run has outside its own goes at the end, whatever that is."""
         self._scratch = scratch = Scratch()
-        left = (("folder", str(scratch.path)), ("memory", terms.memory), ("half written", str(files)))
+        left = (("folder", str(scratch.path)), ("memory", terms.memory), ("half written", terms.run_dir))
         for kind, what in left:
             stack.enter_context(janitor.registered(kind, what))  # this process may be killed at its end, too
         stack.callback(scratch.close)
@@ -303,13 +304,12 @@ class RunCluster:
         if self.client.scheduler is None:  # somebody closed the client
             return
         with contextlib.suppress(OSError, SpotlightError, ValueError):  # one that is gone, or back, has ended it too
-            self.client.unregister_scheduler_plugin(PagePlugin.name)  # first, or it would be the next run's
             self._ask("spotlight_close")
 
     def _told(self, name: str, **facts: Any) -> Any:
         """
         Raises:
-            SpotlightError: the scheduler does not answer, or knows nothing of the run.
+            SpotlightError: the scheduler does not answer, or knows nothing of the run: it may have another now.
         """
         answer = self._ask(name, **facts)
         if answer is None:
@@ -324,9 +324,10 @@ class RunCluster:
         Raises:
             SpotlightError: the scheduler does not answer.
         """
+        asked = facts | {"session": self.session}
         for attempts_left in reversed(range(ASK_ATTEMPTS)):
             try:
-                return self.client.sync(getattr(self.client.scheduler, name), callback_timeout=ANSWER_S, **facts)
+                return self.client.sync(getattr(self.client.scheduler, name), callback_timeout=ANSWER_S, **asked)
             except (OSError, TimeoutError) as error:
                 if isinstance(error, TimeoutError) and attempts_left:
                     continue  # a pause of this process uses that time up, too

@@ -22,7 +22,7 @@ from spotlight.files import digest, is_url, read_bytes, read_files
 from spotlight.records import SpotlightError
 from spotlight.store.objects import StoreError, atomic_write, check_address, check_reach, objects_at
 from spotlight.store.rows import PROMPTS, STARTED, PromptHashes, Started
-from spotlight.store.rundir import RunDir
+from spotlight.store.rundir import RunDir, looked_into
 
 
 def create_run(settings: config.Config, now_s: float) -> RunDir:
@@ -42,24 +42,13 @@ def create_run_at(place: str | Path, settings: config.Config) -> RunDir:
     """The run in this very directory, or at this URL; it is made, all at once, if nothing is there.
 
     Raises:
-        SpotlightError: what is there is no run, or one of other settings.
+        SpotlightError: what is there is no run, one of other settings, or another user's.
     """
     if not str(place).strip():
         raise SpotlightError(f"{str(place)!r} is no run directory: name one, or leave it out for a new one")
-    if is_url(place):
-        check_address(str(place))
-        check_reach(str(place))
-        if objects_at(place).size(config.RESOLVED) is None:
-            _create(str(place), settings, anew=False)
-    else:
-        place = Path(place).resolve()
-        if not place.exists() or (place.is_dir() and not any(place.iterdir())):
-            _create_at_once(place, settings)
-        elif not (place / config.RESOLVED).exists():
-            raise SpotlightError(
-                f"{place}: something else is there, and no run (it has no {config.RESOLVED}): name a new or empty "
-                "directory"
-            )
+    place = place if is_url(place) else Path(place).resolve()
+    with looked_into(place):
+        _create_if_absent(place, settings)
     run = RunDir.open(place)
     there = run.config()
     ours = {
@@ -92,6 +81,26 @@ def _check_same_prompts(run: RunDir, settings: config.Config) -> None:
                 f"{path}: was changed since {run.url} began with it: put back what was there, which the run has a copy "
                 "of (prompts/), or give another directory for a new run"
             )
+
+
+def _create_if_absent(place: str | Path, settings: config.Config) -> None:
+    """
+    Raises:
+        SpotlightError: something is there, and it is no run.
+    """
+    if is_url(place):
+        check_address(str(place))
+        check_reach(str(place))
+        if objects_at(place).size(config.RESOLVED) is None:
+            _create(str(place), settings, anew=False)
+        return
+    place = Path(place)
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+        _create_at_once(place, settings)
+    elif not (place / config.RESOLVED).exists():
+        raise SpotlightError(
+            f"{place}: something else is there, and no run (it has no {config.RESOLVED}): name a new or empty directory"
+        )
 
 
 def _create_at_once(path: Path, settings: config.Config) -> None:

@@ -1,8 +1,10 @@
 """Who runs a run, as a record that all machines see: one driver at a time, and the second is told who has it.
 
 Leases are numbered; each is created exclusively, and renewed by its owner alone. The highest number has the run, until
-it is released or its time is over. An owner that finds a higher number has lost the run, and stops. Times are wall
-clocks': those of two machines may differ by some seconds, which is little beside a lease's length.
+it is released or its owner is silent. An owner that finds a higher number has lost the run, and stops.
+
+No clocks of two machines are compared to take a run: whoever wants it watches the record, and takes the run when by its
+own clock the record has not changed for a lease's length. Times in records are for people, and for what is long over.
 
 What is on the same machine needs no waiting: whoever holds the run's files there (a lock of the operating system, which
 ends with its process) knows that an owner with the same files is gone.
@@ -15,17 +17,21 @@ import logging
 import os
 import socket
 import threading
-import time
 from dataclasses import asdict, replace
 
-from spotlight.clock import Clock, system_clock
-from spotlight.records import SpotlightError, record
+from spotlight.clock import Clock, system_clock, wall_clock
+from spotlight.records import SpotlightError, Stopped, record
 from spotlight.store.decoding import from_json
 from spotlight.store.objects import Objects
 
 LEASE_S = 60.0
 """After a machine is lost, the next driver waits no longer than this; much longer than a store is out of reach."""
 RENEW_S = 10.0
+LOOK_S = 1.0
+"""Between two looks at another's record."""
+LONG_OVER_S = 3600.0 + 5 * LEASE_S
+"""A lease that ended so long ago is over by any clock: those of two machines differ by no more than an hour, which is
+what a time zone that is set wrongly makes."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +45,9 @@ class Holder:
     files: str
     """Names the files that its driver holds, on all machines."""
     until_s: float
+    """By its own machine's clock."""
+    renewals: int = 0
+    """So many times it was renewed: each time the record changes, whatever the clock says."""
     scheduler: str = ""
     dashboard: str = ""
     cluster: str = ""
@@ -64,11 +73,15 @@ class Lease:
 
     Args:
         files: as `Holder` has it, of this process.
+        clock: for what other machines read, or wrote.
+        steady: measures how long something lasts here, while the machine sleeps, too.
     """
 
-    def __init__(self, objects: Objects, files: str, clock: Clock = system_clock) -> None:
-        self._objects, self._files, self._clock = objects, files, clock
+    def __init__(self, objects: Objects, files: str, clock: Clock = system_clock, steady: Clock = wall_clock) -> None:
+        self._objects, self._files, self._clock, self._steady = objects, files, clock, steady
         self._number = 0
+        self._over_s = 0.0
+        """When the lease is over unless it is renewed; steady."""
         self._mine: Holder | None = None
         self._lost = ""
         self._renewing = threading.Lock()
@@ -83,20 +96,23 @@ class Lease:
         return self._last()[1]
 
     def holder(self) -> Holder | None:
-        """Who has the run now, going by the records alone; None where nobody does."""
+        """Who has the run now, going by the records and this machine's clock alone; None where nobody does."""
         _, last = self._last()
         return last if last and not last.released and last.until_s > self._clock() else None
 
-    def take(self) -> None:
+    def take(self, stop: threading.Event | None = None) -> None:
         """Have the run, and keep it until `release`. Whoever calls this holds the run's files on this machine.
+
+        Args:
+            stop: ends the wait for an owner that may be gone.
 
         Raises:
             SpotlightError: somebody else has it.
+            Stopped: so it was asked for.
         """
-        number, last = self._last()
-        if last and not last.released and last.files != self._files and last.until_s > self._clock():
-            raise self._refusal(last)
+        number = self._wait_for_silence(stop or threading.Event())
         self._number = number + 1
+        self._over_s = self._steady() + LEASE_S
         self._mine = Holder(host=socket.gethostname(), pid=os.getpid(), files=self._files, until_s=self._until_s())
         is_first = self._objects.create(_key(self._number), _json(self._mine))
         highest, last = self._last()
@@ -106,6 +122,40 @@ class Lease:
             raise self._refusal(last or self._mine)
         self._objects.delete(*(_key(old) for old in range(max(1, number - 1), number + 1)))
         threading.Thread(target=self._keep, name="spotlight-lease", daemon=True).start()
+
+    def _wait_for_silence(self, stop: threading.Event) -> int:
+        """Until no other machine has the run; returns the highest number by then.
+
+        Raises:
+            SpotlightError: its owner lives.
+            Stopped: so it was asked for.
+        """
+        number, last = first = self._last()
+        if not (other := self._elsewhere(last)):
+            return number
+        said = "%s: %s has not given this run back: it is taken over in %g s, unless that process shows that it lives"
+        logger.warning(said, self._place, other, LEASE_S)
+        over_s, is_over = self._steady() + LEASE_S, False
+        while not is_over:
+            if stop.wait(LOOK_S):
+                raise Stopped
+            is_over = self._steady() > over_s  # before the last look
+            number, last = self._last()
+            other = self._elsewhere(last)
+            if other is None:
+                break
+            if (number, last) != first:
+                raise self._refusal(other)
+        return number
+
+    def elsewhere(self) -> Holder | None:
+        """Who may have the run on another machine, or with other files: it was not given back, nor is it long over."""
+        return self._elsewhere(self._last()[1])
+
+    def _elsewhere(self, last: Holder | None) -> Holder | None:
+        if last is None or last.released or last.files == self._files:
+            return None
+        return last if self._clock() < last.until_s + LONG_OVER_S else None
 
     def names(self, scheduler: str, dashboard: str, *, is_ours: bool = True) -> None:
         """Have the record say where the run's scheduler and its dashboard are.
@@ -120,7 +170,7 @@ class Lease:
         Raises:
             SpotlightError: somebody else has the run now, or may have.
         """
-        if self._mine and not self._lost and self._clock() > self._mine.until_s:  # this machine slept
+        if self._mine and not self._lost and self._steady() > self._over_s:  # this machine slept
             self._keep_on()
         if self._lost:
             raise SpotlightError(self._lost)
@@ -151,8 +201,7 @@ class Lease:
             self._renew()
         except Exception as error:  # the store is out of reach: perhaps not for long
             logger.info("the lease could not be renewed: %s", error)
-            assert self._mine
-            if self._clock() > self._mine.until_s:
+            if self._steady() > self._over_s:
                 where = self._objects.where(_key(self._number))
                 self._lost = f"{where}: could not be renewed for {LEASE_S:g} s, so another may have the run: {error}"
 
@@ -163,17 +212,18 @@ class Lease:
             if number > self._number:
                 self._lost = str(self._refusal(last or self._mine))
             elif not self._ended.is_set():
-                mine = self._mine
+                mine, over_s = self._mine, self._steady() + LEASE_S
                 scheduler, dashboard = scheduler or mine.scheduler, dashboard or mine.dashboard
                 renewed = replace(
                     mine,
                     until_s=self._until_s(),
+                    renewals=mine.renewals + 1,
                     scheduler=scheduler,
                     dashboard=dashboard,
                     cluster=cluster or mine.cluster,
                 )
                 self._objects.put(_key(self._number), _json(renewed))
-                self._mine = renewed
+                self._mine, self._over_s = renewed, over_s
 
     def _until_s(self) -> float:
         return self._clock() + LEASE_S
@@ -189,11 +239,11 @@ class Lease:
         return 0, None
 
     def _refusal(self, holder: Holder) -> SpotlightError:
-        ends = time.strftime("%H:%M:%S", time.localtime(holder.until_s))
-        return SpotlightError(
-            f"{self._objects.where('').rstrip('/')}: {holder} is running this run: wait for it, or stop it first; "
-            f"if it is gone without a word, the run is free at {ends}"
-        )
+        return SpotlightError(f"{self._place}: {holder} is running this run: wait for it, or stop it first")
+
+    @property
+    def _place(self) -> str:
+        return self._objects.where("").rstrip("/")
 
 
 def _key(number: int) -> str:

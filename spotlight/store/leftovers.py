@@ -11,8 +11,8 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from spotlight.records import SpotlightError
@@ -88,15 +88,31 @@ def _swept(root: Path) -> bool:
     return False
 
 
-def remove_half_written(run_dir: Path) -> list[Path]:
+def _callers() -> AbstractContextManager[bool]:
+    """Of a run that the caller has: nobody else does."""
+    return nullcontext(True)
+
+
+def remove_half_written(run_dir: Path, unused: Callable[[], AbstractContextManager[bool]] = _callers) -> list[Path]:
     """Remove files that were being written in a run directory when their writers ended; one that lives goes on.
 
     Versions of the weights that were being written are removed, whoever wrote them: nobody waits for those any more.
+
+    Args:
+        unused: of a run that the caller does not have, holds it for a moment: whether nobody else has it. What was
+            there before that moment is then no living driver's.
+
+    Returns:
+        What was removed.
     """
-    found = [path for path in _half_written(run_dir) if not _is_being_written(path)]
-    for path in found:
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-    return found
+    removed = []
+    for path in [path for path in _half_written(run_dir) if not _is_being_written(path)]:
+        with unused() as is_nobodys:
+            if not is_nobodys:
+                break
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            removed.append(path)
+    return removed
 
 
 def _is_being_written(path: Path) -> bool:

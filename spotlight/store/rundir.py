@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shlex
-import time
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from hashlib import sha256
@@ -29,7 +30,7 @@ from spotlight.files import is_url, whole
 from spotlight.plan.beliefs import Beliefs
 from spotlight.plan.offload import Offload
 from spotlight.plan.replay import Allocation
-from spotlight.records import Quarantined, Selection, SpotlightError, record
+from spotlight.records import Quarantined, Selection, SpotlightError, Stopped, record
 from spotlight.store.decoding import Record, from_json
 from spotlight.store.file_lock import FileLock
 from spotlight.store.journals import Journals
@@ -57,8 +58,14 @@ from spotlight.store.rows import (
 
 PUSH_S = 5.0
 """Between two copies of what only a report needs: what a lost machine takes with it."""
-TURN_S = 10.0
-"""For whoever only looks at the files of a run to let go of them."""
+TURN_S = 120.0
+"""For whoever only looks at the files of a run to let go of them: it may copy journals of gigabytes from a URL."""
+SAY_S = 2.0
+"""So long it is waited for without a word."""
+POLL_S = 0.1
+HERE = "a process of this machine"
+
+logger = logging.getLogger(__name__)
 
 
 @record
@@ -109,12 +116,17 @@ class RunDir:
         """An existing run's directory, or what is at its URL.
 
         Raises:
-            SpotlightError: it is not one, or something in it leads out of it.
+            SpotlightError: it is not one, something in it leads out of it, or this user may not look into it.
         """
         path = os.fspath(path)
+        with looked_into(path):
+            return cls._open(path)
+
+    @classmethod
+    def _open(cls, path: str) -> RunDir:
         if is_url(path):
-            check_address(str(path))
-            check_reach(str(path))
+            check_address(path)
+            check_reach(path)
         run = cls(path)
         if run.objects.size(config.RESOLVED) is None:
             raise SpotlightError(
@@ -231,36 +243,62 @@ class RunDir:
         return bool(self._journals) or (self.path / "latents").exists() or bool(self.config().latents.url)
 
     @contextlib.contextmanager
-    def lock(self) -> Iterator[Lease]:
+    def lock(self, stop: threading.Event | None = None) -> Iterator[Lease]:
         """Hold the run: by its files, which the operating system lets go of when this process ends, and by its lease.
+
+        Args:
+            stop: ends the wait for those who hold it and may be gone, or soon will be.
 
         Raises:
             SpotlightError: somebody else holds it.
+            Stopped: so it was asked for.
         """
-        give_up_s = wall_clock() + TURN_S
-        while True:
-            with self._held() as held:
-                if held:
-                    lease = self._lease()
-                    lease.take()
-                    try:
-                        if self._journals:
-                            self._pull(anew=True)
-                            self.push(at_once=True)
-                        try:
-                            yield lease
-                        except BaseException:
-                            with contextlib.suppress(SpotlightError):  # the store is out of reach, or the run another's
-                                lease.check()
-                                self.push(at_once=True)
-                            raise
+        stop = stop or threading.Event()
+        with self._alone(stop):
+            lease = self._lease()
+            lease.take(stop)
+            try:
+                if self._journals:
+                    self._pull(anew=True)
+                    self.push(at_once=True)
+                try:
+                    yield lease
+                except BaseException:
+                    with contextlib.suppress(SpotlightError):  # the store is out of reach, or the run another's
+                        lease.check()
                         self.push(at_once=True)
-                    finally:
-                        lease.release()
-                    return
-            if wall_clock() > give_up_s or self._lock.is_held():  # else somebody looks at it for a moment
-                raise SpotlightError(f"{self.url}: {self.holder()} is running this run: wait for it, or stop it first")
-            time.sleep(TURN_S / 100)
+                    raise
+                self.push(at_once=True)
+            finally:
+                lease.release()
+
+    def _alone(self, stop: threading.Event) -> contextlib.ExitStack:
+        """Until it is closed, this process alone has the run's files here; those who only look at them are waited for.
+
+        Raises:
+            SpotlightError: somebody else has them, or looks at them for long.
+            Stopped: so it was asked for.
+        """
+        began_s, is_said = wall_clock(), False
+        while True:
+            with contextlib.ExitStack() as stack:
+                if stack.enter_context(self._held()):
+                    return stack.pop_all()
+            if self._lock.is_held():
+                holder = self.holder() or HERE  # it may just have ended
+                raise SpotlightError(f"{self.url}: {holder} is running this run: wait for it, or stop it first")
+            waited_s = wall_clock() - began_s
+            if waited_s > TURN_S:
+                raise SpotlightError(
+                    f"{self.url}: a process of this machine has looked at the run's files for {TURN_S:g} s, as one "
+                    f"that removes what a killed driver left: `fuser {self.path / 'lock'}` names it; end it, or wait"
+                )
+            if waited_s > SAY_S and not is_said:
+                is_said = True
+                said = "%s: waits for a process that looks at its files, as one that removes what a killed driver left"
+                logger.warning(said, self.url)
+            if stop.wait(POLL_S):
+                raise Stopped
 
     @contextlib.contextmanager
     def _held(self, *, shared: bool = False) -> Iterator[bool]:
@@ -270,6 +308,12 @@ class RunDir:
         with self._lock.held(shared=shared) as held:
             yield held
 
+    @contextlib.contextmanager
+    def unused(self) -> Iterator[bool]:
+        """Whether nobody has the run; nobody on this machine takes it inside."""
+        with self._held(shared=True) as held:
+            yield held and self._lease().elsewhere() is None
+
     def _lease(self) -> Lease:
         return Lease(self.objects, self._lock.identity)
 
@@ -278,7 +322,7 @@ class RunDir:
         here, lease = self._lock.is_held(), self._lease()
         found = lease.holder()
         if here or (found and found.files != lease.files):
-            return str(found or "a process of this machine")
+            return str(found or HERE)
         return ""
 
     def last_holder(self) -> Holder | None:
@@ -418,6 +462,22 @@ def files_of(place: str | Path) -> Path:
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     url = url.rstrip("/")
     return Path(state).resolve() / "spotlight" / sha256(url.encode()).hexdigest()[:12] / url.rpartition("/")[2]
+
+
+@contextlib.contextmanager
+def looked_into(place: str | Path) -> Iterator[None]:
+    """What is read within is in a place that a person named as a run.
+
+    Raises:
+        SpotlightError: this user may not look into it.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise SpotlightError(
+            f"{place}: you may not look into it ({error.filename or place}: {error.strerror}): it is another user's; "
+            "that user can let you, by `chmod -R go+rX` on it, and by run.shared = true for runs to come"
+        ) from None
 
 
 def made_again(iteration: int) -> str:
