@@ -35,7 +35,7 @@ from spotlight.market.prices import read_prices
 from spotlight.plan.offload import Balance, balance
 from spotlight.records import Drained, Interval, Span, SpotlightError, WorkerLife, base_phase, row_of
 from spotlight.store.objects import atomic_write
-from spotlight.store.rows import EVENTS, SPANS, WORKERS, HistoryRow, ValidationRow
+from spotlight.store.rows import EVENTS, HISTORY, SPANS, WORKERS, HistoryRow, ValidationRow
 from spotlight.store.rundir import RunDir
 
 LATEST_S = 1e12
@@ -61,9 +61,9 @@ class Accounts:
         """Of each span, when the last of it and those before it ended."""
         self._first_spot: dict[str, tuple[float, int]] = {}
         """Of each spot worker, when its earliest span began, and which it is."""
-        self._worked: set[str] = set()
-        """Workers with spans, of the first `_counted` spans."""
-        self._counted = 0
+        self._history = run.growing(HISTORY, HistoryRow)
+        self._samples: dict[int, float] = {}
+        """Of each iteration that is done."""
         self._broken: dict[str, float] = {}
         self._recoveries: list[tuple[float, float]] = []
         self._pauses: list[tuple[float, float]] = []
@@ -76,6 +76,9 @@ class Accounts:
         self._lives = {at: life for at, life in enumerate(lives) if watched and life.left_s is None}
         """Of this session, by number."""
         self._earlier = [_ended(life, last_s) for at, life in enumerate(lives) if at not in self._lives]
+        self._written_earlier = "".join(map(_line, self._earlier))
+        self._written: dict[int, str] = {}
+        """Lines of the journal, by number."""
         self._ledger: Ledger | None = None
         self._ledger_s = 0.0
         self._folded_s = 0.0
@@ -104,13 +107,13 @@ class Accounts:
         if drained.workers:
             self._lives |= drained.workers
             self._measured = {}
-            self._write_lives()
+            self._write_lives(drained.workers)
 
     def close(self, now_s: float) -> None:
         """The session ends, and with it the workers that are still alive."""
         self._lives, self._measured = {at: _ended(life, now_s) for at, life in self._lives.items()}, {}
         self.running = {}
-        self._write_lives()
+        self._write_lives(self._lives)
         self._ledger = None
 
     def measure(self, start_s: float, stop_s: float) -> dict[str, float]:
@@ -128,11 +131,10 @@ class Accounts:
         by_phase: defaultdict[str, float] = defaultdict(float)
         for span in spans:
             by_phase[_phase(span)] += overlap_s(span.start_s, span.stop_s, window)
-        self._worked.update(span.worker for span in self._spans[self._counted :])
-        self._counted = len(self._spans)
-        busy = dict.fromkeys(self._worked, 0.0)
+        busy = {life.worker: 0.0 for life in workers if _was_alive(life, window)}
         for worker, intervals in busy_intervals(spans).items():
-            busy[worker] = sum(overlap_s(*interval, window) for interval in intervals)
+            if busy_s := sum(overlap_s(*interval, window) for interval in intervals):
+                busy[worker] = busy_s
         taken = [life for life in workers if life.was_taken and start_s <= (life.left_s or 0) <= stop_s]
         preempted = [life for life in taken if life.pool == "spot"]
         recoveries_s = [r for at_s, r in self._recoveries if start_s <= at_s <= stop_s]
@@ -188,10 +190,16 @@ class Accounts:
             self._ledger_s = now_s
             run, window = self._run, (self._folded_s, max(self._folded_s, now_s))
             recent = run_ledger(
-                self._config, self._spans, self._all(), self._prices, window, run.history(), run.validation()
+                self._config, self._spans, self._all(), self._prices, window, self._samples_done(), run.validation()
             )
             self._ledger = replace(recent, entries=summed((*self._folded, *recent.entries)))
         return self._ledger
+
+    def _samples_done(self) -> Mapping[int, float]:
+        """As `samples_done`, of which only new rows are read."""
+        first, rows = self._history.new()
+        self._samples = ({} if first == 1 else self._samples) | samples_done(rows)
+        return self._samples
 
     def spot_utilisation(self, now_s: float) -> float:
         alive_s = pool_seconds(self._all(), (0.0, now_s)).get("spot", 0.0)
@@ -212,7 +220,7 @@ class Accounts:
         if len(self._spans) <= FOLD_SPANS or until_s <= self._folded_s:
             return
         window = (self._folded_s, until_s)
-        old = run_ledger(self._config, self._spans, self._all(), self._prices, window, (), ())
+        old = run_ledger(self._config, self._spans, self._all(), self._prices, window, {}, ())
         self._folded = summed((*self._folded, *old.entries))
         self._folded_busy_s += self._busy_s(window)
         self._folded_s = until_s
@@ -228,7 +236,7 @@ class Accounts:
                 first[span.worker, life_at] = span
         kept = {id(span) for span in first.values()}
         spans = [span for span in self._spans if span.stop_s > until_s or id(span) in kept]
-        self._spans, self._latest_s, self._first_spot, self._counted = [], [], {}, 0
+        self._spans, self._latest_s, self._first_spot = [], [], {}
         self._add_spans(spans)
         self._recoveries = [(at_s, lasted_s) for at_s, lasted_s in self._recoveries if at_s > until_s]
 
@@ -277,9 +285,18 @@ class Accounts:
     def _all(self) -> list[WorkerLife]:
         return [*self._earlier, *self._lives.values()]
 
-    def _write_lives(self) -> None:
+    def _write_lives(self, changed: Mapping[int, WorkerLife]) -> None:
+        self._written |= {at: _line(life) for at, life in changed.items()}
         with atomic_write(self._run.path / WORKERS) as file:
-            file.write("".join(f"{dumps(row_of(life), sort_keys=True)}\n" for life in self._all()).encode())
+            file.write("".join((self._written_earlier, *self._written.values())).encode())
+
+
+def _line(life: WorkerLife) -> str:
+    return f"{dumps(row_of(life), sort_keys=True)}\n"
+
+
+def _was_alive(life: WorkerLife, window: Interval) -> bool:
+    return life.joined_s < window[1] and (life.left_s is None or life.left_s > window[0])
 
 
 def alive_s(lives: Iterable[WorkerLife], until_s: float) -> float:
@@ -360,20 +377,29 @@ def run_ledger(
     workers: Sequence[WorkerLife],
     prices: Mapping[str, Price],
     window: Interval,
-    history: Sequence[HistoryRow],
+    done: Mapping[int, float],
     validation: Sequence[ValidationRow],
 ) -> Ledger:
-    """The ledger of a run, with what its history says it bought; an iteration that was run again counts once."""
-    done = {row.iteration: row.metrics for row in history}
+    """The ledger of a run, with what it bought.
+
+    Args:
+        done: as `samples_done` has it.
+    """
     return ledger(
         spans,
         workers,
         prices,
         window,
         iterations=len(done),
-        samples=int(sum(count for metrics in done.values() if isfinite(count := metrics.get("samples", 0)))),
+        samples=int(sum(done.values())),
         scores=[row.score for row in validation],
     )
+
+
+def samples_done(history: Iterable[HistoryRow]) -> dict[int, float]:
+    """How many samples each finished iteration was trained on; one that was run again counts once."""
+    counts = {row.iteration: row.metrics.get("samples", 0.0) for row in history}
+    return {iteration: count if isfinite(count) else 0.0 for iteration, count in counts.items()}
 
 
 def recoveries(

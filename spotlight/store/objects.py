@@ -399,7 +399,12 @@ def content_of(path: Path) -> bytes | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise SpotlightError(f"{path}: cannot be read: {error.strerror}; restore it, or delete it") from None
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: OSError) -> SpotlightError:
+    """What a person is told of a file that is there."""
+    return SpotlightError(f"{path}: cannot be read: {error.strerror}; restore it, or delete it")
 
 
 @contextlib.contextmanager
