@@ -142,6 +142,8 @@ class Run:
         self._checked = 0
         """With how many iterations it was found to have all that they need; 0: it was only looked at so far."""
         self._accounts: Accounts | None = None
+        self._watched: Accounts | None = None
+        """Those of the run while it goes on elsewhere, as of the last look."""
         self._thread: Background | None = None
         """The driver, if it is a thread of this process; see `_background`."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -225,11 +227,15 @@ class Run:
 
     @property
     def _kept(self) -> Accounts:
-        """The accounts; those of a run that goes on elsewhere are read again at every look."""
+        """The accounts; those of a run that goes on elsewhere are brought up to date at every look."""
+        watched, self._watched = self._watched, None
         if self._is_elsewhere:
             self.directory.pull()
             self._accounts = None  # what is known of it is not the last word
-            return Accounts(self.directory, self.config, watched=True)
+            if watched is None or not watched.look():
+                watched = Accounts(self.directory, self.config, watched=True)
+            self._watched = watched
+            return watched
         if (driver := self._background) is not None and not driver.is_over:
             return driver.accounts
         if self._accounts is None:

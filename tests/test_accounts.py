@@ -317,3 +317,39 @@ def test_a_long_run_is_summed_up_as_it_goes_and_its_account_stays_the_same(
         assert asdict(found) == pytest.approx(asdict(expected))
     assert folded.spot_utilisation(end_s) == pytest.approx(whole.spot_utilisation(end_s))
     assert folded.first_image_s(START_S) == whole.first_image_s(START_S)
+
+
+def test_a_run_that_is_watched_is_read_on_and_is_accounted_for_as_if_it_were_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(tmp_path)
+    run.append(WORKERS, life("reserved-0", 0, None), life("spot-0", 5, None))
+    watched = Accounts(run, run.config(), watched=True)
+    for k in range(12):
+        at_s = 100 * k
+        run.append(SPANS, *(span(name, at_s + 10, at_s + 60) for name in ("reserved-0", "spot-0")))
+        run.append(SPANS, *(span("reserved-0", at_s + n, at_s + n + 0.5, "train") for n in range(70, 90)))
+        if k == 6:
+            rest = [life("spot-0", 5, 655, "lost"), life("spot-1", 660, None)]
+            run.rewrite(WORKERS, [life("reserved-0", 0, None), *rest])
+        measured = {"started_s": START_S + at_s, "stopped_s": START_S + at_s + 100}
+        what = {"iteration": k, "weights_version": k + 1, "weights_sha256": "", "metrics": {"samples": 8.0}}
+        run.append(HISTORY, what | {"measured": measured})
+        anew, now_s = Accounts(run, run.config(), watched=True), START_S + at_s + 100
+        with monkeypatch.context() as patched:
+            patched.setattr("spotlight.store.accounts.FOLD_SPANS", 30)
+            assert watched.look()
+
+        for found, expected in zip(watched.ledger(now_s).entries, anew.ledger(now_s).entries, strict=True):
+            assert asdict(found) == pytest.approx(asdict(expected))
+        assert watched.ledger(now_s).usd_per_sample == pytest.approx(anew.ledger(now_s).usd_per_sample)
+        assert watched.spot_utilisation(now_s) == pytest.approx(anew.spot_utilisation(now_s))
+        assert (watched.alive(), watched.preemptions(), watched.lives()) == (
+            anew.alive(),
+            anew.preemptions(),
+            anew.lives(),
+        )
+    assert len(watched._spans) < 80
+
+    run.rewrite(SPANS, [span("reserved-0", 10, 60)])
+    assert not watched.look()

@@ -34,6 +34,7 @@ from spotlight.market.ledger import (
 from spotlight.market.prices import read_prices
 from spotlight.plan.offload import Balance, balance
 from spotlight.records import Drained, Interval, Span, SpotlightError, WorkerLife, base_phase, row_of
+from spotlight.store.lines import Growing
 from spotlight.store.objects import atomic_write
 from spotlight.store.rows import EVENTS, HISTORY, SPANS, WORKERS, HistoryRow, ValidationRow
 from spotlight.store.rundir import RunDir
@@ -70,12 +71,13 @@ class Accounts:
         """When the run went on after a pause, and how long that was."""
         self._told_with: dict[int, float] = {}
         """Of each pause, the end of the stretch of time that was measured with it."""
-        self._add_spans(read_spans(run))
-        last_s = self._latest_s[-1] if self._spans else 0.0
-        lives = read_lives(run)
-        self._lives = {at: life for at, life in enumerate(lives) if watched and life.left_s is None}
+        self._first_done_s: float | None = None
+        self._span_lines, self._life_lines = run.growing(SPANS, Span), run.growing(WORKERS, WorkerLife)
+        self._add_spans(new_spans(run, self._span_lines)[1])
+        self._lives: dict[int, WorkerLife] = {}
         """Of this session, by number."""
-        self._earlier = [_ended(life, last_s) for at, life in enumerate(lives) if at not in self._lives]
+        self._earlier: list[WorkerLife] = []
+        self._divide(new_lives(run, self._life_lines)[1], watched=watched)
         self._written_earlier = "".join(map(_line, self._earlier))
         self._written: dict[int, str] = {}
         """Lines of the journal, by number."""
@@ -87,9 +89,10 @@ class Accounts:
         self._measured_s = 0.0
         self._measured: dict[Interval, dict[str, float]] = {}
         """The last stretch of time that was measured, until more is reported."""
-        self._first_done_s = min((span.stop_s for span in self._spans if _makes_images(span)), default=None)
         self.running: Mapping[str, int] = {}
         """Tasks in progress, by phase."""
+        if watched:
+            self._fold_watched()
 
     def take(self, drained: Drained) -> None:
         """Add what the cluster reports: new spans, and lives of its workers that began or ended."""
@@ -100,14 +103,43 @@ class Accounts:
         self._add_spans(drained.spans)
         if drained.events or drained.spans:
             self._measured = {}
-        if self._first_done_s is None:
-            self._first_done_s = min((span.stop_s for span in drained.spans if _makes_images(span)), default=None)
         if drained.spans:
             self._run.append(SPANS, *map(row_of, drained.spans))
         if drained.workers:
             self._lives |= drained.workers
             self._measured = {}
             self._write_lives(drained.workers)
+
+    def look(self) -> bool:
+        """Of a run that is watched, read what is new; whether what was read before still holds.
+
+        Raises:
+            SpotlightError: a line is damaged.
+        """
+        known = self._span_lines.lines
+        first_span, spans = new_spans(self._run, self._span_lines)
+        first_life, lives = new_lives(self._run, self._life_lines)
+        if (known and first_span == 1) or (lives and first_life > 1):  # lives are written anew at each change
+            return False
+        self._add_spans(spans)
+        if first_life == 1:
+            self._divide(lives, watched=True)
+        self._fold_watched()
+        self._ledger = None
+        return True
+
+    def _fold_watched(self) -> None:
+        """As its driver does after each iteration, going by the last two that are done."""
+        began_s = [row.measured.get("started_s", 0.0) for row in self._run.last(HISTORY, HistoryRow, 2)]
+        if len(began_s) == 2:
+            self._measured_s = began_s[0]
+            self._fold(began_s[1])
+
+    def _divide(self, lives: Sequence[WorkerLife], *, watched: bool) -> None:
+        """Into those of this session and those that have ended."""
+        last_s = self._latest_s[-1] if self._latest_s else 0.0
+        self._lives = {at: life for at, life in enumerate(lives) if watched and life.left_s is None}
+        self._earlier = [_ended(life, last_s) for at, life in enumerate(lives) if at not in self._lives]
 
     def close(self, now_s: float) -> None:
         """The session ends, and with it the workers that are still alive."""
@@ -277,6 +309,8 @@ class Accounts:
                 if known is None or span.start_s < known[0]:
                     self._first_spot[span.worker] = (span.start_s, index)
         self._spans += spans
+        if self._first_done_s is None:
+            self._first_done_s = min((span.stop_s for span in spans if _makes_images(span)), default=None)
 
     def _since(self, at_s: float) -> list[Span]:
         """All spans but the first ones that had ended before."""
@@ -315,9 +349,18 @@ def read_spans(run: RunDir) -> list[Span]:
     Raises:
         SpotlightError: a line is damaged.
     """
-    spans = run.records(SPANS, Span)
-    _check_rows(run, SPANS, spans, "start_s", "stop_s", "uncommitted_s", "redone_s")
-    return spans
+    return new_spans(run, run.growing(SPANS, Span))[1]
+
+
+def new_spans(run: RunDir, journal: Growing[Span]) -> tuple[int, list[Span]]:
+    """As `Growing.new`, of spans.
+
+    Raises:
+        SpotlightError: a line is damaged.
+    """
+    first, spans = journal.new()
+    _check_rows(run, SPANS, first, spans, "start_s", "stop_s", "uncommitted_s", "redone_s")
+    return first, spans
 
 
 def read_lives(run: RunDir) -> list[WorkerLife]:
@@ -326,14 +369,23 @@ def read_lives(run: RunDir) -> list[WorkerLife]:
     Raises:
         SpotlightError: a line is damaged.
     """
-    lives = run.records(WORKERS, WorkerLife)
-    _check_rows(run, WORKERS, lives, "joined_s", "left_s")
-    return lives
+    return new_lives(run, run.growing(WORKERS, WorkerLife))[1]
 
 
-def _check_rows(run: RunDir, journal: str, rows: Sequence[Span | WorkerLife], *moments: str) -> None:
+def new_lives(run: RunDir, journal: Growing[WorkerLife]) -> tuple[int, list[WorkerLife]]:
+    """As `Growing.new`, of workers' lives.
+
+    Raises:
+        SpotlightError: a line is damaged.
+    """
+    first, lives = journal.new()
+    _check_rows(run, WORKERS, first, lives, "joined_s", "left_s")
+    return first, lives
+
+
+def _check_rows(run: RunDir, journal: str, first: int, rows: Sequence[Span | WorkerLife], *moments: str) -> None:
     """Refuse moments that no clock shows, and pools that have no price."""
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(rows, first):
         wrong = [name for name in moments if not 0 <= (getattr(row, name) or 0.0) <= LATEST_S]
         found = [f"{name}: expected seconds from 0 to {LATEST_S:.0e}, found {getattr(row, name)}" for name in wrong]
         if row.pool not in PoolsSection.model_fields:
