@@ -8,6 +8,7 @@ passwords come from the environment, as each store's own clients read them, and 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import threading
@@ -38,6 +39,9 @@ CLIENT_OPTIONS = {"connect_timeout": "5s", "timeout": "60s"}
 """Of one request; a part of a large object is 5 MB. They replace those that obstore takes from the environment, so
 ``AWS_ALLOW_HTTP``, for a server without TLS, is read here."""
 
+
+_LACKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK}
+"""What FAT, CIFS, gcsfuse and s3fs say where a hard link is to be made, and Lustre and NFS where a file is locked."""
 
 _reached = set[str]()
 """Buckets that answered this process."""
@@ -148,7 +152,8 @@ class DirectoryObjects:
         try:
             with atomic_write(mine) as file:
                 file.write(content)
-            os.link(mine, path)  # whole from the first moment on
+            with needed_of(self.path, "hard links"):
+                os.link(mine, path)  # whole from the first moment on
         except FileExistsError:
             return False
         finally:
@@ -386,6 +391,25 @@ def first_line(error: Exception) -> str:
 def without_links(path: str, flags: int) -> int:
     """Open a file, but not what a link in its place leads to."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+@contextlib.contextmanager
+def needed_of(directory: Path, what: str) -> Iterator[None]:
+    """Say in one sentence that the file system of a run's directory has no such thing.
+
+    Raises:
+        SpotlightError: with that sentence.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _LACKS:
+            raise
+        raise SpotlightError(
+            f"{directory}: a run has one driver at a time by means of {what}, which this file system lacks "
+            f"({error.strerror}): give a run.dir on a local disk, on NFS with its lock service, on Lustre mounted with "
+            "-o flock, or at the URL of an object store"
+        ) from None
 
 
 def content_of(path: Path) -> bytes | None:
