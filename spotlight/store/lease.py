@@ -21,11 +21,14 @@ from dataclasses import asdict, replace
 from spotlight.clock import Clock, system_clock
 from spotlight.records import SpotlightError, record
 from spotlight.store.decoding import from_json
+from spotlight.store.disks import is_full
 from spotlight.store.objects import Objects
 
 LEASE_S = 60.0
 """After a machine is lost, the next driver waits no longer than this; much longer than a store is out of reach."""
 RENEW_S = 10.0
+RECORD_BYTES = 2**14
+"""A record with a reason that holds a worker's traceback takes three thousand."""
 
 logger = logging.getLogger(__name__)
 
@@ -137,9 +140,16 @@ class Lease:
         with self._renewing:
             if self._mine and not self._lost:
                 try:
-                    self._objects.put(_key(self._number), _json(replace(self._mine, released=True)))
+                    self._give_back(_key(self._number), _json(replace(self._mine, released=True)))
                 except OSError as error:  # it ends by itself
                     logger.info("the lease could not be given back: %s", error)
+
+    def _give_back(self, key: str, content: bytes) -> None:
+        try:
+            self._objects.put(key, content)
+        except OSError as error:
+            if not (is_full(error) and self._objects.overwrite(key, content)):
+                raise
 
     def _keep(self) -> None:
         while not (self._lost or self._ended.wait(RENEW_S)):
@@ -201,4 +211,5 @@ def _key(number: int) -> str:
 
 
 def _json(holder: Holder) -> bytes:
-    return json.dumps(asdict(holder), indent=1).encode()
+    """Of one length, whatever it says: when the disk is full, why its owner failed has room in the record's place."""
+    return json.dumps(asdict(holder), indent=1).encode().ljust(RECORD_BYTES)

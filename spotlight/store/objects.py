@@ -90,6 +90,14 @@ class Objects(Protocol):
         """Put it unless it is there; whether it was this call that did."""
         ...
 
+    def overwrite(self, key: str, content: bytes) -> bool:
+        """Write it where it lies, for which a full disk has room too: not at once, as `put` does.
+
+        Returns:
+            Whether it was: not if there is nothing as long as this, or the place is no directory.
+        """
+        ...
+
     def sizes(self, prefix: str) -> dict[str, int]:
         """All keys below ``prefix/``, and their bytes."""
         ...
@@ -158,6 +166,15 @@ class DirectoryObjects:
             return False
         finally:
             mine.unlink(missing_ok=True)
+        return True
+
+    def overwrite(self, key: str, content: bytes) -> bool:
+        if (self.size(key) or 0) < len(content):
+            return False
+        with open(os.open(self.path / key, os.O_WRONLY | os.O_NOFOLLOW), "wb", buffering=0) as file:
+            file.write(content)
+            file.truncate()
+            os.fsync(file)
         return True
 
     def sizes(self, prefix: str) -> dict[str, int]:
@@ -229,6 +246,9 @@ class BucketObjects:
             except AlreadyExistsError:  # perhaps by this call's first try, whose answer was lost
                 return self.get(key) == content
             return True
+
+    def overwrite(self, key: str, content: bytes) -> bool:
+        return False
 
     def sizes(self, prefix: str) -> dict[str, int]:
         import obstore
