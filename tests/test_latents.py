@@ -98,6 +98,24 @@ def test_an_old_epoch_cannot_commit(store: LatentStore) -> None:
     store.commit(request, new.epoch + 1, 2, make_latents(request, 2))
 
 
+@pytest.mark.parametrize("keep", ["clean", "none"])
+def test_an_old_epoch_cannot_commit_to_an_iteration_that_is_finished(
+    store: LatentStore, keep: Literal["clean", "none"]
+) -> None:
+    request = make_request()
+    frozen = store.resume(request).epoch
+    store.commit(request, frozen, 1, make_latents(request, 1))
+    commit_steps(store, request, until=request.steps)
+    store.finish_iteration(request.iteration, keep)
+
+    for epoch in (frozen, frozen + 1):
+        with pytest.raises(StaleEpoch, match="or its iteration is finished; step 2 was not committed"):
+            store.commit(request, epoch, 2, make_latents(request, 2))
+
+    commit_steps(store, request, until=request.steps)  # who takes it over anew may
+    np.testing.assert_array_equal(store.clean(request), make_latents(request, request.steps))
+
+
 def test_a_window_holds_the_latents_around_its_steps_and_their_log_probs(store: LatentStore) -> None:
     request = make_request(sde_window=(0, 3), steps=4)
     commit_steps(store, request, until=2)

@@ -18,7 +18,8 @@ Invariants:
 - Every (request, epoch) has its own array and one owner, so no two writers share a chunk.
 - A chunk is written first and its commit record last; a reader believes a record only if its own hash
   and the chunk's hash hold. Damage therefore means "one commit back", never wrong latents.
-- Claims are made in sequence, so an epoch is stale exactly when the claim after it exists.
+- Claims are made in sequence, so an epoch is stale exactly when the claim after it exists, or its own does no more:
+  compaction removes the claims of an iteration.
 
 On file systems where `zarr_store` cannot create a key exclusively, two simultaneous claims may both win: give each
 request one worker there.
@@ -140,7 +141,7 @@ class LatentStore:
             log_prob_B: the worker's log-probability of this step, nats per element, if it has one.
 
         Raises:
-            StaleEpoch: a newer epoch was claimed, or someone else commits under this one.
+            StaleEpoch: a newer epoch was claimed, someone else commits under this one, or its iteration is finished.
             OSError: the store refused, for example because the disk is full; earlier commits stay.
         """
         x_BNC = np.asarray(x_BNC, dtype="<f4")
@@ -358,10 +359,11 @@ class LatentStore:
     async def _commit(self, commit: _Commit, chunk: bytes) -> None:
         folder = _commits_path(commit.iteration, commit.request_id)
         await self._store.set(_chunk_key(commit), chunk)
-        if await self._store.exists(f"{folder}/claim.{commit.epoch + 1}"):
+        claims = [f"{folder}/claim.{epoch}" for epoch in (commit.epoch, commit.epoch + 1)]
+        if await all_of(self._store.exists, claims) != [True, False]:
             raise StaleEpoch(
-                f"request {commit.request_id}: another worker took it over from epoch {commit.epoch}; "
-                f"step {commit.step} was not committed"
+                f"request {commit.request_id}: another worker took it over from epoch {commit.epoch}, or its iteration "
+                f"is finished; step {commit.step} was not committed"
             )
         key, record = f"{folder}/commit.{commit.epoch}.{commit.step}", seal(asdict(commit))
         await self._store.create(key, record)
