@@ -114,8 +114,14 @@ class Loop:
         self._compute(final_graph(config, context))
 
     def _weights(self, version: int, context: RunContext) -> WeightsRef:
-        found = published(self._run.url, version)
-        return found.weights if found and version else context.start
+        if not version:
+            return context.start
+        if found := published(self._run.url, version):
+            return found.weights
+        raise SpotlightError(
+            f"{self._run.objects.where(f'weights/v{version:05d}')}: are missing, and the run goes on with these "
+            "weights: restore them, or begin a new run"
+        )
 
     def _iterate(self, context: RunContext, k: int, weights: WeightsRef) -> WeightsRef:
         config, run = self._config, self._run

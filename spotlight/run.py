@@ -20,7 +20,7 @@ from spotlight.background import Background, begun_here
 from spotlight.clock import wall_clock
 from spotlight.detached import begin, end_of, stop
 from spotlight.driver import POLL_S
-from spotlight.files import is_url, writing
+from spotlight.files import is_url, whole, writing
 from spotlight.inputs import check_inputs, check_port
 from spotlight.records import SpotlightError, Stopped, in_a_sentence
 from spotlight.report import tracking
@@ -102,7 +102,7 @@ class Run:
             iterations: what its ``run.iterations`` is to be from now on.
         """
         directory = RunDir.open(run_dir)
-        resuming.check(directory)
+        resuming.check(directory, None if iterations is None else whole(iterations, "iterations"))
         check_inputs(directory.config())
         if iterations is not None:
             directory.change_iterations(iterations)
@@ -133,14 +133,17 @@ class Run:
             address, _ = where(cluster)
             refuse_unsafe(address, insecure=settings.cluster.insecure)
         self._hold(directory, settings, cluster)
-        self._checked = True
+        self._checked = settings.run.iterations
 
     def _hold(self, directory: RunDir | None, settings: configuration.Config, cluster: ExistingCluster | None) -> None:
         self.config = settings
         self._cluster = cluster
         self._directory = directory
-        self._checked = False
+        self._checked = 0
+        """With how many iterations it was found to have all that they need; 0: it was only looked at so far."""
         self._accounts: Accounts | None = None
+        self._watched: Accounts | None = None
+        """Those of the run while it goes on elsewhere, as of the last look."""
         self._thread: Background | None = None
         """The driver, if it is a thread of this process; see `_background`."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -176,10 +179,10 @@ class Run:
             self.config = self._directory.config()  # another may have made it longer
         if self._directory is not None and (holder := self._directory.holder()):
             raise SpotlightError(f"{self.directory.url}: {holder} is running this run: wait for it, or stop it first")
-        if not self._checked:  # it was only looked at so far
+        if self._checked != self.config.run.iterations:  # or another has made it longer
             resuming.check(self.directory)
             check_inputs(self.config)
-            self._checked = True
+            self._checked = self.config.run.iterations
         for name, url in (("run.dir", self.config.run.dir), ("latents.url", self.config.latents.url)):
             if url.startswith("memory://"):
                 raise SpotlightError(
@@ -224,11 +227,15 @@ class Run:
 
     @property
     def _kept(self) -> Accounts:
-        """The accounts; those of a run that goes on elsewhere are read again at every look."""
+        """The accounts; those of a run that goes on elsewhere are brought up to date at every look."""
+        watched, self._watched = self._watched, None
         if self._is_elsewhere:
             self.directory.pull()
             self._accounts = None  # what is known of it is not the last word
-            return Accounts(self.directory, self.config, watched=True)
+            if watched is None or not watched.look():
+                watched = Accounts(self.directory, self.config, watched=True)
+            self._watched = watched
+            return watched
         if (driver := self._background) is not None and not driver.is_over:
             return driver.accounts
         if self._accounts is None:

@@ -140,7 +140,7 @@ class Simulation:
     ) -> None:
         self.name, self.config, self._learning, self._follow = name, config, learning, follow
         self._began_s = _began_s(config)
-        self.directory = create_run(config, wall_clock())
+        self.directory = create_run(config, wall_clock(), simulated=True)
         self.directory.write_json(SIMULATED, {"learning": learning})
         self._accounts = Accounts(self.directory, config)
         self._clock = VirtualClock(self._began_s)

@@ -120,6 +120,63 @@ def test_history_says_what_the_dollars_bought(tmp_path: Path) -> None:
     assert ledger.usd_per_point == pytest.approx(20.0 / 25)
 
 
+def test_a_row_of_history_names_the_workers_that_were_there_and_no_others(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    kept = books(run)
+    gone, late = life("spot-0", 0, 90, "lost"), life("spot-2", 250, None)
+    kept.take(drained([span("spot-0", 10, 60)], [gone, life("reserved-0", 0, None), late]))
+
+    first, second = (kept.measure(START_S + at_s, START_S + at_s + 100) for at_s in (0, 100))
+
+    def busy(row: dict[str, float]) -> dict[str, float]:
+        return {name: seconds for name, seconds in row.items() if name.startswith("busy_s.")}
+
+    assert busy(first) == {"busy_s.spot-0": 50, "busy_s.reserved-0": 0}
+    assert busy(second) == {"busy_s.reserved-0": 0}
+
+
+def test_all_lives_are_written_however_few_of_them_changed(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    run.append(WORKERS, life("reserved-0", 0, 50, "end"))
+    kept = books(run)
+
+    kept.take(drained([], [life("spot-0", 60, None), life("spot-1", 60, None)]))
+    kept.take(
+        Drained.of({"spans": [], "workers": [(0, life("spot-0", 60, 70, "lost"))], "events": [], "decisions": []})
+    )
+    kept.close(START_S + 99)
+
+    assert run.rows(WORKERS) == [
+        life("reserved-0", 0, 50, "end"),
+        life("spot-0", 60, 70, "lost"),
+        life("spot-1", 60, 99, "end"),
+    ]
+
+
+def test_the_ledger_reads_on_in_a_history_and_anew_where_iterations_are_done_again(tmp_path: Path) -> None:
+    run = open_run(tmp_path)
+    run.append(WORKERS, life("reserved-0", 0, 2 * H, "end"))
+    kept = books(run)
+
+    def samples_per_usd() -> float | None:
+        kept.measure(START_S, START_S + H)
+        return kept.ledger(START_S + 2 * H).usd_per_sample
+
+    def done(k: int, samples: float) -> dict[str, Any]:
+        what = {"iteration": k, "weights_version": k + 1, "weights_sha256": "", "measured": {}}
+        return what | {"metrics": {"samples": samples}}
+
+    run.append(HISTORY, done(0, 10.0))
+    assert samples_per_usd() == pytest.approx(20.0 / 10)
+    run.append(HISTORY, done(1, 30.0))
+    assert samples_per_usd() == pytest.approx(20.0 / 40)
+    run.rewrite(HISTORY, [done(0, 10.0)])
+    run.append(HISTORY, done(1, 15.0), done(2, 15.0))
+    assert samples_per_usd() == pytest.approx(20.0 / 40)
+    run.rewrite(HISTORY, [done(0, 10.0)])
+    assert samples_per_usd() == pytest.approx(20.0 / 10)
+
+
 def test_prices_pass_as_fast_as_the_clock(tmp_path: Path) -> None:
     prices = tmp_path / "spot.csv"
     prices.write_text("since_start_s,usd_per_h\n0,1\n600,100\n")
@@ -260,3 +317,39 @@ def test_a_long_run_is_summed_up_as_it_goes_and_its_account_stays_the_same(
         assert asdict(found) == pytest.approx(asdict(expected))
     assert folded.spot_utilisation(end_s) == pytest.approx(whole.spot_utilisation(end_s))
     assert folded.first_image_s(START_S) == whole.first_image_s(START_S)
+
+
+def test_a_run_that_is_watched_is_read_on_and_is_accounted_for_as_if_it_were_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run(tmp_path)
+    run.append(WORKERS, life("reserved-0", 0, None), life("spot-0", 5, None))
+    watched = Accounts(run, run.config(), watched=True)
+    for k in range(12):
+        at_s = 100 * k
+        run.append(SPANS, *(span(name, at_s + 10, at_s + 60) for name in ("reserved-0", "spot-0")))
+        run.append(SPANS, *(span("reserved-0", at_s + n, at_s + n + 0.5, "train") for n in range(70, 90)))
+        if k == 6:
+            rest = [life("spot-0", 5, 655, "lost"), life("spot-1", 660, None)]
+            run.rewrite(WORKERS, [life("reserved-0", 0, None), *rest])
+        measured = {"started_s": START_S + at_s, "stopped_s": START_S + at_s + 100}
+        what = {"iteration": k, "weights_version": k + 1, "weights_sha256": "", "metrics": {"samples": 8.0}}
+        run.append(HISTORY, what | {"measured": measured})
+        anew, now_s = Accounts(run, run.config(), watched=True), START_S + at_s + 100
+        with monkeypatch.context() as patched:
+            patched.setattr("spotlight.store.accounts.FOLD_SPANS", 30)
+            assert watched.look()
+
+        for found, expected in zip(watched.ledger(now_s).entries, anew.ledger(now_s).entries, strict=True):
+            assert asdict(found) == pytest.approx(asdict(expected))
+        assert watched.ledger(now_s).usd_per_sample == pytest.approx(anew.ledger(now_s).usd_per_sample)
+        assert watched.spot_utilisation(now_s) == pytest.approx(anew.spot_utilisation(now_s))
+        assert (watched.alive(), watched.preemptions(), watched.lives()) == (
+            anew.alive(),
+            anew.preemptions(),
+            anew.lives(),
+        )
+    assert len(watched._spans) < 80
+
+    run.rewrite(SPANS, [span("reserved-0", 10, 60)])
+    assert not watched.look()

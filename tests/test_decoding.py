@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -312,6 +312,29 @@ def test_the_line_of_a_journal_is_counted_from_one(run: RunDir) -> None:
 
     with pytest.raises(SpotlightError, match=r"spans\.jsonl:2: "):
         read_spans(run)
+
+
+def test_a_journal_that_grows_is_read_once_line_by_line_and_anew_where_it_is_another(run: RunDir) -> None:
+    journal, second, third = run.growing(SPANS, Span), replace(SPAN, key="second"), replace(SPAN, key="third")
+    path = run.path / SPANS
+    assert journal.new() == (1, [SPAN])
+    assert journal.new() == (2, [])
+
+    path.write_bytes(b" " * (path.stat().st_size - 1) + b"\n")  # what was read is not looked at again
+    run.append(SPANS, asdict(second))
+    with path.open("ab") as file:
+        file.write(b'{"worker": "torn')
+    assert journal.new() == (2, [second])
+    with path.open("ab") as file:
+        file.write(b'"}\n')
+    for _ in range(2):
+        with pytest.raises(SpotlightError, match=r"spans\.jsonl:3: "):
+            journal.new()
+
+    run.rewrite(SPANS, [asdict(third)] * 4)
+    assert journal.new() == (1, [third] * 4)
+    path.unlink()
+    assert journal.new() == (1, [])
 
 
 def edit(run: RunDir, name: str, change: Callable[[Any], object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from uuid import uuid4
 
 import numpy as np
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from factories import make_latents, make_request
 from spotlight.records import Request, SpotlightError
 from spotlight.store.latents import LatentStore, MissingLatents, StaleEpoch
+from spotlight.store.zarr_store import AT_ONCE, ZarrStore, all_of
 
 TOKENS, CHANNELS = 3, 2
 """Of `make_latents`."""
@@ -94,6 +96,24 @@ def test_an_old_epoch_cannot_commit(store: LatentStore) -> None:
 
     assert store.resume(request).step == 1
     store.commit(request, new.epoch + 1, 2, make_latents(request, 2))
+
+
+@pytest.mark.parametrize("keep", ["clean", "none"])
+def test_an_old_epoch_cannot_commit_to_an_iteration_that_is_finished(
+    store: LatentStore, keep: Literal["clean", "none"]
+) -> None:
+    request = make_request()
+    frozen = store.resume(request).epoch
+    store.commit(request, frozen, 1, make_latents(request, 1))
+    commit_steps(store, request, until=request.steps)
+    store.finish_iteration(request.iteration, keep)
+
+    for epoch in (frozen, frozen + 1):
+        with pytest.raises(StaleEpoch, match="or its iteration is finished; step 2 was not committed"):
+            store.commit(request, epoch, 2, make_latents(request, 2))
+
+    commit_steps(store, request, until=request.steps)  # who takes it over anew may
+    np.testing.assert_array_equal(store.clean(request), make_latents(request, request.steps))
 
 
 def test_a_window_holds_the_latents_around_its_steps_and_their_log_probs(store: LatentStore) -> None:
@@ -429,6 +449,50 @@ def test_compaction_writes_shard_by_shard(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(chunk_files(tmp_path)) == 3
     for request in done:
         np.testing.assert_array_equal(store.clean(request), make_latents(request, 4))
+
+
+def test_compaction_asks_a_store_many_questions_at_once_and_never_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, done = LatentStore(str(tmp_path)), [make_request(prompt_id=number) for number in range(3 * AT_ONCE)]
+    for request in done:
+        commit_steps(store, request, until=request.steps)
+        store.put_scores(request, {"digest": request.digest, "rewards": [0.5]})
+    under_way, seen, ask = set[object](), list[int](), ZarrStore._ask
+
+    async def slow(self: ZarrStore, key: str, done: str, question: Any) -> Any:
+        this = object()
+        under_way.add(this)
+        seen.append(len(under_way))
+        await asyncio.sleep(0.005)
+        try:
+            return await ask(self, key, done, question)
+        finally:
+            under_way.remove(this)
+
+    monkeypatch.setattr(ZarrStore, "_ask", slow)
+    store.finish_iteration(0, "clean")
+
+    assert max(seen) == AT_ONCE
+    assert sum(count > AT_ONCE / 2 for count in seen) > 0.7 * len(seen)
+    for request in done[::20]:
+        np.testing.assert_array_equal(store.clean(request), make_latents(request, request.steps))
+
+
+def test_a_question_that_fails_ends_after_all_that_were_asked_with_it() -> None:
+    answered = []
+
+    async def ask(about: int) -> int:
+        await asyncio.sleep(0.001 * about)
+        if about == 2:
+            raise OSError("no answer")
+        answered.append(about)
+        return about
+
+    with pytest.raises(OSError, match="no answer"):
+        asyncio.run(all_of(ask, range(5)))
+    assert answered == [0, 1, 3, 4]
+    assert asyncio.run(all_of(ask, (1, 0))) == [1, 0]
 
 
 def test_finishing_collects_what_killed_writers_left(tmp_path: Path) -> None:

@@ -17,10 +17,12 @@ import pytest
 
 from runs import ROOT, kill, settings_file, start, wait_for
 from spotlight import attach, notebook
+from spotlight.clock import wall_clock
 from spotlight.config import load
-from spotlight.records import SpotlightError, Stopped
+from spotlight.records import Span, SpotlightError, Stopped, WorkerLife, row_of
 from spotlight.run import Run
 from spotlight.store.creating import create_run
+from spotlight.store.rows import SPANS, WORKERS
 from spotlight.store.thumbnails import Picture
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
@@ -194,6 +196,42 @@ def test_to_look_at_a_run_takes_its_lock_from_nobody(tmp_path: Path) -> None:
     assert not attach(directory.path).alive
     with directory.lock():
         pass
+
+
+def test_a_view_of_a_long_run_reads_at_each_look_only_what_is_new(tmp_path: Path) -> None:
+    run = create_run(load(settings_file(tmp_path)), now_s=0.0)
+    joined_s = wall_clock() - 100
+    lives = [WorkerLife(worker=f"spot-{n}", pool="spot", joined_s=joined_s, left_s=None, reason="") for n in range(2)]
+    work = Span(
+        worker="spot-0",
+        pool="spot",
+        phase="rollout",
+        iteration=0,
+        key="k",
+        start_s=joined_s + 10,
+        stop_s=joined_s + 30,
+        outcome="done",
+        uncommitted_s=None,
+        redone_s=0.0,
+    )
+    run.append(SPANS, row_of(work))
+    run.append(WORKERS, *map(row_of, lives))
+
+    with run.lock():
+        seen = attach(run.path)
+        first = seen.status
+        (run.path / SPANS).write_bytes(b" " * ((run.path / SPANS).stat().st_size - 1) + b"\n")
+        run.append(SPANS, row_of(replace(work, worker="spot-1")))
+        run.rewrite(WORKERS, [row_of(replace(lives[0], left_s=joined_s + 50, reason="lost")), row_of(lives[1])])
+        second = seen.status
+        run.rewrite(SPANS, [row_of(work)])
+        third = seen.status
+
+    assert (first.workers, first.preemptions) == ({"spot": 2}, 0)
+    assert (second.workers, second.preemptions) == ({"spot": 1}, 1)
+    assert first.spot_utilisation == pytest.approx(20 / 200, rel=0.2)
+    assert second.spot_utilisation == pytest.approx(40 / 150, rel=0.2)
+    assert third.spot_utilisation == pytest.approx(20 / 150, rel=0.2)
 
 
 def test_there_is_no_picture_of_what_did_not_happen(tmp_path: Path) -> None:

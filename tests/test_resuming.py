@@ -317,6 +317,45 @@ def test_what_was_explored_for_a_longer_run_is_missed(tmp_path: Path) -> None:
     assert "selections/00003.json: is missing" in refusal(run)
 
 
+@pytest.mark.parametrize(
+    ("missing", "overrides"),
+    [
+        ("beliefs/00002.json", ()),
+        ("weights/v00001", ("strategy.exploration=off", "rollout.prompts_ahead=2", "rollout.request_seeds=4")),
+    ],
+)
+def test_what_only_a_longer_run_needs_is_missed_before_it_is_made_longer(
+    tmp_path: Path, missing: str, overrides: tuple[str, ...]
+) -> None:
+    run = finished(tmp_path, *overrides)
+    remove(run.path / missing)
+
+    with pytest.raises(SpotlightError, match=missing):
+        Run.resume(run.path, iterations=4)
+    assert run.config().run.iterations == 2
+    Run.resume(run.path)  # of the run as long as it is, nothing is missing
+
+
+def test_a_run_that_became_longer_is_checked_again_before_it_starts(tmp_path: Path) -> None:
+    run = finished(tmp_path)
+    held = Run.resume(run.path)
+    remove(run.path / "beliefs/00002.json")
+
+    run.change_iterations(4)
+
+    with pytest.raises(SpotlightError, match=r"beliefs/00002\.json: is missing"):
+        held.start()
+
+
+def test_weights_that_are_gone_are_not_replaced_by_the_first_ones(tmp_path: Path) -> None:
+    run = finished(tmp_path, "strategy.exploration=off", "rollout.prompts_ahead=2", "rollout.request_seeds=4")
+    run.change_iterations(3)
+    remove(run.path / "weights/v00001")
+
+    with pytest.raises(SpotlightError, match="weights/v00001: are missing"):
+        Loop(run, synchronous, NoWatch()).go()
+
+
 def test_a_summary_is_of_the_run_as_it_stands(tmp_path: Path) -> None:
     run = finished(tmp_path)
     assert resuming.is_over(run, run.config())

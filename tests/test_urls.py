@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import struct
 import sys
@@ -12,7 +14,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 from uuid import uuid4
 
 import numpy as np
@@ -35,7 +37,7 @@ from spotlight.rl.prompts import read_prompts
 from spotlight.store import journals, lease, updates, weights
 from spotlight.store.creating import create_run, create_run_at
 from spotlight.store.journals import Journals
-from spotlight.store.lease import LEASE_S, LOOK_S, Lease
+from spotlight.store.lease import LEASE_S, LOOK_S, RECORD_BYTES, Lease
 from spotlight.store.node import Node
 from spotlight.store.objects import BucketObjects, DirectoryObjects, Objects, StoreError, asked_again, told
 from spotlight.store.rows import HISTORY, SPANS
@@ -135,6 +137,30 @@ def test_why_its_owner_failed_is_known_after_a_renewal_and_until_the_next_one_ha
     last = first.last()
     assert last
     assert last.last_words == ""
+
+
+@pytest.mark.parametrize("reason", ["the disk is full", "é" * RECORD_BYTES])
+def test_why_its_owner_failed_is_known_though_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    objects = DirectoryObjects(tmp_path)
+    lease = Lease(objects, "here", lambda: 1000.0)
+    lease.take()
+    lease.failed(reason)
+
+    def no_room(*_: Any) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "open", no_room)  # by which new files are made
+        lease.release()
+
+    last = lease.last()
+    assert last
+    if len(reason) < RECORD_BYTES:
+        assert last.last_words == reason
+    else:
+        assert "ended without a word" in last.last_words  # too long for the place, the record stays whole
 
 
 @pytest.mark.parametrize(("ahead_s", "waits_s"), [(-100.0, LEASE_S), (0.0, LEASE_S), (3000.0, LEASE_S), (1e4, 0.0)])

@@ -23,7 +23,7 @@ from spotlight.config import Config
 from spotlight.market.ledger import Ledger, Price, absolute, busy_intervals, pool_usd, reserved_price, segments
 from spotlight.records import Interval, Pool, Quarantined, Span, WorkerLife, record
 from spotlight.report.palette import PHASE_COLOURS, base_phase
-from spotlight.store.accounts import pool_prices, read_lives, read_spans, run_ledger
+from spotlight.store.accounts import pool_prices, read_lives, read_spans, run_ledger, samples_done
 from spotlight.store.rows import HistoryRow, Summary, ValidationRow
 from spotlight.store.rundir import RunDir
 from spotlight.store.thumbnails import validation_images
@@ -346,7 +346,7 @@ def read(run_dir: str | Path) -> Facts:
         workers=workers,
         summary=summary,
         prices=prices,
-        ledger=run_ledger(settings, spans, workers, prices, whole, run.history(), validation),
+        ledger=run_ledger(settings, spans, workers, prices, whole, samples_done(run.history()), validation),
         whole=whole,
         breaks=[(shown_s(start_s), stop_s - start_s) for start_s, stop_s in away],
         missing=[text for text, is_absent in absent.items() if is_absent],

@@ -34,8 +34,9 @@ from spotlight.market.ledger import (
 from spotlight.market.prices import read_prices
 from spotlight.plan.offload import Balance, balance
 from spotlight.records import Drained, Interval, Span, SpotlightError, WorkerLife, base_phase, row_of
+from spotlight.store.lines import Growing
 from spotlight.store.objects import atomic_write
-from spotlight.store.rows import EVENTS, SPANS, WORKERS, HistoryRow, ValidationRow
+from spotlight.store.rows import EVENTS, HISTORY, SPANS, WORKERS, HistoryRow, ValidationRow
 from spotlight.store.rundir import RunDir
 
 LATEST_S = 1e12
@@ -61,21 +62,25 @@ class Accounts:
         """Of each span, when the last of it and those before it ended."""
         self._first_spot: dict[str, tuple[float, int]] = {}
         """Of each spot worker, when its earliest span began, and which it is."""
-        self._worked: set[str] = set()
-        """Workers with spans, of the first `_counted` spans."""
-        self._counted = 0
+        self._history = run.growing(HISTORY, HistoryRow)
+        self._samples: dict[int, float] = {}
+        """Of each iteration that is done."""
         self._broken: dict[str, float] = {}
         self._recoveries: list[tuple[float, float]] = []
         self._pauses: list[tuple[float, float]] = []
         """When the run went on after a pause, and how long that was."""
         self._told_with: dict[int, float] = {}
         """Of each pause, the end of the stretch of time that was measured with it."""
-        self._add_spans(read_spans(run))
-        last_s = self._latest_s[-1] if self._spans else 0.0
-        lives = read_lives(run)
-        self._lives = {at: life for at, life in enumerate(lives) if watched and life.left_s is None}
+        self._first_done_s: float | None = None
+        self._span_lines, self._life_lines = run.growing(SPANS, Span), run.growing(WORKERS, WorkerLife)
+        self._add_spans(new_spans(run, self._span_lines)[1])
+        self._lives: dict[int, WorkerLife] = {}
         """Of this session, by number."""
-        self._earlier = [_ended(life, last_s) for at, life in enumerate(lives) if at not in self._lives]
+        self._earlier: list[WorkerLife] = []
+        self._divide(new_lives(run, self._life_lines)[1], watched=watched)
+        self._written_earlier = "".join(map(_line, self._earlier))
+        self._written: dict[int, str] = {}
+        """Lines of the journal, by number."""
         self._ledger: Ledger | None = None
         self._ledger_s = 0.0
         self._folded_s = 0.0
@@ -84,9 +89,10 @@ class Accounts:
         self._measured_s = 0.0
         self._measured: dict[Interval, dict[str, float]] = {}
         """The last stretch of time that was measured, until more is reported."""
-        self._first_done_s = min((span.stop_s for span in self._spans if _makes_images(span)), default=None)
         self.running: Mapping[str, int] = {}
         """Tasks in progress, by phase."""
+        if watched:
+            self._fold_watched()
 
     def take(self, drained: Drained) -> None:
         """Add what the cluster reports: new spans, and lives of its workers that began or ended."""
@@ -97,20 +103,49 @@ class Accounts:
         self._add_spans(drained.spans)
         if drained.events or drained.spans:
             self._measured = {}
-        if self._first_done_s is None:
-            self._first_done_s = min((span.stop_s for span in drained.spans if _makes_images(span)), default=None)
         if drained.spans:
             self._run.append(SPANS, *map(row_of, drained.spans))
         if drained.workers:
             self._lives |= drained.workers
             self._measured = {}
-            self._write_lives()
+            self._write_lives(drained.workers)
+
+    def look(self) -> bool:
+        """Of a run that is watched, read what is new; whether what was read before still holds.
+
+        Raises:
+            SpotlightError: a line is damaged.
+        """
+        known = self._span_lines.lines
+        first_span, spans = new_spans(self._run, self._span_lines)
+        first_life, lives = new_lives(self._run, self._life_lines)
+        if (known and first_span == 1) or (lives and first_life > 1):  # lives are written anew at each change
+            return False
+        self._add_spans(spans)
+        if first_life == 1:
+            self._divide(lives, watched=True)
+        self._fold_watched()
+        self._ledger = None
+        return True
+
+    def _fold_watched(self) -> None:
+        """As its driver does after each iteration, going by the last two that are done."""
+        began_s = [row.measured.get("started_s", 0.0) for row in self._run.last(HISTORY, HistoryRow, 2)]
+        if len(began_s) == 2:
+            self._measured_s = began_s[0]
+            self._fold(began_s[1])
+
+    def _divide(self, lives: Sequence[WorkerLife], *, watched: bool) -> None:
+        """Into those of this session and those that have ended."""
+        last_s = self._latest_s[-1] if self._latest_s else 0.0
+        self._lives = {at: life for at, life in enumerate(lives) if watched and life.left_s is None}
+        self._earlier = [_ended(life, last_s) for at, life in enumerate(lives) if at not in self._lives]
 
     def close(self, now_s: float) -> None:
         """The session ends, and with it the workers that are still alive."""
         self._lives, self._measured = {at: _ended(life, now_s) for at, life in self._lives.items()}, {}
         self.running = {}
-        self._write_lives()
+        self._write_lives(self._lives)
         self._ledger = None
 
     def measure(self, start_s: float, stop_s: float) -> dict[str, float]:
@@ -128,11 +163,10 @@ class Accounts:
         by_phase: defaultdict[str, float] = defaultdict(float)
         for span in spans:
             by_phase[_phase(span)] += overlap_s(span.start_s, span.stop_s, window)
-        self._worked.update(span.worker for span in self._spans[self._counted :])
-        self._counted = len(self._spans)
-        busy = dict.fromkeys(self._worked, 0.0)
+        busy = {life.worker: 0.0 for life in workers if _was_alive(life, window)}
         for worker, intervals in busy_intervals(spans).items():
-            busy[worker] = sum(overlap_s(*interval, window) for interval in intervals)
+            if busy_s := sum(overlap_s(*interval, window) for interval in intervals):
+                busy[worker] = busy_s
         taken = [life for life in workers if life.was_taken and start_s <= (life.left_s or 0) <= stop_s]
         preempted = [life for life in taken if life.pool == "spot"]
         recoveries_s = [r for at_s, r in self._recoveries if start_s <= at_s <= stop_s]
@@ -188,10 +222,16 @@ class Accounts:
             self._ledger_s = now_s
             run, window = self._run, (self._folded_s, max(self._folded_s, now_s))
             recent = run_ledger(
-                self._config, self._spans, self._all(), self._prices, window, run.history(), run.validation()
+                self._config, self._spans, self._all(), self._prices, window, self._samples_done(), run.validation()
             )
             self._ledger = replace(recent, entries=summed((*self._folded, *recent.entries)))
         return self._ledger
+
+    def _samples_done(self) -> Mapping[int, float]:
+        """As `samples_done`, of which only new rows are read."""
+        first, rows = self._history.new()
+        self._samples = ({} if first == 1 else self._samples) | samples_done(rows)
+        return self._samples
 
     def spot_utilisation(self, now_s: float) -> float:
         alive_s = pool_seconds(self._all(), (0.0, now_s)).get("spot", 0.0)
@@ -212,7 +252,7 @@ class Accounts:
         if len(self._spans) <= FOLD_SPANS or until_s <= self._folded_s:
             return
         window = (self._folded_s, until_s)
-        old = run_ledger(self._config, self._spans, self._all(), self._prices, window, (), ())
+        old = run_ledger(self._config, self._spans, self._all(), self._prices, window, {}, ())
         self._folded = summed((*self._folded, *old.entries))
         self._folded_busy_s += self._busy_s(window)
         self._folded_s = until_s
@@ -228,7 +268,7 @@ class Accounts:
                 first[span.worker, life_at] = span
         kept = {id(span) for span in first.values()}
         spans = [span for span in self._spans if span.stop_s > until_s or id(span) in kept]
-        self._spans, self._latest_s, self._first_spot, self._counted = [], [], {}, 0
+        self._spans, self._latest_s, self._first_spot = [], [], {}
         self._add_spans(spans)
         self._recoveries = [(at_s, lasted_s) for at_s, lasted_s in self._recoveries if at_s > until_s]
 
@@ -269,6 +309,8 @@ class Accounts:
                 if known is None or span.start_s < known[0]:
                     self._first_spot[span.worker] = (span.start_s, index)
         self._spans += spans
+        if self._first_done_s is None:
+            self._first_done_s = min((span.stop_s for span in spans if _makes_images(span)), default=None)
 
     def _since(self, at_s: float) -> list[Span]:
         """All spans but the first ones that had ended before."""
@@ -277,9 +319,18 @@ class Accounts:
     def _all(self) -> list[WorkerLife]:
         return [*self._earlier, *self._lives.values()]
 
-    def _write_lives(self) -> None:
+    def _write_lives(self, changed: Mapping[int, WorkerLife]) -> None:
+        self._written |= {at: _line(life) for at, life in changed.items()}
         with atomic_write(self._run.path / WORKERS) as file:
-            file.write("".join(f"{dumps(row_of(life), sort_keys=True)}\n" for life in self._all()).encode())
+            file.write("".join((self._written_earlier, *self._written.values())).encode())
+
+
+def _line(life: WorkerLife) -> str:
+    return f"{dumps(row_of(life), sort_keys=True)}\n"
+
+
+def _was_alive(life: WorkerLife, window: Interval) -> bool:
+    return life.joined_s < window[1] and (life.left_s is None or life.left_s > window[0])
 
 
 def alive_s(lives: Iterable[WorkerLife], until_s: float) -> float:
@@ -298,9 +349,18 @@ def read_spans(run: RunDir) -> list[Span]:
     Raises:
         SpotlightError: a line is damaged.
     """
-    spans = run.records(SPANS, Span)
-    _check_rows(run, SPANS, spans, "start_s", "stop_s", "uncommitted_s", "redone_s")
-    return spans
+    return new_spans(run, run.growing(SPANS, Span))[1]
+
+
+def new_spans(run: RunDir, journal: Growing[Span]) -> tuple[int, list[Span]]:
+    """As `Growing.new`, of spans.
+
+    Raises:
+        SpotlightError: a line is damaged.
+    """
+    first, spans = journal.new()
+    _check_rows(run, SPANS, first, spans, "start_s", "stop_s", "uncommitted_s", "redone_s")
+    return first, spans
 
 
 def read_lives(run: RunDir) -> list[WorkerLife]:
@@ -309,14 +369,23 @@ def read_lives(run: RunDir) -> list[WorkerLife]:
     Raises:
         SpotlightError: a line is damaged.
     """
-    lives = run.records(WORKERS, WorkerLife)
-    _check_rows(run, WORKERS, lives, "joined_s", "left_s")
-    return lives
+    return new_lives(run, run.growing(WORKERS, WorkerLife))[1]
 
 
-def _check_rows(run: RunDir, journal: str, rows: Sequence[Span | WorkerLife], *moments: str) -> None:
+def new_lives(run: RunDir, journal: Growing[WorkerLife]) -> tuple[int, list[WorkerLife]]:
+    """As `Growing.new`, of workers' lives.
+
+    Raises:
+        SpotlightError: a line is damaged.
+    """
+    first, lives = journal.new()
+    _check_rows(run, WORKERS, first, lives, "joined_s", "left_s")
+    return first, lives
+
+
+def _check_rows(run: RunDir, journal: str, first: int, rows: Sequence[Span | WorkerLife], *moments: str) -> None:
     """Refuse moments that no clock shows, and pools that have no price."""
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(rows, first):
         wrong = [name for name in moments if not 0 <= (getattr(row, name) or 0.0) <= LATEST_S]
         found = [f"{name}: expected seconds from 0 to {LATEST_S:.0e}, found {getattr(row, name)}" for name in wrong]
         if row.pool not in PoolsSection.model_fields:
@@ -360,20 +429,29 @@ def run_ledger(
     workers: Sequence[WorkerLife],
     prices: Mapping[str, Price],
     window: Interval,
-    history: Sequence[HistoryRow],
+    done: Mapping[int, float],
     validation: Sequence[ValidationRow],
 ) -> Ledger:
-    """The ledger of a run, with what its history says it bought; an iteration that was run again counts once."""
-    done = {row.iteration: row.metrics for row in history}
+    """The ledger of a run, with what it bought.
+
+    Args:
+        done: as `samples_done` has it.
+    """
     return ledger(
         spans,
         workers,
         prices,
         window,
         iterations=len(done),
-        samples=int(sum(count for metrics in done.values() if isfinite(count := metrics.get("samples", 0)))),
+        samples=int(sum(done.values())),
         scores=[row.score for row in validation],
     )
+
+
+def samples_done(history: Iterable[HistoryRow]) -> dict[int, float]:
+    """How many samples each finished iteration was trained on; one that was run again counts once."""
+    counts = {row.iteration: row.metrics.get("samples", 0.0) for row in history}
+    return {iteration: count if isfinite(count) else 0.0 for iteration, count in counts.items()}
 
 
 def recoveries(

@@ -13,7 +13,8 @@ Shapes: B samples of a request, N latent tokens, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
@@ -21,7 +22,7 @@ from hashlib import sha256
 import numpy as np
 
 from spotlight.records import SpotlightError, record
-from spotlight.store.zarr_store import Float32, ZarrStore, array_metadata, run, seal, unseal
+from spotlight.store.zarr_store import AT_ONCE, Float32, ZarrStore, array_metadata, run, seal, unseal
 
 _SHARD_BYTES = 64 * 2**20
 """A shard is built in memory and uploaded whole; 64 MiB is ample for throughput and small for a host."""
@@ -73,10 +74,11 @@ def compact(store: ZarrStore, iteration: int, complete: Mapping[str, Clean]) -> 
         SpotlightError: what was written does not read back; the index before it still holds.
     """
     before = index(store, iteration)
+    held = _held(store, before)
     sources = {
         digest: Clean(shape=row.shape, sha256=row.sha256, read=partial(rows, store, row))
         for digest, row in before.items()
-        if rows(store, row) is not None
+        if digest in held
     }
     if complete.keys() <= sources.keys():
         return before
@@ -88,7 +90,7 @@ def compact(store: ZarrStore, iteration: int, complete: Mapping[str, Clean]) -> 
     after: dict[str, Compacted] = {}
     for same in by_shape.values():
         after |= _write(store, iteration, generation, same)
-    if any(rows(store, row) is None for row in after.values()):
+    if after.keys() != _held(store, after):
         raise SpotlightError(
             f"{store.url}: iteration {iteration}: compacted latents do not read back as written; "
             "the committed steps were kept: check the disk, then `spotlight resume`"
@@ -97,8 +99,25 @@ def compact(store: ZarrStore, iteration: int, complete: Mapping[str, Clean]) -> 
     return after
 
 
+def _held(store: ZarrStore, index: Mapping[str, Compacted]) -> set[str]:
+    """Digests of the requests whose rows are there and verify."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        verified = pool.map(lambda row: rows(store, row) is not None, index.values())
+        return {digest for digest, holds in zip(index, verified, strict=True) if holds}
+
+
+def _read(sources: Sequence[Clean]) -> Iterator[tuple[Clean, Float32]]:
+    """Their latents in order; `AT_ONCE` are read at a time."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for first in range(0, len(sources), AT_ONCE):
+            batch = sources[first : first + AT_ONCE]
+            for source, x_BNC in zip(batch, pool.map(lambda source: source.read(), batch), strict=True):
+                assert x_BNC is not None, f"{source} was verified a moment ago"
+                yield source, x_BNC
+
+
 def _write(store: ZarrStore, iteration: int, generation: int, sources: Mapping[str, Clean]) -> dict[str, Compacted]:
-    """Write requests of one latent shape, shard by shard: memory holds one shard and one request."""
+    """Write requests of one latent shape, shard by shard: memory holds one shard and `AT_ONCE` requests."""
     samples = sum(source.shape[0] for source in sources.values())
     _, N, C = next(iter(sources.values())).shape
     shard_samples = max(1, min(samples, _SHARD_BYTES // (4 * N * C)))
@@ -110,9 +129,7 @@ def _write(store: ZarrStore, iteration: int, generation: int, sources: Mapping[s
     array = store.open_array(path)
     written: dict[str, Compacted] = {}
     start, flushed, pending = 0, 0, np.empty((0, N, C), np.float32)
-    for digest, source in sources.items():
-        x_BNC = source.read()
-        assert x_BNC is not None, f"{source} was verified a moment ago"
+    for digest, (source, x_BNC) in zip(sources, _read([*sources.values()]), strict=True):
         pending = np.concatenate([pending, x_BNC])
         written[digest] = Compacted(
             iteration=iteration, array=name, start=start, shape=list(x_BNC.shape), sha256=source.sha256

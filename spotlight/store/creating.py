@@ -20,13 +20,18 @@ from uuid import uuid4
 from spotlight import config
 from spotlight.files import digest, is_url, read_bytes, read_files
 from spotlight.records import SpotlightError
+from spotlight.store.file_lock import FileLock
 from spotlight.store.objects import StoreError, atomic_write, check_address, check_reach, objects_at
 from spotlight.store.rows import PROMPTS, STARTED, PromptHashes, Started
 from spotlight.store.rundir import RunDir, looked_into
 
 
-def create_run(settings: config.Config, now_s: float) -> RunDir:
-    """Make a new directory, named after the run and the time, with the resolved settings in it."""
+def create_run(settings: config.Config, now_s: float, *, simulated: bool = False) -> RunDir:
+    """Make a new directory, named after the run and the time, with the resolved settings in it.
+
+    Args:
+        simulated: no driver is going to have it, so any file system will do.
+    """
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
     parent = settings.run.dir.rstrip("/") if is_url(settings.run.dir) else settings.run.dir
     if is_url(parent):
@@ -34,7 +39,7 @@ def create_run(settings: config.Config, now_s: float) -> RunDir:
     for attempt in range(100):
         name = f"{settings.run.name}-{stamp}{f'-{attempt}' if attempt else ''}"
         with contextlib.suppress(FileExistsError):
-            return _create(f"{parent}/{name}", settings)
+            return _create(f"{parent}/{name}", settings, simulated=simulated)
     raise SpotlightError(f"{parent}: a hundred runs named {settings.run.name!r} were started this second")
 
 
@@ -116,13 +121,15 @@ def _create_at_once(path: Path, settings: config.Config) -> None:
             ) from None
 
 
-def _create(place: str, settings: config.Config, *, anew: bool = True) -> RunDir:
+def _create(place: str, settings: config.Config, *, anew: bool = True, simulated: bool = False) -> RunDir:
     """
     Args:
         anew: of a run at a URL, whether nobody may have begun it before, and been killed at that.
+        simulated: as of `create_run`.
 
     Raises:
         FileExistsError: somebody has.
+        SpotlightError: it cannot be made, or no driver could have it there.
     """
     train = read_files(settings.data.train_prompts, "a prompt file")
     validation = read_files(settings.data.validation_prompts, "a prompt file")
@@ -137,6 +144,8 @@ def _create(place: str, settings: config.Config, *, anew: bool = True) -> RunDir
             shutil.rmtree(path, ignore_errors=True)  # of a run of this name whose objects were deleted
         _make_folder(path.parent)
         path.mkdir(mode=0o777 if settings.run.shared else 0o700)
+        if not simulated:
+            _check_file_system(run)
         if settings.latents.url and not run.is_remote:
             run.objects.put(STARTED, started)
         data = _keep_prompts(run, settings.data, train, validation)
@@ -151,6 +160,23 @@ def _create(place: str, settings: config.Config, *, anew: bool = True) -> RunDir
             f"{path}: cannot make the run directory: {error.strerror}; choose another run.dir, or make room there"
         ) from None
     return run
+
+
+def _check_file_system(run: RunDir) -> None:
+    """Of a new directory, find at once whether a driver could have it; if none could, it is removed.
+
+    Raises:
+        SpotlightError: the file system lacks what that takes.
+    """
+    probe = "probe"
+    try:
+        with FileLock(run.path).held():
+            if not run.is_remote:
+                run.objects.create(probe, b"")
+                run.objects.delete(probe)
+    except SpotlightError:
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
 
 
 def _keep_prompts(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from spotlight.records import SpotlightError
-from spotlight.store.objects import without_links
+from spotlight.store.objects import needed_of, without_links
 
 
 class FileLock:
@@ -30,26 +30,30 @@ class FileLock:
         """Whether the lock was free, and is held inside: by this process alone, or as one of many.
 
         Raises:
-            SpotlightError: this user may not write there.
+            SpotlightError: this user may not write there, or the file system has no locks.
         """
         with self._open() as file:
-            try:
-                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            yield True
+            yield self._is_locked(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
 
     def is_held(self) -> bool:
-        """Whether a process holds it alone. This asks as one of many, and lets go at once."""
+        """Whether a process holds it alone. This asks as one of many, and lets go at once.
+
+        Raises:
+            SpotlightError: the file system has no locks.
+        """
         if not self._file.exists():
             return False
-        with self._file.open() as held:
+        with self._file.open() as file:
+            return not self._is_locked(file, fcntl.LOCK_SH)
+
+    def _is_locked(self, file: IO[str], how: int) -> bool:
+        """Lock it until it is closed, unless another has."""
+        with needed_of(self._directory, "locks of files (flock)"):
             try:
-                fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                fcntl.flock(file, how | fcntl.LOCK_NB)
             except BlockingIOError:
-                return True
-        return False
+                return False
+        return True
 
     @property
     def identity(self) -> str:

@@ -18,7 +18,8 @@ Invariants:
 - Every (request, epoch) has its own array and one owner, so no two writers share a chunk.
 - A chunk is written first and its commit record last; a reader believes a record only if its own hash
   and the chunk's hash hold. Damage therefore means "one commit back", never wrong latents.
-- Claims are made in sequence, so an epoch is stale exactly when the claim after it exists.
+- Claims are made in sequence, so an epoch is stale exactly when the claim after it exists, or its own does no more:
+  compaction removes the claims of an iteration.
 
 On file systems where `zarr_store` cannot create a key exclusively, two simultaneous claims may both win: give each
 request one worker there.
@@ -44,7 +45,16 @@ from numpy.typing import ArrayLike, NDArray
 from spotlight.records import Request, record
 from spotlight.store import compaction
 from spotlight.store.compaction import Clean, index_key, iteration_path
-from spotlight.store.zarr_store import Float32, ZarrStore, array_metadata, group_metadata, run, seal, unseal
+from spotlight.store.zarr_store import (
+    Float32,
+    ZarrStore,
+    all_of,
+    array_metadata,
+    group_metadata,
+    run,
+    seal,
+    unseal,
+)
 
 _COMMIT = re.compile(r"commit\.(\d+)\.(\d+)")
 _CLAIM = re.compile(r"claim\.(\d+)")
@@ -131,7 +141,7 @@ class LatentStore:
             log_prob_B: the worker's log-probability of this step, nats per element, if it has one.
 
         Raises:
-            StaleEpoch: a newer epoch was claimed, or someone else commits under this one.
+            StaleEpoch: a newer epoch was claimed, someone else commits under this one, or its iteration is finished.
             OSError: the store refused, for example because the disk is full; earlier commits stay.
         """
         x_BNC = np.asarray(x_BNC, dtype="<f4")
@@ -240,10 +250,14 @@ class LatentStore:
 
     def forget_unscored(self) -> None:
         """Have the requests of unfinished iterations that lack a reward scored anew when they are asked for again."""
-        for name in run(self._store.names("records/scores")):
-            known = self.get_record(f"scores/{name}")
-            if known and None in known["rewards"]:
-                run(self._store.delete(_record_key(f"scores/{name}")))
+        known = self._each_scores(run(self._store.names("records/scores")))
+        unscored = [name for name, value in known.items() if None in value["rewards"]]
+        run(all_of(self._store.delete, map(_scores_key, unscored)))
+
+    def _each_scores(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Of requests that are not compacted yet, those of which something is stored that verifies."""
+        values = map(unseal, run(all_of(self._store.get, map(_scores_key, names))))
+        return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
     def scores_by_id(self, iteration: int) -> Callable[[str], dict[str, Any] | None]:
         """Finds what is stored of an iteration's requests that are known by their ids alone; see `scores`."""
@@ -316,14 +330,12 @@ class LatentStore:
         """One record instead of many, which go once it is there."""
         names = [name for name in run(self._store.names("records/scores")) if name.startswith(f"{iteration:05d}-")]
         if names:
-            each = {name: self.get_record(f"scores/{name}") for name in sorted(names)}
-            known = {name: value for name, value in each.items() if value is not None}
+            known = self._each_scores(sorted(names))
             for name, value in known.items():
                 if pictured is not None and "-explore-" in name and name not in pictured:
                     value.pop("thumbnails", None)
             self.put_record(_scores_of(iteration), (self.get_record(_scores_of(iteration)) or {}) | known)
-        for name in names:
-            run(self._store.delete(_record_key(f"scores/{name}")))
+        run(all_of(self._store.delete, map(_scores_key, names)))
 
     def _forget(self, iteration: int) -> None:
         """The arrays and groups of an iteration are gone: make them again if they are needed again."""
@@ -347,10 +359,11 @@ class LatentStore:
     async def _commit(self, commit: _Commit, chunk: bytes) -> None:
         folder = _commits_path(commit.iteration, commit.request_id)
         await self._store.set(_chunk_key(commit), chunk)
-        if await self._store.exists(f"{folder}/claim.{commit.epoch + 1}"):
+        claims = [f"{folder}/claim.{epoch}" for epoch in (commit.epoch, commit.epoch + 1)]
+        if await all_of(self._store.exists, claims) != [True, False]:
             raise StaleEpoch(
-                f"request {commit.request_id}: another worker took it over from epoch {commit.epoch}; "
-                f"step {commit.step} was not committed"
+                f"request {commit.request_id}: another worker took it over from epoch {commit.epoch}, or its iteration "
+                f"is finished; step {commit.step} was not committed"
             )
         key, record = f"{folder}/commit.{commit.epoch}.{commit.step}", seal(asdict(commit))
         await self._store.create(key, record)
@@ -392,14 +405,20 @@ class LatentStore:
 
     async def _complete(self, iteration: int) -> dict[str, Clean]:
         """Committed clean latents that verify, ``{request digest: clean latents}``."""
+        requests = sorted(await self._store.names(f"commits/{iteration:05d}"))
         complete: dict[str, Clean] = {}
-        for request_id in sorted(await self._store.names(f"commits/{iteration:05d}")):
-            async for commit in self._records(iteration, request_id):
-                fresh = commit.step == commit.steps and commit.digest not in complete
-                if fresh and await self._latents(commit) is not None:
-                    complete[commit.digest] = Clean(
-                        shape=commit.shape, sha256=commit.sha256, read=partial(self._read, commit)
-                    )
+        for found in await all_of(partial(self._complete_of, iteration), requests):
+            complete |= {digest: clean for digest, clean in found.items() if digest not in complete}
+        return complete
+
+    async def _complete_of(self, iteration: int, request_id: str) -> dict[str, Clean]:
+        complete: dict[str, Clean] = {}
+        async for commit in self._records(iteration, request_id):
+            fresh = commit.step == commit.steps and commit.digest not in complete
+            if fresh and await self._latents(commit) is not None:
+                complete[commit.digest] = Clean(
+                    shape=commit.shape, sha256=commit.sha256, read=partial(self._read, commit)
+                )
         return complete
 
     def _read(self, commit: _Commit) -> Float32 | None:
@@ -483,6 +502,10 @@ def _commits_path(iteration: int, request_id: str) -> str:
 
 def _images_key(request: Request) -> str:
     return f"images/{request.iteration:05d}/{request.id}"
+
+
+def _scores_key(request_id: str) -> str:
+    return _record_key(f"scores/{request_id}")
 
 
 def _scores_of(iteration: int) -> str:

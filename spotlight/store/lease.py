@@ -22,6 +22,7 @@ from dataclasses import asdict, replace
 from spotlight.clock import Clock, system_clock, wall_clock
 from spotlight.records import SpotlightError, Stopped, record
 from spotlight.store.decoding import from_json
+from spotlight.store.disks import is_full
 from spotlight.store.objects import Objects
 
 LEASE_S = 60.0
@@ -32,6 +33,8 @@ LOOK_S = 1.0
 LONG_OVER_S = 3600.0 + 5 * LEASE_S
 """A lease that ended so long ago is over by any clock: those of two machines differ by no more than an hour, which is
 what a time zone that is set wrongly makes."""
+RECORD_BYTES = 2**14
+"""A record with a reason that holds a worker's traceback takes three thousand."""
 
 logger = logging.getLogger(__name__)
 
@@ -187,9 +190,16 @@ class Lease:
         with self._renewing:
             if self._mine and not self._lost:
                 try:
-                    self._objects.put(_key(self._number), _json(replace(self._mine, released=True)))
+                    self._give_back(_key(self._number), _json(replace(self._mine, released=True)))
                 except OSError as error:  # it ends by itself
                     logger.info("the lease could not be given back: %s", error)
+
+    def _give_back(self, key: str, content: bytes) -> None:
+        try:
+            self._objects.put(key, content)
+        except OSError as error:
+            if not (is_full(error) and self._objects.overwrite(key, content)):
+                raise
 
     def _keep(self) -> None:
         while not (self._lost or self._ended.wait(RENEW_S)):
@@ -251,4 +261,5 @@ def _key(number: int) -> str:
 
 
 def _json(holder: Holder) -> bytes:
-    return json.dumps(asdict(holder), indent=1).encode()
+    """Of one length, whatever it says: when the disk is full, why its owner failed has room in the record's place."""
+    return json.dumps(asdict(holder), indent=1).encode().ljust(RECORD_BYTES)

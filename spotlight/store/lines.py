@@ -10,12 +10,12 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 from pydantic_core import PydanticSerializationError, to_json
 
 from spotlight.store.decoding import Record, from_json
-from spotlight.store.objects import atomic_write, content_of, without_links
+from spotlight.store.objects import atomic_write, content_of, unreadable, without_links
 from spotlight.store.rows import ValidationRow
 
 TAIL_BYTES = 2**16
@@ -38,7 +38,7 @@ class Lines:
             SpotlightError: a finished line is damaged.
         """
         path = self._directory / journal
-        return [_record(path, number, line, kind) for number, line in _numbered(path)]
+        return [_record(path, number, line, kind) for number, line in _numbered(_lines_of(path))]
 
     def last(self, journal: str, kind: type[Record], rows: int) -> list[Record]:
         """The last so many finished lines of a journal, whatever stands before them.
@@ -54,7 +54,7 @@ class Lines:
                 with path.open("rb") as file:
                     file.seek(max(0, size - wanted))
                     content = file.read(wanted)
-            lines = [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+            lines = _whole_lines(content)
             if len(lines) > rows or wanted >= size:
                 first = self.count(journal) - len(lines[-rows:]) + 1
                 return [_record(path, number, line, kind) for number, line in enumerate(lines[-rows:], first)]
@@ -63,7 +63,7 @@ class Lines:
     def records_by(self, journal: str, common: type[Record], kind_of: Callable[[Record], Any]) -> list[Any]:
         """As `records`, of a journal of several kinds: which one a line is, is found by what all have in common."""
         path = self._directory / journal
-        found = ((number, line, _record(path, number, line, common)) for number, line in _numbered(path))
+        found = ((number, line, _record(path, number, line, common)) for number, line in _numbered(_lines_of(path)))
         return [_record(path, number, line, kind_of(row)) for number, line, row in found]
 
     def count(self, journal: str) -> int:
@@ -85,7 +85,7 @@ class Lines:
         with _appending, open(self._directory / journal, "ab+", opener=without_links) as file:
             file.seek(max(0, file.tell() - 1))
             if file.read(1) not in (b"", b"\n"):
-                file.truncate(sum(len(line) for line in _whole_lines(self._directory / journal)))
+                file.truncate(sum(map(len, _lines_of(self._directory / journal))))
             file.write(_lines(rows))
             file.flush()
             os.fsync(file.fileno())
@@ -101,6 +101,44 @@ class Lines:
         self._counted.clear()
 
 
+class Growing(Generic[Record]):
+    """A journal that is read as it grows: each finished line once, and all of them again where the file is another."""
+
+    def __init__(self, path: Path, kind: type[Record]) -> None:
+        self._path, self._kind = path, kind
+        self._read = 0, 0, 0
+        """Of which file, so many bytes, so many lines."""
+
+    @property
+    def lines(self) -> int:
+        """That were read."""
+        return self._read[2]
+
+    def new(self) -> tuple[int, list[Record]]:
+        """The number of the first line that was not read yet, and all from there; 1: those before are there no more.
+
+        Raises:
+            SpotlightError: one of them is damaged.
+        """
+        inode, known_bytes, known_lines = self._read
+        content = b""
+        try:
+            with self._path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != inode or found.st_size < known_bytes:
+                    inode, known_bytes, known_lines = found.st_ino, 0, 0
+                file.seek(known_bytes)
+                content = file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            inode, known_bytes, known_lines = 0, 0, 0
+        except OSError as error:
+            raise unreadable(self._path, error) from None
+        lines = _whole_lines(content)
+        rows = [_record(self._path, number, line, self._kind) for number, line in _numbered(lines, known_lines + 1)]
+        self._read = inode, known_bytes + sum(map(len, lines)), known_lines + len(lines)
+        return known_lines + 1, rows
+
+
 def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
     """A row a line."""
     try:
@@ -110,12 +148,16 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
         return b"".join([text.encode(errors="replace") + b"\n" for text in texts])
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    return [line for line in (content_of(path) or b"").splitlines(keepends=True) if line.endswith(b"\n")]
+def _lines_of(path: Path) -> list[bytes]:
+    return _whole_lines(content_of(path) or b"")
 
 
-def _numbered(path: Path) -> Iterable[tuple[int, bytes]]:
-    return enumerate((line.rstrip(b"\n") for line in _whole_lines(path)), 1)
+def _whole_lines(content: bytes) -> list[bytes]:
+    return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _numbered(lines: Iterable[bytes], first: int = 1) -> Iterable[tuple[int, bytes]]:
+    return enumerate((line.rstrip(b"\n") for line in lines), first)
 
 
 def _record(path: Path, number: int, line: bytes, kind: type[Record]) -> Record:

@@ -8,6 +8,7 @@ passwords come from the environment, as each store's own clients read them, and 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import threading
@@ -38,6 +39,9 @@ CLIENT_OPTIONS = {"connect_timeout": "5s", "timeout": "60s"}
 """Of one request; a part of a large object is 5 MB. They replace those that obstore takes from the environment, so
 ``AWS_ALLOW_HTTP``, for a server without TLS, is read here."""
 
+
+_LACKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK}
+"""What FAT, CIFS, gcsfuse and s3fs say where a hard link is to be made, and Lustre and NFS where a file is locked."""
 
 _reached = set[str]()
 """Buckets that answered this process."""
@@ -84,6 +88,14 @@ class Objects(Protocol):
 
     def create(self, key: str, content: bytes) -> bool:
         """Put it unless it is there; whether it was this call that did."""
+        ...
+
+    def overwrite(self, key: str, content: bytes) -> bool:
+        """Write it where it lies, for which a full disk has room too: not at once, as `put` does.
+
+        Returns:
+            Whether it was: not if there is nothing as long as this, or the place is no directory.
+        """
         ...
 
     def sizes(self, prefix: str) -> dict[str, int]:
@@ -148,11 +160,21 @@ class DirectoryObjects:
         try:
             with atomic_write(mine) as file:
                 file.write(content)
-            os.link(mine, path)  # whole from the first moment on
+            with needed_of(self.path, "hard links"):
+                os.link(mine, path)  # whole from the first moment on
         except FileExistsError:
             return False
         finally:
             mine.unlink(missing_ok=True)
+        return True
+
+    def overwrite(self, key: str, content: bytes) -> bool:
+        if (self.size(key) or 0) < len(content):
+            return False
+        with open(os.open(self.path / key, os.O_WRONLY | os.O_NOFOLLOW), "wb", buffering=0) as file:
+            file.write(content)
+            file.truncate()
+            os.fsync(file)
         return True
 
     def sizes(self, prefix: str) -> dict[str, int]:
@@ -224,6 +246,9 @@ class BucketObjects:
             except AlreadyExistsError:  # perhaps by this call's first try, whose answer was lost
                 return self.get(key) == content
             return True
+
+    def overwrite(self, key: str, content: bytes) -> bool:
+        return False
 
     def sizes(self, prefix: str) -> dict[str, int]:
         import obstore
@@ -388,6 +413,25 @@ def without_links(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
+@contextlib.contextmanager
+def needed_of(directory: Path, what: str) -> Iterator[None]:
+    """Say in one sentence that the file system of a run's directory has no such thing.
+
+    Raises:
+        SpotlightError: with that sentence.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _LACKS:
+            raise
+        raise SpotlightError(
+            f"{directory}: a run has one driver at a time by means of {what}, which this file system lacks "
+            f"({error.strerror}): give a run.dir on a local disk, on NFS with its lock service, on Lustre mounted with "
+            "-o flock, or at the URL of an object store"
+        ) from None
+
+
 def content_of(path: Path) -> bytes | None:
     """All of a file; None if it is not there.
 
@@ -399,7 +443,12 @@ def content_of(path: Path) -> bytes | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise SpotlightError(f"{path}: cannot be read: {error.strerror}; restore it, or delete it") from None
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: OSError) -> SpotlightError:
+    """What a person is told of a file that is there."""
+    return SpotlightError(f"{path}: cannot be read: {error.strerror}; restore it, or delete it")
 
 
 @contextlib.contextmanager

@@ -20,19 +20,23 @@ NAMED_MAX = 5
 """Of settings that are missing, so many are named."""
 
 
-def check(run: RunDir) -> None:
+def check(run: RunDir, iterations: int | None = None) -> None:
     """Find at once what going on would need and cannot make again.
+
+    Args:
+        iterations: after how many the run is to end from now on; None: as its settings say.
 
     Raises:
         SpotlightError: a file is missing, damaged, or not the one that the run began with; the text names it.
     """
     config, rows = run.config(), rows_that_stay(run)
     done = len(rows)
+    is_to_go_on = done < (config.run.iterations if iterations is None else iterations)
     if run.simulated:
         raise SpotlightError(f"{run.url}: a simulated run has nothing to go on with: simulate its settings again")
     _check_settings(run, config)
     _check_prompts(run, config)
-    if 0 < done < config.run.iterations:
+    if done and is_to_go_on:
         needed = [run.beliefs_key(done)]
         if config.strategy.exploration == "stale" and _explored_next(run, rows[-1]):
             needed.append(run.selection_key(done))
@@ -43,7 +47,7 @@ def check(run: RunDir) -> None:
                     f"{where}: is missing, and iteration {done} needs it: restore it, or {made_again(done)}"
                 )
     before = done - 1
-    if config.trains_on_older and before > 0 and done < config.run.iterations and not published(run.url, before):
+    if config.trains_on_older and before > 0 and is_to_go_on and not published(run.url, before):
         where = run.objects.where(f"weights/v{before:05d}")
         raise SpotlightError(
             f"{where}: are missing, and samples of iteration {done} are drawn with these weights "

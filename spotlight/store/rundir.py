@@ -35,7 +35,7 @@ from spotlight.store.decoding import Record, from_json
 from spotlight.store.file_lock import FileLock
 from spotlight.store.journals import Journals
 from spotlight.store.lease import Holder, Lease
-from spotlight.store.lines import Lines
+from spotlight.store.lines import Growing, Lines
 from spotlight.store.objects import atomic_write, check_address, check_reach, objects_at
 from spotlight.store.rows import (
     DECISIONS,
@@ -356,6 +356,10 @@ class RunDir:
     def rows(self, journal: str) -> list[dict[str, Any]]:
         """The same, with whatever fields they have."""
         return self.records(journal, dict[str, Any])
+
+    def growing(self, journal: str, kind: type[Record]) -> Growing[Record]:
+        """As `records`, for who reads them again and again."""
+        return Growing(self.path / journal, kind)
 
     def last(self, journal: str, kind: type[Record], rows: int) -> list[Record]:
         """As `records`, the last so many, whatever stands before them."""

@@ -15,12 +15,12 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 from uuid import uuid4
 
@@ -44,11 +44,16 @@ from spotlight.store.objects import (
     told,
 )
 
+S = TypeVar("S")
 T = TypeVar("T")
 Float32 = NDArray[np.float32]
 
 run = sync
 """Runs a coroutine of a store on zarr's event loop and returns its value, from any thread."""
+
+AT_ONCE = 16
+"""Questions to a store at a time, each of which takes some 30 ms of it: the latents of so many requests are in memory
+meanwhile."""
 
 PROBE_S = 20.0
 """A store answers within a second; clients try again for minutes before they give up."""
@@ -133,6 +138,24 @@ class ZarrStore:
             # What zarr makes of a missing array, damaged metadata or a shard whose index fails its CRC.
             # A store that cannot be reached raises something else: that is no proof of damage.
             return None
+
+
+async def all_of(ask: Callable[[S], Awaitable[T]], about: Iterable[S]) -> list[T]:
+    """What a store answers about each, in their order, where `AT_ONCE` are asked about at a time.
+
+    When this returns, or raises what one of them raised, nothing is under way any more.
+    """
+    turn = asyncio.Semaphore(AT_ONCE)
+
+    async def asked(each: S) -> T:
+        async with turn:
+            return await ask(each)
+
+    answers = await asyncio.gather(*map(asked, about), return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return cast(list[T], answers)
 
 
 @contextlib.contextmanager
