@@ -245,7 +245,7 @@ def test_who_only_looks_at_a_run_is_waited_for_and_named(
 OWNER = """
 import subprocess, sys, time
 from cluster.start import janitor
-from spotlight.store.slots import began
+from spotlight.store.device_locks import began
 frozen = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 janitor.register("process", f"{frozen.pid} {began(frozen.pid)}")
 janitor.register("folder", sys.argv[1])

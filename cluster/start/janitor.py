@@ -139,8 +139,8 @@ def _lines(owner: int) -> Iterator[bytes]:
 def clean(left: Iterable[CleanupItem]) -> None:
     """End and remove it; whatever fails, the rest is done."""
     from spotlight.records import SpotlightError
+    from spotlight.store.device_locks import end
     from spotlight.store.leftovers import remove_half_written, sweep_ended
-    from spotlight.store.slots import end
 
     by_kind: dict[str, list[str]] = {}
     for kind, what in left:

@@ -38,9 +38,9 @@ from cluster.worker.process import continue_warm_parent, warm_parent_pid
 from spotlight.clock import ahead_s, wall_clock
 from spotlight.config import Config
 from spotlight.records import Drained, SpotlightError, WorkerLife
+from spotlight.store.device_locks import is_stopped
 from spotlight.store.leftovers import Scratch, sweep_ended, sweep_leftovers
 from spotlight.store.rundir import files_of
-from spotlight.store.slots import is_stopped
 
 DASK_SETTINGS = {
     "distributed.deploy.lost-worker-timeout": "10000h",  # places replace their own workers

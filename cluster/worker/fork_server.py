@@ -27,9 +27,9 @@ from typing import Any
 import spotlight
 from cluster.start import janitor
 from cluster.worker.process import FOR_OTHERS, fork_context, has_warm_parent, warm_parent
+from spotlight.store.device_locks import began, is_stopped
 from spotlight.store.leftovers import SOCKET_BYTES
 from spotlight.store.node import hold, shared_root, sweep
-from spotlight.store.slots import began, is_stopped
 
 OWN = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "OLDPWD", "RANK", "SHLVL", "_", "__DASK_PARENT_PID")
 """What the environments of workers of a node may differ in: it is read when a device is first used, or never."""

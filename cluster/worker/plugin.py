@@ -42,10 +42,10 @@ from spotlight.device.process import EngineProcess
 from spotlight.device.protocol import install
 from spotlight.device.signals import Clear, Leave, Order, order_from_message, shard_from_message, signals
 from spotlight.records import NO_DEVICE, SpotlightError, record
+from spotlight.store.device_locks import DeviceLock
 from spotlight.store.disks import full_here, is_full
 from spotlight.store.node import Node, shared_root, sweep
 from spotlight.store.objects import objects_at
-from spotlight.store.slots import Slot
 
 POOLS = ("reserved", "spot", "reward", "head")
 KEEP_S = 0.5
@@ -151,7 +151,7 @@ class Member:
         self._turn = _turns.setdefault(worker, asyncio.Lock())
         self._has_turn = self._noticed = False
         self._keeping: asyncio.Task[None] | None = None
-        self._kept: tuple[Node | Slot, ...] = ()
+        self._kept: tuple[Node | DeviceLock, ...] = ()
 
     def begin(self) -> None:
         """Take part as soon as possible; returns at once."""
@@ -219,7 +219,7 @@ class Member:
         opened.callback(on_machine.close)
         opened.callback(node.close)
         scores, is_bare = self._pool == "reward", self._pool in terms.bare
-        slot = Slot(machine, kind=f"{self._pool}-" if scores or is_bare else "")
+        slot = DeviceLock(machine, kind=f"{self._pool}-" if scores or is_bare else "")
         opened.callback(slot.close)
         self._kept = (on_machine, node, slot)
 

@@ -27,8 +27,8 @@ from distributed import Security, Worker
 from cluster.start import janitor
 from spotlight.device.process import end_with_parent
 from spotlight.records import record
+from spotlight.store.device_locks import began, is_stopped
 from spotlight.store.leftovers import Scratch
-from spotlight.store.slots import began, is_stopped
 
 FOR_OTHERS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 """Signals that the fork server and its engines do not hear: Ctrl-C is for the driver alone, and notices, which Slurm

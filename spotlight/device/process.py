@@ -26,8 +26,8 @@ from typing import Any
 from spotlight.device.calls import Call, T
 from spotlight.device.signals import Order, Signals, signals
 from spotlight.records import NO_DEVICE, WITHOUT_GPU, record
+from spotlight.store.device_locks import is_stopped
 from spotlight.store.node import Node
-from spotlight.store.slots import is_stopped
 
 POLL_S = 0.5
 _PR_SET_PDEATHSIG = 1

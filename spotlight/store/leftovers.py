@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from spotlight.records import SpotlightError
+from spotlight.store.device_locks import end_leftovers
 from spotlight.store.node import PREFIX, hold, is_held, memory_roots, own_directory, sweep
 from spotlight.store.room import SHARED_MEMORY
-from spotlight.store.slots import end_leftovers
 from spotlight.store.versions import WRITING
 
 HALF_WRITTEN = (".*.part", "*.partial")

@@ -9,7 +9,7 @@ a directory in memory, lie ::
     .<name>.<any>.partial    one of these on its way
     .lock-*, .alive          held while one is on its way; held as long as a process uses the node
     .node                    the node's name
-    [reward-, reserved-]slot-<n>  who has the n-th device: see `spotlight.store.slots`
+    [reward-, reserved-]slot-<n>  who has the n-th device: see `spotlight.store.device_locks`
     run/                     prompts of a run at a URL, and what the text encoders made of them
 
 Invariants:
@@ -50,8 +50,8 @@ from uuid import uuid4
 from safetensors import SafetensorError
 
 from spotlight.records import SpotlightError
+from spotlight.store.device_locks import end_leftovers
 from spotlight.store.room import SHARED_MEMORY, room_bytes
-from spotlight.store.slots import end_leftovers
 from spotlight.store.tensor_files import hashing
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from spotlight.store.device_locks import DeviceLock, end_leftovers
 from spotlight.store.node import sweep
-from spotlight.store.slots import Slot, end_leftovers
 
 
 @pytest.fixture
@@ -25,25 +25,25 @@ def frozen() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_each_takes_the_first_device_that_no_other_has(tmp_path: Path) -> None:
-    first, second = Slot(tmp_path), Slot(tmp_path)
+    first, second = DeviceLock(tmp_path), DeviceLock(tmp_path)
     first.close()
 
-    assert (first.number, second.number, Slot(tmp_path).number) == (0, 1, 0)
+    assert (first.number, second.number, DeviceLock(tmp_path).number) == (0, 1, 0)
 
 
 def test_who_takes_a_device_ends_what_was_left_on_it(tmp_path: Path, frozen: subprocess.Popen[bytes]) -> None:
-    slot = Slot(tmp_path)
+    slot = DeviceLock(tmp_path)
     slot.record(frozen.pid)
     slot.close()
 
-    assert Slot(tmp_path).number == slot.number
+    assert DeviceLock(tmp_path).number == slot.number
     assert frozen.wait(timeout=10) == -signal.SIGKILL
 
 
 def test_what_is_left_at_the_end_is_ended_unless_its_device_is_in_use(
     tmp_path: Path, frozen: subprocess.Popen[bytes]
 ) -> None:
-    slot = Slot(tmp_path)
+    slot = DeviceLock(tmp_path)
     slot.record(frozen.pid)
     end_leftovers(tmp_path)
     assert frozen.poll() is None
@@ -58,7 +58,7 @@ def test_nobody_forgets_who_is_left_by_removing_the_record(tmp_path: Path, froze
     """The last worker to leave removes the memory; one that was killed a moment before has left its engine."""
     root = tmp_path / "memory"
     root.mkdir(mode=0o700)
-    slot = Slot(root)
+    slot = DeviceLock(root)
     slot.record(frozen.pid)
     slot.close()
 
@@ -69,7 +69,7 @@ def test_nobody_forgets_who_is_left_by_removing_the_record(tmp_path: Path, froze
 
 
 def test_another_process_that_got_the_number_is_left_alone(tmp_path: Path, frozen: subprocess.Popen[bytes]) -> None:
-    slot = Slot(tmp_path)
+    slot = DeviceLock(tmp_path)
     slot.record(frozen.pid)
     slot.close()
     (record,) = tmp_path.glob("slot-*")

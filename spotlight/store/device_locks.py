@@ -20,7 +20,7 @@ _ENDS_S = 2.0
 """For a killed process to be gone; the system needs moments."""
 
 
-class Slot:
+class DeviceLock:
     """The lowest number that no other process of the machine has.
 
     Args:
