@@ -191,7 +191,7 @@ class FreesSurvivorsEarly(Dispatcher):
 
     def _task_changed(self, event: TaskChanged) -> Iterator[Instruction]:
         yield from super()._task_changed(event)
-        request = getattr(self.state.tasks.get(event.key), "gang", None)
+        request = getattr(self.state.tasks.get(event.key), "request", None)
         if request and request.breaking:
             request.members.clear()
             self.state.file(request)
