@@ -283,7 +283,7 @@ def test_the_readmes_second_table_has_a_column_for_each_cell_with_heavy_training
 
     (untuned,) = readme.headlines(heavy, shown(regimes=[cases.HEAVY]))
     lines = table.splitlines()
-    assert lines[0] == "| 6 levels | times | digits 512 px | digits 1280 px |"
+    assert lines[0] == "| 6 levels | how many times | digits 512 px | digits 1280 px |"
     assert [line.split(" | ")[2:] for line in lines[2:9]] == [
         ["**3.0 [3.0, 3.0]**", "**3.0 [3.0, 3.0]** |"],
         ["–", "– |"],
