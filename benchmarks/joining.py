@@ -28,7 +28,7 @@ import psutil
 from distributed import Client, Worker
 
 from benchmarks.recovery import COLD_PATIENCE_S, ROOT, Live, live
-from cluster.worker.process import warm_parent
+from cluster.worker.process import own_fork_server
 from spotlight.device.process import end_with_parent
 from spotlight.store.rows import DECISIONS, EVENTS, HISTORY, SPANS
 from spotlight.store.rundir import RunDir
@@ -293,7 +293,7 @@ def serve_host(count: int, name: str, host: str, scheduler: str) -> None:
     """So many workers on this host, forked from one fork server; a first host has the reserved ones."""
     from benchmarks.joining import _serve  # by a name that processes find which do not begin as this one did
 
-    context = warm_parent()
+    context = own_fork_server()
     with tempfile.TemporaryDirectory() as directory:
         pools = ["reserved" if name == "h0" and number < RESERVED else "spot" for number in range(count)]
         processes = [

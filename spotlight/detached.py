@@ -49,11 +49,17 @@ def begin(run: RunDir, cluster: ExistingCluster | None) -> subprocess.Popen[byte
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    while not run.holder() and process.poll() is None:
+    while not _has(run, process.pid) and process.poll() is None:
         time.sleep(POLL_S)
     if process.poll():
         raise SpotlightError(_last_words(run))
     return process
+
+
+def _has(run: RunDir, pid: int) -> bool:
+    """Whether this process has the run: it may wait for an owner that is gone, and be refused in the end."""
+    last = run.last_holder()
+    return last is not None and (last.pid, last.host) == (pid, socket.gethostname())
 
 
 def _found_here() -> list[str]:

@@ -148,7 +148,7 @@ class Placement:
     gang: str
     """Names the request within the graph."""
     epoch: int
-    """Counts the gang_epochs of this gang; work of an older one is called off."""
+    """Counts the gangs that were formed for this request; work of an older one is called off."""
     rank: int
     width: int
 

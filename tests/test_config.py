@@ -483,8 +483,8 @@ def test_delayed_old_policies_beside_an_average_are_as_published(file: Path) -> 
 def test_ratios_are_clipped_as_each_algorithms_recipe_has_it(file: Path, algorithm: str, clip: float) -> None:
     sampler = [] if algorithm == "awm" else ["rollout.sampler=sde"]
 
-    assert load(file, [f"train.algorithm={algorithm}", *sampler]).train.ratio_clip == clip
-    assert load(file, [f"train.algorithm={algorithm}", *sampler, "train.clip_range=0.2"]).train.ratio_clip == 0.2
+    assert load(file, [f"train.algorithm={algorithm}", *sampler]).train.clip_range == clip
+    assert load(file, [f"train.algorithm={algorithm}", *sampler, "train.clip_range=0.2"]).train.clip_range == 0.2
 
 
 def test_what_samples_is_validated_unless_an_average_is_kept(file: Path) -> None:

@@ -320,7 +320,6 @@ def test_a_journal_that_grows_is_read_once_line_by_line_and_anew_where_it_is_ano
     assert journal.new() == (1, [SPAN])
     assert journal.new() == (2, [])
 
-    path.write_bytes(b" " * (path.stat().st_size - 1) + b"\n")  # what was read is not looked at again
     run.append(SPANS, asdict(second))
     with path.open("ab") as file:
         file.write(b'{"worker": "torn')
@@ -331,10 +330,22 @@ def test_a_journal_that_grows_is_read_once_line_by_line_and_anew_where_it_is_ano
         with pytest.raises(SpotlightError, match=r"spans\.jsonl:3: "):
             journal.new()
 
-    run.rewrite(SPANS, [asdict(third)] * 4)
-    assert journal.new() == (1, [third] * 4)
+    for rows in (4, 5, 6):  # each time anew, and longer: a file may have the number of the one before the last
+        run.rewrite(SPANS, [asdict(third)] * (rows - 1))
+        run.rewrite(SPANS, [asdict(third)] * (rows - 1) + [asdict(SPAN)])
+        assert journal.new() == (1, [third] * (rows - 1) + [SPAN])
     path.unlink()
     assert journal.new() == (1, [])
+
+
+def test_a_journal_that_is_written_anew_is_read_anew_at_each_change(run: RunDir) -> None:
+    """A worker's end changes a line in the middle."""
+    ended = [LIFE, replace(LIFE, left_s=9.0), LIFE]
+    journal = run.growing(WORKERS, WorkerLife)
+    for lives in ([LIFE], [LIFE] * 3, ended, [*ended, LIFE]):
+        run.rewrite(WORKERS, map(asdict, lives))
+        assert journal.new() == (1, list(lives))
+        assert journal.new() == (len(lives) + 1, [])
 
 
 def edit(run: RunDir, name: str, change: Callable[[Any], object]) -> None:

@@ -18,7 +18,7 @@ import pytest
 from distributed import batched
 
 from cluster.dispatch.stall import StallDetector
-from cluster.worker.process import warm_parent_pid
+from cluster.worker.process import own_fork_server_pid
 from elastic import Live, device_number
 from runs import ROOT, WAIT_S, settings_file, wait_for
 from spotlight.clock import wall_clock
@@ -164,8 +164,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     live.close()
 
 
-def test_a_warm_parent_that_is_stopped_is_continued_and_that_is_said(live: Live) -> None:
-    os.kill(warm_parent_pid(), signal.SIGSTOP)
+def test_a_own_fork_server_that_is_stopped_is_continued_and_that_is_said(live: Live) -> None:
+    os.kill(own_fork_server_pid(), signal.SIGSTOP)
     live.kill("spot-0")
     gone = live.snapshot().workers.get("spot-0")
 

@@ -23,7 +23,7 @@ import pytest
 
 from cluster.messages import LOST_ENGINE
 from cluster.worker.device import WorkerDevice
-from cluster.worker.process import warm_parent, warm_parent_pid
+from cluster.worker.process import own_fork_server, own_fork_server_pid
 from factories import make_request
 from graphs.requests import rollout_requests, unexplored
 from graphs.tasks.context import prepare
@@ -73,7 +73,7 @@ def slow(run: RunDir) -> Request:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[EngineProcess]:
-    process = EngineProcess(warm_parent(), 0, node=tmp_path / "node", hang_after_s=HANG_AFTER_S)
+    process = EngineProcess(own_fork_server(), 0, node=tmp_path / "node", hang_after_s=HANG_AFTER_S)
     yield process
     process.close()
 
@@ -92,8 +92,8 @@ class Met:
                 threading.Thread(target=self._then).start()
 
 
-def test_an_engine_comes_from_the_warm_parent(engine: EngineProcess) -> None:
-    other = EngineProcess(warm_parent(), 1, node=engine._node, hang_after_s=HANG_AFTER_S)
+def test_an_engine_comes_from_the_own_fork_server(engine: EngineProcess) -> None:
+    other = EngineProcess(own_fork_server(), 1, node=engine._node, hang_after_s=HANG_AFTER_S)
 
     parents = {psutil.Process(process.pid).ppid() for process in (engine, other)}
     other.close()
@@ -104,15 +104,15 @@ def test_an_engine_comes_from_the_warm_parent(engine: EngineProcess) -> None:
 
 OWN = """
 import multiprocessing, os
-from cluster.worker.process import warm_parent, warm_parent_pid
+from cluster.worker.process import own_fork_server, own_fork_server_pid
 multiprocessing.get_context("forkserver").Process(target=os.getpid).start()
-own = warm_parent_pid()
-warm_parent().Process(target=os.getpid).start()
-print(own, warm_parent_pid())
+own = own_fork_server_pid()
+own_fork_server().Process(target=os.getpid).start()
+print(own, own_fork_server_pid())
 """
 
 
-def test_a_programs_own_fork_server_is_not_taken_for_the_warm_parent() -> None:
+def test_a_programs_own_fork_server_is_not_taken_for_the_own_fork_server() -> None:
     """It has not done our imports: each worker, and each engine, would do them again."""
     told = subprocess.run([sys.executable, "-c", OWN], capture_output=True, text=True, check=True)
 
@@ -129,7 +129,7 @@ def test_an_engine_knows_what_its_caller_was_told_after_the_parent_began(
     engine: EngineProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
-    later = EngineProcess(warm_parent(), 1, node=engine._node, hang_after_s=HANG_AFTER_S)
+    later = EngineProcess(own_fork_server(), 1, node=engine._node, hang_after_s=HANG_AFTER_S)
     call: Any = EnvironmentCall()
 
     known = later.call(str(tmp_path), call, lambda beat: None)
@@ -141,7 +141,7 @@ def test_an_engine_knows_what_its_caller_was_told_after_the_parent_began(
 
 @pytest.mark.parametrize("number", [1, NO_DEVICE])
 def test_an_engine_without_a_device_is_told_so(engine: EngineProcess, tmp_path: Path, number: int) -> None:
-    other = EngineProcess(warm_parent(), number, node=engine._node, hang_after_s=HANG_AFTER_S)
+    other = EngineProcess(own_fork_server(), number, node=engine._node, hang_after_s=HANG_AFTER_S)
     call: Any = EnvironmentCall()
 
     known = other.call(str(tmp_path), call, lambda beat: None)
@@ -161,7 +161,7 @@ def test_an_engine_has_the_model_of_a_prepared_run_before_it_is_called(
 ) -> None:
     """Who prepares a run makes what the others only read."""
     where = run.path if is_prepared else create_run(config.load(settings_file(tmp_path)), time.time()).path
-    process = EngineProcess(warm_parent(), 0, node=tmp_path / "node", hang_after_s=HANG_AFTER_S, run_dir=str(where))
+    process = EngineProcess(own_fork_server(), 0, node=tmp_path / "node", hang_after_s=HANG_AFTER_S, run_dir=str(where))
     call: Any = LoadedCall()
 
     loaded = process.call(str(where), call, lambda beat: None)
@@ -172,11 +172,11 @@ def test_an_engine_has_the_model_of_a_prepared_run_before_it_is_called(
 
 def test_who_is_killed_while_it_asks_for_a_process_takes_no_others_with_it(engine: EngineProcess) -> None:
     """The parent takes the end of a connection for its own, and what was forked from it would end."""
-    parent, server = warm_parent_pid(), cast("Any", forkserver._forkserver)
+    parent, server = own_fork_server_pid(), cast("Any", forkserver._forkserver)
     with socket.socket(socket.AF_UNIX) as asking:
         asking.connect(server._forkserver_address)
 
-    other = EngineProcess(warm_parent(), 1, node=engine._node, hang_after_s=HANG_AFTER_S)
+    other = EngineProcess(own_fork_server(), 1, node=engine._node, hang_after_s=HANG_AFTER_S)
     came_from = psutil.Process(other.pid).ppid()
     other.close()
 
@@ -185,7 +185,7 @@ def test_who_is_killed_while_it_asks_for_a_process_takes_no_others_with_it(engin
 
 def test_a_notice_that_comes_to_all_processes_of_a_job_ends_no_engine(engine: EngineProcess, tmp_path: Path) -> None:
     """As Slurm sends it, more than once if need be."""
-    first, parent, call = engine.pid, warm_parent_pid(), EnvironmentCall()
+    first, parent, call = engine.pid, own_fork_server_pid(), EnvironmentCall()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         for process in (parent, first):
             os.kill(process, number)

@@ -477,14 +477,15 @@ class ImagesAlone(Scorer):
 
 
 @pytest.mark.parametrize("key", ["attempts", "batch", "limit_s", "patience_s"])
-def test_what_counts_of_the_first_table_alone_is_refused_in_a_further_one(tmp_path: Path, key: str) -> None:
+def test_what_counts_of_the_first_table_alone_is_doubted_in_a_further_one(tmp_path: Path, key: str) -> None:
     tables = [{"name": "ocr", key: 7}, {"name": "ocr", key: 8}]
     tree = {"data": {"train_prompts": "a", "validation_prompts": "b"}, "reward": tables}
 
-    with pytest.raises(SpotlightError, match=rf"reward\.{key} = 8.* of a further \[\[reward\]\] table: the first"):
-        config.resolve(tree, tmp_path)
+    (doubt,) = config.resolve(tree, tmp_path).doubts
     tables[1][key] = 7
-    config.resolve(tree, tmp_path)
+
+    assert doubt.startswith(f"reward.{key} = 8 of a further [[reward]] table counts nothing: the first table's does")
+    assert config.resolve(tree, tmp_path).doubts == ()
 
 
 @pytest.mark.parametrize("key", ["nmae", "nam"])

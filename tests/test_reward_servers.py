@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import json
 import re
+import socket
 import threading
 import time
+import urllib.error
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,7 +23,7 @@ from PIL import Image
 
 from spotlight.config import RewardSection
 from spotlight.records import Prompt, SpotlightError
-from spotlight.rl.rewards import build, score
+from spotlight.rl.rewards import build, score, server
 from spotlight.rl.rewards.server import KEY, ChatOcrScorer, ChatScorer, HttpScorer, number_in
 
 IMAGES = np.arange(4, dtype=np.uint8).reshape(4, 1, 1, 1).repeat(3, axis=-1)
@@ -233,6 +236,25 @@ def test_a_server_that_stays_away_ends_the_run_with_its_address_and_the_way_out(
 
     with pytest.raises(SpotlightError, match=says):
         score(HttpScorer("http://127.0.0.1:9"), IMAGES, PROMPTS, attempts=3, patience_s=0.1)
+
+
+@pytest.mark.parametrize(
+    "why", [socket.gaierror(-2, "Name or service not known"), OSError(errno.EHOSTUNREACH, "No route to host")]
+)
+def test_a_machine_that_is_not_there_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch, why: OSError) -> None:
+    real, tries = server.OPENER.open, []
+
+    def late(*given: Any, **how: Any) -> Any:
+        tries.append(given)
+        if len(tries) <= 2:
+            raise urllib.error.URLError(why)
+        return real(*given, **how)
+
+    monkeypatch.setattr(server.OPENER, "open", late)
+    with serving(lambda n, payload: honest(payload)) as there:
+        values, _ = score(HttpScorer(there.url), IMAGES, PROMPTS, attempts=1, patience_s=60.0)
+
+    assert values == EXPECTED
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from cluster.start import local
 from cluster.start import run_cluster as pools
 from cluster.start.local import PreemptionSchedule, TraceClock, WorkerKeeper
 from cluster.start.run_cluster import RunCluster
-from cluster.worker.process import warm_parent
+from cluster.worker.process import own_fork_server
 from elastic import Live
 from runs import ROOT, WAIT_S, settings_file, wait_for
 from spotlight import config
@@ -100,7 +100,7 @@ def test_what_a_run_needs_of_dask_stays_until_the_last_run_of_its_process_ends(t
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """With a key in the environment that was not there when the first workers' parent began."""
-    warm_parent()
+    own_fork_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ACCESS_KEY_ID", "someone")
         live = Live(tmp_path_factory.mktemp("live"), ())

@@ -95,7 +95,7 @@ class State:
     # Of requests
 
     def file(self, request: RequestState) -> None:
-        """Keep a request where `_decide` looks for it."""
+        """Keep a request where `Decisions.decide` looks for it."""
         self.index.file(request, over=self.is_over(request))
 
     def is_over(self, request: RequestState) -> bool:

@@ -121,6 +121,8 @@ class DispatchPlugin(SchedulerPlugin):
         """Addresses of those that only score."""
         self._refused: dict[str, tuple[str, str]] = {}
         """By address, the name of a worker that takes no part, for now or for good, and why."""
+        self._lasting: set[str] = set()
+        """Addresses of those of them that it has lasted for."""
         self._evicting: list[Evict] = []
         self._calls = SchedulerCalls(
             scheduler,
@@ -233,6 +235,7 @@ class DispatchPlugin(SchedulerPlugin):
             self._nodes[worker] = node
         self._heartbeats.note_ready(worker)
         self._refused.pop(worker, None)
+        self._lasting.discard(worker)
         self._unavailable.discard(worker)  # whoever joins is taken to be available: the dispatcher is told anew
         self._tell(WorkerJoined(at_s=at_s, address=worker, name=name, pool=pool, node=node, host=host, job=job))
         self._scheduler.log_event(HEARD_OF, name)
@@ -240,10 +243,12 @@ class DispatchPlugin(SchedulerPlugin):
         waiting = self._scheduler.bulk_schedule_unrunnable_after_adding_worker(state)
         self._scheduler.transitions(waiting, stimulus_id=f"spotlight-ready-{at_s}")
 
-    def _refuse(self, worker: str, session: str, reason: str, **_: Any) -> None:
+    def _refuse(self, worker: str, session: str, reason: str, lasts: bool, **_: Any) -> None:
         state = self._scheduler.workers.get(worker)
         if state is not None and session == self._session:
             self._refused[worker] = (str(state.name), reason)
+            if lasts:
+                self._lasting.add(worker)
             self._scheduler.log_event(HEARD_OF, str(state.name))
             self._heartbeats.note_ready(worker)
 
@@ -255,6 +260,7 @@ class DispatchPlugin(SchedulerPlugin):
             self._nodes.pop(msg["worker"], None)
             self._scorers.discard(msg["worker"])
             self._refused.pop(msg["worker"], None)
+            self._lasting.discard(msg["worker"])
             self._heads.discard(msg["worker"])
             self._tell(WorkerLeft(at_s=self._clock(), address=msg["worker"], expected=bool(msg.get("expected"))))
             for key in msg.get("processing-tasks", ()):
@@ -468,9 +474,10 @@ class DispatchPlugin(SchedulerPlugin):
         return "" if "reserved" in now.pools else self._refusal("reserved")
 
     def _refusal(self, pool: WorkerPool) -> str:
-        """Why none of the workers of a pool that are there can take part; empty if one can, or there are none."""
+        """Why none of the workers of a pool that are there can take part, and it lasts; empty if one can, or there are
+        none."""
         there = {address for address, state in self._scheduler.workers.items() if pool in state.resources}
-        if not there or not there <= self._refused.keys():
+        if not there or not there <= self._lasting:
             return ""
         name, reason = self._refused[min(there)]
         return f"no {pool} worker can take part in the run: {name}: {reason}"

@@ -25,7 +25,7 @@ from distributed.deploy.spec import ProcessInterface
 
 from cluster.certificate import certificate
 from cluster.scheduler.scheduler import LeanScheduler
-from cluster.worker.process import FOR_OTHERS, WorkerSpec, serve, warm_parent
+from cluster.worker.process import FOR_OTHERS, WorkerSpec, own_fork_server, serve
 from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import made_up_s, pool_switches, preemption_kinds, ups
@@ -194,7 +194,7 @@ class WorkerKeeper(ProcessInterface):
 
     async def _live_once(self) -> bool:
         """Start a process and wait for its end; whether it failed by itself."""
-        context = warm_parent()
+        context = own_fork_server()
         theirs, ours = context.Pipe(duplex=False)
         process = context.Process(target=serve, args=(self._spec, dict(os.environ), theirs), daemon=True)
         loop = asyncio.get_running_loop()

@@ -34,7 +34,7 @@ from cluster.start.existing import ExistingCluster, connect
 from cluster.start.local import WorkerKeeper, local_cluster
 from cluster.start.slurm import SlurmJobs, slurm_cluster
 from cluster.worker.plugin import SpotlightWorkerPlugin, Terms, member_name, terms_of
-from cluster.worker.process import continue_warm_parent, warm_parent_pid
+from cluster.worker.process import continue_own_fork_server, own_fork_server_pid
 from spotlight.clock import ahead_s, wall_clock
 from spotlight.config import Config
 from spotlight.records import Drained, SpotlightError, WorkerLife
@@ -200,7 +200,7 @@ class RunCluster:
             if isinstance(place, WorkerKeeper) and place.failure:
                 raise SpotlightError(place.failure)
         self._look_at_jobs()
-        self._look_at_warm_parent()
+        self._look_at_own_fork_server()
         self._scratch.keep()
         found: dict[str, Any] = self._told("spotlight_status")
         return found
@@ -220,15 +220,15 @@ class RunCluster:
                 self._told_of.add(each.failure)
                 logger.warning("%s; the run goes on without it", each.failure)
 
-    def _look_at_warm_parent(self) -> None:
+    def _look_at_own_fork_server(self) -> None:
         """Have it go on if it has been stopped for long: no worker could start, and nobody else would say so."""
         now_s = wall_clock()
-        if self.cluster is None or not is_stopped(warm_parent_pid()):
+        if self.cluster is None or not is_stopped(own_fork_server_pid()):
             self._stopped_s = None
         elif self._stopped_s is None:
             self._stopped_s = now_s
         elif now_s - self._stopped_s > self._hang_after_s:
-            continue_warm_parent()
+            continue_own_fork_server()
             what = (
                 f"the process that workers are forked from was stopped for {now_s - self._stopped_s:.0f} s: it goes on"
             )

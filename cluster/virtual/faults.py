@@ -331,7 +331,7 @@ class _Trial:
             if isinstance(instruction, Launch):
                 self._launched(instruction)
 
-    # Blows
+    # Faults
 
     def _launched(self, launch: Launch) -> None:
         self._launches[launch.gang] += 1

@@ -26,7 +26,7 @@ from typing import Any
 
 import spotlight
 from cluster.start import janitor
-from cluster.worker.process import FOR_OTHERS, fork_context, has_warm_parent, warm_parent
+from cluster.worker.process import FOR_OTHERS, fork_context, has_own_fork_server, own_fork_server
 from spotlight.store.device_locks import began, is_stopped
 from spotlight.store.leftovers import SOCKET_BYTES
 from spotlight.store.node import hold, shared_root, sweep
@@ -65,8 +65,8 @@ def fork_server() -> ForkServerContext:
 
     It has its own where it came from a fork server itself, and where the system cannot tell who may share one.
     """
-    if has_warm_parent() or (root := place()) is None:
-        return warm_parent()
+    if has_own_fork_server() or (root := place()) is None:
+        return own_fork_server()
     context = fork_context()
     with _joining:
         if not _joined or not _joined[-1].is_there:

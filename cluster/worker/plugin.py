@@ -52,6 +52,8 @@ KEEP_S = 0.5
 """Between two looks at the node's memory; a worker takes longer to start."""
 AGAIN_S, AGAIN_MAX_S = 5.0, 300.0
 """Until a worker that cannot take part tries again, and after it failed many times: each try may start an engine."""
+TRIES = 3
+"""After so many, some 15 s, it is taken to last: a run without another such worker ends."""
 TELL_S = 2.0
 """For the scheduler to hear that a worker works for us no more; it may be gone itself."""
 
@@ -185,7 +187,7 @@ class Member:
         Raises:
             OtherVersion: to try again would be in vain.
         """
-        wait_s = AGAIN_S
+        wait_s, tries = AGAIN_S, 0
         while True:
             self._opening = asyncio.ensure_future(asyncio.to_thread(self._open))
             try:
@@ -193,8 +195,10 @@ class Member:
             except Exception as error:  # whatever it is, it is told to the driver; until it is over, there is no work
                 logger.warning("this worker takes no part in %s: %s", self._terms.run, error)
                 full = full_here(error) if isinstance(error, OSError) and is_full(error) else ""
-                self._tell(REFUSED, reason=full or str(error) or repr(error))
-                if isinstance(error, OtherVersion):
+                tries += 1
+                is_final = isinstance(error, OtherVersion)
+                self._tell(REFUSED, reason=full or str(error) or repr(error), lasts=is_final or tries >= TRIES)
+                if is_final:
                     raise
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, AGAIN_MAX_S)

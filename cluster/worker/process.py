@@ -54,7 +54,7 @@ class WorkerSpec:
         return Path(self.local_directory) / f"{self.name}.failed"
 
 
-def warm_parent() -> ForkServerContext:
+def own_fork_server() -> ForkServerContext:
     """The context whose processes are forked from the fork server; the first start waits for its imports."""
     context = fork_context()
     _make_reachable()
@@ -63,7 +63,7 @@ def warm_parent() -> ForkServerContext:
     return context
 
 
-def has_warm_parent() -> bool:
+def has_own_fork_server() -> bool:
     """Whether this process was forked from one, or has started one."""
     return "cluster.worker.preload" in sys.modules or bool(_begun)
 
@@ -90,7 +90,7 @@ def _make_reachable() -> None:
         removed = isinstance(address, str) and not Path(address).exists()
         if removed:
             Path(address).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if removed or (warm_parent_pid() and not _begun):
+        if removed or (own_fork_server_pid() and not _begun):
             server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
 
 
@@ -119,20 +119,20 @@ def _have_it_end_with_this_process() -> None:
             forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        pid = warm_parent_pid()
+        pid = own_fork_server_pid()
         if pid not in _begun:
             _begun.append(pid)
         janitor.register("process", f"{pid} {began(pid)}")
 
 
-def warm_parent_pid() -> int:
+def own_fork_server_pid() -> int:
     """Of this process's own; 0 before it was started."""
     return getattr(forkserver._forkserver, "_forkserver_pid", None) or 0
 
 
-def continue_warm_parent() -> bool:
+def continue_own_fork_server() -> bool:
     """Have it go on if it was stopped; whether it had been."""
-    pid = warm_parent_pid()
+    pid = own_fork_server_pid()
     if not pid or not is_stopped(pid):
         return False
     os.kill(pid, signal.SIGCONT)

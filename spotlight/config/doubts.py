@@ -52,6 +52,13 @@ def _of_training(settings: Config) -> Iterator[str]:
             f"train.kl = {train.kl:g} with Diffusion-DPO counts nothing: train.dpo_beta says how near to the reference "
             "the policy stays"
         )
+    for name in ("attempts", "batch", "limit_s", "patience_s"):
+        default, first = type(settings.reward).model_fields[name].default, getattr(settings.reward, name)
+        if others := {getattr(table, name) for table in settings.reward.also} - {default, first}:
+            yield (
+                f"reward.{name} = {min(others):g} of a further [[reward]] table counts nothing: the first table's "
+                f"does, and is {first:g}"
+            )
     if settings.reward.name == "ocr" and not model.embedded:
         yield (
             'reward.name = "ocr" takes the whole image for one line of text, and reads next to nothing in a scene: set '

@@ -283,11 +283,6 @@ class RewardSection(Section):
             raise ValueError(f"reward.range = {list(self.range)} must be the least score and a larger one")
         if any(table.also for table in self.also):
             raise ValueError("a [[reward]] table has no tables beside it of its own: write them one after the other")
-        for name in ("attempts", "batch", "limit_s", "patience_s"):
-            default, own = type(self).model_fields[name].default, getattr(self, name)
-            others = {getattr(table, name) for table in self.also} - {default, own}
-            if others:
-                raise ValueError(f"reward.{name} = {min(others)} of a further [[reward]] table: the first one's counts")
         if not self.weight:
             raise ValueError("reward.weight = 0 counts nothing: give it another weight, or leave the table out")
         return self
@@ -366,7 +361,7 @@ class TrainSection(Section):
     kl_form: Literal["paper", "code"] = "paper"
     """Of the distance in Flow-GRPO and GRPO-Guard: between steps as they are taken; or as the published code has it,
     which leaves the step size out of the noise ("sde" only) and is smaller by it."""
-    clip_range: float | None = Field(None, gt=0, le=1)
+    clip_range: float = Field(1e-4, gt=0, le=1)
     """Of the ratio of policies; Flow-GRPO, GRPO-Guard and AWM. Left out, it is what their published recipes have: 1e-4,
     2e-6 and 1."""
     awm_weighting: Literal["uniform", "t", "ghuber"] = "uniform"
@@ -394,11 +389,14 @@ class TrainSection(Section):
         """Whether it trains on the stochastic steps that samples were made with, rather than on clean samples."""
         return self.algorithm in ("grpo", "grpo-guard")
 
-    @property
-    def ratio_clip(self) -> float:
-        """``clip_range``, or the published one of the algorithm: ratios of log-probabilities that are matching errors
-        (AWM) move a thousand times as far as those of a sampler's steps."""
-        return self.clip_range or {"grpo-guard": 2e-6, "awm": 1.0}.get(self.algorithm, 1e-4)
+    @model_validator(mode="before")
+    @classmethod
+    def _clips_as_published(cls, given: Any) -> Any:
+        """Ratios of log-probabilities that are matching errors (AWM) move a thousand times as far as those of steps."""
+        if not isinstance(given, dict) or "clip_range" in given:
+            return given
+        published = {"grpo-guard": 2e-6, "awm": 1.0}.get(str(given.get("algorithm")))
+        return given if published is None else {**given, "clip_range": published}
 
     @property
     def keeps_old(self) -> bool:

@@ -76,7 +76,7 @@ class EngineProcess:
     """An engine in a process of its own, forked from a fork server that has done the imports.
 
     Args:
-        context: of that parent.
+        context: of that server.
         number: of the device among the machine's, which becomes LOCAL_RANK; or `NO_DEVICE`.
         node: root of the node's shared memory, for weights; see `spotlight.store.node`.
         hang_after_s: a call that sent a beat, and then none for so long, or for as many times as the beat said, is
@@ -84,7 +84,7 @@ class EngineProcess:
             count.
         run_dir: a run whose model each process loads as it begins, so that the first call need not; "" for none.
         on_start: is called with the id of each process that is started.
-        renew: makes sure, before each start, that the parent can be reached.
+        renew: makes sure, before each start, that the server can be reached.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class EngineProcess:
             self._end()
             code = self._process.exitcode
             if not self._closed:
-                with contextlib.suppress(EOFError, OSError):  # the parent died this moment; the next call tries again
+                with contextlib.suppress(EOFError, OSError):  # the server died this moment; the next call tries again
                     self._start()
         return code
 
@@ -250,7 +250,7 @@ def serve(
 
     Args:
         run_dir: the run whose model is loaded before the first call; "" for none.
-        environment: the caller's, as is where it ``says`` things, for output and errors; the parent, from which this
+        environment: the caller's, as is where it ``says`` things, for output and errors; the server, from which this
             process has its own, is older, and may be that of other callers, too.
     """
     os.environ.update(environment)

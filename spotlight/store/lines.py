@@ -102,12 +102,21 @@ class Lines:
 
 
 class Growing(Generic[Record]):
-    """A journal that is read as it grows: each finished line once, and all of them again where the file is another."""
+    """A journal that is read as it grows: each finished line once, and all of them again where the file is another.
 
-    def __init__(self, path: Path, kind: type[Record]) -> None:
-        self._path, self._kind = path, kind
+    A file that was written anew may have the number (inode) of the one before the last, and be longer. So it counts as
+    the same only if the last line that was read stands where it stood.
+
+    Args:
+        rewritten: the journal is written anew at each change, so that any change of the file makes it another.
+    """
+
+    def __init__(self, path: Path, kind: type[Record], *, rewritten: bool = False) -> None:
+        self._path, self._kind, self._rewritten = path, kind, rewritten
         self._read = 0, 0, 0
         """Of which file, so many bytes, so many lines."""
+        self._last, self._changed_ns = b"", 0
+        """The last line that was read, and when the file was changed by then."""
 
     @property
     def lines(self) -> int:
@@ -125,8 +134,12 @@ class Growing(Generic[Record]):
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())
-                if found.st_ino != inode or found.st_size < known_bytes:
+                file.seek(max(0, known_bytes - len(self._last)))
+                stands = file.read(len(self._last)) == self._last if found.st_size >= known_bytes else False
+                is_changed = self._rewritten and found.st_mtime_ns != self._changed_ns
+                if found.st_ino != inode or is_changed or not stands:
                     inode, known_bytes, known_lines = found.st_ino, 0, 0
+                self._changed_ns = found.st_mtime_ns
                 file.seek(known_bytes)
                 content = file.read()
         except (FileNotFoundError, NotADirectoryError):
@@ -136,6 +149,7 @@ class Growing(Generic[Record]):
         lines = _whole_lines(content)
         rows = [_record(self._path, number, line, self._kind) for number, line in _numbered(lines, known_lines + 1)]
         self._read = inode, known_bytes + sum(map(len, lines)), known_lines + len(lines)
+        self._last = lines[-1] if lines else self._last if known_bytes else b""
         return known_lines + 1, rows
 
 

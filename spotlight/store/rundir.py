@@ -359,7 +359,7 @@ class RunDir:
 
     def growing(self, journal: str, kind: type[Record]) -> Growing[Record]:
         """As `records`, for who reads them again and again."""
-        return Growing(self.path / journal, kind)
+        return Growing(self.path / journal, kind, rewritten=journal == WORKERS)
 
     def last(self, journal: str, kind: type[Record], rows: int) -> list[Record]:
         """As `records`, the last so many, whatever stands before them."""

@@ -28,7 +28,7 @@ class Awm:
         self._key = (seed, iteration)
         self._old_BS = torch.empty(self.units, self.slots, dtype=torch.float64)
         self._is_first = False
-        self._ratios = Ratios(settings.ratio_clip)
+        self._ratios = Ratios(settings.clip_range)
         self._kl = Mean()
 
     @torch.no_grad()

@@ -48,7 +48,7 @@ class Grpo:
         self._old_BS = torch.empty(self.units, self.slots)
         self._old_means: dict[Rows, Tensor] = {}
         self._is_first = False
-        self._ratios = Ratios(settings.ratio_clip)
+        self._ratios = Ratios(settings.clip_range)
         self._kl = Mean()
 
     @torch.no_grad()

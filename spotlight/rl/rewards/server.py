@@ -8,10 +8,12 @@ that is not there, or busy (429, 502 to 504), is waited for.
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import json
 import os
 import re
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -31,6 +33,7 @@ AGAIN = (408,)
 """Of the 4xx, one that may pass; as may all 5xx."""
 BUSY = (429, 502, 503, 504)
 """The server, or what stands before it, says that it has no time now, or is not up yet."""
+AWAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 SAID_MAX = 200
 """Characters of an answer that an error shows."""
 ANSWER_BYTES_MAX = 4_000_000
@@ -178,7 +181,7 @@ def post(url: str, payload: Mapping[str, Any], *, timeout_s: float, key: str | N
             raise Refused(said) from None
         raise OSError(said) from None
     except urllib.error.URLError as error:
-        if isinstance(error.reason, ConnectionError):
+        if _is_away(error.reason):
             raise Unreachable(f"{url} cannot be reached ({error.reason})") from None
         if isinstance(error.reason, TimeoutError):
             raise _late(url, timeout_s) from None
@@ -194,6 +197,11 @@ def post(url: str, payload: Mapping[str, Any], *, timeout_s: float, key: str | N
     if not isinstance(found, dict):
         raise ValueError(f"{url} answered with no JSON object: {_start_of(content.decode(errors='replace'))}")
     return found
+
+
+def _is_away(reason: object) -> bool:
+    """Whether nothing is there, at least not yet: a machine that boots, a name that is not known yet."""
+    return isinstance(reason, ConnectionError | socket.gaierror) or getattr(reason, "errno", None) in AWAY
 
 
 def _late(url: str, timeout_s: float) -> TimeoutError:
