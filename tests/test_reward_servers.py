@@ -23,7 +23,8 @@ from PIL import Image
 
 from spotlight.config import RewardSection
 from spotlight.records import Prompt, SpotlightError
-from spotlight.rl.rewards import build, score, server
+from spotlight.rl.rewards import build, score
+from spotlight.rl.rewards import server as reward_server
 from spotlight.rl.rewards.server import KEY, ChatOcrScorer, ChatScorer, HttpScorer, number_in
 
 IMAGES = np.arange(4, dtype=np.uint8).reshape(4, 1, 1, 1).repeat(3, axis=-1)
@@ -242,7 +243,7 @@ def test_a_server_that_stays_away_ends_the_run_with_its_address_and_the_way_out(
     "why", [socket.gaierror(-2, "Name or service not known"), OSError(errno.EHOSTUNREACH, "No route to host")]
 )
 def test_a_machine_that_is_not_there_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch, why: OSError) -> None:
-    real, tries = server.OPENER.open, []
+    real, tries = reward_server.OPENER.open, []
 
     def late(*given: Any, **how: Any) -> Any:
         tries.append(given)
@@ -250,7 +251,7 @@ def test_a_machine_that_is_not_there_yet_is_waited_for(monkeypatch: pytest.Monke
             raise urllib.error.URLError(why)
         return real(*given, **how)
 
-    monkeypatch.setattr(server.OPENER, "open", late)
+    monkeypatch.setattr(reward_server.OPENER, "open", late)
     with serving(lambda n, payload: honest(payload)) as there:
         values, _ = score(HttpScorer(there.url), IMAGES, PROMPTS, attempts=1, patience_s=60.0)
 
