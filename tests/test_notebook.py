@@ -220,7 +220,6 @@ def test_a_view_of_a_long_run_reads_at_each_look_only_what_is_new(tmp_path: Path
     with run.lock():
         seen = attach(run.path)
         first = seen.status
-        (run.path / SPANS).write_bytes(b" " * ((run.path / SPANS).stat().st_size - 1) + b"\n")
         run.append(SPANS, row_of(replace(work, worker="spot-1")))
         run.rewrite(WORKERS, [row_of(replace(lives[0], left_s=joined_s + 50, reason="lost")), row_of(lives[1])])
         second = seen.status

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
@@ -193,8 +193,12 @@ def test_a_run_ends_where_nobody_who_is_there_can_do_what_waits(
             head.batched_send({"op": READY, "session": "s", "pool": "head", "node": ""})
             await there.member("reserved-0", "reserved")
             refused = await there.worker(f"{who}-0", **{who: 1})
-            refused.batched_send({"op": REFUSED, "session": "s", "reason": "it has no run directory"})
+            refusal = {"op": REFUSED, "session": "s", "reason": "it has no run directory"}
+            refused.batched_send(refusal | {"lasts": False})
             await until(lambda: there.plugin.status()["refused"])
+            assert there.plugin._refusal(cast("Any", who)) == "", "it tries again"
+            refused.batched_send(refusal | {"lasts": True})
+            await until(lambda: there.plugin._refusal(cast("Any", who)))
             annotations = {"pool": pool, "phase": "score", "iteration": 0, "shards": 1, "widths": [1]}
             resources = {"engine": 1, "spot": 1} if pool == "engine" else {"gate": 1}
             layer = MaterializedLayer({("x", 0): (_plus_one, 1)}, annotations=annotations | {"resources": resources})
