@@ -276,7 +276,7 @@ class TaskTiming:
             allocation, slot = given["allocation"], given["slot"]
             return _denoising(allocation[slot]) if slot < len(allocation) else Fixed(seconds=0.0)
         if function is training.gradient and self._train_width > 1:
-            return self._shared_gradient(_part(arguments))
+            return self._shared_gradient(_part(_by_name(function, arguments)))
         return Fixed(seconds=self._seconds(function, arguments))
 
     def _shared_gradient(self, part: GradientPart) -> Denoising:
@@ -294,8 +294,9 @@ class TaskTiming:
             unscored = [each for each in drawn if not device.has_scores(given["run_dir"], each)]
             return durations.score_s(sum(len(each.seeds) for each in unscored))
         if function is training.gradient:
-            part = _part(arguments)
-            if device.has_gradient(_by_name(function, arguments)["run_dir"], part) or not part.samples:
+            given = _by_name(function, arguments)
+            part = _part(given)
+            if device.has_gradient(given["run_dir"], part) or not part.samples:
                 return 0.0
             return durations.train_s(len(part.samples)) + durations.gradient_s
         if function is training.add_gradients:
@@ -322,9 +323,8 @@ def _by_name(function: Callable[..., Any], arguments: Callable[[], Sequence[Any]
     return dict(zip(_names(function), arguments(), strict=False))  # the last ones may be left out
 
 
-def _part(arguments: Callable[[], Sequence[Any]]) -> GradientPart:
-    """What a task that calls `training.gradient` computes."""
-    given = _by_name(training.gradient, arguments)
+def _part(given: Mapping[str, Any]) -> GradientPart:
+    """What a task computes that calls `training.gradient` with these arguments."""
     return training.gradient_part(**{name: given[name] for name in _names(training.gradient_part) if name in given})
 
 

@@ -119,7 +119,7 @@ class Accounts:
         known = self._span_lines.lines
         first_span, spans = new_spans(self._run, self._span_lines)
         first_life, lives = new_lives(self._run, self._life_lines)
-        if (known and first_span == 1) or (lives and first_life > 1):  # lives are written anew at each change
+        if known and first_span == 1:
             return False
         self._add_spans(spans)
         if first_life == 1:

@@ -52,8 +52,7 @@ run = sync
 """Runs a coroutine of a store on zarr's event loop and returns its value, from any thread."""
 
 AT_ONCE = 16
-"""Questions to a store at a time, each of which takes some 30 ms of it: the latents of so many requests are in memory
-meanwhile."""
+"""Questions to a store at a time; the latents of so many requests are in memory meanwhile."""
 
 PROBE_S = 20.0
 """A store answers within a second; clients try again for minutes before they give up."""
