@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LOG = "driver.log"
 """In the run's directory: what such a driver says."""
 STOPPED = 130
-"""Exit status of a driver that was stopped: see `spotlight.__main__`."""
+"""Exit status of a driver that was stopped: see `spotlight.shell`."""
 POLL_S = 0.05
 TLS = "DASK_DISTRIBUTED__COMM__TLS__"
 
@@ -83,8 +83,13 @@ def stop(run: RunDir) -> None:
     """Ask the process that has a run to end it in order, as it does on SIGTERM; returns at once.
 
     Raises:
-        SpotlightError: it is on another machine, or would not stop in order.
+        SpotlightError: it is on another machine, does not have it yet, or would not stop in order.
     """
+    if other := run.perhaps_lost():
+        raise SpotlightError(
+            f"{run.url}: {other} runs this run: stop it there. If that machine is lost, a process of this one waits "
+            f"for it, to go on with the run: end that by Ctrl-C or `kill PID`; `fuser {run.path / 'lock'}` names it"
+        )
     holder = run.lease_holder()
     if holder is None or holder.host != socket.gethostname():
         raise SpotlightError(

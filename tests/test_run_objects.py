@@ -17,12 +17,12 @@ import pytest
 
 from runs import settings_file, wait_for
 from spotlight import attach, notebook, simulate
-from spotlight.__main__ import main
 from spotlight.detached import _found_here
 from spotlight.records import SpotlightError, Stopped
 from spotlight.rl.export import export_weights
 from spotlight.rl.sample import sample
 from spotlight.run import Run
+from spotlight.shell import main
 from spotlight.status import HINT_AFTER_S
 from spotlight.store.rows import SUMMARY
 from spotlight.store.rundir import RunDir

@@ -27,9 +27,9 @@ from leftovers import OURS, marked
 from private_slurm import missing, private_slurm
 from runs import COLD_S, LITTLE, WAIT_S, outcome, settings_file, start, wait_for
 from spotlight import config
-from spotlight.__main__ import main
 from spotlight.records import SpotlightError
 from spotlight.run import Run
+from spotlight.shell import main
 from spotlight.store.rows import EVENTS, HISTORY, SUMMARY, WORKERS
 from spotlight.store.rundir import RunDir
 from strikes import EXPLORING, SLOWLY, strike

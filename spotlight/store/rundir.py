@@ -317,6 +317,13 @@ class RunDir:
     def _lease(self) -> Lease:
         return Lease(self.objects, self._lock.identity)
 
+    def perhaps_lost(self) -> Holder | None:
+        """Who has the run on another machine, while a process has its files as seen from this one.
+
+        The two are the same where machines share locks of files; else the owner may be lost, and the other waits.
+        """
+        return self._lease().elsewhere() if self._lock.is_held() else None
+
     def holder(self) -> str:
         """The process that runs the run, on whichever machine; empty where none does."""
         here, lease = self._lock.is_held(), self._lease()
