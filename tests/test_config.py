@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.config import Config, Section, dump, load, resolve
+from spotlight.config import Config, Section, changed, dump, load, resolve
 from spotlight.market.prices import read_prices, usd_per_h
 from spotlight.market.trace_files import read_trace
 from spotlight.records import SpotlightError
@@ -30,9 +30,21 @@ def file(tmp_path: Path) -> Path:
 
 
 def refusal(file: Path, *overrides: str) -> str:
+    """Of the file, or of one with these values in it."""
     with pytest.raises(SpotlightError) as raised:
-        load(file, overrides)
+        _load(file, overrides)
     return str(raised.value)
+
+
+def _load(file: Path, overrides: Sequence[str]) -> None:
+    if not overrides:
+        load(file)
+    before = file.read_bytes()
+    file.write_bytes(changed(before, overrides))
+    try:
+        load(file)
+    finally:
+        file.write_bytes(before)
 
 
 def test_a_file_with_data_alone_gets_the_defaults(file: Path) -> None:
@@ -90,6 +102,25 @@ def test_every_refusal_begins_with_the_file(file: Path) -> None:
 
     assert len(lines) == 3
     assert all(line.startswith(f"{file}: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "place"),
+    [
+        (["rollout.steps=many"], "--set 'rollout.steps=many'"),
+        (["rollout.steps=4", "rollout.steps=many"], "--set 'rollout.steps=many'"),
+        (["run.iteration=3"], "--set 'run.iteration=3'"),
+        (["runs.seed=3"], "FILE with --set 'runs.seed=3'"),
+        (["pools.spot.gpu=h99", "pools.spot.workers=1"], "FILE with --set 'pools.spot.gpu=h99'"),
+        (["model.path=a\0b"], "--set 'model.path=a\\x00b'"),
+        (["pools.spot.workers=1"], "FILE"),  # its price is missing
+    ],
+)
+def test_a_refused_override_is_named_as_the_place(file: Path, overrides: list[str], place: str) -> None:
+    with pytest.raises(SpotlightError) as raised:
+        load(file, overrides)
+
+    assert str(raised.value).startswith(f"{place.replace('FILE', str(file))}: ")
 
 
 @pytest.mark.parametrize(

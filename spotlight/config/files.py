@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,8 @@ KEYS_MAX = 8
 """Names in a dotted key: settings are three deep, what simulated strategies change stands two deeper."""
 
 SectionT = TypeVar("SectionT", bound=Section)
+Place = Callable[..., str]
+"""Says where a setting's value is from: `_place`, of one file and its overrides."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -64,24 +67,29 @@ def parse(content: bytes, base: Path, source: str, overrides: Sequence[str] = ()
         ) from None
     for override in overrides:
         set_value(tree, override)
-    return resolve(tree, base, source)
+    return resolve(tree, base, source, overrides)
 
 
-def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Config:
-    """Check a tree of settings and make the paths in it absolute."""
+def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings", overrides: Sequence[str] = ()) -> Config:
+    """Check a tree of settings and make the paths in it absolute.
+
+    Args:
+        overrides: what was put into it, for the errors.
+    """
+    where = partial(_place, source, overrides)
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise SpotlightError("\n".join(_explain(source, detail) for detail in error.errors())) from None
+        raise SpotlightError("\n".join(_explain(where, detail) for detail in error.errors())) from None
     return config.model_copy(
         update={
-            "data": _with_paths(config.data, base, source, "data", "train_prompts", "validation_prompts"),
-            "model": _with_paths(config.model, base, source, "model", "path"),
-            "reward": _with_checkpoints(config.reward, base, source),
-            "latents": _with_paths(config.latents, base, source, "latents", "url"),
+            "data": _with_paths(config.data, base, where, "data", "train_prompts", "validation_prompts"),
+            "model": _with_paths(config.model, base, where, "model", "path"),
+            "reward": _with_checkpoints(config.reward, base, where),
+            "latents": _with_paths(config.latents, base, where, "latents", "url"),
             "pools": config.pools.model_copy(
                 update={
-                    name: _with_paths(pool, base, source, f"pools.{name}", "prices", "trace")
+                    name: _with_paths(pool, base, where, f"pools.{name}", "prices", "trace")
                     for name, pool in config.pools
                 }
             ),
@@ -89,18 +97,18 @@ def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Co
     )
 
 
-def _with_checkpoints(reward: RewardSection, base: Path, source: str) -> RewardSection:
+def _with_checkpoints(reward: RewardSection, base: Path, where: Place) -> RewardSection:
     """The tables of rewards with their checkpoints as absolute paths."""
-    also = tuple(_with_checkpoints(table, base, source) for table in reward.also)
+    also = tuple(_with_checkpoints(table, base, where) for table in reward.also)
     named = FILES_IN_OPTIONS.get(reward.name, ())
     options = {
         name: absolute(base, value) if name in named and isinstance(value, str) else value
         for name, value in reward.options.items()
     }
-    return _with_paths(reward, base, source, "reward", "path").model_copy(update={"also": also, "options": options})
+    return _with_paths(reward, base, where, "reward", "path").model_copy(update={"also": also, "options": options})
 
 
-def _with_paths(section: SectionT, base: Path, source: str, name: str, *fields: str) -> SectionT:
+def _with_paths(section: SectionT, base: Path, where: Place, name: str, *fields: str) -> SectionT:
     """The section with its files as absolute paths; URLs are that already."""
     paths: dict[str, str] = {}
     for field in fields:
@@ -109,7 +117,8 @@ def _with_paths(section: SectionT, base: Path, source: str, name: str, *fields: 
             try:
                 paths[field] = absolute(base, path)
             except SpotlightError as error:
-                raise SpotlightError(f"{source}: {name}.{field} = {error}") from None
+                place = where([*name.split("."), field])
+                raise SpotlightError(f"{place}: {name}.{field} = {error}") from None
     return section.model_copy(update=paths)
 
 
@@ -183,8 +192,8 @@ def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example
     Raises:
         SpotlightError: it has another form, or what should be a section is a value.
     """
-    name, equals, text = override.partition("=")
-    keys = [key.strip() for key in name.split(".")]
+    _, equals, text = override.partition("=")
+    keys = _keys(override)
     if not equals or not sections < len(keys) <= KEYS_MAX or not all(keys):
         raise SpotlightError(f"--set {shown(override)}: expected section.key=value, for example --set {example}")
     value = _value(override, text)
@@ -195,6 +204,10 @@ def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example
         if not isinstance(tree, dict):
             raise SpotlightError(f"--set {shown(override)}: {shown(key)} is a value, not a section")
     tree[keys[-1]] = value
+
+
+def _keys(override: str) -> list[str]:
+    return [key.strip() for key in override.partition("=")[0].split(".")]
 
 
 def _value(override: str, text: str) -> Any:
@@ -210,9 +223,25 @@ def _value(override: str, text: str) -> Any:
     return tree["value"]
 
 
-def _explain(source: str, error: Mapping[str, Any]) -> str:
+def _place(source: str, overrides: Sequence[str], parts: Sequence[str], rule: str = "") -> str:
+    """Where the value of a setting is from: an override, or the file; of a section, the file with its overrides.
+
+    Args:
+        parts: of the setting's, or the section's, name.
+        rule: of a section, that is broken; it names the settings that break it. "": any may.
+    """
+    parts = list(parts)
+    if given := [override for override in overrides if (keys := _keys(override)) == parts[: len(keys)]]:
+        return f"--set {shown(given[-1])}"
+    within = [override for override in overrides if _keys(override)[: len(parts)] == parts]
+    named = [override for override in within if not rule or _keys(override)[-1] in rule]
+    return " ".join([source, *(f"with --set {shown(override)}" for override in named)])
+
+
+def _explain(where: Place, error: Mapping[str, Any]) -> str:
     """One pydantic error as one sentence: where, the rule, what came, the way out."""
     parts = [str(part) for part in error["loc"]]
+    source = where(parts, str(error["msg"]) if error["type"] == "value_error" else "")
     while parts[:2] == ["reward", "also"]:  # further [[reward]] tables are reported as what they are
         parts = ["reward", *parts[3:]]
     *sections, field = parts or [""]
