@@ -6,16 +6,13 @@ The driver then submits its workers' jobs (`cluster.start.slurm`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.start.slurm import (
-    ANSWER_S,
     Jobs,
     cancel_all,
     check_job,
@@ -182,9 +179,4 @@ def cancel_left(run: RunDir, config: Config) -> list[str]:
     Returns:
         Their numbers.
     """
-    job, cancelled = job_of(run), []
-    if job and job in _queued():
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(["scancel", job], capture_output=True, timeout=ANSWER_S, check=False)
-            cancelled = [job]
-    return cancelled + cancel_all(config, run.path)
+    return cancel_all(config, run.path, driver=job_of(run))
