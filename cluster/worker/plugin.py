@@ -223,7 +223,7 @@ class Member:
         opened.callback(on_machine.close)
         opened.callback(node.close)
         scores, is_bare = self._pool == "reward", self._pool in terms.bare
-        slot = DeviceLock(machine, kind=f"{self._pool}-" if scores or is_bare else own_devices())
+        slot = DeviceLock(machine, kind=(f"{self._pool}-" if scores or is_bare else "") + own_devices())
         opened.callback(slot.close)
         self._kept = (on_machine, node, slot)
 

@@ -66,10 +66,10 @@ class PoolSection(Section):
     workers: int = Field(1, ge=0, le=100_000)
     """Worker processes; each owns one device."""
     gpu: str = ""
-    """What a worker is, by its name in ``prices.toml``: it sets the price where ``usd_per_h`` does not, and, for a
-    checkpoint, what work takes in a simulation ("h100-aws" is an "h100"); where there is a ``pace.gpu``, that says what
-    work takes. "cpu" in the reserved pool is a machine without a GPU: it takes the updates and keeps all state, and no
-    more (``strategy.train_pools``)."""
+    """Type of GPU, by its name in ``spotlight/market/prices.toml``. It sets the price if ``usd_per_h`` is left out. For
+    a checkpoint it also sets what work takes in a simulation ("h100-aws" is an "h100"), unless ``pace.gpu`` does. "cpu"
+    in the reserved pool is a machine without a GPU: it takes the updates and keeps all state, and no more
+    (``strategy.train_pools``)."""
     usd_per_h: float = Field(ge=0, le=1e5)
     """Price of one worker; left out, it is that of its ``gpu``."""
     prices: str = ""
