@@ -176,6 +176,20 @@ def refuse_second(run: RunDir) -> None:
         )
 
 
+def stop_job(run: RunDir) -> bool:
+    """Ask the run's driver, if that is a job that runs, to end in order; whether Slurm passed it on.
+
+    Only its batch script is told, so Slurm kills nothing, however long the steps in flight take.
+    """
+    job = job_of(run)
+    if not job or _queued().get(job, ("", ""))[0] != "RUNNING":
+        return False
+    asked = ["scancel", "--batch", "--signal=TERM", job]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(asked, capture_output=True, timeout=ANSWER_S, check=False).returncode == 0
+    return False
+
+
 def cancel_left(run: RunDir, config: Config) -> list[str]:
     """Cancel a driver's job that has not begun, and the workers' jobs that a killed driver left in the queue.
 
