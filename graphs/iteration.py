@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, chain
 from math import inf
-from typing import Any
 
 from graphs.layers import Calls, Graph, Key, Layers, first_shards, other_shards, pool_of
 from graphs.requests import (
     candidates_for,
     drawn_samples,
     exploring_template,
-    request_size,
     rollout_requests,
     unexplored,
     validation_requests,
@@ -22,11 +19,10 @@ from graphs.requests import (
 from graphs.tasks import exploration, sampling, training
 from graphs.tasks.context import RunContext, prepare
 from graphs.tasks.exploration import Candidates
+from graphs.training import add_training
 from spotlight.config import Config
 from spotlight.plan.bandit import equal_shares
-from spotlight.records import AHEAD, Drawn, Kept, Prompt, Scored, Selection, WeightsRef, record
-from spotlight.rl.parts import Cut
-from spotlight.rl.sums import slices_of
+from spotlight.records import AHEAD, Drawn, Kept, Prompt, Selection, WeightsRef, record
 
 
 @record
@@ -47,7 +43,8 @@ def prepare_graph(run_dir: str, session: str = "", *, on_spot: bool = False) -> 
         on_spot: the reserved workers have no GPU.
     """
     layers = Layers(session, on_spot)
-    (key,) = layers.add("prepare", 0, [(prepare, run_dir, session)], pool="engine" if on_spot else "trainer")
+    pool = "engine" if on_spot else "reserved-engine"
+    (key,) = layers.add("prepare", 0, [(prepare, run_dir, session)], pool=pool)
     return Graph(graph=layers.graph(), outputs={"context": key})
 
 
@@ -82,9 +79,10 @@ def iteration_graph(
     rollouts = layers.add_requests("rollout", k, calls, pool=pool, widths=widths, window_s=window_s)
     scores = _add_scores(layers, config, "{}", k, run_dir, rollouts, seed=context.seed)
     drawn = drawn_samples(config, context, selection, drawn_with or weights)
-    sets, updated = _add_training(layers, config, context, selection, weights, rollouts, scores, drawn)
-    publish = layers.add("publish", k, [(training.publish, run_dir, updated)], pool="trainer", after=[updated])
-    outputs: dict[str, Key | list[Key]] = {"training": sets, "published": publish[0]}
+    sets, updated = add_training(layers, config, context, selection, weights, rollouts, scores, drawn)
+    publish = (training.publish, run_dir, updated)
+    (published,) = layers.add("publish", k, [publish], pool="reserved-engine", after=[updated])
+    outputs: dict[str, Key | list[Key]] = {"training": sets, "published": published}
     if k > 0:
         (outputs["compacted"],) = layers.add(
             "compact", k - 1, [(sampling.compact, run_dir, k - 1, config.latents.keep)], pool="head"
@@ -203,114 +201,6 @@ def _add_scores(
     if seed is not None and not config.scores_apart:
         calls = [(sampling.score_whole, run_dir, seed, key) for key in results]
     return layers.add(phase.format("score"), iteration, calls, pool=pool, after=results)
-
-
-def _add_training(
-    layers: Layers,
-    config: Config,
-    context: RunContext,
-    selection: Selection,
-    weights: WeightsRef,
-    rollouts: list[list[Key]],
-    scores: list[Key],
-    drawn: Sequence[tuple[Scored, ...]],
-) -> tuple[list[Key], Key]:
-    """Advantages, then of each update the gradients of its parts, their sums, and the step.
-
-    Where samples are trained on as they are scored, the prompts of a part get their advantages by themselves. Returns
-    the keys of the training sets, and of the last update.
-    """
-    k, run_dir, std = selection.iteration, context.run_dir, config.train.advantage_std
-    cut = replace(Cut.of(config), prompts=len(selection.kept))
-    assert all(len(kept.seeds) == config.rollout.seeds_kept for kept in selection.kept), "prompts have as many each"
-    requests = len(range(0, config.rollout.seeds_kept, request_size(config)))
-    chunks = cut.chunks if config.trains_as_scored else [range(cut.prompts)]
-    before_each = list(accumulate((0 if kept.drawn else requests for kept in selection.kept), initial=0))
-    parts = [slice(before_each[chunk.start], before_each[chunk.stop]) for chunk in chunks]
-    given = [(scores[part], other_shards(rollouts[part])) for part in parts]
-    if config.scores_apart:
-        rolled_out = [at for at, (scored, _) in enumerate(given) if scored]
-        refilled = _add_refill(layers, config, context, k, [given[at] for at in rolled_out]) if rolled_out else []
-        given = [([], []) for _ in given]
-        for at, key in zip(rolled_out, refilled, strict=True):
-            given[at] = [key], []
-    drawn_of = [[each for each in drawn[chunk.start : chunk.stop] if each] for chunk in chunks]
-    weighed = tuple(table.weight for table in (config.reward, *config.reward.also)) if config.adds_advantages else ()
-    train = config.train
-    calls: Calls = [
-        (training.advantage, std, [*scored, *explored], weighed, surplus, train.seeds_used, train.filter_groups)
-        for (scored, surplus), explored in zip(given, drawn_of, strict=True)
-    ]
-    after = [key for scored, surplus in given for key in (*scored, *surplus)]
-    sets = layers.add("advantage", k, calls, pool="head", after=after)
-    slices = slices_of(config, cut.count)
-    gradients: list[list[Key]] = []
-    terms: list[list[Key]] = []
-    before: list[Key] = []
-    for update in range(cut.updates):
-        wanted = [(weights, k, cut, update, part, _needed(sets, cut, part), slices) for part in range(cut.count)]
-        firsts, surplus = _add_gradients(layers, config, run_dir, k, wanted, before, after=[*sets, *before])
-        gradients.append(firsts)
-        calls = [(training.add_gradients, run_dir, weights, k, firsts, at) for at in range(slices)]
-        sums = layers.add("add", k, calls, pool=_gradient_pool(config), after=firsts) if slices > 1 else firsts
-        terms.append(sums)
-        known = list(gradients), list(terms)
-        call = (training.update, run_dir, weights, k, *known, before[0] if before else None, surplus)
-        after = [*chain(*gradients, *terms), *surplus, *before]
-        before = layers.add("update", k, [call], pool="training", after=after)
-    return sets, before[0]
-
-
-def _gradient_pool(config: Config) -> str:
-    return f"gradient-{pool_of(config.strategy.train_pools)}"
-
-
-def _add_gradients(
-    layers: Layers,
-    config: Config,
-    run_dir: str,
-    k: int,
-    wanted: Sequence[tuple[Any, ...]],
-    before: list[Key],
-    *,
-    after: Sequence[Key],
-) -> tuple[list[Key], list[Key]]:
-    """The gradients of an update's parts, each on one worker, or on a gang that shares its passes.
-
-    Returns the keys of the gradients, and of the other ranks' tasks.
-    """
-    calls: Calls = [(training.gradient, run_dir, *part, before[0] if before else None) for part in wanted]
-    if config.train.width == 1:
-        return layers.add("train", k, calls, pool=_gradient_pool(config), after=after), []
-    pool = pool_of(config.strategy.train_pools)
-    gangs = layers.add_requests("train", k, calls, pool=pool, widths=[config.train.width], after=after)
-    return first_shards(gangs), other_shards(gangs)
-
-
-def _add_refill(
-    layers: Layers, config: Config, context: RunContext, k: int, parts: Sequence[tuple[list[Key], list[Key]]]
-) -> list[Key]:
-    """What has no reward is replaced, part by part; the replacements are scored by the reward pool, as all else is.
-
-    Args:
-        parts: the scores of each, and the other shards of its rollouts.
-    """
-    run_dir, seed = context.run_dir, context.seed
-    after = [key for scores, surplus in parts for key in (*scores, *surplus)]
-    calls: Calls = [(sampling.replace_unscored, run_dir, seed, scores, surplus) for scores, surplus in parts]
-    pool = "trainer" if config.reserved_computes else "engine"
-    drawn = layers.add("refill", k, calls, pool=pool, after=after)
-    again = layers.add(
-        "refill-score", k, [(sampling.score_all, run_dir, key) for key in drawn], pool="reward", after=drawn
-    )
-    calls = [(sampling.refilled, seed, scores, key) for (scores, _), key in zip(parts, again, strict=True)]
-    scored = [key for scores, _ in parts for key in scores]
-    return layers.add("refilled", k, calls, pool="head", after=[*scored, *again])
-
-
-def _needed(sets: list[Key], cut: Cut, part: int) -> list[Key]:
-    """The training sets that a part has samples of."""
-    return sets if len(sets) == 1 else [sets[chunk] for chunk in cut.needs(part)]
 
 
 def _add_exploration(layers: Layers, config: Config, context: RunContext, candidates: Candidates, *, pool: str) -> Key:

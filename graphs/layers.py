@@ -3,14 +3,20 @@
 The annotations say in which ``pool`` a layer's tasks run; the cluster turns that into places. Dask's synchronous
 scheduler ignores them and gets the same results.
 
-Pools: ``any``, ``spot`` and ``reserved`` tasks are shards of denoising requests, as many each as the widest gang has
-ranks, parked behind the gate until workers of the pool are free; ``engine`` tasks need a model, and go where their
-input is, or to a spot worker if reserved ones have no GPU; ``reward`` tasks score, parked behind the gate until a
-worker that only scores is free, where there are such; ``trainer`` tasks prepare the run and publish, on reserved
-workers; ``gradient-any``, ``-spot`` and ``-reserved`` tasks compute the gradients of an update's parts and add them,
-each on one worker, parked behind the gate until one of the pool is free that no rollout needs; ``training`` tasks take
-the optimizer's steps, behind the gate too, on the worker that took the one before, if it can be had; ``head`` tasks
-only decide, beside the scheduler.
+Pools of tasks that wait behind the gate:
+
+- ``any``, ``spot``, ``reserved``: shards of denoising requests, as many each as the widest gang has ranks, until
+  workers of that pool are free;
+- ``gradient-any``, ``-spot``, ``-reserved``: gradients of an update's parts, and their sums, each on one worker, until
+  one of that pool is free that no rollout needs;
+- ``update``: the optimizer's step, on the reserved worker that took the one before, if it can be had;
+- ``reward``: scores, until a worker that only scores is free, where there are such.
+
+Pools of tasks that Dask places:
+
+- ``engine``: what needs a model, where its input is; on a spot worker if reserved ones have no GPU;
+- ``reserved-engine``: to prepare the run, and to publish, on a reserved worker;
+- ``head``: what only decides, beside the scheduler.
 """
 
 from __future__ import annotations
@@ -34,11 +40,11 @@ RESOURCES = {
     "reserved": {"gate": 1},
     "engine": {"engine": 1},
     "reward": {"gate": 1},
-    "trainer": {"reserved": 1, "engine": 1},
+    "reserved-engine": {"reserved": 1, "engine": 1},
     "gradient-any": {"gate": 1},
     "gradient-reserved": {"gate": 1},
     "gradient-spot": {"gate": 1},
-    "training": {"gate": 1},
+    "update": {"gate": 1},
     "head": {"head": 1},
 }
 """No worker has a ``gate``: what asks for one waits until the cluster opens it."""

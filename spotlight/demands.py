@@ -31,6 +31,7 @@ DRIVER_FILES, WORKER_FILES = 80, 8
 WORKER_BYTES = 400e6
 """Of a worker and its engine with the embedded model; a larger one is shared by those of a machine."""
 PIDS_MAX = Path("/sys/fs/cgroup/pids.max")
+WORKERS = "pools.reserved.workers, pools.spot.workers or pools.reward.workers"
 
 logger = logging.getLogger("spotlight")
 
@@ -62,16 +63,17 @@ class Demand:
         return f"{self.asked:,.0f} {self.what}, and {self.why}: lower {self.settings}"
 
 
-def check_demands(config: Config, *, validation_prompts: int, live: bool) -> None:
+def check_demands(config: Config, *, validation_prompts: int, live: bool, joins: bool = False) -> None:
     """Refuse what cannot be, and log what is unusual.
 
     Args:
         live: whether there will be workers.
+        joins: whether those are of a cluster that is there already.
 
     Raises:
         SpotlightError: the first demand that cannot be met, with its number and the settings to change.
     """
-    for demand in demands(config, this_machine(), validation_prompts=validation_prompts, live=live):
+    for demand in demands(config, this_machine(), validation_prompts=validation_prompts, live=live and not joins):
         if demand.asked > demand.limit:
             raise SpotlightError(f"these settings ask for {demand}")
         if demand.asked > demand.usual:
@@ -92,11 +94,18 @@ def this_machine() -> Machine:
 
 
 def demands(config: Config, machine: Machine, *, validation_prompts: int, live: bool) -> Iterator[Demand]:
-    """All that is counted, of settings that were checked each for itself."""
+    """All that is counted, of settings that were checked each for itself.
+
+    Args:
+        machine: the driver's.
+        live: whether the run has a scheduler and workers of its own.
+    """
     yield from _tasks(config, validation_prompts)
     yield from _images(config, validation_prompts, machine)
-    if live:
+    if live and config.cluster.manager == "local":
         yield from _processes(config, machine)
+    if live:
+        yield _open_files(config, machine)
 
 
 def _tasks(config: Config, validation_prompts: int) -> Iterator[Demand]:
@@ -168,25 +177,16 @@ def _images(config: Config, validation_prompts: int, machine: Machine) -> Iterat
 
 
 def _processes(config: Config, machine: Machine) -> Iterator[Demand]:
-    pools = [pool for _, pool in config.pools]
-    workers = sum(pool.workers for pool in pools)
-    nodes = sum(ceil(pool.workers / pool.workers_per_node) for pool in pools)
-    settings = "pools.reserved.workers, pools.spot.workers or pools.reward.workers"
+    """Of workers on this machine; those on others take nothing of it but connections."""
+    workers = _workers(config)
+    nodes = sum(ceil(pool.workers / pool.workers_per_node) for _, pool in config.pools)
     yield Demand(
         what="processes",
         asked=DRIVER_PROCESSES + nodes + WORKER_PROCESSES * workers,
         usual=machine.processes / 2,
         limit=machine.processes,
         why=f"this user may have {machine.processes:,.0f} here (ulimit -u, or the control group's pids.max)",
-        settings=settings,
-    )
-    yield Demand(
-        what="open files of the driver",
-        asked=DRIVER_FILES + WORKER_FILES * workers,
-        usual=machine.open_files,
-        limit=machine.open_files,
-        why=f"a process may have {machine.open_files:,.0f} (ulimit -n, which you may raise)",
-        settings=settings,
+        settings=WORKERS,
     )
     yield Demand(
         what="bytes of memory for the workers",
@@ -194,5 +194,20 @@ def _processes(config: Config, machine: Machine) -> Iterator[Demand]:
         usual=machine.memory_bytes,
         limit=4 * machine.memory_bytes,
         why=f"this machine has {machine.memory_bytes:,.0f}",
-        settings=settings,
+        settings=WORKERS,
     )
+
+
+def _open_files(config: Config, machine: Machine) -> Demand:
+    return Demand(
+        what="open files of the driver",
+        asked=DRIVER_FILES + WORKER_FILES * _workers(config),
+        usual=machine.open_files,
+        limit=machine.open_files,
+        why=f"a process may have {machine.open_files:,.0f} (ulimit -n, which you may raise)",
+        settings=WORKERS,
+    )
+
+
+def _workers(config: Config) -> int:
+    return sum(pool.workers for _, pool in config.pools)

@@ -26,12 +26,15 @@ MADE_UP_H_MAX = 100_000
 logger = logging.getLogger(__name__)
 
 
-def check_inputs(settings: configuration.Config, *, with_model: bool = True, live: bool = True) -> None:
+def check_inputs(
+    settings: configuration.Config, *, with_model: bool = True, live: bool = True, joins: bool = False
+) -> None:
     """Find at once what would stop the run once its cluster is up.
 
     Args:
         with_model: whether it needs the model's files, and stores latents.
         live: whether it will have workers.
+        joins: whether those are of a cluster that is there already.
 
     What is only doubtful is said in the log.
     """
@@ -68,7 +71,7 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True, liv
     for path in (data.train_prompts, data.validation_prompts):
         check_prompts(read_prompts(path), path, scorer.check_prompt)
     choose_prompts(len(read_prompts(data.train_prompts)), settings.prompts_drawn, seed=settings.run.seed, iteration=0)
-    check_demands(settings, validation_prompts=len(read_prompts(data.validation_prompts)), live=live)
+    check_demands(settings, validation_prompts=len(read_prompts(data.validation_prompts)), live=live, joins=joins)
     if settings.pace.gpu or not live:
         _check_durations(settings)
     if not with_model:

@@ -63,7 +63,7 @@ class Run:
         self, settings: str | Path, overrides: Sequence[str] = (), *, cluster: ExistingCluster | None = None
     ) -> None:
         loaded = configuration.load(settings, overrides)
-        check_inputs(loaded)
+        check_inputs(loaded, joins=cluster is not None)
         self._open(None, loaded, cluster)
 
     @classmethod
@@ -87,7 +87,7 @@ class Run:
             SpotlightError: what is there is no run, or one of other settings.
         """
         wanted = configuration.load(settings, overrides)
-        check_inputs(wanted)
+        check_inputs(wanted, joins=cluster is not None)
         directory = create_run_at(run_dir, wanted)
         resuming.check(directory)
         return cls._of(directory, directory.config(), cluster)
@@ -103,7 +103,7 @@ class Run:
         """
         directory = RunDir.open(run_dir)
         resuming.check(directory, None if iterations is None else whole(iterations, "iterations"))
-        check_inputs(directory.config())
+        check_inputs(directory.config(), joins=cluster is not None)
         if iterations is not None:
             directory.change_iterations(iterations)
         return cls._of(directory, directory.config(), cluster)
@@ -181,7 +181,7 @@ class Run:
             raise SpotlightError(f"{self.directory.url}: {holder} is running this run: wait for it, or stop it first")
         if self._checked != self.config.run.iterations:  # or another has made it longer
             resuming.check(self.directory)
-            check_inputs(self.config)
+            check_inputs(self.config, joins=self._cluster is not None)
             self._checked = self.config.run.iterations
         for name, url in (("run.dir", self.config.run.dir), ("latents.url", self.config.latents.url)):
             if url.startswith("memory://"):

@@ -337,16 +337,20 @@ def _stop(parsed: argparse.Namespace) -> None:
     from spotlight.run import Run
 
     run = Run.attach(parsed.run_dir)
+    on_slurm = run.config.cluster.manager == "slurm"
     if not run.alive:
         from cluster.start.slurm_driver import cancel_left
 
-        cancelled = cancel_left(run.directory, run.config) if run.config.cluster.manager == "slurm" else []
+        cancelled = cancel_left(run.directory, run.config) if on_slurm else []
         if not cancelled:
             raise SpotlightError(f"{run.directory.url}: nobody is running this run")
         print(f"nobody is running this run; cancelled what Slurm had of it: {', '.join(cancelled)}")
         return
+    from cluster.start.slurm_driver import stop_job
+
     resume = run.resume_command  # as long as its driver says where it runs
-    run.stop()
+    if not (on_slurm and stop_job(run.directory)):
+        run.stop()
     print(f"it ends after the steps in flight; `{resume}` goes on")
 
 

@@ -71,6 +71,24 @@ def test_what_this_machine_cannot_give_is_refused_with_the_number(tmp_path: Path
     assert says in " ".join(refused(tmp_path, machine))
 
 
+def test_workers_on_other_machines_take_nothing_of_this_one_but_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A driver in a job of Slurm's has 4 GB, and a login node few processes."""
+    job = Machine(open_files=1024, processes=100, memory_bytes=4e9)
+    slurm = ("cluster.manager=slurm", "pools.spot.workers=100")
+
+    assert refused(tmp_path, job, *slurm) == []
+    assert "1,688 open files" in " ".join(refused(tmp_path, job, *slurm, "pools.spot.workers=200"))
+
+    monkeypatch.setattr("spotlight.demands.this_machine", lambda: job)
+    many = config.load(settings_file(tmp_path), ["pools.spot.workers=200"])
+    with pytest.raises(SpotlightError, match="ask for 431 processes"):
+        check_inputs(many, with_model=False)
+    check_inputs(many, with_model=False, joins=True)
+    assert caplog.messages == []
+
+
 def test_the_example_asks_for_nothing_unusual(tmp_path: Path) -> None:
     settings = config.load(Path(__file__).parents[1] / "examples" / "ocr-tiny.toml")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spotlight.store.device_locks import DeviceLock, end_leftovers
+from spotlight.store.device_locks import DeviceLock, end_leftovers, own_devices
 from spotlight.store.node import sweep
 
 
@@ -29,6 +29,24 @@ def test_each_takes_the_first_device_that_no_other_has(tmp_path: Path) -> None:
     first.close()
 
     assert (first.number, second.number, DeviceLock(tmp_path).number) == (0, 1, 0)
+
+
+def test_each_job_of_a_node_counts_its_own_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm gives two jobs of a node four GPUs each, and both see theirs as 0 to 3."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    taken: dict[str, list[DeviceLock]] = {"7": [], "8": []}
+    for job in ("7", "7", "7", "8", "7", "8", "8", "8"):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        taken[job].append(DeviceLock(tmp_path, kind=own_devices()))
+
+    assert [[each.number for each in job] for job in taken.values()] == [[0, 1, 2, 3]] * 2
+
+
+def test_without_a_choice_of_devices_all_of_the_machine_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+    assert own_devices() == ""
 
 
 def test_who_takes_a_device_ends_what_was_left_on_it(tmp_path: Path, frozen: subprocess.Popen[bytes]) -> None:

@@ -239,7 +239,7 @@ def test_the_end_of_training_closes_exploration_and_dismisses_what_waits_of_it()
     cluster = Cluster()
     cluster.join("r", pool="reserved")
     cluster.submit("explore-r0", 1, iteration=1, phase="explore-r0")
-    cluster.submit("train", 1, pool="training")
+    cluster.submit("train", 1, pool="update")
     (trains,) = cluster.decide()
     assert isinstance(trains, Train)
     assert trains.address == "tcp://r"
@@ -293,7 +293,7 @@ def test_rollouts_of_the_next_iteration_come_last_and_are_put_off_when_training_
     cluster.submit("rollout", 1)
     cluster.submit("train", 1, pool="gradient-any")
     cluster.submit("rollout-ahead", 2, pool="spot", iteration=1, phase="rollout-ahead")
-    cluster.submit("update", 1, pool="training")
+    cluster.submit("update", 1, pool="update")
     cluster.join("a", "b", pool="reserved")
     cluster.join("s", "t")
 
@@ -375,7 +375,7 @@ def test_gradients_that_only_spot_workers_may_compute_go_to_no_reserved_one() ->
     cluster.join("a", pool="reserved")
     cluster.join("s")
     cluster.submit("train", 2, pool="gradient-spot")
-    cluster.submit("update", 1, pool="training")
+    cluster.submit("update", 1, pool="update")
 
     begun = trained(cluster.decide())
     cluster.lose("s", ("train", 0))
@@ -420,11 +420,11 @@ def test_where_reserved_workers_have_no_gpu_a_gradient_that_outlasts_its_spot_wo
 
 @pytest.mark.parametrize(
     ("pool", "name"),
-    [("gradient-spot", "train"), ("gradient-any", "train"), ("training", "update"), (SCORING, "score")],
+    [("gradient-spot", "train"), ("gradient-any", "train"), ("update", "update"), (SCORING, "score")],
 )
 def test_a_task_at_which_every_worker_is_lost_is_given_up_by_name(pool: str, name: str) -> None:
     cluster = Cluster(quarantine_after=1, reserved_computes=False)
-    kind = {"training": "reserved", SCORING: "reward"}.get(pool, "spot")
+    kind = {"update": "reserved", SCORING: "reward"}.get(pool, "spot")
     cluster.submit(name, 1, pool=pool)
     for number in range(ENOUGH_LOSSES):
         assert cluster.dispatch.state.outlasted == ""
@@ -491,14 +491,14 @@ def test_where_only_reserved_workers_roll_out_spot_ones_train_meanwhile() -> Non
 def test_updates_stay_with_the_worker_that_has_the_optimizers_state() -> None:
     cluster = Cluster()
     cluster.join("b", pool="reserved")
-    cluster.submit("update", 1, pool="training")
+    cluster.submit("update", 1, pool="update")
     first = trained(cluster.decide())
     cluster.change(("update", 0), "memory")
     cluster.join("a", pool="reserved")
 
     cluster.submit("train", 1, pool="gradient-reserved")
     gradient = trained(cluster.decide())
-    cluster.submit("update+", 1, pool="training", phase="update")
+    cluster.submit("update+", 1, pool="update", phase="update")
     second = trained(cluster.decide())
 
     assert first == {"update/0": "tcp://b"}
@@ -669,7 +669,7 @@ def test_tasks_told_of_together_are_tasks_told_of_one_after_the_other() -> None:
 def test_a_wave_of_gangs_is_what_they_are_one_after_the_other() -> None:
     together, apart = Cluster(close_with_training=True), Cluster(close_with_training=True)
     rollouts = Layer(name="rollout", indices=(0, 1, 2, 3), pool="any", phase="rollout", iteration=0)
-    updates = Layer(name="update", indices=(0,), pool="training", phase="train", iteration=0)
+    updates = Layer(name="update", indices=(0,), pool="update", phase="train", iteration=0)
     answers: list[list[Instruction]] = [[], []]
     for cluster, heard in zip((together, apart), answers, strict=True):
         cluster.join("a", "b", "c", pool="reserved")
@@ -791,7 +791,7 @@ def test_scoring_of_exploration_that_is_closed_ends_beside_the_scheduler_wheneve
     cluster = Cluster()
     cluster.join("r", pool="reserved")
     cluster.submit("explore-score-r0", 1, pool="reward", iteration=1)
-    cluster.submit("train", 1, pool="training")
+    cluster.submit("train", 1, pool="update")
     cluster.decide()
     cluster.change(("train", 0), "memory")
 

@@ -86,6 +86,20 @@ def request_(run: RunDir, context: RunContext) -> Iterator[Request]:
     signals.obey(Clear(run=run.path.name))
 
 
+def test_of_several_gpus_an_engine_makes_its_own_the_current_one(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another, a CUDA graph would be captured empty, and repeat nothing."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr("spotlight.device.engine.fix_order_of_sums", lambda settings: None)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+
+    Engine(run.path)
+
+    assert chosen == [torch.device("cuda:3")]
+
+
 def _damage(run: RunDir, pattern: str) -> int:
     """Flip a byte in the middle of each file that matches; returns how many."""
     files = [path for path in (run.path / "latents").glob(pattern) if path.is_file()]

@@ -246,7 +246,7 @@ def test_a_reserved_worker_without_a_gpu_denoises_nothing() -> None:
         name
         for graph in graphs
         for name, noted in notes(graph).items()
-        if noted["pool"] in ("any", "reserved", "trainer", "training") or noted["resources"] == {"engine": 1}
+        if noted["pool"] in ("any", "reserved", "reserved-engine", "update") or noted["resources"] == {"engine": 1}
     }
 
     assert on_reserved == {"update-1", "publish-1"}
@@ -432,9 +432,9 @@ def test_each_task_runs_in_the_pool_of_its_phase() -> None:
     assert pools == {
         "rollout": "any",
         "score": "engine",
-        "publish": "trainer",
+        "publish": "reserved-engine",
         "train": "gradient-reserved",
-        "update": "training",
+        "update": "update",
         **dict.fromkeys(("advantage", "compact", "select", *(f"allocate-r{r}" for r in rounds)), "head"),
         **{f"explore-r{r}": "spot" for r in rounds},
         **{f"explore-score-r{r}": "engine" for r in rounds},
@@ -449,7 +449,7 @@ def test_with_workers_that_only_score_images_are_drawn_where_they_were_denoised_
     rounds = range(load().exploration.rounds)
     scores = ("score", *(f"explore-score-r{r}" for r in rounds))
     draws = ("decode", *(f"explore-decode-r{r}" for r in rounds))
-    more = {"refill": "trainer", "refill-score": "reward", "refilled": "head"}
+    more = {"refill": "reserved-engine", "refill-score": "reward", "refilled": "head"}
     assert pools == plain | dict.fromkeys(scores, "reward") | dict.fromkeys(draws, "engine") | more
     dependencies = graph.graph.dependencies
     assert dependencies["score-1"] == {"decode-1"}

@@ -148,6 +148,37 @@ def test_a_driver_whose_time_is_over_is_queued_again_and_goes_on(
 @pytest.mark.live
 @pytest.mark.timeout(3 * COLD_S)
 @pytest.mark.usefixtures("slurm")
+def test_a_driver_that_is_a_job_can_be_stopped_in_order_from_anywhere(tmp_path: Path) -> None:
+    line, directory, _ = submit(settings_file(tmp_path, validated=1)).splitlines()
+    run = RunDir(directory.split(maxsplit=2)[-1])
+    eventually(lambda: run.rows(HISTORY))
+
+    assert main(["stop", str(run.path)]) == 0
+
+    eventually(lambda: not jobs())
+    assert Run.attach(run.path).state == "stopped"
+    assert "Restarts=0" in slurms("scontrol", "show", "job", line.split()[-1])
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "PENDING", "none"])
+def test_only_a_drivers_job_that_runs_is_told_to_stop_and_its_batch_script_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    (tmp_path / "slurm").mkdir()
+    (run := RunDir(tmp_path)).path.joinpath(slurm_driver.JOB).write_text("7")
+    (told := tmp_path / "told").touch()
+    for command, does in (("squeue", f"echo 7 {state} None"), ("scancel", f'echo "$@" >> {told}')):
+        (tmp_path / command).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / command).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    assert slurm_driver.stop_job(run) is (state == "RUNNING")
+    assert told.read_text() == ("--batch --signal=TERM 7\n" if state == "RUNNING" else "")
+
+
+@pytest.mark.live
+@pytest.mark.timeout(3 * COLD_S)
+@pytest.mark.usefixtures("slurm")
 def test_whoever_is_killed_or_frozen_on_slurm_the_bits_are_the_same(tmp_path: Path) -> None:
     """In exploration, training and rollout; then the driver, which is resumed."""
     settings, run = settings_file(tmp_path, validated=1), tmp_path / "run"

@@ -109,7 +109,7 @@ def test_an_update_that_ends_with_others_closes_exploration_and_its_log_replays(
     layers = {
         "select": layer("select", "head", "head", "allocate", (str, 1)),
         "score": layer("score", "reward", "gate", "explore-score-r0", (busy, ("select", 0))),
-        "update": layer("update", "training", "gate", "update", (busy,)),
+        "update": layer("update", "update", "gate", "update", (busy,)),
     }
     told: list[tuple[Event, list[Instruction]]] = []
     stays = [

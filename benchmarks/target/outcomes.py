@@ -103,8 +103,12 @@ def interval(theirs: Mapping[int, float], ours: Mapping[int, float]) -> tuple[fl
         return float(whole[0] / whole[1]), float(low), float(high)
 
 
-def ratio(found: tuple[float, float, float]) -> str:
-    return "{:.1f} [{:.1f}, {:.1f}]".format(*found)
+def ratio(found: tuple[float, float, float], digits: int = 1) -> str:
+    """No number where half of the runs of one of the two did not get there; such an end of the interval is a dash."""
+    if found[0] in (0.0, inf):
+        return "not there"
+    low, high = ("–" if end in (0.0, inf) else f"{end:.{digits}f}" for end in found[1:])
+    return f"{found[0]:.{digits}f} [{low}, {high}]"
 
 
 def gain(theirs: Mapping[int, Row], mine: Mapping[int, Row], target: float, field: str) -> str:

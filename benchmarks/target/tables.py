@@ -71,7 +71,8 @@ GLANCE = """## At a glance
 
 How many times sooner, and how many times cheaper, than *reserved only (4)* in the same column, to the last target of
 each job, with the 95 % interval. Each has its own best recipe. In italics: one of the two was not tuned, so both have
-the base recipe, if both were run with it. –: not run. 0.0: too many seeds did not get there.
+the base recipe, if both were run with it. –: not run. Not there: half of the runs of one of the two did not get
+there; an end of an interval that is a dash is not known, since the same is so in too many draws of seeds.
 """
 OLD = "†"
 OLDER = f"""
@@ -218,7 +219,7 @@ def _brief(rows: Sequence[Row], job: str, regime: str, size: str, arguments: arg
         for field, unit in UNITS.items():
             mine, theirs = (times_until(each, target, field) for each in (runs, found[beside]))
             cells.append(_median(mine.values(), unit))
-            cells.append("1" if name == beside else "{:.2f} [{:.2f}, {:.2f}]".format(*interval(mine, theirs)))
+            cells.append("1" if name == beside else ratio(interval(mine, theirs), digits=2))
         cells.append(iterations_of(runs, target))
         cells.append(told(shown(rows, first_case(job, regime, size, name), arguments)) + _mark(runs))
         lines.append(f"| {' | '.join(cells)} |")

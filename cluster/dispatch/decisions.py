@@ -159,7 +159,7 @@ class Decisions:
             found, cause = next((each for each in free if each.pool in pools), None), "it is free"
             if found is None:
                 continue
-            if task.label.pool == "training":  # an update
+            if task.label.pool == "update":
                 able = (each for each in free if each.pool in pools and each.worker == state.optimizer_worker)
                 if has_optimizer := next(able, None):
                     found, cause = has_optimizer, "it has the optimizer's state"
@@ -237,7 +237,7 @@ class Decisions:
 
 def _training_order(task: Task) -> tuple[bool, int, Key]:
     """Updates first."""
-    return task.label.pool != "training", len(task.key[0]), task.key
+    return task.label.pool != "update", len(task.key[0]), task.key
 
 
 def _scoring_order(task: Task) -> tuple[bool, int, int, Key]:

@@ -272,7 +272,7 @@ class Dispatcher:
     def _follows(self, task: Task, state: TaskState, at_s: float) -> Iterable[Instruction]:
         if state == "released":
             return self._close_gate(task)
-        if state == "memory" and task.label.pool == "training" and self._is_last_update(task):
+        if state == "memory" and task.label.pool == "update" and self._is_last_update(task):
             return self._training_ended(task.label.iteration, at_s)
         if state == "forgotten":
             self._forget(task)

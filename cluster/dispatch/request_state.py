@@ -18,7 +18,7 @@ GATED: dict[str, tuple[Pool, ...]] = {"any": ("reserved", "spot"), "spot": ("spo
 """Pool annotation of a gated task to the pools it may run in, the preferred one first."""
 TRAINING: dict[str, tuple[Pool, ...]] = {
     **{f"gradient-{pool}": pools for pool, pools in GATED.items()},
-    "training": ("reserved",),
+    "update": ("reserved",),
 }
 """The same of tasks that train: each runs on one worker, by itself."""
 SCORING = "reward"

@@ -6,13 +6,16 @@ The driver then submits its workers' jobs (`cluster.start.slurm`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.start.slurm import (
+    ANSWER_S,
     Jobs,
     cancel_all,
     check_job,
@@ -171,6 +174,20 @@ def refuse_second(run: RunDir) -> None:
             f"{run.url}: its driver is Slurm's job {job} ({known[0]}), and would find the run taken: `scancel {job}` "
             "first, or wait for it"
         )
+
+
+def stop_job(run: RunDir) -> bool:
+    """Ask the run's driver, if that is a job that runs, to end in order; whether Slurm passed it on.
+
+    Only its batch script is told, so Slurm kills nothing, however long the steps in flight take.
+    """
+    job = job_of(run)
+    if not job or _queued().get(job, ("", ""))[0] != "RUNNING":
+        return False
+    asked = ["scancel", "--batch", "--signal=TERM", job]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(asked, capture_output=True, timeout=ANSWER_S, check=False).returncode == 0
+    return False
 
 
 def cancel_left(run: RunDir, config: Config) -> list[str]:

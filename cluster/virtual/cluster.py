@@ -259,7 +259,7 @@ class VirtualCluster:
             case "processing":
                 self._tell_tasks(tasks, state, workers=[task.worker for task in tasks for _ in task.keys])
             case "memory" | "erred":
-                for (work, _), those in groupby(tasks, lambda task: (self._work_of(task), task.pool == "training")):
+                for (work, _), those in groupby(tasks, lambda task: (self._work_of(task), task.pool == "update")):
                     done = list(those)
                     self._tell_tasks(done, state, work=work)
                     for task in done:

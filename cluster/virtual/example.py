@@ -70,8 +70,8 @@ class Example:
             gradients.append(firsts)
             terms = self._add_sums(layers, f"add{name}", firsts)
             call = (_update, u, self.slices, list(gradients), terms, before[0] if before else (), others)
-            before = layers.add(f"update{name}", "training", [call], phase="update")
-        outputs = layers.add("publish", "trainer", [(_publish, before[0])])
+            before = layers.add(f"update{name}", "update", [call], phase="update")
+        outputs = layers.add("publish", "reserved-engine", [(_publish, before[0])])
         if self.rounds:
             outputs += self._add_exploration(layers)
         if self.ahead:
@@ -169,7 +169,7 @@ class _Layers:
 
     def add(self, name: str, pool: str, calls: Sequence[tuple[Any, ...]], iteration: int = 0, **more: Any) -> list[Key]:
         more = {"phase": name, **more}
-        needs = {"head": "head", "trainer": "reserved", "engine": "engine"}.get(pool, "gate")
+        needs = {"head": "head", "reserved-engine": "reserved", "engine": "engine"}.get(pool, "gate")
         annotations = {"pool": pool, "iteration": iteration, "resources": {needs: 1}, **more}
         tasks = {(name, at): call for at, call in enumerate(calls)}
         self.layers[name] = MaterializedLayer(tasks, annotations=annotations)

@@ -158,9 +158,8 @@ class RolloutSection(Section):
     prompts: int = Field(8, ge=1, le=100_000)
     """Prompts (groups) per iteration."""
     seeds_kept: int = Field(8, ge=2, le=10_000)
-    """Samples per group that are rolled out and trained on. Where exploration chooses them and an iteration lasts as
-    long as reserved workers train, half as many of as many candidates can teach nearly as much
-    (docs/results/time_and_dollars.md)."""
+    """Samples per group that are rolled out and trained on. If exploration chooses them, and an iteration waits for
+    training, half as many can teach nearly as much (docs/results/time_and_dollars.md)."""
     request_seeds: int = Field(0, ge=0, le=BATCH_MAX)
     """Most samples in one request: one forward batch. 0 leaves it to `plan.batching.request_seeds`: up to 8, such that
     the workers of the rollout pools have no short last wave, and not so few that launching kernels takes the time."""
@@ -213,7 +212,7 @@ class ExplorationSection(Section):
     """Candidates in one request: one forward batch."""
     rounds: int = Field(0, ge=0, le=1000)
     """How many times the planner chooses; each round uses the scores of all but the one before. 0 means as many, up to
-    16, as keep the workers busy that explore, over the candidates that there is time for."""
+    16, as keep those busy who explore, for as many candidates as there is time for."""
     steps: int = Field(0, ge=0, le=STEPS_MAX)
     """Denoising steps of a candidate; 0 means as many as a rollout."""
     reuse: bool = False
@@ -336,8 +335,8 @@ class TrainSection(Section):
     """Of averaged weights, which are kept beside each version and validated: how much of the average stays after an
     update (less in the first ones, so that it soon forgets the untrained weights); 0 turns it off."""
     advantage_std: Literal["global", "group"] = "global"
-    """Spread that advantages are divided by: that of all rewards of the iteration, so that training waits for the last
-    of them; or of each prompt's own, so that training may begin with the first prompts that are scored."""
+    """Spread that advantages are divided by. "global": of all rewards of the iteration, so that training waits for the
+    last of them. "group": of each prompt's own, so that training may begin with the first prompts that are scored."""
     seeds_used: int = Field(0, ge=0, le=100_000)
     """Samples of each prompt that are trained on, of the ``rollout.seeds_kept``: those whose rewards vary most, with
     advantages among themselves (PODS, arXiv 2504.13818), so that training takes so much less; 0: all."""

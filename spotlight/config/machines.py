@@ -36,7 +36,7 @@ class SlurmSection(Section):
     account: str = ""
     """Empty: the user's default."""
     gres: str = ""
-    """Of a job, which is a node's worth of workers: such as "gpu:8"."""
+    """Of a job, which is a node's worth of workers: such as "gpu:8", one for each. A driver needs none."""
     time: Annotated[str, BeforeValidator(_as_text)] = ""
     """Most time that a job may take, such as "24:00:00"; empty: the partition's default."""
     cpus: int = Field(1, ge=1, le=65_536)
@@ -45,7 +45,7 @@ class SlurmSection(Section):
     """Of a job. The default is for the embedded models: a machine holds a checkpoint's weights once, 41 GB for
     Qwen-Image, beside what its workers keep."""
     setup: tuple[str, ...] = ()
-    """Shell lines to run first, such as "module load cuda"."""
+    """Shell lines to run first, such as "module load cuda". Jobs have the variables of the shell that submits them."""
     extra: tuple[str, ...] = ()
     """More options of sbatch, such as "--qos=low"."""
 
@@ -57,15 +57,19 @@ def _a_list(value: Any) -> Any:
 
 
 class PoolSection(Section):
-    """Workers of one kind: what they cost, and when they come and go."""
+    """Workers of one kind: what they cost, and when they come and go.
+
+    ``replace_after_s``, ``preemption``, ``speedup`` and all that begins with ``trace`` are for pools of this machine
+    and for simulations; elsewhere Slurm, a cloud or you decide.
+    """
 
     workers: int = Field(1, ge=0, le=100_000)
     """Worker processes; each owns one device."""
     gpu: str = ""
-    """What a worker is, by its name in ``prices.toml``: it sets the price where ``usd_per_h`` does not, and, for a
-    checkpoint, what work takes in a simulation ("h100-aws" is an "h100"); where there is a ``pace.gpu``, that says what
-    work takes. "cpu" in the reserved pool is a machine without a GPU: it takes the updates and keeps all state, and no
-    more (``strategy.train_pools``)."""
+    """Type of GPU, by its name in ``spotlight/market/prices.toml``. It sets the price if ``usd_per_h`` is left out. For
+    a checkpoint it also sets what work takes in a simulation ("h100-aws" is an "h100"), unless ``pace.gpu`` does. "cpu"
+    in the reserved pool is a machine without a GPU: it takes the updates and keeps all state, and no more
+    (``strategy.train_pools``)."""
     usd_per_h: float = Field(ge=0, le=1e5)
     """Price of one worker; left out, it is that of its ``gpu``."""
     prices: str = ""
@@ -81,7 +85,7 @@ class PoolSection(Section):
     notice for as long as it is there, for each worker that starts, too; its path is best absolute, or else relative to
     the directory that workers were started in."""
     grace_s: float = Field(30.0, ge=0, le=DAY_S)
-    """How long a machine stays after a notice that does not say so itself."""
+    """How long a machine stays after a notice that does not say so itself; on Slurm, what a preempted job is left."""
     trace: str = ""
     """A file of spot availability that the pool follows; relative to the settings file."""
     speedup: float = Field(1.0, ge=SPEEDUP_MIN, le=SPEEDUP_MAX)

@@ -42,6 +42,7 @@ from spotlight.rl.models import (
     any_order_of_sums,
     device_of,
     fix_order_of_sums,
+    make_own_gpu_current,
     place_rewards,
     works_without_gpu,
 )
@@ -133,6 +134,7 @@ class Engine:
         run.fetch("prompts")
         self._config = run.config()
         fix_order_of_sums(self._config.model)
+        make_own_gpu_current(self._config.model)
         self._pace = Pace(self._config, waits=paced)
         self.store = LatentStore(run.latents_url)
         self.resident = Residency(run, self._config, node)

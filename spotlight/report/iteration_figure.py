@@ -69,11 +69,11 @@ TITLES = {
 }
 POOL_LANES = {
     "reserved": {"reserved"},
-    "trainer": {"reserved"},
+    "reserved-engine": {"reserved"},
     "gradient-reserved": {"reserved"},
     "gradient-any": {"reserved"},
     "gradient-spot": {"spot"},
-    "training": {"reserved"},
+    "update": {"reserved"},
     "spot": {"spot"},
     "reward": {"reward"},
     "head": {"head"},

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from hashlib import sha256
 from itertools import count
 from pathlib import Path
 
@@ -57,6 +58,17 @@ class DeviceLock:
     def close(self) -> None:
         """Let go of it."""
         os.close(self._descriptor)
+
+
+def own_devices() -> str:
+    """Names the GPUs that this process may use, if it may not use all of its machine's: as the kind of a `DeviceLock`.
+
+    Those of each job of Slurm's are numbered from 0, so jobs that share a node do not count together.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return ""
+    return f"{sha256(repr((os.environ.get('SLURM_JOB_ID'), visible)).encode()).hexdigest()[:8]}-"
 
 
 def end_leftovers(root: Path) -> None:

@@ -103,6 +103,13 @@ def device_of(settings: ModelSection) -> torch.device:
     return torch.device(device)
 
 
+def make_own_gpu_current(settings: ModelSection) -> None:
+    """Have what names no GPU go to this process's: CUDA graphs, which are captured on the current one, and rewards."""
+    device = device_of(settings)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 _rewards_on: list[ModelSection] = []
 """What the run of this process says of its device, once it has said so."""
 
