@@ -88,6 +88,10 @@ def check_inputs(
         raise SpotlightError(f"model.path = {model.path!r}: no such directory; give that of a diffusers pipeline")
     if model.name in checkpoints.FAMILIES:
         _check_widths(settings, checkpoints.survey(model.name, model.path))
+    if model.device == "cuda" and live and not joins and settings.cluster.manager == "local":
+        from spotlight.rl.models import device_of  # torch, which takes seconds
+
+        device_of(model)
 
 
 def _check_durations(settings: configuration.Config) -> None:
