@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spotlight.records import SpotlightError
+from spotlight.rl.rewards import looked_in
 from spotlight.store.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -63,12 +64,15 @@ def _has(run: RunDir, pid: int) -> bool:
 
 
 def _found_here() -> list[str]:
-    """Where this process finds modules, beyond what any Python of its environment does; the run's driver is to, too."""
+    """Where this process finds modules, beyond what any Python of its environment does; the run's driver is to, too.
+
+    What is looked into for a reward is named by the run's settings.
+    """
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     known = sysconfig.get_paths()
     own = [Path(known[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     zipped = own[0].parent / f"python{sys.version_info.major}{sys.version_info.minor}.zip"
-    places = [Path(path).resolve() for path in sys.path]  # "" is where we are
+    places = [Path(path).resolve() for path in sys.path if path not in looked_in]  # "" is where we are
     mine = [
         str(place)
         for place in places

@@ -98,14 +98,17 @@ def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings", overr
 
 
 def _with_checkpoints(reward: RewardSection, base: Path, where: Place) -> RewardSection:
-    """The tables of rewards with their checkpoints as absolute paths."""
+    """The tables of rewards with their checkpoints, and where their own modules are, as absolute paths."""
     also = tuple(_with_checkpoints(table, base, where) for table in reward.also)
     named = FILES_IN_OPTIONS.get(reward.name, ())
     options = {
         name: absolute(base, value) if name in named and isinstance(value, str) else value
         for name, value in reward.options.items()
     }
-    return _with_paths(reward, base, where, "reward", "path").model_copy(update={"also": also, "options": options})
+    own = ":" in reward.name or ":" in str(reward.options.get("detector", ""))
+    module_dir = reward.module_dir or ("." if own else "")
+    given = reward.model_copy(update={"also": also, "options": options, "module_dir": module_dir})
+    return _with_paths(given, base, where, "reward", "path", "module_dir")
 
 
 def _with_paths(section: SectionT, base: Path, where: Place, name: str, *fields: str) -> SectionT:
