@@ -17,6 +17,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from spotlight import __version__
 from spotlight.clock import wall_clock
 from spotlight.files import is_url, writing
 from spotlight.records import Policy, SpotlightError, Stopped, in_a_sentence
@@ -125,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"{EXIT}\n\nspotlight VERB --help has examples.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"spotlight {__version__}")
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
 
     run = _add_verb(verbs, "run", _run, "start a run")

@@ -131,6 +131,11 @@ def test_a_refused_override_is_named_as_the_place(file: Path, overrides: list[st
             "[exploration] has no field 'seed_tried' (did you mean 'seeds_tried'?); "
             "it has 'budget', 'planner', 'prompts', 'request_seeds', 'reuse', 'rounds', 'seeds_tried', 'steps'",
         ),
+        (
+            "latents.trace=a.csv",
+            "[latents] has no field 'trace' (did you mean pools.reserved.trace or pools.spot.trace or "
+            "pools.reward.trace?); it has 'keep', 'url'",
+        ),
         ("latents.zzz=1", "[latents] has no field 'zzz'; it has 'keep', 'url'"),
         (
             "pools.spott.workers=1",
@@ -142,6 +147,18 @@ def test_an_unknown_field_is_refused_with_the_known_ones(file: Path, override: s
     text = refusal(file, "pools.spot.usd_per_h=1", override)
 
     assert text == f"{file}: {message}"
+
+
+def test_an_override_without_its_section_is_told_where_it_belongs(file: Path) -> None:
+    with pytest.raises(SpotlightError, match=r"--set 'iterations=3': expected .* \(did you mean run\.iterations\?\)"):
+        load(file, ["iterations=3"])
+
+
+def test_a_run_is_no_settings_file(file: Path) -> None:
+    (file.parent / "config.toml").write_text(dump(load(file)))
+
+    with pytest.raises(SpotlightError, match=f"is a run, and no settings file: `spotlight resume {file.parent}`"):
+        load(file.parent)
 
 
 def test_an_unknown_field_of_a_pool_is_refused_with_the_known_ones(file: Path) -> None:
@@ -317,7 +334,8 @@ def test_overrides_win_over_the_file(file: Path) -> None:
 def test_a_malformed_override_is_refused_with_an_example(file: Path, override: str) -> None:
     text = refusal(file, override)
 
-    assert text == f"--set {override!r}: expected section.key=value, for example --set run.seed=3"
+    expected = f"--set {override!r}: expected section.key=value, for example --set run.seed=3"
+    assert text == f"{expected}{' (did you mean run.seed?)' if override == 'seed=3' else ''}"
 
 
 def test_an_override_below_a_value_is_refused(file: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import spotlight
 from runs import ROOT, settings_file, start, wait_for
 from spotlight import run as running
 from spotlight import shell
@@ -61,6 +62,19 @@ def test_what_a_person_can_put_right_is_one_sentence_and_status_1(
     assert said.out == ""
     assert said.err.startswith(f"spotlight: {tmp_path}: not a run directory")
     assert len(said.err.splitlines()) == 1
+
+
+def test_a_run_that_is_not_there_is_not_told_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path / "nope")]) == 1
+    assert capsys.readouterr().err.startswith(f"spotlight: {tmp_path / 'nope'}: no such directory; ")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"spotlight {spotlight.__version__}\n"
 
 
 @pytest.mark.parametrize("debug", [False, True])

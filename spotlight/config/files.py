@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -44,6 +45,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     path = Path(path)
     if not path.exists():
         raise SpotlightError(f"{path}: no such settings file; examples/ holds some to start from")
+    if (path / RESOLVED).is_file():
+        resume = f"`spotlight resume {shlex.quote(str(path))}`"
+        raise SpotlightError(f"{path}: is a run, and no settings file: {resume} goes on with it")
     return parse(read_bytes(path, "a settings file"), path.parent, str(path), overrides)
 
 
@@ -198,7 +202,8 @@ def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example
     _, equals, text = override.partition("=")
     keys = _keys(override)
     if not equals or not sections < len(keys) <= KEYS_MAX or not all(keys):
-        raise SpotlightError(f"--set {shown(override)}: expected section.key=value, for example --set {example}")
+        hint = _elsewhere(keys[0]) if equals and len(keys) == sections == 1 else ""
+        raise SpotlightError(f"--set {shown(override)}: expected section.key=value, for example --set {example}{hint}")
     value = _value(override, text)
     for key in keys[:-1]:
         tree = tree.setdefault(key, {})
@@ -279,9 +284,23 @@ def _as_list(value: Any) -> str:
 
 def _unknown(sections: Sequence[str], field: str) -> str:
     close = difflib.get_close_matches(field, _section_at(sections).model_fields, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    hint = _elsewhere(field) or (f" (did you mean {close[0]!r}?)" if close else "")
     where = f"[{'.'.join(sections)}] has no field" if sections else "there is no section"
     return f"{where} {shown(field)}{hint}; {'it has' if sections else 'there are'} {_known(sections)}"
+
+
+def _elsewhere(field: str) -> str:
+    """Where there is a setting of that very name, as a hint; empty where there is none."""
+    found = list(_named(field))
+    return f" (did you mean {' or '.join(found)}?)" if found else ""
+
+
+def _named(field: str, within: tuple[str, ...] = ()) -> Iterator[str]:
+    for name, info in _section_at(within).model_fields.items():
+        if name == field and within:
+            yield ".".join((*within, name))
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            yield from _named(field, (*within, name))
 
 
 def _known(sections: Sequence[str]) -> str:

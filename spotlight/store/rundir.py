@@ -129,9 +129,9 @@ class RunDir:
             check_reach(path)
         run = cls(path)
         if run.objects.size(config.RESOLVED) is None:
-            raise SpotlightError(
-                f"{path}: not a run directory: it has no {config.RESOLVED}; `spotlight run CONFIG` makes one"
-            )
+            lacks = f"not a run directory: it has no {config.RESOLVED}"
+            found = lacks if run.is_remote or run.path.is_dir() else "no such directory"
+            raise SpotlightError(f"{path}: {found}; `spotlight run CONFIG` makes one")
         if run._journals:
             run.pull(anew=True)
         else:
