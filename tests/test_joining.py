@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import Scheduler, Worker
+from distributed import Client, Scheduler, Worker
 
 from cluster.messages import REFUSED
 from cluster.start.run_cluster import RunCluster
@@ -20,6 +21,7 @@ from cluster.worker import plugin as joining
 from cluster.worker.plugin import SpotlightWorkerPlugin, Terms
 from runs import WAIT_S, settings_file, wait_for
 from spotlight import config
+from spotlight.records import Stopped
 from spotlight.store.creating import create_run
 from spotlight.store.node import hold, shared_root, sweep
 
@@ -125,3 +127,35 @@ def test_workers_that_come_before_the_run_directory_work_once_it_is_there(tmp_pa
 
     assert after["refused"] == {}
     assert after["hopeless"] == ""
+
+
+def test_a_task_that_ends_because_its_run_is_stopped_is_no_error_in_a_workers_log(tmp_path: Path) -> None:
+    """Any other is, and so is that one once the worker takes part no more."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+
+    def fail(error: Exception, _: int) -> None:
+        raise error
+
+    async def tasks() -> None:
+        async with (
+            Scheduler(host="127.0.0.1", port=0, dashboard_address="127.0.0.1:0", protocol="tcp") as scheduler,
+            Worker(scheduler.address, dashboard=False, memory_limit=0) as worker,
+            Client(scheduler.address, asynchronous=True, set_as_default=False) as client,
+        ):
+            member = SpotlightWorkerPlugin(terms(tmp_path, code_version()))
+            await worker.plugin_add(member)
+            for error in (Stopped("a request"), ValueError("a bug")):
+                await client.submit(fail, error, 0).exception()
+            await worker.plugin_remove(member.name)
+            await client.submit(fail, Stopped("a request"), 1).exception()
+
+    logging.getLogger("distributed.worker").addHandler(handler)
+    try:
+        asyncio.run(tasks())
+    finally:
+        logging.getLogger("distributed.worker").removeHandler(handler)
+
+    failed = [line for line in said if line.startswith("Compute Failed")]
+    assert ["ValueError" in line for line in failed] == [True, False]

@@ -41,7 +41,7 @@ from spotlight.config import RESOLVED, Config
 from spotlight.device.process import EngineProcess
 from spotlight.device.protocol import install
 from spotlight.device.signals import Clear, Leave, Order, order_from_message, shard_from_message, signals
-from spotlight.records import NO_DEVICE, SpotlightError, record
+from spotlight.records import NO_DEVICE, SpotlightError, Stopped, record
 from spotlight.store.device_locks import DeviceLock, own_devices
 from spotlight.store.disks import full_here, is_full
 from spotlight.store.node import Node, shared_root, sweep
@@ -54,6 +54,7 @@ AGAIN_S, AGAIN_MAX_S = 5.0, 300.0
 """Until a worker that cannot take part tries again, and after it failed many times: each try may start an engine."""
 TRIES = 3
 """After so many, some 15 s, it is taken to last: a run without another such worker ends."""
+WORKER_LOG = "distributed.worker"
 TELL_S = 2.0
 """For the scheduler to hear that a worker works for us no more; it may be gone itself."""
 
@@ -127,11 +128,19 @@ class SpotlightWorkerPlugin(WorkerPlugin):
             if isinstance(other, SpotlightWorkerPlugin) and other is not self:  # of a run whose driver is gone
                 await worker.plugin_remove(name)
         steady(worker.loop)
+        logging.getLogger(WORKER_LOG).addFilter(self._is_fault)
         self._member = Member(worker, self._terms)
         self._member.begin()
 
     async def teardown(self, worker: Worker) -> None:
+        logging.getLogger(WORKER_LOG).removeFilter(self._is_fault)
         await self._member.leave()
+
+    def _is_fault(self, said: logging.LogRecord) -> bool:
+        """Whether a line of Dask's is to be written: it has any exception for one, and a run that is stopped ends its
+        tasks by `Stopped`."""
+        exception = said.args[3] if isinstance(said.args, tuple) and len(said.args) == 5 else ""
+        return not (str(said.msg).startswith("Compute Failed") and str(exception).startswith(f"{Stopped.__name__}("))
 
 
 _turns: WeakKeyDictionary[Worker, asyncio.Lock] = WeakKeyDictionary()
