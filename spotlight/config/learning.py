@@ -252,7 +252,8 @@ class RewardSection(Section):
     """For how long a server that is not there, or says that it is busy, is waited for each time, half of ``limit_s`` at
     most; of several, the first table's. Then the run ends, and can be resumed. 0: it counts as a failure."""
     weight: float = Field(1.0, ge=-1000, le=1000)
-    """Of this reward in the sum."""
+    """Of this reward in the sum. Flow-GRPO and DiffusionNFT divide PickScore by 26, and their CLIP score is the cosine
+    times 100 / 30: so a weight of theirs is 1/26 as much here ("pickscore") or 3.33 times as much ("clip-score")."""
     range: tuple[float, float] | None = None
     """Least and largest score; one outside is a fault. Left out, it is the scorer's own."""
     path: str = ""
