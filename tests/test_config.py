@@ -376,6 +376,12 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
         ),
         (["pools.reserved.gpu=cpu"], ['pools.reserved.gpu = "cpu"', "only take the updates", 'train_pools = ["spot"]']),
         (["model.name=qwen-image"], ['model.name = "qwen-image"', "model.path"]),
+        (["model.shift=3"], ["model.text_tokens and model.shift", "'tiny-text' is an embedded model"]),
+        (["model.text_tokens=128"], ["model.text_tokens and model.shift", "'tiny-text' is an embedded model"]),
+        (
+            ["model.name=sd3", "model.path=x", "model.text_tokens=520"],
+            ["model.text_tokens = 520", "'sd3' reads 512 at most"],
+        ),
         (["model.name=flux", "model.path=x"], ['model.name = "flux"', "model.height_px and model.width_px", "512"]),
         (["run.dir=s3:/bucket/runs"], ["run.dir = 's3:/bucket/runs'", "two slashes", "s3://bucket/runs"]),
     ],

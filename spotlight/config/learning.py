@@ -73,6 +73,10 @@ EMBEDDED = {"tiny-text": (16, 32), "tiny-mixed": (16, 48), "tiny-shapes": (24, 2
 """Models whose weights are in the package, and the height and width of their images, in pixels: they draw no others."""
 
 
+T5_TOKENS_MAX = 512
+"""Of a prompt; the pipelines of SD 3.5 and FLUX.1 refuse more."""
+
+
 class ModelSection(Section):
     """What is trained, and the size of its images."""
 
@@ -95,6 +99,15 @@ class ModelSection(Section):
     gradient_checkpointing: bool = False
     """Training keeps each block's input only, and computes the rest again: the same bits, about 4/3 of the time, a
     fraction of the memory. Left out, it is on for all models but the embedded ones."""
+    text_tokens: int = Field(0, ge=0, le=1024, multiple_of=8)
+    """Most tokens of a prompt that Qwen2.5-VL or T5 reads; T5 pads all prompts to so many, so fewer take less time, and
+    draw slightly other images. A multiple of 8, so that gangs can share them. 0: as many as the diffusers pipeline
+    reads, 512 with Qwen-Image and FLUX.1, and 256 with SD 3.5. Flow-GRPO and DiffusionNFT read 128 with SD 3.5 and
+    FLUX.1, verl-omni 256 with Qwen-Image. CLIP always reads 77."""
+    shift: float = Field(0.0, ge=0, le=100)
+    """Of the sampler's noise levels, towards the noisy ones: evenly spaced levels t become ``s t / (1 + (s - 1) t)``.
+    DanceGRPO and MixGRPO draw FLUX.1 with 3. 0: the checkpoint's own schedule, which may depend on the size; exported
+    weights are drawn with that, unless their scheduler is changed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": a GPU where torch finds one."""
     deterministic: bool = True
@@ -126,6 +139,16 @@ class ModelSection(Section):
             raise ValueError(
                 f"model.height_px x model.width_px is {self.height_px} x {self.width_px}, and {self.name!r} draws "
                 f"{size[0]} x {size[1]} only: leave both out"
+            )
+        if self.embedded and (self.text_tokens or self.shift):
+            raise ValueError(
+                f"model.text_tokens and model.shift are of checkpoints, and {self.name!r} is an embedded model: leave "
+                "them out"
+            )
+        if self.name in ("sd3", "flux") and self.text_tokens > T5_TOKENS_MAX:
+            raise ValueError(
+                f"model.text_tokens = {self.text_tokens}: {self.name!r} reads {T5_TOKENS_MAX} at most, as its pipeline "
+                "does"
             )
         if not self.embedded and not self.path:
             raise ValueError(f'model.name = "{self.name}" needs model.path = "DIR", a diffusers pipeline directory')
