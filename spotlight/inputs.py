@@ -18,6 +18,7 @@ from spotlight.plan.durations import TaskDurations
 from spotlight.records import Pool, SpotlightError
 from spotlight.rl import checkpoints, rewards
 from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
+from spotlight.rl.start import require_lora
 from spotlight.store.accounts import pool_prices
 
 MADE_UP_H_MAX = 100_000
@@ -85,6 +86,8 @@ def check_inputs(settings: configuration.Config, *, with_model: bool = True, liv
         raise SpotlightError(f"model.path = {model.path!r}: no such directory; give that of a diffusers pipeline")
     if model.name in checkpoints.FAMILIES:
         _check_widths(settings, checkpoints.survey(model.name, model.path))
+    if settings.train.lora_path:
+        require_lora(settings.train)
 
 
 def _check_durations(settings: configuration.Config) -> None:

@@ -356,6 +356,10 @@ class TrainSection(Section):
     """0 trains the full weights."""
     lora_alpha: float = Field(0.0, ge=0, le=1e4)
     """0 means twice the rank."""
+    lora_path: str = ""
+    """A LoRA to start from, of the same layers, rank and alpha: a file or directory that `spotlight export`, diffusers
+    or peft (so Flow-GRPO and DiffusionNFT) wrote; relative to the settings file. Empty: one without effect. ``kl``
+    still is the distance to the checkpoint without it."""
     ema_decay: float = Field(0.0, ge=0, lt=1)
     """Of averaged weights, which are kept beside each version and validated: how much of the average stays after an
     update (less in the first ones, so that it soon forgets the untrained weights); 0 turns it off."""
@@ -407,6 +411,15 @@ class TrainSection(Section):
     not Flow-GRPO and GRPO-Guard."""
     ratio_tolerance: float = Field(1e-2, gt=0, le=1)
     """Largest |ratio - 1| before the first update of an iteration; Flow-GRPO and GRPO-Guard."""
+
+    @model_validator(mode="after")
+    def _starts_from_a_lora_with_one(self) -> Self:
+        if self.lora_path and not self.lora_rank:
+            raise ValueError(
+                f"train.lora_path = {self.lora_path!r} needs train.lora_rank, the rank of that LoRA: with 0, all "
+                "weights are trained"
+            )
+        return self
 
     @property
     def is_stepwise(self) -> bool:
