@@ -197,8 +197,9 @@ def test_an_iteration_has_the_edges_of_the_design() -> None:
     assert graph.layers.keys() - {name for edge in edges for name in edge} == {"compact-0"}
 
 
-def test_a_part_of_training_waits_for_the_scores_of_its_prompts_only() -> None:
-    settings = load("train.advantage_std=group", "rollout.prompts=10", "rollout.request_seeds=3", "train.parts=8")
+@pytest.mark.parametrize("std", ["group", "none"])
+def test_a_part_of_training_waits_for_the_scores_of_its_prompts_only(std: str) -> None:
+    settings = load(f"train.advantage_std={std}", "rollout.prompts=10", "rollout.request_seeds=3", "train.parts=8")
     graph = example_graph(settings)
     calls, requests = calls_of(graph), -(-settings.rollout.seeds_kept // 3)
 

@@ -46,7 +46,7 @@ class TrainingSet:
 
 
 def advantage(
-    std: Literal["global", "group"],
+    std: Literal["global", "group", "none"],
     scored: Sequence[Sequence[Scored]],
     weights: Sequence[float] = (),
     surplus: Sequence[ShardResult] = (),

@@ -363,9 +363,10 @@ class TrainSection(Section):
     ema_decay: float = Field(0.0, ge=0, lt=1)
     """Of averaged weights, which are kept beside each version and validated: how much of the average stays after an
     update (less in the first ones, so that it soon forgets the untrained weights); 0 turns it off."""
-    advantage_std: Literal["global", "group"] = "global"
+    advantage_std: Literal["global", "group", "none"] = "global"
     """Spread that advantages are divided by: that of all rewards of the iteration, so that training waits for the last
-    of them; or of each prompt's own, so that training may begin with the first prompts that are scored."""
+    of them; or of each prompt's own, so that training may begin with the first prompts that are scored; or none, as in
+    Dr. GRPO (arXiv 2503.20783), so that prompts count by their spread, and ``advantage_clip`` is in units of reward."""
     seeds_used: int = Field(0, ge=0, le=100_000)
     """Samples of each prompt that are trained on, of the ``rollout.seeds_kept``: those whose rewards vary most, with
     advantages among themselves (PODS, arXiv 2504.13818), so that training takes so much less; 0: all."""
