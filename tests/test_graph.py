@@ -590,6 +590,23 @@ def test_advantages_of_several_rewards_are_added_where_the_settings_ask_for_it()
     )
 
 
+def test_a_validation_tells_of_each_reward_and_of_each_tag_of_the_prompts() -> None:
+    """As Flow-GRPO's ``eval_reward_*`` and the accuracies of GenEval's kinds of prompts."""
+    tags = ['{"tag": "counting"}', '{"tag": "color attr"}', '{"tag": "counting"}', "", '{"tag": 3}']
+    prompts = [Prompt(id=at, text="dogs", metadata=metadata) for at, metadata in enumerate(tags)]
+    rewards = [(1.0, None), (0.5, 0.0), (0.0, 0.5), (1.0, 1.0), (0.0, 0.0)]
+    plain = [
+        Scored(request=make_request(prompt=prompt), rewards=row) for prompt, row in zip(prompts, rewards, strict=True)
+    ]
+    several = [Scored(request=make_request(prompt=prompts[3]), rewards=(1.0, 2.0), parts=((0.5, 1.0), (0.5, 1.0)))]
+    numbered = [Prompt(id=at, text="dogs", metadata=f'{{"tag": "{at}"}}') for at in range(training.TAGS_MAX + 1)]
+
+    assert training.means_of_validation(plain) == {"tag_color_attr": 0.25, "tag_counting": 0.5}
+    assert training.means_of_validation(several) == {"reward_1_mean": 0.75, "reward_2_mean": 0.75}
+    each = [Scored(request=make_request(prompt=prompt), rewards=(1.0, 1.0)) for prompt in numbered]
+    assert (len(training.means_of_validation(each[1:])), training.means_of_validation(each)) == (training.TAGS_MAX, {})
+
+
 def test_each_reward_of_several_is_told_of_by_itself() -> None:
     requests = [make_request(prompt_id=at, seeds=(1, 2)) for at in range(2)]
     tables = [((0.0, 0.5), (9.0, 3.0)), ((0.2, None), (0.0, 100.0))]
