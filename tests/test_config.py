@@ -344,6 +344,10 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
         (["train.seeds_used=2", "train.updates=17"], ["train.updates = 17", "train.seeds_used = 16 samples"]),
         (["pools.spot.workers=0", "pools.spot.usd_per_h=1"], ['strategy.exploration = "stale"', "pools.spot.workers"]),
         (["train.algorithm=grpo"], ['train.algorithm = "grpo"', 'rollout.sampler = "ode"']),
+        (
+            ["train.algorithm=grpo", "rollout.sampler=sde", "rollout.sde_window=[0, 4]", "train.steps_used=5"],
+            ["train.steps_used = 5 is more than the 4 stochastic steps"],
+        ),
         (["rollout.sampler=sde", "rollout.sde_window=[3, 3]"], ["rollout.sde_window = [3, 3]"]),
         (
             ["rollout.sampler=sde", "rollout.sde_window=[6, 8]", "rollout.steps=8"],

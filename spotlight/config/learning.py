@@ -410,6 +410,10 @@ class TrainSection(Section):
     levels: Literal["sampler", "uniform"] = "sampler"
     """Noise levels that are drawn from: those that the sampler visits, each once before any twice, or all in (0, 1];
     not Flow-GRPO and GRPO-Guard."""
+    steps_used: int = Field(0, ge=0, le=STEPS_MAX)
+    """Of the stochastic steps that samples were made with, so many are trained on, drawn anew in each iteration, the
+    same for all samples, so that training takes so much less; 0: all. DanceGRPO trains on 9 of 15, drawn for each
+    sample. Flow-GRPO and GRPO-Guard."""
     ratio_tolerance: float = Field(1e-2, gt=0, le=1)
     """Largest |ratio - 1| before the first update of an iteration; Flow-GRPO and GRPO-Guard."""
 
