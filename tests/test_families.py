@@ -23,6 +23,7 @@ from torch import Tensor
 from pipelines import tiny_flux, tiny_qwen_image, tiny_sd3
 from runs import settings_file
 from spotlight import Run, config
+from spotlight.inputs import check_inputs
 from spotlight.records import SpotlightError
 from spotlight.rl import checkpoints
 from spotlight.rl.models import Loading, Model, require_memory
@@ -536,6 +537,26 @@ def test_a_gang_that_cannot_share_a_model_is_refused_before_a_cluster_begins(
 
     with pytest.raises(SpotlightError, match=f"strategy.widths: {message}"):
         Run(settings, [*of_model, f"strategy.widths={widths}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "is_said"),
+    [
+        ("flux", [], True),
+        ("flux", ["rollout.guidance=3.5"], False),
+        ("flux schnell", [], False),  # it takes none
+        ("flux", ["train.algorithm=nft", "rollout.sampler=ode"], False),  # as Flow-Factory trains it
+    ],
+)
+def test_a_transformer_that_is_to_be_told_guidance_and_is_told_none_is_doubted(
+    made: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, overrides: list[str], is_said: bool
+) -> None:
+    of_model = ["model.name=flux", f"model.path={made[name]}", "model.height_px=64", "model.width_px=64"]
+    settings = ["train.algorithm=grpo", "train.lora_rank=4", "rollout.sampler=sde", *overrides]
+
+    check_inputs(config.load(settings_file(tmp_path), [*of_model, *settings]))
+
+    assert ("rollout.guidance = 1 with" in caplog.text) == is_said
 
 
 @pytest.mark.parametrize("name", FAMILIES)
