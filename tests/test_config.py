@@ -348,6 +348,8 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
             ["train.algorithm=grpo", "rollout.sampler=sde", "rollout.sde_window=[0, 4]", "train.steps_used=5"],
             ["train.steps_used = 5 is more than the 4 stochastic steps"],
         ),
+        (["rollout.same_noise=true", "strategy.exploration=off"], ['rollout.sampler = "ode"', "would be one"]),
+        (["rollout.same_noise=true", "rollout.sampler=sde"], ["rollout.same_noise", 'exploration = "off"']),
         (["rollout.sampler=sde", "rollout.sde_window=[3, 3]"], ["rollout.sde_window = [3, 3]"]),
         (
             ["rollout.sampler=sde", "rollout.sde_window=[6, 8]", "rollout.steps=8"],

@@ -207,6 +207,10 @@ class RolloutSection(Section):
     """See ``sde_window_order``."""
     sde_window_every: int = Field(1, ge=1, le=1_000_000)
     """See ``sde_window_order``."""
+    same_noise: bool = False
+    """All samples of a prompt begin with one noise, and differ by that of their stochastic steps only, as in DanceGRPO
+    and MixGRPO (``init_same_noise``; Flow-GRPO's ``same_latent``). Without exploration, which chooses what they begin
+    with."""
     guidance: float = Field(1.0, ge=1, le=GUIDANCE_MAX)
     """Classifier-free guidance, in denoising and in training; above 1 a step takes two passes, unless the model was
     distilled to take guidance as an input, as FLUX.1-dev was."""
