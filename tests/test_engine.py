@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal, Self
 from unittest.mock import patch
@@ -54,6 +56,7 @@ from spotlight.records import (
     Stopped,
     Updated,
     WeightsRef,
+    row_of,
 )
 from spotlight.rl.gradients import part_gradient
 from spotlight.rl.models import captured
@@ -467,6 +470,38 @@ def test_on_the_virtual_clock_only_steps_that_are_read_or_kept_are_committed(
     np.testing.assert_array_equal(clean, live.store.clean(request))
     if read:
         np.testing.assert_equal(read, live.store.window_latents(request, clean))
+
+
+def test_samples_of_a_prompt_may_begin_with_one_noise_and_differ_by_that_of_their_steps(tmp_path: Path) -> None:
+    grpo = ["train.algorithm=grpo", "rollout.sampler=sde", "rollout.sde_window=[0, 2]", "strategy.exploration=off"]
+    one, own = (f"rollout.same_noise={shares}" for shares in ("true", "false"))
+    windows = []
+    for at, shares in enumerate((one, own)):
+        settings = config.load(
+            settings_file(tmp_path / str(at)), [*grpo, shares, "rollout.seeds_kept=3", "rollout.request_seeds=2"]
+        )
+        run = create_run(settings, time.time())
+        context, prompts = prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:2]
+        requests = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)
+        engine = Engine(run.path)
+        windows.append([engine._denoiser.window(request)[0] for request in requests])
+
+    (first, second), alone, other, _ = (list(window) for window in windows[0])
+    assert np.array_equal(first[0], second[0])
+    assert np.array_equal(first[0], alone[0][0])  # of another request of the prompt
+    assert not np.array_equal(first[1], second[1])
+    assert not np.array_equal(first[0], other[0][0])  # of another prompt
+    assert not np.array_equal(windows[1][0][0, 0], windows[1][0][1, 0])
+
+
+def test_a_request_without_a_noise_of_its_own_to_begin_with_is_named_as_ever(request_: Request) -> None:
+    """So that a run that began before there was one goes on after its last committed step."""
+    value = {key: field for key, field in row_of(request_).items() if key not in ("first_noise", "weights")}
+    weights = {key: field for key, field in row_of(request_.weights).items() if key != "parts"}
+    content = json.dumps({**value, "weights": weights}, sort_keys=True, default=row_of)
+
+    assert request_.digest == sha256(content.encode()).hexdigest()
+    assert replace(request_, first_noise=1).digest != request_.digest
 
 
 def test_latents_of_a_window_that_several_workers_draw_again_are_those_of_the_last(tmp_path: Path) -> None:

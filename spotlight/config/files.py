@@ -77,6 +77,7 @@ def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Co
         update={
             "data": _with_paths(config.data, base, source, "data", "train_prompts", "validation_prompts"),
             "model": _with_paths(config.model, base, source, "model", "path"),
+            "train": _with_paths(config.train, base, source, "train", "lora_path"),
             "reward": _with_checkpoints(config.reward, base, source),
             "latents": _with_paths(config.latents, base, source, "latents", "url"),
             "pools": config.pools.model_copy(
