@@ -563,6 +563,21 @@ def test_a_request_too_large_for_the_device_is_named_with_what_would_make_it_fit
         raise torch.OutOfMemoryError("tried to allocate 20 GiB")
 
 
+def test_images_too_large_for_the_device_are_named_with_what_would_make_them_fit(
+    run: RunDir, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(run.path)
+    engine.rollout(request_)
+
+    def fill(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    monkeypatch.setattr(engine.model, "decode", fill)
+
+    with pytest.raises(SpotlightError, match=r"decoding request .*model\.vae_tiling = true"):
+        engine.decode(request_)
+
+
 def test_a_kernel_without_a_fixed_order_of_its_sums_is_named_with_the_way_out(run: RunDir) -> None:
     text = "cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_determ...'. You can"
     with (

@@ -147,7 +147,8 @@ class Residency:
             raise SpotlightError(
                 f"{what} does not fit the memory of device {self.model.device}: {error}; make rollout.request_seeds, "
                 "exploration.request_seeds, run.validation_seeds or train.micro_batch smaller, set model.cuda_graphs = "
-                "false, allow wider gangs (strategy.widths), or take a device with more memory"
+                "false or model.vae_tiling = true, allow wider gangs (strategy.widths), or take a device with more "
+                "memory"
             ) from error
         except RuntimeError as error:
             if "deterministic" not in str(error):
