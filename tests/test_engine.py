@@ -55,6 +55,7 @@ from spotlight.records import (
     Updated,
     WeightsRef,
 )
+from spotlight.rl import models
 from spotlight.rl.gradients import part_gradient
 from spotlight.rl.models import captured
 from spotlight.rl.parts import Cut
@@ -561,6 +562,18 @@ def test_a_request_too_large_for_the_device_is_named_with_what_would_make_it_fit
         Engine(run.path).resident.limits("request r7 (64 samples)"),
     ):
         raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+
+def test_a_model_too_large_for_a_device_that_it_shares_is_named(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker may have the rest of its memory; while the model is not there, nobody asks it for its device."""
+
+    def fill(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    monkeypatch.setattr(models, "load", fill)
+
+    with pytest.raises(SpotlightError, match=r"the model does not fit the memory of device cpu: .* no other process"):
+        _ = Engine(run.path).model
 
 
 def test_images_too_large_for_the_device_are_named_with_what_would_make_them_fit(
