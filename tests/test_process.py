@@ -368,13 +368,19 @@ def test_what_filled_the_memory_is_gone_when_the_next_call_begins(engine: Engine
 
 
 class BrokenDeviceCall:
+    def __init__(self, kind: type[RuntimeError]) -> None:
+        self._kind = kind
+
     def on(self, device: object, run_dir: str) -> None:
-        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\nSearch for it")
+        raise self._kind("CUDA error: uncorrectable ECC error encountered\nSearch for it")
 
 
-def test_an_engine_whose_device_failed_is_replaced(engine: EngineProcess, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [torch.AcceleratorError, RuntimeError])
+def test_an_engine_whose_device_failed_is_replaced(
+    engine: EngineProcess, tmp_path: Path, kind: type[RuntimeError]
+) -> None:
     """After an error of CUDA each further call of the process would end with it."""
-    before, fails = engine.pid, cast("Any", BrokenDeviceCall())
+    before, fails = engine.pid, cast("Any", BrokenDeviceCall(kind))
 
     with pytest.raises(EngineLost, match=r"its device failed \(CUDA error: uncorrectable ECC error encountered\)"):
         engine.call(str(tmp_path), fails, lambda beat: None)

@@ -308,9 +308,11 @@ def _let_go(error: BaseException | None) -> None:
 
 
 def _is_of_the_device(error: Exception) -> bool:
-    """Whether it is an error of CUDA, after which a process computes nothing any more; that memory is full is none."""
-    kind = getattr(sys.modules.get("torch"), "AcceleratorError", ())
-    return isinstance(error, kind)
+    """Whether it is an error of CUDA, after which a process computes nothing any more; that memory is full is none.
+
+    Errors of its libraries, such as cuBLAS, begin alike, but are no errors of a kind.
+    """
+    return isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
 
 
 def _received(calls: Connection) -> tuple[str, Call[Any]]:
