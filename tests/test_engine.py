@@ -58,6 +58,7 @@ from spotlight.records import (
     WeightsRef,
     row_of,
 )
+from spotlight.rl import models
 from spotlight.rl.gradients import part_gradient
 from spotlight.rl.models import captured
 from spotlight.rl.parts import Cut
@@ -610,6 +611,33 @@ def test_a_request_too_large_for_the_device_is_named_with_what_would_make_it_fit
         Engine(run.path).resident.limits("request r7 (64 samples)"),
     ):
         raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+
+def test_a_model_too_large_for_a_device_that_it_shares_is_named(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker may have the rest of its memory; while the model is not there, nobody asks it for its device."""
+
+    def fill(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    monkeypatch.setattr(models, "load", fill)
+
+    with pytest.raises(SpotlightError, match=r"the model does not fit the memory of device cpu: .* no other process"):
+        _ = Engine(run.path).model
+
+
+def test_images_too_large_for_the_device_are_named_with_what_would_make_them_fit(
+    run: RunDir, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(run.path)
+    engine.rollout(request_)
+
+    def fill(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    monkeypatch.setattr(engine.model, "decode", fill)
+
+    with pytest.raises(SpotlightError, match=r"decoding request .*model\.vae_tiling = true"):
+        engine.decode(request_)
 
 
 def test_a_kernel_without_a_fixed_order_of_its_sums_is_named_with_the_way_out(run: RunDir) -> None:
