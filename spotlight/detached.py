@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spotlight.records import SpotlightError
+from spotlight.rl.rewards import looked_in
 from spotlight.store.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 LOG = "driver.log"
 """In the run's directory: what such a driver says."""
 STOPPED = 130
-"""Exit status of a driver that was stopped: see `spotlight.__main__`."""
+"""Exit status of a driver that was stopped: see `spotlight.shell`."""
 POLL_S = 0.05
 TLS = "DASK_DISTRIBUTED__COMM__TLS__"
 
@@ -63,12 +64,15 @@ def _has(run: RunDir, pid: int) -> bool:
 
 
 def _found_here() -> list[str]:
-    """Where this process finds modules, beyond what any Python of its environment does; the run's driver is to, too."""
+    """Where this process finds modules, beyond what any Python of its environment does; the run's driver is to, too.
+
+    What is looked into for a reward is named by the run's settings.
+    """
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     known = sysconfig.get_paths()
     own = [Path(known[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     zipped = own[0].parent / f"python{sys.version_info.major}{sys.version_info.minor}.zip"
-    places = [Path(path).resolve() for path in sys.path]  # "" is where we are
+    places = [Path(path).resolve() for path in sys.path if path not in looked_in]  # "" is where we are
     mine = [
         str(place)
         for place in places
@@ -83,8 +87,13 @@ def stop(run: RunDir) -> None:
     """Ask the process that has a run to end it in order, as it does on SIGTERM; returns at once.
 
     Raises:
-        SpotlightError: it is on another machine, or would not stop in order.
+        SpotlightError: it is on another machine, does not have it yet, or would not stop in order.
     """
+    if other := run.perhaps_lost():
+        raise SpotlightError(
+            f"{run.url}: {other} runs this run: stop it there. If that machine is lost, a process of this one waits "
+            f"for it, to go on with the run: end that by Ctrl-C or `kill PID`; `fuser {run.path / 'lock'}` names it"
+        )
     holder = run.lease_holder()
     if holder is None or holder.host != socket.gethostname():
         raise SpotlightError(

@@ -99,6 +99,10 @@ def check_inputs(
             )
     if settings.train.lora_path:
         require_lora(settings.train)
+    if model.device == "cuda" and live and not joins and settings.cluster.manager == "local":
+        from spotlight.rl.models import device_of  # torch, which takes seconds
+
+        device_of(model)
 
 
 def _check_durations(settings: configuration.Config) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.config import Config, Section, dump, load, resolve
+from spotlight.config import Config, Section, changed, dump, load, resolve
 from spotlight.market.prices import read_prices, usd_per_h
 from spotlight.market.trace_files import read_trace
 from spotlight.records import SpotlightError
@@ -30,9 +30,21 @@ def file(tmp_path: Path) -> Path:
 
 
 def refusal(file: Path, *overrides: str) -> str:
+    """Of the file, or of one with these values in it."""
     with pytest.raises(SpotlightError) as raised:
-        load(file, overrides)
+        _load(file, overrides)
     return str(raised.value)
+
+
+def _load(file: Path, overrides: Sequence[str]) -> None:
+    if not overrides:
+        load(file)
+    before = file.read_bytes()
+    file.write_bytes(changed(before, overrides))
+    try:
+        load(file)
+    finally:
+        file.write_bytes(before)
 
 
 def test_a_file_with_data_alone_gets_the_defaults(file: Path) -> None:
@@ -93,12 +105,36 @@ def test_every_refusal_begins_with_the_file(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "place"),
+    [
+        (["rollout.steps=many"], "--set 'rollout.steps=many'"),
+        (["rollout.steps=4", "rollout.steps=many"], "--set 'rollout.steps=many'"),
+        (["run.iteration=3"], "--set 'run.iteration=3'"),
+        (["runs.seed=3"], "FILE with --set 'runs.seed=3'"),
+        (["pools.spot.gpu=h99", "pools.spot.workers=1"], "FILE with --set 'pools.spot.gpu=h99'"),
+        (["model.path=a\0b"], "--set 'model.path=a\\x00b'"),
+        (["pools.spot.workers=1"], "FILE"),  # its price is missing
+    ],
+)
+def test_a_refused_override_is_named_as_the_place(file: Path, overrides: list[str], place: str) -> None:
+    with pytest.raises(SpotlightError) as raised:
+        load(file, overrides)
+
+    assert str(raised.value).startswith(f"{place.replace('FILE', str(file))}: ")
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         (
             "exploration.seed_tried=3",
             "[exploration] has no field 'seed_tried' (did you mean 'seeds_tried'?); "
             "it has 'budget', 'planner', 'prompts', 'request_seeds', 'reuse', 'rounds', 'seeds_tried', 'steps'",
+        ),
+        (
+            "latents.trace=a.csv",
+            "[latents] has no field 'trace' (did you mean pools.reserved.trace or pools.spot.trace or "
+            "pools.reward.trace?); it has 'keep', 'url'",
         ),
         ("latents.zzz=1", "[latents] has no field 'zzz'; it has 'keep', 'url'"),
         (
@@ -111,6 +147,18 @@ def test_an_unknown_field_is_refused_with_the_known_ones(file: Path, override: s
     text = refusal(file, "pools.spot.usd_per_h=1", override)
 
     assert text == f"{file}: {message}"
+
+
+def test_an_override_without_its_section_is_told_where_it_belongs(file: Path) -> None:
+    with pytest.raises(SpotlightError, match=r"--set 'iterations=3': expected .* \(did you mean run\.iterations\?\)"):
+        load(file, ["iterations=3"])
+
+
+def test_a_run_is_no_settings_file(file: Path) -> None:
+    (file.parent / "config.toml").write_text(dump(load(file)))
+
+    with pytest.raises(SpotlightError, match=f"is a run, and no settings file: `spotlight resume {file.parent}`"):
+        load(file.parent)
 
 
 def test_an_unknown_field_of_a_pool_is_refused_with_the_known_ones(file: Path) -> None:
@@ -286,7 +334,8 @@ def test_overrides_win_over_the_file(file: Path) -> None:
 def test_a_malformed_override_is_refused_with_an_example(file: Path, override: str) -> None:
     text = refusal(file, override)
 
-    assert text == f"--set {override!r}: expected section.key=value, for example --set run.seed=3"
+    expected = f"--set {override!r}: expected section.key=value, for example --set run.seed=3"
+    assert text == f"{expected}{' (did you mean run.seed?)' if override == 'seed=3' else ''}"
 
 
 def test_an_override_below_a_value_is_refused(file: Path) -> None:

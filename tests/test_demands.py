@@ -187,3 +187,18 @@ def test_a_full_disk_is_named_and_what_of_it_is_full(tmp_path: Path, small_disk:
 
     assert full_disk([tmp_path, small_disk / "somewhere" / "below"]).startswith(expected)
     assert full_disk([tmp_path]) == ""
+
+
+def test_a_gpu_that_is_not_there_is_missed_before_a_local_cluster_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On other machines there may be one."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    file = settings_file(tmp_path)
+    settings = config.load(file, ["model.device=cuda"])
+
+    with pytest.raises(SpotlightError, match=r'finds no GPU, and model\.device = "cuda"'):
+        check_inputs(settings)
+    check_inputs(settings, joins=True)
+    check_inputs(settings, live=False)
+    check_inputs(config.load(file, ["model.device=cuda", "cluster.manager=slurm"]))

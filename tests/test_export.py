@@ -22,11 +22,11 @@ from torch import Tensor
 from pipelines import tiny_flux, tiny_qwen_image, tiny_sd3
 from runs import PROMPTS, settings_file
 from spotlight import config
-from spotlight.__main__ import main
 from spotlight.records import SpotlightError
 from spotlight.rl import export, models
 from spotlight.rl.export import LORA_FILE, export_weights
 from spotlight.rl.sample import GAP_PX, sample
+from spotlight.shell import main
 from spotlight.simulation import simulate
 from spotlight.store import weights
 from spotlight.store.creating import create_run, create_run_at

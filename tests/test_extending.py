@@ -110,7 +110,7 @@ class Undecided(Counting):
     [
         ("Nothing", "scores nothing: give it __call__"),
         ("Unlicensed", r"cannot be made: RuntimeError: no license \(.*test_extending\.py:\d+\)"),
-        ("no:Such", r"PYTHONPATH=\."),
+        ("no:Such", r"No module named 'no'.*PYTHONPATH"),
         ("./mine.py:Such", r"names no module: .* mypkg/mine\.py is mypkg\.mine"),
         ("broken:Such", r"cannot be imported \(SyntaxError: .*broken\.py, line 1"),
         ("raising:Such", r"cannot be imported \(ZeroDivisionError: division by zero \(.*raising\.py:2\)\)"),

@@ -16,6 +16,7 @@ import pytest
 
 from cluster.worker import fork_server as fork_server
 from runs import ROOT, wait_for
+from spotlight.records import SpotlightError
 
 WORKER = """
 import sys, threading, time
@@ -124,6 +125,18 @@ def test_a_parent_that_was_stopped_goes_on(start: Start) -> None:
     wait_for(lambda: parent.status() == psutil.STATUS_STOPPED)
 
     assert worker.engine()[0].parent() == parent
+
+
+def test_a_turn_that_never_comes_ends_with_who_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "TURN_S", 0.1)
+    with (tmp_path / "starting").open("a+") as first, (tmp_path / "starting").open("a+") as second:
+        fork_server._wait_for(first)
+
+        with pytest.raises(SpotlightError, match=rf"process {os.getpid()} has held {second.name} for 0\.1 s.*End it"):
+            fork_server._wait_for(second)
+
+    with (tmp_path / "starting").open("a+") as third:
+        fork_server._wait_for(third)  # at once: the first is done
 
 
 def test_only_workers_of_the_same_environment_share_a_parent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ ROOF = (
     "spotlight/notebook.py",
     "spotlight/background.py",
     "spotlight/run.py",
+    "spotlight/shell.py",
     "spotlight/simulation.py",
 )
 """May import every room; the first only names what the last holds."""

@@ -21,7 +21,7 @@ from cluster.certificate import write
 from recipe_schemas import RESOURCES, SKYPILOT
 from runs import ROOT
 from spotlight import config
-from spotlight.__main__ import _parser
+from spotlight.shell import _parser
 
 RECIPES = Path(__file__).parents[1] / "examples" / "clusters"
 COMMANDS = {"worker": dask_worker.main, "scheduler": dask_scheduler.main}

@@ -22,7 +22,6 @@ from matplotlib.image import imread
 from factories import make_request
 from runs import ROOT, settings_file
 from spotlight import config
-from spotlight.__main__ import main
 from spotlight.device.learning_model import MODEL
 from spotlight.display import _Display, status_table, summary_table, terminal
 from spotlight.records import Prompt, Quarantined, SpotlightError
@@ -33,6 +32,7 @@ from spotlight.report.page import HIDDEN, METRICS
 from spotlight.report.pictures import _target
 from spotlight.report.plots import spending_plot
 from spotlight.run import Run
+from spotlight.shell import main
 from spotlight.simulation import Learning, Simulation
 from spotlight.store.creating import create_run
 from spotlight.store.rows import SIMULATED

@@ -148,6 +148,42 @@ def test_a_machine_whose_network_is_down_is_told_so(tmp_path: Path) -> None:
     assert "127.0.0.1" in ran.stderr
 
 
+def test_a_stop_does_not_wait_for_the_imports_of_the_fork_server(tmp_path: Path) -> None:
+    """One that is stopped never ends them; a run after that has another."""
+    code = f"""
+import os, signal, time
+from cluster.worker.process import own_fork_server_pid
+from spotlight.records import Stopped
+from spotlight.run import Run
+
+def stop_when(is_time, workers):
+    run = Run({str(settings_file(tmp_path))!r}, [f"pools.spot.workers={{workers}}"]).start()
+    while not is_time(run):
+        time.sleep(0.01)
+    run.stop()
+    try:
+        run.wait({WAIT_S / 2})
+    except Stopped:
+        print("stopped", flush=True)
+
+def it_was_frozen(run):
+    if run.status.dashboard and own_fork_server_pid():
+        os.kill(own_fork_server_pid(), signal.SIGSTOP)
+        return True
+
+if __name__ == "__main__":
+    stop_when(it_was_frozen, 12)  # more than are started at once
+    stop_when(lambda run: run.status.workers, 1)
+"""
+    (tmp_path / "stops.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "stops.py")]
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
+
+    assert done.stdout.splitlines() == ["stopped", "stopped"], done.stderr
+
+
 def test_a_place_gives_up_on_workers_that_cannot_start_and_says_why(tmp_path: Path) -> None:
     settings = {"distributed.comm.timeouts.connect": "a while"}
     spec = {"resources": {"spot": 1}, "local_directory": str(tmp_path), "settings": settings, "security": None}

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from runs import settings_file, wait_for
+from runs import WAIT_S, settings_file, start, wait_for
 from spotlight import attach, notebook, simulate
-from spotlight.__main__ import main
 from spotlight.detached import _found_here
 from spotlight.records import SpotlightError, Stopped
 from spotlight.rl.export import export_weights
 from spotlight.rl.sample import sample
 from spotlight.run import Run
+from spotlight.shell import main
 from spotlight.status import HINT_AFTER_S
 from spotlight.store.rows import SUMMARY
 from spotlight.store.rundir import RunDir
@@ -58,6 +58,41 @@ def test_a_module_that_begins_a_run_as_it_is_imported_begins_none(modules: Path)
         Run(settings, ["reward.name=looping:R"])
 
     assert not list(modules.glob("run-*"))
+
+
+def test_a_reward_beside_the_settings_is_found_by_driver_and_workers_and_when_resumed(tmp_path: Path) -> None:
+    (tmp_path / "beside_settings.py").write_text("from helps_beside import HALF\n" + SCORER.replace("0.5", "HALF"))
+    (tmp_path / "helps_beside.py").write_text("HALF = 0.5\n")
+
+    process = start(
+        "run", settings_file(tmp_path), "--set", "reward.name=beside_settings:R", "--set", "run.iterations=1"
+    )
+    said, _ = process.communicate(timeout=WAIT_S)
+
+    assert process.returncode == 0, said
+    (run_dir,) = tmp_path.glob("run-*")
+    assert RunDir.open(run_dir).history()[0].metrics["reward_mean"] == 0.5
+    resumed = start("resume", run_dir, "--iterations", "2")
+    resumed.communicate(timeout=WAIT_S)
+    assert resumed.returncode == 0
+
+
+def test_a_reward_that_python_finds_elsewhere_than_beside_the_settings_is_refused(modules: Path) -> None:
+    (modules / "twice.py").write_text(SCORER)
+    settings = settings_file(modules / "settings")
+    assert Run(settings, ["reward.name=twice:R"]).state == "new"
+
+    (other := modules / "settings" / "twice.py").write_text(SCORER)
+
+    with pytest.raises(
+        SpotlightError, match=rf"Python finds {modules / 'twice.py'}, and {other} is another: rename it"
+    ):
+        Run(settings, ["reward.name=twice:R"])
+
+
+def test_a_reward_that_is_nowhere_is_told_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(SpotlightError, match=rf"No module named 'nowhere'.*a file in {tmp_path}, or .*PYTHONPATH"):
+        Run(settings_file(tmp_path), ["reward.name=nowhere:R"])
 
 
 def test_a_reward_whose_file_was_changed_is_read_again(modules: Path) -> None:

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,16 +19,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import spotlight
 from runs import ROOT, settings_file, start, wait_for
-from spotlight import __main__ as shell
 from spotlight import run as running
-from spotlight.__main__ import EXAMPLES, main
+from spotlight import shell
 from spotlight.config import load
 from spotlight.display import _asked_to_stop, _Display
-from spotlight.records import Drained, SpotlightError, WorkerLife
+from spotlight.records import Drained, SpotlightError, Stopped, WorkerLife
 from spotlight.run import Run
+from spotlight.shell import EXAMPLES, main
 from spotlight.store.accounts import Accounts
 from spotlight.store.creating import create_run
+from spotlight.store.lease import Lease
 
 
 @pytest.mark.parametrize("verb", EXAMPLES)
@@ -59,6 +62,19 @@ def test_what_a_person_can_put_right_is_one_sentence_and_status_1(
     assert said.out == ""
     assert said.err.startswith(f"spotlight: {tmp_path}: not a run directory")
     assert len(said.err.splitlines()) == 1
+
+
+def test_a_run_that_is_not_there_is_not_told_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path / "nope")]) == 1
+    assert capsys.readouterr().err.startswith(f"spotlight: {tmp_path / 'nope'}: no such directory; ")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"spotlight {spotlight.__version__}\n"
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -217,6 +233,27 @@ def test_a_cluster_that_cannot_be_meant_is_refused_before_anything_is_made(
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
+@pytest.mark.parametrize("module", ["spotlight.config", "spotlight.run"])
+def test_ctrl_c_while_modules_are_imported_ends_a_command_quietly(module: str) -> None:
+    """A module that nobody else imports is where the interrupt comes; tests in the background ignore it."""
+    code = f"""
+import signal, sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "{module}":
+            signal.raise_signal(signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["spotlight", "run", "examples/ocr-tiny.toml"]
+from spotlight.__main__ import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 130
+    assert done.stderr in ("", "spotlight: left at once\n")
+
+
 def test_a_reader_that_is_gone_ends_a_verb_quietly() -> None:
     command = [sys.executable, "-m", "spotlight", "completion"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -296,6 +333,33 @@ def test_a_run_that_no_command_runs_is_not_killed_from_elsewhere(
 
     assert status == 1
     assert "is no `spotlight` command: stop it there" in capsys.readouterr().err
+
+
+def test_who_stops_a_driver_that_waits_for_a_lost_machine_is_told_of_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = create_run(load(settings_file(tmp_path)), 0.0)
+    lease = Lease(run.objects, "of another machine")
+    lease.take()
+    stop = threading.Event()
+
+    def wait() -> None:
+        with contextlib.suppress(Stopped), run.lock(stop):
+            pass
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    wait_for(run._lock.is_held)
+
+    status = main(["stop", str(run.path)])
+
+    stop.set()
+    waiting.join()
+    lease.release()
+    said = capsys.readouterr().err
+    assert status == 1
+    assert re.search(r"process \d+ on \S+ runs this run: stop it there\. If that machine is lost", said)
+    assert f"`fuser {run.path / 'lock'}` names it" in said
 
 
 def test_a_run_where_nothing_can_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,7 +239,7 @@ def test_scoring_apart_leaves_the_gpus_the_time_that_it_took_them_and_is_paid_fo
 
 def test_modelled_learning_imports_neither_torch_nor_the_distributed_scheduler(tmp_path: Path) -> None:
     code = (
-        "import sys; from spotlight.__main__ import main; "
+        "import sys; from spotlight.shell import main; "
         f"status = main(['simulate', {str(settings_file(tmp_path))!r}, '--alone', '--no-report']); "
         "print(status, *(name for name in ('torch', 'distributed', 'zarr') if name in sys.modules))"
     )

@@ -27,9 +27,10 @@ from leftovers import OURS, marked
 from private_slurm import missing, private_slurm
 from runs import COLD_S, LITTLE, WAIT_S, outcome, settings_file, start, wait_for
 from spotlight import config
-from spotlight.__main__ import main
 from spotlight.records import SpotlightError
 from spotlight.run import Run
+from spotlight.shell import main
+from spotlight.store.creating import create_run
 from spotlight.store.rows import EVENTS, HISTORY, SUMMARY, WORKERS
 from spotlight.store.rundir import RunDir
 from strikes import EXPLORING, SLOWLY, strike
@@ -250,6 +251,24 @@ def test_jobs_that_a_killed_driver_left_are_cancelled_by_their_names(tmp_path: P
     assert sorted(cancelled) == sorted([mine, spot])
     assert jobs() == [other]
     slurms("scancel", other)
+
+
+def test_what_is_left_of_a_run_is_cancelled_by_one_look_at_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = create_run(config.load(settings_file(tmp_path), JOBS), 0.0)
+    (run.path / "slurm").mkdir()
+    slurm_driver.record(run, "7")
+    (asked := tmp_path / "asked").touch()
+    for command, does in (("squeue", f"echo '7 a'; echo '8 b'; echo '9 {run.name}'"), ("scancel", ":")):
+        (script := tmp_path / command).write_text(f'#!/bin/sh\necho {command} "$1" >> {asked}\n{does}\n')
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    cancelled = slurm_driver.cancel_left(run, run.config())
+
+    assert cancelled == ["7"]
+    assert asked.read_text().splitlines() == ["squeue --me", "scancel 7"]
 
 
 @pytest.mark.usefixtures("slurm")

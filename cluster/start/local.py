@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import cycle
 from multiprocessing import resource_tracker
@@ -25,7 +26,14 @@ from distributed.deploy.spec import ProcessInterface
 
 from cluster.certificate import certificate
 from cluster.scheduler.scheduler import LeanScheduler
-from cluster.worker.process import FOR_OTHERS, WorkerSpec, own_fork_server, serve
+from cluster.worker.process import (
+    FOR_OTHERS,
+    WorkerSpec,
+    end_own_fork_server_at_its_imports,
+    made_by_own_fork_server,
+    own_fork_server,
+    serve,
+)
 from spotlight.config import Config, PoolSection
 from spotlight.market.trace_files import read_trace
 from spotlight.plan.availability import made_up_s, pool_switches, preemption_kinds, ups
@@ -198,7 +206,7 @@ class WorkerKeeper(ProcessInterface):
         theirs, ours = context.Pipe(duplex=False)
         process = context.Process(target=serve, args=(self._spec, dict(os.environ), theirs), daemon=True)
         loop = asyncio.get_running_loop()
-        starting = loop.run_in_executor(None, _start, process)  # the first one waits for the fork server's imports
+        starting = loop.run_in_executor(_starters, _start, process)  # the first waits for the fork server's imports
         try:
             await asyncio.shield(starting)
             theirs.close()
@@ -210,17 +218,25 @@ class WorkerKeeper(ProcessInterface):
         finally:
             self._process = None
             ours.close()  # ends the process if it is still there
-            await starting  # called off or not: what is being started is ended before its cluster is
-            process.kill()
-            await loop.run_in_executor(None, process.join)
+            while not starting.done():  # called off; a start that waited for its turn makes another fork server
+                end_own_fork_server_at_its_imports()
+                await asyncio.wait([starting], timeout=RETRY_S)
+            with contextlib.suppress(EOFError, OSError):  # the fork server died, as who is not called off was told
+                await starting  # what is being started is ended before its cluster is
+                process.kill()
+                await loop.run_in_executor(None, process.join)
             process.close()
+
+
+_starters = ThreadPoolExecutor(thread_name_prefix="spotlight-start")
+"""Threads that start processes: as long as they wait for imports, Dask needs those of the event loop for itself."""
 
 
 def _start(process: ForkServerProcess) -> None:
     """Start with signals blocked in this thread: the successor of a fork server that died this moment inherits that."""
     resource_tracker.ensure_running()  # first, because it unblocks SIGINT
     signal.pthread_sigmask(signal.SIG_BLOCK, FOR_OTHERS)
-    process.start()
+    made_by_own_fork_server(process)
 
 
 async def _end_of(process: ForkServerProcess) -> None:

@@ -418,8 +418,11 @@ def check_job(pool: str, section: PoolSection, run_dir: Path, security: Security
     sbatch(job.job_script(), "--test-only", where=f"pools.{pool}.slurm")
 
 
-def cancel_all(config: Config, run_dir: Path) -> list[str]:
+def cancel_all(config: Config, run_dir: Path, *, driver: str = "") -> list[str]:
     """Cancel this user's jobs of a run's workers; if Slurm does not answer, those that run end without a scheduler.
+
+    Args:
+        driver: the number of the driver's job, if that is to be cancelled, too.
 
     Returns:
         Their numbers.
@@ -433,7 +436,8 @@ def cancel_all(config: Config, run_dir: Path) -> list[str]:
         asked = ["squeue", "--me", "--noheader", "--format=%A %j"]
         printed = subprocess.run(asked, capture_output=True, text=True, timeout=ANSWER_S, check=False).stdout
         jobs = [line.split(maxsplit=1) for line in printed.splitlines()]
-        if numbers := [words[0] for words in jobs if len(words) == 2 and words[1].strip() in wanted]:
+        named = [words for words in jobs if len(words) == 2]
+        if numbers := [job for job, name in named if name.strip() in wanted or job == driver]:
             subprocess.run(["scancel", *numbers], capture_output=True, timeout=ANSWER_S, check=False)
             return numbers
     return []

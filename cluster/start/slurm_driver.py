@@ -196,9 +196,4 @@ def cancel_left(run: RunDir, config: Config) -> list[str]:
     Returns:
         Their numbers.
     """
-    job, cancelled = job_of(run), []
-    if job and job in _queued():
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(["scancel", job], capture_output=True, timeout=ANSWER_S, check=False)
-            cancelled = [job]
-    return cancelled + cancel_all(config, run.path)
+    return cancel_all(config, run.path, driver=job_of(run))

@@ -22,11 +22,12 @@ from hashlib import sha256
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import spotlight
 from cluster.start import janitor
 from cluster.worker.process import FOR_OTHERS, fork_context, has_own_fork_server, own_fork_server
+from spotlight.records import SpotlightError
 from spotlight.store.device_locks import began, is_stopped
 from spotlight.store.leftovers import SOCKET_BYTES
 from spotlight.store.node import hold, shared_root, sweep
@@ -36,6 +37,8 @@ OWN = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "OLDPWD", "RANK", "SHLVL", "_", "__
 OWN_FOLDER = "dask-scratch-space"
 """Where Dask gives each worker a folder, and looks for modules that were sent to it; we send none."""
 ENDING_S, POLL_S = 1.0, 0.01
+TURN_S = 300.0
+"""For another worker to start the parent, which takes moments; one that is frozen at it is replaced before."""
 
 
 @dataclass(slots=True)
@@ -115,10 +118,14 @@ def end_with_this_process(pid: int) -> None:
 
 
 def _join(root: Path) -> _Joined:
-    """Open the pipe to the parent; start one if nobody reads."""
+    """Open the pipe to the parent; start one if nobody reads.
+
+    Raises:
+        SpotlightError: another process has been at it for long.
+    """
     held = hold(root)
-    with (root / "starting").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
+    with (root / "starting").open("a+") as turn:
+        _wait_for(turn)
         try:
             alive = os.open(root / "alive", os.O_WRONLY | os.O_NONBLOCK)
         except OSError as error:
@@ -126,6 +133,26 @@ def _join(root: Path) -> _Joined:
                 raise
             alive = _start(root)
     return _Joined(root, held, alive)
+
+
+def _wait_for(turn: IO[str]) -> None:
+    """Lock the file, in which whoever has it writes its number."""
+    until_s = time.monotonic() + TURN_S
+    while True:
+        try:
+            fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > until_s:
+                turn.seek(0)
+                raise SpotlightError(
+                    f"on {socket.gethostname()} process {turn.read() or 'unknown'} has held {turn.name} for "
+                    f"{TURN_S:g} s, so this worker can start no engine: is it a frozen worker? End it (`kill -KILL`)"
+                ) from None
+        time.sleep(POLL_S)
+    turn.truncate(0)
+    turn.write(str(os.getpid()))
+    turn.flush()
 
 
 def _start(root: Path) -> int:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,8 @@ _scratch: list[Scratch] = []
 """Where this process's fork server is asked for workers."""
 _begun: list[int] = []
 """The fork servers that this process has started."""
+_ready: set[int] = set()
+"""Those from which a process came."""
 _starting = threading.Lock()
 
 
@@ -128,6 +130,20 @@ def _have_it_end_with_this_process() -> None:
 def own_fork_server_pid() -> int:
     """Of this process's own; 0 before it was started."""
     return getattr(forkserver._forkserver, "_forkserver_pid", None) or 0
+
+
+def made_by_own_fork_server(process: ForkServerProcess) -> None:
+    """Start a process; from then on the fork server is known to have done its imports."""
+    process.start()
+    _ready.add(own_fork_server_pid())
+
+
+def end_own_fork_server_at_its_imports() -> None:
+    """Kill it if nothing came from it yet, so that who waits for its first process need not; the next start makes
+    another."""
+    pid = own_fork_server_pid()
+    if pid and pid not in _ready:
+        os.kill(pid, signal.SIGKILL)  # it is a child that was not waited for: no other has its number
 
 
 def continue_own_fork_server() -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import shlex
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +28,8 @@ KEYS_MAX = 8
 """Names in a dotted key: settings are three deep, what simulated strategies change stands two deeper."""
 
 SectionT = TypeVar("SectionT", bound=Section)
+Place = Callable[..., str]
+"""Says where a setting's value is from: `_place`, of one file and its overrides."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -41,6 +45,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     path = Path(path)
     if not path.exists():
         raise SpotlightError(f"{path}: no such settings file; examples/ holds some to start from")
+    if (path / RESOLVED).is_file():
+        resume = f"`spotlight resume {shlex.quote(str(path))}`"
+        raise SpotlightError(f"{path}: is a run, and no settings file: {resume} goes on with it")
     return parse(read_bytes(path, "a settings file"), path.parent, str(path), overrides)
 
 
@@ -64,25 +71,30 @@ def parse(content: bytes, base: Path, source: str, overrides: Sequence[str] = ()
         ) from None
     for override in overrides:
         set_value(tree, override)
-    return resolve(tree, base, source)
+    return resolve(tree, base, source, overrides)
 
 
-def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Config:
-    """Check a tree of settings and make the paths in it absolute."""
+def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings", overrides: Sequence[str] = ()) -> Config:
+    """Check a tree of settings and make the paths in it absolute.
+
+    Args:
+        overrides: what was put into it, for the errors.
+    """
+    where = partial(_place, source, overrides)
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise SpotlightError("\n".join(_explain(source, detail) for detail in error.errors())) from None
+        raise SpotlightError("\n".join(_explain(where, detail) for detail in error.errors())) from None
     return config.model_copy(
         update={
-            "data": _with_paths(config.data, base, source, "data", "train_prompts", "validation_prompts"),
-            "model": _with_paths(config.model, base, source, "model", "path"),
-            "train": _with_paths(config.train, base, source, "train", "lora_path"),
-            "reward": _with_checkpoints(config.reward, base, source),
-            "latents": _with_paths(config.latents, base, source, "latents", "url"),
+            "data": _with_paths(config.data, base, where, "data", "train_prompts", "validation_prompts"),
+            "model": _with_paths(config.model, base, where, "model", "path"),
+            "train": _with_paths(config.train, base, where, "train", "lora_path"),
+            "reward": _with_checkpoints(config.reward, base, where),
+            "latents": _with_paths(config.latents, base, where, "latents", "url"),
             "pools": config.pools.model_copy(
                 update={
-                    name: _with_paths(pool, base, source, f"pools.{name}", "prices", "trace")
+                    name: _with_paths(pool, base, where, f"pools.{name}", "prices", "trace")
                     for name, pool in config.pools
                 }
             ),
@@ -90,18 +102,21 @@ def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings") -> Co
     )
 
 
-def _with_checkpoints(reward: RewardSection, base: Path, source: str) -> RewardSection:
-    """The tables of rewards with their checkpoints as absolute paths."""
-    also = tuple(_with_checkpoints(table, base, source) for table in reward.also)
+def _with_checkpoints(reward: RewardSection, base: Path, where: Place) -> RewardSection:
+    """The tables of rewards with their checkpoints, and where their own modules are, as absolute paths."""
+    also = tuple(_with_checkpoints(table, base, where) for table in reward.also)
     named = FILES_IN_OPTIONS.get(reward.name, ())
     options = {
         name: absolute(base, value) if name in named and isinstance(value, str) else value
         for name, value in reward.options.items()
     }
-    return _with_paths(reward, base, source, "reward", "path").model_copy(update={"also": also, "options": options})
+    own = ":" in reward.name or ":" in str(reward.options.get("detector", ""))
+    module_dir = reward.module_dir or ("." if own else "")
+    given = reward.model_copy(update={"also": also, "options": options, "module_dir": module_dir})
+    return _with_paths(given, base, where, "reward", "path", "module_dir")
 
 
-def _with_paths(section: SectionT, base: Path, source: str, name: str, *fields: str) -> SectionT:
+def _with_paths(section: SectionT, base: Path, where: Place, name: str, *fields: str) -> SectionT:
     """The section with its files as absolute paths; URLs are that already."""
     paths: dict[str, str] = {}
     for field in fields:
@@ -110,7 +125,8 @@ def _with_paths(section: SectionT, base: Path, source: str, name: str, *fields: 
             try:
                 paths[field] = absolute(base, path)
             except SpotlightError as error:
-                raise SpotlightError(f"{source}: {name}.{field} = {error}") from None
+                place = where([*name.split("."), field])
+                raise SpotlightError(f"{place}: {name}.{field} = {error}") from None
     return section.model_copy(update=paths)
 
 
@@ -184,10 +200,11 @@ def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example
     Raises:
         SpotlightError: it has another form, or what should be a section is a value.
     """
-    name, equals, text = override.partition("=")
-    keys = [key.strip() for key in name.split(".")]
+    _, equals, text = override.partition("=")
+    keys = _keys(override)
     if not equals or not sections < len(keys) <= KEYS_MAX or not all(keys):
-        raise SpotlightError(f"--set {shown(override)}: expected section.key=value, for example --set {example}")
+        hint = _elsewhere(keys[0]) if equals and len(keys) == sections == 1 else ""
+        raise SpotlightError(f"--set {shown(override)}: expected section.key=value, for example --set {example}{hint}")
     value = _value(override, text)
     for key in keys[:-1]:
         tree = tree.setdefault(key, {})
@@ -196,6 +213,10 @@ def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example
         if not isinstance(tree, dict):
             raise SpotlightError(f"--set {shown(override)}: {shown(key)} is a value, not a section")
     tree[keys[-1]] = value
+
+
+def _keys(override: str) -> list[str]:
+    return [key.strip() for key in override.partition("=")[0].split(".")]
 
 
 def _value(override: str, text: str) -> Any:
@@ -211,9 +232,25 @@ def _value(override: str, text: str) -> Any:
     return tree["value"]
 
 
-def _explain(source: str, error: Mapping[str, Any]) -> str:
+def _place(source: str, overrides: Sequence[str], parts: Sequence[str], rule: str = "") -> str:
+    """Where the value of a setting is from: an override, or the file; of a section, the file with its overrides.
+
+    Args:
+        parts: of the setting's, or the section's, name.
+        rule: of a section, that is broken; it names the settings that break it. "": any may.
+    """
+    parts = list(parts)
+    if given := [override for override in overrides if (keys := _keys(override)) == parts[: len(keys)]]:
+        return f"--set {shown(given[-1])}"
+    within = [override for override in overrides if _keys(override)[: len(parts)] == parts]
+    named = [override for override in within if not rule or _keys(override)[-1] in rule]
+    return " ".join([source, *(f"with --set {shown(override)}" for override in named)])
+
+
+def _explain(where: Place, error: Mapping[str, Any]) -> str:
     """One pydantic error as one sentence: where, the rule, what came, the way out."""
     parts = [str(part) for part in error["loc"]]
+    source = where(parts, str(error["msg"]) if error["type"] == "value_error" else "")
     while parts[:2] == ["reward", "also"]:  # further [[reward]] tables are reported as what they are
         parts = ["reward", *parts[3:]]
     *sections, field = parts or [""]
@@ -248,9 +285,23 @@ def _as_list(value: Any) -> str:
 
 def _unknown(sections: Sequence[str], field: str) -> str:
     close = difflib.get_close_matches(field, _section_at(sections).model_fields, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    hint = _elsewhere(field) or (f" (did you mean {close[0]!r}?)" if close else "")
     where = f"[{'.'.join(sections)}] has no field" if sections else "there is no section"
     return f"{where} {shown(field)}{hint}; {'it has' if sections else 'there are'} {_known(sections)}"
+
+
+def _elsewhere(field: str) -> str:
+    """Where there is a setting of that very name, as a hint; empty where there is none."""
+    found = list(_named(field))
+    return f" (did you mean {' or '.join(found)}?)" if found else ""
+
+
+def _named(field: str, within: tuple[str, ...] = ()) -> Iterator[str]:
+    for name, info in _section_at(within).model_fields.items():
+        if name == field and within:
+            yield ".".join((*within, name))
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            yield from _named(field, (*within, name))
 
 
 def _known(sections: Sequence[str]) -> str:

@@ -285,6 +285,9 @@ class RewardSection(Section):
     path: str = ""
     """Checkpoint directory of "clip-score", "pickscore", "aesthetic", "vlm-ocr" and the detector "mask2former";
     relative to the settings file."""
+    module_dir: str = ""
+    """Where the file of ``module:Class`` is looked for, if Python does not find it by itself; relative to the settings
+    file. All workers must see it there. Left out, it is the directory of the settings file."""
     url: str = ""
     """Server of "http" (``POST URL/compute``), "chat" and "chat-ocr" (``POST URL/v1/chat/completions``)."""
     timeout_s: float = Field(60.0, gt=0, le=3600)

@@ -129,9 +129,9 @@ class RunDir:
             check_reach(path)
         run = cls(path)
         if run.objects.size(config.RESOLVED) is None:
-            raise SpotlightError(
-                f"{path}: not a run directory: it has no {config.RESOLVED}; `spotlight run CONFIG` makes one"
-            )
+            lacks = f"not a run directory: it has no {config.RESOLVED}"
+            found = lacks if run.is_remote or run.path.is_dir() else "no such directory"
+            raise SpotlightError(f"{path}: {found}; `spotlight run CONFIG` makes one")
         if run._journals:
             run.pull(anew=True)
         else:
@@ -316,6 +316,13 @@ class RunDir:
 
     def _lease(self) -> Lease:
         return Lease(self.objects, self._lock.identity)
+
+    def perhaps_lost(self) -> Holder | None:
+        """Who has the run on another machine, while a process has its files as seen from this one.
+
+        The two are the same where machines share locks of files; else the owner may be lost, and the other waits.
+        """
+        return self._lease().elsewhere() if self._lock.is_held() else None
 
     def holder(self) -> str:
         """The process that runs the run, on whichever machine; empty where none does."""

@@ -71,7 +71,10 @@ def _geneval(settings: RewardSection) -> Scorer:
         raise SpotlightError(
             f"reward 'geneval': reward.options.detector = {shown(name)}: give {known}, or 'module:Class' of your own"
         )
-    kind = imported(DETECTORS.get(name, name), "reward.options.detector")
+    if name in DETECTORS:
+        kind = imported(DETECTORS[name], "reward.options.detector")
+    else:
+        kind = imported(name, "reward.options.detector", settings.module_dir)
     graded = options.pop("graded", True)
     if settings.path:
         options["path"] = settings.path
@@ -154,7 +157,7 @@ def _one(settings: RewardSection) -> Scorer:
         if settings.name in MADE:
             scorer = MADE[settings.name](settings)
         elif ":" in settings.name:
-            kind = imported(settings.name, "reward.name")
+            kind = imported(settings.name, "reward.name", settings.module_dir)
             _check_kind(kind, f"reward.name = {settings.name!r}")
             scorer = _made(kind, f"reward.name = {settings.name!r}", settings.options)
         else:
@@ -241,16 +244,21 @@ def normalised(within: tuple[float, float], rewards: Sequence[float]) -> tuple[f
     return tuple(min(1.0, max(0.0, (reward - low) / (high - low))) for reward in rewards)
 
 
-def imported(name: str, where: str) -> Any:
+def imported(name: str, where: str, beside: str = "") -> Any:
     """What ``module:Class`` names.
 
+    Args:
+        beside: a directory where the module is looked for last, and so are those that it imports: nothing that Python
+            finds is another by that. "": none.
+
     Raises:
-        SpotlightError: it has another form, there is no such thing, or the module cannot be imported.
+        SpotlightError: it has another form, there is no such thing, or the module cannot be imported, or is another
+            than the one in that directory.
     """
     module, _, attribute = name.partition(":")
     way_out = (
-        "give module:Class, of a module that Python finds (for a file in this directory, PYTHONPATH=.; workers that "
-        "you start yourself are started with that, too)"
+        f"give module:Class, of a file in {beside or 'the directory of the settings file'}, or of a module that Python "
+        "finds (PYTHONPATH); workers look there, too"
     )
     if module == "__main__":
         raise SpotlightError(
@@ -259,15 +267,35 @@ def imported(name: str, where: str) -> Any:
         )
     if not all(part.isidentifier() for part in module.split(".")):
         raise SpotlightError(f"{where} = {name!r} names no module: {way_out}; mypkg/mine.py is mypkg.mine")
+    if beside and beside not in sys.path:
+        sys.path.append(beside)
+        looked_in.add(beside)
     _importing.names.append(name)
     try:
         if module not in sys.modules:
             _read_s[module] = time.time()
-        return getattr(importlib.import_module(module), attribute)
+        found = importlib.import_module(module)
+        _check_is_beside(found, beside)
+        return getattr(found, attribute)
     except Exception as error:  # of anyone's code
         raise SpotlightError(f"{where} = {name!r} cannot be imported ({explained(error)}): {way_out}") from None
     finally:
         _importing.names.pop()
+
+
+def _check_is_beside(module: ModuleType, folder: str) -> None:
+    """
+    Raises:
+        ImportError: Python found this one, and another lies in the folder: workers might find that.
+    """
+    place, found = Path(folder, *module.__name__.split(".")), Path(module.__file__ or "")
+    files = [file for file in (place.with_suffix(".py"), place / "__init__.py") if folder and file.is_file()]
+    if files and not any(found.exists() and file.samefile(found) for file in files):
+        raise ImportError(f"Python finds {module.__file__ or 'one of its own'}, and {files[0]} is another: rename it")
+
+
+looked_in: set[str] = set()
+"""Directories that this process looks into for modules of rewards, at the end of ``sys.path``."""
 
 
 class _Importing(threading.local):
