@@ -21,7 +21,7 @@ from graphs.requests import candidates_for, unexplored
 from graphs.tasks.context import RunContext
 from graphs.tasks.exploration import Candidates
 from graphs.tasks.sampling import forget_unscored
-from graphs.tasks.training import TrainingSet, whole
+from graphs.tasks.training import TrainingSet, means_of_validation, whole
 from spotlight.clock import Clock, wall_clock
 from spotlight.config import Config
 from spotlight.plan.bandit import PROBE_SHARE, RECENT, affordable, captured_variance, rank_correlation
@@ -271,7 +271,8 @@ class Loop:
             return
         self._watch.begin("validate", weights.version)
         results = self._compute(validation_graph(self._config, context, self._validation, weights))
-        rewards = [reward for scored in results["scores"] if isinstance(scored, Scored) for reward in scored.rewards]
+        scores = [scored for scored in results["scores"] if isinstance(scored, Scored)]
+        rewards = [reward for scored in scores for reward in scored.rewards]
         known = [reward for reward in rewards if reward is not None]
         if not known:
             raise SpotlightError(
@@ -284,6 +285,7 @@ class Loop:
             rewards=tuple(rewards),
             images=results["images"],
             at_s=self._clock(),
+            metrics=means_of_validation(scores),
         )
         self._run.append(VALIDATION, row_of(row))
 

@@ -8,7 +8,7 @@ from math import ceil
 
 from graphs.tasks.context import RunContext
 from graphs.tasks.exploration import Candidates
-from graphs.tasks.seeds import candidate_seeds, validation_seeds
+from graphs.tasks.seeds import candidate_seed, candidate_seeds, validation_seeds
 from spotlight.config import Config
 from spotlight.plan import batching
 from spotlight.plan.bandit import rounds_of
@@ -21,6 +21,8 @@ from spotlight.store.rundir import made_again
 
 REQUEST_S = 0.25
 """What a request costs whatever its size, in samples: half a sample of the embedded model, nothing for a large one."""
+SHARED = -1
+"""Index of the seed of what all samples of a prompt begin with (``rollout.same_noise``): of no candidate."""
 
 
 def candidates_for(
@@ -93,11 +95,13 @@ def rollout_requests(
     """
     template = request_template(config, context, "rollout", selection.iteration, weights)
     size, early = request_size(config), config.rollout.prompts_ahead if before else 0
+    shares = config.rollout.same_noise
     return [
         replace(
             template,
             prompt=kept.prompt,
             seeds=kept.seeds[first : first + size],
+            first_noise=candidate_seed(context.seed, selection.iteration, kept.prompt, SHARED) if shares else None,
             weights=before if before and number < early else weights,
         )
         for number, kept in enumerate(selection.kept)

@@ -18,6 +18,7 @@ from spotlight.plan.durations import TaskDurations
 from spotlight.records import Pool, SpotlightError
 from spotlight.rl import checkpoints, rewards
 from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
+from spotlight.rl.start import require_lora
 from spotlight.store.accounts import pool_prices
 
 MADE_UP_H_MAX = 100_000
@@ -87,7 +88,17 @@ def check_inputs(
     if model.path and not model.embedded and not Path(model.path).is_dir():
         raise SpotlightError(f"model.path = {model.path!r}: no such directory; give that of a diffusers pipeline")
     if model.name in checkpoints.FAMILIES:
-        _check_widths(settings, checkpoints.survey(model.name, model.path))
+        found = checkpoints.survey(model.name, model.path)
+        _check_widths(settings, found)
+        told = found.transformer.config.get("guidance_embeds") and model.name == "flux"
+        if told and settings.rollout.guidance == 1 and settings.train.is_stepwise:
+            logger.warning(
+                "rollout.guidance = 1 with %s, which takes guidance as an input: published recipes of Flow-GRPO and "
+                "DanceGRPO tell FLUX.1-dev 3.5, which is one pass all the same; set rollout.guidance = 3.5",
+                model.path,
+            )
+    if settings.train.lora_path:
+        require_lora(settings.train)
     if model.device == "cuda" and live and not joins and settings.cluster.manager == "local":
         from spotlight.rl.models import device_of  # torch, which takes seconds
 

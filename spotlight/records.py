@@ -112,6 +112,8 @@ class Request:
     weights: WeightsRef
     policy: Policy = "trained"
     """Which of the version's weights."""
+    first_noise: int | None = None
+    """Fixes what all its images begin with, so that their seeds fix the noise of stochastic steps only."""
 
     @property
     def id(self) -> str:
@@ -133,6 +135,8 @@ class Request:
         value = row_of(self)
         weights = row_of(self.weights)
         del weights["parts"]  # what samples is named without them
+        if self.first_noise is None:
+            del value["first_noise"]  # as before there was one: work that was committed then is resumed
         return sha256(dumps(value | {"weights": weights}, sort_keys=True, default=row_of).encode()).hexdigest()
 
 

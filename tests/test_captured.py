@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers.models.transformers import transformer_qwenimage
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -165,6 +166,40 @@ def test_a_pass_whose_backward_never_came_is_repeated_all_the_same(monkeypatch: 
     assert not recorded[2].is_ahead
 
 
+def test_a_pass_is_captured_once_its_backward_pass_has_come() -> None:
+    """Before, the kernels of the backward pass are not set up; with guidance, two passes await theirs."""
+    repeats = Repeats()
+    run = CapturedPasses(Layer(), repeats)
+    outputs = [run(x=torch.ones(1))[0] for _ in range(2)]
+    before = len(repeats.recorded)
+
+    torch.cat(outputs).sum().backward()
+    run(x=torch.ones(1))
+
+    assert before == 0
+    assert len(repeats.recorded) == 2  # forward and backward
+
+
+def test_no_gradient_of_a_graph_goes_where_those_of_a_living_loss_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps a parameter's node, and the stream that it was made on, as long as any loss of it is alive."""
+    layer = Layer()
+    run = CapturedPasses(layer, Repeats())
+    (loss,) = run(x=torch.ones(1))
+    loss.backward()
+    living = [get_gradient_edge(parameter).node for parameter in layer.parameters()]
+    found: list[bool] = []
+
+    def spied(outputs: Any, inputs: Sequence[Tensor], *others: Any, **named: Any) -> Any:
+        found.extend(get_gradient_edge(each).node in living for each in inputs)
+        return grad(outputs, inputs, *others, **named)
+
+    grad = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", spied)
+    run(x=torch.ones(1))
+
+    assert found == [False, False]
+
+
 class Captured(TorchDispatchMode):
     """Inside, all is on the device."""
 
@@ -231,7 +266,9 @@ def test_a_pass_neither_waits_for_the_host_nor_reads_from_it(
     run = CapturedPasses(model.transformer, as_captured)
 
     with torch.set_grad_enabled(learns):
-        run(**arguments)
+        (first,) = run(**arguments)
+        if learns:
+            first.backward(torch.empty_like(first))
         if name not in ("sd3", "flux") and not fills:
             with pytest.raises(AssertionError, match="as_tensor"):
                 run(**arguments)
@@ -248,7 +285,9 @@ def test_what_cannot_be_captured_is_named_with_the_way_out(learns: bool, setting
 
     run = CapturedPasses(Layer(), refuses)
     with torch.set_grad_enabled(learns):
-        run(x=torch.ones(1))
+        (output,) = run(x=torch.ones(1))
+        if learns:
+            output.backward()
 
         with pytest.raises(SpotlightError, match=rf"cannot be captured .*is capturing\): set {setting} = false"):
             run(x=torch.ones(1))

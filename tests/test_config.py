@@ -393,6 +393,12 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
         (["train.seeds_used=2", "train.updates=17"], ["train.updates = 17", "train.seeds_used = 16 samples"]),
         (["pools.spot.workers=0", "pools.spot.usd_per_h=1"], ['strategy.exploration = "stale"', "pools.spot.workers"]),
         (["train.algorithm=grpo"], ['train.algorithm = "grpo"', 'rollout.sampler = "ode"']),
+        (
+            ["train.algorithm=grpo", "rollout.sampler=sde", "rollout.sde_window=[0, 4]", "train.steps_used=5"],
+            ["train.steps_used = 5 is more than the 4 stochastic steps"],
+        ),
+        (["rollout.same_noise=true", "strategy.exploration=off"], ['rollout.sampler = "ode"', "would be one"]),
+        (["rollout.same_noise=true", "rollout.sampler=sde"], ["rollout.same_noise", 'exploration = "off"']),
         (["rollout.sampler=sde", "rollout.sde_window=[3, 3]"], ["rollout.sde_window = [3, 3]"]),
         (
             ["rollout.sampler=sde", "rollout.sde_window=[6, 8]", "rollout.steps=8"],
@@ -425,6 +431,12 @@ def test_a_directory_is_refused_as_a_settings_file(file: Path) -> None:
         ),
         (["pools.reserved.gpu=cpu"], ['pools.reserved.gpu = "cpu"', "only take the updates", 'train_pools = ["spot"]']),
         (["model.name=qwen-image"], ['model.name = "qwen-image"', "model.path"]),
+        (["model.shift=3"], ["model.text_tokens and model.shift", "'tiny-text' is an embedded model"]),
+        (["model.text_tokens=128"], ["model.text_tokens and model.shift", "'tiny-text' is an embedded model"]),
+        (
+            ["model.name=sd3", "model.path=x", "model.text_tokens=520"],
+            ["model.text_tokens = 520", "'sd3' reads 512 at most"],
+        ),
         (["model.name=flux", "model.path=x"], ['model.name = "flux"', "model.height_px and model.width_px", "512"]),
         (["run.dir=s3:/bucket/runs"], ["run.dir = 's3:/bucket/runs'", "two slashes", "s3://bucket/runs"]),
     ],

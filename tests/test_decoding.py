@@ -77,7 +77,9 @@ LIFE = WorkerLife(worker="spot-0", pool="spot", joined_s=1.0, left_s=None, reaso
 HISTORY_ROW = HistoryRow(
     iteration=K, weights_version=K + 1, weights_sha256="ab", metrics={"samples": 24.0}, measured={"preemptions": 2}
 )
-VALIDATION_ROW = ValidationRow(version=K, score=0.5, rewards=(1.0, None, 0.0), images="images/v.npz", at_s=1.5)
+VALIDATION_ROW = ValidationRow(
+    version=K, score=0.5, rewards=(1.0, None, 0.0), images="images/v.npz", at_s=1.5, metrics={"tag_counting": 0.5}
+)
 SUMMARY_ = Summary(
     score_before=0.5,
     score_after=0.75,

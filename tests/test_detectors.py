@@ -27,6 +27,7 @@ from spotlight import config
 from spotlight.config import RewardSection
 from spotlight.records import Prompt, SpotlightError
 from spotlight.rl.models.tiny_shapes import TinyShapes
+from spotlight.rl.prompts import read_prompts
 from spotlight.rl.rewards import GenEvalScorer, build
 from spotlight.rl.rewards.clip import ClipScorer
 from spotlight.rl.rewards.geneval import metadata_of
@@ -110,6 +111,9 @@ def test_the_job_of_shapes_draws_what_is_rewarded_and_trains_on_it(tmp_path: Pat
     run.go(report=False)
 
     before, after = run.directory.validation()
+    tags = {metadata_of(prompt)["tag"] for prompt in read_prompts(settings.data.validation_prompts)}
+    assert before.metrics.keys() == {f"tag_{tag}" for tag in tags}
+    assert len(tags) > 3
     assert 0.15 < before.score < 0.6  # pre-training stopped early, on purpose
     assert {0.5, 1.0} < set(before.rewards)
     assert after.rewards != before.rewards

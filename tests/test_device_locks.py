@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spotlight.store.device_locks import DeviceLock, end_leftovers, own_devices
+from spotlight.store.device_locks import DeviceLock, end_leftovers, visible_devices
 from spotlight.store.node import sweep
 
 
@@ -31,22 +31,29 @@ def test_each_takes_the_first_device_that_no_other_has(tmp_path: Path) -> None:
     assert (first.number, second.number, DeviceLock(tmp_path).number) == (0, 1, 0)
 
 
-def test_each_job_of_a_node_counts_its_own_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm gives two jobs of a node four GPUs each, and both see theirs as 0 to 3."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    taken: dict[str, list[DeviceLock]] = {"7": [], "8": []}
-    for job in ("7", "7", "7", "8", "7", "8", "8", "8"):
-        monkeypatch.setenv("SLURM_JOB_ID", job)
-        taken[job].append(DeviceLock(tmp_path, kind=own_devices()))
+def test_workers_that_see_the_gpus_in_orders_of_their_own_take_different_ones(tmp_path: Path) -> None:
+    """So does dask-cuda start them: each has its own GPU first."""
+    seen = [visible_devices({"CUDA_VISIBLE_DEVICES": names}) for names in ("0,1,2", "1, 2,0", "2,0,1", "0,1,2")]
 
-    assert [[each.number for each in job] for job in taken.values()] == [[0, 1, 2, 3]] * 2
+    locks = [DeviceLock(tmp_path, devices=names) for names in seen]
+
+    assert [names[lock.number] for names, lock in zip(seen, locks, strict=True)] == ["0", "1", "2", "0"]
 
 
-def test_without_a_choice_of_devices_all_of_the_machine_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+def test_each_of_two_jobs_on_a_node_uses_all_its_gpus(tmp_path: Path) -> None:
+    """Whoever comes first, and though Slurm gives the GPUs of both the same numbers."""
+    seen = [visible_devices({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_JOB_ID": job}) for job in "aabb"]
+    locks = [DeviceLock(tmp_path, devices=seen[at]) for at in (0, 2, 1, 3)]
 
-    assert own_devices() == ""
+    assert [lock.number for lock in locks] == [0, 0, 1, 1]
+
+
+def test_a_part_of_a_gpu_has_a_lock_in_the_same_directory(tmp_path: Path) -> None:
+    names = visible_devices({"CUDA_VISIBLE_DEVICES": "MIG-GPU-1f/1/0"})
+
+    assert DeviceLock(tmp_path, devices=names).number == 0
+    assert len(list(tmp_path.glob("slot-*"))) == 1
+    assert visible_devices({}) == []
 
 
 def test_who_takes_a_device_ends_what_was_left_on_it(tmp_path: Path, frozen: subprocess.Popen[bytes]) -> None:

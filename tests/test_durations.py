@@ -168,6 +168,8 @@ def test_a_run_of_its_own_model_takes_the_gpus_of_its_pools() -> None:
     assert durations.step_s(1, 2) == launched.step_s(1, 2) > launched.step_s(1, 1)  # a gang has no graphs
     # Two stochastic steps, of a LoRA, with old log-probabilities; whoever trains does it alone.
     assert durations.train_s(64) == 64 * train_s(*size, gpu="h100", timesteps=2, guidance=4.0)
+    fewer = TaskDurations(config.load(EXAMPLES / "qwen-image-ocr.toml", [*overrides, "train.steps_used=1"]))
+    assert fewer.train_s(64) == 64 * train_s(*size, gpu="h100", timesteps=1, guidance=4.0)
     on_spot = TaskDurations(
         config.load(EXAMPLES / "qwen-image-ocr.toml", [*overrides, 'strategy.train_pools=["spot"]'])
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal, Self
 from unittest.mock import patch
@@ -54,7 +56,9 @@ from spotlight.records import (
     Stopped,
     Updated,
     WeightsRef,
+    row_of,
 )
+from spotlight.rl import models
 from spotlight.rl.gradients import part_gradient
 from spotlight.rl.models import captured
 from spotlight.rl.parts import Cut
@@ -469,6 +473,38 @@ def test_on_the_virtual_clock_only_steps_that_are_read_or_kept_are_committed(
         np.testing.assert_equal(read, live.store.window_latents(request, clean))
 
 
+def test_samples_of_a_prompt_may_begin_with_one_noise_and_differ_by_that_of_their_steps(tmp_path: Path) -> None:
+    grpo = ["train.algorithm=grpo", "rollout.sampler=sde", "rollout.sde_window=[0, 2]", "strategy.exploration=off"]
+    one, own = (f"rollout.same_noise={shares}" for shares in ("true", "false"))
+    windows = []
+    for at, shares in enumerate((one, own)):
+        settings = config.load(
+            settings_file(tmp_path / str(at)), [*grpo, shares, "rollout.seeds_kept=3", "rollout.request_seeds=2"]
+        )
+        run = create_run(settings, time.time())
+        context, prompts = prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:2]
+        requests = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)
+        engine = Engine(run.path)
+        windows.append([engine._denoiser.window(request)[0] for request in requests])
+
+    (first, second), alone, other, _ = (list(window) for window in windows[0])
+    assert np.array_equal(first[0], second[0])
+    assert np.array_equal(first[0], alone[0][0])  # of another request of the prompt
+    assert not np.array_equal(first[1], second[1])
+    assert not np.array_equal(first[0], other[0][0])  # of another prompt
+    assert not np.array_equal(windows[1][0][0, 0], windows[1][0][1, 0])
+
+
+def test_a_request_without_a_noise_of_its_own_to_begin_with_is_named_as_ever(request_: Request) -> None:
+    """So that a run that began before there was one goes on after its last committed step."""
+    value = {key: field for key, field in row_of(request_).items() if key not in ("first_noise", "weights")}
+    weights = {key: field for key, field in row_of(request_.weights).items() if key != "parts"}
+    content = json.dumps({**value, "weights": weights}, sort_keys=True, default=row_of)
+
+    assert request_.digest == sha256(content.encode()).hexdigest()
+    assert replace(request_, first_noise=1).digest != request_.digest
+
+
 def test_latents_of_a_window_that_several_workers_draw_again_are_those_of_the_last(tmp_path: Path) -> None:
     """Parts of an update may need the same request; who is overtaken waits for who overtook it."""
     settings = config.load(settings_file(tmp_path), ["rollout.steps=8"])
@@ -575,6 +611,33 @@ def test_a_request_too_large_for_the_device_is_named_with_what_would_make_it_fit
         Engine(run.path).resident.limits("request r7 (64 samples)"),
     ):
         raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+
+def test_a_model_too_large_for_a_device_that_it_shares_is_named(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker may have the rest of its memory; while the model is not there, nobody asks it for its device."""
+
+    def fill(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    monkeypatch.setattr(models, "load", fill)
+
+    with pytest.raises(SpotlightError, match=r"the model does not fit the memory of device cpu: .* no other process"):
+        _ = Engine(run.path).model
+
+
+def test_images_too_large_for_the_device_are_named_with_what_would_make_them_fit(
+    run: RunDir, request_: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(run.path)
+    engine.rollout(request_)
+
+    def fill(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    monkeypatch.setattr(engine.model, "decode", fill)
+
+    with pytest.raises(SpotlightError, match=r"decoding request .*model\.vae_tiling = true"):
+        engine.decode(request_)
 
 
 def test_a_kernel_without_a_fixed_order_of_its_sums_is_named_with_the_way_out(run: RunDir) -> None:

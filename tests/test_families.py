@@ -6,7 +6,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from pipelines import tiny_flux, tiny_qwen_image, tiny_sd3
 from runs import settings_file
 from spotlight import Run, config
+from spotlight.inputs import check_inputs
 from spotlight.records import SpotlightError
 from spotlight.rl import checkpoints
 from spotlight.rl.models import Loading, Model, require_memory
@@ -188,6 +189,50 @@ def test_a_prompt_that_is_too_long_is_cut_where_the_plain_pipeline_cuts_it(made:
 
     assert model.encode([text]).embeds_BTD.shape[1] == theirs.shape[1] == 512
     assert (denoised(model, text, 1.0) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fewer_tokens_of_a_prompt_are_read_where_the_settings_say_so(made: Checkpoints, name: str) -> None:
+    case, text, tokens = CASES[name], 20 * f"{SHORT} ", 16
+    model = case.kind.load(str(made[name]), replace(CPU, text_tokens=tokens))
+    model.preload([text])
+    plain = case.plain.from_pretrained(made[name])
+    plain.set_progress_bar_config(disable=True)
+    start = noise(model)
+    if isinstance(model, StableDiffusion3):
+        start = model._unpacked(start, HEIGHT_PX, WIDTH_PX)
+    asked = {"height": HEIGHT_PX, "width": WIDTH_PX, "num_inference_steps": STEPS, "latents": start, **case.options}
+
+    theirs = plain(text, output_type="latent", max_sequence_length=tokens, **asked).images
+    ours_BNC = denoised(model, text, case.guidance)
+
+    theirs_BNC = model._packed(theirs) if isinstance(model, StableDiffusion3) else theirs
+    assert (ours_BNC - theirs_BNC).abs().max() < 1e-5 * theirs_BNC.abs().max()
+    assert model.encode([text]).mask_BT.shape[1] == tokens + (77 if name == "sd3" else 0)  # CLIP's stand before T5's
+
+
+def test_texts_of_another_length_are_encoded_anew(made: Checkpoints, tmp_path: Path) -> None:
+    cache = tmp_path / "texts.safetensors"
+    widths = []
+    for tokens in (0, 16, 16, 512):
+        model = Flux.load(str(made["flux"]), replace(CPU, text_tokens=tokens))
+        model.preload([SHORT], cache)
+        widths.append(model.encode([SHORT]).embeds_BTD.shape[1])
+
+    assert widths == [512, 16, 16, 512]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_shift_of_the_settings_takes_the_place_of_the_checkpoints_schedule(made: Checkpoints, name: str) -> None:
+    """As DanceGRPO draws FLUX.1: evenly spaced levels, shifted by 3, whatever the size."""
+    model = CASES[name].kind.load(str(made[name]), replace(CPU, shift=3.0))
+    even = torch.linspace(1, 0, 17, dtype=torch.float64)
+
+    sigmas = [model.sigmas(16, *size) for size in ((HEIGHT_PX, WIDTH_PX), (32, 64))]
+
+    np.testing.assert_allclose(sigmas[0], 3 * even / (1 + 2 * even), rtol=0, atol=1e-12)
+    assert sigmas[0] == sigmas[1] != made.model(name).sigmas(16, HEIGHT_PX, WIDTH_PX)
+    assert (sigmas[0][0], sigmas[0][-1]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -424,6 +469,7 @@ def test_every_table_of_families_tells_the_same(name: str) -> None:
     assert family.vae == kind.vae_class.__name__
     assert family.encoders == tuple(kind.encoder_classes)
     assert family.shares == (kind.transformer_class._cp_plan is not None)
+    assert family.padded_to == (0 if kind.masks_padding else kind.text_tokens)
 
 
 def break_transformer_class(directory: Path) -> None:
@@ -491,6 +537,26 @@ def test_a_gang_that_cannot_share_a_model_is_refused_before_a_cluster_begins(
 
     with pytest.raises(SpotlightError, match=f"strategy.widths: {message}"):
         Run(settings, [*of_model, f"strategy.widths={widths}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "is_said"),
+    [
+        ("flux", [], True),
+        ("flux", ["rollout.guidance=3.5"], False),
+        ("flux schnell", [], False),  # it takes none
+        ("flux", ["train.algorithm=nft", "rollout.sampler=ode"], False),  # as Flow-Factory trains it
+    ],
+)
+def test_a_transformer_that_is_to_be_told_guidance_and_is_told_none_is_doubted(
+    made: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, overrides: list[str], is_said: bool
+) -> None:
+    of_model = ["model.name=flux", f"model.path={made[name]}", "model.height_px=64", "model.width_px=64"]
+    settings = ["train.algorithm=grpo", "train.lora_rank=4", "rollout.sampler=sde", *overrides]
+
+    check_inputs(config.load(settings_file(tmp_path), [*of_model, *settings]))
+
+    assert ("rollout.guidance = 1 with" in caplog.text) == is_said
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -197,8 +197,9 @@ def test_an_iteration_has_the_edges_of_the_design() -> None:
     assert graph.layers.keys() - {name for edge in edges for name in edge} == {"compact-0"}
 
 
-def test_a_part_of_training_waits_for_the_scores_of_its_prompts_only() -> None:
-    settings = load("train.advantage_std=group", "rollout.prompts=10", "rollout.request_seeds=3", "train.parts=8")
+@pytest.mark.parametrize("std", ["group", "none"])
+def test_a_part_of_training_waits_for_the_scores_of_its_prompts_only(std: str) -> None:
+    settings = load(f"train.advantage_std={std}", "rollout.prompts=10", "rollout.request_seeds=3", "train.parts=8")
     graph = example_graph(settings)
     calls, requests = calls_of(graph), -(-settings.rollout.seeds_kept // 3)
 
@@ -587,6 +588,23 @@ def test_advantages_of_several_rewards_are_added_where_the_settings_ask_for_it()
     assert [sample.advantage for sample in plain] == pytest.approx(
         list(group_advantages([1, 2, 1, 2, 3], groups, std="group"))
     )
+
+
+def test_a_validation_tells_of_each_reward_and_of_each_tag_of_the_prompts() -> None:
+    """As Flow-GRPO's ``eval_reward_*`` and the accuracies of GenEval's kinds of prompts."""
+    tags = ['{"tag": "counting"}', '{"tag": "color attr"}', '{"tag": "counting"}', "", '{"tag": 3}']
+    prompts = [Prompt(id=at, text="dogs", metadata=metadata) for at, metadata in enumerate(tags)]
+    rewards = [(1.0, None), (0.5, 0.0), (0.0, 0.5), (1.0, 1.0), (0.0, 0.0)]
+    plain = [
+        Scored(request=make_request(prompt=prompt), rewards=row) for prompt, row in zip(prompts, rewards, strict=True)
+    ]
+    several = [Scored(request=make_request(prompt=prompts[3]), rewards=(1.0, 2.0), parts=((0.5, 1.0), (0.5, 1.0)))]
+    numbered = [Prompt(id=at, text="dogs", metadata=f'{{"tag": "{at}"}}') for at in range(training.TAGS_MAX + 1)]
+
+    assert training.means_of_validation(plain) == {"tag_color_attr": 0.25, "tag_counting": 0.5}
+    assert training.means_of_validation(several) == {"reward_1_mean": 0.75, "reward_2_mean": 0.75}
+    each = [Scored(request=make_request(prompt=prompt), rewards=(1.0, 1.0)) for prompt in numbered]
+    assert (len(training.means_of_validation(each[1:])), training.means_of_validation(each)) == (training.TAGS_MAX, {})
 
 
 def test_each_reward_of_several_is_told_of_by_itself() -> None:

@@ -160,6 +160,17 @@ def test_training_the_published_model_needs_what_was_reckoned_for_it(
 
 
 @pytest.mark.parametrize(
+    ("family", "expected"), [("qwen-image", 0), ("sd3", 128 - 256), ("flux", 128 - 512)], ids=lambda each: str(each)
+)
+def test_an_estimate_counts_the_tokens_that_prompts_are_padded_to(family: str, expected: int) -> None:
+    survey, settings = qwen_image()
+    survey = replace(survey, family=FAMILIES[family])
+    fewer = settings.model.model_copy(update={"text_tokens": 128})
+
+    assert memory.tokens(survey, fewer) - memory.tokens(survey, settings.model) == expected
+
+
+@pytest.mark.parametrize(
     ("train", "bytes_each"),
     [({"old_decay": 0.5}, 24), ({"old_decay": 0.5, "ema_decay": 0.9}, 28)],
 )

@@ -41,6 +41,13 @@ def test_advantages_are_those_of_the_published_code(std: Literal["global", "grou
     np.testing.assert_allclose(advantages, expected, atol=5e-9)  # the fixture has eight decimals
 
 
+def test_without_a_spread_advantages_are_in_units_of_reward() -> None:
+    """As Dr. GRPO has it, verl-omni's ``norm_adv_by_std_in_grpo = False``."""
+    advantages = group_advantages([1.0, 2.0, 3.0, 7.0, 7.0, 5.0], "aaabbc", std="none")
+
+    assert advantages.tolist() == [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("std", ["global", "group"])
 def test_groups_of_one_or_of_equal_rewards_have_advantage_exactly_zero(std: Literal["global", "group"]) -> None:
     rewards = [0.1, 0.1, 0.1, 0.7, 0.2, 0.9]  # the mean of three 0.1 is not 0.1 in binary

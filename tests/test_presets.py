@@ -43,6 +43,12 @@ def test_each_number_names_its_source(preset: Path) -> None:
     assert values(preset)["train"].keys() >= TOLD
 
 
+@pytest.mark.parametrize("name", ["grpo-guard", "mixgrpo", "dancegrpo"])
+def test_advantages_are_divided_by_each_prompts_own_spread_where_the_published_recipe_has_it_so(name: str) -> None:
+    """GRPO-Guard's configuration has ``global_std = False``, MixGRPO's script and DanceGRPO's ``--use_group``."""
+    assert values(ROOT / "examples" / "presets" / f"{name}.toml")["train"]["advantage_std"] == "group"
+
+
 @pytest.mark.parametrize("name", ["xfuser", "spot-heavy"])
 def test_what_is_said_to_be_the_nft_recipes_is(name: str) -> None:
     preset, nft = ROOT / "examples" / "presets" / f"{name}.toml", values(ROOT / "examples" / "presets" / "nft.toml")

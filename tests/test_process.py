@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any, cast
 
 import psutil
 import pytest
+import torch
 
 from cluster.messages import LOST_ENGINE
 from cluster.worker.device import WorkerDevice
@@ -31,7 +34,7 @@ from runs import settings_file
 from spotlight import config
 from spotlight.background import _explain
 from spotlight.device.calls import PrepareCall, RolloutCall
-from spotlight.device.process import Beat, EngineLost, EngineProcess, TimedOut
+from spotlight.device.process import Beat, EngineLost, EngineProcess, TimedOut, take_environment
 from spotlight.device.protocol import ALONE, Device
 from spotlight.device.signals import Stop
 from spotlight.device.training import PASSES
@@ -137,6 +140,17 @@ def test_an_engine_knows_what_its_caller_was_told_after_the_parent_began(
 
     assert known["AWS_ACCESS_KEY_ID"] == "someone"
     assert known["LOCAL_RANK"] == "1"
+
+
+def test_no_process_sees_the_gpus_of_the_worker_that_started_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+
+    take_environment({"LOCAL_RANK": "1"})
+    unsaid = os.environ.get("CUDA_VISIBLE_DEVICES")
+    take_environment({"CUDA_VISIBLE_DEVICES": "5"})
+
+    assert unsaid is None
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
 
 
 @pytest.mark.parametrize("number", [1, NO_DEVICE])
@@ -320,6 +334,60 @@ class SleepCall:
 
     def on(self, device: object, run_dir: str) -> None:
         time.sleep(600)
+
+
+class Activations:
+    """What a pass has in the device's memory."""
+
+
+_held: list[weakref.ref[Activations]] = []
+"""In the engine's process."""
+
+
+class FillsMemoryCall:
+    def on(self, device: Any, run_dir: str) -> None:
+        activations = Activations()
+        _held.append(weakref.ref(activations))
+        with ExitStack() as stack:
+            stack.enter_context(device.engine(run_dir).resident.limits("a part"))
+            raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+
+class HeldCall:
+    def on(self, device: object, run_dir: str) -> list[bool]:
+        return [reference() is not None for reference in _held]
+
+
+def test_what_filled_the_memory_is_gone_when_the_next_call_begins(engine: EngineProcess, run: RunDir) -> None:
+    """An error's frames hold the tensors of the pass that failed; so do those of a gang that broke."""
+    fails, asks = cast("Any", FillsMemoryCall()), cast("Any", HeldCall())
+    with pytest.raises(SpotlightError, match="does not fit the memory"):
+        engine.call(str(run.path), fails, lambda beat: None)
+
+    assert engine.call(str(run.path), asks, lambda beat: None) == [False]
+
+
+class BrokenDeviceCall:
+    def __init__(self, kind: type[RuntimeError]) -> None:
+        self._kind = kind
+
+    def on(self, device: object, run_dir: str) -> None:
+        raise self._kind("CUDA error: uncorrectable ECC error encountered\nSearch for it")
+
+
+@pytest.mark.parametrize("kind", [torch.AcceleratorError, RuntimeError])
+def test_an_engine_whose_device_failed_is_replaced(
+    engine: EngineProcess, tmp_path: Path, kind: type[RuntimeError]
+) -> None:
+    """After an error of CUDA each further call of the process would end with it."""
+    before, fails = engine.pid, cast("Any", BrokenDeviceCall(kind))
+
+    with pytest.raises(EngineLost, match=r"its device failed \(CUDA error: uncorrectable ECC error encountered\)"):
+        engine.call(str(tmp_path), fails, lambda beat: None)
+
+    asks: Any = HeldCall()
+    assert engine.call(str(tmp_path), asks, lambda beat: None) == []
+    assert engine.pid != before
 
 
 def test_a_call_that_takes_longer_than_it_may_is_ended_and_the_next_one_finds_another_process(

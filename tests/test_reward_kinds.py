@@ -30,6 +30,7 @@ from transformers import (
 from pipelines import clip_tokenizer, write_clip
 from spotlight import config
 from spotlight.config import RewardSection
+from spotlight.config.doubts import USUAL_SPANS
 from spotlight.records import Prompt, SpotlightError
 from spotlight.rl.prompts import read_prompts
 from spotlight.rl.rewards import (
@@ -486,6 +487,36 @@ def test_what_counts_of_the_first_table_alone_is_doubted_in_a_further_one(tmp_pa
 
     assert doubt.startswith(f"reward.{key} = 8 of a further [[reward]] table counts nothing: the first table's does")
     assert config.resolve(tree, tmp_path).doubts == ()
+
+
+@pytest.mark.parametrize(
+    ("weights", "combine", "is_doubted"),
+    [
+        ({"pickscore": 1.0, "clip-score": 1.0}, "rewards", True),  # as they stand in published recipes
+        ({"pickscore": 1 / 26, "clip-score": 100 / 30}, "rewards", False),
+        ({"pickscore": -1.0, "ocr": 1.0}, "rewards", True),
+        ({"pickscore": 1.0, "ocr": 1.0}, "advantages", False),
+        ({"clip-score": 1.0, "ocr": 1.0}, "rewards", False),
+    ],
+)
+def test_a_sum_of_rewards_in_which_one_has_hardly_any_say_is_doubted(
+    tmp_path: Path, weights: dict[str, float], combine: str, is_doubted: bool
+) -> None:
+    tables = [{"name": name, "weight": weight} for name, weight in weights.items()]
+    data = {"train_prompts": "a", "validation_prompts": "b"}
+    settings = config.resolve({"data": data, "reward": tables, "train": {"combine": combine}}, tmp_path)
+
+    assert [doubt.partition(":")[0] for doubt in settings.doubts] == ["reward.weight"] * is_doubted
+
+
+def test_the_spans_that_doubts_are_based_on_are_those_of_the_scorers() -> None:
+    kinds: dict[str, type[ClipScorer]] = {
+        "pickscore": PickScorer,
+        "clip-score": ClipScorer,
+        "aesthetic": AestheticScorer,
+    }
+
+    assert {name: high - low for name, kind in kinds.items() for low, high in [kind.usual or kind.range]} == USUAL_SPANS
 
 
 @pytest.mark.parametrize("key", ["nmae", "nam"])

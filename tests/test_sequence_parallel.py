@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import signal
 import textwrap
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import psutil
 import pytest
+import torch
 from diffusers.hooks import context_parallel
 from diffusers.models import _modeling_parallel, attention_dispatch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
@@ -36,7 +40,8 @@ from gangs import (
 )
 from pipelines import tiny_flux
 from runs import wait_for
-from spotlight.device.sequence_parallel import REPLACED, GangBroken, check_widths
+from spotlight.device import sequence_parallel
+from spotlight.device.sequence_parallel import REPLACED, Gang, GangBroken, _nccl, check_widths
 from spotlight.records import SpotlightError
 
 TOLERANCE = 1e-5
@@ -392,6 +397,49 @@ def test_diffusers_still_communicates_through_these_names_only(function: Callabl
 
     communicating = re.compile(r"_?all_|.*(dist|funcol|distributed|Sharder)\.")
     assert {name for name in called if communicating.match(name)} == names
+
+
+def test_nccl_neither_ends_the_process_nor_blocks_it_whatever_the_machine_has_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Read by torch as a group is made."""
+    settings = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT")
+    for name in settings:
+        monkeypatch.setenv(name, "1")
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, *_: object) -> None:
+            self.told = [os.environ[name] for name in settings]
+
+    monkeypatch.setattr(distributed, "ProcessGroupNCCL", Group, raising=False)
+
+    assert _nccl(cast("Any", None), 0, 2, timedelta(seconds=1)).told == ["0", "0"]
+
+
+def test_why_the_members_of_a_gang_cannot_be_connected_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The request is given to others, and the reason would be lost with the gang."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("NCCL error: unhandled system error\nLast error: no room in /dev/shm")
+
+    monkeypatch.setattr(Gang, "_meet", lambda *_: {b"cpu"})
+    monkeypatch.setattr(sequence_parallel, "_gloo", refuse)
+    facts: dict[str, Any] = {
+        "rank": 0,
+        "width": 2,
+        "device": torch.device("cpu"),
+        "called_off": lambda: None,
+        "timeout_s": 60.0,
+    }
+
+    with pytest.raises(GangBroken), Gang(None, meeting=folder / "gang-a", name="a", **facts):
+        pass
+
+    assert caplog.messages == ["gang a, rank 0 of 2: NCCL error: unhandled system error"]
 
 
 def test_diffusers_still_asks_only_this_of_a_mesh() -> None:

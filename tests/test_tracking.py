@@ -41,7 +41,7 @@ def history_row(k: int) -> dict[str, Any]:
 def run(tmp_path: Path) -> RunDir:
     """One validation and two iterations."""
     run = create_run(load(settings_file(tmp_path)), now_s=0.0)
-    row = ValidationRow(version=0, score=0.25, rewards=(0.25,), images="", at_s=99.0)
+    row = ValidationRow(version=0, score=0.25, rewards=(0.25,), images="", at_s=99.0, metrics={"tag_counting": 0.5})
     run.append(VALIDATION, asdict(row))
     run.append(HISTORY, history_row(0), history_row(1))
     return run
@@ -94,7 +94,7 @@ def test_every_tracker_is_told_metrics_by_step_and_no_worker_by_name(
 
     assert calls == [
         ("init", "p", run.path.name, "allow"),
-        ("log", 0, {"validation_score": 0.25}),
+        ("log", 0, {"validation_score": 0.25, "validation_tag_counting": 0.5}),
         ("log", 0, {"reward_mean": 0.0, "usd": 0.5}),
         ("log", 1, {"reward_mean": 0.1, "usd": 0.5}),
         ("log", 2, {"reward_mean": 0.2, "usd": 0.5}),
@@ -143,7 +143,7 @@ def test_mlflow_finds_a_resumed_run_again_and_gets_the_same_points(
     assert list(kept) == ["jo-s---2"]
     assert statuses == ["KILLED", "RUNNING", "FINISHED"]
     assert ("experiment p/0", "reward_mean", 0.1, 101_000, 1) in points
-    assert len(points) == 5
+    assert len(points) == 6
 
 
 def test_tensorboard_has_every_point_once_however_often_a_run_was_resumed(

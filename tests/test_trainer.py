@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -110,9 +110,34 @@ def test_the_grpo_gradient_is_the_policy_gradient_of_every_sample_and_step() -> 
 
     make_trainer(model, algorithm="grpo", micro_batch=4, max_grad_norm=UNBOUND).update(batch, iteration=0)
 
-    # At ratio 1 the gradient is that of -mean(A log p), here one step at a time in the form of Flow-GRPO.
-    for b, advantage in enumerate(ADVANTAGES):
+    expected = policy_gradient(policy, batch, range(*WINDOW))
+    assert (gradient_of(model) - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_grpo_trains_on_as_many_of_the_stochastic_steps_as_the_settings_say_others_in_other_iterations() -> None:
+    used = []
+    for iteration in range(6):
+        model = make_model()
+        batch = make_batch(model)
+        policy = copy.deepcopy(model)
+        settings: dict[str, Any] = {"algorithm": "grpo", "max_grad_norm": UNBOUND, "steps_used": 1, "parts": 3}
+        metrics = make_trainer(model, **settings).update(batch, iteration=iteration)
+        found = gradient_of(model)
         for step in range(*WINDOW):
+            expected = policy_gradient(copy.deepcopy(policy), batch, [step])
+            if (found - expected).norm() < 1e-4 * expected.norm():
+                used.append(step)
+        assert metrics["log_prob_delta_max"] < 1e-4  # of the steps that were trained on
+
+    assert len(used) == 6
+    assert set(used) == set(range(*WINDOW))
+
+
+def policy_gradient(policy: TinyText, batch: TrainingBatch, steps: Sequence[int]) -> Tensor:
+    """At ratio 1 the gradient is that of -mean(A log p), here one step at a time in the form of Flow-GRPO."""
+    assert batch.window_BKNC is not None
+    for b, advantage in enumerate(ADVANTAGES):
+        for step in steps:
             t, dt = batch.sigmas[step], batch.sigmas[step + 1] - batch.sigmas[step]
             x, x_next = batch.window_BKNC[b : b + 1, step], batch.window_BKNC[b : b + 1, step + 1]
             v = policy.velocity(x, torch.tensor([t]), batch.conditioning.rows([b]), guidance=1.0, **SIZE)
@@ -120,9 +145,8 @@ def test_the_grpo_gradient_is_the_policy_gradient_of_every_sample_and_step() -> 
             g = NOISE_LEVEL * math.sqrt(t / (1 - capped))
             mean = x + (v + g**2 / (2 * t) * (x + (1 - t) * v)) * dt
             log_prob = torch.distributions.Normal(mean, g * math.sqrt(-dt)).log_prob(x_next).mean()
-            (-advantage * log_prob / (len(ADVANTAGES) * (WINDOW[1] - WINDOW[0]))).backward()
-    expected = gradient_of(policy)
-    assert (gradient_of(model) - expected).norm() < 1e-4 * expected.norm()
+            (-advantage * log_prob / (len(ADVANTAGES) * len(steps))).backward()
+    return gradient_of(policy)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -633,17 +657,16 @@ def test_parameters_without_a_gradient_have_no_state_and_need_none() -> None:
     assert equal(fresh.state(), state)
 
 
-def test_state_is_a_copy() -> None:
+def test_what_a_version_keeps_of_a_trainer_takes_no_memory_beside_it() -> None:
+    """Where all weights are trained, copies of them would not fit a device that holds what training keeps."""
     model = make_model()
-    batch = make_batch(model, sampler="ode")
-    trainer = make_trainer(model, ema_decay=0.5)
-    trainer.update(batch, iteration=0)
-    state = trainer.state()
-    before = {name: value.clone() for name, value in state.items()}
+    trainer = make_trainer(model, ema_decay=0.5, old_decay=0.5)
+    trainer.update(make_batch(model, sampler="ode"), iteration=0)
 
-    trainer.update(batch, iteration=1)
+    kept, again = ({**trainer.state(), **(trainer.old() or {})} for _ in range(2))
 
-    assert equal(state, before)
+    assert {name.partition(".")[0] for name in kept} > {"adam", "ema"}
+    assert all(value.data_ptr() == again[name].data_ptr() for name, value in kept.items())
 
 
 def test_state_of_another_model_or_without_the_averages_is_refused() -> None:

@@ -42,7 +42,7 @@ from spotlight.device.process import EngineProcess
 from spotlight.device.protocol import install
 from spotlight.device.signals import Clear, Leave, Order, order_from_message, shard_from_message, signals
 from spotlight.records import NO_DEVICE, SpotlightError, Stopped, record
-from spotlight.store.device_locks import DeviceLock, own_devices
+from spotlight.store.device_locks import DeviceLock, visible_devices
 from spotlight.store.disks import full_here, is_full
 from spotlight.store.node import Node, shared_root, sweep
 from spotlight.store.objects import objects_at
@@ -232,7 +232,8 @@ class Member:
         opened.callback(on_machine.close)
         opened.callback(node.close)
         scores, is_bare = self._pool == "reward", self._pool in terms.bare
-        slot = DeviceLock(machine, kind=(f"{self._pool}-" if scores or is_bare else "") + own_devices())
+        kind = f"{self._pool}-" if scores or is_bare else ""
+        slot = DeviceLock(machine, kind, visible_devices(os.environ))
         opened.callback(slot.close)
         self._kept = (on_machine, node, slot)
 

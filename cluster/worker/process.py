@@ -25,7 +25,7 @@ import dask
 from distributed import Security, Worker
 
 from cluster.start import janitor
-from spotlight.device.process import end_with_parent
+from spotlight.device.process import end_with_parent, take_environment
 from spotlight.records import record
 from spotlight.store.device_locks import began, is_stopped
 from spotlight.store.leftovers import Scratch
@@ -164,7 +164,7 @@ def serve(spec: WorkerSpec, environment: Mapping[str, str], lifeline: Connection
         lifeline: its other end is held by the driver; when that closes, however the driver ended,
             this process ends at once, so that no orphan goes on training or committing.
     """
-    os.environ.update(environment)
+    take_environment(environment)
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver, which stops workers in order
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_OTHERS)  # notices come by the others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from statistics import fmean
@@ -29,6 +30,8 @@ from spotlight.rl.sums import tree_sum
 
 TABLE_MEAN = re.compile(r"reward_\d+_mean")
 """Of metrics: the mean of one reward of several."""
+TAGS_MAX = 32
+"""Where prompts have more different tags, these are no kinds of prompts that anybody would follow."""
 
 
 @record
@@ -46,7 +49,7 @@ class TrainingSet:
 
 
 def advantage(
-    std: Literal["global", "group"],
+    std: Literal["global", "group", "none"],
     scored: Sequence[Sequence[Scored]],
     weights: Sequence[float] = (),
     surplus: Sequence[ShardResult] = (),
@@ -90,18 +93,38 @@ def advantage(
     )
     return TrainingSet(
         samples=samples,
-        metrics=_statistics(samples, flat=zero_std_ratio(rewards, groups), filters=filters) | _means_by_table(rows),
+        metrics=_statistics(samples, flat=zero_std_ratio(rewards, groups), filters=filters) | means_by_table(rows),
         steps_resumed=sum(result.steps_resumed for result in results),
         failed=sum(result.rewards.count(None) for result in results if result.errors),
         error=next((result.errors[0] for result in results if result.errors), ""),
     )
 
 
-def _means_by_table(rows: Sequence[tuple[Scored, int, float]]) -> dict[str, float]:
+def means_by_table(rows: Sequence[tuple[Scored, int, float]]) -> dict[str, float]:
     """The mean of each reward by itself, where there are several: ``reward_1_mean`` is the first table's."""
     tables = min((len(result.parts) for result, _, _ in rows), default=0)
     values = ([result.parts[at][index] or 0.0 for result, index, _ in rows] for at in range(tables))
     return {f"reward_{at}_mean": fmean(each) for at, each in enumerate(values, 1)}
+
+
+def means_of_validation(scored: Sequence[Scored]) -> dict[str, float]:
+    """What is told of a validation beside its score: the mean of each of several rewards, and that of each tag.
+
+    A tag is what the prompts' metadata call so: GenEval's "counting", "colors" and others.
+    """
+    rows = [
+        (result, index, reward)
+        for result in scored
+        for index, reward in enumerate(result.rewards)
+        if reward is not None
+    ]
+    tagged: dict[str, list[float]] = {}
+    for result, _, reward in rows:
+        tag = json.loads(result.request.prompt.metadata or "{}").get("tag")
+        if isinstance(tag, str) and tag:
+            tagged.setdefault("tag_" + re.sub(r"\W+", "_", tag), []).append(reward)
+    means = {name: fmean(each) for name, each in sorted(tagged.items())} if len(tagged) <= TAGS_MAX else {}
+    return means_by_table(rows) | means
 
 
 def _highest_variance_rows(rewards: Sequence[float], groups: Sequence[int], used: int) -> list[int]:

@@ -10,10 +10,17 @@ from spotlight.config.machines import NO_GPU
 from spotlight.market.prices import USUAL_GPU, price_list, usd_per_h
 
 if TYPE_CHECKING:
+    from spotlight.config.learning import RewardSection
     from spotlight.config.settings import Config
 
 ALL_WEIGHTS_RATE = 5e-5
 """A learning rate above it is a LoRA's; published recipes for all weights have 1e-5 (DanceGRPO, MixGRPO)."""
+
+USUAL_SPANS = {"pickscore": 14.0, "clip-score": 0.35, "aesthetic": 10.0}
+"""How far rewards of real images lie apart, by the name of a scorer (`rewards.planned_range`); of others, 1."""
+SPANS_MAX = 10.0
+"""A reward that spans so many times as much as another leaves it hardly any say in their sum. It is 4 with the weights
+that make PickScore and the CLIP score those of Flow-GRPO beside a reward of 0 to 1."""
 
 
 def doubts_of(settings: Config) -> Iterator[str]:
@@ -59,11 +66,25 @@ def _of_training(settings: Config) -> Iterator[str]:
                 f"reward.{name} = {min(others):g} of a further [[reward]] table counts nothing: the first table's "
                 f"does, and is {first:g}"
             )
+    spans = [(abs(table.weight) * _span(table), table.name) for table in (settings.reward, *settings.reward.also)]
+    (least, weak), (most, strong) = min(spans), max(spans)
+    if train.combine == "rewards" and most > SPANS_MAX * least:
+        yield (
+            f"reward.weight: rewards are added up as they are; {strong!r} spans {most:g} and {weak!r} {least:g}, "
+            "weights included, so the second has hardly any say; published weights are for PickScore over 26 and the "
+            'CLIP score times 100 / 30: change the weights, or set train.combine = "advantages"'
+        )
     if settings.reward.name == "ocr" and not model.embedded:
         yield (
             'reward.name = "ocr" takes the whole image for one line of text, and reads next to nothing in a scene: set '
             'reward.name = "scene-ocr"'
         )
+
+
+def _span(reward: RewardSection) -> float:
+    """How far the rewards of real images lie apart, as far as that is known."""
+    low, high = reward.range or (0.0, USUAL_SPANS.get(reward.name, 1.0))
+    return high - low
 
 
 def _of_exploration(settings: Config) -> Iterator[str]:

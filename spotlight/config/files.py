@@ -89,6 +89,7 @@ def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings", overr
         update={
             "data": _with_paths(config.data, base, where, "data", "train_prompts", "validation_prompts"),
             "model": _with_paths(config.model, base, where, "model", "path"),
+            "train": _with_paths(config.train, base, where, "train", "lora_path"),
             "reward": _with_checkpoints(config.reward, base, where),
             "latents": _with_paths(config.latents, base, where, "latents", "url"),
             "pools": config.pools.model_copy(

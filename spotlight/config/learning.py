@@ -73,6 +73,10 @@ EMBEDDED = {"tiny-text": (16, 32), "tiny-mixed": (16, 48), "tiny-shapes": (24, 2
 """Models whose weights are in the package, and the height and width of their images, in pixels: they draw no others."""
 
 
+T5_TOKENS_MAX = 512
+"""Of a prompt; the pipelines of SD 3.5 and FLUX.1 refuse more."""
+
+
 class ModelSection(Section):
     """What is trained, and the size of its images."""
 
@@ -95,6 +99,15 @@ class ModelSection(Section):
     gradient_checkpointing: bool = False
     """Training keeps each block's input only, and computes the rest again: the same bits, about 4/3 of the time, a
     fraction of the memory. Left out, it is on for all models but the embedded ones."""
+    text_tokens: int = Field(0, ge=0, le=1024, multiple_of=8)
+    """Most tokens of a prompt that Qwen2.5-VL or T5 reads; T5 pads all prompts to so many, so fewer take less time, and
+    draw slightly other images. A multiple of 8, so that gangs can share them. 0: as many as the diffusers pipeline
+    reads, 512 with Qwen-Image and FLUX.1, and 256 with SD 3.5. Flow-GRPO and DiffusionNFT read 128 with SD 3.5 and
+    FLUX.1, verl-omni 256 with Qwen-Image. CLIP always reads 77."""
+    shift: float = Field(0.0, ge=0, le=100)
+    """Of the sampler's noise levels, towards the noisy ones: evenly spaced levels t become ``s t / (1 + (s - 1) t)``.
+    DanceGRPO and MixGRPO draw FLUX.1 with 3. 0: the checkpoint's own schedule, which may depend on the size; exported
+    weights are drawn with that, unless their scheduler is changed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": a GPU where torch finds one."""
     deterministic: bool = True
@@ -126,6 +139,16 @@ class ModelSection(Section):
             raise ValueError(
                 f"model.height_px x model.width_px is {self.height_px} x {self.width_px}, and {self.name!r} draws "
                 f"{size[0]} x {size[1]} only: leave both out"
+            )
+        if self.embedded and (self.text_tokens or self.shift):
+            raise ValueError(
+                f"model.text_tokens and model.shift are of checkpoints, and {self.name!r} is an embedded model: leave "
+                "them out"
+            )
+        if self.name in ("sd3", "flux") and self.text_tokens > T5_TOKENS_MAX:
+            raise ValueError(
+                f"model.text_tokens = {self.text_tokens}: {self.name!r} reads {T5_TOKENS_MAX} at most, as its pipeline "
+                "does"
             )
         if not self.embedded and not self.path:
             raise ValueError(f'model.name = "{self.name}" needs model.path = "DIR", a diffusers pipeline directory')
@@ -183,6 +206,10 @@ class RolloutSection(Section):
     """See ``sde_window_order``."""
     sde_window_every: int = Field(1, ge=1, le=1_000_000)
     """See ``sde_window_order``."""
+    same_noise: bool = False
+    """All samples of a prompt begin with one noise, and differ by that of their stochastic steps only, as in DanceGRPO
+    and MixGRPO (``init_same_noise``; Flow-GRPO's ``same_latent``). Without exploration, which chooses what they begin
+    with."""
     guidance: float = Field(1.0, ge=1, le=GUIDANCE_MAX)
     """Classifier-free guidance, in denoising and in training; above 1 a step takes two passes, unless the model was
     distilled to take guidance as an input, as FLUX.1-dev was."""
@@ -251,7 +278,8 @@ class RewardSection(Section):
     """For how long a server that is not there, or says that it is busy, is waited for each time, half of ``limit_s`` at
     most; of several, the first table's. Then the run ends, and can be resumed. 0: it counts as a failure."""
     weight: float = Field(1.0, ge=-1000, le=1000)
-    """Of this reward in the sum."""
+    """Of this reward in the sum. Flow-GRPO and DiffusionNFT divide PickScore by 26, and their CLIP score is the cosine
+    times 100 / 30: so a weight of theirs is 1/26 as much here ("pickscore") or 3.33 times as much ("clip-score")."""
     range: tuple[float, float] | None = None
     """Least and largest score; one outside is a fault. Left out, it is the scorer's own."""
     path: str = ""
@@ -334,12 +362,19 @@ class TrainSection(Section):
     """0 trains the full weights."""
     lora_alpha: float = Field(0.0, ge=0, le=1e4)
     """0 means twice the rank."""
+    lora_path: str = ""
+    """A LoRA to start from, of the same layers, rank and alpha: a file or directory that `spotlight export`, diffusers
+    or peft (so Flow-GRPO and DiffusionNFT) wrote; relative to the settings file. Empty: one without effect. ``kl``
+    still is the distance to the checkpoint without it."""
     ema_decay: float = Field(0.0, ge=0, lt=1)
     """Of averaged weights, which are kept beside each version and validated: how much of the average stays after an
-    update (less in the first ones, so that it soon forgets the untrained weights); 0 turns it off."""
-    advantage_std: Literal["global", "group"] = "global"
+    update (less in the first ones, so that it soon forgets the untrained weights); 0 turns it off. DiffusionNFT
+    has 0.9; so has Flow-GRPO, but of every eighth update, which is some 0.987 here."""
+    advantage_std: Literal["global", "group", "none"] = "global"
     """Spread that advantages are divided by. "global": of all rewards of the iteration, so that training waits for the
-    last of them. "group": of each prompt's own, so that training may begin with the first prompts that are scored."""
+    last of them. "group": of each prompt's own, so that training may begin with the first prompts that are scored.
+    "none", as in Dr. GRPO (arXiv 2503.20783): prompts count by their spread, and ``advantage_clip`` is in units of
+    reward."""
     seeds_used: int = Field(0, ge=0, le=100_000)
     """Samples of each prompt that are trained on, of the ``rollout.seeds_kept``: those whose rewards vary most, with
     advantages among themselves (PODS, arXiv 2504.13818), so that training takes so much less; 0: all."""
@@ -383,8 +418,21 @@ class TrainSection(Section):
     levels: Literal["sampler", "uniform"] = "sampler"
     """Noise levels that are drawn from: those that the sampler visits, each once before any twice, or all in (0, 1];
     not Flow-GRPO and GRPO-Guard."""
+    steps_used: int = Field(0, ge=0, le=STEPS_MAX)
+    """Of the stochastic steps that samples were made with, so many are trained on, drawn anew in each iteration, the
+    same for all samples, so that training takes so much less; 0: all. DanceGRPO trains on 9 of 15, drawn for each
+    sample. Flow-GRPO and GRPO-Guard."""
     ratio_tolerance: float = Field(1e-2, gt=0, le=1)
     """Largest |ratio - 1| before the first update of an iteration; Flow-GRPO and GRPO-Guard."""
+
+    @model_validator(mode="after")
+    def _starts_from_a_lora_with_one(self) -> Self:
+        if self.lora_path and not self.lora_rank:
+            raise ValueError(
+                f"train.lora_path = {self.lora_path!r} needs train.lora_rank, the rank of that LoRA: with 0, all "
+                "weights are trained"
+            )
+        return self
 
     @property
     def is_stepwise(self) -> bool:

@@ -178,6 +178,18 @@ class Config(Section):
                 f"{list(rollout.sde_window)}: make one larger or the other smaller"
             )
 
+        if rollout.same_noise and (rollout.sampler == "ode" or self.strategy.exploration != "off"):
+            raise ValueError(
+                f'rollout.same_noise with rollout.sampler = "{rollout.sampler}" and strategy.exploration = '
+                f'"{self.strategy.exploration}": without stochastic steps all samples of a prompt would be one, and '
+                'exploration chooses what they begin with; set a stochastic sampler, and exploration = "off"'
+            )
+        if self.train.is_stepwise and self.train.steps_used > rollout.stochastic_steps:
+            raise ValueError(
+                f"train.steps_used = {self.train.steps_used} is more than the {rollout.stochastic_steps} stochastic "
+                "steps of rollout.sde_window and rollout.sde_window_size: lower it, or set it to 0 for all"
+            )
+
     def _check_ahead(self) -> None:
         ahead = self.rollout.prompts_ahead
         if not ahead:

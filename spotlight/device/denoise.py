@@ -258,7 +258,9 @@ class Denoiser:
 
     def _initial(self, request: Request) -> Tensor:
         tokens, channels = self._resident.model.latent_shape(request.height_px, request.width_px)
-        return flow.initial_noise(request.seeds, tokens, channels)
+        shared = request.first_noise
+        seeds = request.seeds if shared is None else (shared,) * len(request.seeds)
+        return flow.initial_noise(seeds, tokens, channels)
 
     @torch.no_grad()
     def _step(

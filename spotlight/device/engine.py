@@ -202,7 +202,7 @@ class Engine:
         clean_BNC = self._denoiser.clean(request)
         finite_B = np.asarray(np.isfinite(clean_BNC).all(axis=(1, 2)))
         clean_BNC = np.where(finite_B[:, None, None], clean_BNC, np.float32(0))
-        with torch.no_grad():
+        with torch.no_grad(), self.resident.limits(f"decoding request {request.id}"):
             latents_BNC = torch.from_numpy(clean_BNC).to(self.model.device)
             return self.model.decode(latents_BNC, request.height_px, request.width_px), finite_B
 

@@ -157,6 +157,9 @@ class EngineProcess:
             raise EngineLost(f"the engine gave no sign of life for {hung} and was ended") from None
         if kind == "raised":
             raise value
+        if kind == "failed":
+            self._restart()
+            raise EngineLost(f"its device failed ({value}), and its process was ended")
         return value
 
     def _answer(self, on_beat: Callable[[Beat], None], limit_s: float) -> tuple[str, Any]:
@@ -253,7 +256,7 @@ def serve(
         environment: the caller's, as is where it ``says`` things, for output and errors; the server, from which this
             process has its own, is older, and may be that of other callers, too.
     """
-    os.environ.update(environment)
+    take_environment(environment)
     for output, given in enumerate(says, 1):
         os.dup2(given.fileno(), output)
     for ignored in (signal.SIGINT, signal.SIGTERM):  # meant for the driver, and for the worker, who will tell
@@ -272,17 +275,44 @@ def serve(
         with contextlib.suppress(Exception):  # the first call meets it again, and tells who called
             device.load(run_dir)
     while True:
-        try:
-            run_dir, call = _received(calls)
-        except (EOFError, OSError):
-            os._exit(1)
-        try:
-            answer = ("done", call.on(device, run_dir))
-        except Exception as error:  # carried to whoever called
-            error.add_note("".join(traceback.format_exception(error)))
-            answer = ("raised", error)
-        with contextlib.suppress(OSError):  # the caller is gone; the next recv ends this process
-            _send(calls, answer)
+        _answer_next(calls, device)
+
+
+def take_environment(environment: Mapping[str, str]) -> None:
+    """Have the caller's environment; which GPUs the server sees, that may be another worker's, is not handed on."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    os.environ.update(environment)
+
+
+def _answer_next(calls: Connection, device: Any) -> None:
+    """Do one call, of which nothing is left when the next one begins."""
+    try:
+        run_dir, call = _received(calls)
+    except (EOFError, OSError):
+        os._exit(1)
+    try:
+        answer = ("done", call.on(device, run_dir))
+    except Exception as error:  # carried to whoever called
+        error.add_note("".join(traceback.format_exception(error)))
+        answer = ("failed", str(error).partition("\n")[0]) if _is_of_the_device(error) else ("raised", error)
+        _let_go(error)
+    with contextlib.suppress(OSError):  # the caller is gone; the next recv ends this process
+        _send(calls, answer)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Forget what the frames hold that an error came through, such as all that a pass had in the device's memory."""
+    while error:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _is_of_the_device(error: Exception) -> bool:
+    """Whether it is an error of CUDA, after which a process computes nothing any more; that memory is full is none.
+
+    Errors of its libraries, such as cuBLAS, begin alike, but are no errors of a kind.
+    """
+    return isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
 
 
 def _received(calls: Connection) -> tuple[str, Call[Any]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from spotlight.config import Config
 from spotlight.records import Policy, Prompt, SpotlightError, WeightsRef
 from spotlight.rl import models, prompts
+from spotlight.rl.start import start_from_lora
 from spotlight.store import weights
 from spotlight.store.node import Node
 from spotlight.store.rundir import RunDir
@@ -43,13 +44,15 @@ class Residency:
     def model(self) -> models.Model:
         settings, only_updates = self._config, models.works_without_gpu()
         models.require_memory(settings)
-        model = models.load(settings.model, self._node, base=not (only_updates and settings.train.lora_rank))
-        if not only_updates:
-            self._preload(model)
         train = settings.train
-        model.make_trainable(
-            rank=train.lora_rank, alpha=train.lora_alpha, seed=settings.run.seed, reference=train.has_reference
-        )
+        with self.limits("the model"):
+            model = models.load(settings.model, self._node, base=not (only_updates and train.lora_rank))
+            if not only_updates:
+                self._preload(model)
+            model.make_trainable(
+                rank=train.lora_rank, alpha=train.lora_alpha, seed=settings.run.seed, reference=train.has_reference
+            )
+            start_from_lora(model, train)
         return model
 
     def _preload(self, model: models.Model) -> None:
@@ -145,9 +148,10 @@ class Residency:
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             raise SpotlightError(
-                f"{what} does not fit the memory of device {self.model.device}: {error}; make rollout.request_seeds, "
-                "exploration.request_seeds, run.validation_seeds or train.micro_batch smaller, set model.cuda_graphs = "
-                "false, allow wider gangs (strategy.widths), or take a device with more memory"
+                f"{what} does not fit the memory of device {models.device_of(self._config.model)}: {error}; make "
+                "rollout.request_seeds, exploration.request_seeds, run.validation_seeds or train.micro_batch smaller, "
+                "set model.cuda_graphs = false or model.vae_tiling = true, allow wider gangs (strategy.widths), or "
+                "take a device with more memory, or one that no other process uses"
             ) from error
         except RuntimeError as error:
             if "deterministic" not in str(error):

@@ -17,6 +17,7 @@ Shapes: W ranks, N latent tokens, T text tokens.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -38,6 +39,8 @@ from torch import Tensor, distributed
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # documented, though not in its __all__
 
 from spotlight.records import SpotlightError
+
+logger = logging.getLogger("spotlight.gang")
 
 POLL_S = 2e-4
 """Between two looks at an exchange: short beside a layer of a tiny model, and nearly free to wait with."""
@@ -249,7 +252,9 @@ class Gang:
             self._wait(joined.done, "joining")
             return joined.result()
         except RuntimeError as error:
-            raise self._broken(_first_line(error)) from None
+            broken = self._broken(_first_line(error))
+            logger.warning("%s", broken)  # a peer that was lost, or NCCL, which will not do it the next time either
+            raise broken from None
         finally:
             given_up.set()
 
@@ -305,7 +310,8 @@ def _gloo(store: FileStore, rank: int, width: int, timeout: timedelta) -> Any:
 
 
 def _nccl(store: FileStore, rank: int, width: int, timeout: timedelta) -> Any:
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else its watchdog ends the process
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else its watchdog ends the process
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "0"  # else the host waits where nothing can call it off
     options = distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return distributed.ProcessGroupNCCL(store, rank, width, options)

@@ -225,7 +225,8 @@ class TaskDurations:
             for name, pool in config.pools
         }
         self._trains_on = self._gpus["reserved" if "reserved" in config.strategy.train_pools else "spot"]
-        self._timesteps = config.rollout.stochastic_steps if train.is_stepwise else train.timesteps
+        stochastic = train.steps_used or config.rollout.stochastic_steps
+        self._timesteps = stochastic if train.is_stepwise else train.timesteps
         self._looks, self._micro_batch, self._is_stepwise = _looks(train), train.micro_batch, train.is_stepwise
         pairs = min(train.dpo_pairs, config.seeds_trained // 2)
         is_thinned = train.algorithm == "dpo" and train.updates == 1  # parts of several updates hold pairs alone

@@ -140,7 +140,8 @@ def _iteration(row: HistoryRow) -> tuple[str, Point]:
 
 
 def _validation(row: ValidationRow) -> tuple[str, Point]:
-    return "validation", Point(step=row.version, at_s=row.at_s, values={"validation_score": row.score})
+    values = {"validation_score": row.score, **{f"validation_{name}": mean for name, mean in row.metrics.items()}}
+    return "validation", Point(step=row.version, at_s=row.at_s, values=values)
 
 
 class TensorBoard:

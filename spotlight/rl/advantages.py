@@ -13,15 +13,15 @@ def group_advantages(
     rewards_B: ArrayLike,
     groups_B: Sequence[Hashable] | NDArray[np.generic],
     *,
-    std: Literal["global", "group"] = "global",
+    std: Literal["global", "group", "none"] = "global",
     eps: float = 1e-4,
 ) -> NDArray[np.float64]:
-    """How much better than its group each sample is: ``(r - mean_group) / (std + eps)``.
+    """How much better than its group each sample is: ``(r - mean_group) / (std + eps)``, or ``r - mean_group``.
 
     Args:
         rewards_B: finite rewards, any scale.
         groups_B: an id per sample; equal ids make a group, in any order.
-        std: of the whole batch (``"global"``, population form) or of each group by itself.
+        std: of the whole batch (``"global"``, population form) or of each group by itself; or ``"none"``.
         eps: keeps groups of nearly equal rewards from blowing up.
 
     Returns:
@@ -30,16 +30,17 @@ def group_advantages(
     Raises:
         ValueError: nothing came, the lengths differ, a reward is not finite, or ``std`` is neither.
 
-    Source: Flow-GRPO (arXiv 2505.05470).
+    Source: Flow-GRPO (arXiv 2505.05470); without a spread, Dr. GRPO (arXiv 2503.20783).
     """
-    if std not in ("global", "group"):
-        raise ValueError(f"std = {std!r} must be 'global' or 'group'")
+    if std not in ("global", "group", "none"):
+        raise ValueError(f"std = {std!r} must be 'global', 'group' or 'none'")
     rewards, members = _grouped(rewards_B, groups_B)
     advantages = np.zeros_like(rewards)
     for rows in members:
         above_first = rewards[rows] - rewards[rows[0]]  # exactly 0 where rewards are equal, unlike r - mean(r)
+        better = above_first - above_first.mean()
         spread = float(np.std(rewards if std == "global" else above_first))
-        advantages[rows] = (above_first - above_first.mean()) / (spread + eps)
+        advantages[rows] = better if std == "none" else better / (spread + eps)
     return advantages
 
 

@@ -39,6 +39,8 @@ class Family:
     """Folders of the text encoders."""
     text_tokens: int
     """That a prompt usually takes, or that all prompts are padded to."""
+    padded_to: int
+    """Of these, the tokens that T5 pads prompts to unless ``model.text_tokens`` says otherwise; 0: there is no T5."""
     shares: bool
     """Whether a gang can share a forward pass: diffusers has a plan for splitting this transformer."""
 
@@ -50,6 +52,7 @@ FAMILIES = {
         vae="AutoencoderKLQwenImage",
         encoders=("text_encoder",),
         text_tokens=128,
+        padded_to=0,
         shares=True,
     ),
     "sd3": Family(
@@ -58,6 +61,7 @@ FAMILIES = {
         vae="AutoencoderKL",
         encoders=("text_encoder", "text_encoder_2", "text_encoder_3"),
         text_tokens=333,
+        padded_to=256,
         shares=False,
     ),
     "flux": Family(
@@ -66,6 +70,7 @@ FAMILIES = {
         vae="AutoencoderKL",
         encoders=("text_encoder", "text_encoder_2"),
         text_tokens=512,
+        padded_to=512,
         shares=True,
     ),
 }

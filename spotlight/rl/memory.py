@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from spotlight.config import Config, TrainSection
+from spotlight.config import Config, ModelSection, TrainSection
 from spotlight.plan.batching import SEEDS_MAX
 from spotlight.records import SpotlightError, record
 from spotlight.rl.checkpoints import DTYPE_BYTES, Network, Survey, stored_bytes
@@ -65,7 +65,7 @@ def estimate(survey: Survey, settings: Config, lora_targets: Sequence[str]) -> t
     weights = {"transformer": survey.transformer.parameters * size, "VAE": survey.vae.parameters * vae_size}
     copies = OLD_COPIES * train.keeps_old + bool(train.ema_decay)
     trained = _trained_bytes(survey.transformer, train, lora_targets, size, copies)
-    row = tokens(survey, model.height_px, model.width_px) * width(survey.transformer) * size
+    row = tokens(survey, model) * width(survey.transformer) * size
     passes = 2 if settings.rollout.guidance > 1 and not survey.transformer.config.get("guidance_embeds") else 1
     explored = settings.exploration.request_seeds if settings.strategy.exploration != "off" else 0
     images = max(settings.rollout.request_seeds or SEEDS_MAX, explored, settings.run.validation_seeds)
@@ -139,12 +139,13 @@ def reward_bytes(settings: Config) -> float:
     return float(sum(stored_bytes(Path(path)) for path in paths if path))
 
 
-def tokens(survey: Survey, height_px: int, width_px: int) -> int:
+def tokens(survey: Survey, model: ModelSection) -> int:
     """S: of the image, and of the longest text that is usual."""
-    config = survey.vae.config
+    config, family = survey.vae.config, survey.family
     stages = config.get("temperal_downsample") or config["block_out_channels"][1:]
     unit_px = 2 * 2 ** len(stages)
-    return (height_px // unit_px) * (width_px // unit_px) + survey.family.text_tokens
+    told = model.text_tokens - family.padded_to if model.text_tokens and family.padded_to else 0
+    return (model.height_px // unit_px) * (model.width_px // unit_px) + family.text_tokens + told
 
 
 def width(transformer: Network) -> int:

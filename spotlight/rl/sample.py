@@ -16,6 +16,7 @@ from spotlight.files import shown
 from spotlight.files import whole as whole_number
 from spotlight.records import SpotlightError, WeightsRef
 from spotlight.rl import flow, models
+from spotlight.rl.start import start_from_lora
 from spotlight.store import weights
 from spotlight.store.rundir import RunDir
 
@@ -55,6 +56,7 @@ def sample(
     model.preload([prompt])
     train = settings.train
     model.make_trainable(rank=train.lora_rank, alpha=train.lora_alpha, seed=settings.run.seed, reference=False)
+    start_from_lora(model, train)
     rows = [draw(model, settings, prompt, seeds, steps)]
     model.load_trainable(weights.load(run.url, ref, weights.PARTS[settings.validation_policy]))
     rows.append(draw(model, settings, prompt, seeds, steps))

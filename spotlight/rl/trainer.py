@@ -145,13 +145,14 @@ class Trainer:
         return {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms)), **found}
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of the optimizer's moments and the averaged weights, flat, as safetensors wants them.
+        """The optimizer's moments and the averaged weights, flat, as safetensors wants them: the live ones, since a
+        device may have no room for copies.
 
         Parameters that never had a gradient (text branch of the last block) have no moments.
         """
         moments = self._optimizer.state_dict()["state"]
-        flat = {f"adam.{at}.{name}": value.clone() for at, state in moments.items() for name, value in state.items()}
-        return flat | {f"ema.{name}": value.clone() for name, value in (self._ema or {}).items()}
+        flat = {f"adam.{at}.{name}": value for at, state in moments.items() for name, value in state.items()}
+        return flat | {f"ema.{name}": value for name, value in (self._ema or {}).items()}
 
     def load_state(self, state: Mapping[str, Tensor], old: Mapping[str, Tensor] | None = None) -> None:
         """Continue from what `state` and `old` returned, in this or another process.
@@ -194,11 +195,11 @@ class Trainer:
         return None if self._ema is None else dict(self._ema)
 
     def old(self) -> dict[str, Tensor] | None:
-        """The policy that samples, copied, named as `Model.trainable`; None where it is the one in training."""
+        """The policy that samples, live, named as `Model.trainable`; None where it is the one in training."""
         if self._old is None:
             return None
         with self._model.standing_in(self._old):
-            return {name: value.clone() for name, value in self._model.trainable().items()}
+            return self._model.trainable()
 
     def _warm_up(self, updates: int) -> None:
         """Set the learning rate of the update after so many."""

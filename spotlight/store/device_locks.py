@@ -11,8 +11,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Iterator
-from hashlib import sha256
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -22,23 +21,25 @@ _ENDS_S = 2.0
 
 
 class DeviceLock:
-    """The lowest number that no other process of the machine has.
+    """The first device that no other process of the machine has; its ``number`` is among those that this one sees.
 
     Args:
         root: a directory in the machine's memory, the same for all its processes.
-        kind: numbers of a kind are counted apart: a process that only scores takes no GPU's from one that denoises.
+        kind: devices of a kind are counted apart: a process that only scores takes no GPU from one that denoises.
+        devices: their names, in the order in which this process sees them; with none, it sees them all. Where each is
+            taken, they are taken once more.
     """
 
-    def __init__(self, root: Path, kind: str = "") -> None:
-        for number in count():
-            path = root / f"{kind}slot-{number}"
+    def __init__(self, root: Path, kind: str = "", devices: Sequence[str] = ()) -> None:
+        for self.number, name in _in_turn(devices):
+            path = root / f"{kind}slot-{name}"
             descriptor = os.open(path, _OPEN, 0o600)
             if _locks(descriptor):
                 break
             os.close(descriptor)
         _end_recorded(descriptor)
         self._path = path
-        self.number, self._descriptor = number, descriptor
+        self._descriptor = descriptor
 
     def record(self, pid: int) -> None:
         """This process works on the device now."""
@@ -60,15 +61,21 @@ class DeviceLock:
         os.close(self._descriptor)
 
 
-def own_devices() -> str:
-    """Names the GPUs that this process may use, if it may not use all of its machine's: as the kind of a `DeviceLock`.
+def visible_devices(environment: Mapping[str, str]) -> list[str]:
+    """Names of the GPUs that a process sees, in its order; none where its environment does not say.
 
-    Those of each job of Slurm's are numbered from 0, so jobs that share a node do not count together.
+    Slurm may count the GPUs of each job from 0, so two jobs' are told apart.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return ""
-    return f"{sha256(repr((os.environ.get('SLURM_JOB_ID'), visible)).encode()).hexdigest()[:8]}-"
+    job = environment.get("SLURM_JOB_ID", "")
+    named = filter(None, map(str.strip, environment.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+    return [f"{job and f'{job}-'}{name.replace('/', '_')}" for name in named]  # a part of a GPU may have a path's name
+
+
+def _in_turn(devices: Sequence[str]) -> Iterator[tuple[int, str]]:
+    if not devices:
+        yield from ((number, str(number)) for number in count())
+    for turn in count():
+        yield from ((number, f"{name}+{turn}" if turn else name) for number, name in enumerate(devices))
 
 
 def end_leftovers(root: Path) -> None:

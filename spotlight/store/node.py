@@ -9,7 +9,7 @@ a directory in memory, lie ::
     .<name>.<any>.partial    one of these on its way
     .lock-*, .alive          held while one is on its way; held as long as a process uses the node
     .node                    the node's name
-    [<kind>-]slot-<n>        who has the n-th device of its kind: see `spotlight.store.device_locks`
+    [reward-, reserved-]slot-<name>  who has a device: see `spotlight.store.device_locks`
     run/                     prompts of a run at a URL, and what the text encoders made of them
 
 Invariants:

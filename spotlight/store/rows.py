@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import field
 from typing import Literal
 
 from spotlight.records import record
@@ -83,6 +84,8 @@ class ValidationRow:
     """Path of an .npz inside the run directory."""
     at_s: float
     """Unix time."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further means: of each of several rewards, and over the prompts of each tag (``tag_counting`` of GenEval's)."""
 
 
 @record

@@ -39,4 +39,4 @@ def objective(
         case "dpo":
             return Dpo(model, settings, batch, seed=seed, iteration=iteration)
         case _:
-            return Grpo(model, settings, batch, iteration=iteration)
+            return Grpo(model, settings, batch, seed=seed, iteration=iteration)

@@ -1,7 +1,7 @@
 """Flow-GRPO and GRPO-Guard: the clipped policy gradient of the stochastic steps that the samples were made with.
 
 Shapes: B samples, N latent tokens, C channels of a token, S stochastic steps, K = S + 1 latents around them, R rows of
-a micro-batch.
+a micro-batch. Where fewer steps are trained on than are stochastic (``train.steps_used``), S are these.
 """
 
 from __future__ import annotations
@@ -28,12 +28,18 @@ from spotlight.rl.algorithms.base import (
 from spotlight.rl.flow import sde_step
 from spotlight.rl.models.base import Model
 from spotlight.rl.objectives import gaussian_kl, guarded_log_ratio
+from spotlight.rl.parts import stream
+
+STEPS = 1
+"""What is drawn in this slot of an iteration's stream is which steps are trained on; in the first, an order."""
 
 
 class Grpo:
     """An `Objective`; GRPO-Guard's where the settings say so."""
 
-    def __init__(self, model: Model, settings: TrainSection, batch: TrainingBatch, *, iteration: int) -> None:
+    def __init__(
+        self, model: Model, settings: TrainSection, batch: TrainingBatch, *, seed: int, iteration: int
+    ) -> None:
         start, end = batch.sde_window
         if batch.window_BKNC is None or batch.sampler == "ode":
             raise SpotlightError(
@@ -41,7 +47,8 @@ class Grpo:
                 f'"{batch.sampler}" left none: set rollout.sampler to "sde", "cps" or "dance"'
             )
         assert batch.window_BKNC.shape[1] == end - start + 1, f"{batch.window_BKNC.shape} for window {batch.sde_window}"
-        self.slots, self.units = end - start, len(batch.advantages_B)
+        self._steps = _drawn(end - start, settings.steps_used, seed, iteration)
+        self.slots, self.units = len(self._steps), len(batch.advantages_B)
         self._model, self._settings, self._batch = model, settings, batch
         self._window_BKNC, self._kind = batch.window_BKNC, batch.sampler
         self._iteration = iteration
@@ -71,7 +78,7 @@ class Grpo:
         old_R = self._old_BS[list(rows.samples), rows.slot].to(log_prob_R.device)
         limit = settings.advantage_clip
         advantages_R = advantages(self._batch, rows, self._model).clamp(-limit, limit)
-        sigmas, step = self._batch.sigmas, self._batch.sde_window[0] + rows.slot
+        sigmas, step = self._batch.sigmas, self._step(rows.slot)
         duration = sigmas[step] - sigmas[step + 1]
         if settings.algorithm == "grpo-guard":
             old_mean_RNC = self._old_means.get(rows, mean_RNC).to(mean_RNC.device)
@@ -93,8 +100,8 @@ class Grpo:
 
     def _judge(self, rows: Rows, velocity: Velocity) -> tuple[Tensor, Tensor, float]:
         """Log-probability, mean and noise of the step that each row's sample really took."""
-        sigmas, step = self._batch.sigmas, self._batch.sde_window[0] + rows.slot
-        x_RNC = take(self._window_BKNC[:, rows.slot], rows, self._model)
+        sigmas, step, at = self._batch.sigmas, self._step(rows.slot), self._steps[rows.slot]
+        x_RNC = take(self._window_BKNC[:, at], rows, self._model)
         sigma_R = torch.full((len(rows.samples),), sigmas[step], device=x_RNC.device)
         _, log_prob_R, mean_RNC, std = sde_step(
             x_RNC,
@@ -104,12 +111,17 @@ class Grpo:
             noise_level=self._batch.noise_level,
             kind=self._kind,
             sigma_cap=sigmas[1],
-            x_next_BNC=take(self._window_BKNC[:, rows.slot + 1], rows, self._model),
+            x_next_BNC=take(self._window_BKNC[:, at + 1], rows, self._model),
         )
         return log_prob_R, mean_RNC, std
 
+    def _step(self, slot: int) -> int:
+        """Of the sampler's steps."""
+        return self._batch.sde_window[0] + self._steps[slot]
+
     def _compare(self, worker_BS: Tensor) -> dict[str, float]:
         """How far the trainer's log-probabilities are from the workers'; too far is an error."""
+        worker_BS = worker_BS[:, list(self._steps)]
         delta_BS = self._old_BS - worker_BS
         off_BS = torch.expm1(delta_BS).abs()
         off_BS = torch.where(off_BS.isnan(), math.inf, off_BS)
@@ -119,10 +131,17 @@ class Grpo:
             raise SpotlightError(
                 f"iteration {self._iteration}: before the first update the trainer's policy is not the one that "
                 f"sampled. |ratio - 1| reaches {off_BS.max().item():.3g} (sample {self._batch.position(sample)}, step "
-                f"{self._batch.sde_window[0] + slot}: log-probability {here:.7g} on the trainer, {there:.7g} from the "
+                f"{self._step(slot)}: log-probability {here:.7g} on the trainer, {there:.7g} from the "
                 f"worker) and train.ratio_tolerance is {self._settings.ratio_tolerance:g}. Likely causes: the worker "
                 "held another weights version; guidance passes batched in one path and separate in the other; another "
                 "dtype, attention backend or text padding on the worker. Make worker and trainer alike, or raise "
                 "train.ratio_tolerance if the difference is rounding"
             )
         return {"log_prob_delta": delta_BS.abs().mean().item(), "log_prob_delta_max": delta_BS.abs().max().item()}
+
+
+def _drawn(steps: int, used: int, seed: int, iteration: int) -> tuple[int, ...]:
+    """Steps of the window that an iteration trains on, ascending."""
+    if not used:
+        return tuple(range(steps))
+    return tuple(sorted(stream(seed, iteration, slot=STEPS).permutation(steps)[:used].tolist()))

@@ -48,6 +48,8 @@ def load(settings: ModelSection, node: Node | None = None, *, base: bool = True)
         vae_tiling=settings.vae_tiling,
         gradient_checkpointing=settings.gradient_checkpointing,
         base=base,
+        text_tokens=settings.text_tokens,
+        shift=settings.shift,
     )
     match settings.name:
         case "tiny-text" | "tiny-mixed":

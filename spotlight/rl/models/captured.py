@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -62,7 +63,8 @@ class CapturedPasses:
     Where gradients are asked for, they are those of the parameters alone, and the backward pass is captured, too.
 
     The first pass of its shapes runs as it is, for kernels and libraries set themselves up in it; the second is
-    captured. All give the same bits. A graph reads the weights where they were when it was captured.
+    captured. With gradients, the first is one whose backward pass has come. All give the same bits. A graph reads the
+    weights where they were when it was captured.
 
     Args:
         recorder: makes graphs; by default, CUDA's.
@@ -106,14 +108,18 @@ class CapturedPasses:
     def _learn(self, key: object, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> tuple[Tensor]:
         known = self._known_learning
         learning = known.get(key)
-        if key not in known or (learning and learning.is_ahead):
+        if key not in known:
+            (output,) = self._plain(tensors, others)
+            output.register_hook(lambda _: _keep(known, key, known.get(key), KEPT_LEARNING))
+            return (output,)
+        if learning and learning.is_ahead:
             _keep(known, key, learning, KEPT_LEARNING)
             return self._plain(tensors, others)
         learning = learning or self._capture_learning(tensors, others)
         _keep(known, key, learning, KEPT_LEARNING)
         _fill(learning.inputs, tensors)
-        output: Tensor = _Repeated.apply(learning, *learning.parameters)
-        return (output,)
+        repeated: Tensor = _Repeated.apply(learning, *learning.parameters)
+        return (repeated,)
 
     def _plain(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> tuple[Tensor]:
         output: tuple[Tensor] = self._transformer(**tensors, **others)
@@ -130,19 +136,25 @@ class CapturedPasses:
         return CapturedPass(inputs=inputs, replay=replay, output=output)
 
     def _capture_learning(self, tensors: Mapping[str, Tensor], others: Mapping[str, Any]) -> CapturedTrainingPass:
-        """Both graphs have memory of their own: what the first leaves for the second is no other graph's to use."""
+        """Both graphs have memory of their own: what the first leaves for the second is no other graph's to use.
+
+        In place of the parameters stand tensors that share their memory. Where a loss is still alive, torch hands a
+        parameter's gradients to the node, and so to the stream, that its passes had, which ends a capture on another.
+        """
         inputs = {name: value.clone() for name, value in tensors.items()}
-        parameters = [parameter for parameter in self._transformer.parameters() if parameter.requires_grad]
+        named = {name: value for name, value in self._transformer.named_parameters() if value.requires_grad}
+        leaves = {name: value.detach().requires_grad_() for name, value in named.items()}
+        parameters = list(named.values())
         made: list[Tensor] = []
         used: list[int] = []
 
         def forward() -> tuple[Tensor]:
             with Fills(), torch.enable_grad():  # a recorder may do it again where torch has switched them off
-                made[:] = self._plain(inputs, others)
+                made[:] = functional_call(self._transformer, leaves, (), {**inputs, **others})
             return (made[0].detach(),)
 
         def backward() -> list[Tensor]:
-            found = torch.autograd.grad(made, parameters, [output_gradient], allow_unused=True)
+            found = torch.autograd.grad(made, list(leaves.values()), [output_gradient], allow_unused=True)
             used[:] = [at for at, gradient in enumerate(found) if gradient is not None]
             return [found[at] for at in used]
 

@@ -30,6 +30,7 @@ class Flux(PipelineModel):
     vae_class = AutoencoderKL
     encoder_classes = {"text_encoder": CLIPTextModel, "text_encoder_2": T5EncoderModel}
     tokenizer_classes = {"tokenizer": CLIPTokenizer, "tokenizer_2": T5Tokenizer}
+    text_tokens = 512
     negative_text = ""
     lora_targets = (
         "attn.to_q",
@@ -65,7 +66,7 @@ class Flux(PipelineModel):
         return v_BNC.float()
 
     def _encode_alone(self, pipeline: Any, text: str) -> Encoded:
-        embeds, pooled, _ = pipeline.encode_prompt(text, device=self.device)
+        embeds, pooled, _ = pipeline.encode_prompt(text, device=self.device, max_sequence_length=self.text_tokens)
         return Encoded(embeds_TD=embeds[0], pooled_P=pooled[0])
 
     def _set_timesteps(self, scheduler: Any, steps: int, tokens: int) -> None:

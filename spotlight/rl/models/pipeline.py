@@ -79,6 +79,10 @@ class Loading:
     gradient_checkpointing: bool = False
     base: bool = True
     """Whether the base weights are read. The updates of a LoRA need none."""
+    text_tokens: int = 0
+    """Most of a prompt; 0: as many as the pipeline reads."""
+    shift: float = 0.0
+    """Of evenly spaced noise levels; 0: the checkpoint's own schedule."""
 
 
 @record
@@ -102,16 +106,20 @@ class PipelineModel(Model):
     encoder_classes: ClassVar[Mapping[str, Any]]
     """By folder, as are the tokenizers."""
     tokenizer_classes: ClassVar[Mapping[str, Any]]
+    text_tokens: int
+    """Most of a prompt; what is longer is cut. The class has what its pipeline reads unless it is told otherwise."""
 
     optional_parts: ClassVar[tuple[str, ...]] = ()
     """Encoders and tokenizers that a checkpoint may come without."""
     masks_padding: ClassVar[bool] = False
     """Whether the transformer takes a mask. One that does not is given texts that all have the encoders' own width."""
 
-    def __init__(self, path: Path, pipeline: Any, device: torch.device) -> None:
+    def __init__(self, path: Path, pipeline: Any, loading: Loading) -> None:
         self._path = path
         self._pipeline = pipeline
-        self.device = device
+        self.device = loading.device
+        self._shift = loading.shift
+        self.text_tokens = loading.text_tokens or type(self).text_tokens
         self.transformer = pipeline.transformer
         self._texts: dict[str, Encoded] = {}
 
@@ -136,7 +144,7 @@ class PipelineModel(Model):
         parts["scheduler"] = _part(FlowMatchEulerDiscreteScheduler, directory, "scheduler")
         if not loading.base:
             parts["transformer"] = _shapes(cls.transformer_class, directory, "transformer", loading.dtype)
-            return cls(directory, cls.pipeline_class(**parts), loading.device)
+            return cls(directory, cls.pipeline_class(**parts), loading)
         networks = (
             ("vae", cls.vae_class, loading.vae_dtype or loading.dtype),
             ("transformer", cls.transformer_class, loading.dtype),
@@ -148,7 +156,7 @@ class PipelineModel(Model):
             parts["vae"].enable_tiling()
         if loading.gradient_checkpointing:
             compute_blocks_again(parts["transformer"])
-        return cls(directory, cls.pipeline_class(**parts), loading.device)
+        return cls(directory, cls.pipeline_class(**parts), loading)
 
     # Texts
 
@@ -197,8 +205,9 @@ class PipelineModel(Model):
         return {text: Encoded(embeds_TD=stored[_key(text)], pooled_P=stored.get(_pooled_key(text))) for text in texts}
 
     def _encoder_hash(self) -> str | None:
-        """Names the text encoders by their content; None where their files are not here."""
-        digest, found = sha256(str(self.transformer.dtype).encode()), False
+        """Names the text encoders by their content, and what they read; None where their files are not here."""
+        cut = "" if self.text_tokens == type(self).text_tokens else f" {self.text_tokens}"
+        digest, found = sha256(f"{self.transformer.dtype}{cut}".encode()), False
         for folder in (*self.encoder_classes, *self.tokenizer_classes):
             for file in sorted(filter(Path.is_file, (self._path / folder).glob("*"))):
                 found = True
@@ -284,11 +293,13 @@ class PipelineModel(Model):
         return height_px // unit, width_px // unit
 
     def sigmas(self, steps: int, height_px: int, width_px: int) -> tuple[float, ...]:
-        """The checkpoint's own schedule, shifted by the number of tokens as its pipeline does.
+        """The checkpoint's own schedule, shifted by the number of tokens as its pipeline does; or that of the settings.
 
         Raises:
             SpotlightError: the schedule is not one of descending levels, as with a single step.
         """
+        if self._shift:
+            return shifted(self._shift, steps)
         scheduler = self._pipeline.scheduler
         tokens, _ = self.latent_shape(height_px, width_px)
         # Stretching a single step to the terminal level divides 0 by 0
@@ -329,6 +340,15 @@ class PipelineModel(Model):
     def _pixels(self, vae: Any, latent: Tensor) -> Tensor:
         image: Tensor = vae.decode(latent, return_dict=False)[0]
         return image
+
+
+def shifted(shift: float, steps: int) -> tuple[float, ...]:
+    """Levels ``s t / (1 + (s - 1) t)`` of evenly spaced t, from 1 down to 0.
+
+    Source: SD 3 (arXiv 2403.03206); DanceGRPO's ``sd3_time_shift``.
+    """
+    even = (1 - step / steps for step in range(steps + 1))
+    return tuple(shift * t / (1 + (shift - 1) * t) for t in even)
 
 
 def shift_options(scheduler: Any) -> dict[str, Any]:

@@ -22,10 +22,6 @@ from spotlight.rl.models.qwen_transformer import QwenTransformer
 CHAT_TOKEN = "<|im_start|>"
 
 
-TEXT_TOKENS_MAX = 512
-"""Of a prompt; what is longer is cut, as `QwenImagePipeline` does unless it is told otherwise."""
-
-
 class QwenImage(QwenTransformer, PipelineModel):
     """A Qwen-Image transformer and VAE, one text encoder."""
 
@@ -34,11 +30,12 @@ class QwenImage(QwenTransformer, PipelineModel):
     vae_class = AutoencoderKLQwenImage
     encoder_classes = {"text_encoder": Qwen2_5_VLForConditionalGeneration}
     tokenizer_classes = {"tokenizer": Qwen2Tokenizer}
+    text_tokens = 512
     masks_padding = True
 
     def _encode_alone(self, pipeline: Any, text: str) -> Encoded:
         # A text alone has no padding, so the mask that comes along is always None.
-        embeds_BTD = pipeline.encode_prompt(text, device=self.device, max_sequence_length=TEXT_TOKENS_MAX)[0]
+        embeds_BTD = pipeline.encode_prompt(text, device=self.device, max_sequence_length=self.text_tokens)[0]
         return Encoded(embeds_TD=embeds_BTD[0])
 
     def _check_tokenizer(self, pipeline: Any) -> None:

@@ -1,7 +1,7 @@
 """Stable Diffusion 3 and 3.5 checkpoints: a diffusers pipeline directory as a `Model`, with true guidance.
 
 Its transformer takes whole latents, which stand here as tokens: patches of 2 x 2 latent pixels, as it makes them
-itself. Texts have no padding of ours: its encoders pad all to one width, which the transformer was trained with.
+itself. Texts have no padding of ours: its encoders pad all to one width.
 
 Shapes: B samples, N latent tokens, C channels of a token.
 """
@@ -36,6 +36,7 @@ class StableDiffusion3(PipelineModel):
         "text_encoder_3": T5EncoderModel,
     }
     tokenizer_classes = {"tokenizer": CLIPTokenizer, "tokenizer_2": CLIPTokenizer, "tokenizer_3": T5Tokenizer}
+    text_tokens = 256
     optional_parts = ("text_encoder_3", "tokenizer_3")
     negative_text = ""
     lora_targets = (
@@ -101,7 +102,12 @@ class StableDiffusion3(PipelineModel):
 
     def _encode_alone(self, pipeline: Any, text: str) -> Encoded:
         embeds, _, pooled, _ = pipeline.encode_prompt(
-            text, None, None, device=self.device, do_classifier_free_guidance=False
+            text,
+            None,
+            None,
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.text_tokens,
         )
         return Encoded(embeds_TD=embeds[0], pooled_P=pooled[0])
 

@@ -30,7 +30,7 @@ MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757
 
 
 class ClipScorer(Scorer):
-    """The cosine of an image's and its prompt's CLIP embeddings."""
+    """The cosine of an image's and its prompt's CLIP embeddings; Flow-GRPO and DiffusionNFT have it times 100 / 30."""
 
     reads_text: ClassVar[bool] = True
     range = (-1.0, 1.0)
@@ -134,7 +134,10 @@ def preprocessing(directory: Path) -> dict[str, Any]:
 
 
 class PickScorer(ClipScorer):
-    """PickScore: the cosine, times the learned scale of its checkpoint (some 100)."""
+    """PickScore: the cosine, times the learned scale of its checkpoint (some 100).
+
+    Flow-GRPO and DiffusionNFT divide it by 26.
+    """
 
     range: ClassVar[tuple[float, float]] = (-101.0, 101.0)
     usual: ClassVar[tuple[float, float] | None] = (14.0, 28.0)  # assumed: from published scores of 18 to 24
