@@ -235,16 +235,18 @@ def _value(override: str, text: str) -> Any:
 def _place(source: str, overrides: Sequence[str], parts: Sequence[str], rule: str = "") -> str:
     """Where the value of a setting is from: an override, or the file; of a section, the file with its overrides.
 
+    Overrides are named without their values, for a value may hold a secret.
+
     Args:
         parts: of the setting's, or the section's, name.
         rule: of a section, that is broken; it names the settings that break it. "": any may.
     """
     parts = list(parts)
     if given := [override for override in overrides if (keys := _keys(override)) == parts[: len(keys)]]:
-        return f"--set {shown(given[-1])}"
+        return f"--set {shown('.'.join(_keys(given[-1])))}"
     within = [override for override in overrides if _keys(override)[: len(parts)] == parts]
     named = [override for override in within if not rule or _keys(override)[-1] in rule]
-    return " ".join([source, *(f"with --set {shown(override)}" for override in named)])
+    return " ".join([source, *(f"with --set {shown('.'.join(_keys(override)))}" for override in named)])
 
 
 def _explain(where: Place, error: Mapping[str, Any]) -> str:
