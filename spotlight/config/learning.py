@@ -385,7 +385,7 @@ class TrainSection(Section):
     combine: Literal["rewards", "advantages"] = "rewards"
     """What is added up where there are several ``[[reward]]`` tables, each times its weight: rewards, of whose sum
     advantages are made; or advantages, made of each reward by itself, so that no reward's scale outweighs another's
-    (as DanceGRPO does). Seeds are chosen by the sum of rewards."""
+    (as DanceGRPO does), but where ``advantage_std`` is "none". Seeds are chosen by the sum of rewards."""
     advantage_clip: float = Field(5.0, gt=0, le=1000)
     """Advantages are cut off at plus and minus this."""
     kl: float = Field(0.0, ge=0, le=1e4)
