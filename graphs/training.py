@@ -26,7 +26,7 @@ class _Rolled:
 
     scores: list[Key]
     surplus: list[Key]
-    """The other shards of its rollouts, which somebody must depend on."""
+    """The other shards of its rollouts: a later task takes them, since Dask forgets what no task depends on."""
 
     @property
     def keys(self) -> list[Key]:

@@ -28,7 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_inputs(
-    settings: configuration.Config, *, with_model: bool = True, live: bool = True, joins: bool = False
+    settings: configuration.Config,
+    *,
+    with_model: bool = True,
+    live: bool = True,
+    joins: bool = False,
+    begun: bool = False,
 ) -> None:
     """Find at once what would stop the run once its cluster is up.
 
@@ -36,6 +41,7 @@ def check_inputs(
         with_model: whether it needs the model's files, and stores latents.
         live: whether it will have workers.
         joins: whether those are of a cluster that is there already.
+        begun: whether it has its first weights, so that no LoRA is read that it is to start from.
 
     What is only doubtful is said in the log.
     """
@@ -97,7 +103,7 @@ def check_inputs(
                 "DanceGRPO tell FLUX.1-dev 3.5, which is one pass all the same; set rollout.guidance = 3.5",
                 model.path,
             )
-    if settings.train.lora_path:
+    if settings.train.lora_path and not begun:
         require_lora(settings.train)
     if model.device == "cuda" and live and not joins and settings.cluster.manager == "local":
         from spotlight.rl.models import device_of  # torch, which takes seconds

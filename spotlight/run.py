@@ -103,7 +103,7 @@ class Run:
         """
         directory = RunDir.open(run_dir)
         resuming.check(directory, None if iterations is None else whole(iterations, "iterations"))
-        check_inputs(directory.config(), joins=cluster is not None)
+        check_inputs(directory.config(), joins=cluster is not None, begun=resuming.has_begun(directory))
         if iterations is not None:
             directory.change_iterations(iterations)
         return cls._of(directory, directory.config(), cluster)
@@ -181,7 +181,8 @@ class Run:
             raise SpotlightError(f"{self.directory.url}: {holder} is running this run: wait for it, or stop it first")
         if self._checked != self.config.run.iterations:  # or another has made it longer
             resuming.check(self.directory)
-            check_inputs(self.config, joins=self._cluster is not None)
+            begun = resuming.has_begun(self.directory)
+            check_inputs(self.config, joins=self._cluster is not None, begun=begun)
             self._checked = self.config.run.iterations
         for name, url in (("run.dir", self.config.run.dir), ("latents.url", self.config.latents.url)):
             if url.startswith("memory://"):

@@ -490,21 +490,22 @@ def test_what_counts_of_the_first_table_alone_is_doubted_in_a_further_one(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("weights", "combine", "is_doubted"),
+    ("weights", "train", "is_doubted"),
     [
-        ({"pickscore": 1.0, "clip-score": 1.0}, "rewards", True),  # as they stand in published recipes
-        ({"pickscore": 1 / 26, "clip-score": 100 / 30}, "rewards", False),
-        ({"pickscore": -1.0, "ocr": 1.0}, "rewards", True),
-        ({"pickscore": 1.0, "ocr": 1.0}, "advantages", False),
-        ({"clip-score": 1.0, "ocr": 1.0}, "rewards", False),
+        ({"pickscore": 1.0, "clip-score": 1.0}, {}, True),  # as they stand in published recipes
+        ({"pickscore": 1 / 26, "clip-score": 100 / 30}, {}, False),
+        ({"pickscore": -1.0, "ocr": 1.0}, {}, True),
+        ({"pickscore": 1.0, "ocr": 1.0}, {"combine": "advantages"}, False),
+        ({"pickscore": 1.0, "ocr": 1.0}, {"combine": "advantages", "advantage_std": "none"}, True),
+        ({"clip-score": 1.0, "ocr": 1.0}, {}, False),
     ],
 )
 def test_a_sum_of_rewards_in_which_one_has_hardly_any_say_is_doubted(
-    tmp_path: Path, weights: dict[str, float], combine: str, is_doubted: bool
+    tmp_path: Path, weights: dict[str, float], train: dict[str, str], is_doubted: bool
 ) -> None:
     tables = [{"name": name, "weight": weight} for name, weight in weights.items()]
     data = {"train_prompts": "a", "validation_prompts": "b"}
-    settings = config.resolve({"data": data, "reward": tables, "train": {"combine": combine}}, tmp_path)
+    settings = config.resolve({"data": data, "reward": tables, "train": train}, tmp_path)
 
     assert [doubt.partition(":")[0] for doubt in settings.doubts] == ["reward.weight"] * is_doubted
 

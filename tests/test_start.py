@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from pipelines import tiny_flux, tiny_qwen_image, tiny_sd3
 from runs import PROMPTS, settings_file
-from spotlight import config
+from spotlight import Run, config
 from spotlight.config import Config
-from spotlight.device.residency import Residency
+from spotlight.device.engine import InProcess
 from spotlight.inputs import check_inputs
 from spotlight.records import SpotlightError
 from spotlight.rl import models
@@ -28,7 +29,6 @@ from spotlight.rl.sample import GAP_PX, sample
 from spotlight.rl.start import start_from_lora
 from spotlight.store import weights
 from spotlight.store.creating import create_run
-from spotlight.store.rundir import RunDir
 
 RANK, ALPHA = 4, 12.0
 DIGITS = PROMPTS / "digits-train.txt"
@@ -99,17 +99,31 @@ def test_a_lora_that_peft_saved_is_what_training_starts_from(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("is_file", [False, True])
-def test_an_exported_lora_is_what_the_workers_of_another_run_begin_with(
+def test_an_exported_lora_is_what_another_run_begins_with_which_then_needs_it_no_more(
     pipeline: Path, tmp_path: Path, is_file: bool
 ) -> None:
     run_dir, expected = trained_run(pipeline, tmp_path)
     path = export_weights(run_dir, tmp_path / "lora") / (LORA_FILE if is_file else "")
-    settings = settings_of(pipeline, tmp_path, lora_path=str(path))
+    settings = settings_of(pipeline, tmp_path, lora_path=str(path), old_decay=0.5, ema_decay=0.5)
     check_inputs(settings)
+    run = create_run(settings, now_s=1.0)
+    start = InProcess().prepare(str(run.path)).start
+    shutil.rmtree(tmp_path / "lora")
 
-    found = Residency(RunDir.open(create_run(settings, now_s=1.0).path), settings, None).model.trainable()
+    Run.resume(run.path)
+    assert InProcess().prepare(str(run.path)).start == start
+    for part in weights.PARTS.values():
+        found = weights.load(run.url, start, part)
+        assert all(torch.equal(found[layer], expected[layer]) for layer in expected)
 
-    assert all(torch.equal(found[layer], expected[layer]) for layer in expected)
+
+def test_a_run_whose_first_weights_are_not_there_is_resumed_with_its_lora_alone(pipeline: Path, tmp_path: Path) -> None:
+    lora_of_peft(settings_of(pipeline, tmp_path), tmp_path / "lora")
+    run = create_run(settings_of(pipeline, tmp_path, lora_path="lora"), now_s=1.0)
+    shutil.rmtree(tmp_path / "lora")
+
+    with pytest.raises(SpotlightError, match="no LoRA there"):
+        Run.resume(run.path)
 
 
 def test_the_upper_row_of_a_sample_is_what_the_run_began_with(pipeline: Path, tmp_path: Path) -> None:
@@ -118,6 +132,7 @@ def test_the_upper_row_of_a_sample_is_what_the_run_began_with(pipeline: Path, tm
     again = create_run(settings, now_s=1.0).path
     weights.stage(again, 0, state, {}, {}, None, None)
     weights.publish(again, 0)
+    shutil.rmtree(tmp_path / "lora")
 
     began, plain = (
         np.asarray(Image.open(sample(run, 'a "4"', tmp_path / f"{at}.png", seeds=[0])))

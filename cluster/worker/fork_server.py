@@ -124,14 +124,18 @@ def _join(root: Path) -> _Joined:
         SpotlightError: another process has been at it for long.
     """
     held = hold(root)
-    with (root / "starting").open("a+") as turn:
-        _wait_for(turn)
-        try:
-            alive = os.open(root / "alive", os.O_WRONLY | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENXIO):
-                raise
-            alive = _start(root)
+    try:
+        with (root / "starting").open("a+") as turn:
+            _wait_for(turn)
+            try:
+                alive = os.open(root / "alive", os.O_WRONLY | os.O_NONBLOCK)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENXIO):
+                    raise
+                alive = _start(root)
+    except BaseException:
+        os.close(held)
+        raise
     return _Joined(root, held, alive)
 
 

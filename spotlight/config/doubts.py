@@ -19,8 +19,8 @@ ALL_WEIGHTS_RATE = 5e-5
 USUAL_SPANS = {"pickscore": 14.0, "clip-score": 0.35, "aesthetic": 10.0}
 """How far rewards of real images lie apart, by the name of a scorer (`rewards.planned_range`); of others, 1."""
 SPANS_MAX = 10.0
-"""A reward that spans so many times as much as another leaves it hardly any say in their sum. It is 4 with the weights
-that make PickScore and the CLIP score those of Flow-GRPO beside a reward of 0 to 1."""
+"""A reward that spans so many times as much as another leaves it hardly any say in their sum. It is 2.2 with weights
+that make PickScore and the CLIP score Flow-GRPO's (14 / 26 and 0.35 x 100 / 30), beside a reward of 0 to 1."""
 
 
 def doubts_of(settings: Config) -> Iterator[str]:
@@ -68,11 +68,13 @@ def _of_training(settings: Config) -> Iterator[str]:
             )
     spans = [(abs(table.weight) * _span(table), table.name) for table in (settings.reward, *settings.reward.also)]
     (least, weak), (most, strong) = min(spans), max(spans)
-    if train.combine == "rewards" and most > SPANS_MAX * least:
+    are_scaled = train.combine == "advantages" and train.advantage_std != "none"
+    if not are_scaled and most > SPANS_MAX * least:
+        with_std = ', and train.advantage_std to "global" or "group"' if train.advantage_std == "none" else ""
         yield (
             f"reward.weight: rewards are added up as they are; {strong!r} spans {most:g} and {weak!r} {least:g}, "
             "weights included, so the second has hardly any say; published weights are for PickScore over 26 and the "
-            'CLIP score times 100 / 30: change the weights, or set train.combine = "advantages"'
+            f'CLIP score times 100 / 30: change the weights, or set train.combine = "advantages"{with_std}'
         )
     if settings.reward.name == "ocr" and not model.embedded:
         yield (

@@ -364,8 +364,8 @@ class TrainSection(Section):
     """0 means twice the rank."""
     lora_path: str = ""
     """A LoRA to start from, of the same layers, rank and alpha: a file or directory that `spotlight export`, diffusers
-    or peft (so Flow-GRPO and DiffusionNFT) wrote; relative to the settings file. Empty: one without effect. ``kl``
-    still is the distance to the checkpoint without it."""
+    or peft (so Flow-GRPO and DiffusionNFT) wrote; relative to the settings file. It is read as the run begins, by one
+    worker, and no more. Empty: one without effect. ``kl`` still is the distance to the checkpoint without it."""
     ema_decay: float = Field(0.0, ge=0, lt=1)
     """Of averaged weights, which are kept beside each version and validated: how much of the average stays after an
     update (less in the first ones, so that it soon forgets the untrained weights); 0 turns it off. DiffusionNFT
@@ -385,7 +385,7 @@ class TrainSection(Section):
     combine: Literal["rewards", "advantages"] = "rewards"
     """What is added up where there are several ``[[reward]]`` tables, each times its weight: rewards, of whose sum
     advantages are made; or advantages, made of each reward by itself, so that no reward's scale outweighs another's
-    (as DanceGRPO does). Seeds are chosen by the sum of rewards."""
+    (as DanceGRPO does), but where ``advantage_std`` is "none". Seeds are chosen by the sum of rewards."""
     advantage_clip: float = Field(5.0, gt=0, le=1000)
     """Advantages are cut off at plus and minus this."""
     kl: float = Field(0.0, ge=0, le=1e4)

@@ -15,7 +15,6 @@ from torch import Tensor
 from spotlight.config import Config
 from spotlight.records import Policy, Prompt, SpotlightError, WeightsRef
 from spotlight.rl import models, prompts
-from spotlight.rl.start import start_from_lora
 from spotlight.store import weights
 from spotlight.store.node import Node
 from spotlight.store.rundir import RunDir
@@ -52,7 +51,6 @@ class Residency:
             model.make_trainable(
                 rank=train.lora_rank, alpha=train.lora_alpha, seed=settings.run.seed, reference=train.has_reference
             )
-            start_from_lora(model, train)
         return model
 
     def _preload(self, model: models.Model) -> None:

@@ -38,6 +38,7 @@ from spotlight.records import (
 )
 from spotlight.rl.algorithms import TrainingBatch
 from spotlight.rl.gradients import PartGradient, part_gradient, rows_to_learn_from
+from spotlight.rl.start import start_from_lora
 from spotlight.rl.sums import sliced
 from spotlight.rl.trainer import Trainer
 from spotlight.store import updates, weights
@@ -79,9 +80,10 @@ class Training:
         return Trainer(self._resident.model, self._config.train)
 
     def publish_start(self) -> WeightsRef:
-        """Publish version 0: the weights that training starts from."""
+        """Publish version 0: the weights that training starts from, on all workers."""
         found = weights.published(self._run_dir, 0)
         if found is None:
+            start_from_lora(self._resident.model, self._config.train)
             self._write(0, {})
             found = weights.publish(self._run_dir, 0)
         return found.weights

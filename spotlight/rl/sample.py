@@ -16,7 +16,6 @@ from spotlight.files import shown
 from spotlight.files import whole as whole_number
 from spotlight.records import SpotlightError, WeightsRef
 from spotlight.rl import flow, models
-from spotlight.rl.start import start_from_lora
 from spotlight.store import weights
 from spotlight.store.rundir import RunDir
 
@@ -56,7 +55,8 @@ def sample(
     model.preload([prompt])
     train = settings.train
     model.make_trainable(rank=train.lora_rank, alpha=train.lora_alpha, seed=settings.run.seed, reference=False)
-    start_from_lora(model, train)
+    if train.lora_path:
+        model.load_trainable(weights.load(run.url, find_version(run.url, 0)))
     rows = [draw(model, settings, prompt, seeds, steps)]
     model.load_trainable(weights.load(run.url, ref, weights.PARTS[settings.validation_policy]))
     rows.append(draw(model, settings, prompt, seeds, steps))

@@ -102,6 +102,11 @@ def unvalidated(run: RunDir, config: Config, done: int) -> Iterator[int]:
     return (version for version in due if version not in validated)
 
 
+def has_begun(run: RunDir) -> bool:
+    """Whether the weights are there that its training starts from."""
+    return published(run.url, 0) is not None
+
+
 def is_over(run: RunDir, config: Config) -> bool:
     """Whether all iterations are done and validated, and what came of them is summed up: nothing is left to do.
 
