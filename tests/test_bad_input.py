@@ -74,11 +74,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("rollout.promts=3", ["--set 'rollout.promts=3': [rollout] has no field 'promts'", "did you mean 'prompts'"]),
+        ("rollout.promts=3", ["--set 'rollout.promts': [rollout] has no field 'promts'", "did you mean 'prompts'"]),
         ("rollouts.prompts=3", ["run.toml", "no section 'rollouts'", "did you mean 'rollout'"]),
-        ("rollout.prompts=many", ["--set 'rollout.prompts=many': rollout.prompts = 'many'", "valid integer"]),
-        ("train.ema_decay=1", ["--set 'train.ema_decay=1': train.ema_decay = 1", "less than 1"]),
-        ("train.old_decay=1", ["--set 'train.old_decay=1': train.old_decay = 1", "'copy', 'linear'", "[0, 1)"]),
+        ("rollout.prompts=many", ["--set 'rollout.prompts': rollout.prompts = 'many'", "valid integer"]),
+        ("train.ema_decay=1", ["--set 'train.ema_decay': train.ema_decay = 1", "less than 1"]),
+        ("train.old_decay=1", ["--set 'train.old_decay': train.old_decay = 1", "'copy', 'linear'", "[0, 1)"]),
         ("run.validate_policy=average", ["run.validate_policy", "train.ema_decay = 0.0 keeps no such weights"]),
         ("exploration.prompts=1", ["exploration.prompts = 1", "fewer than rollout.prompts", "raise it"]),
         ("rollout.prompts", ["'rollout.prompts'", "expected section.key=value"]),
