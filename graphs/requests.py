@@ -220,4 +220,5 @@ def request_template(
 def exploring_template(config: Config, context: RunContext, iteration: int, weights: WeightsRef) -> Request:
     """A request that explores, without its prompt and seeds."""
     template = request_template(config, context, "explore", iteration, weights)
-    return replace(template, sampler="ode", sigmas=context.explore_sigmas)
+    sampler = "ode" if template.is_stochastic else template.sampler
+    return replace(template, sampler=sampler, sigmas=context.explore_sigmas)

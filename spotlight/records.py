@@ -15,7 +15,11 @@ from json import dumps
 from typing import Any, Literal, TypeVar, dataclass_transform
 
 Purpose = Literal["rollout", "explore", "validate"]
-Sampler = Literal["ode", "sde", "cps", "dance"]
+Sampler = Literal["ode", "dpm2", "ab2", "sde", "cps", "dance"]
+SECOND_ORDER: frozenset[Sampler] = frozenset(("dpm2", "ab2"))
+"""Samplers whose steps also need the velocity of the step before."""
+STOCHASTIC: frozenset[Sampler] = frozenset(("sde", "cps", "dance"))
+"""Samplers that take stochastic steps; the others are deterministic."""
 Policy = Literal["trained", "old", "average"]
 """Which weights of a version: those in training, the older ones that sample, or a moving average."""
 
@@ -123,6 +127,15 @@ class Request:
     @property
     def steps(self) -> int:
         return len(self.sigmas) - 1
+
+    @property
+    def is_stochastic(self) -> bool:
+        return self.sampler in STOCHASTIC
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a step needs the velocity of the step before, too."""
+        return self.sampler in SECOND_ORDER
 
     @property
     def kind(self) -> str:

@@ -329,7 +329,8 @@ def _part(given: Mapping[str, Any]) -> GradientPart:
 
 
 def _denoising(request: Any) -> Denoising:
-    return Denoising(request=request.id, samples=len(request.seeds), steps=request.steps)
+    again = 1 if request.looks_back else 0
+    return Denoising(request=request.id, samples=len(request.seeds), steps=request.steps, passes_to_resume=again)
 
 
 def stays(config: Config, began_s: float) -> Iterator[Stay]:

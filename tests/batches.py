@@ -109,7 +109,7 @@ def make_batch(model: TinyText, *, sampler: Sampler = "sde", guidance: float = 1
         window, log_probs = [x], []
         for step, (sigma, sigma_next) in enumerate(zip(sigmas, sigmas[1:], strict=False)):
             v = model.velocity(x, torch.full((len(x),), sigma), conditioning, guidance=guidance, **SIZE)
-            if sampler == "ode" or step >= WINDOW[1]:
+            if sampler not in ("sde", "cps", "dance") or step >= WINDOW[1]:
                 x = ode_step(x, v, sigma, sigma_next)
                 continue
             noise = step_noise(seeds, step, *x.shape[1:])

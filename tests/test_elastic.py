@@ -16,7 +16,7 @@ import pytest
 
 from elastic import STEPS, Live, latents, undisturbed
 from runs import WAIT_S, wait_for
-from spotlight.records import Quarantined, Request
+from spotlight.records import Quarantined, Request, Sampler
 from spotlight.store.rows import QUARANTINED
 
 LONG = 300
@@ -69,6 +69,19 @@ def test_a_gang_that_loses_a_rank_goes_on_with_its_survivors(live: Live, request
     assert done.steps_resumed >= 5
     assert [row["width"] for row in gang_epochs(live, request_of_four, "formed")][:2] == [4, 2]
     assert_whole(live, request_of_four)
+
+
+@pytest.mark.parametrize("sampler", ["dpm2", "ab2"])
+def test_a_sampler_that_looks_back_goes_on_with_the_survivors(live: Live, sampler: Sampler) -> None:
+    live.full()
+    request = replace(live.request(), sampler=sampler)
+
+    with live.at_step(5, lambda members: live.kill(members[0])):
+        live.start(request)
+        done = live.finish()
+
+    assert done.steps_resumed >= 5
+    assert_whole(live, request)
 
 
 def test_of_a_lost_gang_only_what_was_not_committed_is_wasted(live: Live, request_of_four: Request) -> None:

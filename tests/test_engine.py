@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 from unittest.mock import patch
 
 import numpy as np
@@ -51,6 +51,7 @@ from spotlight.records import (
     Request,
     Rollout,
     Sample,
+    Sampler,
     Scored,
     SpotlightError,
     Stopped,
@@ -471,6 +472,39 @@ def test_on_the_virtual_clock_only_steps_that_are_read_or_kept_are_committed(
     np.testing.assert_array_equal(clean, live.store.clean(request))
     if read:
         np.testing.assert_equal(read, live.store.window_latents(request, clean))
+
+
+@pytest.mark.parametrize("sampler", ["ode", "dpm2", "ab2"])
+@pytest.mark.parametrize("done", [1, 2, 5])
+def test_a_request_that_goes_on_elsewhere_has_the_same_bits(tmp_path: Path, sampler: Sampler, done: int) -> None:
+    settings = config.load(settings_file(tmp_path), ["rollout.steps=6", f'rollout.sampler="{sampler}"'])
+    run = create_run(settings, time.time())
+    context, prompts = prepare(str(run.path)), read_prompts(settings.data.train_prompts)[:1]
+    request = rollout_requests(settings, context, unexplored(settings, context, 0, prompts), context.start)[0]
+    assert request.sampler == sampler
+    undisturbed = Engine(run.path)
+    undisturbed.rollout(request)
+    whole = undisturbed.store.clean(request)
+    folder = run.path / "latents" / "commits" / f"{request.iteration:05d}" / request.id
+    for commit in folder.glob("commit.*"):
+        if int(commit.name.rpartition(".")[2]) > done:
+            commit.unlink()
+    passes: list[float] = []
+    other = Engine(run.path)
+    velocity = other.model.velocity
+
+    def counted(x_BNC: Tensor, sigma_B: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        passes.append(float(sigma_B[0]))
+        return velocity(x_BNC, sigma_B, *args, **kwargs)
+
+    with patch.object(other.model, "velocity", counted):
+        result = other.rollout(request)
+
+    assert isinstance(result, Rollout)
+    assert (result.steps_resumed, result.steps_run) == (done, 6 - done)
+    again = done - 1 if request.looks_back else done
+    np.testing.assert_allclose(passes, request.sigmas[again:-1], rtol=1e-6)
+    np.testing.assert_array_equal(other.store.clean(request), whole)
 
 
 def test_samples_of_a_prompt_may_begin_with_one_noise_and_differ_by_that_of_their_steps(tmp_path: Path) -> None:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
 
-from spotlight.rl.flow import Kind, initial_noise, ode_step, sde_step, step_noise
+from spotlight.rl.flow import (
+    Kind,
+    Pass,
+    SecondOrder,
+    initial_noise,
+    ode_step,
+    sde_step,
+    second_order_step,
+    step_noise,
+)
 
 KINDS: tuple[Kind, ...] = ("sde", "cps", "dance")
 SHAPE = (3, 4, 5)
@@ -39,6 +51,84 @@ def test_ode_steps_along_the_true_velocity_end_in_the_clean_latent() -> None:
         x = ode_step(x, v, sigma, sigma_next)
 
     torch.testing.assert_close(x, clean, atol=ROUNDING, rtol=0)
+
+
+def solved(sigmas: Sequence[float], x: Tensor, velocity: Callable[[Tensor, float], Tensor], kind: str) -> Tensor:
+    """Where a sampler's steps end."""
+    before: Pass | None = None
+    for sigma, sigma_next in itertools.pairwise(sigmas):
+        now = Pass(x, velocity(x, sigma), sigma)
+        if before is None or kind == "ode":
+            x = ode_step(*now, sigma_next)
+        else:
+            x = second_order_step(now, sigma_next, before, kind=cast("SecondOrder", kind))
+        before = now
+    return x
+
+
+def curved(x: Tensor, sigma: float) -> Tensor:
+    """A velocity field that Euler's steps cut the corners of."""
+    return torch.sin(3 * x) + 4 * sigma * x
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("steps", [2, 4, 10])
+def test_dpm2_is_diffusers_solver(steps: int) -> None:
+    shifted = [3 * t / (1 + 2 * t) for t in np.linspace(1, 0, steps + 1)]
+    solver: Any = DPMSolverMultistepScheduler(
+        algorithm_type="dpmsolver++",
+        solver_order=2,
+        solver_type="midpoint",
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        lower_order_final=True,
+        final_sigmas_type="zero",
+    )
+    solver.set_timesteps(steps)
+    solver.sigmas = torch.tensor(shifted, dtype=torch.float64)
+    expected = normal(1)
+    for timestep, sigma in zip(solver.timesteps, shifted, strict=False):
+        expected = solver.step(curved(expected, sigma), timestep, expected).prev_sample
+
+    found = solved(shifted, normal(1), curved, "dpm2")
+
+    torch.testing.assert_close(found, expected, atol=ROUNDING * steps, rtol=0)
+
+
+def test_ab2_is_exact_where_the_velocity_changes_evenly() -> None:
+    # dx/ds = a + 2 b s: over [s, s'] x moves by a (s' - s) + b (s'^2 - s^2)
+    a, b, start = normal(1), normal(2), normal(3)
+    first, then, last = 0.9, 0.7, 0.1
+
+    def velocity(sigma: float) -> Tensor:
+        return a + 2 * b * sigma
+
+    moved = second_order_step(Pass(start, velocity(then), then), last, Pass(start, velocity(first), first), kind="ab2")
+
+    torch.testing.assert_close(moved, start + a * (last - then) + b * (last**2 - then**2), atol=ROUNDING, rtol=0)
+
+
+@pytest.mark.parametrize(("kind", "order"), [("ode", 1), ("dpm2", 2), ("ab2", 2)])
+def test_errors_fall_by_a_solvers_order(kind: str, order: int) -> None:
+    x, first, last = normal(1), 0.9, 0.2
+    exact = solved(np.linspace(first, last, 20_001).tolist(), x, curved, "ab2")
+
+    errors = [
+        float((solved(np.linspace(first, last, steps + 1).tolist(), x, curved, kind) - exact).abs().mean())
+        for steps in (40, 80)
+    ]
+
+    assert errors[0] / errors[1] == pytest.approx(2**order, rel=0.15)
+
+
+@pytest.mark.parametrize("kind", ["dpm2", "ab2"])
+def test_a_step_of_second_order_refuses_a_pass_that_was_not_before(kind: SecondOrder) -> None:
+    x, v = normal(1), normal(2)
+
+    with pytest.raises(ValueError, match="goes down in noise"):
+        second_order_step(Pass(x, v, 0.5), 0.3, Pass(x, v, 0.4), kind=kind)
+    with pytest.raises(ValueError, match="must be the same"):
+        second_order_step(Pass(x, v, 0.5), 0.3, Pass(x, v[:1], 0.6), kind=kind)
 
 
 def test_sde_step_is_the_papers_formula() -> None:

@@ -80,6 +80,29 @@ def test_a_request_goes_on_where_it_stopped(store: LatentStore) -> None:
     np.testing.assert_array_equal(found.x_BNC, make_latents(request, 2))
 
 
+def test_a_request_that_looks_back_goes_on_from_the_last_two_steps_in_a_row(store: LatentStore) -> None:
+    request = make_request(sampler="dpm2", steps=6)
+    first = store.resume(request)
+    assert first.before_BNC is None
+    for step in (1, 2, 4):
+        store.commit(request, first.epoch, step, make_latents(request, step))
+
+    found = store.resume(request)
+
+    assert found.step == 2
+    np.testing.assert_array_equal(found.x_BNC, make_latents(request, 2))
+    np.testing.assert_array_equal(found.before_BNC, make_latents(request, 1))
+
+
+def test_a_request_that_looks_back_goes_on_from_its_first_step(store: LatentStore) -> None:
+    request = make_request(sampler="ab2")
+    store.commit(request, store.resume(request).epoch, 1, make_latents(request, 1))
+
+    found = store.resume(request)
+
+    assert (found.step, found.before_BNC) == (1, None)
+
+
 def test_a_fresh_request_starts_at_step_0(store: LatentStore) -> None:
     found = store.resume(make_request())
 

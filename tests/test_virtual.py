@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from cluster.dispatch.dispatcher import Dispatcher, differing
@@ -15,11 +17,11 @@ from cluster.dispatch.events import CloseExploration, Dismiss, Event, Instructio
 from cluster.dispatch.rules import Rules
 from cluster.virtual.clock import VirtualClock
 from cluster.virtual.cluster import VirtualCluster
-from cluster.virtual.example import Example, ExampleTiming
+from cluster.virtual.example import Example, ExampleTiming, request
 from cluster.virtual.executor import Executor
 from cluster.virtual.messages import Messages
 from cluster.virtual.replacement import Keeper
-from cluster.virtual.timing import Fixed, Stay
+from cluster.virtual.timing import Denoising, Fixed, Stay
 from cluster.virtual.workers import VirtualWorker
 
 
@@ -128,6 +130,33 @@ def test_an_update_that_ends_with_others_closes_exploration_and_its_log_replays(
     ends = [row["key"][0] for row in rows if row.get("state") == "memory" and row["key"][0] != "select"]
     assert ends == ["update", "score"]
     assert not list(differing(rows))
+
+
+def test_what_goes_on_elsewhere_takes_passes_again_and_what_begins_takes_none() -> None:
+    ups_s = {"never": ((0.0, inf),), "lost": ((0.0, 1.7), (20.0, inf))}
+
+    class Timing(ExampleTiming):
+        passes = 0
+
+        def work(self, function: Any, given: Callable[[], Sequence[Any]]) -> Denoising | Fixed:
+            work = super().work(function, given)
+            return replace(work, passes_to_resume=self.passes) if isinstance(work, Denoising) else work
+
+    def ends_s(lost: str, passes: int) -> float:
+        timing, clock = Timing(step_s=1.0, train_s=0.5, start_up_s=0.0), VirtualClock()
+        timing.passes = passes
+        stays = [
+            Stay(pool="spot", name="spot-0", node="n", ups=ups_s[lost]),
+            Stay(pool="reserved", name="reserved-0", node="r", ups=((0.0, inf),)),
+        ]
+        graph, outputs = Example(widths=(1,), rollouts=1, pool="spot", rounds=0, slots=1, parts=1).graph(lambda: None)
+        VirtualCluster("r", Dispatcher(Rules()), clock, timing, stays).compute(graph, outputs)
+        return clock.now_s
+
+    step_s = float(len(request("rollout", 0).seeds))
+    assert ends_s("never", 1) == ends_s("never", 0)
+    assert ends_s("lost", 0) > 20
+    assert ends_s("lost", 1) == pytest.approx(ends_s("lost", 0) + step_s)
 
 
 def test_with_a_worker_only_its_own_results_are_lost() -> None:

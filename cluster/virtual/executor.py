@@ -280,13 +280,17 @@ class Executor:
             return
         width = len(members)
         overhead_s = self._timing.launch_s + (self._timing.form_s if width > 1 else 0.0)
+        begun = gangs.committed.get(work.request, 0) if self._resumes else 0
+        step_s = self._step_s(work, width, leader)
+        if 0 < begun < work.steps:
+            overhead_s += work.passes_to_resume * step_s
         forming = GangEpoch(
             name=launch.gang,
             epoch=launch.members[0].place.epoch,
             work=work,
             members=members,
-            step_s=self._step_s(work, width, leader),
-            first=gangs.committed.get(work.request, 0) if self._resumes else 0,
+            step_s=step_s,
+            first=begun,
             from_s=self._clock.now_s + overhead_s,
             explores=first.phase.startswith("explore"),
             width=width,

@@ -19,6 +19,8 @@ class Denoising:
     steps: int
     step_s: float | None = None
     """Of each step, where it is not what `Timing.step_s` says: of other work that a gang does together."""
+    passes_to_resume: int = 0
+    """Before its first step, each as long as one, if it goes on after a step that was committed."""
 
 
 @record

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from spotlight.config.section import DAY_S, GUIDANCE_MAX, PX_MAX, WIDTH_MAX, Section, check_address, distinct
 from spotlight.files import OBJECT_SCHEMES, is_url, shown
-from spotlight.records import Policy, Sampler
+from spotlight.records import STOCHASTIC, Policy, Sampler
 
 SEED_MAX = 2**63 - 1
 """The largest integer of TOML."""
@@ -192,7 +192,10 @@ class RolloutSection(Section):
     steps: int = Field(8, ge=1, le=STEPS_MAX)
     """Denoising steps of a sample."""
     sampler: Sampler = "ode"
-    """"ode" is deterministic; the others take stochastic steps, as Flow-GRPO needs."""
+    """"ode" takes Euler's steps. "dpm2", DPM-Solver++(2M), and "ab2", Adams and Bashforth's method, also use the
+    velocity of the step before, and so need fewer steps; what goes on after a preemption takes one pass more. These are
+    deterministic; the others take stochastic steps, as Flow-GRPO needs. Validation takes Euler's steps, exploration too
+    where the sampler is stochastic."""
     noise_level: float = Field(0.7, gt=0, le=10)
     """Of stochastic steps."""
     sde_window: tuple[int, int] = (0, 2)
@@ -219,6 +222,10 @@ class RolloutSection(Section):
         if not all(0 <= step <= STEPS_MAX for step in self.sde_window):
             raise ValueError(f"rollout.sde_window = {shown(list(self.sde_window))} must lie in [0, {STEPS_MAX}]")
         return self
+
+    @property
+    def is_stochastic(self) -> bool:
+        return self.sampler in STOCHASTIC
 
     @property
     def stochastic_steps(self) -> int:

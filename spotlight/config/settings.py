@@ -152,10 +152,10 @@ class Config(Section):
 
     def _check_sampler(self) -> None:
         rollout = self.rollout
-        if self.train.is_stepwise and rollout.sampler == "ode":
+        if self.train.is_stepwise and not rollout.is_stochastic:
             raise ValueError(
-                f'train.algorithm = "{self.train.algorithm}" needs log-probabilities, and rollout.sampler = "ode" has '
-                'none: set rollout.sampler to "sde", "cps" or "dance"'
+                f'train.algorithm = "{self.train.algorithm}" needs log-probabilities, and rollout.sampler = '
+                f'"{rollout.sampler}" has none: set rollout.sampler to "sde", "cps" or "dance"'
             )
         if rollout.sampler == "cps" and rollout.noise_level > 1:
             raise ValueError(
@@ -167,7 +167,7 @@ class Config(Section):
                 f'train.algorithm = "grpo-guard" corrects the steps of rollout.sampler = "sde", and that is '
                 f'"{rollout.sampler}"'
             )
-        if rollout.sampler != "ode" and not 0 <= rollout.sde_window[0] < rollout.sde_window[1] < rollout.steps:
+        if rollout.is_stochastic and not 0 <= rollout.sde_window[0] < rollout.sde_window[1] < rollout.steps:
             raise ValueError(
                 f"rollout.sde_window = {list(rollout.sde_window)} must lie in [0, {rollout.steps - 1}] and not be "
                 f"empty: the last of rollout.steps = {rollout.steps} steps is never stochastic"
@@ -178,7 +178,7 @@ class Config(Section):
                 f"{list(rollout.sde_window)}: make one larger or the other smaller"
             )
 
-        if rollout.same_noise and (rollout.sampler == "ode" or self.strategy.exploration != "off"):
+        if rollout.same_noise and (not rollout.is_stochastic or self.strategy.exploration != "off"):
             raise ValueError(
                 f'rollout.same_noise with rollout.sampler = "{rollout.sampler}" and strategy.exploration = '
                 f'"{self.strategy.exploration}": without stochastic steps all samples of a prompt would be one, and '

@@ -167,16 +167,22 @@ class Denoiser:
         text = self._resident.model.encode([request.prompt.text]).rows([0] * len(request.seeds))
         with ExitStack() as stack:
             gang = stack.enter_context(self._gang_of(request, place)) if place.width > 1 else None
-            first, x_BNC, writer = self._begin(request, place, gang, stack, resume=resume)
+            first, x_BNC, before_BNC, writer = self._begin(request, place, gang, stack, resume=resume)
             if self._resident.captures and not gang:
                 stack.enter_context(self._resident.model.capturing())
             step_s = self._pace.step_s(len(request.seeds), place.width)
+            before: flow.Pass | None = None
+            if before_BNC is not None:
+                with self._pace.lasting(step_s, partial(self._look, request, place)):
+                    before = self._pass(request, first - 1, before_BNC, text)
             for step in range(first, request.steps):
                 reason = self._agree(request, place, gang)
                 if reason:
                     return Dropped(reason=reason)
                 with self._pace.lasting(step_s, partial(self._look, request, place)):
-                    x_BNC, log_prob_B = self._step(request, step, x_BNC, text)
+                    now = self._pass(request, step, x_BNC, text)
+                    x_BNC, log_prob_B = _step(request, step, now, before)
+                before = now
                 if writer and (self._commits_each_step or _is_read(request, step + 1)):
                     writer.commit(step + 1, x_BNC.numpy(), log_prob_B)
                 self._on_beat(Beat(step=step + 1, steps=request.steps))
@@ -208,21 +214,29 @@ class Denoiser:
 
     def _begin(
         self, request: Request, place: Placement, gang: Gang | None, stack: ExitStack, *, resume: bool
-    ) -> tuple[int, Tensor, Writer | None]:
-        """The first rank finds where to go on and takes the request over; all ranks get its latents."""
+    ) -> tuple[int, Tensor, Tensor | None, Writer | None]:
+        """The first rank finds where to go on and takes the request over; all ranks get its latents.
+
+        Returns:
+            Steps done, the latents after them, those a step earlier if the next step needs them, and who commits.
+        """
         first, x_BNC, writer = 0, self._initial(request), None
+        before_BNC = x_BNC
         if place.rank == 0 and resume and self._is_done(request):
             first = request.steps
         elif place.rank == 0:
             found = self._store.resume(request)
             if resume and found.x_BNC is not None:
                 first, x_BNC = found.step, torch.from_numpy(found.x_BNC)
+                before_BNC = before_BNC if found.before_BNC is None else torch.from_numpy(found.before_BNC)
             writer = stack.enter_context(self._store.writer(request, found.epoch))
             self._on_beat(Beat(step=first, steps=request.steps, resumed=True))
         if gang:
             first = int(gang.broadcast(torch.tensor([float(first)]))[0])
             x_BNC = gang.broadcast(x_BNC)
-        return first, x_BNC, writer
+        if not request.looks_back or first in (0, request.steps):
+            return first, x_BNC, None, writer
+        return first, x_BNC, gang.broadcast(before_BNC) if gang else before_BNC, writer
 
     def _agree(self, request: Request, place: Placement, gang: Gang | None) -> str | None:
         """Agree, before a step, whether all ranks take it: None if they do, the reason if the request is dropped."""
@@ -263,12 +277,9 @@ class Denoiser:
         return flow.initial_noise(seeds, tokens, channels)
 
     @torch.no_grad()
-    def _step(
-        self, request: Request, step: int, x_BNC: Tensor, text: Conditioning
-    ) -> tuple[Tensor, NDArray[np.float32] | None]:
-        """The latents after the step, and its log-probability where it is stochastic."""
-        sigma, sigma_next = request.sigmas[step], request.sigmas[step + 1]
-        device = self._resident.model.device
+    def _pass(self, request: Request, step: int, x_BNC: Tensor, text: Conditioning) -> flow.Pass:
+        """The model's velocity where a step begins."""
+        sigma, device = request.sigmas[step], self._resident.model.device
         v_BNC = self._resident.model.velocity(
             x_BNC.to(device),
             torch.full((len(request.seeds),), sigma, device=device),
@@ -277,25 +288,30 @@ class Denoiser:
             width_px=request.width_px,
             guidance=request.guidance,
         ).cpu()
-        log_prob_B: NDArray[np.float32] | None = None
-        if request.sampler != "ode" and request.sde_window[0] <= step < request.sde_window[1]:
-            x_BNC, log_prob, _, _ = flow.sde_step(
-                x_BNC,
-                v_BNC,
-                sigma,
-                sigma_next,
-                noise_level=request.noise_level,
-                kind=request.sampler,
-                sigma_cap=request.sigmas[1],
-                noise_BNC=flow.step_noise(request.seeds, step, *x_BNC.shape[1:]),
-            )
-            log_prob_B = log_prob.numpy()
-        else:
-            x_BNC = flow.ode_step(x_BNC, v_BNC, sigma, sigma_next)
-        return x_BNC, log_prob_B
+        return flow.Pass(x_BNC, v_BNC, sigma)
+
+
+def _step(
+    request: Request, step: int, now: flow.Pass, before: flow.Pass | None
+) -> tuple[Tensor, NDArray[np.float32] | None]:
+    """The latents after the step, and its log-probability where it is stochastic."""
+    sigma_next = request.sigmas[step + 1]
+    if request.sampler in ("dpm2", "ab2") and before is not None:
+        return flow.second_order_step(now, sigma_next, before, kind=request.sampler), None
+    if request.sampler in ("sde", "cps", "dance") and request.sde_window[0] <= step < request.sde_window[1]:
+        x_BNC, log_prob, _, _ = flow.sde_step(
+            *now,
+            sigma_next,
+            noise_level=request.noise_level,
+            kind=request.sampler,
+            sigma_cap=request.sigmas[1],
+            noise_BNC=flow.step_noise(request.seeds, step, *now.x_BNC.shape[1:]),
+        )
+        return x_BNC, log_prob.numpy()
+    return flow.ode_step(*now, sigma_next), None
 
 
 def _is_read(request: Request, steps: int) -> bool:
     """Whether anybody reads the latents after so many steps: the clean ones, and those of stochastic steps."""
     start, end = request.sde_window
-    return steps == request.steps or (request.sampler != "ode" and start <= steps <= end)
+    return steps == request.steps or (request.is_stochastic and start <= steps <= end)

@@ -253,7 +253,7 @@ class Training:
         """Samples in the order given, whoever was ready first."""
         samples = part.samples
         first = samples[0].request
-        stochastic = first.sampler != "ode" and self._config.train.is_stepwise
+        stochastic = first.is_stochastic and self._config.train.is_stepwise
         rows: list[NDArray[np.float32]] = []
         windows: list[NDArray[np.float32]] = []
         log_probs: list[NDArray[np.float32]] = []

@@ -80,6 +80,8 @@ class Resume:
     """Steps done; 0 when nothing usable is committed."""
     x_BNC: Float32 | None
     """The latents after those steps; None when ``step`` is 0."""
+    before_BNC: Float32 | None = None
+    """The latents a step earlier, of a request that looks back; None when ``step`` is below 2."""
 
 
 @record
@@ -122,7 +124,8 @@ class LatentStore:
     def resume(self, request: Request) -> Resume:
         """Take the request over: claim a new epoch, then find its highest commit that verifies.
 
-        Commits of any epoch count, as long as they were made for a request with the same digest.
+        If the request looks back, the commit before that one verifies, too. Commits of any epoch count, as long as they
+        were made for a request with the same digest.
         """
         return run(self._resume(request))
 
@@ -389,8 +392,16 @@ class LatentStore:
         async for commit in self._records(request.iteration, request.id):
             if commit.digest == request.digest:
                 x_BNC = await self._latents(commit)
-                if x_BNC is not None:
-                    return Resume(epoch=epoch, step=commit.step, x_BNC=x_BNC)
+                if x_BNC is None:
+                    continue
+                before = None
+                if request.looks_back and 1 < commit.step < commit.steps:
+                    (before,) = await self._find(request, [commit.step - 1])
+                    if before is None:
+                        continue
+                return Resume(
+                    epoch=epoch, step=commit.step, x_BNC=x_BNC, before_BNC=None if before is None else before[1]
+                )
         return Resume(epoch=epoch, step=0, x_BNC=None)
 
     async def _find(self, request: Request, steps: Sequence[int]) -> list[tuple[_Commit, Float32] | None]:

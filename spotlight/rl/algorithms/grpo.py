@@ -41,7 +41,7 @@ class Grpo:
         self, model: Model, settings: TrainSection, batch: TrainingBatch, *, seed: int, iteration: int
     ) -> None:
         start, end = batch.sde_window
-        if batch.window_BKNC is None or batch.sampler == "ode":
+        if batch.window_BKNC is None or batch.sampler not in ("sde", "cps", "dance"):
             raise SpotlightError(
                 f'train.algorithm = "{settings.algorithm}" trains on the stochastic steps of a rollout, and sampler '
                 f'"{batch.sampler}" left none: set rollout.sampler to "sde", "cps" or "dance"'
