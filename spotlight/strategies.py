@@ -82,9 +82,16 @@ def strategies(config: Config, base: Path = Path("/")) -> Iterator[tuple[str, Co
 
 
 def _baselines(config: Config) -> Mapping[str, Mapping[str, Any]]:
-    """`BASELINES`. If reserved workers only update, they do so in all; those alone are GPUs like the spot ones."""
+    """`BASELINES`, but for settings that need no change. If reserved workers only update, they do so in all; those
+    alone are GPUs like the spot ones."""
+    baselines = BASELINES
+    if config.train.advantage_std == "none":  # which needs no other prompts, either
+        baselines = {
+            name: {key: value for key, value in changes.items() if key != "train.advantage_std"}
+            for name, changes in BASELINES.items()
+        }
     if not config.reserved_only_updates:
-        return BASELINES
+        return baselines
     spot = config.pools.spot
     alike = {
         "pools.reserved.gpu": spot.gpu if spot.gpu != NO_GPU else "",
@@ -97,7 +104,7 @@ def _baselines(config: Config) -> Mapping[str, Mapping[str, Any]]:
         name: {**changes, **alike}
         if "pools.spot.workers" in changes
         else {**changes, "strategy.rollout_pools": ["spot"]}
-        for name, changes in BASELINES.items()
+        for name, changes in baselines.items()
     }
 
 

@@ -522,6 +522,7 @@ def test_guidance_with_nft_is_doubted(file: Path) -> None:
     [
         (["train.old_decay=delayed"], "the older policy, which is validated and exported, moves by a thousandth"),
         (["train.lora_alpha=64"], "train.lora_alpha = 64 counts nothing without a LoRA"),
+        (["train.steps_used=2"], 'train.steps_used = 2 with train.algorithm = "nft" counts nothing'),
         (["train.algorithm=dpo", "train.kl=0.1"], "train.kl = 0.1 with Diffusion-DPO counts nothing"),
         (
             ["model.name=sd3", "model.path=x", "model.height_px=64", "model.width_px=64", "reward.name=scene-ocr"],

@@ -66,6 +66,16 @@ def test_where_the_reserved_worker_only_updates_gpus_alone_are_like_the_spot_one
     assert (streaming.pools.reserved, streaming.strategy.rollout_pools) == (settings.pools.reserved, ("spot",))
 
 
+@pytest.mark.parametrize(("std", "compared_std"), [("global", "group"), ("group", "group"), ("none", "none")])
+def test_streaming_changes_advantages_only_if_they_need_other_prompts(std: str, compared_std: str) -> None:
+    settings = config.load(EXAMPLES / "ocr-tiny.toml", [f"train.advantage_std={std}"])
+
+    compared = dict(strategies(settings))
+
+    assert compared["reserved + spot, no exploration"].train.advantage_std == compared_std
+    assert compared["Spotlight"].train.advantage_std == std
+
+
 def test_a_run_that_begins_rollouts_early_is_compared_with_what_does_not() -> None:
     settings = config.load(EXAMPLES / "ocr-tiny.toml", ["strategy.exploration=off", "rollout.prompts_ahead=2"])
 

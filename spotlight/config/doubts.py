@@ -59,6 +59,11 @@ def _of_training(settings: Config) -> Iterator[str]:
             f"train.kl = {train.kl:g} with Diffusion-DPO counts nothing: train.dpo_beta says how near to the reference "
             "the policy stays"
         )
+    if train.steps_used and not train.is_stepwise:
+        yield (
+            f'train.steps_used = {train.steps_used} with train.algorithm = "{train.algorithm}" counts nothing: it '
+            "trains on clean samples at train.timesteps noise levels; set that"
+        )
     for name in ("attempts", "batch", "limit_s", "patience_s"):
         default, first = type(settings.reward).model_fields[name].default, getattr(settings.reward, name)
         if others := {getattr(table, name) for table in settings.reward.also} - {default, first}:
