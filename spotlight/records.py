@@ -49,6 +49,14 @@ class Interrupted(Exception):
     """Work ended before it was done, through no fault of its own; what was committed stays, the rest is done anew."""
 
 
+def is_of_the_device(error: BaseException) -> bool:
+    """Whether it is an error of CUDA, after which a process computes nothing any more; that memory is full is none.
+
+    Errors of its libraries, such as cuBLAS, begin alike, but are no errors of a kind.
+    """
+    return isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
+
+
 def in_a_sentence(error: BaseException) -> str:
     """What ended a run, or a command, as a person is told."""
     if isinstance(error, SpotlightError):

@@ -377,6 +377,21 @@ def test_too_few_rewards_are_missing_rewards() -> None:
     assert "0 rewards for 1 images" in errors[0]
 
 
+@pytest.mark.parametrize("says", ["CUDA error: device-side assert triggered", "CUDA error: unspecified launch failure"])
+def test_after_an_error_of_cuda_nothing_is_tried_in_this_process(says: str) -> None:
+    asked: list[int] = []
+
+    class Broken(Scorer):
+        def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+            asked.append(len(prompts))
+            raise torch.AcceleratorError(says)
+
+    with pytest.raises(RuntimeError, match=says):
+        score(Broken(), np.zeros((2, 4, 4, 3), np.uint8), ["a", "b"], attempts=3)
+
+    assert asked == [2]
+
+
 def test_what_a_person_must_put_right_is_not_tried_again() -> None:
     def raise_for_a_person(call: int, pixels: list[int]) -> None:
         raise SpotlightError("install the model")

@@ -25,7 +25,7 @@ from typing import Any
 
 from spotlight.device.calls import Call, T
 from spotlight.device.signals import Order, Signals, signals
-from spotlight.records import NO_DEVICE, WITHOUT_GPU, record
+from spotlight.records import NO_DEVICE, WITHOUT_GPU, is_of_the_device, record
 from spotlight.store.device_locks import is_stopped
 from spotlight.store.node import Node
 
@@ -294,7 +294,7 @@ def _answer_next(calls: Connection, device: Any) -> None:
         answer = ("done", call.on(device, run_dir))
     except Exception as error:  # carried to whoever called
         error.add_note("".join(traceback.format_exception(error)))
-        answer = ("failed", str(error).partition("\n")[0]) if _is_of_the_device(error) else ("raised", error)
+        answer = ("failed", str(error).partition("\n")[0]) if is_of_the_device(error) else ("raised", error)
         _let_go(error)
     with contextlib.suppress(OSError):  # the caller is gone; the next recv ends this process
         _send(calls, answer)
@@ -305,14 +305,6 @@ def _let_go(error: BaseException | None) -> None:
     while error:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def _is_of_the_device(error: Exception) -> bool:
-    """Whether it is an error of CUDA, after which a process computes nothing any more; that memory is full is none.
-
-    Errors of its libraries, such as cuBLAS, begin alike, but are no errors of a kind.
-    """
-    return isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
 
 
 def _received(calls: Connection) -> tuple[str, Call[Any]]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spotlight.files import shown
-from spotlight.records import Prompt, SpotlightError
+from spotlight.records import Prompt, SpotlightError, is_of_the_device
 from spotlight.rl.checkpoints import require_class, weight_files
 
 logger = logging.getLogger(__name__)
@@ -114,6 +114,7 @@ def score(
     Raises:
         SpotlightError: from the scorer: trying again helps nobody, a person must put it right; or a server could not
             be reached in that time.
+        RuntimeError: an error of CUDA, after which this process scores nothing any more.
     """
     asked = [prompt if isinstance(prompt, Prompt) else Prompt(id=0, text=prompt) for prompt in prompts]
     if not asked:
@@ -134,6 +135,8 @@ def score(
         except SpotlightError:
             raise
         except (Exception, SystemExit) as raised:  # a scorer may be anyone's code, or a server
+            if is_of_the_device(raised):
+                raise
             why = explained(raised)
             error = f"{asked[0].text!r}: {why}"[:ERROR_MAX]
             if isinstance(raised, Refused):
