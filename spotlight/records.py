@@ -15,9 +15,7 @@ from json import dumps
 from typing import Any, Literal, TypeVar, dataclass_transform
 
 Purpose = Literal["rollout", "explore", "validate"]
-Sampler = Literal["ode", "dpm2", "ab2", "sde", "cps", "dance"]
-SECOND_ORDER: frozenset[Sampler] = frozenset(("dpm2", "ab2"))
-"""Samplers whose steps also need the velocity of the step before."""
+Sampler = Literal["ode", "dpm2", "sde", "cps", "dance"]
 STOCHASTIC: frozenset[Sampler] = frozenset(("sde", "cps", "dance"))
 """Samplers that take stochastic steps; the others are deterministic."""
 Policy = Literal["trained", "old", "average"]
@@ -143,7 +141,7 @@ class Request:
     @property
     def looks_back(self) -> bool:
         """Whether a step needs the velocity of the step before, too."""
-        return self.sampler in SECOND_ORDER
+        return self.sampler == "dpm2"
 
     @property
     def kind(self) -> str:

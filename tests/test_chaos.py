@@ -29,6 +29,7 @@ SETTINGS = [
     "run.validate_every=1",
     "rollout.prompts=2",
     "rollout.steps=10",
+    "rollout.sampler=dpm2",  # needs the step before, too
     "strategy.widths=[2]",
     'strategy.rollout_pools=["spot"]',
     'strategy.train_pools=["reserved","spot"]',

@@ -95,7 +95,7 @@ def test_a_request_that_looks_back_goes_on_from_the_last_two_steps_in_a_row(stor
 
 
 def test_a_request_that_looks_back_goes_on_from_its_first_step(store: LatentStore) -> None:
-    request = make_request(sampler="ab2")
+    request = make_request(sampler="dpm2")
     store.commit(request, store.resume(request).epoch, 1, make_latents(request, 1))
 
     found = store.resume(request)

@@ -192,10 +192,10 @@ class RolloutSection(Section):
     steps: int = Field(8, ge=1, le=STEPS_MAX)
     """Denoising steps of a sample."""
     sampler: Sampler = "ode"
-    """"ode" takes Euler's steps. "dpm2", DPM-Solver++(2M), and "ab2", Adams and Bashforth's method, also use the
-    velocity of the step before, and so need fewer steps; what goes on after a preemption takes one pass more. These are
-    deterministic; the others take stochastic steps, as Flow-GRPO needs. Validation takes Euler's steps, exploration too
-    where the sampler is stochastic."""
+    """"ode" takes Euler's steps. "dpm2" (DPM-Solver++(2M), as in DiffusionNFT's code) also uses the velocity of the
+    step before, and so needs fewer steps; what goes on after a preemption takes one pass more. Both are deterministic;
+    the others take stochastic steps, as Flow-GRPO needs. Validation takes Euler's steps, exploration too where the
+    sampler is stochastic."""
     noise_level: float = Field(0.7, gt=0, le=10)
     """Of stochastic steps."""
     sde_window: tuple[int, int] = (0, 2)

@@ -296,8 +296,8 @@ def _step(
 ) -> tuple[Tensor, NDArray[np.float32] | None]:
     """The latents after the step, and its log-probability where it is stochastic."""
     sigma_next = request.sigmas[step + 1]
-    if request.sampler in ("dpm2", "ab2") and before is not None:
-        return flow.second_order_step(now, sigma_next, before, kind=request.sampler), None
+    if request.looks_back and before is not None:
+        return flow.dpm2_step(now, sigma_next, before), None
     if request.sampler in ("sde", "cps", "dance") and request.sde_window[0] <= step < request.sde_window[1]:
         x_BNC, log_prob, _, _ = flow.sde_step(
             *now,

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 Kind = Literal["sde", "cps", "dance"]
-SecondOrder = Literal["dpm2", "ab2"]
 
 
 class Pass(NamedTuple):
@@ -50,17 +49,16 @@ def ode_step(x_BNC: Tensor, v_BNC: Tensor, sigma: float, sigma_next: float) -> T
     return x_BNC.float() + (sigma_next - sigma) * v_BNC.float()
 
 
-def second_order_step(now: Pass, sigma_next: float, before: Pass, *, kind: SecondOrder) -> Tensor:
+def dpm2_step(now: Pass, sigma_next: float, before: Pass) -> Tensor:
     """One deterministic step that uses two passes: Euler's step, and a correction.
 
-    With ``h = sigma_next - sigma``, ``clean = x - sigma v`` and ``snr(s) = log((1 - s) / s)``::
+    With ``clean = x - sigma v`` and ``snr(s) = log((1 - s) / s)``, the correction is::
 
-        dpm2   (1 - sigma_next / sigma) (clean - clean_before) / (2 r),
-               r = (snr(sigma) - snr(sigma_before)) / (snr(sigma_next) - snr(sigma))
-        ab2    h^2 / (2 h_before) (v - v_before)
+        (1 - sigma_next / sigma) (clean - clean_before) / (2 r),
+        r = (snr(sigma) - snr(sigma_before)) / (snr(sigma_next) - snr(sigma))
 
-    ``dpm2`` is Euler's step where a signal-to-noise ratio is 0 or infinite: the second step, after one from sigma = 1,
-    and the last, to sigma = 0.
+    There is none where a signal-to-noise ratio is 0 or infinite: in the second step, after one from sigma = 1, and in
+    the last, to sigma = 0.
 
     Args:
         now: the pass at the latents that the step begins with.
@@ -72,15 +70,11 @@ def second_order_step(now: Pass, sigma_next: float, before: Pass, *, kind: Secon
     Raises:
         ValueError: shapes differ, or the noise levels are out of order.
 
-    Source: DPM-Solver++(2M) (arXiv 2211.01095), which DiffusionNFT samples with; Adams and Bashforth's method of two
-    steps, over noise levels.
+    Source: DPM-Solver++(2M) (arXiv 2211.01095), which DiffusionNFT samples with.
     """
     x_BNC, v_BNC, sigma = now
     _check_step(before.x_BNC, before.v_BNC, before.sigma, sigma)
     x_next = ode_step(x_BNC, v_BNC, sigma, sigma_next)
-    if kind == "ab2":
-        h, h_before = sigma_next - sigma, sigma - before.sigma
-        return x_next + h**2 / (2 * h_before) * (v_BNC.float() - before.v_BNC.float())
     if sigma_next == 0 or before.sigma == 1:
         return x_next
     r = (_log_snr(sigma) - _log_snr(before.sigma)) / (_log_snr(sigma_next) - _log_snr(sigma))
