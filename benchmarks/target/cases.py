@@ -196,16 +196,7 @@ FILTERED = {
     )
 }
 """What trains on no prompt whose samples all have the same reward, and the same that trains on all."""
-DPM2 = {
-    f"DPM2, {name}": name
-    for name in (
-        *(CHOSEN_ON_RESERVED, CHOSEN_ON_BOTH, "chosen of eight in six steps (1 + 11)", CHOSEN_ON_MANY),
-        CHOSEN_WITHOUT_GPU,
-    )
-}
-"""What samples with DPM-Solver++(2M), as DiffusionNFT's code does, and the same that takes Euler's steps."""
 STRATEGIES |= {name: [*STRATEGIES[other], VARIED] for name, other in FILTERED.items()}
-STRATEGIES |= {name: [*STRATEGIES[other], "rollout.sampler=dpm2"] for name, other in DPM2.items()}
 WITHOUT = {
     "reserved only (4), blocking exploration": RESERVED_ONLY,
     "Spotlight": "reserved + spot, no exploration",
@@ -236,9 +227,9 @@ WITHOUT = {
     for name in STRATEGIES
     if name.startswith("a quarter ahead") and "(4 +" not in name
 }
-WITHOUT |= FILTERED | DPM2
-"""What explores, begins rollouts early, trains on half of the samples or on those that vary, or samples with DPM2; and
-the same GPUs that do none of it."""
+WITHOUT |= FILTERED
+"""What explores, begins rollouts early, or trains on half of the samples or on those that vary; and the same GPUs that
+do none of it."""
 ON_FOUR_RESERVED = [
     "reserved + spot, no exploration",
     "a quarter ahead (4 + 8), only reserved GPUs train",
