@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,21 @@ def test_settings_that_were_cut_short_are_not_filled_up_with_defaults(killed: Ru
     path.write_text(path.read_text().split(last)[0])
 
     assert f"{path}: {says}" in refusal(killed)
+
+
+def test_a_run_goes_on_with_a_version_that_has_more_settings(killed: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    path = killed.path / config.RESOLVED
+    *lines, last = path.read_text().replace("filter_groups = false\n", "").splitlines(keepends=True)
+    older, mark = "".join(lines), last.rpartition(" ")[0]
+    path.write_text(f"{older}{mark} {sha256(older.encode()).hexdigest()}\n")
+
+    resuming.check(killed)
+
+    assert "began this run, without train.filter_groups: these have their defaults" in caplog.text
+    killed.change_iterations(7)
+    resuming.check(killed)
+    path.write_text(path.read_text().replace("steps = ", "steps =  "))
+    assert f"{path}: has no train.filter_groups, though" in refusal(killed)
 
 
 # Longer

@@ -8,11 +8,13 @@ from spotlight.config.files import (
     changed,
     differences,
     dump,
+    is_whole,
     leaves,
     load,
     not_written,
     parse,
     resolve,
+    resolved,
     set_value,
 )
 from spotlight.config.learning import (
@@ -69,7 +71,9 @@ __all__ = [
     "dump",
     "leaves",
     "load",
+    "is_whole",
     "not_written",
+    "resolved",
     "parse",
     "resolve",
     "set_value",

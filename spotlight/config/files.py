@@ -8,6 +8,7 @@ import shlex
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,8 @@ from spotlight.records import SpotlightError
 
 RESOLVED = "config.toml"
 """The resolved settings' name in a run directory."""
+WHOLE = "# The settings above are whole: sha256 "
+"""Begins the last line of that file."""
 KEYS_MAX = 8
 """Names in a dotted key: settings are three deep, what simulated strategies change stands two deeper."""
 
@@ -146,12 +149,28 @@ def dump(config: Config) -> str:
     return tomli_w.dumps(tree)
 
 
+def resolved(config: Config) -> bytes:
+    """The settings file of a run directory: `dump`, and a last line by which one that was cut short is known."""
+    return _sealed(dump(config))
+
+
 def changed(content: bytes, overrides: Sequence[str]) -> bytes:
-    """A file that `dump` wrote, with some values changed: ``"section.key=value"`` each."""
+    """A file that `resolved` wrote, with some values changed: ``"section.key=value"`` each."""
     tree = tomllib.loads(content.decode())
     for override in overrides:
         set_value(tree, override)
-    return tomli_w.dumps(tree).encode()
+    text = tomli_w.dumps(tree)
+    return _sealed(text) if is_whole(content) else text.encode()
+
+
+def _sealed(text: str) -> bytes:
+    return f"{text}{WHOLE}{sha256(text.encode()).hexdigest()}\n".encode()
+
+
+def is_whole(content: bytes) -> bool:
+    """Whether nothing of a file that `resolved` wrote was cut off, or changed."""
+    text, mark, digest = content.rpartition(WHOLE.encode())
+    return bool(mark) and digest.strip() == sha256(text).hexdigest().encode()
 
 
 def _is_text(value: str) -> bool:
@@ -172,7 +191,7 @@ def differences(first: Config, second: Config) -> Iterator[str]:
 
 
 def not_written(config: Config, content: bytes) -> list[str]:
-    """Settings, as ``section.key``, that `dump` writes and that such a file lacks: it was cut short.
+    """Settings, as ``section.key``, that `dump` writes and that such a file lacks: it was cut short, or is older.
 
     Args:
         content: of the file that the settings were read from.

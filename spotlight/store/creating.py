@@ -152,7 +152,7 @@ def _create(place: str, settings: config.Config, *, anew: bool = True, simulated
         pools = _with_prices(settings.pools, {name: _keep_prices(run, name, prices[name]) for name in prices})
         run.push_files("prompts", "prices")
         kept = settings.model_copy(update={"data": data, "pools": pools})
-        run.objects.put(config.RESOLVED, config.dump(kept).encode())
+        run.objects.put(config.RESOLVED, config.resolved(kept))
     except (FileExistsError, StoreError):
         raise
     except OSError as error:

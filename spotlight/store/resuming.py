@@ -6,15 +6,18 @@ validates a version again whose weights are there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from spotlight.config import RESOLVED, Config, not_written
+from spotlight.config import RESOLVED, Config, is_whole, not_written
 from spotlight.files import digest, read_files
 from spotlight.records import SpotlightError
 from spotlight.store.rows import HISTORY, PROMPTS, VALIDATION, HistoryRow
 from spotlight.store.rundir import RunDir, made_again
 from spotlight.store.weights import published
+
+logger = logging.getLogger(__name__)
 
 NAMED_MAX = 5
 """Of settings that are missing, so many are named."""
@@ -120,12 +123,21 @@ def is_over(run: RunDir, config: Config) -> bool:
 
 
 def _check_settings(run: RunDir, config: Config) -> None:
-    """Every setting was written out: one that is not there was cut off, and its default would be another."""
-    if missing := not_written(config, run.objects.get(RESOLVED) or b""):
+    """Every setting was written out: one that is not there was cut off, or is newer than the run."""
+    content, where = run.objects.get(RESOLVED) or b"", run.objects.where(RESOLVED)
+    if missing := not_written(config, content):
         more = f" and {len(missing) - NAMED_MAX} more" if len(missing) > NAMED_MAX else ""
-        raise SpotlightError(
-            f"{run.objects.where(RESOLVED)}: has no {', '.join(missing[:NAMED_MAX])}{more}, though a run writes every "
-            "setting: restore the file, or go on with the version of Spotlight that began the run"
+        named = f"{', '.join(missing[:NAMED_MAX])}{more}"
+        if not is_whole(content):
+            raise SpotlightError(
+                f"{where}: has no {named}, though a run writes every setting: restore the file, or go on with the "
+                "version of Spotlight that began the run"
+            )
+        logger.warning(
+            "%s: an older version of Spotlight began this run, without %s: these have their defaults, and what else "
+            "has changed since applies from now on",
+            where,
+            named,
         )
 
 
