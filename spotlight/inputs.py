@@ -21,6 +21,7 @@ from spotlight.rl.prompts import check_prompts, choose_prompts, read_prompts
 from spotlight.rl.start import require_lora
 from spotlight.store.accounts import pool_prices
 
+TAGS_SHOWN = 8
 MADE_UP_H_MAX = 100_000
 """Of a trace: eleven years, which took 2 to 27 s to make up for eight workers, by model (one busy core)."""
 
@@ -77,6 +78,7 @@ def check_inputs(
     scorer = rewards.build(settings.reward)
     for path in (data.train_prompts, data.validation_prompts):
         check_prompts(read_prompts(path), path, scorer.check_prompt)
+    _check_tags(settings)
     choose_prompts(len(read_prompts(data.train_prompts)), settings.prompts_drawn, seed=settings.run.seed, iteration=0)
     check_demands(settings, validation_prompts=len(read_prompts(data.validation_prompts)), live=live, joins=joins)
     if settings.pace.gpu or not live:
@@ -133,6 +135,21 @@ def _named(where: str) -> Iterator[None]:
         yield
     except SpotlightError as error:
         raise SpotlightError(f"{where}: {error}") from None
+
+
+def _check_tags(settings: configuration.Config) -> None:
+    """
+    Raises:
+        SpotlightError: a reward is for tags that no prompt has, which would count nothing.
+    """
+    there = {prompt.tag for prompt in read_prompts(settings.data.train_prompts)} - {""}
+    for table in (settings.reward, *settings.reward.also):
+        if missing := [tag for tag in table.tags if tag not in there]:
+            known = ", ".join(map(repr, sorted(there)[:TAGS_SHOWN])) or "none"
+            raise SpotlightError(
+                f"reward.tags of {table.name!r}: no prompt of {settings.data.train_prompts} has the tag "
+                f"{missing[0]!r}; there are {known}"
+            )
 
 
 def _check_widths(settings: configuration.Config, found: checkpoints.Survey) -> None:

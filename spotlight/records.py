@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from hashlib import sha256
-from json import dumps
+from json import dumps, loads
 from typing import Any, Literal, TypeVar, dataclass_transform
 
 Purpose = Literal["rollout", "explore", "validate"]
@@ -72,6 +72,12 @@ class Prompt:
     text: str
     metadata: str = ""
     """What else its line says, for rewards that ask for it: a JSON object, or nothing."""
+
+    @property
+    def tag(self) -> str:
+        """Which kind of prompt it is, as its metadata say: GenEval's "counting", "colors" and others; or ""."""
+        tag = loads(self.metadata).get("tag") if self.metadata else None
+        return tag if isinstance(tag, str) else ""
 
 
 @record

@@ -31,11 +31,13 @@ from pipelines import clip_tokenizer, write_clip
 from spotlight import config
 from spotlight.config import RewardSection
 from spotlight.config.doubts import USUAL_SPANS
+from spotlight.inputs import check_inputs
 from spotlight.records import Prompt, SpotlightError
 from spotlight.rl.prompts import read_prompts
 from spotlight.rl.rewards import (
     GenEvalScorer,
     Scorer,
+    Tagged,
     build,
     geneval_correct,
     geneval_graded,
@@ -456,6 +458,62 @@ def test_each_of_several_rewards_is_kept_by_itself_and_tried_again_by_itself() -
     assert totals == [0.0, None, 0.0]
     assert len(errors) == 1
     assert score_each(build(RewardSection()), black, ['"x"'] * 3, attempts=1) == ([0.0] * 3, [], [])
+
+
+TAGGED = RewardSection(
+    name="ocr", tags=("text",), also=(RewardSection(name=f"{__name__}:Mean", weight=2.0, tags=("grey", "blue")),)
+)
+
+
+def tagged(tag: str, text: str = "x") -> Prompt:
+    return Prompt(id=0, text=text, metadata=json.dumps({"tag": tag}) if tag else "")
+
+
+def test_a_table_with_tags_scores_prompts_with_these_alone() -> None:
+    scorer = build(TAGGED)
+
+    grey, parts, _ = score_each(scorer, GREY[[0, 2]], [tagged("grey")] * 2, attempts=1)
+    text, _, errors = score_each(scorer, np.zeros((1, 16, 32, 3), np.uint8), [tagged("text", 'a "7"')], attempts=1)
+
+    assert grey == [2 * 10, 2 * 250]
+    assert parts == [[0.0, 0.0], [10.0, 250.0]]
+    assert (text, errors) == ([0.0], [])
+    scorer.check_prompt(tagged("blue", "no text in quotes"))
+    with pytest.raises(SpotlightError, match="double quotes"):
+        scorer.check_prompt(tagged("text", "no text in quotes"))
+
+
+def test_too_many_rewards_of_a_table_with_tags_are_missing_rewards() -> None:
+    class TwoEach(Scorer):
+        def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
+            return [0.5, 0.5] * len(prompts)
+
+    values, errors = score(Tagged(TwoEach(), ["a"]), GREY[:1], [tagged("a")], attempts=1)
+
+    assert values == [None]
+    assert "returned 2 rewards for 1 images" in errors[0]
+
+
+@pytest.mark.parametrize(("tag", "says"), [("other", "it has the tag 'other'"), ("", "it has no tag")])
+def test_a_prompt_that_no_table_is_for_is_refused(tag: str, says: str) -> None:
+    with pytest.raises(SpotlightError, match=says):
+        build(TAGGED).check_prompt(tagged(tag))
+    build(TAGGED.model_copy(update={"tags": ()})).check_prompt(tagged(tag, 'a "7"'))
+
+
+def test_tags_that_no_prompt_has_are_refused(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": 'a "7"', "tag": tag}) for tag in ("digit", "letter")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    tree = {
+        "data": {"train_prompts": "prompts.jsonl", "validation_prompts": "prompts.jsonl"},
+        "reward": [{"name": "ocr", "tags": ["digit"]}, {"name": "scene-ocr", "tags": ["letter"]}],
+        "rollout": {"prompts": 2},
+    }
+    check_inputs(config.resolve(tree, tmp_path), with_model=False)
+    tree["reward"] = [{"name": "ocr"}, {"name": "scene-ocr", "tags": ["leter"]}]
+
+    with pytest.raises(SpotlightError, match="has the tag 'leter'; there are 'digit', 'letter'"):
+        check_inputs(config.resolve(tree, tmp_path), with_model=False)
 
 
 def test_several_tables_survive_being_written_and_read(tmp_path: Path) -> None:

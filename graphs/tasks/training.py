@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from statistics import fmean
@@ -120,8 +119,7 @@ def means_of_validation(scored: Sequence[Scored]) -> dict[str, float]:
     ]
     tagged: dict[str, list[float]] = {}
     for result, _, reward in rows:
-        tag = json.loads(result.request.prompt.metadata or "{}").get("tag")
-        if isinstance(tag, str) and tag:
+        if tag := result.request.prompt.tag:
             tagged.setdefault("tag_" + re.sub(r"\W+", "_", tag), []).append(reward)
     means = {name: fmean(each) for name, each in sorted(tagged.items())} if len(tagged) <= TAGS_MAX else {}
     return means_by_table(rows) | means

@@ -287,6 +287,9 @@ class RewardSection(Section):
     weight: float = Field(1.0, ge=-1000, le=1000)
     """Of this reward in the sum. Flow-GRPO and DiffusionNFT divide PickScore by 26, and their CLIP score is the cosine
     times 100 / 30: so a weight of theirs is 1/26 as much here ("pickscore") or 3.33 times as much ("clip-score")."""
+    tags: tuple[str, ...] = ()
+    """Only prompts are scored whose ``tag`` in the metadata is one of these, and others get 0 from this table: so data
+    sets that are scored in different ways are trained on together, in one file. Left out: all prompts."""
     range: tuple[float, float] | None = None
     """Least and largest score; one outside is a fault. Left out, it is the scorer's own."""
     path: str = ""

@@ -26,7 +26,7 @@ from spotlight.files import shown
 from spotlight.records import Prompt, SpotlightError
 from spotlight.rl.rewards.base import Refused as Refused
 from spotlight.rl.rewards.base import Scorer as Scorer
-from spotlight.rl.rewards.base import explained
+from spotlight.rl.rewards.base import checked, explained
 from spotlight.rl.rewards.base import score as score
 from spotlight.rl.rewards.geneval import GenEvalScorer as GenEvalScorer
 from spotlight.rl.rewards.geneval import geneval_correct as geneval_correct
@@ -147,9 +147,13 @@ def build(settings: RewardSection) -> Scorer:
         SpotlightError: a name is not known, or what it needs is missing.
     """
     tables = (settings, *settings.also)
-    if len(tables) == 1 and settings.weight == 1.0:
+    if len(tables) == 1 and settings.weight == 1.0 and not settings.tags:
         return _one(settings)
-    return Weighted([(table.weight, _one(table)) for table in tables])
+    return Weighted([(table.weight, _tagged(table)) for table in tables])
+
+
+def _tagged(settings: RewardSection) -> Scorer:
+    return Tagged(_one(settings), settings.tags) if settings.tags else _one(settings)
 
 
 def _one(settings: RewardSection) -> Scorer:
@@ -396,3 +400,44 @@ class Weighted(Scorer):
     def check_prompt(self, prompt: Prompt) -> None:
         for _, scorer in self.parts:
             scorer.check_prompt(prompt)
+        _check_is_scored(prompt, [scorer for _, scorer in self.parts])
+
+
+class Tagged(Scorer):
+    """A reward of prompts with certain tags; to others it gives 0."""
+
+    def __init__(self, scorer: Scorer, tags: Sequence[str]) -> None:
+        self._scorer, self._tags = scorer, frozenset(tags)
+        self.range = min(0.0, scorer.range[0]), max(0.0, scorer.range[1])  # type: ignore[misc]  # of this one
+        self.usual = scorer.usual  # type: ignore[misc]  # as well
+
+    def counts(self, prompt: Prompt) -> bool:
+        return prompt.tag in self._tags
+
+    def of(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt]) -> list[float]:
+        rows = [row for row, prompt in enumerate(prompts) if self.counts(prompt)]
+        rewards = [0.0] * len(prompts)
+        if rows:
+            found = checked(
+                self._scorer.of(images_BHWC[rows], [prompts[row] for row in rows]), len(rows), self._scorer.range
+            )
+            for row, reward in zip(rows, found, strict=True):
+                rewards[row] = reward
+        return rewards
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        if self.counts(prompt):
+            self._scorer.check_prompt(prompt)
+
+
+def _check_is_scored(prompt: Prompt, scorers: Sequence[Scorer]) -> None:
+    """
+    Raises:
+        SpotlightError: all of them are for prompts with other tags.
+    """
+    if not any(not isinstance(scorer, Tagged) or scorer.counts(prompt) for scorer in scorers):
+        has = f"the tag {prompt.tag!r}" if prompt.tag else "no tag"
+        raise SpotlightError(
+            f"nothing scores this prompt: it has {has}, and all [[reward]] tables are for others; give its line one of "
+            'theirs ({"prompt": "...", "tag": "..."}), or a table this one (reward.tags)'
+        )
