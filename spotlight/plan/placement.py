@@ -20,7 +20,7 @@ from spotlight.records import Pool, record
 PoolNode = tuple[Pool, str]
 """A node of a pool."""
 _Kind = tuple[tuple[Pool, ...], int, int]
-"""Of requests: where they may run, the narrowest gang, and the shards left."""
+"""What decides where a request fits: its pools, its narrowest gang, and its shards left."""
 
 
 @record
@@ -187,7 +187,11 @@ class _Free:
     def take(self, waiting: Waiting, rivals: int) -> tuple[str, ...]:
         """Workers for the request; none if no node has enough.
 
-        With the survivors of its gang if it can; else free ones; else, if its gang broke, those of gangs behind it.
+        First choice are the survivors of its gang with free workers beside them, then free workers alone, then, if it
+        has begun, also workers held for requests behind it.
+
+        Args:
+            rivals: requests of its sort that still wait, this one included; they share the free workers evenly.
         """
         share = sum([self._by_pool[pool] for pool in waiting.pools]) // rivals if rivals <= self.count else 0
         workers = self._with_held(waiting, share, borrow=False) if waiting.held else ()
@@ -219,7 +223,7 @@ class _Free:
         return tuple(chosen)
 
     def _fresh(self, waiting: Waiting, share: int) -> tuple[str, ...]:
-        """Where it can be widest, of equals in the preferred pool, on the node that the gang fills best."""
+        """Free workers where the gang is widest; ties go to the preferred pool, then to the node that it fills best."""
         best = 0
         for candidate in waiting.pools:
             counts = self._buckets[candidate]
@@ -250,7 +254,7 @@ class _Free:
         return [worker for worker in waiting.held if held.get(worker) == _rank(waiting)]
 
     def hold_node_for(self, waiting: Waiting) -> None:
-        """Take the free workers away from the node that can grow to its narrowest width and lacks least, if any has."""
+        """Keep one node's free workers for it: of the nodes that could run it once all are idle, the one with most."""
         best: tuple[int, PoolNode] | None = None
         for place in {**self._workers, **self._held}:
             usable = len(self._workers[place]) + (len(self._own(waiting, place)) if waiting.held else 0)
