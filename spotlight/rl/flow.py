@@ -22,7 +22,7 @@ SecondOrder = Literal["dpm2", "ab2"]
 
 
 class Pass(NamedTuple):
-    """A pass of the model."""
+    """A forward pass of the model: its input and its output."""
 
     x_BNC: Tensor
     """Latents that went in."""
@@ -154,7 +154,7 @@ def sde_step(
 
 
 def initial_noise(seeds: Sequence[int], tokens: int, channels: int) -> Tensor:
-    """What each seed's image starts from; standard normal, float32, shape (B, N, C), on the CPU.
+    """The noise that each seed's image starts from: standard normal, float32, shape (B, N, C), on the CPU.
 
     Raises:
         ValueError: a seed is not in [0, 2**64).
@@ -163,7 +163,7 @@ def initial_noise(seeds: Sequence[int], tokens: int, channels: int) -> Tensor:
 
 
 def step_noise(seeds: Sequence[int], step: int, tokens: int, channels: int) -> Tensor:
-    """What step ``step`` (0 is the first) adds to each seed's latents; as `initial_noise`, independent of it."""
+    """The noise of step ``step`` (0 is the first) for each seed; as `initial_noise`, and independent of it."""
     return _noise(seeds, step + 1, tokens, channels)
 
 
