@@ -114,7 +114,7 @@ class Signalled:
 
 
 class Asked(Protocol):
-    """What answers only when asked."""
+    """A place that answers only when asked."""
 
     async def ask(self) -> Notice | None:
         """The notice, if there is one; raises whatever it likes for an answer of no use."""
@@ -257,7 +257,7 @@ def _source(setting: str, grace_s: float, poll_s: float) -> Source:
 
 @record
 class Answer:
-    """Of a metadata service, to one question."""
+    """A metadata service's answer to one question."""
 
     url: str
     status: int
@@ -295,7 +295,7 @@ async def _fetch(url: str, headers: Mapping[str, str], *, method: str = "GET", a
 
 
 async def _all(reader: asyncio.StreamReader, url: str) -> bytes:
-    """To the end: the service closes, as it was told to."""
+    """All bytes until the service closes the connection, as the request told it to."""
     received = b""
     while more := await reader.read(ANSWER_BYTES):
         received += more
