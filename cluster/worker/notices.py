@@ -151,7 +151,7 @@ class WatchedFile:
         if not self.path.exists():
             return None
         said: Any = None
-        with contextlib.suppress(OSError, ValueError):  # its appearance is enough
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # its appearance is enough
             said = json.loads(self.path.read_bytes(), parse_int=float)
         if not isinstance(said, dict):
             said = {}
