@@ -20,6 +20,7 @@ from math import inf
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -315,10 +316,16 @@ def _received(calls: Connection) -> tuple[str, Call[Any]]:
 
 
 def _send(calls: Connection, answer: tuple[str, Any]) -> None:
+    kind, value = answer
     try:
+        if kind == "raised":
+            ForkingPickler.loads(ForkingPickler.dumps(value))
         calls.send(answer)
-    except Exception as error:  # a few exceptions of libraries cannot be pickled
-        calls.send(("raised", RuntimeError(f"{answer[1]!r} (not transferable: {error})")))
+    except Exception as error:  # a few exceptions of libraries cannot be pickled, or not be made again from that
+        instead = RuntimeError(f"{value!r} (not transferable: {error})")
+        for note in getattr(value, "__notes__", ()):
+            instead.add_note(note)
+        calls.send(("raised", instead))
 
 
 def _obey(orders: Connection) -> None:
