@@ -49,7 +49,7 @@ class Decisions:
         if "reserved" not in phase.pools and state.index.rollouts_reserved and state.rules.moves:
             yield from self._move_rollouts(at_s)
         yield from self._train(phase)
-        if state.ready and state.index.rollouts_waiting:  # rollouts, then gradients, then what can wait
+        if state.ready and state.index.rollouts_waiting:  # rollouts before gradients, and these before what can wait
             yield from self._place(phase, at_s, everything=False)
             yield from self._train(state.phase(at_s))
         yield from self._place(phase, at_s)

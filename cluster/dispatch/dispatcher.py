@@ -346,7 +346,7 @@ class Dispatcher:
     # Workers
 
     def _joined(self, event: WorkerJoined) -> list[Instruction]:
-        """It may take part anew without having left: the run is handed out again if a worker was lost at it."""
+        """A worker may join again without having left: the plugin is handed to all again if one was lost meanwhile."""
         was_there = self.state.roster.leave(event.address, expected=True) is not None
         self.state.roster.join(event)
         if event.pool != "head" and not was_there:

@@ -68,7 +68,7 @@ class TaskChanged:
     worker: str = ""
     """Address of the worker that begins it; of no meaning in other states."""
     work: Work | None = None
-    """Of a task that ended: what its worker did; None where the worker reported nothing."""
+    """What the worker of a task that ended did; None where it reported nothing."""
 
 
 @record
@@ -89,7 +89,7 @@ class TasksChanged:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of the workers that begin them, one for each task."""
+        """Addresses of the workers that begin them, one for each task."""
         return self.workers or (self.worker,) * len(self.keys)
 
     def one_by_one(self) -> Iterator[TaskChanged]:
@@ -110,7 +110,7 @@ class WorkerJoined:
     node: str = ""
     host: str = ""
     job: str = ""
-    """Of the batch system that started it."""
+    """Id of the batch system's job that started it."""
 
 
 @record

@@ -20,7 +20,7 @@ TRAINING: dict[str, tuple[Pool, ...]] = {
     **{f"gradient-{pool}": pools for pool, pools in GATED.items()},
     "update": ("reserved",),
 }
-"""The same of tasks that train: each runs on one worker, by itself."""
+"""Pool annotation of a training task to the pools it may run in; each runs on one worker, by itself."""
 SCORING = "reward"
 """Pool annotation of tasks that score on workers of their own, which are a pool of this name: each by itself, too."""
 ALONE = {*TRAINING, SCORING}
@@ -45,7 +45,7 @@ class RequestState:
     ahead: bool = False
     """A rollout of the next iteration, which goes on there if it is not done when training ends."""
     keys: list[Key] = field(default_factory=list)
-    """By shard."""
+    """Keys of its shards, in order."""
     epoch: int = 0
     """How often a gang was formed for it so far."""
     states: dict[Key, TaskState] = field(default_factory=dict)
@@ -62,11 +62,12 @@ class RequestState:
     names: dict[str, str] = field(default_factory=dict)
     """Name of each of these workers, by address."""
     pool: Pool = "spot"
-    """Of the present gang, or of the last; so is `node`."""
+    """Pool of the present gang, or of the last; so is `node`."""
     node: str = ""
     width: int = 0
-    """Of the present gang, or of the last."""
+    """Width of the present gang, or of the last."""
     breaking: bool = False
+    """A member of the present gang ended early; the others are to leave."""
     planned: bool = False
     """The present gang was asked to form anew."""
     held: tuple[str, ...] = ()

@@ -37,11 +37,11 @@ class Roster:
 
     def __init__(self) -> None:
         self.workers: dict[str, WorkerState] = {}
-        """By address."""
+        """All workers, by address."""
         self.by_name: dict[str, WorkerState] = {}
-        """All but the one beside the scheduler."""
+        """All but the head worker, by name."""
         self.idle: dict[str, Idle] = {}
-        """By address, those that only score left out."""
+        """Idle workers, by address, without those that only score."""
         self.idle_scorers: dict[str, Idle] = {}
         """Idle workers that only score, by address."""
         self.leaving: set[str] = set()
@@ -51,7 +51,7 @@ class Roster:
         self.alive: Counter[PoolNode] = Counter()
         """Workers of a pool on a node, but for those that only score."""
         self._gone: dict[Key, float] = {}
-        """Tasks whose worker is gone, until they change, with when they began."""
+        """{task whose worker is gone: when it began}, until Dask changes the task's state."""
         self._holders: dict[str, dict[str, str]] = {}
         """{hash of a file of weights: {worker that has it: its node}}; in both, the latest last."""
 

@@ -60,7 +60,7 @@ class WorkerActivity:
     iteration: int = 0
     key: str = ""
     forming: str = ""
-    """Of its gang, the same for all members; empty for a worker alone."""
+    """Name of its gang, the same for all members; empty for a worker alone."""
     since_s: float = 0.0
 
 

@@ -76,6 +76,7 @@ class State:
         self.ahead: dict[str, RequestState] = {}
         """Requests that are rollouts of the next iteration."""
         self.order = 0
+        """How many requests were added so far."""
         self.window = RolloutWindow()
         self.training: dict[Key, Task] = {}
         """Gradients of parts, their sums, and updates."""
@@ -84,13 +85,15 @@ class State:
         self.unscored: dict[Key, Task] = {}
         """Scoring that waits behind the gate for a worker that only scores."""
         self.unwanted: dict[Key, Task] = {}
-        """The same of exploration that is closed."""
+        """Scoring behind the gate of exploration that is closed."""
         self.optimizer_worker = ""
+        """Name of the worker that was given the latest update."""
         self.trained = -1
+        """Last iteration whose training has ended."""
         self.stopping = False
         self.decided_s = 0.0
         self.outlasted = ""
-        """Why no worker will ever do a task that must be done; empty while that is not so."""
+        """Why the run must end: a task that must be done lost too many workers; else empty."""
 
     # Of requests
 
@@ -209,7 +212,7 @@ class State:
         return self.requests[request].epoch if request in self.requests else 0
 
     def step(self, request: str) -> int:
-        """Of a request's present gang, as far as was reported."""
+        """Steps that a request's present gang has committed, as far as was reported."""
         return self.requests[request].step if request in self.requests else 0
 
     def idle_beside_waiting(self) -> Iterator[str]:

@@ -464,7 +464,7 @@ class DispatchPlugin(SchedulerPlugin):
         if self._dispatch.state.outlasted:
             return self._dispatch.state.outlasted
         now_s, waiting_for = self._clock(), self._waiting_for(now)
-        busy = not self._unavailable.isdisjoint((*self._nodes, *self._scorers))  # with what is not ours
+        busy = not self._unavailable.isdisjoint((*self._nodes, *self._scorers))  # with tasks that are not ours
         if self._stall.is_over(now_s) and not (busy or self._running(now_s)):
             if now.waiting and not waiting_for:
                 return f"{self._waits(now_s)}, and all workers are there; what was committed is kept"

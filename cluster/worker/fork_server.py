@@ -80,7 +80,7 @@ def fork_server() -> ForkServerContext:
 
 def place() -> Path | None:
     """The directory in node memory of the parent that this process may share; None where there can be none."""
-    if hasattr(forkserver._forkserver, "_forkserver_authkey"):  # Python 3.14: who asks must have the starter's secret
+    if hasattr(forkserver._forkserver, "_forkserver_authkey"):  # Python 3.14: a request needs the starter's secret
         return None
     try:
         names = sorted(os.listdir("/proc/self/ns"))

@@ -199,7 +199,7 @@ class Gcp:
     base_url: str
     grace_s: float
     etag: str = "NONE"
-    """Of the last answer; one that the service does not know is answered at once."""
+    """ETag of the last answer; the service answers at once if it does not know it."""
 
     async def ask(self) -> Notice | None:
         wait = f"wait_for_change=true&timeout_sec={WAIT_S:.0f}&last_etag={quote(self.etag)}"

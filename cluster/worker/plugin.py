@@ -310,7 +310,7 @@ class Member:
         last.start()
         self._obey(Leave())
         with contextlib.suppress(Exception):  # nobody to tell
-            # A question, since what is only told may come after the worker has left.
+            # An RPC, since a message of the stream may arrive after the worker has left.
             told: Any = worker.scheduler.spotlight_notice(worker=worker.address, reason=notice.reason)
             await asyncio.wait_for(told, TELL_S)
         await _finish(worker, notice)

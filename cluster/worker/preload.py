@@ -18,7 +18,7 @@ from multiprocessing import forkserver, reduction, spawn
 from types import TracebackType
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by torch's import: losing a peer is no news here
-# A library that looks for GPUs as it is imported must not open CUDA here: what is forked from here could not use it.
+# A library that looks for GPUs at its import must not open CUDA here: processes forked from here could not use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 gc.disable()  # imports leave little to collect; to look for it time and again takes a seventh of their time
 

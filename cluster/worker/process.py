@@ -58,7 +58,7 @@ def own_fork_server() -> ForkServerContext:
     """The context whose processes are forked from the fork server; the first start waits for its imports."""
     context = fork_context()
     _make_reachable()
-    if "cluster.worker.preload" not in sys.modules:  # else this process came from it, and ends with it
+    if "cluster.worker.preload" not in sys.modules:  # else this process was forked from it, and ends with it
         _have_it_end_with_this_process()
     return context
 

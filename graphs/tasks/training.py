@@ -226,7 +226,7 @@ def gradient_part(
     slices: int = 1,
     before: Updated | None = None,
 ) -> GradientPart:
-    """What a call of `gradient` is to compute."""
+    """The part whose gradient a call of `gradient` is to compute."""
     samples = [sample for each in sets for sample in each.samples if sample.advantage is not None]
     first = 0 if len(samples) == cut.prompts * cut.seeds else cut.chunks[cut.needs(part)[0]].start * cut.seeds
     looked_at = samples if cut.updates > 1 else ()
@@ -273,7 +273,7 @@ def add_gradients(run_dir: str, weights: WeightsRef, iteration: int, parts: Sequ
             run_dir, iteration, parts, at, tree_sum(updates.load_slices(run_dir, iteration, parts, at))
         )
     except SpotlightError:
-        if is_over():  # by now, and what it was made of is removed
+        if is_over():  # meanwhile, and the gradients were removed
             return Gradient(name="")
         raise
 

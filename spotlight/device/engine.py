@@ -276,7 +276,7 @@ class Engine:
                 prompts,
                 attempts=settings.attempts,
                 batch=settings.batch,
-                patience_s=min(settings.patience_s, settings.limit_s / 2),  # else the engine is ended meanwhile
+                patience_s=min(settings.patience_s, settings.limit_s / 2),  # before the engine is ended at the limit
             )
         values, *parts = (_scattered(shown, each, len(request.seeds)) for each in (found, *found_parts))
         lost = [request.seeds[index] for index in np.flatnonzero(~finite_B)]

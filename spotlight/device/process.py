@@ -32,9 +32,9 @@ from spotlight.store.node import Node
 
 POLL_S = 0.5
 _PR_SET_PDEATHSIG = 1
-"""Of Linux's <sys/prctl.h>."""
+"""From Linux's <sys/prctl.h>."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's <malloc.h>."""
+"""From glibc's <malloc.h>."""
 _MMAP_THRESHOLD_MAX = 32 * 2**20
 """The most that glibc takes."""
 KEPT_BYTES = 256 * 2**20
@@ -47,7 +47,7 @@ class EngineLost(Exception):
 
 
 class TimedOut(EngineLost):
-    """It was ended because the call took longer than it may."""
+    """The engine process was ended because a call took longer than its limit."""
 
 
 class _Hung(Exception):

@@ -198,7 +198,7 @@ class Gang:
                 work.wait()  # the stream waits, not the host
                 arrived = torch.cuda.Event()
                 arrived.record(torch.cuda.current_stream(self._device))
-                self._started.append((arrived.query, work))  # NCCL also calls complete what failed
+                self._started.append((arrived.query, work))  # the event, since NCCL also calls failed work completed
                 self._finish(ahead)
             else:
                 self._started.append((work.is_completed, work))

@@ -63,7 +63,7 @@ def shared(transformer: Any, gang: Gang) -> Iterator[None]:
         assert not torch.is_grad_enabled(), "a gang's exchanges carry no gradients"
         given = without_padding(arguments)
         if given["encoder_hidden_states"].shape[1] % gang.width and not replicates:
-            return whole(**arguments)  # each rank all of it: xfuser would pad the text
+            return whole(**arguments)  # each rank computes the whole pass: xfuser would pad the text
         with _processors(transformer, processor):
             return xFuserQwenImageTransformerWrapper.forward(transformer, **given)
 

@@ -72,7 +72,7 @@ class Beliefs:
     kinds: tuple[float, ...] = ()
     """Prompts seen of each kind, older ones counting less; empty before the first."""
     nodes: tuple[float, ...] = ()
-    """The same prompts' rewards at each node of the grid, 1 in all for each prompt."""
+    """Rewards of the same prompts at each node of the grid; those of a prompt add up to 1."""
     prompts: tuple[RewardCounts, ...] = ()
     fidelity: float = FIDELITY_START
     """How much of a difference between two explored rewards is there again after regeneration, 0 to 1."""
@@ -95,11 +95,11 @@ class Arm:
     prompt: int
     """Its id."""
     rewards: tuple[float, ...] = ()
-    """Of the candidates scored so far."""
+    """Rewards of the candidates scored so far."""
     tried: int = 0
     """Candidates given out so far: the next one has this number."""
     pending: int = 0
-    """Those of them whose score is still to come; lost ones are not."""
+    """Candidates given out whose score is still to come; lost ones do not count."""
 
 
 def learn(
@@ -178,7 +178,7 @@ class _Kinds:
     prompts_K: Array
     """Prompts seen of each."""
     prompts_N: Array
-    """The same prompts, spread over their rewards."""
+    """The same prompts, each spread over the nodes of its rewards."""
     chance_KN: Array
     """Chance of each node."""
     shares_PK: Array

@@ -44,9 +44,9 @@ class Gpu:
     flops_per_s: float
     """Dense bfloat16."""
     bytes_per_s: float
-    """Of its memory."""
+    """Bandwidth of its memory."""
     link_bytes_per_s: float
-    """To its neighbours in the node, one direction."""
+    """Bandwidth to its neighbours in the node, in one direction."""
     collective_s: float = COLLECTIVE_S
     """What starting an all-to-all costs."""
     train_speed: float = 1.0
@@ -316,7 +316,7 @@ class TaskDurations:
 
     @property
     def prepare_s(self) -> float:
-        """From the first workers' being there to the run's first graph."""
+        """From when the first workers are there to the run's first graph."""
         return self._fixed.prepare_s
 
     @property

@@ -242,7 +242,7 @@ def _worker_s(spans: Iterable[Span]) -> float:
 
 
 def cut_short(found: Balance, *, tried: int, dropped: int) -> Balance:
-    """The same iteration, with what its exploration still wanted.
+    """The same balance, with the exploration that training cut short as `Measured.explore_wait_s`.
 
     Args:
         tried: candidates that were explored.

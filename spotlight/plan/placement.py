@@ -44,7 +44,7 @@ class Waiting:
     """Arrival, smaller is earlier."""
     exploring: bool = False
     begun: bool = False
-    """It had workers before: its committed steps wait to be used."""
+    """Whether it had workers before, and so may have committed steps to resume from."""
     widths: tuple[int, ...] = (1,)
     """How many workers may run it together, ascending."""
     slots: int = 1
@@ -77,7 +77,7 @@ class View:
     alive: Mapping[PoolNode, int] = field(default_factory=dict)
     """Workers of a pool on a node, busy or idle. Where none are named, only the idle ones are there."""
     regroup_s: float = 0.5
-    """What it costs a gang to form anew."""
+    """Seconds that it costs a gang to form anew."""
 
 
 @record
@@ -171,7 +171,7 @@ class _Free:
         holders = {worker: request for request in broken for worker in request.held}  # the first of two that claim it
         free: dict[PoolNode, list[str]] = defaultdict(list)
         self._held: dict[PoolNode, dict[str, tuple[bool, int]]] = defaultdict(dict)
-        """Of each node, the workers kept for a broken gang, with the rank of its request."""
+        """{node: {worker kept for a broken gang: `_rank` of that gang's request}}"""
         for idle in sorted(view.idle, key=lambda idle: idle.worker):
             place, holder = (idle.pool, idle.node), holders.get(idle.worker)
             if holder and self._could_run(holder, place):

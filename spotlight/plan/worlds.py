@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from spotlight.plan.beliefs import GRID_N, Arm, Array
 
 Narrow = NDArray[np.float32]
-"""For what is computed in each world: single precision is enough, a reward's seventh digit decides nothing."""
+"""For what is computed in each world. Single precision is enough: a reward's seventh digit decides nothing."""
 WORLDS, LEAST_WORLDS, ALL_WORLDS = 128, 16, 2**13
 """Most and fewest worlds of a prompt, and most of all prompts together, so that the time grows little with them. Spread
 evenly, 64 were as good as 256."""

@@ -237,7 +237,7 @@ class Survey:
     transformer: Network
     vae: Network
     encoders: tuple[Network, ...]
-    """Those that are there: a run whose texts are encoded needs none."""
+    """The text encoders that are there: a run whose texts are encoded already needs none."""
 
 
 def survey(name: str, path: str | Path) -> Survey:

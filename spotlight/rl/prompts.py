@@ -21,7 +21,7 @@ from spotlight.records import Prompt, SpotlightError
 COLUMNS = ("prompt", "text", "caption", "input")
 """Columns of a table that may hold the prompt; the first that does is taken."""
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-"""Between the cells of a table, by the file's ending."""
+"""{ending of a table's file: what separates its cells}"""
 FIRST_ROW = 2
 """The line of a table's first row, which a line of headings precedes."""
 

@@ -22,7 +22,7 @@ from spotlight.store.rundir import RunDir
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 """Image formats that are written, by the file's ending."""
 GAP_PX = 4
-"""Between the images of a sheet."""
+"""Gap between the images of a sheet."""
 
 
 def sample(
@@ -50,7 +50,7 @@ def sample(
     seeds, steps = _check(prompt, to, seeds, steps)
     run = open_trained(run_dir)
     settings, ref = run.config(), find_version(run.url, version)
-    _write(Image.new("RGB", (1, 1)), to, keep=False)  # what cannot be written is found before anything is drawn
+    _write(Image.new("RGB", (1, 1)), to, keep=False)  # find out before drawing whether it can be written
     model = models.load(settings.model)
     model.preload([prompt])
     train = settings.train

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 
 SCORERS: dict[str, type[Scorer]] = {"ocr": OcrScorer, "scene-ocr": SceneOcrScorer}
-"""By the name that ``reward.name`` gives: scorers that need nothing but their options."""
+"""{``reward.name``: scorer that needs nothing but its options}"""
 
 
 def _clip(settings: RewardSection) -> Scorer:
@@ -106,7 +106,7 @@ DETECTORS = {
     "mask2former": "spotlight.rl.rewards.mask2former:Mask2FormerDetector",
     "shapes": "spotlight.rl.rewards.shapes:ShapeDetector",
 }
-"""Of objects, for GenEval's rewards: by the name that ``reward.options.detector`` gives."""
+"""{``reward.options.detector``: detector of objects, for GenEval's rewards}"""
 
 MADE: dict[str, Callable[[RewardSection], Scorer]] = {
     "aesthetic": _aesthetic,
@@ -118,7 +118,7 @@ MADE: dict[str, Callable[[RewardSection], Scorer]] = {
     "pickscore": _pick,
     "vlm-ocr": _reader,
 }
-"""By name: scorers that are made from more of the settings."""
+"""{``reward.name``: makes a scorer that needs more of the settings}"""
 
 
 _LOADED: dict[str, Scorer] = {}

@@ -156,7 +156,7 @@ def _reached(scorer: Scorer, images_BHWC: NDArray[np.uint8], prompts: list[Promp
     until_s, pause_s = time.monotonic() + patience_s, BACK_OFF_S
     while True:
         try:
-            return scorer.of(images_BHWC.copy(), list(prompts))  # what it changes must not reach the next attempt
+            return scorer.of(images_BHWC.copy(), list(prompts))  # copies: a scorer may change them, and be tried again
         except Unreachable as error:
             if not patience_s:
                 raise

@@ -31,7 +31,7 @@ INK = 0.5
 FINE = 4
 """Outlines are compared at so many times the size."""
 LEAST_AREA = 0.01
-"""Of the image; smaller regions are specks."""
+"""Least share of the image; smaller regions are ignored."""
 CERTAIN_COVER, NO_COVER = 0.75, 0.5
 """Intersection over union at which a region certainly is a shape (score 1), and up to which it is none (score 0)."""
 
