@@ -30,7 +30,7 @@ class Ahead:
     """The rollouts that are begun an iteration early, of its first ``rollout.prompts_ahead`` prompts."""
 
     weights: WeightsRef
-    """With which those of this iteration are made, be it early or not."""
+    """The weights that these prompts of this iteration are rolled out with, whether they were begun early or not."""
     following: Selection | None = None
     """The seeds of the next iteration, if there is one."""
 
@@ -68,8 +68,8 @@ def iteration_graph(
         selection: the kept seeds of iteration k.
         weights: version k.
         candidates: what exploration for k + 1 may try; None where it is off or already known.
-        drawn_with: the weights that explored for k, where what they drew is trained on.
-        ahead: of rollouts that are begun an iteration early; None where there are none.
+        drawn_with: the weights that explored for k, where explored samples are trained on.
+        ahead: the rollouts that are begun an iteration early; None where there are none.
         window_s: how long reserved workers roll out while there are spot workers.
     """
     layers, k, run_dir = _layers(config, context), selection.iteration, context.run_dir
@@ -95,7 +95,7 @@ def iteration_graph(
 
 
 def final_graph(config: Config, context: RunContext) -> Graph:
-    """Compact the last iteration, which no iteration after it does, and the validation of its weights."""
+    """Compact the last iteration and the validation of its weights, which no later iteration does."""
     layers, last = _layers(config, context), config.run.iterations - 1
     calls = [(sampling.compact, context.run_dir, iteration, config.latents.keep) for iteration in (last, last + 1)]
     keys = layers.add("compact", last, calls, pool="head")
@@ -154,20 +154,20 @@ def example_graph(config: Config) -> Graph:
 
 
 def _all_of(kept: Kept) -> Drawn:
-    """One request that explored all of them."""
+    """A request that explored all of a prompt's kept seeds."""
     return Drawn(seeds=kept.seeds, rewards=(0.0,) * len(kept.seeds))
 
 
 def _add_rollouts_ahead(
     layers: Layers, config: Config, context: RunContext, following: Selection, weights: WeightsRef
 ) -> Key:
-    """Begin with the first prompts of the next iteration, which asks for the very same requests; returns their end."""
+    """Begin the first prompts of the next iteration, which asks for the same requests; returns the key of their end."""
     k, early = following.iteration, replace(following, kept=following.kept[: config.rollout.prompts_ahead])
     requests = rollout_requests(config, context, early, weights)
     calls: Calls = [(sampling.rollout_ahead, context.run_dir, request) for request in requests]
     begun = layers.add_requests(AHEAD, k, calls, pool="spot", widths=widths_of(config))
     ends, surplus = first_shards(begun), other_shards(begun)
-    if not config.scores_apart:  # whose workers score what training waits for
+    if not config.scores_apart:  # the workers of the reward pool score what training waits for
         calls = [(sampling.score, context.run_dir, key) for key in ends]
         ends = layers.add("score-ahead", k, calls, pool="engine", after=ends)
     return layers.add("ahead", k, [(sampling.ended, ends, surplus)], pool="head", after=[*ends, *surplus])[0]
@@ -187,11 +187,15 @@ def _add_scores(
     *,
     seed: int | None = None,
 ) -> list[Key]:
-    """A score of each request: where it was denoised; or its images are drawn there, and scored by the reward pool.
+    """Score each request on the worker that denoised it; or decode its images there, and score them in the reward pool.
 
     Args:
-        phase: with ``{}`` for what is done.
-        seed: the run's, of what is trained on: where it was denoised, what has no reward is replaced at once.
+        phase: pattern of the phases' names, whose ``{}`` becomes "decode" and "score".
+        seed: the run's, where the samples are trained on: then those without a reward are replaced at once, if the
+            worker that denoised them scores.
+
+    Returns:
+        The keys of the scores.
     """
     results, pool = first_shards(requests), "engine"
     if config.scores_apart:
@@ -204,7 +208,7 @@ def _add_scores(
 
 
 def _add_exploration(layers: Layers, config: Config, context: RunContext, candidates: Candidates, *, pool: str) -> Key:
-    """Rounds of allocate, slots and score, then select.
+    """Rounds of allocate, slots and score, then select; returns the key of the selection.
 
     Round r sees the scores of rounds up to r - 2, so that no slot waits for the round before it.
     """

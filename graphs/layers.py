@@ -32,7 +32,7 @@ from spotlight.records import record
 
 Key = tuple[str, int]
 Calls = Sequence[tuple[Any, ...]]
-"""``(function, *arguments)`` each; keys among the arguments become edges."""
+"""A sequence of ``(function, *arguments)``; keys among the arguments become edges."""
 
 RESOURCES = {
     "any": {"gate": 1},
@@ -47,7 +47,7 @@ RESOURCES = {
     "update": {"gate": 1},
     "head": {"head": 1},
 }
-"""No worker has a ``gate``: what asks for one waits until the cluster opens it."""
+"""{pool: resources that its tasks ask for}. No worker has a ``gate``: such a task waits until the cluster opens it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class Layers:
     """A graph under construction, layer by layer, upstream first."""
 
     session: str = ""
-    """Part of all names: a scheduler that knows a key gives its old result, whoever asks."""
+    """Part of all keys: a scheduler that knows a key already would return its old result."""
     on_spot: bool = False
-    """What needs an engine, and is no update, runs on spot workers: the reserved ones have no GPU."""
+    """Tasks for an engine, updates excepted, run on spot workers: the reserved ones have no GPU."""
     tasks: dict[str, MaterializedLayer] = field(default_factory=dict)
     dependencies: dict[str, set[str]] = field(default_factory=dict)
 
@@ -135,8 +135,11 @@ def first_shards(requests: list[list[Key]]) -> list[Key]:
 
 
 def other_shards(requests: list[list[Key]]) -> list[Key]:
-    """The other shards. Whoever collects the scores depends on them, since Dask forgets a task that nobody depends on;
-    a score does not, so it never waits for them."""
+    """The other shards.
+
+    The task that collects the scores depends on them, since Dask forgets a task that nobody depends on. A score does
+    not, so that it never waits for them.
+    """
     return [key for shards in requests for key in shards[1:]]
 
 

@@ -167,7 +167,7 @@ class Loop:
         return after.weights
 
     def _candidates(self, context: RunContext, k: int, weights: WeightsRef, beliefs: Beliefs) -> Candidates | None:
-        """What to explore for an iteration; None where nothing is, or it was explored before a resume."""
+        """What to explore for an iteration; None if nothing, or if it was explored before a resume."""
         config = self._config
         if config.strategy.exploration != "stale" or k >= config.run.iterations or self._run.selection(k):
             return None
@@ -184,7 +184,7 @@ class Loop:
         self._run.retain_beliefs(kept, trained_from - 1 - self._config.trains_on_older)
 
     def _rollouts_ahead(self, context: RunContext, k: int) -> Ahead | None:
-        """The weights of the rollouts that were begun early for this iteration, and which to begin for the next one."""
+        """What `iteration_graph` needs of the rollouts that are begun an iteration early; None if none are."""
         if not self._config.rollout.prompts_ahead:
             return None
         weights = self._weights(max(0, k - 1), context)
@@ -209,10 +209,10 @@ class Loop:
         """How reserved and spot workers shared the iteration, as numbers; records the window for the next one.
 
         Args:
-            explored: what came of exploration beside it.
+            explored: the selection that exploration beside it made; None if nothing was explored.
         """
         found = self._watch.balance(k, began_s, window_s)
-        rolled_out = found is not None and found.measured.rollout_s > 0  # or it says nothing of the window
+        rolled_out = found is not None and found.measured.rollout_s > 0  # else it says nothing of the window
         if found and explored and self._config.exploration.budget == "worth":
             found = cut_short(found, tried=explored.seeds_scored, dropped=explored.seeds_dropped)
         if self._config.strategy.offload == "adaptive" and window_s < inf:
@@ -233,7 +233,7 @@ class Loop:
         }
 
     def _worth_renting(self, found: Balance, window_s: float) -> dict[str, float]:
-        """How many spot workers rollouts could have used while reserved ones trained; nothing if those do not."""
+        """How many spot workers rollouts could have used while reserved ones trained; empty if those do not train."""
         strategy, measured = self._config.strategy, found.measured
         if "reserved" not in strategy.train_pools:
             return {}
@@ -292,7 +292,7 @@ class Loop:
     def _candidates_max(
         self, context: RunContext, iteration: int, prompts: Sequence[Prompt], beliefs: Beliefs
     ) -> int | None:
-        """Candidates for which there is time, or which are worth it, going by the last iterations; None: no limit."""
+        """Most candidates to try, by the time or the worth measured in the last iterations; None: no limit."""
         exploration, history = self._config.exploration, self._run.last(HISTORY, HistoryRow, RECENT)
         if exploration.budget == "fixed" or not history:
             return None
@@ -357,10 +357,13 @@ def _first_error(results: Sequence[Scored | Quarantined]) -> str:
 
 
 def learn_from(beliefs: Beliefs, selection: Selection, training: TrainingSet, within: tuple[float, float]) -> Beliefs:
-    """What the planner learns from an iteration: all that was explored, and what of it came back in the rollouts.
+    """What the planner learns from an iteration: the explored rewards, and those of kept seeds that were rolled out.
 
-    A prompt of which nothing was explored is left as it is: its past must not count twice. What was trained on as it
-    was drawn did not come back.
+    A prompt of which nothing was explored is left as it is: its past must not count twice. Samples that were trained on
+    as drawn were not rolled out.
+
+    Args:
+        within: the range of rewards that the planner looks at.
     """
     explored_rewards = {each.prompt: normalised(within, each.rewards) for each in selection.explored if each.rewards}
     by_prompt: dict[int, list[tuple[float, float]]] = {}

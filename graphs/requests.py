@@ -22,7 +22,7 @@ from spotlight.store.rundir import made_again
 REQUEST_S = 0.25
 """What a request costs whatever its size, in samples: half a sample of the embedded model, nothing for a large one."""
 SHARED = -1
-"""Index of the seed of what all samples of a prompt begin with (``rollout.same_noise``): of no candidate."""
+"""Index of the seed of the first noise that all samples of a prompt share (``rollout.same_noise``); no candidate's."""
 
 
 def candidates_for(
@@ -47,10 +47,10 @@ def candidates_for(
     limit = exploration.seeds_tried * len(prompts)
     candidates_max = limit if candidates_max is None else min(limit, candidates_max)
     seeds_tried, rounds = exploration.seeds_tried, exploration.rounds
-    if not rounds and exploration.planner == "bandit":  # which gives a prompt more where it gains more
+    if not rounds and exploration.planner == "bandit":  # it may give one prompt more than another
         seeds_tried = max(1, ceil(candidates_max / len(prompts)))
     slots = len(prompts) * ceil(seeds_tried / exploration.request_seeds)
-    rounds = min(slots, rounds or rounds_of(slots, gangs_of(config, pools)))  # one without a request chooses nothing
+    rounds = min(slots, rounds or rounds_of(slots, gangs_of(config, pools)))  # each round has a request at least
     return Candidates(
         iteration=iteration,
         prompts=tuple(prompts),
@@ -86,12 +86,12 @@ def unexplored(config: Config, context: RunContext, iteration: int, prompts: Seq
 def rollout_requests(
     config: Config, context: RunContext, selection: Selection, weights: WeightsRef, *, before: WeightsRef | None = None
 ) -> list[Request]:
-    """The kept seeds as requests; their order is the order in which training consumes them.
+    """The kept seeds as requests, in the order in which training consumes them.
 
-    Those that were drawn already, by exploration, are in none.
+    Prompts whose seeds are trained on as exploration drew them have none.
 
     Args:
-        before: with which the first ``rollout.prompts_ahead`` prompts are rolled out instead.
+        before: weights for the first ``rollout.prompts_ahead`` prompts, in place of ``weights``.
     """
     template = request_template(config, context, "rollout", selection.iteration, weights)
     size, early = request_size(config), config.rollout.prompts_ahead if before else 0
@@ -113,13 +113,13 @@ def rollout_requests(
 def drawn_samples(
     config: Config, context: RunContext, selection: Selection, weights: WeightsRef
 ) -> list[tuple[Scored, ...]]:
-    """Of each prompt, what exploration drew that is trained on; nothing where it is rolled out.
+    """For each kept prompt, its explored samples that are trained on; none where the prompt is rolled out.
 
     Args:
-        weights: that explored.
+        weights: those that explored.
 
     Raises:
-        SpotlightError: they, or the settings, are others than those that explored.
+        SpotlightError: the samples were explored with other weights or other settings.
     """
     template = exploring_template(config, context, selection.iteration, weights)
     if any(kept.drawn for kept in selection.kept) and template.kind != selection.explored_as:
@@ -168,7 +168,7 @@ def request_size(config: Config) -> int:
 
 
 def _least_samples(config: Config) -> float:
-    """As many as take as long as launching a step's kernels, where there is a cost model."""
+    """The batch size below which a step gets no shorter; 0 where there is no cost model."""
     emulated = bool(config.pace.gpu)
     name = config.pace.model if emulated else config.model.name
     if name not in TRANSFORMERS or (config.model.embedded and not emulated):

@@ -22,7 +22,7 @@ from spotlight.rl.sums import slices_of
 
 @record
 class _Rolled:
-    """What was rolled out of a chunk of prompts; nothing of prompts that are trained on as they were explored."""
+    """The tasks of a chunk's rollouts; prompts that are trained on as they were explored have none."""
 
     scores: list[Key]
     surplus: list[Key]
@@ -48,12 +48,12 @@ def add_training(
     Args:
         rollouts: the shards of each request, in the order of the kept seeds.
         scores: of each request.
-        drawn: of each prompt, what exploration drew and is trained on as it is.
+        drawn: for each prompt, its samples that are trained on as exploration drew them.
     """
-    assert all(len(kept.seeds) == config.rollout.seeds_kept for kept in selection.kept), "prompts have as many each"
+    assert all(len(kept.seeds) == config.rollout.seeds_kept for kept in selection.kept), "prompts differ in seeds"
     cut = replace(Cut.of(config), prompts=len(selection.kept))
     chunks = cut.chunks if config.trains_as_scored else [range(cut.prompts)]
-    rolled = _rolled(config, selection, chunks, rollouts, scores)
+    rolled = _rollouts_of_chunks(config, selection, chunks, rollouts, scores)
     if config.scores_apart:
         rolled = _add_refills(layers, config, context, selection.iteration, rolled)
     explored = [[each for each in drawn[chunk.start : chunk.stop] if each] for chunk in chunks]
@@ -61,7 +61,7 @@ def add_training(
     return sets, _add_updates(layers, config, context, selection.iteration, weights, cut, sets)
 
 
-def _rolled(
+def _rollouts_of_chunks(
     config: Config, selection: Selection, chunks: Sequence[range], rollouts: list[list[Key]], scores: list[Key]
 ) -> list[_Rolled]:
     """The rollouts of each chunk."""
@@ -74,7 +74,7 @@ def _rolled(
 def _add_refills(
     layers: Layers, config: Config, context: RunContext, k: int, rolled: Sequence[_Rolled]
 ) -> list[_Rolled]:
-    """What has no reward is replaced, chunk by chunk; the reward pool scores the replacements, as all else."""
+    """Replace samples without a reward, chunk by chunk; the reward pool scores the replacements."""
     run_dir, seed = context.run_dir, context.seed
     chunks = [chunk for chunk in rolled if chunk.scores]
     if not chunks:
@@ -97,7 +97,7 @@ def _add_advantages(
     """The training set of each chunk: its samples with their advantages.
 
     Args:
-        explored: of each chunk, what is trained on as exploration drew it.
+        explored: for each chunk, its samples that are trained on as exploration drew them.
     """
     train = config.train
     weights = tuple(table.weight for table in (config.reward, *config.reward.also)) if config.adds_advantages else ()
@@ -114,8 +114,8 @@ def _add_updates(
 ) -> Key:
     """One update after the other; returns the key of the last one.
 
-    An update gets the gradients and sums of those before it, too: a worker that has not their optimizer's state takes
-    their steps again.
+    An update also gets the gradients and sums of those before it: a worker without the optimizer's state takes their
+    steps again.
     """
     run_dir, slices = context.run_dir, slices_of(config, cut.count)
     gradients: list[list[Key]] = []

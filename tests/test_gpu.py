@@ -104,9 +104,9 @@ def member(rank: int, folder: Path, connected_by: str) -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     if connected_by == "nccl":
         as_if_on_hosts(rank)
-        sequence_parallel._name = lambda device: str(rank)
+        sequence_parallel._device_name = lambda device: str(rank)
     else:
-        sequence_parallel._name = lambda device: "the same"
+        sequence_parallel._device_name = lambda device: "the same"
     model: Any = tiny_model(lora=True, device=device)
     alone, alone_gradients = velocity(model), gradients(model)
 

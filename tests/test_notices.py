@@ -84,7 +84,17 @@ def test_a_file_that_says_when_and_why_is_believed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"soon", b"\xff{", b"[1]", b'{"deadline_s": "soon"}', b'{"deadline_s": NaN}', b'{"deadline_s": tr']
+    "content",
+    [
+        b"",
+        b"soon",
+        b"\xff{",
+        b"[1]",
+        b'{"deadline_s": "soon"}',
+        b'{"deadline_s": NaN}',
+        b'{"deadline_s": tr',
+        pytest.param(b"[" * 100_000, id="nested"),
+    ],
 )
 def test_a_file_that_says_nothing_of_use_is_a_notice_all_the_same(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "notice"

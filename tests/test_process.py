@@ -329,6 +329,28 @@ def test_what_an_engine_raises_its_caller_gets(engine: EngineProcess, tmp_path: 
     assert "engine.py" in raised.value.__notes__[0]  # where it was raised, over there
 
 
+class Refusal(Exception):
+    """Pickles, and cannot be made again from that: its arguments are not the text that it keeps."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{text} ({code})")
+
+
+class RefusedCall:
+    def on(self, device: object, run_dir: str) -> None:
+        raise Refusal(7, "the store said no")
+
+
+def test_an_error_that_cannot_be_unpickled_is_told_in_words(engine: EngineProcess, tmp_path: Path) -> None:
+    """Exceptions of some libraries are so; else its caller would get the error of unpickling it, and not learn why."""
+    refused: Any = RefusedCall()
+
+    with pytest.raises(RuntimeError, match=r"the store said no \(7\)") as raised:
+        engine.call(str(tmp_path), refused, lambda beat: None)
+
+    assert "test_process.py" in raised.value.__notes__[0]  # where it was raised, over there
+
+
 class SleepCall:
     verb = "sleep"
 

@@ -43,21 +43,21 @@ class Decisions:
         yield from self._make_room(at_s)
 
     def _hand_out(self, at_s: float) -> Iterator[Instruction]:
-        """Whatever idle workers can do."""
+        """Give idle workers what they can do."""
         state = self._state
         phase = state.phase(at_s)
         if "reserved" not in phase.pools and state.index.rollouts_reserved and state.rules.moves:
             yield from self._move_rollouts(at_s)
         yield from self._train(phase)
-        if state.ready and state.index.rollouts_waiting:  # rollouts, then gradients, then what can wait
+        if state.ready and state.index.rollouts_waiting:  # rollouts before gradients, and these before what can wait
             yield from self._place(phase, at_s, everything=False)
             yield from self._train(state.phase(at_s))
         yield from self._place(phase, at_s)
-        yield from self._train(state.phase(at_s))  # perhaps no rollout waits any more
+        yield from self._train(state.phase(at_s))  # again: perhaps no rollout waits any more
         yield from self._widen(at_s)
 
     def _place(self, phase: PhaseDecision, at_s: float, *, everything: bool = True) -> Iterator[Instruction]:
-        """Admit gangs for what waits; but for what can wait, where that is to wait longer."""
+        """Admit gangs for waiting requests; without ``everything``, only for those that cannot wait."""
         state = self._state
         if state.roster.idle and state.index.any_waits:
             for launch in plan(self._view(phase, everything=everything)):
@@ -77,7 +77,7 @@ class Decisions:
         if state.ready and "spot" in phase.trainers:
             wanted += sum("spot" in state.training_pools(task) for task in state.unbegun(state.ready))
         at_work = [request for request in state.ahead.values() if request.members]
-        at_work.sort(key=lambda request: not (request.planned or request.breaking))  # those that leave already first
+        at_work.sort(key=lambda request: not (request.planned or request.breaking))  # first those that leave anyway
         for request in at_work:
             if wanted <= 0:
                 break
@@ -94,6 +94,7 @@ class Decisions:
         return sum("spot" in state.pools_of(request, phase) for request in lost)
 
     def _dismiss(self, request: RequestState, at_s: float) -> Iterator[Instruction]:
+        """End the shards of a request that have nothing to do, on the worker beside the scheduler."""
         head = self._state.roster.head
         if head is None:
             return
@@ -121,12 +122,13 @@ class Decisions:
         return Dismiss(key=request.keys[0], address=address, gang=request.name, shard=0, tell=tell, cause=cause)
 
     def _move_rollouts(self, at_s: float) -> Iterator[Instruction]:
+        """Have rollouts leave the reserved workers, whose window is over."""
         for request in self._state.index.with_gang():
             if request.windowed and request.pool == "reserved" and not (request.breaking or request.planned):
                 yield from self.regroup(request, at_s, "moves", "the rollout window of reserved workers is over")
 
     def _score(self) -> Iterator[Instruction]:
-        """Let scoring go, what training waits for first; what was called off ends beside the scheduler."""
+        """Begin scoring, first what training waits for; what was called off ends on the worker beside the scheduler."""
         state = self._state
         head, free = state.roster.head, sorted(state.roster.idle_scorers.values(), key=attrgetter("worker"))
         for task in state.unbegun(state.unwanted) if head and state.unwanted else ():
@@ -143,9 +145,9 @@ class Decisions:
             yield Score(key=task.key, address=address, cause=f"it is free, and {len(waiting)} wait to be scored")
 
     def _train(self, phase: PhaseDecision) -> Iterator[Instruction]:
-        """Let updates that are ready go, then gradients and their sums, as many as there are free workers.
+        """Begin updates that are ready, then gradients and their sums, as many as there are free workers.
 
-        An update goes to the worker that took the one before, if it is free, and gradients to that one last.
+        An update goes to the worker that took the one before, if it is free; gradients go to that worker last.
         """
         state = self._state
         if not (state.ready and state.roster.idle):
@@ -172,7 +174,7 @@ class Decisions:
             yield Train(key=task.key, address=address, cause=cause)
 
     def _view(self, phase: PhaseDecision, *, everything: bool) -> View:
-        """What the plan looks at, less what could not change it: those who cannot use each other, and the far queue.
+        """What the plan looks at, without what cannot change it: requests and workers with no match, ends of queues.
 
         Fresh requests of a kind are alike. With more than twice as many of them as there are idle workers each gets
         the narrowest gang, however many more there are, and the last ones get none.

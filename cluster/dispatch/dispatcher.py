@@ -59,7 +59,7 @@ from cluster.dispatch.state import RolloutWindow, State, Task
 from spotlight.records import AHEAD, Drained
 
 LATE_S = 0.01
-"""A wake for the end of a rollout window comes so much after it, so that the window is over when it is looked at."""
+"""How long after the end of a rollout window the wake for it comes, so that the window surely is over."""
 
 
 class Dispatcher:
@@ -201,7 +201,7 @@ class Dispatcher:
         return instructions
 
     def _known(self, keys: tuple[Key, ...]) -> list[Task]:
-        """The tasks of these keys, as few as they are; one that stands for others, too, is split."""
+        """The tasks of these keys. One that stands for several keys is split, unless all of them are here."""
         known: list[Task] = []
         at = 0
         while at < len(keys):
@@ -218,7 +218,7 @@ class Dispatcher:
     def _note_together(
         self, request: RequestState, tasks: Sequence[Task], event: TasksChanged, addresses: Mapping[Key, str]
     ) -> None:
-        """As `_note`, of shards of a request, none of which is at work on it."""
+        """As `_note`, of several shards of a request, none of which is a member of its gang."""
         state = event.state
         for task in tasks:
             if state == "processing":
@@ -233,11 +233,11 @@ class Dispatcher:
     def _note(
         self, task: Task, event: TaskChanged | TasksChanged, address: str, instructions: list[Instruction]
     ) -> bool:
-        """Take down a task's new state; returns whether that may change what its request waits for.
+        """Note a task's new state; returns whether that may change what its request waits for.
 
         Args:
             address: of the worker that begins it.
-            instructions: gets what follows.
+            instructions: the instructions that follow are appended to it.
         """
         state, before, request = event.state, task.state, task.request
         task.state = state
@@ -307,7 +307,7 @@ class Dispatcher:
                 self.state.lose(task)
         elif event.work:
             outcome = "failed" if event.state == "erred" else "dropped" if event.work.dropped else "done"
-            # Whatever a clock says that was set just then: it was done after it was handed out, and by now.
+            # A worker's clock may have been set meanwhile: the work was done after it was handed out, and before now.
             start_s = min(max(event.work.start_s, started_s), event.at_s)
             stop_s = min(max(event.work.stop_s, start_s), event.at_s)
             self.state.journal.span(task.key, task.label, task.request, address, start_s, stop_s, outcome)
@@ -329,7 +329,7 @@ class Dispatcher:
         return task.key == max(updates, key=lambda key: (len(key[0]), key))
 
     def _training_ended(self, iteration: int, at_s: float) -> Iterator[Instruction]:
-        """Exploration is closed, and rollouts of the next iteration go on there, from their last step."""
+        """Close exploration; rollouts of the next iteration stop, and go on in that iteration from their last step."""
         self.state.trained = max(self.state.trained, iteration)
         for request in self.state.requests.values():
             if request.can_wait:
@@ -346,7 +346,7 @@ class Dispatcher:
     # Workers
 
     def _joined(self, event: WorkerJoined) -> list[Instruction]:
-        """It may take part anew without having left: the run is handed out again if a worker was lost at it."""
+        """A worker may join again without having left: the plugin is handed to all again if one was lost meanwhile."""
         was_there = self.state.roster.leave(event.address, expected=True) is not None
         self.state.roster.join(event)
         if event.pool != "head" and not was_there:
@@ -366,7 +366,7 @@ class Dispatcher:
         return []
 
     def _noticed(self, event: WorkerNoticed) -> list[Instruction]:
-        """It gets no more work."""
+        """A worker under notice gets no more work."""
         worker = self.state.roster.note_leaving(event.address)
         if worker:
             self.state.journal.event(event.at_s, "notice", worker=worker.name, reason=event.reason)
@@ -391,7 +391,7 @@ class Dispatcher:
     # Gangs
 
     def _came_back(self, request: RequestState, task: Task, event: TaskChanged | TasksChanged) -> Iterator[Instruction]:
-        """A shard is done, or its worker is gone, or it was sent back at a step boundary."""
+        """A member ended: its shard is done, or its worker is gone, or it handed the shard back at a step boundary."""
         address = request.members.pop(task.key, None)
         if address is None or event.state in ("memory", "erred"):
             return
@@ -402,7 +402,7 @@ class Dispatcher:
             request.held = (*request.held, request.names[address])
 
     def _break(self, request: RequestState, at_s: float, member: str, *, gone: bool) -> Iterator[Instruction]:
-        """A member is gone, or handed its shard back: the present forming is over, and the others are to leave."""
+        """End the present gang, since a member is gone or handed its shard back: the others are to leave."""
         request.breaking = True
         leaves = not self.state.roster.leaving.isdisjoint((member, *request.workers))
         agreed = request.planned or self.state.stopping or leaves
@@ -410,7 +410,7 @@ class Dispatcher:
         if not agreed:
             request.lose()
             if not request.ran and request.fruitless >= self.state.rules.quarantine_after:
-                request.quarantined = True  # for good: a step may be told of late
+                request.quarantined = True  # for good, even if a new step is reported late
         why = f"{member} is gone" if gone else f"{member} handed its shard back"
         for address in request.members.values():  # after a leave that was agreed on they have ended already
             yield CallOff(gang=request.name, epoch=request.epoch, address=address, cause=why)
@@ -423,7 +423,7 @@ class Dispatcher:
             request.begin(event.step, event.steps, event.at_s)
             self.state.journal.gang_event(event.at_s, "resumed", request)
             return []
-        if event.step <= request.step:  # told twice, or late
+        if event.step <= request.step:  # reported twice, or late
             return []
         first = request.step == request.resumed_at
         request.advance(event.step, event.at_s)
@@ -436,7 +436,7 @@ def differing(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """Dispatch a log of events again: the rows whose instructions are not those that were given then.
 
     Args:
-        rows: all that `Dispatcher.drain` told of one session after the other; other decisions are passed over.
+        rows: all rows of `Dispatcher.drain`, of one session after the other; other decisions are skipped.
     """
     again = Dispatcher(Rules(), logged=False)
     for given in rows:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 from spotlight.records import Placement, Surplus, record
 
 Key = tuple[str, int]
-"""Of a task: its layer, and its number in the layer."""
+"""A task's key: its layer, and its number in the layer."""
 TaskState = Literal["waiting", "gated", "processing", "memory", "erred", "released", "forgotten"]
 """Dask's states of a task; "gated" is its "no-worker", in which a task stays until the dispatcher names a worker."""
 WorkerPool = Literal["reserved", "spot", "reward", "head"]
@@ -68,15 +68,15 @@ class TaskChanged:
     worker: str = ""
     """Address of the worker that begins it; of no meaning in other states."""
     work: Work | None = None
-    """Of a task that ended: what its worker did; None where the worker reported nothing."""
+    """What the worker of a task that ended did; None where it reported nothing."""
 
 
 @record
 class TasksChanged:
     """Several tasks are in another state now, the same for all, and for the same reason.
 
-    It is what one `TaskChanged` after the other would be, and is logged as these. None of them is an update, and none
-    breaks its gang by it: nothing follows but that gates are closed.
+    It means the same as one `TaskChanged` after the other, and is logged as these. None of the tasks is an update, and
+    none breaks its gang by it: no instructions follow but to close gates.
     """
 
     at_s: float
@@ -89,7 +89,7 @@ class TasksChanged:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of the workers that begin them, one for each task."""
+        """Addresses of the workers that begin them, one for each task."""
         return self.workers or (self.worker,) * len(self.keys)
 
     def one_by_one(self) -> Iterator[TaskChanged]:
@@ -110,7 +110,7 @@ class WorkerJoined:
     node: str = ""
     host: str = ""
     job: str = ""
-    """Of the batch system that started it."""
+    """Id of the batch system's job that started it."""
 
 
 @record
@@ -385,7 +385,7 @@ Instruction = (
 
 
 def one_by_one(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
-    """The same, each about one task or one worker."""
+    """The same instructions, each about one task or one worker."""
     for instruction in instructions:
         if isinstance(instruction, Dismissals | CloseGates):
             yield from instruction.one_by_one()
@@ -416,7 +416,7 @@ class EventLog:
 
 
 def rows(event: Event, instructions: Iterable[Instruction]) -> Iterable[dict[str, Any]]:
-    """As `row`; of tasks that changed together, and of gangs that reported together, each has its own."""
+    """As `row`, one for each task or gang, where several changed or reported together."""
     if isinstance(event, GangBeats):
         return [row(beat, ()) for beat in event.beats]
     if not isinstance(event, TasksChanged):
@@ -439,7 +439,7 @@ def row(event: Event, instructions: Iterable[Instruction]) -> dict[str, Any]:
 
 
 def event_of(entry: Mapping[str, Any]) -> Event:
-    """The event of a row of `row`.
+    """The event that `row` made a row of.
 
     Raises:
         KeyError, TypeError, ValueError: it is not such a row.
@@ -477,5 +477,5 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _defaults(kind: type) -> dict[str, Any]:
-    """Of a record's fields, what each has where nothing is said."""
+    """{field of a record: its default value}"""
     return {field.name: field.default for field in fields(kind)}

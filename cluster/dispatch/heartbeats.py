@@ -1,17 +1,17 @@
-"""For how long workers have been silent, or there and not ready, less any pause of the process that looks. Pure."""
+"""How long workers have been silent, or have joined and not become ready, less pauses of this process. Pure."""
 
 from __future__ import annotations
 
 PAUSE_S = 2.0
 """If a look at the workers comes so much too late, this process was paused, and the workers may have been too."""
 SAID_PAUSE_S = 10.0
-"""A pause that is told of; a busy machine may bring a shorter one."""
+"""A pause worth reporting; shorter ones happen on a busy machine."""
 NOT_READY_LIMITS = 10
-"""Times the limit after which a silent worker has hung: one that has joined and is not ready by then has hung, too."""
+"""A worker that joined has hung if it is not ready after so many times the limit of a silent one."""
 STARTING_LIMITS = 3
-"""Times that limit: one that is silent for so long before it is ready has hung. It may be importing until then."""
+"""Before it is ready, a worker has hung if it is silent for so many times the limit: it may be importing until then."""
 MISSED = 3
-"""Nobody has hung before so many heartbeats are due: one comes late from a worker that is busy."""
+"""No worker counts as hung before so many heartbeats are due: a busy one sends them late."""
 
 
 class Heartbeats:
@@ -28,12 +28,12 @@ class Heartbeats:
         self._every_s = every_s
         self._looked_s, self._paused_s = now_s, 0.0
         self._heard: dict[str, tuple[float, float]] = {}
-        """Of each worker: its last heartbeat by Dask's clock, and when we saw that by ours."""
+        """{address: the last heartbeat by Dask's clock, and when it was seen by ours}"""
         self._came: dict[str, float] = {}
-        """When workers joined that are not ready yet."""
+        """{address: when the worker joined}, of workers that are not ready yet."""
 
     def expect(self, beat_s: float) -> None:
-        """Workers send a heartbeat so often; who was told so keeps to it for a while, so that the limit only grows."""
+        """Workers send a heartbeat every ``beat_s``. Each keeps to an earlier one for a while, so the limit grows."""
         self.limit_s = max(self.limit_s, MISSED * beat_s + self._every_s)
 
     def look(self, now_s: float) -> float:
@@ -44,7 +44,7 @@ class Heartbeats:
         return self._paused_s
 
     def is_worth_telling(self, paused_s: float) -> bool:
-        """Of a pause, whether anybody else should know of it."""
+        """Whether a pause should be reported."""
         return paused_s > min(SAID_PAUSE_S, max(PAUSE_S, self.limit_s))
 
     def silent_s(self, address: str, last_seen: float) -> float:
@@ -62,16 +62,16 @@ class Heartbeats:
         return self._looked_s - heard[1]
 
     def overdue_s(self, address: str, silent_s: float) -> float:
-        """For how long a worker that is not ready has been there, once that, or its silence, is too long; else 0."""
+        """How long a worker has been there without being ready, if that, or its silence, is too long; else 0."""
         unready_s = self._looked_s - self._came.setdefault(address, self._looked_s)
         hangs = unready_s > NOT_READY_LIMITS * self.limit_s or silent_s > STARTING_LIMITS * self.limit_s
         return unready_s if hangs else 0.0
 
     def note_ready(self, address: str) -> None:
-        """It is, or never will be and said so."""
+        """The worker is ready, or said that it cannot take part."""
         self._came.pop(address, None)
 
     def forget(self, address: str) -> None:
-        """It is gone."""
+        """The worker is gone."""
         self._heard.pop(address, None)
         self._came.pop(address, None)

@@ -25,7 +25,7 @@ class NumberedSpan:
     """Counts all spans of the run from 1: a display asks for those after the last that it has."""
     span: Span
     forming: str
-    """Of the gang that it was a part of, the same for all members; empty for a worker alone."""
+    """Name of the gang that it was a part of, the same for all members; empty for a worker alone."""
 
 
 @record
@@ -42,9 +42,9 @@ class Journal:
 
     def __init__(self) -> None:
         self.lives: dict[str, WorkerLife] = {}
-        """Of all workers there were, by address; of an earlier one at an address, by that and a time."""
+        """All workers that there were, by address; an earlier one at the same address, by address and time."""
         self.spans: list[Span] = []
-        """Since the last `drain`, as are the events."""
+        """Spans since the last `drain`; so are the events."""
         self.events: list[dict[str, Any]] = []
         self.shown: deque[NumberedSpan] = deque(maxlen=SHOWN)
         """The latest spans; a `drain` leaves them, as it does `recent`."""
@@ -52,9 +52,9 @@ class Journal:
         """The latest events."""
         self._numbered = 0
         self._numbers: dict[str, int] = {}
-        """Of lives, by address."""
+        """{address: number of the life}"""
         self._changed: dict[int, WorkerLife] = {}
-        """By number: lives since the last `drain`."""
+        """{number: life} of those that changed since the last `drain`."""
 
     def joined(self, at_s: float, address: str, worker: str, pool: str) -> None:
         if address in self.lives:  # of one that is gone

@@ -13,7 +13,7 @@ from cluster.dispatch.request_state import Filed, RequestState
 from spotlight.records import Pool
 
 _Kind = tuple[bool, bool, int, tuple[Pool, ...], tuple[int, ...]]
-"""Of fresh requests: exploring, rolling out for training, iteration, pools, widths. Those of a kind are alike."""
+"""Of a fresh request: exploring, windowed, iteration, pools, widths. Requests of one kind are interchangeable."""
 
 
 class RequestIndex:
@@ -29,7 +29,7 @@ class RequestIndex:
         self.at_work: dict[str, dict[str, RequestState]] = {}
         """Requests that have a gang, by its node."""
         self.rollouts: dict[str, tuple[int, int]] = {}
-        """Of each rollout that training waits for: 1 if nobody is at work on it, and reserved workers at work on it."""
+        """{rollout that training waits for: (1 if no worker is at work on it, reserved workers at work on it)}"""
         self.rollouts_waiting = self.rollouts_reserved = 0
 
     @property
@@ -44,7 +44,7 @@ class RequestIndex:
         """Keep a request where a decision looks for it.
 
         Args:
-            over: what is behind the gate of it has nothing to do any more.
+            over: its shards behind the gate have nothing to do any more.
         """
         if request.windowed:
             rolling = len(request.members) if request.pool == "reserved" else 0
@@ -68,14 +68,14 @@ class RequestIndex:
                     insort(self.queues.setdefault(_kind(request), []), (request.order, request.name))
 
     def unfile(self, request: RequestState) -> None:
-        """Nobody wants it any more."""
+        """Take a request out of all lists: nobody wants it any more."""
         self.take_out(request)
         self._note_not_at_work(request)
         if request.windowed:
             self._count_rollout(request.name, (0, 0))
 
     def take_out(self, request: RequestState) -> None:
-        """Out of the list that it is in."""
+        """Take a request out of the list that `RequestState.filed` names."""
         match request.filed:
             case "over":
                 del self.over[request.name]

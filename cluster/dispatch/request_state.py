@@ -20,7 +20,7 @@ TRAINING: dict[str, tuple[Pool, ...]] = {
     **{f"gradient-{pool}": pools for pool, pools in GATED.items()},
     "update": ("reserved",),
 }
-"""The same of tasks that train: each runs on one worker, by itself."""
+"""Pool annotation of a training task to the pools it may run in; each runs on one worker, by itself."""
 SCORING = "reward"
 """Pool annotation of tasks that score on workers of their own, which are a pool of this name: each by itself, too."""
 ALONE = {*TRAINING, SCORING}
@@ -45,11 +45,11 @@ class RequestState:
     ahead: bool = False
     """A rollout of the next iteration, which goes on there if it is not done when training ends."""
     keys: list[Key] = field(default_factory=list)
-    """By shard."""
+    """Keys of its shards, in order."""
     epoch: int = 0
     """How often a gang was formed for it so far."""
     states: dict[Key, TaskState] = field(default_factory=dict)
-    """Of each shard, Dask's state of its task; changed by `change`. Of alike shards, the first has it for all."""
+    """{shard: Dask's state of its task}, changed by `change`; for alike shards the first stands for all."""
     alike: tuple[Key, ...] = ()
     """The last shards, as long as one task stands for them: what has happened to one has happened to all."""
     behind: int = 0
@@ -62,11 +62,12 @@ class RequestState:
     names: dict[str, str] = field(default_factory=dict)
     """Name of each of these workers, by address."""
     pool: Pool = "spot"
-    """Of the present gang, or of the last; so is `node`."""
+    """Pool of the present gang, or of the last; so is `node`."""
     node: str = ""
     width: int = 0
-    """Of the present gang, or of the last."""
+    """Width of the present gang, or of the last."""
     breaking: bool = False
+    """A member of the present gang ended early; the others are to leave."""
     planned: bool = False
     """The present gang was asked to form anew."""
     held: tuple[str, ...] = ()
@@ -82,7 +83,7 @@ class RequestState:
     quarantined: bool = False
     """It is not run any more."""
     ran: bool = False
-    """It had a result once: if that is lost, it is found again, and never quarantined."""
+    """It had a result once: if that is lost, it is found in the store, so the request is never quarantined."""
     started_s: float = 0.0
     resumed_at: int = 0
     stepped_s: float = 0.0
@@ -91,7 +92,7 @@ class RequestState:
     """When it committed its last step that an earlier gang had committed before; 0 where there was none."""
 
     def add(self, keys: Sequence[Key]) -> None:
-        """Further shards, none of which begins yet; those that are known stay as they are."""
+        """Add shards, none of which begins yet; known ones stay as they are."""
         if not self.keys and len(keys) > 2:
             self.keys, self.alike = list(keys), tuple(keys[1:])
             self.states = dict.fromkeys(keys[:2], "released")
@@ -103,7 +104,7 @@ class RequestState:
         self.states |= dict.fromkeys(new, "released")
 
     def split(self, count: int) -> None:
-        """Something happens to the first so many of those that are alike; the last one is like no other."""
+        """Give the first ``count`` alike shards states of their own, and a single one that is left, too."""
         if self.alike:
             self.states |= dict.fromkeys(self.alike[: count + 1], self.states[self.alike[0]])
             self.alike = self.alike[count:] if count < len(self.alike) - 1 else ()
@@ -141,7 +142,7 @@ class RequestState:
 
     @property
     def can_wait(self) -> bool:
-        """Whether nothing in its graph but the end waits for it: training goes first."""
+        """Whether training goes first: nothing in its graph but the end waits for it."""
         return self.exploring or self.ahead
 
     @property
@@ -181,8 +182,8 @@ class RequestState:
             self.repeated_s = now_s
 
     def waste(self, start_s: float, stop_s: float) -> tuple[float, float]:
-        """Of a member's time in the present gang: the last seconds, with steps not committed, and the first, with
-        repeated steps."""
+        """Seconds of a member's time in the present gang that were wasted: on a step not committed, at the end, and on
+        steps that an earlier gang had committed, at the beginning."""
         uncommitted_s = max(0.0, stop_s - max(start_s, self.stepped_s))
         return uncommitted_s, max(0.0, min(stop_s, self.repeated_s) - start_s)
 
@@ -192,7 +193,7 @@ class RequestState:
         self.fruitless += 1
 
     def waiting(self, pools: tuple[Pool, ...], held: tuple[str, ...]) -> Waiting:
-        """As the policy sees it between two gangs.
+        """The request as `placement.plan` sees it while it waits for a gang.
 
         A shard whose result was lost comes back alone. Its request is done, and the worker that runs the shard finds
         the committed latents, so any width will do.
@@ -211,7 +212,7 @@ class RequestState:
         )
 
     def running(self, slots: int, now_s: float) -> Running:
-        """As the policy sees it at work."""
+        """The request as `placement.widen` sees it while a gang is at work on it."""
         done = self.step - self.resumed_at
         pace_s = (now_s - self.started_s) / done if done else 0.0
         return Running(

@@ -13,9 +13,9 @@ from cluster.dispatch.events import Key, WeightsHeld, WorkerJoined, WorkerPool
 from spotlight.plan.placement import Idle, PoolNode
 
 FILES_MAX = 256
-"""Of weights: holders of older ones are forgotten. The store has them too, and who gets one there is a holder again."""
+"""Most files of weights whose holders are remembered; the store has older ones."""
 HOLDERS_MAX = 3
-"""Told to a node that lacks a file: the others are there should the first be lost in the middle of it."""
+"""Most holders named to a node that lacks a file: more than one, should the first be lost in the middle of it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,10 +26,10 @@ class WorkerState:
     name: str
     pool: WorkerPool
     idle: Idle
-    """As the policy sees it when it has nothing to do; of one that only scores, its name alone means anything."""
+    """As `placement` sees it when it has nothing to do; of one that only scores, only the name is used."""
     available: bool = True
     tasks: dict[Key, float] = field(default_factory=dict)
-    """At work or about to be, with the moment."""
+    """{task at work, or about to be: when it began}"""
 
 
 class Roster:
@@ -37,13 +37,13 @@ class Roster:
 
     def __init__(self) -> None:
         self.workers: dict[str, WorkerState] = {}
-        """By address."""
+        """All workers, by address."""
         self.by_name: dict[str, WorkerState] = {}
-        """All but the one beside the scheduler."""
+        """All but the head worker, by name."""
         self.idle: dict[str, Idle] = {}
-        """By address, those that only score left out."""
+        """Idle workers, by address, without those that only score."""
         self.idle_scorers: dict[str, Idle] = {}
-        """Those, by address."""
+        """Idle workers that only score, by address."""
         self.leaving: set[str] = set()
         """Names of workers under notice, until another takes the name."""
         self.hung: set[str] = set()
@@ -51,9 +51,9 @@ class Roster:
         self.alive: Counter[PoolNode] = Counter()
         """Workers of a pool on a node, but for those that only score."""
         self._gone: dict[Key, float] = {}
-        """Tasks whose worker is gone, until they change, with when they began."""
+        """{task whose worker is gone: when it began}, until Dask changes the task's state."""
         self._holders: dict[str, dict[str, str]] = {}
-        """Of each file of weights, by hash, the workers that have it, with their nodes; the latest last, of both."""
+        """{hash of a file of weights: {worker that has it: its node}}; in both, the latest last."""
 
     @property
     def head(self) -> WorkerState | None:
@@ -77,7 +77,7 @@ class Roster:
             self.note_idle(worker)
 
     def leave(self, address: str, *, expected: bool) -> WorkerState | None:
-        """Take a worker off; that it left on purpose may be known before its notice, in another stream."""
+        """Remove a worker. ``expected``: it left on purpose; that may be known before its notice, in another stream."""
         worker = self.workers.pop(address, None)
         if worker is None:
             return None
@@ -102,7 +102,7 @@ class Roster:
             self.note_idle(worker)
 
     def note_leaving(self, address: str) -> WorkerState | None:
-        """It is under notice, if it was not yet: it gets no more work."""
+        """Put a worker under notice, so that it gets no more work; None if it is unknown, or was already."""
         worker = self.workers.get(address)
         if worker is None or worker.name in self.leaving:
             return None
@@ -127,18 +127,18 @@ class Roster:
     # Tasks
 
     def assign(self, key: Key, address: str, at_s: float = 0.0) -> None:
-        """Count on a worker for a task, also before it begins, so that it gets no other."""
+        """Reserve a worker for a task, also before it begins, so that it gets no other."""
         worker = self.workers.get(address)
         if worker:
             worker.tasks[key] = at_s
             self._note_busy(worker)
 
     def has(self, key: Key, address: str) -> bool:
-        """Whether a worker is counted on for a task."""
+        """Whether a worker has a task, or is reserved for it."""
         return address in self.workers and key in self.workers[address].tasks
 
     def unassign(self, key: Key, address: str) -> float:
-        """A worker has one task less; returns when that began."""
+        """Take a task from a worker; returns when the task began."""
         worker = self.workers.get(address)
         if worker is None:
             return self._gone.pop(key, 0.0)
@@ -161,10 +161,8 @@ class Roster:
         by_node = {node: address for address, node in self._holders.get(sha256, {}).items()}
         return list(by_node.values())[::-1][:HOLDERS_MAX]
 
-    # Of those that stay
-
     def spot_on_nodes(self, *, of_at_least: int) -> int:
-        """Spot workers that stay, on nodes where there are so many of them."""
+        """Spot workers not under notice, on nodes with at least so many of them."""
         staying = [worker for worker in self.by_name.values() if worker.pool == "spot"]
         nodes = Counter(worker.idle.node for worker in staying if worker.name not in self.leaving)
         return sum(count for count in nodes.values() if count >= of_at_least)

@@ -10,7 +10,7 @@ WATCH_S = 0.5
 LEAVE_POLL_S = 0.01
 """How often a worker under notice looks whether it is idle."""
 CLOSE_MARGIN_S = 2.0
-"""Left of a notice's time for handing over what the worker's memory holds."""
+"""How much of a notice's time is left for handing over what the worker's memory holds."""
 
 
 @record
@@ -24,8 +24,8 @@ class Rules:
     quarantine_after: int = 5
     """Preemptions in a row without a new step, after which nobody runs a request any more."""
     reserved_computes: bool = True
-    """Reserved workers can do a GPU's work: a part of training that lost as many spot workers goes to one, and once
-    training has ended they help with exploration."""
+    """Reserved workers can do a GPU's work: a training task that lost ``quarantine_after`` spot workers goes to one,
+    and after training they help with exploration."""
     widens: bool = True
     """A gang at work forms anew when idle workers could make it wider; it then resumes its steps."""
     moves: bool = True

@@ -36,7 +36,7 @@ class Snapshot:
     waiting_for: tuple[str, ...]
     """Pools that requests wait for, and that have no worker at all now."""
     narrowest: int
-    """The most workers that a waiting request needs at least; 0 where none waits."""
+    """Largest of the narrowest widths of the requests that wait; 0 where none waits."""
     widths: Mapping[int, int]
     """Gangs at work, by their width."""
     gangs: Mapping[str, GangView]
@@ -60,7 +60,7 @@ class WorkerActivity:
     iteration: int = 0
     key: str = ""
     forming: str = ""
-    """Of its gang, the same for all members; empty for a worker alone."""
+    """Name of its gang, the same for all members; empty for a worker alone."""
     since_s: float = 0.0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 GIVE_UP = 10
-"""Times the limit: so long nothing began although all that it needs was there. A decision takes a moment."""
+"""A run is stalled for good if nothing began for so many times the limit, although all that it needs is there."""
 NAMED = 3
 """Tasks that are named, the longest at work first."""
 
@@ -18,7 +18,7 @@ class StallDetector:
     """How long nothing has happened.
 
     Args:
-        limit_s: so long is no cause for concern.
+        limit_s: after so long without an event, it is time to report what the run waits for.
     """
 
     def __init__(self, limit_s: float, now_s: float) -> None:
@@ -26,25 +26,25 @@ class StallDetector:
         self._since_s, self._next_s = now_s, limit_s
 
     def happened(self, at_s: float) -> None:
-        """Something did."""
+        """Note that something happened."""
         self._since_s, self._next_s = at_s, self._limit_s
 
     def paused(self, lost_s: float) -> None:
-        """Nothing could happen for so long."""
+        """Note a pause, in which nothing could happen."""
         self._since_s += lost_s
 
     def lasts_s(self, now_s: float) -> float:
         return now_s - self._since_s
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it is time to say what is waited for; asked again at once, it is not."""
+        """Whether it is time to report what is waited for; true once, then not before twice as long has passed."""
         if self.lasts_s(now_s) < self._next_s:
             return False
         self._next_s *= 2
         return True
 
     def is_over(self, now_s: float) -> bool:
-        """Whether what could begin would have begun."""
+        """Whether to give up: whatever can begin would have begun by now."""
         return self.lasts_s(now_s) >= GIVE_UP * self._limit_s
 
 

@@ -47,8 +47,8 @@ class Task:
     losses: int = 0
     """How many workers left before it was done; of a task that is no request's."""
     alike: tuple[Key, ...] = ()
-    """Of a `Task` that stands for the last shards of a request, all of these: what has happened to one of them so far
-    has happened to all. Its key is the first of them."""
+    """Keys of the last shards of a request, if this task stands for all of them: the same has happened to each so far.
+    `key` is the first of them."""
     keys: tuple[Key, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,23 +74,26 @@ class State:
         self.tasks: dict[Key, Task] = {}
         self.requests: dict[str, RequestState] = {}
         self.ahead: dict[str, RequestState] = {}
-        """Those of the next iteration's rollouts."""
+        """Requests that are rollouts of the next iteration."""
         self.order = 0
+        """How many requests were added so far."""
         self.window = RolloutWindow()
         self.training: dict[Key, Task] = {}
         """Gradients of parts, their sums, and updates."""
         self.ready: dict[Key, Task] = {}
-        """Those that wait behind the gate."""
+        """Those of `training` that wait behind the gate."""
         self.unscored: dict[Key, Task] = {}
         """Scoring that waits behind the gate for a worker that only scores."""
         self.unwanted: dict[Key, Task] = {}
-        """The same of exploration that is closed."""
+        """Scoring behind the gate of exploration that is closed."""
         self.optimizer_worker = ""
+        """Name of the worker that was given the latest update."""
         self.trained = -1
+        """Last iteration whose training has ended."""
         self.stopping = False
         self.decided_s = 0.0
         self.outlasted = ""
-        """Why no worker will ever do a task that must be done; empty while that is not so."""
+        """Why the run must end: a task that must be done lost too many workers; else empty."""
 
     # Of requests
 
@@ -112,7 +115,7 @@ class State:
         return self.rules.close_with_training and self.trained >= 0 and iteration <= self.trained + 1
 
     def pools_of(self, request: RequestState, phase: PhaseDecision) -> tuple[Pool, ...]:
-        """Rollouts run where it is their turn; once training has ended, reserved workers that can help to explore."""
+        """Pools for a request now: reserved workers leave rollouts after their window, and explore after training."""
         if request.windowed and "reserved" in request.pools and "reserved" not in phase.pools:
             return ("spot",)
         if request.exploring and request.iteration <= self.trained + 1 and self.rules.reserved_computes:
@@ -152,7 +155,7 @@ class State:
     # Of training and workers
 
     def lose(self, task: Task) -> None:
-        """Its worker is gone, and it has to be done again: a request is set aside then, but the rest is needed."""
+        """Count a worker that was lost at a task of no request: it cannot be quarantined, so the run ends at last."""
         task.losses += 1
         if task.losses >= ENOUGH_LOSSES * self.rules.quarantine_after:
             self.outlasted = (
@@ -162,16 +165,16 @@ class State:
             )
 
     def unbegun(self, tasks: Mapping[Key, Task]) -> list[Task]:
-        """Of what waits behind the gate, that for which no worker was named just now."""
+        """The tasks, of those that wait behind the gate, for which no worker was named just now."""
         return [task for task in tasks.values() if not self.roster.has(task.key, task.worker)]
 
     def training_pools(self, task: Task) -> tuple[Pool, ...]:
-        """Pools that may do a task of training: once it outlasted so many that left, the reserved one, if that can."""
+        """Pools that may do a training task; the reserved one alone, if that can, after too many losses."""
         is_rescued = self.rules.reserved_computes and task.losses >= self.rules.quarantine_after
         return ("reserved",) if is_rescued else TRAINING[task.label.pool]
 
     def assign(self, key: Key, address: str) -> None:
-        """Count on the worker for a task before it begins, so that it gets no other."""
+        """Reserve the worker for a task before it begins, so that it gets no other."""
         self.roster.assign(key, address)
         self.single(key).worker = address
 
@@ -183,7 +186,7 @@ class State:
         return self.tasks[key]
 
     def split(self, task: Task, count: int) -> None:
-        """Something happens to the first so many that it stands for: each of them is a task of its own from now on."""
+        """Make each of the first ``count`` shards that a task stands for a task of its own."""
         if task.request:
             task.request.split(count)
         count = min(count, len(task.alike) - 1)  # then the last one stands alone
@@ -209,7 +212,7 @@ class State:
         return self.requests[request].epoch if request in self.requests else 0
 
     def step(self, request: str) -> int:
-        """Of a request's present gang, as far as was reported."""
+        """Steps that a request's present gang has committed, as far as was reported."""
         return self.requests[request].step if request in self.requests else 0
 
     def idle_beside_waiting(self) -> Iterator[str]:

@@ -41,9 +41,9 @@ class SchedulerCalls:
 
     Args:
         run: name of the run, and `session`, which start of it: orders carry both.
-        members: addresses of the workers that take part. Others on the cluster know no orders, and would end of one.
-        evict: is told of each worker that is to be ended.
-        wake_at: is told when time is to be told of.
+        members: addresses of the workers that take part. An order would end any other worker, which does not know it.
+        evict: is called for each worker that is to be ended.
+        wake_at: is called with the moment of the next `TimePassed`, at the latest.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class SchedulerCalls:
         self._members, self._evict, self._wake_at = members, evict, wake_at
 
     def carry_out(self, instructions: Iterable[Instruction]) -> None:
-        """In their order."""
+        """Carry out instructions, in their order."""
         for instruction in one_by_one(instructions):
             match instruction:
                 case Launch():

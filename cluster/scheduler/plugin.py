@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 WORKING: tuple[WorkerPool, ...] = ("reserved", "spot", "reward")
 """Pools of workers that do a GPU's work, or score."""
 LEAVE_S = 5.0
-"""For workers to end what belongs to a run; only one that is frozen takes longer."""
+"""Longest wait for workers to end what belongs to a run; only a frozen one takes longer."""
 
 
 class DispatchPlugin(SchedulerPlugin):
@@ -77,9 +77,9 @@ class DispatchPlugin(SchedulerPlugin):
         session: which start of the run this is.
         rules: the dispatcher's.
         owner: id of the driver's client.
-        driver: says who that is, to others who want to run something here.
-        member: name of the worker plugin that belongs to this one.
-        page: name of the scheduler's plugin that does; empty where none does.
+        driver: says who the driver is, to others who want to run something here.
+        member: name of the worker plugin of this run.
+        page: name of the scheduler plugin with the run's live page; empty where there is none.
         clock: in seconds since 1970, as workers have it.
     """
 
@@ -114,15 +114,15 @@ class DispatchPlugin(SchedulerPlugin):
         self._unavailable: set[str] = set()
         """Addresses of workers that take no tasks, as the dispatcher was told."""
         self._heads: set[str] = set()
-        """Addresses of the workers for what only decides."""
+        """Addresses of the head workers, beside the scheduler, for tasks that only decide."""
         self._nodes: dict[str, str] = {}
-        """Of the other workers that denoise, by address."""
+        """{address: node} of the workers that denoise and train."""
         self._scorers: set[str] = set()
-        """Addresses of those that only score."""
+        """Addresses of the workers that only score."""
         self._refused: dict[str, tuple[str, str]] = {}
-        """By address, the name of a worker that takes no part, for now or for good, and why."""
+        """{address: (name, reason)} of workers that take no part, for now or for good."""
         self._lasting: set[str] = set()
-        """Addresses of those of them that it has lasted for."""
+        """Addresses of the refused workers whose reason lasts."""
         self._evicting: list[Evict] = []
         self._calls = SchedulerCalls(
             scheduler,
@@ -138,7 +138,7 @@ class DispatchPlugin(SchedulerPlugin):
         self._heartbeats = Heartbeats(limit_s=limit_s, every_s=WATCH_S, now_s=now_s)
         self._said_limit = False
         self._drained: tuple[int, dict[str, Any]] = (0, {})
-        """What the driver fetched last, and how many times it had fetched something by then."""
+        """How many times the driver has fetched something, and what it fetched last."""
         asked = {
             "status": self.status,
             "stop": self.stop,
@@ -322,7 +322,7 @@ class DispatchPlugin(SchedulerPlugin):
         return any(not self._dispatch.state.knows(task.key) for task in state.processing)
 
     async def _keep_watching(self) -> None:
-        """Time and again, whatever becomes of the system's clock."""
+        """Watch the workers every `WATCH_S`; a change of the system's clock does not matter."""
         while True:
             await asyncio.sleep(WATCH_S)
             try:
@@ -381,7 +381,7 @@ class DispatchPlugin(SchedulerPlugin):
         return said + refused
 
     def _running(self, now_s: float) -> list[tuple[str, str, float]]:
-        """``(task, worker, seconds)`` of what is at work, what only decides, too."""
+        """``(task, worker, seconds)`` of all tasks at work, those of head workers included."""
         heads = [
             (str(task.key), str(self._scheduler.workers[address].name), self._stall.lasts_s(now_s))
             for address in self._heads & self._scheduler.workers.keys()
@@ -391,7 +391,7 @@ class DispatchPlugin(SchedulerPlugin):
         return [*((f"{each.phase} {each.iteration}", each.worker, now_s - each.since_s) for each in doing), *heads]
 
     def _look_at_unready(self, now_s: float, silent: Mapping[str, float]) -> None:
-        """A worker that has come and will not be ready is ended, so that another may come in its place."""
+        """Have a worker ended that joined and does not become ready, so that another may come in its place."""
         for address, state in self._scheduler.workers.items():
             ours = any(state.resources.get(pool) for pool in WORKING)
             ready = address in self._nodes or address in self._scorers
@@ -464,7 +464,7 @@ class DispatchPlugin(SchedulerPlugin):
         if self._dispatch.state.outlasted:
             return self._dispatch.state.outlasted
         now_s, waiting_for = self._clock(), self._waiting_for(now)
-        busy = not self._unavailable.isdisjoint((*self._nodes, *self._scorers))  # with what is not ours
+        busy = not self._unavailable.isdisjoint((*self._nodes, *self._scorers))  # with tasks that are not ours
         if self._stall.is_over(now_s) and not (busy or self._running(now_s)):
             if now.waiting and not waiting_for:
                 return f"{self._waits(now_s)}, and all workers are there; what was committed is kept"
@@ -474,8 +474,7 @@ class DispatchPlugin(SchedulerPlugin):
         return "" if "reserved" in now.pools else self._refusal("reserved")
 
     def _refusal(self, pool: WorkerPool) -> str:
-        """Why none of the workers of a pool that are there can take part, and it lasts; empty if one can, or there are
-        none."""
+        """Why no worker of a pool can take part, if that lasts; empty if one can, or none is there."""
         there = {address for address, state in self._scheduler.workers.items() if pool in state.resources}
         if not there or not there <= self._lasting:
             return ""
@@ -488,7 +487,7 @@ class DispatchPlugin(SchedulerPlugin):
 
 
 def for_its_driver(scheduler: Scheduler, answer: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for the driver of the run that is on the scheduler; any other is told None, and nothing is done.
+    """A handler that answers the driver of the run on this scheduler only; any other gets None, and nothing is done.
 
     A driver that slept may find that its run was ended here, and that another one has begun.
     """
@@ -502,7 +501,7 @@ def for_its_driver(scheduler: Scheduler, answer: Callable[..., Any]) -> Callable
 
 
 def snapshot_of(dask_scheduler: Scheduler) -> Snapshot:
-    """To be sent to the scheduler that the plugin is on."""
+    """The dispatcher's state; a function for `Client.run_on_scheduler`."""
     plugin = dask_scheduler.plugins[DispatchPlugin.name]
     assert isinstance(plugin, DispatchPlugin)
     return plugin.snapshot()

@@ -15,7 +15,7 @@ from tornado.ioloop import IOLoop
 from spotlight.clock import wall_clock
 
 FAILURES = 1_000_000
-"""Losses of its worker that a task survives."""
+"""Losses of a worker that a task survives: in effect, any number."""
 
 
 def configure(scheduler: Scheduler) -> Callable[[], None]:

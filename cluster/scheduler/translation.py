@@ -19,7 +19,7 @@ STATES: dict[str, TaskState] = {
 }
 """Dask's names of a task's states to ours."""
 STEP_S = 1.0
-"""By which the system's clock differs from ours once it was set."""
+"""Least difference of the system's clock from ours that means that it was set."""
 
 
 def layer_of(keys: list[Key], annotations: Mapping[str, Mapping[Key, Any]]) -> Layer:
@@ -39,10 +39,10 @@ def layer_of(keys: list[Key], annotations: Mapping[str, Mapping[Key, Any]]) -> L
 
 
 def work_of(facts: Mapping[str, Any], set_s: float = 0.0) -> Work | None:
-    """What a worker did for a task that has a result or an error, of which Dask tells these facts.
+    """What a worker did for a task that has a result or an error, from Dask's facts of the transition; None if unknown.
 
     Args:
-        set_s: by which the system's clock, which Dask tells, is behind ours.
+        set_s: how far the system's clock, which Dask reports, is behind ours.
     """
     compute = [entry for entry in facts.get("startstops") or () if entry["action"] == "compute"]
     if not compute:

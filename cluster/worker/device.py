@@ -50,7 +50,7 @@ from spotlight.store.node import Node, NotOnNode
 from spotlight.store.rundir import RunDir
 
 BACK_OFF_S = 0.01
-"""Before a task is sent back: it comes again at once, and the scheduler needs a moment to see why."""
+"""Pause before a task is sent back: it comes again at once, and the scheduler needs a moment to see why."""
 
 
 class WorkerDevice:
@@ -62,7 +62,7 @@ class WorkerDevice:
 
     Args:
         score_limit_s: longest that scoring a request may take.
-        scores_only: it needs no weights, since the images are kept; others score what they denoised.
+        scores_only: the worker only scores, from images that are kept, so it needs no weights.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class WorkerDevice:
             self._tell(LOST_ENGINE, worker=self._worker.name, gang="", reason=str(lost))
             raise
         except EngineLost as lost:
-            self._count(call.verb, gang, str(lost))
+            self._count_lost_engine(call.verb, gang, str(lost))
             raise Reschedule from None
         except OSError as error:
             if is_full(error):
@@ -158,6 +158,7 @@ class WorkerDevice:
         return value
 
     def _bring(self, run_dir: str, ref: WeightsRef, policy: Policy) -> None:
+        """Have a policy's weights in the node's memory, from a peer or the store, before the engine asks for them."""
         part = weights.PARTS[policy]
         sha256 = weights.part_ref(run_dir, ref, part).sha256
         if self._node.holds(sha256):
@@ -168,8 +169,8 @@ class WorkerDevice:
             weights.bring(run_dir, ref, self._node, part, peers.sources(self._worker, holders))
             self._tell(HOLDS, sha256=sha256)
 
-    def _count(self, verb: str, gang: Placement | None, reason: str) -> None:
-        """Requests are counted by the scheduler, wherever they run; the rest here."""
+    def _count_lost_engine(self, verb: str, gang: Placement | None, reason: str) -> None:
+        """Report a lost engine process; the scheduler counts those of requests, this worker those of other calls."""
         self._tell(LOST_ENGINE, worker=self._worker.name, gang=gang.gang if gang else "", reason=reason)
         if gang is None:
             self._lost_in_row += 1

@@ -33,17 +33,17 @@ from spotlight.store.leftovers import SOCKET_BYTES
 from spotlight.store.node import hold, shared_root, sweep
 
 OWN = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "OLDPWD", "RANK", "SHLVL", "_", "__DASK_PARENT_PID")
-"""What the environments of workers of a node may differ in: it is read when a device is first used, or never."""
+"""Variables in which workers that share a parent may differ: they are read when a device is first used, or never."""
 OWN_FOLDER = "dask-scratch-space"
 """Where Dask gives each worker a folder, and looks for modules that were sent to it; we send none."""
 ENDING_S, POLL_S = 1.0, 0.01
 TURN_S = 300.0
-"""For another worker to start the parent, which takes moments; one that is frozen at it is replaced before."""
+"""How long another worker may take to start the parent: that takes moments, and a frozen worker is replaced before."""
 
 
 @dataclass(slots=True)
 class _Joined:
-    """The parent that this process asks for engines. Nothing of it is closed: what engines came from would end."""
+    """The parent that this process asks for engines. Its descriptors are never closed: the parent would end."""
 
     root: Path
     held: int
@@ -80,7 +80,7 @@ def fork_server() -> ForkServerContext:
 
 def place() -> Path | None:
     """The directory in node memory of the parent that this process may share; None where there can be none."""
-    if hasattr(forkserver._forkserver, "_forkserver_authkey"):  # Python 3.14: who asks must have the starter's secret
+    if hasattr(forkserver._forkserver, "_forkserver_authkey"):  # Python 3.14: a request needs the starter's secret
         return None
     try:
         names = sorted(os.listdir("/proc/self/ns"))
@@ -95,12 +95,12 @@ def place() -> Path | None:
 
 
 def _modules() -> list[str]:
-    """Where modules are looked for, but for what is this worker's own."""
+    """``sys.path`` without this worker's own folder."""
     return [path for path in sys.path if OWN_FOLDER not in path]
 
 
 def continue_fork_server() -> bool:
-    """Have the parent go on if it was stopped, since what asks it would wait as long; whether it had been."""
+    """Continue the parent if it was stopped (SIGSTOP), since requests to it would wait; returns whether it was."""
     try:
         pid = int((_joined[-1].root / "pid").read_text()) if _joined and _joined[-1].is_there else 0
     except (OSError, ValueError):
@@ -140,7 +140,7 @@ def _join(root: Path) -> _Joined:
 
 
 def _wait_for(turn: IO[str]) -> None:
-    """Lock the file, in which whoever has it writes its number."""
+    """Lock the file, and write this process's id into it."""
     until_s = time.monotonic() + TURN_S
     while True:
         try:
@@ -160,7 +160,7 @@ def _wait_for(turn: IO[str]) -> None:
 
 
 def _start(root: Path) -> int:
-    """Start the parent; returns the writing end of its pipe. Who asks it waits for its imports."""
+    """Start the parent; returns the writing end of its pipe. Its first request waits for its imports."""
     for name in ("socket", "alive", "pid"):
         (root / name).unlink(missing_ok=True)
     os.mkfifo(root / "alive", 0o600)
@@ -184,10 +184,10 @@ def _start(root: Path) -> int:
 
 
 def _ask(joined: _Joined) -> None:
-    """Have the library ask this parent from now on.
+    """Have `multiprocessing` ask this parent from now on.
 
-    It would hand the pipe on to each process, and the parent would live as long as one of them does, also one that is
-    frozen; so they get something else in its place.
+    `multiprocessing` hands its end of the pipe on to each process that it starts, so the parent would live as long as
+    any of them, even a frozen one. They get /dev/null in its place.
     """
     server: Any = forkserver._forkserver
     server._forkserver_address = str(joined.root / "socket")
@@ -199,8 +199,8 @@ def _ask(joined: _Joined) -> None:
 def serve(listener: int, reads: int, root: str) -> None:
     """The body of the parent: fork processes until no worker is left, and tidy up.
 
-    It keeps nothing of the worker that happened to be first: neither its group, nor the ends of its pipes, which who
-    waits for that worker may read to their end.
+    It keeps nothing of the worker that started it: neither its process group, nor its output pipes, whose reader waits
+    until nobody holds them open.
     """
     os.setsid()
     with open(os.devnull, "rb") as nothing, (Path(root) / "log").open("wb") as log:

@@ -114,7 +114,7 @@ class Signalled:
 
 
 class Asked(Protocol):
-    """What answers only when asked."""
+    """A place that answers only when asked."""
 
     async def ask(self) -> Notice | None:
         """The notice, if there is one; raises whatever it likes for an answer of no use."""
@@ -151,7 +151,7 @@ class WatchedFile:
         if not self.path.exists():
             return None
         said: Any = None
-        with contextlib.suppress(OSError, ValueError):  # its appearance is enough
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # its appearance is enough
             said = json.loads(self.path.read_bytes(), parse_int=float)
         if not isinstance(said, dict):
             said = {}
@@ -199,7 +199,7 @@ class Gcp:
     base_url: str
     grace_s: float
     etag: str = "NONE"
-    """Of the last answer; one that the service does not know is answered at once."""
+    """ETag of the last answer; the service answers at once if it does not know it."""
 
     async def ask(self) -> Notice | None:
         wait = f"wait_for_change=true&timeout_sec={WAIT_S:.0f}&last_etag={quote(self.etag)}"
@@ -257,7 +257,7 @@ def _source(setting: str, grace_s: float, poll_s: float) -> Source:
 
 @record
 class Answer:
-    """Of a metadata service, to one question."""
+    """A metadata service's answer to one question."""
 
     url: str
     status: int
@@ -295,7 +295,7 @@ async def _fetch(url: str, headers: Mapping[str, str], *, method: str = "GET", a
 
 
 async def _all(reader: asyncio.StreamReader, url: str) -> bytes:
-    """To the end: the service closes, as it was told to."""
+    """All bytes until the service closes the connection, as the request told it to."""
     received = b""
     while more := await reader.read(ANSWER_BYTES):
         received += more

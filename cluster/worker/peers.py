@@ -17,10 +17,10 @@ from distributed import Worker
 from spotlight.store.node import BLOCK_BYTES, Node, Source
 
 READ_TIMEOUT_S = 10.0
-"""For one block: generous at 1 MB/s; a holder that is frozen, not dead, costs this once."""
+"""Longest wait for one block: enough at 1 MB/s. A frozen holder costs this once."""
 
 KNOCK_TIMEOUT_S = 2.0
-"""For the network's answer alone, however busy the holder is."""
+"""Longest wait for a TCP connection, which the system accepts however busy the holder is."""
 
 _HANDLER = "spotlight_read"
 

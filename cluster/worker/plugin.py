@@ -49,14 +49,14 @@ from spotlight.store.objects import objects_at
 
 POOLS = ("reserved", "spot", "reward", "head")
 KEEP_S = 0.5
-"""Between two looks at the node's memory; a worker takes longer to start."""
+"""Pause between two checks of the node's memory; a worker takes longer to start."""
 AGAIN_S, AGAIN_MAX_S = 5.0, 300.0
-"""Until a worker that cannot take part tries again, and after it failed many times: each try may start an engine."""
+"""Pause before a worker that cannot take part tries again, and its maximum: each try may start an engine."""
 TRIES = 3
-"""After so many, some 15 s, it is taken to last: a run without another such worker ends."""
+"""Failed tries, some 15 s, after which the reason is taken to last: a run without another such worker ends."""
 WORKER_LOG = "distributed.worker"
 TELL_S = 2.0
-"""For the scheduler to hear that a worker works for us no more; it may be gone itself."""
+"""Longest wait for the scheduler to hear that a worker takes no part any more; the scheduler may be gone."""
 
 logger = logging.getLogger("spotlight.member")
 
@@ -70,7 +70,7 @@ class Terms:
     """What a run asks of its workers; plain values, since it travels to them."""
 
     version: str
-    """Of Spotlight at the driver."""
+    """The driver's version of Spotlight."""
     run_dir: str
     session: str
     """Which start of the run this is."""
@@ -80,9 +80,9 @@ class Terms:
     score_limit_s: float
     """Longest that a worker of the reward pool may take to score a request."""
     notices: Mapping[str, tuple[str, ...]]
-    """Of each pool, where notices of preemption come from; see `cluster.worker.notices`."""
+    """{pool: sources of its notices of preemption}; see `cluster.worker.notices`."""
     grace_s: Mapping[str, float]
-    """Of each pool, from a notice that tells no deadline."""
+    """{pool: seconds left after a notice that names no deadline}"""
     bare: tuple[str, ...] = ()
     """Pools whose workers have no GPU, and use none that is there."""
 
@@ -112,7 +112,7 @@ def terms_of(config: Config, run_dir: str, session: str) -> Terms:
 
 
 def member_name(session: str) -> str:
-    """Of the plugin: each start of a run has its own, so that what is left of one takes nothing from the next."""
+    """Name of the plugin: each start of a run has its own, so that the end of one leaves the next alone."""
     return f"spotlight-member-{session}"
 
 
@@ -137,14 +137,14 @@ class SpotlightWorkerPlugin(WorkerPlugin):
         await self._member.leave()
 
     def _is_fault(self, said: logging.LogRecord) -> bool:
-        """Whether a line of Dask's is to be written: it has any exception for one, and a run that is stopped ends its
-        tasks by `Stopped`."""
+        """Whether a line of Dask's log is to be written: not that a task failed with `Stopped`, as all do when a run is
+        stopped."""
         exception = said.args[3] if isinstance(said.args, tuple) and len(said.args) == 5 else ""
         return not (str(said.msg).startswith("Compute Failed") and str(exception).startswith(f"{Stopped.__name__}("))
 
 
 _turns: WeakKeyDictionary[Worker, asyncio.Lock] = WeakKeyDictionary()
-"""Held while a worker takes part: what ended last has ended before the next begins."""
+"""Held while a worker takes part, so that one run has ended on it before the next begins."""
 
 
 class Member:
@@ -183,7 +183,7 @@ class Member:
                 node = await self._opened_at_last()
             except OtherVersion:
                 return
-            if self._pool != "reward":  # what asks for an engine denoises or trains
+            if self._pool != "reward":  # tasks that ask for an engine denoise or train
                 await self._worker.set_resources(engine=1)
         host, job = socket.gethostname(), os.environ.get("SLURM_JOB_ID", "")
         self._tell(READY, pool=self._pool, node=node, host=host, job=job)
@@ -194,7 +194,7 @@ class Member:
         """Get all that the work needs, however often that has to be tried; returns the node's name.
 
         Raises:
-            OtherVersion: to try again would be in vain.
+            OtherVersion: another try cannot help.
         """
         wait_s, tries = AGAIN_S, 0
         while True:
@@ -268,7 +268,7 @@ class Member:
         return node.name
 
     async def _keep(self) -> None:
-        """Mend what others did to the node: removed its memory under a run (a logout may), stopped its fork server."""
+        """Repair what others did: removed the node's memory under a run (a logout may), or stopped its fork server."""
         while True:
             await asyncio.sleep(KEEP_S)
             key_split.cache_clear()  # remembers 100,000 keys, and no key comes again
@@ -310,7 +310,7 @@ class Member:
         last.start()
         self._obey(Leave())
         with contextlib.suppress(Exception):  # nobody to tell
-            # A question, since what is only told may come after the worker has left.
+            # An RPC, since a message of the stream may arrive after the worker has left.
             told: Any = worker.scheduler.spotlight_notice(worker=worker.address, reason=notice.reason)
             await asyncio.wait_for(told, TELL_S)
         await _finish(worker, notice)
@@ -337,7 +337,7 @@ def _place(gang: str, shard: int, value: Any) -> None:
 
 
 def _check(terms: Terms) -> None:
-    """Find at once why this worker could not do the run's work.
+    """Check at once that this worker can do the run's work.
 
     Raises:
         OtherVersion: its code is not the driver's.
@@ -356,7 +356,7 @@ def _check(terms: Terms) -> None:
 
 @contextlib.contextmanager
 def _signals_as_before() -> Iterator[None]:
-    """If no notice came: signals do again what they did before somebody listened."""
+    """Restore the handlers of signals on leaving, if no notice came."""
     handlers = {number: signal.getsignal(number) for number in SIGNALS.values()}
     try:
         yield

@@ -2,8 +2,8 @@
 
 A process that `multiprocessing` starts first runs the driver's main script again. A worker needs nothing
 from there, and a script that starts a run at its top level would start it once more in every worker. And
-a process that was forked from the fork server would start a parent of its own for its children, though it
-has the address of this one.
+a process that was forked from the fork server would start a fork server of its own for its children, though
+it has the address of this one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from multiprocessing import forkserver, reduction, spawn
 from types import TracebackType
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by torch's import: losing a peer is no news here
-# A library that looks for GPUs as it is imported must not open CUDA here: what is forked from here could not use it.
+# A library that looks for GPUs at its import must not open CUDA here: processes forked from here could not use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 gc.disable()  # imports leave little to collect; to look for it time and again takes a seventh of their time
 
@@ -47,8 +47,8 @@ def _ensure_running(server: forkserver.ForkServer) -> None:
 
 
 class _Vanished(ConnectionAbortedError, EOFError):
-    """Who asked was killed in the middle of asking. The library takes an end of file for its own, and all that was
-    forked from this process would end with it; an aborted connection it passes over."""
+    """A client was killed in the middle of a request. `multiprocessing` takes EOFError for the end of its own pipe, and
+    would end with all that it forked; a ConnectionAbortedError it ignores."""
 
 
 def _received(sock: socket.socket, size: int) -> list[int]:

@@ -31,7 +31,7 @@ from spotlight.store.device_locks import began, is_stopped
 from spotlight.store.leftovers import Scratch
 
 FOR_OTHERS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-"""Signals that the fork server and its engines do not hear: Ctrl-C is for the driver alone, and notices, which Slurm
+"""Signals blocked in the fork server and its engines: Ctrl-C is for the driver alone, and notices, which Slurm
 sends to all processes of a job, are for the workers."""
 
 
@@ -58,7 +58,7 @@ def own_fork_server() -> ForkServerContext:
     """The context whose processes are forked from the fork server; the first start waits for its imports."""
     context = fork_context()
     _make_reachable()
-    if "cluster.worker.preload" not in sys.modules:  # else this process came from it, and ends with it
+    if "cluster.worker.preload" not in sys.modules:  # else this process was forked from it, and ends with it
         _have_it_end_with_this_process()
     return context
 
@@ -77,8 +77,8 @@ def fork_context() -> ForkServerContext:
 
 
 def _make_reachable() -> None:
-    """If somebody removed the folder of the fork server's socket, or if the fork server that is there is the program's
-    own, which has not done our imports, the next start makes another one.
+    """Forget the fork server if its socket's folder was removed, or if the program started it, so without our imports:
+    the next start then makes another one.
 
     The first stays, with all that was forked from it.
     """
@@ -99,7 +99,7 @@ _scratch: list[Scratch] = []
 _begun: list[int] = []
 """The fork servers that this process has started."""
 _ready: set[int] = set()
-"""Those from which a process came."""
+"""Those of them that have started a process."""
 _starting = threading.Lock()
 
 
@@ -128,7 +128,7 @@ def _have_it_end_with_this_process() -> None:
 
 
 def own_fork_server_pid() -> int:
-    """Of this process's own; 0 before it was started."""
+    """Id of this process's own fork server; 0 before it was started."""
     return getattr(forkserver._forkserver, "_forkserver_pid", None) or 0
 
 
@@ -147,7 +147,7 @@ def end_own_fork_server_at_its_imports() -> None:
 
 
 def continue_own_fork_server() -> bool:
-    """Have it go on if it was stopped; whether it had been."""
+    """Continue the fork server if it was stopped (SIGSTOP); returns whether it was."""
     pid = own_fork_server_pid()
     if not pid or not is_stopped(pid):
         return False
@@ -159,8 +159,8 @@ def serve(spec: WorkerSpec, environment: Mapping[str, str], lifeline: Connection
     """Run a worker until it is told to close or the driver is gone; the body of a worker process.
 
     Args:
-        environment: the driver's, such as the keys of stores; the fork server, from which this process has its own,
-            may be older than they are.
+        environment: the driver's, with, say, the keys of stores. This process inherits that of the fork server, which
+            may be older.
         lifeline: its other end is held by the driver; when that closes, however the driver ended,
             this process ends at once, so that no orphan goes on training or committing.
     """

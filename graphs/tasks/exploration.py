@@ -57,7 +57,7 @@ def allocate(
     """The requests of one round of exploration.
 
     Args:
-        scored: what the rounds up to the last but one brought.
+        scored: results of all rounds before the previous one.
         earlier: the requests of all rounds before.
     """
     chunks = _equal_chunks(candidates, round_index)
@@ -95,6 +95,7 @@ def _bandit_chunks(
 
 
 def _equal_chunks(candidates: Candidates, round_index: int) -> list[tuple[int, int, int]]:
+    """Equal shares; there is a slot for each, whatever the planner allocates."""
     return bandit.equal_shares(
         len(candidates.prompts), candidates.seeds_tried, candidates.request_seeds, candidates.rounds, round_index
     )
@@ -140,9 +141,9 @@ def select(
     allocations: Sequence[Sequence[Request]],
     surplus: Sequence[ShardResult] = (),
 ) -> Selection:
-    """Keep the seeds of each prompt whose rewards differ most, and the prompts whose kept seeds' do.
+    """Keep the seeds of each prompt whose rewards vary most, and the prompts whose kept seeds' rewards vary most.
 
-    Where too few seeds were scored, untried ones fill up.
+    Where too few seeds of a prompt were scored, untried ones are added.
     """
     seeds_of: dict[int, list[int]] = {prompt.id: [] for prompt in candidates.prompts}
     rewards_of: dict[int, list[float]] = {prompt.id: [] for prompt in candidates.prompts}
@@ -186,7 +187,7 @@ def _drawn(kept: Kept, scored: Sequence[Scored | Dropped | Quarantined]) -> tupl
 
 
 def _only(scored: Scored, kept: Collection[int]) -> Drawn:
-    """With the rewards of the kept seeds alone."""
+    """An explored request, with the rewards of its kept seeds alone."""
     seeds = scored.request.seeds
 
     def only(rewards: Sequence[float | None]) -> tuple[float | None, ...]:
@@ -196,6 +197,7 @@ def _only(scored: Scored, kept: Collection[int]) -> Drawn:
 
 
 def _keep(candidates: Candidates, prompt: Prompt, pairs: list[tuple[int, float]]) -> Kept:
+    """The seeds to keep of a prompt, from its ``(seed, reward)`` pairs."""
     pairs = sorted(pairs)
     if len(pairs) > candidates.keep:
         chosen = [pairs[index] for index in max_variance_subset([reward for _, reward in pairs], candidates.keep)]

@@ -30,7 +30,7 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
 
     Args:
         gang: names the request within the graph.
-        shard: of all that the widest gang would have; those that are not needed return once the first shard is done.
+        shard: number among the shards of the widest gang; those not needed return once the first shard is done.
     """
     place = signals.placed(gang, shard, request)
     if isinstance(place, Quarantined):
@@ -44,9 +44,9 @@ def rollout_shard(run_dir: str, request: Request, gang: str, shard: int) -> Shar
 
 
 def rollout_ahead(run_dir: str, request: Request, gang: str, shard: int) -> ShardResult:
-    """As `rollout_shard`, of the next iteration. What comes of it is found there, in the store.
+    """As `rollout_shard`, of the next iteration, which finds the latents in the store.
 
-    Where nobody said who should, it is left to that iteration.
+    Without a dispatcher nothing is begun early: that iteration does it.
     """
     if not signals.was_told(gang, shard):
         return Dropped(reason=f"iteration {request.iteration} begins with it")
@@ -55,11 +55,11 @@ def rollout_ahead(run_dir: str, request: Request, gang: str, shard: int) -> Shar
 
 
 def ended(results: Sequence[Any], surplus: Sequence[ShardResult]) -> None:
-    """Wait for them; see `replace_unscored` for why the other shards come, too."""
+    """Does nothing: a task that waits for others. See `replace_unscored` for why it takes the other shards."""
 
 
 def _scored_before(run_dir: str, request: Request) -> Rollout | None:
-    """The result of a request that was called off although its scores are stored: the worker that held it is gone."""
+    """The result of a called-off request whose scores are stored: its worker, which held the result, is gone."""
     if _stored_scores(run_dir, request) is None:
         return None
     sha256 = request.weights.sha256
@@ -76,7 +76,7 @@ def _stored_scores(run_dir: str, request: Request) -> Scored | None:
 
 
 def decode(run_dir: str, done: ShardResult) -> ShardResult:
-    """Decode the images of what was rolled out, for workers that only score; hands the result of the rollout on."""
+    """Decode the images of a rollout, for workers that only score; returns the rollout's result, or a `Dropped`."""
     dropped = device.current().decode(run_dir, done.request) if isinstance(done, Rollout) else None
     return dropped or done
 
@@ -107,7 +107,7 @@ def score(run_dir: str, done: ShardResult) -> Scored | Dropped | Quarantined:
 
 
 def score_whole(run_dir: str, seed: int, done: ShardResult) -> tuple[Scored, ...]:
-    """As `score`, of what is trained on: what has no reward is replaced at once, where it was denoised.
+    """As `score`, of samples that are trained on: those without a reward are replaced at once, on the same worker.
 
     Raises:
         SpotlightError: the replacements have no reward either.
@@ -130,11 +130,11 @@ def refill(run_dir: str, seed: int, scored: Scored | Quarantined) -> tuple[Score
 def replace_unscored(
     run_dir: str, seed: int, scored: Sequence[Scored | Quarantined], surplus: Sequence[ShardResult] = ()
 ) -> tuple[ShardResult, ...]:
-    """As `refill` of each, as far as the images of the fresh seeds: they are scored elsewhere.
+    """The first half of `refill`, for each request: denoise and decode fresh seeds, which are scored elsewhere.
 
     Args:
-        surplus: the other shards of the requests. Dask forgets a task that nobody depends on, so whoever collects the
-            scores also takes these.
+        surplus: the other shards of the requests. Dask forgets a task that nobody depends on, so the task that
+            collects the scores also takes these.
     """
     found = (_with_spares(seed, result if isinstance(result, Scored) else _unscored(result)) for result in scored)
     return tuple(decode(run_dir, device.current().rollout(run_dir, fresh)) for fresh in found if fresh)
@@ -146,7 +146,7 @@ def score_all(run_dir: str, done: Sequence[ShardResult]) -> tuple[Scored | Dropp
 
 
 def refilled(seed: int, scored: Sequence[Scored | Quarantined], again: Sequence[Scored]) -> tuple[Scored, ...]:
-    """What `refill` returns of each, from what `score_all` says of the fresh seeds.
+    """The second half of `refill`: all requests with the scored replacements of their samples.
 
     Raises:
         SpotlightError: the replacements have no reward either.
@@ -167,7 +167,7 @@ def _unscored(aside: Quarantined) -> Scored:
 
 
 def _replacements(run_dir: str, seed: int, scored: Scored) -> Iterator[Scored]:
-    """Fresh seeds until as many have a reward as are missing, some rounds at most; one, where nothing has any."""
+    """Scores of fresh seeds until no reward is missing: `SPARES` rounds at most, one if no sample has any."""
     missing, drawn = scored.rewards.count(None), 0
     has_some = missing < len(scored.rewards)
     for rounds_left in reversed(range(SPARES)):
@@ -185,10 +185,10 @@ def _replacements(run_dir: str, seed: int, scored: Scored) -> Iterator[Scored]:
 
 
 def _fresh(seed: int, scored: Scored, drawn: int, count: int) -> Request:
-    """So many fresh seeds in place of samples that have no reward.
+    """A request of ``count`` fresh seeds, in place of samples that have no reward.
 
     Args:
-        drawn: that were drawn before.
+        drawn: how many fresh seeds were drawn before.
     """
     request = scored.request
     # Begins with the first that is replaced, so that two requests of a prompt do not share seeds.
@@ -197,16 +197,16 @@ def _fresh(seed: int, scored: Scored, drawn: int, count: int) -> Request:
 
 
 def _with_spares(seed: int, scored: Scored) -> Request | None:
-    """Fresh seeds at once, some of which may have no reward either; None where all have one.
+    """A request of fresh seeds with some to spare, should they have no reward either; None where none is missing.
 
-    No more than the request had, which are known to fit a device.
+    It has no more seeds than the request before it, which is known to fit a device.
     """
     missing = scored.rewards.count(None)
     return _fresh(seed, scored, 0, min(SPARES * missing, len(scored.rewards))) if missing else None
 
 
 def _rewarded(scored: Scored, again: Scored) -> Scored:
-    """Of the scored replacements the first that have a reward, as many as are missing.
+    """The scored replacements, of which only the first that have a reward keep it, as many as are missing.
 
     Raises:
         SpotlightError: there are not as many.
@@ -254,7 +254,7 @@ def save_images(
 
 
 def forget_unscored(run_dir: str) -> None:
-    """Have what lacks a reward scored anew: the scorer may have been mended since."""
+    """Forget scores without a reward, so that they are scored anew: the scorer may have been mended since."""
     store = _latents(run_dir)
     if store:
         store.forget_unscored()

@@ -28,9 +28,9 @@ from spotlight.rl.parts import Cut
 from spotlight.rl.sums import tree_sum
 
 TABLE_MEAN = re.compile(r"reward_\d+_mean")
-"""Of metrics: the mean of one reward of several."""
+"""Names of metrics that are the mean of one reward of several."""
 TAGS_MAX = 32
-"""Where prompts have more different tags, these are no kinds of prompts that anybody would follow."""
+"""Most different tags; where prompts have more, their means are left out."""
 
 
 @record
@@ -40,11 +40,11 @@ class TrainingSet:
     samples: tuple[Sample, ...]
     metrics: dict[str, float]
     steps_resumed: int = 0
-    """Of their rollouts, found committed and not computed again."""
+    """Steps of their rollouts that were found committed and not computed again."""
     failed: int = 0
     """Images that have no reward, in whose place others were drawn."""
     error: str = ""
-    """Of the first of them."""
+    """The error of the first of them."""
 
 
 def advantage(
@@ -55,12 +55,12 @@ def advantage(
     used: int = 0,
     filters: bool = False,
 ) -> TrainingSet:
-    """Advantages of all samples that have a reward, in request order; of those that are trained on, among themselves.
+    """All samples that have a reward, in request order; those that are trained on have advantages, among themselves.
 
     Args:
         std: whose spread advantages are divided by, ``train.advantage_std``.
-        weights: of each reward, where their advantages are added up (``train.combine = "advantages"``); empty where the
-            rewards are. Modelled rewards have no parts, so advantages are those of their sum.
+        weights: of each reward, where their advantages are added (``train.combine = "advantages"``); empty where the
+            rewards are added. Modelled rewards have no parts, so advantages are those of their sum.
         surplus: see `replace_unscored`.
         used: samples of each prompt that are trained on; 0: all.
         filters: prompts whose samples all have the same reward will not be trained on.
@@ -107,9 +107,9 @@ def means_by_table(rows: Sequence[tuple[Scored, int, float]]) -> dict[str, float
 
 
 def means_of_validation(scored: Sequence[Scored]) -> dict[str, float]:
-    """What is told of a validation beside its score: the mean of each of several rewards, and that of each tag.
+    """Metrics of a validation beside its score: the mean of each of several rewards, and the mean of each tag.
 
-    A tag is what the prompts' metadata call so: GenEval's "counting", "colors" and others.
+    A tag is the field "tag" of the prompts' metadata: GenEval's "counting", "colors" and others.
     """
     rows = [
         (result, index, reward)
@@ -160,14 +160,14 @@ def whole(parts: Sequence[TrainingSet], *, filters: bool = False) -> TrainingSet
 
 
 def _statistics(samples: Sequence[Sample], *, flat: float, filters: bool) -> dict[str, float]:
-    """What is told of a training set; how many are trained on only where it is not all.
+    """Metrics of a training set; ``samples_trained`` only where it is not all.
 
     Args:
         flat: share of groups whose rewards are all equal.
     """
-    rewards, telling = [sample.reward for sample in samples], prompts_with_signal(samples)
+    rewards, with_signal = [sample.reward for sample in samples], prompts_with_signal(samples)
     trained = sum(
-        sample.advantage is not None and (not filters or sample.request.prompt.id in telling) for sample in samples
+        sample.advantage is not None and (not filters or sample.request.prompt.id in with_signal) for sample in samples
     )
     found = {"reward_mean": fmean(rewards), "reward_std": spread(rewards), "zero_std_ratio": flat}
     found["samples"] = float(len(samples))
@@ -224,7 +224,7 @@ def gradient_part(
     slices: int = 1,
     before: Updated | None = None,
 ) -> GradientPart:
-    """What a call of `gradient` is to compute."""
+    """The part whose gradient a call of `gradient` is to compute."""
     samples = [sample for each in sets for sample in each.samples if sample.advantage is not None]
     first = 0 if len(samples) == cut.prompts * cut.seeds else cut.chunks[cut.needs(part)[0]].start * cut.seeds
     looked_at = samples if cut.updates > 1 else ()
@@ -232,8 +232,8 @@ def gradient_part(
     groups = [sample.request.prompt.id for sample in looked_at]
     positions = cut.positions(iteration, update, part, advantages, groups)
     if cut.filters:
-        telling = prompts_with_signal(samples)
-        positions = tuple(at for at in positions if samples[at - first].request.prompt.id in telling)
+        with_signal = prompts_with_signal(samples)
+        positions = tuple(at for at in positions if samples[at - first].request.prompt.id in with_signal)
     return GradientPart(
         weights=weights,
         iteration=iteration,
@@ -248,7 +248,7 @@ def gradient_part(
 
 
 def prompts_with_signal(samples: Sequence[Sample]) -> set[int]:
-    """Ids of the prompts of which some sample is better than another."""
+    """Ids of the prompts some of whose samples have an advantage that is not 0."""
     return {sample.request.prompt.id for sample in samples if sample.advantage}
 
 
@@ -271,7 +271,7 @@ def add_gradients(run_dir: str, weights: WeightsRef, iteration: int, parts: Sequ
             run_dir, iteration, parts, at, tree_sum(updates.load_slices(run_dir, iteration, parts, at))
         )
     except SpotlightError:
-        if is_over():  # by now, and what it was made of is removed
+        if is_over():  # meanwhile, and the gradients were removed
             return Gradient(name="")
         raise
 
@@ -288,8 +288,9 @@ def update(
     """Take an optimizer step with the sum of its parts' gradients; the last one leaves the next version staged.
 
     Args:
-        gradients: what the parts of this update measured, and of those before it, which another worker may have taken.
-        terms: what each of these updates adds: its parts' gradients, or the slices of their sum.
+        gradients: for each update of the iteration up to this one, what its parts measured; another worker may have
+            taken the earlier ones.
+        terms: for each of these updates, the tensors to add: its parts' gradients, or the slices of their sum.
         before: the update before this one.
         surplus: the other ranks of gangs. Dask forgets a task that nobody depends on.
     """
@@ -299,7 +300,7 @@ def update(
 
 
 def publish(run_dir: str, updated: Updated) -> Published:
-    """Make a staged version one that anybody may use."""
+    """Publish a staged version, and clear what earlier updates left in the store."""
     from spotlight.store.updates import clear_until
     from spotlight.store.weights import publish as publish_staged
 

@@ -34,7 +34,7 @@ from spotlight.store.node import Node
 JOIN_TIMEOUT_S = 600.0
 """Longest that a rank waits for the others: they may have a large model to load first."""
 ELSEWHERE_S, LOOK_S = 120.0, 0.2
-"""Longest that latents are waited for which another worker draws, and how often they are looked for."""
+"""How long to wait for latents that another worker is denoising, and the pause between two looks for them."""
 GO_ON, LEAVE, DROP, STOP = range(4)
 """What the ranks of a gang may agree on before a step; the largest wins."""
 
@@ -57,7 +57,7 @@ def join_gang(
     """This process's membership in the gang that a placement names; the ranks meet in their node's memory.
 
     Args:
-        called_off: looked at while waiting: why the gang is to be left, or None.
+        called_off: asked while waiting; returns why to leave the gang, or None.
         share: splits the passes of the transformer; by default, as diffusers does.
     """
     assert node, "the ranks of a gang meet in their node's memory"
@@ -75,12 +75,13 @@ def join_gang(
 
 
 class Denoiser:
-    """Runs requests, and finds the latents of those that were run.
+    """Denoises requests, and returns the latents of finished ones.
 
     Args:
         node: where the ranks of a gang meet; None where there are no gangs.
         resumes: whether a request goes on after its last committed step, rather than beginning again.
-        commits_each_step: false where nobody takes over a half-finished request: only what is read is committed.
+        commits_each_step: false where nobody takes over a half-finished request: then only the steps whose latents
+            are read later are committed.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Denoiser:
             with self._resident.limits(f"request {request.id} ({len(request.seeds)} samples)"):
                 return self._denoise(request, place, resume=self._resumes)
         except (GangBroken, StaleEpoch) as error:
-            reason = signals.check(request)  # what called the gang off may have been meant for all of the run
+            reason = signals.check(request)  # was it the run that stopped, or exploration that closed?
             if reason:
                 return Dropped(reason=reason)
             raise Interrupted(str(error)) from error
@@ -123,16 +124,17 @@ class Denoiser:
     # Latents of finished requests; those that are lost or damaged are drawn again, for a request is a pure value
 
     def clean(self, request: Request) -> NDArray[np.float32]:
+        """The final latents, shape (B, N, C)."""
         try:
             return self._store.clean(request)
         except MissingLatents:
-            if request.purpose == "explore":  # which may be closed by now: as a rollout it has the same bits
+            if request.purpose == "explore":  # may be closed by now; a rollout has the same bits
                 request = replace(request, purpose="rollout")
             self.rollout(request)
             return self._store.clean(request)
 
     def window(self, request: Request) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Latents and log-probabilities of the stochastic steps."""
+        """Latents around the stochastic steps, (B, S + 1, N, C), and the steps' log-probabilities, (B, S)."""
         initial_BNC = self._initial(request).numpy()
         try:
             return self._store.window_latents(request, initial_BNC)
@@ -141,13 +143,14 @@ class Denoiser:
         try:
             with self._resident.limits(f"request {request.id} ({len(request.seeds)} samples)"):
                 self._denoise(request, ALONE, resume=False)
-        except StaleEpoch:  # another worker needs them, too, and draws them: to begin again would take it over in turn
-            return self._drawn_elsewhere(request, initial_BNC, missing)
+        except StaleEpoch:  # another worker took the request over: taking it back would interrupt that one
+            return self._await_window(request, initial_BNC, missing)
         return self._store.window_latents(request, initial_BNC)
 
-    def _drawn_elsewhere(
+    def _await_window(
         self, request: Request, initial_BNC: NDArray[np.float32], missing: MissingLatents
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """As `window`, once the worker that took the request over has committed its steps."""
         until_s = time.monotonic() + ELSEWHERE_S
         while time.monotonic() < until_s:
             with suppress(MissingLatents):
@@ -173,13 +176,13 @@ class Denoiser:
             step_s = self._pace.step_s(len(request.seeds), place.width)
             before: flow.Pass | None = None
             if before_BNC is not None:
-                with self._pace.lasting(step_s, partial(self._look, request, place)):
+                with self._pace.lasting(step_s, partial(self._raise_if_called_off, request, place)):
                     before = self._pass(request, first - 1, before_BNC, text)
             for step in range(first, request.steps):
                 reason = self._agree(request, place, gang)
                 if reason:
                     return Dropped(reason=reason)
-                with self._pace.lasting(step_s, partial(self._look, request, place)):
+                with self._pace.lasting(step_s, partial(self._raise_if_called_off, request, place)):
                     now = self._pass(request, step, x_BNC, text)
                     x_BNC, log_prob_B = _step(request, step, now, before)
                 before = now
@@ -189,7 +192,7 @@ class Denoiser:
             if gang:
                 if writer:
                     writer.wait()
-                gang.agree(GO_ON)  # nobody is done before the last step is committed: what is done is never redone
+                gang.agree(GO_ON)  # a barrier: a finished shard never runs again, so the last commit comes first
         return Surplus() if place.rank else self._rolled_out(request, resumed=first)
 
     def _gang_of(self, request: Request, place: Placement) -> Gang:
@@ -203,11 +206,11 @@ class Denoiser:
         )
 
     def _called_off(self, request: Request, place: Placement) -> str | None:
-        """Looked at while waiting: others may have been told to drop the request before they joined."""
+        """Why to stop waiting for other ranks, or None: one may have been told to drop the request before it joined."""
         self._on_beat(None)
         return f"{place.name} was called off" if signals.is_called_off(place) else signals.check(request)
 
-    def _look(self, request: Request, place: Placement) -> None:
+    def _raise_if_called_off(self, request: Request, place: Placement) -> None:
         reason = self._called_off(request, place)
         if reason:
             raise GangBroken(reason)
@@ -218,7 +221,8 @@ class Denoiser:
         """The first rank finds where to go on and takes the request over; all ranks get its latents.
 
         Returns:
-            Steps done, the latents after them, those a step earlier if the next step needs them, and who commits.
+            Steps done, the latents after them, those a step earlier if the next step needs them, and the writer that
+            commits steps; None on the other ranks, and where no step is left.
         """
         first, x_BNC, writer = 0, self._initial(request), None
         before_BNC = x_BNC
@@ -312,6 +316,6 @@ def _step(
 
 
 def _is_read(request: Request, steps: int) -> bool:
-    """Whether anybody reads the latents after so many steps: the clean ones, and those of stochastic steps."""
+    """Whether the latents after so many steps are read later: the final ones, and those around stochastic steps."""
     start, end = request.sde_window
     return steps == request.steps or (request.is_stochastic and start <= steps <= end)

@@ -74,9 +74,9 @@ class InProcess:
         return self._engines[run_dir]
 
     def load(self, run_dir: str) -> None:
-        """Have the run's model ready, unless the run is still to be prepared: who does that makes what others read.
+        """Load the run's model ahead of its first call, unless the run is not prepared: `prepare` makes files it reads.
 
-        Who only takes updates reads nothing of that.
+        A process that only takes updates (`works_without_gpu`) reads none of them.
         """
         if published(run_dir, 0) or works_without_gpu():
             _ = self.engine(run_dir).model
@@ -168,7 +168,7 @@ class Engine:
         """Noise levels of rollouts, of exploration and of validations; version 0 is published.
 
         Raises:
-            SpotlightError: the model cannot draw this size, or cannot be split as the settings want, or by what.
+            SpotlightError: the model cannot draw this size, or ``sp.backend`` cannot split it as the settings want.
         """
         settings = self._config
         if settings.sp.backend == "xfuser":
@@ -192,13 +192,13 @@ class Engine:
     def images(self, request: Request) -> NDArray[np.uint8]:
         """The images of a finished request, shape (B, height, width, 3).
 
-        A request whose latents are lost or damaged is denoised again: it is a pure value. Of latents that are not
-        finite there is no image: what stands in its place is that of zeros.
+        A request whose latents are lost or damaged is denoised again: it is a pure value. Where a sample's latents are
+        not finite, its image is that of zeros.
         """
         return self._images(request)[0]
 
     def _images(self, request: Request) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-        """The images, and which of them (B) are any: those of finite latents."""
+        """The images, and for each (B) whether its latents were finite."""
         clean_BNC = self._denoiser.clean(request)
         finite_B = np.asarray(np.isfinite(clean_BNC).all(axis=(1, 2)))
         clean_BNC = np.where(finite_B[:, None, None], clean_BNC, np.float32(0))
@@ -245,22 +245,27 @@ class Engine:
         )
 
     def _scores(self, request: Request) -> dict[str, Any]:
-        """What is to be stored of it: its rewards, or what another worker has stored meanwhile."""
+        """The row to store for a request: its rewards, or the row that another worker has stored meanwhile."""
         kept = self.store.images(request) if self._config.scores_apart else None
         if kept is None and self._config.scores_apart and (known := self.store.known_scores(request)):
-            return known  # whoever stored it took the images away
+            return known  # the worker that stored it removed the images
         images, finite_B = kept or self._images(request)
         values, parts, errors = self._rewards(request, images, finite_B)
         trained = request.purpose != "explore" or self._config.exploration.reuse
-        small: dict[str, Any] = {"thumbnails": thumbnails(images)} if trained else {}
+        extras: dict[str, Any] = {"thumbnails": thumbnails(images)} if trained else {}
         if parts:
-            small["parts"] = parts
-        return {"digest": request.digest, "rewards": values, "errors": errors, **small}
+            extras["parts"] = parts
+        return {"digest": request.digest, "rewards": values, "errors": errors, **extras}
 
     def _rewards(
         self, request: Request, images: NDArray[np.uint8], finite_B: NDArray[np.bool_]
     ) -> tuple[rewards.Rewards, list[rewards.Rewards], list[str]]:
-        """In order of the seeds, None where there is none, those of several tables, and an error for each of those."""
+        """Score the images of finite latents.
+
+        Returns:
+            Rewards in the order of seeds, None where there is none; the same for each table of a weighted sum; and a
+            text for each reward that is missing.
+        """
         shown = np.flatnonzero(finite_B)
         prompts = [request.prompt] * len(shown)
         settings = self._config.reward
@@ -271,9 +276,9 @@ class Engine:
                 prompts,
                 attempts=settings.attempts,
                 batch=settings.batch,
-                patience_s=min(settings.patience_s, settings.limit_s / 2),  # else the engine is ended meanwhile
+                patience_s=min(settings.patience_s, settings.limit_s / 2),  # before the engine is ended at the limit
             )
-        values, *parts = (_at(shown, each, len(request.seeds)) for each in (found, *found_parts))
+        values, *parts = (_scattered(shown, each, len(request.seeds)) for each in (found, *found_parts))
         lost = [request.seeds[index] for index in np.flatnonzero(~finite_B)]
         return (
             values,
@@ -282,8 +287,8 @@ class Engine:
         )
 
 
-def _at(indices: NDArray[np.intp], known: rewards.Rewards, count: int) -> rewards.Rewards:
-    """So many rewards, None where none is known."""
+def _scattered(indices: NDArray[np.intp], known: rewards.Rewards, count: int) -> rewards.Rewards:
+    """``count`` rewards: those known, at their indices, and None elsewhere."""
     values: rewards.Rewards = [None] * count
     for index, value in zip(indices, known, strict=True):
         values[index] = value

@@ -35,17 +35,17 @@ SPREAD = 0.48
 """Standard deviation of the thresholds over prompts. Measured: at a score of 0.512 the means of the 20 validation
 prompts vary by 0.056 - 0.104 / 4 (the second is the variance within prompts, over 4 seeds); this gives 0.030."""
 STALE_CORRELATION = 0.95
-"""Of latents under weights one version apart. Of the rewards of 8 kept from 16 it makes a rank correlation of 0.79 to
-0.87 as the score goes from 0.9 to 0.5; measured in nine runs of the embedded job: 0.76 to 0.83."""
+"""Correlation of latents under weights one version apart. The rewards of 8 kept from 16 then have a rank correlation of
+0.79 to 0.87 as the score goes from 0.9 to 0.5; measured in nine runs of the embedded job: 0.76 to 0.83."""
 SCORE_MAX = 1 - 1e-9
-"""Of weights that can hardly learn more; at 1 itself no threshold would be finite."""
+"""The highest score: at 1 no threshold would be finite."""
 GOLDEN = (sqrt(5) - 1) / 2
 """Multiples of it, modulo 1, fill the unit interval more evenly than chance would, however many there are."""
 
 _NORMAL = NormalDist()
 _STRIDE, _FIRST, _SECOND = (np.uint64(word) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _SHIFT_11, _SHIFT_27, _SHIFT_30, _SHIFT_31 = (np.uint64(bits) for bits in (11, 27, 30, 31))
-"""Of SplitMix64; as 64-bit words, so that nothing turns into a float."""
+"""The constants of SplitMix64, as 64-bit words so that nothing turns into a float."""
 _NODES_Q, _SHARES_Q = np.polynomial.hermite_e.hermegauss(32)
 _SHARES_Q = _SHARES_Q / _SHARES_Q.sum()
 
@@ -94,9 +94,9 @@ def unexplored_variance(score: float) -> float:
 
 
 def captured(score: float, groups: Sequence[Sequence[float]], *, rolled_out: int = 0) -> float:
-    """Mean over prompts of the variance of their samples' rewards, in units of what unexplored seeds have.
+    """Mean over prompts of the variance of their samples' rewards, over that of unexplored seeds.
 
-    What is rolled out and not trained on varies from nothing: half of the samples teach at most what all of them do.
+    Samples that are rolled out and not trained on add no variance, so that some of a group never teach more than all.
 
     Args:
         score: of the weights that drew them.
@@ -139,7 +139,7 @@ def _latents(seeds: Sequence[int], run_seed: int, prompt: int, *, stale: bool) -
 
 @lru_cache(maxsize=1 << 12)
 def _counters(run_seed: int, prompt: int) -> Words:
-    """Where the hashes of a prompt's samples begin, one for each number that a sample needs."""
+    """What is added to a sample's state before it is hashed, (D,): another value for each number of the sample."""
     start = np.array([run_seed], dtype=np.uint64) * _STRIDE
     start = _hashed(_hashed(start) + np.array([prompt], dtype=np.int64).view(np.uint64) * _STRIDE)
     return _hashed(start + np.arange(2 * CHARACTERS, dtype=np.uint64) * _STRIDE)

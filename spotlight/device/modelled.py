@@ -39,11 +39,11 @@ from spotlight.store.rundir import RunDir
 SCORE = "score"
 """The name of the one tensor of a version."""
 EDGE_PX = 4
-"""Of its images, which show nothing."""
+"""Edge of its images, which are blank."""
 
 
 REMEMBERED = 8
-"""Versions whose scores are kept: what is at work at the same time asks for three."""
+"""Versions whose scores are kept; concurrent tasks ask for three."""
 
 
 class ModelledDevice:
@@ -106,7 +106,7 @@ class ModelledDevice:
         return np.full((len(request.seeds), EDGE_PX, EDGE_PX, 3), 128, dtype=np.uint8)
 
     def gradient(self, run_dir: str, part: GradientPart, place: Placement = ALONE) -> Gradient | Surplus:
-        """What a step learns from it: the rewards, each by its prompt and its position."""
+        """What a step learns from, in place of a gradient: metrics ``{"prompt id/position": reward}``."""
         if place.rank:
             return Surplus()
         run = self._run(run_dir)
@@ -162,9 +162,9 @@ class _Run:
     settings: Config
     scores: dict[WeightsRef, float] = field(default_factory=dict)
     gradients: dict[tuple[int, int], tuple[GradientPart, Gradient]] = field(default_factory=dict)
-    """Of each part, by its update and its number, the last one."""
+    """{(update, number of the part): the latest such part, and its gradient}"""
     scored: dict[int, set[Request]] = field(default_factory=dict)
-    """Requests, by their iteration: of the latest two."""
+    """{iteration: requests scored}, for the latest two."""
 
     def note_scored(self, request: Request) -> None:
         self.scored.setdefault(request.iteration, set()).add(request)

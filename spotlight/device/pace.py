@@ -1,4 +1,4 @@
-"""Paced devices: how long work is made to last, as a cost model has it for a larger model on a GPU.
+"""Paced devices: makes work last as long as a cost model says that a larger model would take on a GPU.
 
 For experiments with a cluster's shape on one machine: learning, scheduling and losses are real, durations are
 emulated. It decides no duration itself, and it never shortens one.
@@ -18,10 +18,10 @@ TICK_S = 0.05
 
 
 class Pace:
-    """Makes each piece of work last what the settings say; without pacing, no longer than it does.
+    """Makes each piece of work last as long as the settings say; without pacing, adds no wait.
 
     Args:
-        waits: false where nothing is to be made longer, whatever the settings say.
+        waits: false: add no wait, whatever the settings say.
     """
 
     def __init__(self, config: Config, *, waits: bool = True) -> None:
@@ -41,7 +41,7 @@ class Pace:
 
     @contextmanager
     def lasting(self, real_s: float, look: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Make the body last so long; ``look`` is called now and then, and may raise to end the wait."""
+        """Make the body last ``real_s`` at least; ``look`` is called while waiting, and may raise to end the wait."""
         until_s = time.monotonic() + real_s
         yield
         remaining_s = until_s - time.monotonic()

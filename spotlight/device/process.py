@@ -20,6 +20,7 @@ from math import inf
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ from spotlight.store.node import Node
 
 POLL_S = 0.5
 _PR_SET_PDEATHSIG = 1
-"""Of Linux's <sys/prctl.h>."""
+"""From Linux's <sys/prctl.h>."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's <malloc.h>."""
+"""From glibc's <malloc.h>."""
 _MMAP_THRESHOLD_MAX = 32 * 2**20
 """The most that glibc takes."""
 KEPT_BYTES = 256 * 2**20
@@ -46,7 +47,7 @@ class EngineLost(Exception):
 
 
 class TimedOut(EngineLost):
-    """It was ended because the call took longer than it may."""
+    """The engine process was ended because a call took longer than its limit."""
 
 
 class _Hung(Exception):
@@ -68,20 +69,20 @@ class Beat:
     resumed: bool = False
     """True: the call begins at this step. False: it has just run the step."""
     patience: float = 1.0
-    """How many times ``cluster.hang_after_s`` what comes next may take without a beat; infinite for what may take as
-    long as it takes, such as writing to a slow store."""
+    """The next beat may take this many times ``cluster.hang_after_s``; infinite where there is no limit, as when
+    writing to a slow store."""
 
 
 class EngineProcess:
     """An engine in a process of its own, forked from a fork server that has done the imports.
 
     Args:
-        context: of that server.
+        context: the server's.
         number: of the device among the machine's, which becomes LOCAL_RANK; or `NO_DEVICE`.
         node: root of the node's shared memory, for weights; see `spotlight.store.node`.
-        hang_after_s: a call that sent a beat, and then none for so long, or for as many times as the beat said, is
-            ended with its process; so is one whose process is stopped. Time in which the caller was paused does not
-            count.
+        hang_after_s: a call is ended, with its process, when this many seconds times the ``patience`` of its last beat
+            pass without another beat (before the first there is no limit), or this many while the process is
+            stopped. Time in which the caller was paused does not count.
         run_dir: a run whose model each process loads as it begins, so that the first call need not; "" for none.
         on_start: is called with the id of each process that is started.
         renew: makes sure, before each start, that the server can be reached.
@@ -105,8 +106,8 @@ class EngineProcess:
         self._node = node
         self._hang_after_s = hang_after_s
         self._run_dir = run_dir
-        self._telling = threading.Lock()
-        self._changing = threading.Lock()
+        self._orders_lock = threading.Lock()
+        self._process_lock = threading.Lock()
         """Held while the process is replaced or ended: a worker may leave while its engine comes up anew."""
         self._closed = False
         self._start()
@@ -118,9 +119,9 @@ class EngineProcess:
 
     def _start(self) -> None:
         calls, self._calls = self._context.Pipe()
-        orders, told = self._context.Pipe(duplex=False)
-        says = [Connection(os.dup(output), readable=False) for output in (1, 2)]
-        arguments = (self._number, self._node, self._run_dir, calls, orders, signals, dict(os.environ), says)
+        orders, sender = self._context.Pipe(duplex=False)
+        outputs = [Connection(os.dup(output), readable=False) for output in (1, 2)]
+        arguments = (self._number, self._node, self._run_dir, calls, orders, signals, dict(os.environ), outputs)
         self._renew()
         process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
             target=serve, args=arguments, daemon=True
@@ -128,10 +129,10 @@ class EngineProcess:
         process.start()
         self._process = process
         self._on_start(self.pid)
-        for given in (calls, orders, *says):
+        for given in (calls, orders, *outputs):
             given.close()
-        with self._telling:
-            self._orders = told
+        with self._orders_lock:
+            self._orders = sender
 
     def call(self, run_dir: str, call: Call[T], on_beat: Callable[[Beat], None], limit_s: float = inf) -> T:
         """Run a call on the engine, and wait until it ends.
@@ -148,7 +149,7 @@ class EngineProcess:
             self._calls.send((run_dir, call))
             kind, value = self._answer(on_beat, limit_s)
         except (EOFError, OSError):
-            raise EngineLost(f"the engine process ended with {_meaning(self._restart())}") from None
+            raise EngineLost(f"the engine process ended with {_exit_reason(self._restart())}") from None
         except _TooLong:
             self._restart()
             raise TimedOut(f"{call.verb!r} took longer than {limit_s:g} s, and its process was ended") from None
@@ -163,6 +164,7 @@ class EngineProcess:
         return value
 
     def _answer(self, on_beat: Callable[[Beat], None], limit_s: float) -> tuple[str, Any]:
+        """Wait for the answer to a call: ``("done", value)``, ``("raised", error)`` or ``("failed", text)``."""
         patience, heard_s, looked_s, began_s = inf, time.monotonic(), time.monotonic(), time.monotonic()
         while True:
             heard = self._calls.poll(POLL_S)
@@ -188,13 +190,13 @@ class EngineProcess:
             looked_s = time.monotonic()
 
     def tell(self, order: Order) -> None:
-        """Pass an order on; one that is too late for a process that just ended is lost with it."""
-        with self._telling, contextlib.suppress(OSError):
+        """Send an order to the process; if that has just ended, the order is lost."""
+        with self._orders_lock, contextlib.suppress(OSError):
             self._orders.send(order)
 
     def _restart(self) -> int | None:
         """Make sure that the process is gone and start another, unless closed; returns how it ended."""
-        with self._changing:
+        with self._process_lock:
             self._end()
             code = self._process.exitcode
             if not self._closed:
@@ -204,7 +206,7 @@ class EngineProcess:
 
     def close(self) -> None:
         """End it for good, whatever it is doing."""
-        with self._changing:
+        with self._process_lock:
             self._closed = True
             self._end()
 
@@ -212,7 +214,7 @@ class EngineProcess:
         self._process.kill()  # works on a stopped process too
         self._process.join()
         self._calls.close()
-        with self._telling:
+        with self._orders_lock:
             self._orders.close()
 
 
@@ -223,9 +225,9 @@ def end_with_parent() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have memory that is freed stay with this process, up to `KEPT_BYTES`, where its C library is glibc.
+    """Let this process keep up to `KEPT_BYTES` of freed memory, where its C library is glibc.
 
-    A step's tensors would else be fetched from the system page by page, each time anew: a tenth of its time on a CPU.
+    Otherwise each step's tensors are mapped anew, page by page: a tenth of its time on a CPU.
     """
     with contextlib.suppress(AttributeError, OSError):
         library = ctypes.CDLL(None)
@@ -233,7 +235,7 @@ def keep_freed_memory() -> None:
         library.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-def _meaning(code: int | None) -> str:
+def _exit_reason(code: int | None) -> str:
     if code == -signal.SIGKILL:
         return "SIGKILL (killed from outside, as by the system when its memory is full)"
     return f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
@@ -247,19 +249,20 @@ def serve(
     orders: Connection,
     asked: Signals,
     environment: Mapping[str, str],
-    says: Sequence[Connection],
+    outputs: Sequence[Connection],
 ) -> None:
     """The body of an engine process: answer calls until the other end is gone.
 
     Args:
         run_dir: the run whose model is loaded before the first call; "" for none.
-        environment: the caller's, as is where it ``says`` things, for output and errors; the server, from which this
-            process has its own, is older, and may be that of other callers, too.
+        environment: the caller's. This process inherits that of the fork server, which is older than the caller and
+            may serve others, too.
+        outputs: the caller's stdout and stderr, for the same reason.
     """
     take_environment(environment)
-    for output, given in enumerate(says, 1):
+    for output, given in enumerate(outputs, 1):
         os.dup2(given.fileno(), output)
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # meant for the driver, and for the worker, who will tell
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # meant for the worker, which passes them on as orders
         signal.signal(ignored, signal.SIG_IGN)
     end_with_parent()
     if number == NO_DEVICE:
@@ -272,20 +275,20 @@ def serve(
 
     device = InProcess(on_beat=_BeatSender(calls).on_beat, node=Node(node))
     if run_dir:
-        with contextlib.suppress(Exception):  # the first call meets it again, and tells who called
+        with contextlib.suppress(Exception):  # the first call raises it again, to its caller
             device.load(run_dir)
     while True:
         _answer_next(calls, device)
 
 
 def take_environment(environment: Mapping[str, str]) -> None:
-    """Have the caller's environment; which GPUs the server sees, that may be another worker's, is not handed on."""
+    """Take over the caller's environment, without the server's CUDA_VISIBLE_DEVICES, which may be another worker's."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     os.environ.update(environment)
 
 
 def _answer_next(calls: Connection, device: Any) -> None:
-    """Do one call, of which nothing is left when the next one begins."""
+    """Run one call. A function of its own, so that none of its values stay in memory during the next."""
     try:
         run_dir, call = _received(calls)
     except (EOFError, OSError):
@@ -295,13 +298,13 @@ def _answer_next(calls: Connection, device: Any) -> None:
     except Exception as error:  # carried to whoever called
         error.add_note("".join(traceback.format_exception(error)))
         answer = ("failed", str(error).partition("\n")[0]) if is_of_the_device(error) else ("raised", error)
-        _let_go(error)
+        _free_frames(error)
     with contextlib.suppress(OSError):  # the caller is gone; the next recv ends this process
         _send(calls, answer)
 
 
-def _let_go(error: BaseException | None) -> None:
-    """Forget what the frames hold that an error came through, such as all that a pass had in the device's memory."""
+def _free_frames(error: BaseException | None) -> None:
+    """Free the local variables of the frames in an error's traceback, such as a pass's tensors."""
     while error:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -313,10 +316,16 @@ def _received(calls: Connection) -> tuple[str, Call[Any]]:
 
 
 def _send(calls: Connection, answer: tuple[str, Any]) -> None:
+    kind, value = answer
     try:
+        if kind == "raised":
+            ForkingPickler.loads(ForkingPickler.dumps(value))
         calls.send(answer)
-    except Exception as error:  # a few exceptions of libraries cannot be pickled
-        calls.send(("raised", RuntimeError(f"{answer[1]!r} (not transferable: {error})")))
+    except Exception as error:  # a few exceptions of libraries cannot be pickled, or not be made again from that
+        instead = RuntimeError(f"{value!r} (not transferable: {error})")
+        for note in getattr(value, "__notes__", ()):
+            instead.add_note(note)
+        calls.send(("raised", instead))
 
 
 def _obey(orders: Connection) -> None:

@@ -115,10 +115,10 @@ class Device(Protocol):
         """Take an optimizer step; after an iteration's last, stage the version after ``weights``.
 
         Args:
-            weights: that the iteration starts from.
-            gradients: what all parts, in order, of this update and of those before it measured.
-            terms: what each of these updates adds: its parts' gradients, or the slices of their sum. A device that
-                did not take the steps before takes them too.
+            weights: the version that the iteration starts from.
+            gradients: for each update of the iteration up to this one, what its parts measured, in order.
+            terms: for each of these updates, the tensors to add: its parts' gradients, or the slices of their sum. A
+                device that did not take the earlier steps takes them, too.
             after: hash of the weights that the previous update left; empty in the first.
         """
         ...

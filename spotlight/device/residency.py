@@ -20,7 +20,7 @@ from spotlight.store.node import Node
 from spotlight.store.rundir import RunDir
 
 ENCODED = "prompts.safetensors"
-"""The run's texts, as its text encoders have them: `models.Model.preload`."""
+"""Cache of the run's encoded texts: `models.Model.preload`."""
 RESIDENT_VERSIONS = 2
 """Rollouts use version k, while exploration, and what was begun an iteration early, uses k or k - 1: no version is
 loaded twice."""
@@ -54,7 +54,7 @@ class Residency:
         return model
 
     def _preload(self, model: models.Model) -> None:
-        """Encode the run's prompts, or have what another machine made of them, through the run's URL."""
+        """Encode the run's prompts, unless another machine's encodings are at the run's URL; upload new ones."""
         run, cache = self._run, self._run.path / ENCODED
         if not cache.exists():
             run.fetch(ENCODED)
@@ -63,8 +63,10 @@ class Residency:
             run.push_files(ENCODED)
 
     def prompts(self) -> Iterator[Prompt]:
-        """All that the run may draw. Of a large file that may be few, and a text encoder takes its time with each; what
-        an embedded model cannot draw is to be found before the run begins."""
+        """The prompts that the run may draw: encoding takes time, and of a large file the run may need few.
+
+        With an embedded model, the whole file: a prompt that the model cannot draw is found before the run begins.
+        """
         config = self._config
         train = prompts.read_prompts(config.data.train_prompts)
         drawn = (
@@ -89,7 +91,7 @@ class Residency:
 
     @property
     def captures_training(self) -> bool:
-        """Whether a part's passes are, those with gradients too."""
+        """The same of a part's passes, those with gradients included."""
         return self.captures and self._config.train.cuda_graphs
 
     @property
@@ -135,12 +137,12 @@ class Residency:
         return self._versions[wanted]
 
     def changed(self) -> None:
-        """What is in the model has no version any more: it is being trained."""
+        """Note that the weights in the model belong to no version any more: they are being trained."""
         self._loaded = None
 
     @contextmanager
     def limits(self, what: str) -> Iterator[None]:
-        """Say what the device cannot do: it is full, or a kernel has no fixed order of its sums; and the way out."""
+        """Raise a `SpotlightError` with a way out if the device's memory is full, or a kernel is not deterministic."""
         try:
             yield
         except torch.OutOfMemoryError as error:

@@ -10,7 +10,7 @@ called off, so that no lost or halted peer, and no lost host, ever blocks a surv
 - Backward passes are shared as forward ones are: each rank has the part of a gradient that comes from its own tokens,
   and `Gang.sum` adds them.
 - All ranks get the same bits.
-- NCCL connects GPUs, and gloo processors; and the members that share one GPU, through the host: slow, but it works.
+- NCCL connects GPUs. Gloo connects CPUs, and members that share one GPU (through the host: slow, but it works).
 
 Shapes: W ranks, N latent tokens, T text tokens.
 """
@@ -49,11 +49,11 @@ MEET_POLL_S = 2e-3
 """Between two looks for the other ranks: they may be a model's loading time away, and each look opens a file."""
 
 GONE_TIMEOUT = timedelta(seconds=1)
-"""A store whose file another rank has removed waits so long for it to come back."""
+"""How long a store waits for its file to come back after another rank has removed it."""
 
 RUN_AHEAD = 8
-"""Exchanges that a GPU's host may be ahead of it: enough to hide launches, and the kernels between them fit
-the launch queue; were it full, the host would block where nothing can call it off."""
+"""Exchanges that the host may queue ahead of its GPU: enough to hide launches, and few enough for the launch queue. If
+that were full, the host would block where nothing can call it off."""
 
 LOOPBACK = "127.0.0.1"
 """Where gloo's members meet, whatever the machine's name resolves to: a gang never spans nodes."""
@@ -66,13 +66,13 @@ class GangBroken(Exception):
 def check_widths(
     transformer: Any, tokens: int, text_tokens: int, widths: Iterable[int], setting: str = "strategy.widths"
 ) -> None:
-    """Each rank takes equal parts of heads, latent tokens and text tokens.
+    """Refuse widths that do not split heads, latent tokens and text tokens evenly.
 
     Args:
-        setting: that the widths are from.
+        setting: where the widths are set; for the error.
 
     Raises:
-        SpotlightError: a width cannot; the text says which can.
+        SpotlightError: a width does not, or diffusers cannot split this transformer; the text says which widths do.
     """
     wide = [width for width in widths if width > 1]
     if wide and transformer._cp_plan is None:
@@ -101,9 +101,9 @@ class Gang:
         meeting: file through which the ranks find each other, made by the first that comes and removed when the gang is
             left. The same for all members, never used before, in a directory where only this user may write.
         name: of the gang, for messages: say, its id and its epoch.
-        called_off: looked at while waiting; why the gang is to be left, or None.
+        called_off: asked while waiting; returns why to leave the gang, or None.
         timeout_s: longest wait for a peer, when joining and in an exchange.
-        share: inside it, the transformer's forward passes are the gang's; by default, diffusers' split.
+        share: makes the context in which the gang shares the transformer's passes; by default, diffusers' split.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Gang:
         return self._device
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's tensor, on every rank; those of the others say only its shape, type and device."""
+        """Rank 0's tensor, on every rank; the other ranks pass any tensor of its shape, type and device."""
         if self.width == 1:
             return x
         return self.exchange(self._to_each(x.to(self._device)))[0].to(x.device)
@@ -173,7 +173,7 @@ class Gang:
         return torch.cat(tuple(self.exchange(self._to_each(x))), dim)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Of all ranks' tensors, added in the order of ranks: the same bits on each."""
+        """The sum of all ranks' tensors, added in the order of ranks: the same bits on each."""
         if self.width == 1:
             return x
         parts = self.exchange(self._to_each(x.to(self._device)))
@@ -187,9 +187,9 @@ class Gang:
 
         Args:
             x: shape (W, ...), on the gang's device.
-            ahead: exchanges that need not have finished on return; the GPU waits for them, the host does not.
+            ahead: most exchanges that may be unfinished on return; the GPU waits for them, the host does not.
         """
-        self._look()
+        self._raise_if_called_off()
         x = x.contiguous()
         y = torch.empty_like(x)
         try:
@@ -198,7 +198,7 @@ class Gang:
                 work.wait()  # the stream waits, not the host
                 arrived = torch.cuda.Event()
                 arrived.record(torch.cuda.current_stream(self._device))
-                self._started.append((arrived.query, work))  # NCCL also calls complete what failed
+                self._started.append((arrived.query, work))  # the event, since NCCL also calls failed work completed
                 self._finish(ahead)
             else:
                 self._started.append((work.is_completed, work))
@@ -211,7 +211,7 @@ class Gang:
         return x.expand(self.width, *x.shape)
 
     def _finish(self, unfinished: int) -> None:
-        """Wait for the exchanges that were started, but the last so many."""
+        """Wait until no more than ``unfinished`` exchanges are under way."""
         while len(self._started) > unfinished:
             is_done, work = self._started[0]
             self._wait(is_done, "an exchange")
@@ -221,12 +221,12 @@ class Gang:
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         until_s = time.monotonic() + self._timeout_s
         while not done():
-            self._look()
+            self._raise_if_called_off()
             if time.monotonic() > until_s:
                 raise self._broken(f"{what} took longer than {self._timeout_s} s")
             time.sleep(POLL_S)
 
-    def _look(self) -> None:
+    def _raise_if_called_off(self) -> None:
         reason = self._called_off()
         if reason:
             raise self._broken(reason)
@@ -272,13 +272,13 @@ class Gang:
         return backend
 
     def _meet(self, store: FileStore, given_up: Event) -> set[bytes]:
-        """Wait until all ranks are here, so that the connecting that follows waits for nobody who is still to come.
+        """Wait until all ranks are here, so that connecting, which comes next, waits for no late rank.
 
         Returns:
-            Their devices, each once.
+            The names of their devices: fewer than ranks, if some share a GPU.
         """
         store.set_timeout(GONE_TIMEOUT)
-        store.set(f"here-{self.rank}", _name(self._device))
+        store.set(f"here-{self.rank}", _device_name(self._device))
         everyone = [f"here-{rank}" for rank in range(self.width)]
         while not store.check(everyone):
             if given_up.wait(MEET_POLL_S):
@@ -289,13 +289,13 @@ class Gang:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         backend, self._backend = self._backend, None
-        self._meeting.unlink(missing_ok=True)  # first, because a store that finds its file writes to it as it goes
+        self._meeting.unlink(missing_ok=True)  # first: a store that finds its file writes to it when destroyed
         closing = Thread(target=_close, args=(backend, kind is not None), name=f"leave {self.name}", daemon=True)
         del backend  # the thread's is the last reference: the destructor waits, up to the timeout, for what is stuck
         closing.start()
 
 
-def _name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     """Tells the GPUs of a node apart, whichever of them each process sees."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
 
@@ -325,13 +325,13 @@ def _close(backend: Any, broken: bool) -> None:
 
 
 Share = Callable[[Any, Gang], AbstractContextManager[None]]
-"""Of a transformer and the gang that shares its forward passes inside."""
+"""``share(transformer, gang)``: a context in which the gang shares the transformer's passes."""
 
-# What diffusers' context parallelism is made of, and what takes its places. The contract test watches both.
+# What replaces parts of diffusers' context parallelism during a gang. The contract test watches both.
 
 
 class _Mesh:
-    """What diffusers asks of a device mesh, answered for a gang, which stands where a process group would."""
+    """What diffusers asks of a device mesh; its process group is the gang."""
 
     def __init__(self, gang: Gang) -> None:
         self._gang = gang
@@ -350,7 +350,7 @@ class _Mesh:
 
 
 class _Gather(torch.autograd.Function):
-    """The parts of all ranks, joined; backward, a rank's own part of a gradient that all ranks have."""
+    """All-gather. Its backward pass takes this rank's slice of the gradient, which is the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, gang: Gang) -> Tensor:
@@ -416,7 +416,7 @@ def _shared(transformer: Any, gang: Gang) -> Iterator[None]:
 
 
 def _checker(width: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
-    """Looks at what goes in: diffusers only warns of what it cannot split, and then leaves it whole."""
+    """A hook that checks the shapes of inputs: diffusers only warns of what it cannot split, and leaves it whole."""
 
     def check(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x, text = kwargs["hidden_states"], kwargs["encoder_hidden_states"]

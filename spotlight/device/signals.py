@@ -42,7 +42,7 @@ class Leave:
 
 @record
 class Regroup:
-    """This forming of the gang ends at its next step boundary; it is formed anew."""
+    """This epoch of the gang ends at its next step boundary; the gang is formed anew."""
 
     gang: str
     epoch: int
@@ -50,7 +50,7 @@ class Regroup:
 
 @record
 class CallOff:
-    """This forming of the gang, and any before it, ends at once: a member is gone."""
+    """This epoch of the gang, and any before it, ends at once: a member is gone."""
 
     gang: str
     epoch: int
@@ -58,7 +58,8 @@ class CallOff:
 
 @record
 class PlaceShard:
-    """Where a shard that is about to start runs; a number sets its request aside, after so many losses."""
+    """Where a shard that is about to start runs; `Surplus`: nowhere; a number: its request is quarantined after so many
+    losses."""
 
     gang: str
     shard: int
@@ -66,7 +67,7 @@ class PlaceShard:
 
 
 Order = Clear | Stop | CloseExploration | Leave | Regroup | CallOff
-"""What a worker also passes on to the process that does its work."""
+"""The commands that a worker passes on to its engine process."""
 Command = Order | PlaceShard
 
 ORDERS: Mapping[str, type[Order]] = {
@@ -77,7 +78,7 @@ ORDERS: Mapping[str, type[Order]] = {
     "regroup": Regroup,
     "call_off": CallOff,
 }
-"""By their names in a message."""
+"""{name in a message: order}"""
 
 
 def order_to_message(order: Order) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def order_from_message(order: str, facts: Mapping[str, Any]) -> Order:
 
 
 def shard_to_message(command: PlaceShard) -> dict[str, Any]:
-    """As plain values: of a placement its fields, None for a surplus, or the number."""
+    """As plain values; ``value`` has the fields of a placement, is None for a surplus, or is the number."""
     match command.placement:
         case Placement() as placement:
             value: Any = asdict(placement)
@@ -110,9 +111,9 @@ def shard_from_message(gang: str, shard: int, value: Any) -> PlaceShard:
 
 
 GANGS_MAX = 10_000
-"""Gangs that were regrouped or called off: the earliest are forgotten. They have long ended."""
+"""Most gangs remembered as regrouped or called off; the earliest, which have long ended, are forgotten."""
 PLACES_MAX = 1000
-"""Places of shards that were told of and not asked for: a shard that is called off never asks. A worker has a few."""
+"""Most placements kept until their shards ask for them: a shard that is called off never does. Usually a few."""
 
 
 class Signals:
@@ -192,11 +193,11 @@ class Signals:
         return Quarantined(request=request, preemptions=found) if isinstance(found, int) else found
 
     def was_told(self, gang: str, shard: int) -> bool:
-        """Whether `PlaceShard` said anything of this shard that was not asked for yet."""
+        """Whether `PlaceShard` said where this shard runs, and `told` has not taken it yet."""
         return (gang, shard) in self._places
 
     def told(self, gang: str, shard: int) -> Placement | Surplus | int:
-        """What `PlaceShard` said of this shard, once. Where nobody places shards, the first one runs alone."""
+        """Take what `PlaceShard` said of this shard; if it said nothing, shard 0 runs alone, and others are surplus."""
         found = self._places.pop((gang, shard), None)
         if found is None:
             return Surplus() if shard else Placement(gang=gang, epoch=0, rank=0, width=1)
@@ -204,14 +205,14 @@ class Signals:
 
 
 def _remember(epochs: dict[str, int], gang: str, epoch: int) -> None:
-    """The highest epoch that was told of a gang."""
+    """Keep the highest epoch named for a gang."""
     while len(epochs) >= GANGS_MAX:
         epochs.pop(next(iter(epochs)), None)
     epochs[gang] = max(epoch, epochs.get(gang, -1))
 
 
 class _StandingIn:
-    """A context in which some signals are another worker's; a simulated iteration enters ten thousand."""
+    """A context in which some signals are another worker's; light, since a simulated iteration enters ten thousand."""
 
     __slots__ = ("_before", "_here", "_other")
 

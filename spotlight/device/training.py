@@ -45,6 +45,7 @@ from spotlight.store import updates, weights
 from spotlight.store.node import Node
 
 RESTS = Beat(patience=inf)
+"""Before reads and writes, which may take any time."""
 PASSES = Beat(patience=5.0)
 """A pass forward and back, of many rows, takes a multiple of a denoising step."""
 
@@ -102,17 +103,17 @@ class Training:
         """
         if place.width == 1:
             return self._known(part) or self._keep(part, self._gradient(part))
-        batch = self._training_batch(part) if part.samples and not self._known(part) else None  # by each rank alone
+        batch = self._training_batch(part) if part.samples and not self._known(part) else None  # alone, before joining
         try:
             with join_gang(self._resident, self._node, place, called_off=lambda: self._called_off(part, place)) as gang:
                 if place.rank == 0:
                     self._on_beat(Beat(step=0, steps=1, resumed=True))
                 known = self._known(part)
-                if not gang.agree(int(known is not None)):  # others may have looked earlier, or later
+                if not gang.agree(int(known is not None)):  # all decide alike, though they looked at different times
                     made = self._gradient(part, gang, batch)
                     known = self._keep(part, made) if place.rank == 0 else None
                     self._on_beat(Beat(step=1, steps=1))
-                    gang.agree(0)  # nobody is done before it is kept: what is done is never redone
+                    gang.agree(0)  # a barrier: a finished shard never runs again, so it is kept first
         except GangBroken as error:
             raise Interrupted(str(error)) from error
         if place.rank:
@@ -132,6 +133,7 @@ class Training:
         return "the run is being stopped" if part.samples and signals.is_stopping(part.samples[0].request.run) else None
 
     def _known(self, part: GradientPart) -> Gradient | None:
+        """The gradient if it is kept; an empty one if the next version is published, so that nobody needs it."""
         if weights.published(self._run_dir, part.weights.version + 1):
             return Gradient(name="")
         return updates.find(self._run_dir, part)
@@ -146,7 +148,7 @@ class Training:
     def _gradient(
         self, part: GradientPart, gang: Gang | None = None, batch: TrainingBatch | None = None
     ) -> PartGradient:
-        """Of a gang, each rank's own gradients are added: they come from its own tokens."""
+        """Compute a part's gradient; in a gang, the sum of those that each rank has from its own tokens."""
         if not part.samples:
             return PartGradient()
         resident = self._resident
@@ -192,8 +194,8 @@ class Training:
         taken the step before; else it comes from the checkpoint, and the steps since then are taken again.
 
         Args:
-            gradients: what all parts of this update, and of those before it in the iteration, measured.
-            terms: what each of these updates adds: its parts' gradients, or the slices of their sum.
+            gradients: for each update of the iteration up to this one, what its parts measured, in order.
+            terms: for each of these updates, the tensors to add: its parts' gradients, or the slices of their sum.
             after: hash of the weights that the previous update left; empty in the first.
         """
         version, update = ref.version + 1, len(gradients) - 1
@@ -213,10 +215,10 @@ class Training:
         return Updated(version=version, update=update, weights_sha256=digest)
 
     def _begin(self, ref: WeightsRef, update: int, iteration: int, after: str) -> int:
-        """Have the optimizer's state, and the weights, of the latest update that this process can begin from.
+        """Load the optimizer's state, and the weights, after the latest update that this process can continue from.
 
         Returns:
-            The update to go on with.
+            The first update to take.
         """
         if self._at == (ref.version, update):
             if update:
@@ -250,7 +252,7 @@ class Training:
         weights.stage(self._run_dir, version, trainable, trainer.state(), metrics, trainer.ema(), trainer.old())
 
     def _training_batch(self, part: GradientPart) -> TrainingBatch:
-        """Samples in the order given, whoever was ready first."""
+        """The samples of a part, in their order, as tensors."""
         samples = part.samples
         first = samples[0].request
         stochastic = first.is_stochastic and self._config.train.is_stepwise
@@ -265,7 +267,7 @@ class Training:
                 log_probs.append(log_prob_BS[indices])
         model = self._resident.model
         size = first.height_px, first.width_px
-        explored = first.purpose == "explore"  # perhaps in fewer steps: the levels are those of rollouts all the same
+        explored = first.purpose == "explore"  # perhaps in fewer steps: training takes the rollouts' levels
         return TrainingBatch(
             clean_BNC=torch.from_numpy(np.concatenate(rows)),
             advantages_B=np.array([sample.advantage for sample in samples]),

@@ -6,7 +6,7 @@ where there is none (importing this file does not import it).
 - xfuser keeps its groups in globals, and makes them of torch's default process group: each gang has a world of its own,
   and leaves none of it behind.
 - Its transformer takes a mask and ignores it: it is given texts without their padding, or nothing.
-- Its exchanges cannot be called off: who loses a peer is freed when its engine process is ended
+- Its exchanges cannot be called off: a rank that loses a peer is freed when its engine process is ended
   (``cluster.hang_after_s``). The native backend notices at once.
 - Forward passes only.
 """
@@ -29,7 +29,7 @@ WAY_OUT = 'or set sp.backend = "native"'
 
 
 def require(model: str, device: torch.device) -> None:
-    """Find out before any gang is formed that xfuser cannot be used.
+    """Check, before any gang is formed, that xfuser can be used.
 
     Args:
         model: its name in the settings.
@@ -63,7 +63,7 @@ def shared(transformer: Any, gang: Gang) -> Iterator[None]:
         assert not torch.is_grad_enabled(), "a gang's exchanges carry no gradients"
         given = without_padding(arguments)
         if given["encoder_hidden_states"].shape[1] % gang.width and not replicates:
-            return whole(**arguments)  # each rank all of it: xfuser would pad the text
+            return whole(**arguments)  # each rank computes the whole pass: xfuser would pad the text
         with _processors(transformer, processor):
             return xFuserQwenImageTransformerWrapper.forward(transformer, **given)
 
@@ -76,7 +76,7 @@ def shared(transformer: Any, gang: Gang) -> Iterator[None]:
 
 
 def without_padding(arguments: dict[str, Any]) -> dict[str, Any]:
-    """A pass's arguments with its texts cut to what counts, and no mask.
+    """A pass's arguments with its texts cut to their unmasked tokens, and no mask.
 
     Raises:
         SpotlightError: the texts are of different lengths, so that cutting them is not enough.
@@ -133,7 +133,7 @@ def _world(gang: Gang) -> Iterator[None]:
 
 
 def _state(config: Any) -> Any:
-    """What xfuser keeps of a configuration. Without a pipeline, it would make up one of a single GPU, and refuse it."""
+    """xfuser's runtime state of a configuration. Without a pipeline, xfuser would assume one GPU, and refuse that."""
     from xfuser.core.distributed.runtime_state import ExternalRuntimeState, RuntimeState
 
     state = ExternalRuntimeState.__new__(ExternalRuntimeState)

@@ -12,9 +12,9 @@ from spotlight.market.trace_models import MODELS, synthesise
 from spotlight.market.traces import SECONDS_PER_H, Switches, Trace
 
 MADE_UP_S = 30 * 24 * SECONDS_PER_H
-"""How long a made-up trace is, in its own time; who is there at its end stays."""
+"""Length of a made-up trace, in its own time; the workers at its end stay."""
 LONGEST_RUN_S = 24 * SECONDS_PER_H
-"""And at least how long in the run's time."""
+"""The least length of a made-up trace, in the run's time."""
 
 
 def made_up_s(pool: PoolSection) -> float:
@@ -38,12 +38,12 @@ def pool_switches(
     Raises:
         SpotlightError: the recorded trace is over before the run begins.
     """
-    size = pool.workers_per_node if pool.trace_takes == "node" else 1
-    places, start_s = -(-pool.workers // size), pool.trace_offset_h * SECONDS_PER_H
+    workers_per_place = pool.workers_per_node if pool.trace_takes == "node" else 1
+    places, start_s = -(-pool.workers // workers_per_place), pool.trace_offset_h * SECONDS_PER_H
     if pool.trace_model:
         stop_s = start_s + duration_s * pool.speedup
-        made_up = seed if name == "spot" else seed + sum(name.encode()) * 1_000_003
-        trace = synthesise(seed=made_up, capacity=max(1, places), duration_s=stop_s, model=MODELS[pool.trace_model])
+        trace_seed = seed if name == "spot" else seed + sum(name.encode()) * 1_000_003
+        trace = synthesise(seed=trace_seed, capacity=max(1, places), duration_s=stop_s, model=MODELS[pool.trace_model])
     elif recorded:
         trace = recorded.sample(pool.trace_share, seed=seed) if pool.trace_share < 1 else recorded
     else:
@@ -51,7 +51,7 @@ def pool_switches(
     if start_s:
         trace = trace.cut(start_s, trace.duration_s)
     switches = trace.stretch(1 / pool.speedup).places(places)
-    return tuple(switches[worker // size] for worker in range(pool.workers))
+    return tuple(switches[worker // workers_per_place] for worker in range(pool.workers))
 
 
 def ups(switches: Switches) -> tuple[tuple[float, float], ...]:

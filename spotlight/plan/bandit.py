@@ -61,17 +61,19 @@ def equal_shares(
 
 
 ROUNDS_MAX = 16
-"""Of an exploration: with 32 the planner gained little more (docs/results/planner.md); a graph has layers for each."""
+"""Most rounds of an exploration: with 32 the planner gained little more (docs/results/planner.md), and each has layers
+in the graph."""
 
 
 def rounds_of(slots: int, gangs: int) -> int:
-    """In how many rounds so many slots are given out: the more there are, the less each chunk is chosen blindly.
+    """How many rounds to split the slots into: the more rounds, the more scores each chunk is chosen by.
 
-    A round sees the scores of all but the one before, so two are under way at a time: together they have work for all.
+    A round sees the scores of all rounds but the one before it, so two are under way at a time. Together they must have
+    work for all gangs.
 
     Args:
         slots: chunks of candidates in all rounds.
-        gangs: that explore at once.
+        gangs: how many explore at once.
     """
     return max(1, min(ROUNDS_MAX, slots // -(-max(1, gangs) // 2)))
 
@@ -163,7 +165,7 @@ def allocate(
 
     Args:
         arms: the iteration's prompts; what is pending counts as planned.
-        beliefs: of the iterations before; ``arms`` are learnt from here.
+        beliefs: learnt from the iterations before; what ``arms`` show is added to them here.
         slots: most chunks in this round.
         later: most chunks in the rounds behind it. All are planned, then those that teach most are run first:
             first every prompt's next chunk, then every prompt's second-next.
@@ -249,7 +251,7 @@ def _ahead(keep: int, chunk: int) -> int:
 
 
 def _slopes(gained_PJ: Array) -> Array:
-    """Gain per chunk from each number of chunks on, of the curves' concave hulls: (P, J - 1), descending in J.
+    """Slopes of the gain curves' concave hulls, the gain of one more chunk after j: (P, J - 1), descending in j.
 
     So chunks that gain only together, as those within ``keep`` do, are worth the same each. The hull's slope behind j
     is the least, over the points up to j, of the steepest line from there to a point behind j.
@@ -264,31 +266,33 @@ def _slopes(gained_PJ: Array) -> Array:
 
 
 def _completing(arms: Sequence[Arm], slopes_PJ: Array, complete: int, chunk: int, keep: int) -> list[int]:
-    """Arms in the order of the chunks that so many of them lack to have ``keep`` candidates: those that have some
-    first, then the steepest."""
+    """The chunks that give up to ``complete`` arms ``keep`` candidates each, as the arm of each chunk, in order.
+
+    Arms that have candidates already come first, then those that gain most.
+    """
     order = sorted(range(len(arms)), key=lambda p: (not arms[p].tried, -slopes_PJ[p, 0], p))
     return [p for p in order[:complete] for _ in range(arms[p].tried, keep, chunk)]
 
 
 def _greedy(arms: Sequence[Arm], slopes_PJ: Array, slots: int, least: float, given: Sequence[int] = ()) -> list[int]:
-    """Arms in the order of their chunks: the steepest first, of equal ones the least tried; behind those given."""
+    """The chunks to add to those ``given``, as the arm of each: largest gain first, of equal ones the least tried."""
     planned = [0] * len(arms)
     for p in given:
         planned[p] += 1
-    waiting: list[tuple[float, int, int]] = []
+    heap: list[tuple[float, int, int]] = []
 
-    def wait(p: int) -> None:
+    def push(p: int) -> None:
         if planned[p] < slopes_PJ.shape[1] and (slope := slopes_PJ[p, planned[p]]) >= least:
-            heapq.heappush(waiting, (-slope, arms[p].tried + planned[p], p))
+            heapq.heappush(heap, (-slope, arms[p].tried + planned[p], p))
 
     for p in range(len(arms)):
-        wait(p)
+        push(p)
     order: list[int] = []
-    while waiting and len(given) + len(order) < slots:
-        p = heapq.heappop(waiting)[-1]
+    while heap and len(given) + len(order) < slots:
+        p = heapq.heappop(heap)[-1]
         order.append(p)
         planned[p] += 1
-        wait(p)
+        push(p)
     return order
 
 
@@ -300,6 +304,7 @@ def _probes(order: Sequence[int], slopes_PJ: Array, slots: int) -> list[int]:
 
 
 def _chunks(arms: Sequence[Arm], order: Sequence[int], chunk: int, candidates: int) -> list[tuple[int, int, int]]:
+    """``(arm, first candidate, number of candidates)`` for each arm in ``order``: its next chunk."""
     following = [arm.tried for arm in arms]
     chunks = []
     for p in order:

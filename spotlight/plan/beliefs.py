@@ -22,19 +22,19 @@ GRID_N: Array = np.linspace(0.0, 1.0, 21)
 """Rewards are counted at their nearest node: halves, quarters and tenths are exact. A spread below 0.02 is not seen."""
 _MEANS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 1.0)
 _CONCENTRATIONS = (1.0, 4.0, 16.0, 64.0)
-"""Of Beta distributions, beside Bernoulli ones: 1 is nearly one, 64 has one peak, and a standard deviation of 0.06 at
+"""Of the kinds that are Beta distributions: 1 is nearly Bernoulli; 64 has one peak, and a standard deviation of 0.06 at
 most."""
 _BACKGROUND = 0.005
 """Share of every kind that is spread over the whole grid, so that no reward is impossible."""
 OWN_WEIGHT = 40.0
-"""Rewards that a kind is worth beside a prompt's own. On rewards of 0 and 1, 10 lost some 3 points of the optimum's
+"""How many of a prompt's own rewards its kind counts as. On rewards of 0 and 1, 10 lost some 3 points of the optimum's
 gain, 4 some 10; 25 and 60 were as good (``benchmarks.planner``)."""
 START_PROMPTS = 1.0
-"""Prompts that the first guess of the kinds' shares is worth."""
+"""How many prompts the prior of the kinds' shares counts as."""
 FADING = 0.93
-"""What a count is worth an iteration later: half after ten."""
+"""Factor by which counts shrink in an iteration: to half after ten."""
 MEMORY = 64.0
-"""Most rewards that a prompt's past is worth, so that a few iterations of drift never outweigh the present."""
+"""Most rewards that a prompt's past counts as, so that a few iterations of drift never outweigh the present."""
 FORGOTTEN_AFTER = 155
 """Iterations after which a prompt's past is given up: by then it is worth a thousandth of a reward at most."""
 FIDELITY_START = 0.8
@@ -72,7 +72,7 @@ class Beliefs:
     kinds: tuple[float, ...] = ()
     """Prompts seen of each kind, older ones counting less; empty before the first."""
     nodes: tuple[float, ...] = ()
-    """The same prompts' rewards at each node of the grid, 1 in all for each prompt."""
+    """Rewards of the same prompts at each node of the grid; those of a prompt add up to 1."""
     prompts: tuple[RewardCounts, ...] = ()
     fidelity: float = FIDELITY_START
     """How much of a difference between two explored rewards is there again after regeneration, 0 to 1."""
@@ -95,11 +95,11 @@ class Arm:
     prompt: int
     """Its id."""
     rewards: tuple[float, ...] = ()
-    """Of the candidates scored so far."""
+    """Rewards of the candidates scored so far."""
     tried: int = 0
     """Candidates given out so far: the next one has this number."""
     pending: int = 0
-    """Those of them whose score is still to come; lost ones are not."""
+    """Candidates given out whose score is still to come; lost ones do not count."""
 
 
 def learn(
@@ -138,7 +138,7 @@ def learn(
 
 
 def posterior(arms: Sequence[Arm], beliefs: Beliefs, iteration: int) -> tuple[Array, Array]:
-    """Chances of each node, (P, K, N), were the prompt of that kind; and how likely that is, (P, K)."""
+    """The chance of each node if a prompt is of a kind, (P, K, N), and the chance that it is of that kind, (P, K)."""
     counts_PN = _past(beliefs, [arm.prompt for arm in arms], iteration) + _counts([arm.rewards for arm in arms])
     kinds = _kinds(beliefs, iteration - beliefs.iteration, counts_PN)
     total_P = OWN_WEIGHT + counts_PN.sum(axis=1)
@@ -146,7 +146,7 @@ def posterior(arms: Sequence[Arm], beliefs: Beliefs, iteration: int) -> tuple[Ar
 
 
 def unexplored_variance(chance_PKN: Array, shares_PK: Array, keep: int) -> Array:
-    """What ``keep`` seeds taken unseen are expected to have."""
+    """Expected variance among the rewards of ``keep`` seeds that are not chosen by them, (P,)."""
     mean_PK, square_PK = chance_PKN @ GRID_N, chance_PKN @ GRID_N**2
     return (shares_PK * (square_PK - mean_PK**2)).sum(axis=1) * (keep - 1) / keep
 
@@ -162,7 +162,7 @@ def _counts(rewards_P: Collection[Sequence[float]]) -> Array:
 
 
 def _past(beliefs: Beliefs, prompts: Iterable[int], iteration: int) -> Array:
-    """What is still known of prompts' rewards, (P, N)."""
+    """Counts of prompts' rewards in earlier iterations, faded, (P, N)."""
     known = {seen.prompt: seen for seen in beliefs.prompts}
     nothing = RewardCounts(prompt=-1, iteration=iteration, counts=(0.0,) * len(GRID_N))
     seen = [known.get(prompt, nothing) for prompt in prompts]
@@ -178,7 +178,7 @@ class _Kinds:
     prompts_K: Array
     """Prompts seen of each."""
     prompts_N: Array
-    """The same prompts, spread over their rewards."""
+    """The same prompts, each spread over the nodes of its rewards."""
     chance_KN: Array
     """Chance of each node."""
     shares_PK: Array

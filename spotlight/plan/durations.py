@@ -44,9 +44,9 @@ class Gpu:
     flops_per_s: float
     """Dense bfloat16."""
     bytes_per_s: float
-    """Of its memory."""
+    """Bandwidth of its memory."""
     link_bytes_per_s: float
-    """To its neighbours in the node, one direction."""
+    """Bandwidth to its neighbours in the node, in one direction."""
     collective_s: float = COLLECTIVE_S
     """What starting an all-to-all costs."""
     train_speed: float = 1.0
@@ -80,21 +80,22 @@ LAYER_S = 0.0094
 """What a processor takes to launch the kernels of a layer with a LoRA, one by one. Measured on hosts of an H100, for 60
 layers: 0.41, 0.53, 0.59 and 0.75 s, of which it is the middle (docs/results/gpu.md). On others it is assumed."""
 BATCH_MANY = 64
-"""Samples beside which launches are nothing."""
+"""Samples of a batch so large that launching kernels takes no share of its step."""
 BACKWARD_LORA, BACKWARD_FULL = 2, 3
 """Backward passes cost this many forward ones: activations again (checkpointing), their gradients, and the weights'."""
 BOOT_S = 120.0
 """From asking for a spot machine to its worker's first line. Assumed: no measurement was found."""
 LORA_BYTES = 0.85e9
-"""Of a LoRA in bfloat16, as the transformer is; its files are in float32, twice as large. Assumed: rank 64 of twelve
-linear layers in each of Qwen-Image's blocks."""
+"""Size of a LoRA in bfloat16, as the transformer is; its files are in float32, twice as large. Assumed: rank 64 of
+twelve linear layers in each of Qwen-Image's blocks."""
 PUBLISH_LORA_S = 7.2
 """To write a version of it, 6.8 GB with the old policy and the optimizer's state, to have the old policy, 1.7 GB, on
 every worker, at 10 Gb/s (computed), and to load it there. With a directory in memory, one core that hashes 1.8 GB/s and
 another beside it, 6.8 s were measured: `benchmarks.updates`, docs/results/gpu.md."""
 LOCAL_PUBLISH_S, LOCAL_START_UP_S = 0.084, 0.1
-"""The same of the embedded model, and from the start of a worker's process until it works, where workers are processes
-of one machine. Measured: docs/results/speed.md, fixed costs (0.051 s to join and 0.045 s for the first request)."""
+"""To publish a version of the embedded model, and from the start of a worker's process until it works, where workers
+are processes of one machine. Measured: docs/results/speed.md, fixed costs (0.051 s to join and 0.045 s for the first
+request)."""
 GRADIENT_LORA_S = 1.4
 """To keep the gradient of a LoRA of 0.85 GB, 1.7 GB in float32, where others find it, or to fetch it, at 10 Gb/s.
 Computed."""
@@ -255,7 +256,7 @@ class TaskDurations:
         return self._steps[asked]
 
     def least_samples(self, pool: Pool = "reserved") -> float:
-        """Below so many samples in a batch, a step takes no less: launches, or reading the weights, take as long."""
+        """The batch size below which a step gets no shorter: launching kernels, or reading the weights, bounds it."""
         return self.step_s(1, 1, pool) * BATCH_MANY / self.step_s(BATCH_MANY, 1, pool)
 
     @property
@@ -267,7 +268,7 @@ class TaskDurations:
         return samples * self._score_s / self._speedup
 
     def train_s(self, samples: float, width: int = 1) -> float:
-        """Seconds that so many workers together take for the gradient of so many samples: reserved ones, if they may.
+        """Seconds of the gradient of ``samples`` on a gang of ``width`` workers: reserved ones if they may, else spot.
 
         To compare with an older policy takes one more forward pass, and with the reference another. DiffusionNFT does
         without the older one in one update of the very policy that sampled. Diffusion-DPO trains on pairs alone.
@@ -286,10 +287,11 @@ class TaskDurations:
             parallel_efficiency(self._model, *self._size, width=width, gpu=self._trains_on) if width > 1 else 1.0
         )
         trained = samples * self._trained_share
-        slots, mixed = (
-            (self._timesteps, 1) if self._is_stepwise else (1, self._timesteps)
-        )  # one step, or any, in a pass
-        passes = slots * ceil(trained * mixed / self._micro_batch) * _passes(self._guidance)
+        if self._is_stepwise:  # a micro-batch has rows of one timestep
+            batches = self._timesteps * ceil(trained / self._micro_batch)
+        else:
+            batches = ceil(trained * self._timesteps / self._micro_batch)
+        passes = batches * _passes(self._guidance)
         forwards = 1 + (BACKWARD_LORA if self._lora else BACKWARD_FULL) + self._looks
         layer_s = 0.0 if self._captures_training and width == 1 else self._layer_s
         launches_s = passes * forwards * _known(TRANSFORMERS, self._model, "model").layers * layer_s
@@ -304,7 +306,7 @@ class TaskDurations:
 
     @property
     def form_s(self) -> float:
-        """For the workers of a gang of several to meet, at each launch."""
+        """What it costs the workers of a gang to meet, at each launch."""
         return self._fixed.form_s
 
     @property
@@ -314,7 +316,7 @@ class TaskDurations:
 
     @property
     def prepare_s(self) -> float:
-        """From the first workers' being there to the run's first graph."""
+        """From when the first workers are there to the run's first graph."""
         return self._fixed.prepare_s
 
     @property
@@ -332,7 +334,7 @@ class TaskDurations:
 
     @property
     def update_s(self) -> float:
-        """Of an optimizer's step, beside reading what it adds."""
+        """An optimizer step, without reading the gradients that it adds."""
         if self._fixed.update_s is not None:
             return self._fixed.update_s
         if self._is_local or self._reserved_computes:
@@ -348,7 +350,7 @@ class TaskDurations:
 
     @property
     def _loras(self) -> float:
-        """How many times as large as a LoRA is what training changes."""
+        """Size of what training changes, in units of a LoRA."""
         return 1.0 if self._lora else TRANSFORMERS[self._model].weights_bytes / LORA_BYTES
 
     @property

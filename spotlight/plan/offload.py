@@ -29,9 +29,9 @@ class Measured:
     """What an iteration measured of the balance between reserved and spot GPUs."""
 
     train_wait_s: float
-    """The trainer had closed its rollout window and waited for samples of the spot GPUs."""
+    """How long the trainer, whose rollout window was closed, waited for samples of the spot GPUs."""
     remote_wait_s: float
-    """Spot GPUs had no rollout and no exploration left and waited for the next weights.
+    """How long spot GPUs had no rollout and no exploration left and waited for the next weights.
 
     RLBoost, which does not explore, counts all the time without a rollout. Exploration is what spot GPUs are there for
     as well: where it fills their time, nobody waits, and the window stays as it is."""
@@ -40,9 +40,9 @@ class Measured:
     rollout_s: float = inf
     """From the iteration's beginning to the end of its last rollout."""
     steady: bool = True
-    """No spot GPU came or went during it."""
+    """Whether no spot GPU came or went during it."""
     explore_wait_s: float = 0.0
-    """The end of training cut exploration that was worth it short by so much, for each spot GPU."""
+    """Worthwhile exploration that the end of training cut off, in seconds of each spot GPU."""
 
 
 @record
@@ -141,15 +141,15 @@ class Balance:
     """Worker seconds that exploration had; see the function `spare_s`, less what spot workers trained, or rolled out
     for the next iteration."""
     idle_s: float
-    """Those of them that lengthened nothing. Where reserved workers alone train, it is what would be left if they had
-    done so as soon as there was something to train on: the iteration would have been shorter, and spot workers would
-    have had the rollouts that reserved ones took after that."""
+    """The part of `spare_s` that lengthened nothing. Where reserved workers alone train, it is what would be left if
+    they had begun as soon as there were samples: the iteration would have been shorter, and spot workers would have
+    done the rollouts that reserved ones did after that."""
     work_s: float
     """Worker seconds of the iteration's rollouts, with their scoring, and of its training."""
     explored_s: float
     """Worker seconds of exploration, with its scoring."""
     train_s: float
-    """That reserved workers trained, if they share it evenly."""
+    """Seconds that each reserved worker trained, if they shared it evenly."""
     reserved: int = 0
     """Reserved GPUs alive at the end of training."""
 
@@ -172,7 +172,7 @@ def spare_s(rollouts: Iterable[Span], workers: Iterable[WorkerLife], *, began_s:
 def balance(
     spans: Sequence[Span], workers: Iterable[WorkerLife], iteration: int, *, began_s: float, window_s: float
 ) -> Balance | None:
-    """What was recorded of an iteration, as the feedback wants it; None if it did not train.
+    """How an iteration was shared, from its recorded spans; None if it did not train.
 
     ::
 
@@ -206,15 +206,15 @@ def balance(
     alive = Counter(life.pool for life in lives if life.joined_s <= trained_s < (life.left_s or inf))
     spot = [life for life in lives if life.pool == "spot"]
     trainers = max(1, alive["reserved"])
-    here = [span for span in training if not _on_spot(span)]
-    useful_s = sum(max(0.0, span.stop_s - max(span.start_s, closed_s)) for span in here) / trainers
+    on_reserved = [span for span in training if not _on_spot(span)]
+    useful_s = sum(max(0.0, span.stop_s - max(span.start_s, closed_s)) for span in on_reserved) / trainers
     moments = [moment for life in spot for moment in (life.joined_s, life.left_s) if moment is not None]
     sampling = [*rollouts, *scores]
-    beside_s = _worker_s(span for span in (*training, *ahead) if _on_spot(span))
-    left_s = max(0.0, spare_s(sampling, spot, began_s=began_s, until_s=trained_s) - beside_s)
+    other_s = _worker_s(span for span in (*training, *ahead) if _on_spot(span))
+    left_s = max(0.0, spare_s(sampling, spot, began_s=began_s, until_s=trained_s) - other_s)
     samples = [span.stop_s for span in scores or rollouts if span.outcome == "done"]
     first_s = min([*samples, *(span.start_s for span in training)]) - began_s
-    instead_s = max(0.0, _worker_s(span for span in sampling if not _on_spot(span)) - trainers * first_s)
+    movable_s = max(0.0, _worker_s(span for span in sampling if not _on_spot(span)) - trainers * first_s)
     all_train = any(map(_on_spot, training))
     return Balance(
         measured=Measured(
@@ -225,10 +225,10 @@ def balance(
             steady=not any(began_s <= moment <= trained_s for moment in moments),
         ),
         spare_s=left_s,
-        idle_s=left_s if all_train else max(0.0, left_s - instead_s * (1 + alive["spot"] / trainers)),
+        idle_s=left_s if all_train else max(0.0, left_s - movable_s * (1 + alive["spot"] / trainers)),
         work_s=_worker_s((*sampling, *training)),
         explored_s=_worker_s((*by_phase["explore"], *by_phase["explore-score"])),
-        train_s=_worker_s(here) / trainers,
+        train_s=_worker_s(on_reserved) / trainers,
         reserved=alive["reserved"],
     )
 
@@ -242,11 +242,11 @@ def _worker_s(spans: Iterable[Span]) -> float:
 
 
 def cut_short(found: Balance, *, tried: int, dropped: int) -> Balance:
-    """The same iteration, with what its exploration still wanted.
+    """The same balance, with the exploration that training cut short as `Measured.explore_wait_s`.
 
     Args:
         tried: candidates that were explored.
-        dropped: those that were to be, and for which training left no time.
+        dropped: candidates that training left no time for.
     """
     if not (tried and found.measured.spot):
         return found

@@ -20,7 +20,7 @@ from spotlight.records import Pool, record
 PoolNode = tuple[Pool, str]
 """A node of a pool."""
 _Kind = tuple[tuple[Pool, ...], int, int]
-"""Of requests: where they may run, the narrowest gang, and the shards left."""
+"""What decides where a request fits: its pools, its narrowest gang, and its shards left."""
 
 
 @record
@@ -44,7 +44,7 @@ class Waiting:
     """Arrival, smaller is earlier."""
     exploring: bool = False
     begun: bool = False
-    """It had workers before: its committed steps wait to be used."""
+    """Whether it had workers before, and so may have committed steps to resume from."""
     widths: tuple[int, ...] = (1,)
     """How many workers may run it together, ascending."""
     slots: int = 1
@@ -77,7 +77,7 @@ class View:
     alive: Mapping[PoolNode, int] = field(default_factory=dict)
     """Workers of a pool on a node, busy or idle. Where none are named, only the idle ones are there."""
     regroup_s: float = 0.5
-    """What it costs a gang to form anew."""
+    """Seconds that it costs a gang to form anew."""
 
 
 @record
@@ -171,7 +171,7 @@ class _Free:
         holders = {worker: request for request in broken for worker in request.held}  # the first of two that claim it
         free: dict[PoolNode, list[str]] = defaultdict(list)
         self._held: dict[PoolNode, dict[str, tuple[bool, int]]] = defaultdict(dict)
-        """Of each node, the workers kept for a broken gang, with the rank of its request."""
+        """{node: {worker kept for a broken gang: `_rank` of that gang's request}}"""
         for idle in sorted(view.idle, key=lambda idle: idle.worker):
             place, holder = (idle.pool, idle.node), holders.get(idle.worker)
             if holder and self._could_run(holder, place):
@@ -187,7 +187,11 @@ class _Free:
     def take(self, waiting: Waiting, rivals: int) -> tuple[str, ...]:
         """Workers for the request; none if no node has enough.
 
-        With the survivors of its gang if it can; else free ones; else, if its gang broke, those of gangs behind it.
+        First choice are the survivors of its gang with free workers beside them, then free workers alone, then, if it
+        has begun, also workers held for requests behind it.
+
+        Args:
+            rivals: requests of its sort that still wait, this one included; they share the free workers evenly.
         """
         share = sum([self._by_pool[pool] for pool in waiting.pools]) // rivals if rivals <= self.count else 0
         workers = self._with_held(waiting, share, borrow=False) if waiting.held else ()
@@ -219,7 +223,7 @@ class _Free:
         return tuple(chosen)
 
     def _fresh(self, waiting: Waiting, share: int) -> tuple[str, ...]:
-        """Where it can be widest, of equals in the preferred pool, on the node that the gang fills best."""
+        """Free workers where the gang is widest; ties go to the preferred pool, then to the node that it fills best."""
         best = 0
         for candidate in waiting.pools:
             counts = self._buckets[candidate]
@@ -250,7 +254,7 @@ class _Free:
         return [worker for worker in waiting.held if held.get(worker) == _rank(waiting)]
 
     def hold_node_for(self, waiting: Waiting) -> None:
-        """Take the free workers away from the node that can grow to its narrowest width and lacks least, if any has."""
+        """Keep one node's free workers for it: of the nodes that could run it once all are idle, the one with most."""
         best: tuple[int, PoolNode] | None = None
         for place in {**self._workers, **self._held}:
             usable = len(self._workers[place]) + (len(self._own(waiting, place)) if waiting.held else 0)

@@ -34,7 +34,7 @@ def allocation_row(
 
 
 def differing(rows: Iterable[Allocation | Mapping[str, Any]]) -> Iterator[Allocation]:
-    """The allocations that would be others if they were made now, from the same input; other rows are passed over."""
+    """The logged allocations that `bandit.allocate` would now make otherwise, from the same input; skips other rows."""
     for row in rows:
         if isinstance(row, Allocation) and bandit.allocate(row.arms, row.beliefs, **row.given) != list(row.chunks):
             yield row

@@ -25,7 +25,8 @@ def worth_exploring(captured: Sequence[float], *, work_s: float, chunk_s: float,
         The smallest of the best numbers of chunks.
 
     Raises:
-        ValueError: there is no V, one is negative or not finite, or a time is not positive, or less than nothing idles.
+        ValueError: there is no V, one is negative or not finite, ``work_s`` or ``chunk_s`` is not positive, or
+            ``idle_s`` is negative.
 
     Source: ours; the papers explore in the time that is left over.
     """

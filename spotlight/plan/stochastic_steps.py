@@ -23,8 +23,8 @@ def stochastic_steps(
     """Steps ``[start, end)`` of a window of ``size`` that lies in ``within``.
 
     Args:
-        order: "random" draws each start alike; "sliding" begins at the first, moves on by ``stride`` every ``every``
-            iterations, and begins again when the next would not fit.
+        order: "random" draws each start with equal chance; "sliding" begins at the first, moves on by ``stride`` every
+            ``every`` iterations, and begins again when the next would not fit.
 
     Source: Flow-GRPO-Fast (github.com/yifan123/flow_grpo), MixGRPO (arXiv 2507.21802).
     """

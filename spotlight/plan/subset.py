@@ -54,8 +54,8 @@ def most_varied(groups: Sequence[Sequence[float]], count: int) -> list[int]:
     """The ``count`` groups whose rewards have the largest variance.
 
     Args:
-        groups: the known rewards of each, finite. One of which fewer than two are known counts as the mean of the
-            others: it is better than a group that is known to be flat.
+        groups: the known rewards of each, finite. A group with fewer than two counts as the mean of the others: it is
+            better than one that is known to be flat.
         count: how many to take; all, if there are no more.
 
     Returns:

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from spotlight.plan.beliefs import GRID_N, Arm, Array
 
 Narrow = NDArray[np.float32]
-"""For what is computed in each world: single precision is enough, a reward's seventh digit decides nothing."""
+"""For what is computed in each world. Single precision is enough: a reward's seventh digit decides nothing."""
 WORLDS, LEAST_WORLDS, ALL_WORLDS = 128, 16, 2**13
-"""In which a prompt is imagined: fewer where there are many prompts, so that the time grows little with them. Spread
+"""Most and fewest worlds of a prompt, and most of all prompts together, so that the time grows little with them. Spread
 evenly, 64 were as good as 256."""
 BLOCK = 2**12
 """Prompts times worlds that are imagined at a time: what is known of so many stays in a processor's cache."""
@@ -63,7 +63,7 @@ def _spread(rng: np.random.Generator, worlds: int) -> Narrow:
 def _variances(
     extremes_SMPW: Narrow, below_NPW: Narrow, new_JP: NDArray[Any], draws_J: Sequence[Narrow], keep: int
 ) -> Array:
-    """Of some prompts: the variance of the kept subset after each number of chunks, (P, W, J).
+    """The variance of the kept subset of some prompts after each number of chunks, (P, W, J).
 
     Args:
         extremes_SMPW: of what was scored, as `_extremes` has them; they are overwritten.
@@ -98,7 +98,7 @@ def _extremes(arms: Sequence[Arm], keep: int, worlds: int) -> Narrow:
 
 
 def _drawn(new_P: NDArray[Any], draws_CW: Narrow, below_NPW: Narrow, keep: int) -> tuple[Narrow, Narrow]:
-    """The lowest rewards that are new, and the highest with their sign changed, both ascending: (C, P, W) each.
+    """The lowest of the new rewards, and the highest with their sign changed, both ascending: (C, P, W) each.
 
     Larger uniform numbers make no smaller rewards, so that these are sorted, for all prompts at once, and what will be
     neither among the lowest nor among the highest is left out.
@@ -163,7 +163,7 @@ def _best_variance(low_MPW: Narrow, high_MPW: Narrow) -> Narrow:
 
 
 def _sums(values_MPW: Narrow) -> Narrow:
-    """Of the first i values, for i from 0 to M."""
+    """Sums of the first i values, for i from 0 to M: (M + 1, P, W)."""
     sums_IPW = np.empty((len(values_MPW) + 1, *values_MPW.shape[1:]), dtype=np.float32)
     sums_IPW[0] = 0.0
     for before_PW, value_PW, after_PW in zip(sums_IPW, values_MPW, sums_IPW[1:], strict=False):

@@ -20,7 +20,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HEADER_BYTES_MAX = 100_000_000
 """The largest header that the safetensors format allows."""
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("tokenizer.model",))
-"""Files of which a tokenizer has one set."""
+"""Sets of files that hold a vocabulary; a tokenizer has one of them."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """What safetensors calls them."""
@@ -38,7 +38,7 @@ class Family:
     encoders: tuple[str, ...]
     """Folders of the text encoders."""
     text_tokens: int
-    """That a prompt usually takes, or that all prompts are padded to."""
+    """Tokens that a prompt usually takes, or that all prompts are padded to."""
     padded_to: int
     """Of these, the tokens that T5 pads prompts to unless ``model.text_tokens`` says otherwise; 0: there is no T5."""
     shares: bool
@@ -74,7 +74,7 @@ FAMILIES = {
         shares=True,
     ),
 }
-"""By the name that ``model.name`` gives."""
+"""{``model.name``: family}"""
 
 
 @record
@@ -83,7 +83,7 @@ class Network:
 
     config: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
-    """Of its weights, by name."""
+    """{name of a weight: shape}"""
 
     @property
     def parameters(self) -> int:
@@ -91,7 +91,7 @@ class Network:
 
 
 def require_pipeline(directory: Path, expected: str) -> None:
-    """Find out at once that a directory is no pipeline of the class that the settings name.
+    """Check that a directory is a pipeline of the class that the settings name.
 
     Raises:
         SpotlightError: it is not; the text says what it is.
@@ -174,7 +174,7 @@ def tensors(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def dtypes(directory: Path) -> set[str]:
-    """Of the weights of one network, as safetensors names them: "F32", "BF16".
+    """The types of one network's weights, as safetensors names them: "F32", "BF16".
 
     Raises:
         SpotlightError: a file is damaged, or not as long as its header says.
@@ -217,7 +217,7 @@ def _index(file: Path) -> dict[str, str]:
 
 
 def require_tokenizer(directory: Path) -> None:
-    """Find out that a tokenizer's vocabulary is there: without one transformers loads it, and all texts are alike.
+    """Check that a tokenizer's vocabulary is there: transformers loads one without, which encodes all texts alike.
 
     Raises:
         SpotlightError: it is not; the text says which files are expected.
@@ -237,7 +237,7 @@ class Survey:
     transformer: Network
     vae: Network
     encoders: tuple[Network, ...]
-    """Those that are there: a run whose texts are encoded needs none."""
+    """The text encoders that are there: a run whose texts are encoded already needs none."""
 
 
 def survey(name: str, path: str | Path) -> Survey:

@@ -34,12 +34,12 @@ LOADERS: dict[type, Any] = {
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The name that diffusers looks for."""
 TOLERANCE = 1e-5
-"""Of the largest output. Equal files give 0.0 on the same machine; a lost alpha gave 0.3 and more."""
+"""Largest error, as a share of the largest output. Equal files give 0.0 on the same machine; a lost alpha gave 0.3."""
 
 MERGED_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 """The same where a LoRA was added to weights of that type, which rounds them."""
 EFFECT_LOST_MAX = 0.5
-"""Of what a LoRA changes in the outputs, the share that this rounding may take."""
+"""Share of a LoRA's effect on the outputs that this rounding may lose."""
 
 
 def export_weights(
@@ -150,7 +150,7 @@ def _load_with_diffusers(settings: Config, directory: Path) -> models.Model:
 
 
 def _loader(model: models.Model) -> Any:
-    """What diffusers saves and loads the LoRA of such a transformer with."""
+    """The class with which diffusers saves and loads a LoRA of this transformer."""
     return LOADERS[type(model.transformer)]
 
 

@@ -21,7 +21,7 @@ Kind = Literal["sde", "cps", "dance"]
 
 
 class Pass(NamedTuple):
-    """A pass of the model."""
+    """A forward pass of the model: its input and its output."""
 
     x_BNC: Tensor
     """Latents that went in."""
@@ -148,7 +148,7 @@ def sde_step(
 
 
 def initial_noise(seeds: Sequence[int], tokens: int, channels: int) -> Tensor:
-    """What each seed's image starts from; standard normal, float32, shape (B, N, C), on the CPU.
+    """The noise that each seed's image starts from: standard normal, float32, shape (B, N, C), on the CPU.
 
     Raises:
         ValueError: a seed is not in [0, 2**64).
@@ -157,7 +157,7 @@ def initial_noise(seeds: Sequence[int], tokens: int, channels: int) -> Tensor:
 
 
 def step_noise(seeds: Sequence[int], step: int, tokens: int, channels: int) -> Tensor:
-    """What step ``step`` (0 is the first) adds to each seed's latents; as `initial_noise`, independent of it."""
+    """The noise of step ``step`` (0 is the first) for each seed; as `initial_noise`, and independent of it."""
     return _noise(seeds, step + 1, tokens, channels)
 
 

@@ -18,7 +18,7 @@ from spotlight.rl.algorithms import Rows, TrainingBatch, objective
 from spotlight.rl.models.base import Model
 
 Tensors = Mapping[str, Tensor]
-"""By the number of the parameter; those that had no gradient are absent."""
+"""{number of the parameter, as text: tensor}; parameters without a gradient are absent."""
 FLOAT16_SCALE = 2.0**10
 """What losses are multiplied by on their way back through a float16 network, and gradients divided by: the mean over a
 part's rows and elements would be below the smallest number there is. Measured: 2^6 to 2^14 lose nothing."""
@@ -29,7 +29,7 @@ ADVANTAGE_MAX = "advantage_max"
 
 @record
 class PartGradient:
-    """Of a part's rows."""
+    """What a part adds to its update."""
 
     rows: int = 0
     loss: float = 0.0
@@ -50,14 +50,14 @@ def part_gradient(
     current: Tensors | None = None,
     on_pass: Callable[[], object] = lambda: None,
 ) -> PartGradient:
-    """The gradient of a part's samples. What is computed of the policy before its first update is of this part alone.
+    """The gradient of a part's samples.
 
     Args:
-        model: holds the weights that the iteration starts from, and afterwards those of the gradient.
+        model: holds the weights that the iteration starts from; afterwards, those that the gradient was computed with.
         seed: the run's.
         old: of the policy that sampled, in the order of `Model.parameters`; None where that is the one in training.
         current: the weights that the previous update left, named as `Model.trainable`; None in the first.
-        on_pass: is called before each micro-batch, and before the policy is looked at that the iteration starts from.
+        on_pass: is called before each micro-batch, and before the passes of the policy that the iteration starts from.
 
     Raises:
         SpotlightError: (Flow-GRPO) the model's policy is not the one that sampled.
@@ -71,24 +71,24 @@ def part_gradient(
     if current is not None:
         model.load_trainable(current)
     total, loss_sum = goal.units * goal.slots, 0.0
-    shrunk = 1 / FLOAT16_SCALE if model.dtype == torch.float16 else total
-    _forget(model)
+    divisor = 1 / FLOAT16_SCALE if model.dtype == torch.float16 else total
+    _clear_gradients(model)
     for each in rows:
         on_pass()
-        loss = goal.loss(each) * (len(each.samples) / shrunk)
+        loss = goal.loss(each) * (len(each.samples) / divisor)
         loss.backward()
-        loss_sum += loss.item() * (shrunk / total)
-    tensors = {str(at): p.grad.float() * shrunk for at, p in enumerate(model.parameters()) if p.grad is not None}
-    _forget(model)
+        loss_sum += loss.item() * (divisor / total)
+    tensors = {str(at): p.grad.float() * divisor for at, p in enumerate(model.parameters()) if p.grad is not None}
+    _clear_gradients(model)
     metrics = {**goal.metrics(), ADVANTAGE_MAX: float(abs(batch.advantages_B).max())}
     return PartGradient(rows=total, loss=loss_sum, metrics=metrics, tensors=tensors)
 
 
 def rows_to_learn_from(settings: TrainSection, parts: Sequence[tuple[int, Mapping[str, float]]]) -> int:
-    """Rows of an update; none where no sample was better than another, and nothing else is to be learnt.
+    """Rows of an update; 0 where no sample was better than another and there is no KL term, so that no step is taken.
 
-    What is left of the gradient is then rounding, of which AdamW would make a step of full size; in DiffusionNFT with
-    an old policy it is a pull towards that one, which is left out, too.
+    The gradient is then rounding alone, of which AdamW would make a step of full size. In DiffusionNFT with an old
+    policy it is a pull towards that one, which is left out, too.
 
     Args:
         parts: ``(rows, metrics)`` of each.
@@ -98,7 +98,7 @@ def rows_to_learn_from(settings: TrainSection, parts: Sequence[tuple[int, Mappin
     return sum(rows for rows, _ in parts)
 
 
-def _forget(model: Model) -> None:
+def _clear_gradients(model: Model) -> None:
     for parameter in model.parameters():
         parameter.grad = None
 
@@ -116,9 +116,9 @@ def micro_batches(units: int, slots: int, size: int, *, mixed: bool) -> list[Row
 
 
 def merged(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Metrics of all rows from those of the parts: their mean over rows, but for a few that say otherwise.
+    """Metrics of all rows from those of the parts: the mean over rows, unless the name ends otherwise.
 
-    Of a largest value it is the largest, of a count the sum, and of a standard deviation that of all rows together.
+    ``_max`` is the largest, ``_pairs`` the sum, and ``_std`` the standard deviation of all rows together.
 
     Args:
         parts: ``(rows, metrics)`` of each; those without rows have no metrics.

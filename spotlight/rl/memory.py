@@ -21,22 +21,22 @@ from spotlight.rl.checkpoints import DTYPE_BYTES, Network, Survey, stored_bytes
 from spotlight.rl.models.captured import KEPT_LEARNING
 
 SAVED_DOUBLE, SAVED_SINGLE = 31, 27
-"""Values that a block keeps for its backward, over S D: of blocks with a branch for the text, and of those without (in
+"""Values that a block keeps for its backward pass, over S D: a block with a branch for the text, and one without (as in
 FLUX.1). Counted on the meta device, less the attention's matrices, which fused attention does not keep."""
 LIVE = 16
 """Values, over S D, that are alive at once inside one block without a backward: a normed input, queries, keys and
 values, and the four times wider middle of its last part."""
 VAE_LIVE, VIDEO_VAE_LIVE = 3, 9
-"""Tensors of the VAE's widest full-size layer that are alive at once; of one made for videos, whose convolutions put
-two frames in front of an image, so many."""
+"""Tensors of the VAE's widest full-size layer that are alive at once; and the same of a VAE for videos, whose
+convolutions put two frames in front of an image."""
 SPARE = 0.08
-"""Of a device's memory, for what is not counted here."""
+"""Share of a device's memory that is left for what is not counted here."""
 OPTIMIZER_BYTES = 16
-"""Of a trained value: itself, its gradient and two moments in float32."""
+"""Bytes of a trained value: itself, its gradient and two moments in float32."""
 CAPTURED = "CUDA graphs"
-"""What is kept of denoising for passes to come."""
+"""Name of what captured denoising passes keep."""
 OLD_COPIES = 2
-"""Of an old policy: the trainer's, and the one that samples."""
+"""Copies of an old policy: the trainer's, and the one that samples."""
 
 
 @record
@@ -131,7 +131,7 @@ def require(phases: Sequence[Phase], available_bytes: float, device: str) -> Non
 
 
 def reward_bytes(settings: Config) -> float:
-    """Of the networks that score images beside the model, as they are stored: once loaded, they stay."""
+    """Bytes of the networks that score images beside the model, as they are stored: once loaded, they stay."""
     if settings.scores_apart:
         return 0.0
     tables = (settings.reward, *settings.reward.also)
@@ -140,21 +140,21 @@ def reward_bytes(settings: Config) -> float:
 
 
 def tokens(survey: Survey, model: ModelSection) -> int:
-    """S: of the image, and of the longest text that is usual."""
+    """S: the tokens of the image, and of the longest usual text."""
     config, family = survey.vae.config, survey.family
     stages = config.get("temperal_downsample") or config["block_out_channels"][1:]
     unit_px = 2 * 2 ** len(stages)
-    told = model.text_tokens - family.padded_to if model.text_tokens and family.padded_to else 0
-    return (model.height_px // unit_px) * (model.width_px // unit_px) + family.text_tokens + told
+    more_text = model.text_tokens - family.padded_to if model.text_tokens and family.padded_to else 0
+    return (model.height_px // unit_px) * (model.width_px // unit_px) + family.text_tokens + more_text
 
 
 def width(transformer: Network) -> int:
-    """D."""
+    """D: the width of the transformer."""
     return int(transformer.config["num_attention_heads"] * transformer.config["attention_head_dim"])
 
 
 def _saved(transformer: Network, *, checkpointed: bool) -> float:
-    """Values kept for the backward of a whole pass, over S D."""
+    """Values kept for the backward pass of the whole transformer, over S D."""
     double, single = transformer.config["num_layers"], transformer.config.get("num_single_layers") or 0
     if checkpointed:  # the inputs of all blocks, and all of one
         return float(double + single + SAVED_DOUBLE)

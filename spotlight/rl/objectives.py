@@ -32,7 +32,7 @@ def clipped_objective(
         clip_range: c, in (0, 1].
 
     Returns:
-        The loss, a scalar; and what users of this loss know: ``ratio_mean``, ``ratio_std`` (population form),
+        The loss, a scalar; and the usual metrics of this loss: ``ratio_mean``, ``ratio_std`` (population form),
         ``pg_clipfrac`` (share of ratios outside the range), its parts ``pg_clipfrac_higher`` and
         ``pg_clipfrac_lower``, and ``approx_kl = mean((log_prob - old)^2) / 2``.
 

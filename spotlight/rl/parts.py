@@ -19,9 +19,9 @@ from spotlight.records import record
 
 
 def stream(seed: int, iteration: int, *, sample: int | None = None, slot: int = 0) -> np.random.Generator:
-    """What an iteration draws for its order (no sample named), or for one row.
+    """The random numbers of an iteration: for its order of samples (no sample named), or for one sample and slot.
 
-    The counter's last word sets training apart from `flow`'s noise, which may have the same key.
+    The counter's last word keeps them apart from `flow`'s noise, which may have the same key.
     """
     counter = [0, slot, 0 if sample is None else sample + 1, 1]
     key = np.array([seed, iteration], dtype=np.uint64)
@@ -33,10 +33,10 @@ def preference_pairs(
 ) -> tuple[tuple[int, int], ...]:
     """``(better, worse)`` samples of each group: its best with its worst, then the next ones, as long as they differ.
 
-    Of some of these pairs' samples alone, the pairs are the same.
+    Given only the samples of some of these pairs, it finds the same pairs.
 
     Args:
-        pairs_max: of a group.
+        pairs_max: most pairs of a group.
     """
     pairs: list[tuple[int, int]] = []
     groups: defaultdict[int, list[int]] = defaultdict(list)
@@ -59,17 +59,17 @@ class Cut:
     """
 
     parts: int
-    """Wanted of each update."""
+    """How many parts each update is to have; see `count`."""
     updates: int
     prompts: int
     seeds: int
     """Samples of each prompt that are trained on."""
     pairs: int
-    """Most pairs of a prompt's samples, where pairs are trained on, which no part may take apart; else 0."""
+    """Most pairs of a prompt's samples, where training is on pairs: both samples of a pair are in one part. Else 0."""
     seed: int
     """The run's."""
     filters: bool = False
-    """Prompts without an advantage are left out of the parts that they would be in (``train.filter_groups``)."""
+    """Prompts whose advantages are all 0 are left out of their parts (``train.filter_groups``)."""
     settings: str = ""
     """SHA-256 of ``[train]``: gradients that were computed with other settings are no parts of these updates."""
 
@@ -89,14 +89,14 @@ class Cut:
 
     @property
     def count(self) -> int:
-        """Parts of each update: as many as are wanted, but for those that could have no sample."""
+        """Parts of each update: as many as are wanted, but no more than can have a sample."""
         if self.updates > 1:
             return min(self.parts, self.prompts * self.seeds // self.updates)
         return min(self.parts, self.prompts if self.pairs else self.prompts * self.seeds)
 
     @property
     def chunks(self) -> list[range]:
-        """Prompts that become ready together, where samples are trained on as they are scored."""
+        """Ranges of prompts that become ready together, where samples are trained on as they are scored."""
         count = min(self.count, self.prompts)
         edges = [self.prompts * chunk // count for chunk in range(count + 1)]
         if self.count > self.prompts:
@@ -104,7 +104,7 @@ class Cut:
         return [range(edges[chunk], edges[chunk + 1]) for chunk in range(count)]
 
     def span(self, part: int) -> range:
-        """Positions of a part's samples among the iteration's, where there is one update."""
+        """Positions of a part's samples among all of the iteration, where there is one update."""
         assert self.updates == 1, "the samples of several updates are in an order that is drawn"
         if self.count <= self.prompts:
             prompts = self.chunks[part]
@@ -124,11 +124,11 @@ class Cut:
     def positions(
         self, iteration: int, update: int, part: int, advantages_B: Sequence[float], groups_B: Sequence[int]
     ) -> tuple[int, ...]:
-        """Positions of a part's samples among the iteration's, ascending.
+        """Positions of a part's samples among all of the iteration, ascending.
 
         Args:
-            advantages_B: of all samples of the iteration; with one update neither is looked at.
-            groups_B: their prompts.
+            advantages_B: of all samples of the iteration.
+            groups_B: their prompts. With one update neither is used.
         """
         if self.updates == 1:
             return tuple(self.span(part))

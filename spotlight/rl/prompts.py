@@ -19,9 +19,9 @@ from spotlight.files import read_bytes
 from spotlight.records import Prompt, SpotlightError
 
 COLUMNS = ("prompt", "text", "caption", "input")
-"""Of a table, the columns that may hold the prompt; the first that does."""
+"""Columns of a table that may hold the prompt; the first that does is taken."""
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-"""Between the cells of a table, by the file's ending."""
+"""{ending of a table's file: what separates its cells}"""
 FIRST_ROW = 2
 """The line of a table's first row, which a line of headings precedes."""
 
@@ -206,7 +206,7 @@ def choose_prompts(count_available: int, per_iteration: int, *, seed: int, itera
 
 
 def all_chosen(count_available: int, per_iteration: int, *, seed: int, iterations: int) -> list[int]:
-    """Indices of all prompts of so many iterations, in order; where few are left out, these too.
+    """Indices of all prompts of so many iterations, ascending; where few would be left out, all of the file's.
 
     Raises:
         SpotlightError: as `choose_prompts`.

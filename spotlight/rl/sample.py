@@ -20,9 +20,9 @@ from spotlight.store import weights
 from spotlight.store.rundir import RunDir
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-"""Of files that images are written to."""
+"""Image formats that are written, by the file's ending."""
 GAP_PX = 4
-"""Between the images of a sheet."""
+"""Gap between the images of a sheet."""
 
 
 def sample(
@@ -50,7 +50,7 @@ def sample(
     seeds, steps = _check(prompt, to, seeds, steps)
     run = open_trained(run_dir)
     settings, ref = run.config(), find_version(run.url, version)
-    _write(Image.new("RGB", (1, 1)), to, keep=False)  # what cannot be written is found before anything is drawn
+    _write(Image.new("RGB", (1, 1)), to, keep=False)  # find out before drawing whether it can be written
     model = models.load(settings.model)
     model.preload([prompt])
     train = settings.train
@@ -80,7 +80,7 @@ def open_trained(run_dir: str | Path) -> RunDir:
 
 
 def _check(prompt: str, to: Path, seeds: Sequence[int], steps: int) -> tuple[list[int], int]:
-    """Before anything is opened; returns the seeds and the steps as numbers."""
+    """Check the arguments before anything is opened; returns the seeds and the steps as numbers."""
     if not isinstance(prompt, str):
         raise SpotlightError(f"prompt = {shown(prompt)}: give a text")
     if isinstance(seeds, str) or not isinstance(seeds, Iterable):
@@ -100,7 +100,7 @@ def _check(prompt: str, to: Path, seeds: Sequence[int], steps: int) -> tuple[lis
 
 
 def _write(image: Image.Image, to: Path, *, keep: bool = True) -> None:
-    """Write a whole file, or none; without ``keep``, only find out whether it could be."""
+    """Write the file atomically; without ``keep``, only check that it could be written."""
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as directory:
@@ -114,7 +114,7 @@ def _write(image: Image.Image, to: Path, *, keep: bool = True) -> None:
 
 @torch.no_grad()
 def draw(model: models.Model, settings: Config, prompt: str, seeds: Sequence[int], steps: int) -> NDArray[np.uint8]:
-    """One image a seed, without chance beyond the first noise; each is drawn by itself."""
+    """One image a seed, (B, height, width, 3), by a deterministic sampler; each is drawn by itself."""
     height_px, width_px = settings.model.height_px, settings.model.width_px
     sigmas = model.sigmas(steps or settings.run.validation_steps or settings.rollout.steps, height_px, width_px)
     text = model.encode([prompt])

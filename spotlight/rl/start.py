@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from spotlight.rl.models import Model
 
 FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
-"""In a directory that diffusers, or peft, wrote."""
+"""Names that diffusers, and peft, give the file of a LoRA."""
 PREFIXES = ("transformer.", "base_model.model.")
-"""Of the names of layers in these files."""
+"""What they put before the names of layers."""
 NOT_PLAIN = ("alpha_pattern", "rank_pattern", "use_rslora", "use_dora")
 """Settings of a LoRA that scales or computes otherwise than ours."""
 
@@ -44,8 +44,8 @@ def start_from_lora(model: Model, train: TrainSection) -> None:
 
     file = require_lora(train)
     state = {_layer(name): value for name, value in load_file(file).items()}
-    live = model.trainable()
-    differing = [name for name in live.keys() | state.keys() if _shape(live, name) != _shape(state, name)]
+    own = model.trainable()
+    differing = [name for name in own.keys() | state.keys() if _shape(own, name) != _shape(state, name)]
     if differing:
         raise SpotlightError(
             f"{file}: its layers are not those that a LoRA of this model adapts: {len(differing)} differ, such as "

@@ -14,39 +14,39 @@ from typing import Any, TypeVar
 from spotlight.config import Config
 
 SLICES_MAX = 32
-"""So that an update of 400 parts is no more than 12,800 reads."""
+"""Most slices: an update of 400 parts then takes no more than 12,800 reads."""
 ADD_COST = 2.0
-"""What one more task in a row costs, in transfers of a gradient: that of the embedded model on one machine; of a large
-one, less."""
+"""What one more task in a row costs, in transfers of a gradient of the embedded model on one machine; with a large
+model, less."""
 Value = TypeVar("Value", bound=Any)
 """An array or a tensor."""
 
 
 def slices_of(config: Config, parts: int) -> int:
-    """In how many slices the gradients of an update are kept and added; 1: the update reads and adds them all.
+    """How many slices to keep and add the gradients of an update in; 1: the update reads and adds them all.
 
     Args:
-        parts: of the update.
+        parts: how many parts the update has.
     """
     return best_slices(parts, sum(pool.workers for name, pool in config.pools if name in config.strategy.train_pools))
 
 
 def best_slices(parts: int, workers: int) -> int:
-    """As many as there are workers, but not more than half of the parts, so that a few may be away; 1 where nothing is
-    gained by it.
+    """One slice for each worker, but at most half as many as parts, so that a few workers may be away; 1 where slices
+    gain nothing.
 
-    In transfers of one gradient: an update that adds all by itself reads ``parts``. With ``n`` slices, whoever adds one
-    reads ``parts / n`` and keeps ``1 / n``, all at once, and the update reads 1.
+    In transfers of one gradient: an update that adds all by itself reads ``parts``. With ``n`` slices, the worker of
+    each slice reads ``parts / n`` and writes ``1 / n``, all of them in parallel, and the update reads 1.
     """
     slices = max(1, min(workers, -(-parts // 2), SLICES_MAX))
     return slices if (parts + 1) / slices + 1 + ADD_COST < parts else 1
 
 
 def sliced(sizes: Sequence[int], slices: int) -> list[range]:
-    """Neighbouring parameters for each slice, of about as many numbers each.
+    """A range of parameters for each slice; all slices have about as many values.
 
     Args:
-        sizes: numbers of each parameter, in order.
+        sizes: number of values of each parameter, in order.
     """
     middles = [end - size / 2 for size, end in zip(sizes, accumulate(sizes), strict=True)]
     cuts = [bisect_right(middles, sum(sizes) * at / slices) for at in range(1, slices)]
@@ -54,11 +54,12 @@ def sliced(sizes: Sequence[int], slices: int) -> list[range]:
 
 
 def tree_sum(gradients: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
-    """The sum by a binary tree, ((g0 + g1) + (g2 + g3)) + ...; of K gradients, log2(K) + 1 are held at once, and
-    those that were read ahead.
+    """The sum by a binary tree, ((g0 + g1) + (g2 + g3)) + ...
+
+    At most log2(K) + 1 of K gradients are held at once, besides those that the iterable read ahead.
 
     Args:
-        gradients: in the order of their parts, or slices; what one of them lacks, it adds nothing to.
+        gradients: in the order of their parts, or slices; a parameter that one of them lacks counts as zero in it.
     """
     held: list[tuple[int, dict[str, Value]]] = []
     for gradient in gradients:

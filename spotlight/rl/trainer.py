@@ -21,13 +21,13 @@ from spotlight.rl.models.base import Model
 from spotlight.rl.sums import tree_sum
 
 DECAY_LINEAR, DECAY_LINEAR_MAX = 0.001, 0.5
-"""Of the old policy: growth per update, and its end. NVlabs/DiffusionNFT, ``decay_type = 1`` (GenEval)."""
+"""The old policy's decay: growth per update, and maximum. NVlabs/DiffusionNFT, ``decay_type = 1`` (GenEval)."""
 DECAY_DELAYED, DECAY_DELAYED_MAX, DECAY_DELAY = 0.0075, 0.999, 75
 """As above, after so many updates. NVlabs/DiffusionNFT, ``decay_type = 2`` (OCR)."""
 
 
 def old_decay(kind: str | float, updates: int) -> float:
-    """How much of the old policy stays after so many updates: ``old <- d old + (1 - d) trained``.
+    """The decay d of the old policy after so many updates, in ``old <- d old + (1 - d) trained``.
 
     Args:
         kind: ``train.old_decay``: "copy" is ``d = 0``, "linear" ``d = min(0.001 updates, 0.5)``, "delayed" 0 before
@@ -47,7 +47,7 @@ def old_decay(kind: str | float, updates: int) -> float:
 
 
 def averaged_share(decay: float, updates: int) -> float:
-    """How much of the average stays after an update: ``min((1 + updates) / (10 + updates), decay)``.
+    """Weight of the old average after an update: ``min((1 + updates) / (10 + updates), decay)``.
 
     So the average forgets the weights that training started from within some tens of updates, whatever the decay.
 
@@ -118,7 +118,7 @@ class Trainer:
         return norm
 
     def forget_gradients(self) -> None:
-        """Free the memory of the last step's, which would be kept until the next."""
+        """Free the memory of the last step's gradients."""
         self._optimizer.zero_grad()
 
     def finish(
@@ -128,11 +128,11 @@ class Trainer:
         *,
         iteration: int,
     ) -> dict[str, float]:
-        """Let the old policy follow; what the iteration's updates measured.
+        """End an iteration: move the old policy towards the trained one, and merge the metrics of the updates.
 
         Args:
-            updates: of each, ``(rows, loss, metrics)`` of its parts.
-            norms: of each, what `step` returned.
+            updates: for each, ``(rows, loss, metrics)`` of its parts.
+            norms: for each, what `step` returned.
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping; mean over the updates), and what the algorithm measures.
@@ -202,7 +202,7 @@ class Trainer:
             return self._model.trainable()
 
     def _warm_up(self, updates: int) -> None:
-        """Set the learning rate of the update after so many."""
+        """Set the learning rate of the next update, after so many."""
         warm_up = self._settings.warm_up
         share = min(1.0, (updates + 1) / warm_up) if warm_up else 1.0
         for group in self._optimizer.param_groups:

@@ -45,7 +45,7 @@ class TrainingBatch:
     groups_B: tuple[int, ...] | None = None
     """The prompt of each sample."""
     positions: tuple[int, ...] = ()
-    """Of each sample among the iteration's, by which what is drawn for it is keyed; left out, they are all there."""
+    """Position of each sample in the iteration, the key of its random numbers; empty: the whole iteration is here."""
 
     def position(self, row: int) -> int:
         return self.positions[row] if self.positions else row
@@ -70,12 +70,12 @@ class Rows:
     """A micro-batch: samples, each in a slot, which is a noise level drawn (NFT) or a window step (GRPO)."""
 
     samples: tuple[int, ...]
-    """Of an objective over pairs: pairs."""
+    """Indices of samples; of pairs, where the objective is over pairs."""
     slots: tuple[int, ...]
 
     @property
     def slot(self) -> int:
-        """Of rows that share one."""
+        """The slot, where all rows share one."""
         (slot,) = set(self.slots)
         return slot
 
@@ -89,11 +89,11 @@ class Objective(Protocol):
     """Samples, or pairs of them."""
 
     def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
-        """Look at the policy that the iteration starts from, without gradients; it is in the model.
+        """Keep what the loss needs of the policy that the iteration starts from, which is in the model now.
 
         Args:
             rows: all whose loss will be asked for.
-            first: their update is the iteration's first, so that it trains that very policy.
+            first: whether this is the iteration's first update, which trains that very policy.
         """
 
     def loss(self, rows: Rows) -> Tensor:
@@ -114,7 +114,7 @@ class Mean:
         self._sum, self._rows = 0.0, 0
 
     def add(self, mean: Tensor, rows: int) -> Tensor:
-        """Count a micro-batch's mean, and hand it on."""
+        """Count a micro-batch's mean; returns it."""
         self._sum += mean.item() * rows
         self._rows += rows
         return mean
@@ -144,7 +144,7 @@ Velocity = Callable[[Model, TrainingBatch, Tensor, Tensor, Rows], Tensor]
 
 
 def velocity(model: Model, batch: TrainingBatch, x_RNC: Tensor, sigma_R: Tensor, rows: Rows) -> Tensor:
-    """The model's velocity for the rows' prompts: the one train path, for old and new policy alike."""
+    """The model's velocity for the rows' prompts: the same code for the old and the new policy."""
     return model.velocity(
         x_RNC,
         sigma_R,
@@ -156,7 +156,7 @@ def velocity(model: Model, batch: TrainingBatch, x_RNC: Tensor, sigma_R: Tensor,
 
 
 def reference_velocity(model: Model, batch: TrainingBatch, x_RNC: Tensor, sigma_R: Tensor, rows: Rows) -> Tensor:
-    """The same of the policy that training started from.
+    """As `velocity`, of the policy that training started from.
 
     Ask before the pass that trains: without a LoRA the weights are swapped in place, which a pending backward forbids.
     """
@@ -165,9 +165,10 @@ def reference_velocity(model: Model, batch: TrainingBatch, x_RNC: Tensor, sigma_
 
 
 def take(x_BNC: Tensor, rows: Rows, model: Model) -> Tensor:
-    """The latents of one pass, on the model's device."""
+    """The rows' latents, on the model's device."""
     return x_BNC[list(rows.samples)].to(model.device)
 
 
 def advantages(batch: TrainingBatch, rows: Rows, model: Model) -> Tensor:
+    """The rows' advantages, shape (R,), float32, on the model's device."""
     return torch.from_numpy(batch.advantages_B[list(rows.samples)]).float().to(model.device)

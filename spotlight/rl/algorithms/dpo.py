@@ -33,7 +33,7 @@ class Dpo:
         self._right = Mean()
 
     def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
-        """Nothing: preferences are measured beside the reference, which never changes."""
+        """Nothing to keep: the loss compares with the reference, which never changes."""
 
     def loss(self, rows: Rows) -> Tensor:
         settings = self._settings

@@ -31,7 +31,7 @@ from spotlight.rl.objectives import gaussian_kl, guarded_log_ratio
 from spotlight.rl.parts import stream
 
 STEPS = 1
-"""What is drawn in this slot of an iteration's stream is which steps are trained on; in the first, an order."""
+"""Slot of an iteration's stream that draws which steps are trained on; slot 0 draws an order."""
 
 
 class Grpo:
@@ -99,7 +99,7 @@ class Grpo:
         return self._ratios.metrics() | diagnosis | ({"kl": self._kl.value()} if self._settings.kl else {})
 
     def _judge(self, rows: Rows, velocity: Velocity) -> tuple[Tensor, Tensor, float]:
-        """Log-probability, mean and noise of the step that each row's sample really took."""
+        """Log-probability, mean and standard deviation of the step that each row's sample really took."""
         sigmas, step, at = self._batch.sigmas, self._step(rows.slot), self._steps[rows.slot]
         x_RNC = take(self._window_BKNC[:, at], rows, self._model)
         sigma_R = torch.full((len(rows.samples),), sigmas[step], device=x_RNC.device)
@@ -116,22 +116,22 @@ class Grpo:
         return log_prob_R, mean_RNC, std
 
     def _step(self, slot: int) -> int:
-        """Of the sampler's steps."""
+        """The number of the sampler's step."""
         return self._batch.sde_window[0] + self._steps[slot]
 
     def _compare(self, worker_BS: Tensor) -> dict[str, float]:
         """How far the trainer's log-probabilities are from the workers'; too far is an error."""
         worker_BS = worker_BS[:, list(self._steps)]
         delta_BS = self._old_BS - worker_BS
-        off_BS = torch.expm1(delta_BS).abs()
-        off_BS = torch.where(off_BS.isnan(), math.inf, off_BS)
-        if off_BS.max() > self._settings.ratio_tolerance:
-            sample, slot = divmod(int(off_BS.argmax()), self.slots)
+        error_BS = torch.expm1(delta_BS).abs()
+        error_BS = torch.where(error_BS.isnan(), math.inf, error_BS)
+        if error_BS.max() > self._settings.ratio_tolerance:
+            sample, slot = divmod(int(error_BS.argmax()), self.slots)
             here, there = self._old_BS[sample, slot].item(), worker_BS[sample, slot].item()
             raise SpotlightError(
                 f"iteration {self._iteration}: before the first update the trainer's policy is not the one that "
-                f"sampled. |ratio - 1| reaches {off_BS.max().item():.3g} (sample {self._batch.position(sample)}, step "
-                f"{self._step(slot)}: log-probability {here:.7g} on the trainer, {there:.7g} from the "
+                f"sampled. |ratio - 1| reaches {error_BS.max().item():.3g} (sample {self._batch.position(sample)}, "
+                f"step {self._step(slot)}: log-probability {here:.7g} on the trainer, {there:.7g} from the "
                 f"worker) and train.ratio_tolerance is {self._settings.ratio_tolerance:g}. Likely causes: the worker "
                 "held another weights version; guidance passes batched in one path and separate in the other; another "
                 "dtype, attention backend or text padding on the worker. Make worker and trainer alike, or raise "

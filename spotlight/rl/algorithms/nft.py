@@ -43,13 +43,13 @@ class Nft:
     @torch.no_grad()
     def remember(self, rows: Sequence[Rows], *, first: bool) -> None:
         if first or self._old is not None:
-            return  # its velocities need no second forward pass; or it has weights of its own, and is asked row by row
+            return  # `loss` has its velocities, or computes them with the old policy's weights
         for each in rows:
             self._v_old[each] = self._velocity(self._noised(each), each)
 
     def loss(self, rows: Rows) -> Tensor:
         settings, batch, at = self._settings, self._batch, self._noised(rows)
-        # Both before the pass that trains, for weights change places.
+        # Both before the pass that trains: they swap the weights in place.
         v_ref_RNC = reference_velocity(self._model, batch, at.x_RNC, at.sigma_R, rows) if settings.kl else None
         v_old_RNC = self._old_velocity(at, rows)
         v_RNC = self._velocity(at, rows)
@@ -72,7 +72,7 @@ class Nft:
 
     @torch.no_grad()
     def _old_velocity(self, at: Noised, rows: Rows) -> Tensor | None:
-        """None where it is the one in training."""
+        """Velocity of the policy that sampled; None where that is the one in training."""
         if self._old is None:
             return self._v_old.get(rows)
         with self._model.standing_in(self._old):

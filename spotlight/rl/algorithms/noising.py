@@ -18,7 +18,7 @@ from spotlight.rl.parts import stream
 
 Levels = Literal["sampler", "uniform"]
 PERMUTATION = 1 << 32
-"""Slots from here on draw the order of a sample's levels: no sample has so many levels."""
+"""Slots from here on draw the order of a sample's levels; its levels use lower ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def noised(batch: TrainingBatch, rows: Rows, levels: Levels, key: tuple[int, int
 
 
 def _visited(batch: TrainingBatch, sample: int, slot: int, key: tuple[int, int]) -> float:
-    """The slot-th of the sampler's levels in the sample's order; 0 is the end of sampling and no level."""
+    """The slot-th of the sampler's levels in this sample's order; sigma = 0, the end of sampling, is none of them."""
     turn, place = divmod(slot, len(batch.sigmas) - 1)
     order = stream(*key, sample=batch.position(sample), slot=PERMUTATION + turn).permutation(len(batch.sigmas) - 1)
     return batch.sigmas[order[place]]

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 
 SCORERS: dict[str, type[Scorer]] = {"ocr": OcrScorer, "scene-ocr": SceneOcrScorer}
-"""By the name that ``reward.name`` gives: scorers that need nothing but their options."""
+"""{``reward.name``: scorer that needs nothing but its options}"""
 
 
 def _clip(settings: RewardSection) -> Scorer:
@@ -106,7 +106,7 @@ DETECTORS = {
     "mask2former": "spotlight.rl.rewards.mask2former:Mask2FormerDetector",
     "shapes": "spotlight.rl.rewards.shapes:ShapeDetector",
 }
-"""Of objects, for GenEval's rewards: by the name that ``reward.options.detector`` gives."""
+"""{``reward.options.detector``: detector of objects, for GenEval's rewards}"""
 
 MADE: dict[str, Callable[[RewardSection], Scorer]] = {
     "aesthetic": _aesthetic,
@@ -118,7 +118,7 @@ MADE: dict[str, Callable[[RewardSection], Scorer]] = {
     "pickscore": _pick,
     "vlm-ocr": _reader,
 }
-"""By name: scorers that are made from more of the settings."""
+"""{``reward.name``: makes a scorer that needs more of the settings}"""
 
 
 _LOADED: dict[str, Scorer] = {}
@@ -236,7 +236,7 @@ def _check_range(name: str, within: Any) -> None:
 
 
 def planned_range(scorer: Scorer) -> tuple[float, float]:
-    """Between which rewards the planner tells prompts apart: where real ones lie, if that is known."""
+    """The range of rewards that the planner looks at: where real ones lie, if that is known."""
     return scorer.usual or scorer.range
 
 
@@ -252,8 +252,8 @@ def imported(name: str, where: str, beside: str = "") -> Any:
     """What ``module:Class`` names.
 
     Args:
-        beside: a directory where the module is looked for last, and so are those that it imports: nothing that Python
-            finds is another by that. "": none.
+        beside: a directory to look in last, for this module and those that it imports, so that it hides nothing that
+            Python finds elsewhere. "": none.
 
     Raises:
         SpotlightError: it has another form, there is no such thing, or the module cannot be imported, or is another
@@ -308,9 +308,9 @@ class _Importing(threading.local):
 
 
 _importing = _Importing()
-"""What this thread imports: a module that begins a run as it is imported would begin one in every worker."""
+"""Names that this thread is importing. A module that begins a run as it is imported would begin one in every worker."""
 _read_s: dict[str, float] = {}
-"""When a module was read here; of others, at the earliest when this process began."""
+"""{module: when it was read here}, in Unix seconds; others were read after this process began."""
 
 
 def refuse_while_importing() -> None:
@@ -327,10 +327,10 @@ def refuse_while_importing() -> None:
 
 
 def read_again(names: Iterable[str]) -> None:
-    """Read the modules of rewards again whose files were changed since, as workers will, which are new.
+    """Reload the modules of rewards whose files were changed since they were read: new workers read the new files.
 
     Args:
-        names: ``module:Class``, or of rewards of our own, which stay as they are.
+        names: ``module:Class``; names of built-in rewards are skipped.
 
     Raises:
         SpotlightError: one cannot be read.
@@ -364,13 +364,17 @@ def _changed_s(module: ModuleType) -> float:
 
 
 Rewards = list[float | None]
-"""Of images in order; None where there is none."""
+"""Rewards of images, in order; None where there is none."""
 
 
 def score_each(
     scorer: Scorer, images_BHWC: NDArray[np.uint8], prompts: Sequence[Prompt | str], **how: Any
 ) -> tuple[Rewards, list[Rewards], list[str]]:
-    """As `score`, which takes ``how``; and of a `Weighted` one the rewards of each part, tried again by itself."""
+    """As `score`, to which ``how`` goes; the parts of a `Weighted` scorer are scored, and tried again, one by one.
+
+    Returns:
+        The rewards; those of each part, if the scorer is `Weighted`; and the errors.
+    """
     if not isinstance(scorer, Weighted):
         rewards, errors = score(scorer, images_BHWC, prompts, **how)
         return rewards, [], errors
@@ -390,10 +394,10 @@ class Weighted(Scorer):
         self.usual = sum(low for low, _ in usual), sum(high for _, high in usual)  # type: ignore[misc]  # as well
 
     def sums(self, parts: Sequence[Sequence[float | None]]) -> Rewards:
-        """Of each image, if it has all rewards."""
+        """The weighted sum for each image; None where a part is missing."""
         total = np.zeros(len(parts[0]))
         for (weight, _), rewards in zip(self.parts, parts, strict=True):
-            total += weight * np.array(rewards, dtype=np.float64)  # of None it makes what is not finite
+            total += weight * np.array(rewards, dtype=np.float64)  # None becomes NaN
         known = np.clip(total, *self.range)  # rounding may leave the range
         return [float(value) if np.isfinite(value) else None for value in known]
 

@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 BACK_OFF_S = 0.05
 """Pause before the second attempt; it doubles for each further one."""
 PAUSE_S_MAX = 5.0
-"""Between two attempts to reach a server."""
+"""Longest pause between two attempts to reach a server."""
 NOT_ITS_OWN = (f"{Path(__file__).parents[2]}/", "site-packages/", f"{sysconfig.get_path('stdlib')}/", "<frozen")
-"""In the paths of files that are no person's scorer."""
+"""Parts of paths that tell the files of Spotlight and of libraries from a user's scorer."""
 ERROR_MAX = 2000
 """Characters of an error that are kept: a server may answer anything."""
 
@@ -52,7 +52,7 @@ class Scorer:
     range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     """The least and the largest reward there is; anything outside is a fault of the scorer."""
     usual: ClassVar[tuple[float, float] | None] = None
-    """Where rewards of real images lie, if that is much less than `range`: the planner looks no finer than at a
+    """Where rewards of real images lie, if that is much narrower than `range`: the planner tells rewards apart by a
     twentieth of it."""
 
     def __call__(self, images_BHWC: NDArray[np.uint8], prompts: Sequence[str]) -> list[float]:
@@ -101,7 +101,7 @@ def score(
     batch: int = 0,
     patience_s: float = 0.0,
 ) -> tuple[list[float | None], list[str]]:
-    """Rewards in order, None where there is none, and one text for each of those.
+    """Rewards in order, None where there is none, and an error's text for each that is missing.
 
     A batch that keeps failing is scored image by image, so that a bad image costs only itself.
 
@@ -109,11 +109,11 @@ def score(
         images_BHWC: one image per prompt.
         attempts: times that a batch or an image is tried, at least 1.
         batch: most images that the scorer is given at once; 0: all of them.
-        patience_s: for how long a server that cannot be reached is waited for, each time; no attempts are lost by it.
+        patience_s: longest wait for a server that cannot be reached, each time; it costs no attempts.
 
     Raises:
-        SpotlightError: from the scorer: trying again helps nobody, a person must put it right; or a server could not
-            be reached in that time.
+        SpotlightError: from the scorer, which means that trying again cannot help; or a server could not be reached in
+            that time.
         RuntimeError: an error of CUDA, after which this process scores nothing any more.
     """
     asked = [prompt if isinstance(prompt, Prompt) else Prompt(id=0, text=prompt) for prompt in prompts]
@@ -156,7 +156,7 @@ def _reached(scorer: Scorer, images_BHWC: NDArray[np.uint8], prompts: list[Promp
     until_s, pause_s = time.monotonic() + patience_s, BACK_OFF_S
     while True:
         try:
-            return scorer.of(images_BHWC.copy(), list(prompts))  # what it changes must not reach the next attempt
+            return scorer.of(images_BHWC.copy(), list(prompts))  # copies: a scorer may change them, and be tried again
         except Unreachable as error:
             if not patience_s:
                 raise
@@ -185,7 +185,11 @@ def _joined(scored: Sequence[tuple[list[float | None], list[str]]]) -> tuple[lis
 
 
 def checked(rewards: Any, expected: int, within: tuple[float, float]) -> list[float]:
-    """What a scorer returned, if it is as many numbers as were asked for, all of them in its range."""
+    """The rewards that a scorer returned, as floats.
+
+    Raises:
+        ValueError: they are not ``expected`` numbers within the range.
+    """
     unordered = isinstance(rewards, Mapping | Set | bytes | bytearray)
     if unordered or not isinstance(rewards, Sized) or not isinstance(rewards, Iterable):
         raise ValueError(f"the scorer returned {shown(rewards)}, which is no list of rewards")

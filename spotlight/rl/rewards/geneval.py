@@ -28,9 +28,9 @@ DIRECTION = 0.5
 """Share of the offset that must lie along an axis to count as a direction."""
 RELATIONS = ("left of", "right of", "above", "below")
 THRESHOLD, COUNTING_THRESHOLD = 0.3, 0.9
-"""Least certainty of an object; of one that is counted."""
+"""Least score of an object; the second for prompts about counting."""
 MAX_OBJECTS = 16
-"""Of one class; the most certain ones."""
+"""Most objects of one class; those with the highest scores are kept."""
 
 
 class Detector(Protocol):

@@ -108,23 +108,23 @@ class Mask2FormerDetector:
         return number
 
     def _instances(self, image_HWC: NDArray[np.uint8]) -> list[tuple[int, float, NDArray[np.bool_]]]:
-        """Class, certainty and mask of what is not empty, the most certain first; no more than there are queries."""
+        """Class, score and mask of objects whose mask is not empty, highest score first; at most as many as queries."""
         import torch
         from torch.nn.functional import interpolate
 
         with torch.no_grad():
             output = self._model(pixel_values=torch.from_numpy(self._prepared(image_HWC))[None].to(self._model.device))
             logits_QK, masks_Qhw = output.class_queries_logits[0], output.masks_queries_logits[0]
-            certain_QK = logits_QK.float().softmax(-1)[:, :-1]  # the last class is: nothing
-            best = certain_QK.flatten().topk(len(certain_QK))
-            queries = best.indices // certain_QK.shape[1]
+            probability_QK = logits_QK.float().softmax(-1)[:, :-1]  # the last class is: nothing
+            best = probability_QK.flatten().topk(len(probability_QK))
+            queries = best.indices // probability_QK.shape[1]
             size = image_HWC.shape[:2]
             masks_QHW = interpolate(masks_Qhw[queries][None].float(), size, mode="bilinear", align_corners=False)[0]
             inside_QHW = masks_QHW > 0
             area_Q = inside_QHW.flatten(1).sum(-1)
-            surety_Q = (masks_QHW.sigmoid() * inside_QHW).flatten(1).sum(-1) / area_Q.clamp(min=1)
-            scores = (best.values * surety_Q).tolist()
-        numbers = (best.indices % certain_QK.shape[1]).tolist()
+            mask_score_Q = (masks_QHW.sigmoid() * inside_QHW).flatten(1).sum(-1) / area_Q.clamp(min=1)
+            scores = (best.values * mask_score_Q).tolist()
+        numbers = (best.indices % probability_QK.shape[1]).tolist()
         order = [at for at in np.argsort([-score for score in scores], kind="stable") if area_Q[at]]
         return [(numbers[at], scores[at], inside_QHW[at].cpu().numpy()) for at in order]
 
@@ -159,7 +159,7 @@ class Mask2FormerDetector:
         return COLOURS[int((self._colours_of(name) @ image_E).argmax())]
 
     def _colours_of(self, name: str) -> NDArray[np.float32]:
-        """What stands for each of `COLOURS` of objects of this class, one row each."""
+        """Text embeddings of `COLOURS` for objects of this class, one row each."""
         if name not in self._known_colours:
             rows = []
             for colour in COLOURS:

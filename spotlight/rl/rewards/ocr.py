@@ -43,7 +43,7 @@ OCR_BATCH = 16
 SCENE_SIDE_PX = 384
 """The detector looks at a scene of this longer side: it found the text of all six test scenes, in 0.11 s an image."""
 SCENE_SIDE_LARGE_PX = 960
-"""Of images of more than a megapixel, whose text may be tiny."""
+"""The same for images of more than a megapixel, whose text may be tiny."""
 
 
 def quoted_target(text: str) -> str:
@@ -191,7 +191,7 @@ class SceneOcrScorer(OcrScorer):
 
 
 def reading_order(boxes_N42: NDArray[np.floating]) -> list[int]:
-    """Line by line, and along each line, in the direction that the text itself runs: it may be tilted.
+    """Indices of pieces of text line by line, along the direction of the text, which may be tilted.
 
     Args:
         boxes_N42: corners of N pieces of text, from the top left one clockwise.

@@ -19,7 +19,7 @@ from spotlight.rl.rewards.base import Scorer, checkpoint
 from spotlight.rl.rewards.ocr import READ, ocr_score, quoted_target
 
 TOKENS_MAX = 64
-"""Of an answer: more than the targets of published prompts take."""
+"""Most tokens of an answer: more than the targets of published prompts take."""
 
 
 class ReaderScorer(Scorer):
@@ -31,7 +31,7 @@ class ReaderScorer(Scorer):
         text: the whole text that it is given instead, with its own sign for the image, such as
             ``<image>\\nFree OCR.``; a checkpoint without a chat template needs one.
         tokens: most that it may answer.
-        graded: what part of the target was read, not only whether all of it was.
+        graded: reward the part of the target that was read, not only all of it.
     """
 
     def __init__(

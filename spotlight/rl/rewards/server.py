@@ -30,9 +30,9 @@ from spotlight.rl.rewards.base import Refused, Scorer, Unreachable
 from spotlight.rl.rewards.ocr import READ, ocr_score, quoted_target
 
 AGAIN = (408,)
-"""Of the 4xx, one that may pass; as may all 5xx."""
+"""The 4xx that is worth another attempt, as are all 5xx."""
 BUSY = (429, 502, 503, 504)
-"""The server, or what stands before it, says that it has no time now, or is not up yet."""
+"""The server, or a proxy before it, has no time now or is not up yet."""
 AWAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 SAID_MAX = 200
 """Characters of an answer that an error shows."""

@@ -23,7 +23,7 @@ COLOURS = {
     "yellow": (235, 190, 20),
     "purple": (150, 50, 170),
 }
-"""What they look like, as red, green and blue."""
+"""{name: red, green and blue}"""
 CLASSES = ("circle", "square", "triangle", "cross")
 
 INK = 0.5
@@ -31,9 +31,9 @@ INK = 0.5
 FINE = 4
 """Outlines are compared at so many times the size."""
 LEAST_AREA = 0.01
-"""Of the image; smaller regions are specks."""
+"""Least share of the image; smaller regions are ignored."""
 CERTAIN_COVER, NO_COVER = 0.75, 0.5
-"""How well a region is covered by its shape's outline: from here on certainly, up to here not at all."""
+"""Intersection over union at which a region certainly is a shape (score 1), and up to which it is none (score 0)."""
 
 
 class ShapeDetector:
@@ -84,7 +84,7 @@ def regions(image_HWC: NDArray[np.uint8]) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def connected(mask_HW: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Numbers regions of pixels that touch at an edge, from 1 on and not without gaps; 0 is outside."""
+    """Label regions of pixels that touch at an edge, by positive numbers with gaps; 0 is outside."""
     labels_HW = np.where(mask_HW, np.arange(1, mask_HW.size + 1).reshape(mask_HW.shape), 0)
     while True:
         around = np.pad(labels_HW, 1)
@@ -96,13 +96,13 @@ def connected(mask_HW: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def grown(mask_HW: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """With the pixels that touch it at an edge, which it may cover in part."""
+    """The mask with the pixels that touch it at an edge, which the shape may cover in part (a dilation)."""
     around = np.pad(mask_HW, 1)
     return mask_HW | around[:-2, 1:-1] | around[2:, 1:-1] | around[1:-1, :-2] | around[1:-1, 2:]
 
 
 def finely(ink_HW: NDArray[np.floating]) -> tuple[NDArray[np.bool_], list[float]]:
-    """A region cut out, `FINE` times as large, so that pixels in part are not all or nothing; and its box in pixels."""
+    """A region cut out and enlarged `FINE` times, so that partly covered pixels count in part; its box in pixels."""
     from PIL import Image
 
     rows, columns = np.flatnonzero(ink_HW.any(axis=1)), np.flatnonzero(ink_HW.any(axis=0))
