@@ -15,10 +15,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, NoReturn, get_args
 
 from spotlight import __version__
 from spotlight.clock import wall_clock
+from spotlight.config import settings_named
 from spotlight.files import is_url, writing
 from spotlight.records import Policy, SpotlightError, Stopped, in_a_sentence
 from spotlight.store.creating import create_run
@@ -119,15 +120,29 @@ def _kept(error: Exception) -> str:
     return file.name
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says how a setting is changed to whoever gave it as an option of its own."""
+
+    def error(self, message: str) -> NoReturn:
+        _, is_unknown, given = message.partition("unrecognized arguments: --")
+        if is_unknown:
+            name, _, value = given.replace("=", " ", 1).partition(" ")
+            key = name.replace("-", "_")
+            if found := [each for each in settings_named(key.rpartition(".")[2]) if each.endswith(key)]:
+                ways = " or ".join(f"--set {each}={value or '...'}" for each in found)
+                message = f"{message}; a setting is changed by {ways}"
+        super().error(message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="spotlight",
         description="RL post-training of diffusion transformers.",
         epilog=f"{EXIT}\n\nspotlight VERB --help has examples.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"spotlight {__version__}")
-    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
+    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=argparse.ArgumentParser)
 
     run = _add_verb(verbs, "run", _run, "start a run")
     _add_settings(run)

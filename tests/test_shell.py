@@ -107,6 +107,26 @@ def test_a_command_that_does_not_exist_is_status_2() -> None:
     assert left.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("--learning-rate 1e-4", "; a setting is changed by --set train.learning_rate=1e-4"),
+        ("--train.learning_rate=1e-4", "; a setting is changed by --set train.learning_rate=1e-4"),
+        ("--iterations", "; a setting is changed by --set run.iterations=..."),
+        ("--workers 3", "--set pools.reserved.workers=3 or --set pools.spot.workers=3"),
+        ("--unheard-of 3", "unrecognized arguments: --unheard-of 3\n"),
+    ],
+)
+def test_a_setting_that_is_given_as_an_option_is_answered_with_the_way(
+    capsys: pytest.CaptureFixture[str], typed: str, says: str
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["run", "a.toml", *typed.split()])
+
+    assert left.value.code == 2
+    assert says in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", ["export RUN", "sample RUN --prompt cat", "graph a.toml"])
 def test_a_url_is_no_local_path_to_write_to(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

@@ -16,6 +16,7 @@ from spotlight.config.files import (
     resolve,
     resolved,
     set_value,
+    settings_named,
 )
 from spotlight.config.learning import (
     STEPS_MAX,
@@ -74,6 +75,7 @@ __all__ = [
     "is_whole",
     "not_written",
     "resolved",
+    "settings_named",
     "parse",
     "resolve",
     "set_value",

@@ -313,8 +313,13 @@ def _unknown(sections: Sequence[str], field: str) -> str:
 
 def _elsewhere(field: str) -> str:
     """Where there is a setting of that very name, as a hint; empty where there is none."""
-    found = list(_named(field))
+    found = settings_named(field)
     return f" (did you mean {' or '.join(found)}?)" if found else ""
+
+
+def settings_named(field: str) -> list[str]:
+    """The settings of that name, as ``section.key``."""
+    return list(_named(field))
 
 
 def _named(field: str, within: tuple[str, ...] = ()) -> Iterator[str]:
