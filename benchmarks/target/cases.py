@@ -196,6 +196,7 @@ FILTERED = {
     )
 }
 """What trains on no prompt whose samples all have the same reward, and the same that trains on all."""
+FILTERED_ON_BOTH = f"filtered, {CHOSEN_ON_BOTH}"
 STRATEGIES |= {name: [*STRATEGIES[other], VARIED] for name, other in FILTERED.items()}
 WITHOUT = {
     "reserved only (4), blocking exploration": RESERVED_ONLY,
