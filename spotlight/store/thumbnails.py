@@ -76,7 +76,7 @@ def pictures(run: RunDir, selection: Selection) -> list[Picture]:
 
 
 def _of_group(find: Callable[[str], dict[str, Any] | None], iteration: int, kept: Kept) -> Iterator[Picture]:
-    """Pictures of a prompt's kept seeds, from the requests that explored them or, in several, rolled them out."""
+    """Pictures of a prompt's kept seeds: of the explored samples, where these are trained on, else of the rollouts."""
     for drawn in kept.drawn:
         found = find(request_id(iteration, "explore", kept.prompt, drawn.seeds[0]))
         urls = (found or {}).get("thumbnails") or [""] * len(drawn.seeds)
