@@ -1,1 +1,1 @@
-"""Measurements, side by side in one run, as ratios; results are in docs/results.md."""
+"""Measurements, mostly ratios of two sides in one run; results are in docs/results.md."""

@@ -28,7 +28,7 @@ VARIANTS: dict[str, list[str]] = {
 
 
 def run_for(seconds: float, overrides: list[str], seed: int) -> tuple[float, float, int]:
-    """Validation score before, after about so many seconds of iterations, and how many iterations that was."""
+    """Validation scores before and after about ``seconds`` of iterations, and the number of these iterations."""
     with tempfile.TemporaryDirectory() as directory:
         common = [f"run.dir={directory}", f"run.seed={seed}", "run.iterations=200", "cluster.dashboard_port=0"]
         run = Run(SETTINGS, [*common, "run.validate_every=200", *overrides]).start()
@@ -65,9 +65,9 @@ def _finish(directory: RunDir, done: int) -> tuple[float, float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=40.0, help="of iterations, after the first")
+    parser.add_argument("--seconds", type=float, default=40.0, help="time of iterations, after the first")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", help="run the settings whose name has this in it")
+    parser.add_argument("--only", help="run only settings whose name contains this")
     arguments = parser.parse_args()
 
     variants = {name: more for name, more in VARIANTS.items() if not arguments.only or arguments.only in name}

@@ -1,7 +1,7 @@
-"""What the live page costs the scheduler: CPU seconds per second while somebody looks, with 100 workers at work.
+"""What the live page costs the scheduler: CPU seconds per second while it is open, with 100 workers at work.
 
-A scheduler without workers is fed the events of a made-up run: its page then shows what it would show of a real one.
-``python -m benchmarks.dashboard`` prints a table in Markdown; ``--serve`` only serves the page, to be looked at.
+A scheduler without workers gets the events of a synthetic run, so that its page shows what it would show of a real one.
+``python -m benchmarks.dashboard`` prints a table in Markdown; ``--serve`` only serves the page, to look at.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from spotlight.records import Pool
 from spotlight.store.thumbnails import thumbnail
 
 RESERVED, NODE = 4, 4
-"""Reserved workers, and workers of a node: gangs have up to so many."""
+"""Number of reserved workers, and workers of a node, which is the most that a gang has."""
 TASK_S = 5.0
 """How long a gang is at work on a request, on average."""
 TICK_S = 0.1
 LOSS_S = 20.0
-"""Between two losses."""
+"""Time between two losses."""
 ITERATION_S = 12.0
 
 
 @dataclass(slots=True)
 class Feeder:
-    """Tells a dispatcher and a page what a cluster of so many workers might do."""
+    """Sends a dispatcher and a page the events of a synthetic cluster."""
 
     dispatch: Dispatcher
     page: PagePlugin
@@ -59,7 +59,7 @@ class Feeder:
     ending: list[tuple[float, tuple[Key, ...], tuple[str, ...]]] = field(default_factory=list)
     lost: list[tuple[float, str, str, str]] = field(default_factory=list)
     begun: dict[Key, float] = field(default_factory=dict)
-    """When each task that is at work began."""
+    """{running task: when it began}"""
     iteration: int = 0
     joined: int = 0
 
@@ -85,7 +85,7 @@ class Feeder:
         self.dispatch.handle(event)
 
     def tick(self, now_s: float, began_s: float) -> None:
-        """What happens until a moment."""
+        """Send the events up to ``now_s``."""
         for at_s, keys, addresses in [entry for entry in self.ending if entry[0] <= now_s]:
             self.ending.remove((at_s, keys, addresses))
             for key, address in zip(keys, addresses, strict=True):
@@ -161,7 +161,7 @@ class Feeder:
 
 
 def iteration_rows(k: int, now_s: float, chance: Random) -> Iterator[dict[str, Any]]:
-    """What a driver might tell of an iteration."""
+    """Rows that a driver might send about an iteration."""
     reward = 0.5 + 0.4 * (1 - 0.9**k) + chance.uniform(-0.03, 0.03)
     yield {
         "kind": "iteration",
@@ -206,7 +206,7 @@ def iteration_rows(k: int, now_s: float, chance: Random) -> Iterator[dict[str, A
 
 
 async def serve(workers: int, port: int) -> tuple[Scheduler, Feeder]:
-    """A scheduler whose page shows a made-up run; nothing happens yet."""
+    """Start a scheduler whose page shows a synthetic run; without events yet."""
     prepare()
     dispatch, page = DispatchPlugin("made-up", "", Rules(), owner="", driver="", member=""), PagePlugin()
     scheduler = await Scheduler(
@@ -248,7 +248,7 @@ async def measure(workers: int, seconds: float, readers: int) -> tuple[float, fl
 
 
 def _look(address: str) -> Any:
-    """In a process of its own, a session that takes all that the page sends."""
+    """Open the page in a session that receives all that it sends; runs in a process of its own."""
     import subprocess
     import sys
 

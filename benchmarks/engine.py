@@ -1,12 +1,12 @@
-"""What a step and an update cost through the engine, beside bare diffusers and peft; and a request through the system.
+"""What a step and an update cost in the engine, beside bare diffusers and peft, and what a request costs in the system.
 
 Both sides run the same transformer in this process, in turn; a figure is the median of the turns' ratios. An update's
-bare side repeats the very passes that the engine's update made of the transformer (with or without gradients), takes
+bare side repeats the passes through the transformer that the engine's update made (with or without gradients), takes
 the mean square of each as a loss, and one step of AdamW.
 
-``python -m benchmarks.engine`` takes the embedded model; where there is a GPU, a random transformer of Qwen-Image's
-size at 512 and 1280 px, and adds the achieved rate beside that of a matrix product, what a LoRA and a fixed order of
-sums cost, what the cost model says, the memory, and how fast weights come in.
+``python -m benchmarks.engine`` uses the embedded model. With a GPU it uses a random transformer of Qwen-Image's size at
+512 and 1280 px, and also shows the achieved rate beside that of a matrix product, the cost of a LoRA and of a fixed
+order of sums, what the cost model says, the memory, and how fast weights are loaded.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ from spotlight.store.rundir import RunDir
 QWEN_IMAGE = {"patch_size": 2, "in_channels": 64, "out_channels": 16, "attention_head_dim": 128}
 QWEN_HEADS, QWEN_TEXT_DIM, QWEN_LAYERS = 24, 3584, 60
 TEXT_TOKENS = 64
-"""Of the random transformer's prompts."""
+"""Tokens of the random transformer's prompts."""
 SAMPLES = 2
-"""In a batch of the random transformer's."""
+"""Samples in a batch of the random transformer."""
 SQUARE = 8192
 """Side of the matrices whose product is timed."""
 
@@ -76,7 +76,7 @@ class SeedlessScorer(Scorer):
 
 
 class RandomQwen(QwenTransformer):
-    """A transformer of Qwen-Image's shape with random weights; its texts and images are made up."""
+    """A transformer of Qwen-Image's shape with random weights; its texts and images are random, too."""
 
     def __init__(self, device: torch.device, *, layers: int) -> None:
         self.device = device
@@ -137,7 +137,7 @@ class Bench:
 
 @contextmanager
 def bench(overrides: Sequence[str], model: Callable[[], Model] | None = None) -> Iterator[Bench]:
-    """A fresh run; its model may be another than the settings'."""
+    """A new run, with ``model`` in place of the settings' model if it is given."""
     with tempfile.TemporaryDirectory() as directory, protocol.using(InProcess()):
         device = protocol.current()
         assert isinstance(device, InProcess)
@@ -156,9 +156,9 @@ class Took:
     """Seconds of some work."""
 
     wall_s: float
-    """The GPU's part included."""
+    """Seconds of the clock, with the GPU's work."""
     cpu_s: float
-    """Of this process, which other work on the machine hardly changes."""
+    """CPU seconds of this process, which other work on the machine hardly changes."""
 
 
 def took(work: Callable[[], object]) -> Took:
@@ -171,11 +171,11 @@ def took(work: Callable[[], object]) -> Took:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Medians over the turns after the first, which warms up."""
+    """Medians over all turns but the first, which warms up."""
 
     bare_s: float
     ratio: float
-    """Bare / engine, in seconds of the clock."""
+    """Bare / engine, in clock seconds."""
     cpu_ratio: float
     """The same in CPU seconds."""
 
@@ -195,7 +195,7 @@ def _finish() -> None:
 
 
 def steps(made: Bench, turns: int) -> Compared:
-    """All steps of a request."""
+    """Compare all steps of a request."""
     (template, *_) = made.requests(0, made.context.start)
     bare, engine = [], []
     for turn in range(turns + 1):
@@ -239,7 +239,7 @@ class Pass:
 
 
 def updates(made: Bench, turns: int) -> tuple[Compared, list[Pass]]:
-    """An update and its publishing; also the passes that it makes."""
+    """Compare an update and its publishing; also returns the update's passes."""
     weights, bare, engine = made.context.start, [], []
     made_of: list[Pass] = []
     for turn in range(turns + 1):
@@ -262,7 +262,7 @@ def _computed(graph: Graph, output: str) -> Any:
 
 @contextmanager
 def passes(transformer: Any) -> Iterator[list[Pass]]:
-    """The passes that are made inside."""
+    """Yields a list that gets the passes made inside."""
     found: list[Pass] = []
 
     def note(module: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -313,7 +313,7 @@ def _row(what: str, found: Compared) -> str:
 
 
 def passes_on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int], forms: Sequence[str]) -> None:
-    """Of a random transformer of Qwen-Image's size."""
+    """Measure passes of a random transformer of Qwen-Image's size."""
     device, name = torch.device("cuda"), torch.cuda.get_device_name()
     rate = matrix_rate(device)
     print(f"{name}: {rate / 1e12:.0f} TFLOP/s in a product of {SQUARE} x {SQUARE} bfloat16")
@@ -331,7 +331,7 @@ def passes_on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int], form
 
 
 def engine_on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int]) -> None:
-    """What the engine makes of the same transformer."""
+    """Measure the engine with the same transformer."""
     print(f"\n| what, {SAMPLES} samples | bare, s | bare / engine (goal 0.98) | in CPU seconds ", end="")
     print("| cost model, s | memory, GB | estimated, GB |\n" + "|---" * 7 + "|", flush=True)
     for px in sizes:
@@ -357,7 +357,7 @@ def engine_on_gpu(turns: int, layers: int, rank: int, sizes: Sequence[int]) -> N
 def _passes_rows(
     model: RandomQwen, px: int, samples: int, turns: int, rate: float, forms: Sequence[str]
 ) -> Iterator[str]:
-    """A forward pass, and one with its backward, each in several forms."""
+    """Table of a forward pass, and of one with its backward pass, each in several forms."""
     text = model.encode([""] * samples)
     x_BNC = torch.randn(samples, *model.latent_shape(px, px), device=model.device)
     sigma_B = torch.full((samples,), 0.5, device=model.device)
@@ -384,7 +384,7 @@ def _passes_rows(
 
 
 def _kernels_s(work: Callable[[], object]) -> float:
-    """Seconds in which the GPU computes."""
+    """Seconds in which the GPU runs kernels."""
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         work()
         torch.cuda.synchronize()
@@ -393,7 +393,7 @@ def _kernels_s(work: Callable[[], object]) -> float:
 
 @contextmanager
 def as_peft(model: Model) -> Iterator[None]:
-    """Inside, the layers of the LoRA compute as peft has it, in float32."""
+    """Inside, the LoRA's layers compute in float32, as in peft."""
     layers: list[Any] = [each for each in model.transformer.modules() if isinstance(each, LoraLayer)]
     ours = [each.__dict__.pop("forward") for each in layers]
     try:
@@ -427,7 +427,7 @@ def in_any_order(_: Model) -> Iterator[None]:
 
 
 def _within(*contexts: Callable[[Model], AbstractContextManager[Any]]) -> Callable[[Model], ExitStack]:
-    """All of them, one in the other."""
+    """All contexts, nested."""
 
     def entered(model: Model) -> ExitStack:
         stack = ExitStack()
@@ -463,7 +463,7 @@ FORMS = {
 
 
 class CostModel:
-    """What the simulator says of the same work (`plan.durations`), and `rl.memory` of the space that it takes."""
+    """What the simulator says of the same work (`plan.durations`), and `rl.memory` of its memory."""
 
     def __init__(self, made: Bench) -> None:
         settings, transformer = made.settings, made.model.transformer
@@ -484,13 +484,13 @@ class CostModel:
         self.step_s = SAMPLES * self._forward_s
 
     def passes_s(self, passes: Sequence[Pass]) -> float:
-        """Of an update that makes these passes."""
+        """Seconds of an update with these passes."""
         rows = ((len(each.arguments["hidden_states"]), each.with_gradient) for each in passes)
         return sum(count * self._forward_s * (1 + BACKWARD_LORA * learns) for count, learns in rows)
 
 
 def gpu_name() -> str:
-    """As the cost model has it; an H100 for those that it does not know."""
+    """The GPU's name in the cost model; "h100" for those that it does not know."""
     name = torch.cuda.get_device_name().lower()
     return next((known for known in GPUS if known in name), "h100")
 
@@ -507,7 +507,7 @@ def matrix_rate(device: torch.device, times: int = 20) -> float:
 
 
 def map_in_rate(device: torch.device, gb: float = 2.0) -> float:
-    """Bytes a second from a safetensors file that was read before to the device."""
+    """Bytes a second from a cached safetensors file to the device."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "weights.safetensors"
         save_file({f"{at}": torch.zeros(int(gb * 1e9 / 16), dtype=torch.bfloat16) for at in range(8)}, file)
@@ -519,13 +519,17 @@ def map_in_rate(device: torch.device, gb: float = 2.0) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--samples", type=int, default=512, help="of a batch, on a CPU (%(default)s)")
-    parser.add_argument("--layers", type=int, default=QWEN_LAYERS, help="of the random transformer (%(default)s)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1280], help="in pixels, on a GPU (%(default)s)")
-    parser.add_argument("--rank", type=int, default=32, help="of its LoRA (%(default)s)")
-    parser.add_argument("--only", choices=["passes", "engine"], help="of the two tables of a GPU")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="of its passes (all)")
-    parser.add_argument("--cpu", action="store_true", help="also where there is a GPU")
+    parser.add_argument("--samples", type=int, default=512, help="samples of a batch, on a CPU (%(default)s)")
+    parser.add_argument(
+        "--layers", type=int, default=QWEN_LAYERS, help="layers of the random transformer (%(default)s)"
+    )
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[512, 1280], help="image sizes in pixels, on a GPU (%(default)s)"
+    )
+    parser.add_argument("--rank", type=int, default=32, help="rank of its LoRA (%(default)s)")
+    parser.add_argument("--only", choices=["passes", "engine"], help="only one of the two tables of a GPU")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="forms of its passes (all)")
+    parser.add_argument("--cpu", action="store_true", help="use the CPU even if there is a GPU")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 

@@ -1,7 +1,7 @@
-"""Does the dispatcher keep its promises whatever happens? Fault schedules by the thousand, each from its seed.
+"""Does the dispatcher keep its invariants under any faults? Thousands of fault schedules, each drawn from a seed.
 
-``python -m benchmarks.faults --schedules N`` prints a table in Markdown, and for each schedule that broke a promise
-the line that replays it: ``python -m benchmarks.faults --seed SEED --trace``.
+``python -m benchmarks.faults --schedules N`` prints a table in Markdown, and for each schedule that broke an invariant
+the command that replays it: ``python -m benchmarks.faults --seed SEED --trace``.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 from cluster.virtual.faults import Verdict, draw, verdict
 
 CHUNK = 200
-"""Schedules that a process is given at a time."""
+"""Schedules that a process gets at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """What came of some schedules."""
+    """Results of some schedules."""
 
     events: int
     virtual_s: float
     broken: dict[int, tuple[str, ...]]
-    """Violations of the schedules that have any, by seed."""
+    """{seed: violations}, of schedules that have any."""
 
 
 def count(seeds: range) -> Count:
@@ -51,7 +51,7 @@ def counts(seeds: range, processes: int) -> Iterator[Count]:
 
 
 def replay(seed: int, *, trace: bool) -> Verdict:
-    """One schedule again, shown."""
+    """Run one schedule again, and print it."""
     schedule = draw(seed)
     pprint(schedule, width=120)
     log: list[dict[str, Any]] = []
@@ -68,9 +68,9 @@ def replay(seed: int, *, trace: bool) -> Verdict:
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="of the first schedule")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first schedule")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--seed", type=int, help="run this one alone, and show it")
+    parser.add_argument("--seed", type=int, help="run only this schedule, and print it")
     parser.add_argument("--trace", action="store_true", help="with --seed: print its events and instructions")
     arguments = parser.parse_args(given)
     if arguments.seed is not None:

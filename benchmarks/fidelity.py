@@ -1,7 +1,7 @@
-"""Does the virtual cluster tell the truth? Paced live runs under real kills beside the same settings on its clock.
+"""How accurate is the virtual cluster? Paced live runs under real kills, compared with the same settings on its clock.
 
-Nothing is fitted: durations come from the cost model, what happens when from the settings and the trace, and what the
-system itself costs from the defaults of ``[simulation]``, or as ``benchmarks.fixed_costs`` measured it on another
+Nothing is fitted: durations come from the cost model, the times of events from the settings and the trace, and the
+system's own costs from the defaults of ``[simulation]``, or as ``benchmarks.fixed_costs`` measured them on another
 cluster. Seconds and dollars count from the start of the first iteration to the end of the last. ``python -m
 benchmarks.fidelity`` prints a table in Markdown; the rows go to ``benchmarks/data/fidelity.jsonl``. ``--headline`` does
 the same for rows of ``benchmarks.time_to_target``.
@@ -43,7 +43,7 @@ VALIDATION_PROMPTS = 4
 TRACE_S = 240.0
 """Emulated seconds of a trace: about as long as a run."""
 PREEMPTIONS = 3
-"""At least so many workers are lost in a run: traces are drawn until one has them."""
+"""Least number of lost workers in a run: traces are drawn until one has them."""
 
 HEADLINE = ("reserved only (4)", OURS, "a quarter ahead (1 + 11)")
 HEADLINE_SPEEDUP = 3.0
@@ -63,7 +63,7 @@ class Shape:
     widths: tuple[int, ...] = (1,)
     prompts: int
     speedup: float
-    """Emulated seconds in a real one: small enough that two cores keep the pace."""
+    """Emulated seconds in a real one: few enough for two cores to keep up."""
 
 
 SHAPES = (
@@ -109,7 +109,7 @@ def settings(shape: Shape, model: str, directory: Path) -> Config:
 
 
 def trace_of(shape: Shape, model: str, directory: Path) -> Path:
-    """A made-up trace with enough preemptions, compressed to the length of a run."""
+    """Make a synthetic trace with enough preemptions, compressed to the length of a run."""
     for seed in range(1000):
         drawn = synthesise(seed=seed, capacity=shape.spot, duration_s=24 * 3600.0, model=MODELS[model])
         trace = drawn.stretch(TRACE_S / drawn.duration_s)
@@ -129,7 +129,7 @@ def spent(run: RunDir, settings: Config) -> tuple[float, float]:
 
 
 def headline(strategy: str, iterations: int, speedup: float, directory: Path) -> Config:
-    """So many iterations of a row of the headline, but with what the system itself costs on this machine."""
+    """Settings of a row of the headline, with so many iterations, and the system's own costs on this machine."""
     row = Case(job="digits", regime="2 levels", size="512", strategy=strategy, trial=0, seed=0)
     of_other_machines = ("simulation.", "pace.speedup", "pools.spot.speedup")
     return config.load(
@@ -147,7 +147,7 @@ def headline(strategy: str, iterations: int, speedup: float, directory: Path) ->
 
 
 def compare(configured: Callable[[Path], Config], directory: Path, costs: Mapping[str, float]) -> Row:
-    """Run it live, unless that was done in this directory, and on the virtual clock, with real learning in both."""
+    """Run settings live, unless this directory has that run, and on the virtual clock, with real learning in both."""
     done = [RunDir.open(path) for path in sorted(directory.glob("*/")) if not (path / SIMULATED).exists()]
     if done:
         live, load = done[0], None
@@ -192,7 +192,7 @@ def table(rows: list[Row]) -> Iterator[str]:
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[Path], Config]]]:
-    """The cluster and the trace of each, and how its settings come about."""
+    """``(cluster, trace, function that makes the settings)`` of each case."""
     if arguments.headline is not None:
         for strategy in arguments.headline or HEADLINE:
             yield strategy, "bursty", partial(headline, strategy, arguments.iterations, arguments.speedup)
@@ -203,17 +203,19 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[P
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="which of the clusters")
+    parser.add_argument(
+        "--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="numbers of the clusters to run (all)"
+    )
     parser.add_argument("--models", nargs="*", default=sorted(MODELS), choices=sorted(MODELS))
     parser.add_argument(
         "--headline", nargs="*", choices=HEADLINE, metavar="NAME", help="rows of the headline instead of the clusters"
     )
-    parser.add_argument("--iterations", type=int, default=3, help="of a row of the headline")
+    parser.add_argument("--iterations", type=int, default=3, help="iterations of a row of the headline")
     parser.add_argument(
-        "--speedup", type=float, default=HEADLINE_SPEEDUP, help="emulated seconds of such a row in a real one"
+        "--speedup", type=float, default=HEADLINE_SPEEDUP, help="emulated seconds in a real one, for such a row"
     )
     parser.add_argument(
-        "--keep", type=Path, metavar="DIRECTORY", help="where run directories stay; a live one that is there is kept"
+        "--keep", type=Path, metavar="DIRECTORY", help="keep run directories here; a recorded live run is not repeated"
     )
     parser.add_argument(
         "--costs",

@@ -1,7 +1,7 @@
-"""What does a live run spend beside its work? A paced run without preemptions on a small cluster, measured.
+"""How much time does a live run spend beside its work? Measured in a paced run without preemptions on a small cluster.
 
-``python -m benchmarks.fixed_costs`` prints the settings of ``[simulation]`` that it finds, in seconds of this machine,
-as busy as it is now; the defaults are those of a quiet one. What an update of a large LoRA costs: `benchmarks.updates`.
+``python -m benchmarks.fixed_costs`` prints settings of ``[simulation]``, in seconds of this machine at its present
+load; the defaults are from a quiet machine. `benchmarks.updates` measures an update of a large LoRA.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DENOISING = ("rollout", "explore-r")
 
 
 def settings(directory: Path) -> Config:
-    """Two reserved and two spot workers that stay, as none of the clusters that fidelity is measured on has them."""
+    """Two reserved and two spot workers that stay: none of the clusters on which fidelity is measured."""
     return config.load(
         SETTINGS,
         [
@@ -54,7 +54,7 @@ def settings(directory: Path) -> Config:
 
 
 def fixed_costs(run: RunDir, settings: Config) -> dict[str, float]:
-    """Settings of ``[simulation]`` that a run without preemptions shows."""
+    """Settings of ``[simulation]``, computed from a run without preemptions."""
     durations, spans = TaskDurations(settings), [Span(**row) for row in run.rows(SPANS)]
     train, publish = (_lasted(spans, phase) for phase in ("train", "publish"))
     cycle_s = STEPS * durations.step_s(SEEDS, 1) + durations.score_s(SEEDS)
@@ -74,7 +74,8 @@ def _lasted(spans: Iterable[Span], phase: str) -> list[float]:
 
 
 def _cycles(spans: Iterable[Span]) -> Iterator[float]:
-    """From the start of a worker's request to that of its next one in the same phase, where it scored in between."""
+    """Seconds from the start of a worker's request to that of its next one in the same phase, if it scored in
+    between."""
     mine: dict[tuple[str, str, int], list[Span]] = {}
     for span in sorted(spans, key=lambda span: span.start_s):
         if span.phase.startswith(DENOISING) and span.outcome == "done":
@@ -84,7 +85,7 @@ def _cycles(spans: Iterable[Span]) -> Iterator[float]:
 
 
 def _idle(spans: Iterable[Span]) -> Iterator[float]:
-    """Stretches in which no worker had a task."""
+    """Lengths of the periods in which no worker had a task, in seconds."""
     until_s = None
     for span in sorted(spans, key=lambda span: span.start_s):
         if until_s is not None and span.start_s > until_s:

@@ -1,4 +1,4 @@
-"""A model of Qwen-Image's size, live on a GPU: what an iteration takes beside the virtual clock, and what a loss costs.
+"""A model of Qwen-Image's size, live on a GPU: an iteration's time beside the virtual clock's, and the cost of a loss.
 
 Three runs of a checkpoint in the published layout with random weights (41 GB; the transformer and the VAE have the
 published shapes, the text encoder is small). In the first a reserved worker is alone; the same settings are then run on
@@ -37,11 +37,12 @@ from pipelines import qwen_image_as_published, tiny_qwen_image
 
 SETTINGS = ROOT / "examples" / "presets" / "nft.toml"
 PROMPTS = 4
-"""In all: two of an iteration, and those of the next."""
+"""Prompts in all: two of an iteration, and those of the next."""
 MID_REQUEST_S, MID_TASK_S = 1.0, 0.04
-"""After its launch, a request of two samples at 512 px is in the middle of its steps; a tiny one sooner."""
+"""Time after its launch at which a request of two samples at 512 px is in the middle of its steps; for a tiny one,
+sooner."""
 SEPARATE = ("add", "update")
-"""Of training."""
+"""Phases of training with a line of their own."""
 RUNS = ("alone", "struck", "explored")
 
 
@@ -84,7 +85,7 @@ def settings(directory: Path, arguments: argparse.Namespace, *, spot: int, explo
 
 
 def live(asked: Config, *, struck_s: float | None = None) -> RunDir:
-    """Run it; a spot worker is killed so long after it began with its first rollout."""
+    """Run settings live; a spot worker is killed ``struck_s`` after it began its first rollout."""
     run = Run.of(asked).start()
     if struck_s is not None:
         plugin = KillWorkers("rollout", pool="spot", count=1, after_s=struck_s)
@@ -118,14 +119,14 @@ def table(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
 
 
 def start(run: RunDir, began_s: float) -> str:
-    """How long after the run began workers had joined, and the first of them worked."""
+    """A sentence on how long it took until workers had joined, and the first of them worked."""
     joined = ", ".join(f"{life.joined_s - began_s:.1f}" for life in read_lives(run))
     first_s = min(row["start_s"] for row in run.rows(SPANS))
     return f"Workers joined after {joined} s; work began after {first_s - began_s:.1f} s."
 
 
 def loss(run: RunDir) -> Iterator[str]:
-    """What the killed worker left undone, and when the next one worked."""
+    """Sentences on what the killed worker left undone, and when the next one worked."""
     spans, lives = [Span(**row) for row in run.rows(SPANS)], read_lives(run)
     for span in spans:
         if span.outcome == "lost":
@@ -146,7 +147,7 @@ def loss(run: RunDir) -> Iterator[str]:
 
 
 def hashes(run: RunDir) -> list[str]:
-    """Of each version's weights."""
+    """Hashes of each version's weights."""
     return [row.weights_sha256 for row in run.history()]
 
 
@@ -185,11 +186,13 @@ def measure(place: Path, arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="*", default=RUNS, choices=RUNS, metavar="NAME", help=f"of {', '.join(RUNS)}")
-    parser.add_argument("--checkpoint", type=Path, help="where it is, or is to be written; default: a temporary place")
-    parser.add_argument("--layers", type=int, default=60, help="of the published transformer, if it is written")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="where the checkpoint is, or is written (a temporary directory)"
+    )
+    parser.add_argument("--layers", type=int, default=60, help="layers of the published transformer, if it is written")
     parser.add_argument("--px", type=int, default=512, help="edge of the images")
-    parser.add_argument("--iterations", type=int, default=2, help="of each run")
-    parser.add_argument("--smoke", action="store_true", help="a tiny transformer at 32 px, on the processor")
+    parser.add_argument("--iterations", type=int, default=2, help="iterations of each run")
+    parser.add_argument("--smoke", action="store_true", help="a tiny transformer at 32 px, on the CPU")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.px = 32

@@ -1,8 +1,8 @@
-"""Gives the project what nobody should: settings, overrides, prompts, traces, prices, and every file of a run, damaged.
+"""Fuzzes the project with damaged settings, overrides, prompts, traces, prices, and every file of a run.
 
-Of each, one of three things must come: it works, it is refused in a paragraph that names the place, or the run is
-resumed to the same bits. Anything else is a fault. ``python -m benchmarks.fuzz --cases 100000`` tries for an hour;
-the tests try some of each.
+Each case must have one of three results: it works, it is refused in a paragraph that names the place, or the run
+resumes to the same bits. Anything else is a fault. ``python -m benchmarks.fuzz --cases 100000`` takes an hour; the
+tests try some of each.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from spotlight.store.rundir import RunDir
 ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "examples" / "prompts"
 PARAGRAPH = 2000
-"""Characters that a refusal may have; one of settings has a line for each that is wrong."""
+"""Most characters of a refusal; one of settings has a line for each wrong setting."""
 SETTINGS = f"""
 [run]
 iterations = 3
@@ -81,7 +81,7 @@ usd_per_h = 2.5
 """
 
 Check = Callable[[Path, Any], None]
-"""Tries one case in a directory that is its own; raises `AssertionError`, or whatever it came upon, for a fault."""
+"""Tries one case in a directory of its own; a fault raises `AssertionError`, or any other error."""
 
 # What is tried
 
@@ -110,7 +110,7 @@ junk = st.one_of(
 
 @cache
 def fields() -> list[str]:
-    """All settings, dotted."""
+    """Names of all settings, as ``section.key``."""
 
     def of(section: type[Section], above: str) -> Iterator[str]:
         for key, field in section.model_fields.items():
@@ -124,7 +124,7 @@ def fields() -> list[str]:
 
 
 def toml(value: Any) -> str:
-    """A value as TOML; what TOML has no form for, as text that is none."""
+    """A value as TOML; invalid text for values that TOML cannot hold."""
     match value:
         case bool():
             return str(value).lower()
@@ -155,7 +155,7 @@ lines_of = {
 
 
 def texts(kind: str) -> st.SearchStrategy[bytes]:
-    """A file of lines, most of them right, now and then with junk within."""
+    """Files of lines, most of them valid, some with junk in between."""
     line = st.one_of(
         st.sampled_from(lines_of[kind]).map(str.encode),
         st.sampled_from(lines_of[kind]).map(str.encode),
@@ -167,21 +167,21 @@ def texts(kind: str) -> st.SearchStrategy[bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """What happens to one file of a run."""
+    """A damage to one file of a run."""
 
     file: float
-    """Which, as a share of all in order of their names."""
+    """Which file, as a share of all in order of their names."""
     how: str
     at: float
-    """Where in it, as a share of its length."""
+    """Where in the file, as a share of its length."""
     value: Any
     junk: bytes
 
 
 LOSSES = ("delete", "cut", "overwrite", "directory", "link", "pipe", "empty", "cut line")
-"""Leave a file that is missing something: the run must be the same afterwards, or refused."""
+"""Damages that remove something: the run must end the same afterwards, or be refused."""
 EDITS = ("leaf", "key", "line twice", "junk")
-"""May leave another value that could as well be true: it may work, whatever comes of it."""
+"""Damages that may leave another valid value: the run may work, with any result."""
 damages = st.builds(
     Damage,
     file=st.floats(0, 1, exclude_max=True),
@@ -195,7 +195,7 @@ damages = st.builds(
 
 
 def refusal(work: Callable[[], Any], *places: object) -> str | None:
-    """What is said of it where it is refused; None where it works.
+    """The text of the refusal; None if it works.
 
     Raises:
         AssertionError: the refusal names none of the places, or is too long to be read.
@@ -211,7 +211,7 @@ def refusal(work: Callable[[], Any], *places: object) -> str | None:
 
 
 def check_settings(directory: Path, case: tuple[list[tuple[str, Any]], bytes | None, float]) -> None:
-    """A settings file with some settings that are others, or with junk in the middle of it."""
+    """A settings file with some settings changed, or with junk in the middle of it."""
     edits, within, at = case
     path = directory / "run.toml"
     text = (
@@ -274,7 +274,8 @@ def check_price_file(directory: Path, content: bytes) -> None:
 
 
 def check_run(directory: Path, damage: Damage) -> None:
-    """A run whose driver died before its last iteration, one file of it damaged: gone on with, reported, accounted."""
+    """A run whose driver died before its last iteration, with one file damaged: it is resumed, reported and accounted
+    for."""
     killed, expected = example_run()
     run_dir = directory / killed.name
     shutil.copytree(killed, run_dir)
@@ -290,7 +291,7 @@ def check_run(directory: Path, damage: Damage) -> None:
 
 
 def go_on(run_dir: Path) -> None:
-    """As `spotlight resume` does it."""
+    """Resume a run, as `spotlight resume` does."""
     run = RunDir.open(run_dir)
     resuming.check(run)
     rows = len(resuming.rows_that_stay(run))
@@ -301,7 +302,7 @@ def go_on(run_dir: Path) -> None:
 
 
 def account(run_dir: Path) -> None:
-    """As `spotlight cost` and `spotlight report` do it, but for the drawing."""
+    """Do what `spotlight cost` and `spotlight report` do, except drawing."""
     from spotlight.report.facts import read
     from spotlight.report.money import bought, cost_json, cost_table
 
@@ -326,7 +327,7 @@ class _NoWatch:
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    """The end of a run, as far as it depends on nothing but its settings."""
+    """Results of a run that depend only on its settings."""
     run = RunDir.open(run_dir)
     return {
         "weights": [row.weights_sha256 for row in run.history()],
@@ -355,7 +356,7 @@ def example_run() -> tuple[Path, dict[str, Any]]:
 
 
 def inflict(run_dir: Path, damage: Damage) -> Path:
-    """Damage one file; returns which."""
+    """Damage one file; returns its path."""
     files = sorted(path for path in run_dir.rglob("*") if path.is_file())
     path = files[int(damage.file * len(files))]
     content = path.read_bytes()
@@ -441,17 +442,17 @@ KINDS: dict[str, tuple[st.SearchStrategy[Any], Check, int]] = {
     "prices": (texts("prices"), check_price_file, 220),
     "run": (damages, check_run, 60),
 }
-"""What is tried, how, and how many of 2,000 cases it gets."""
+"""{kind: its cases, the check, and how many of 2,000 cases it gets}"""
 
 
 def fuzz(kind: str, cases: int, number: int | None = None) -> None:
     """Try so many cases of a kind.
 
     Args:
-        number: of the attempt; each number tries other cases. None: always the same ones.
+    number: of the attempt; each number tries other cases. None: always the same cases.
 
     Raises:
-        Exception: the first fault, made as small as it goes.
+        Exception: the first fault, minimised.
     """
     strategy, check, _ = KINDS[kind]
 

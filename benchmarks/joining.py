@@ -1,9 +1,9 @@
-"""How soon work begins where the cluster is there already, and what its scheduler takes with many workers.
+"""How soon work begins on an existing cluster, and how much CPU its scheduler takes with many workers.
 
-Everything is real: the processes are those of Dask's own commands, as the tests of existing clusters have them
-(`tests/existing.py`), or workers on hosts of this machine's own making (`tests/hosts.py`), with TLS. Moments come from
-the scheduler's events, first steps are timed by their commits. ``python -m benchmarks.joining`` prints tables in
-Markdown; each names the load average at its beginning.
+Everything is real: the processes are started by Dask's own commands, as in the tests of existing clusters
+(`tests/existing.py`), or are workers on hosts made of network namespaces (`tests/hosts.py`), with TLS. Times come from
+the scheduler's events; first steps are timed by their commits. ``python -m benchmarks.joining`` prints tables in
+Markdown; each names the load average at its start.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ NODE = 8
 RESERVED = 2
 PORT = 8786
 CPU_S = 1.0
-"""Between two looks at the seconds of CPU that the scheduler has used."""
+"""Time between two readings of the scheduler's CPU seconds."""
 COMMON = ("run.validation_seeds=1", "cluster.dashboard_port=0")
 LIGHT = ('reward.name="benchmarks.engine:SeedlessScorer"',)
-"""64 OCR engines would have this machine's memory. What it imports, the driver imports too, to check the prompts."""
+"""64 OCR engines would fill this machine's memory. The driver imports what the scorer imports, to check the prompts."""
 
 Split = dict[str, float]
-"""Seconds by part, in their order in time."""
+"""{part: seconds}, in order of time."""
 
 
 # A worker joins
 
 
 def joins(trials: int) -> dict[str, list[Split]]:
-    """Of a worker on a warm node, where another one of the run has the weights: from its start to its first step."""
+    """Time from a worker's start to its first step, on a warm node, where another worker of the run has the weights."""
     return {"`dask worker`, a new process": list(_plain(trials)), "a local pool's, forked": list(_forked(trials))}
 
 
@@ -96,12 +96,12 @@ def _forked(trials: int) -> Iterator[Split]:
 
 
 def _warm(work: Live) -> None:
-    """Have every spot worker do some of a request, so that the node has the weights."""
+    """Have every spot worker run a part of a request, so that the node has the weights."""
     work.pools.client.gather(work.start([work.request() for _ in range(4)]))
 
 
 def _held(work: Live, name: str) -> Any:
-    """Give a worker something else to do: it gets no more work of ours, while this is kept."""
+    """Give a worker another task: it gets no work of the run while the result is kept."""
     client = work.pools.client
     task = client.submit(time.sleep, NEVER_S, workers=[name], pure=False)
     while not any(task.key in keys for keys in client.processing().values()):
@@ -110,7 +110,7 @@ def _held(work: Live, name: str) -> Any:
 
 
 def _to_first_step(work: Live, name: str, began_s: float) -> Split:
-    """Of a worker that was started then, and does the only request."""
+    """Time to the first step of a worker that was started at ``began_s``, and runs the only request."""
     request = work.request()
     futures = work.start([request])
     first_s = work.committed_s(request, 1)
@@ -126,7 +126,7 @@ def _is(row: Mapping[str, Any], event: str, worker: str) -> bool:
 
 
 def _said(client: Client) -> list[tuple[float, str]]:
-    """What came to the scheduler, and when."""
+    """``(time, event)`` of what the scheduler saw."""
     return [(at_s, said["action"]) for at_s, said in client.get_events("all")]
 
 
@@ -134,7 +134,7 @@ def _said(client: Client) -> list[tuple[float, str]]:
 
 
 def resumes(trials: int) -> list[Split]:
-    """Of `spotlight resume`, given at once after the driver was killed: until a worker is at work for the run again."""
+    """Time of `spotlight resume`, right after the driver was killed, until a worker works for the run again."""
     found = []
     with tempfile.TemporaryDirectory() as directory, standing_cluster(spot=2) as cluster:
         run = Path(directory) / "run"
@@ -167,14 +167,14 @@ def _one_more(run: Path, driver: subprocess.Popen[bytes]) -> None:
 
 
 def _finished(run: Path) -> int:
-    """Iterations so far."""
+    """Iterations finished so far."""
     history = run / HISTORY
     return len(history.read_bytes().splitlines()) if history.exists() else 0
 
 
 def _to_work(run: RunDir, observer: Client, driver: subprocess.Popen[bytes], began_s: float) -> Split:
     def working() -> list[float]:
-        """When workers began what they did for the run since, but for the first task, which only prepares."""
+        """When workers began tasks of the run since then, except the first one, which only prepares."""
         spans = run.rows(SPANS)
         return [row["start_s"] for row in spans if row["start_s"] > began_s and row["phase"] != "prepare"]
 
@@ -194,8 +194,8 @@ def _to_work(run: RunDir, observer: Client, driver: subprocess.Popen[bytes], beg
 
 
 def scheduler_share(workers: int, seconds: float, height_px: int) -> dict[str, float]:
-    """What scheduler and driver take of a core, while so many workers on hosts of eight are at work, as slow as an H100
-    with Qwen-Image."""
+    """Shares of a core that scheduler and driver take with so many workers at work, on hosts of eight, as slow as an
+    H100 with Qwen-Image."""
     names = [f"h{number}" for number in range(-(-workers // NODE))]
     with tempfile.TemporaryDirectory() as shared:
         hosts = Hosts(Path(shared), "head", *names)
@@ -264,18 +264,18 @@ def _many(
 
 
 def _inner(entered: subprocess.Popen[bytes]) -> psutil.Process:
-    """The process that was started on a host."""
+    """The process that was started inside a host's namespace."""
     (inner,) = psutil.Process(entered.pid).children()
     return inner
 
 
 def _have_worked(run: Path) -> int:
-    """Workers that have finished something: engines load their model at their first request."""
+    """How many workers have finished a task: engines load their model at their first request."""
     return len({row["worker"] for row in RunDir(run).rows(SPANS)}) if (run / SPANS).exists() else 0
 
 
 def _shares(processes: Sequence[psutil.Process], seconds: float) -> Iterator[tuple[float, ...]]:
-    """Of a core, by each process, second by second."""
+    """Share of a core of each process, second by second."""
     at_s, used_s = time.perf_counter(), [_cpu_s(process) for process in processes]
     for _ in range(round(seconds / CPU_S)):
         time.sleep(CPU_S)
@@ -290,7 +290,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def serve_host(count: int, name: str, host: str, scheduler: str) -> None:
-    """So many workers on this host, forked from one fork server; a first host has the reserved ones."""
+    """Run ``count`` workers on this host, forked from one fork server; the first host has the reserved ones."""
     from benchmarks.joining import _serve  # by a name that processes find which do not begin as this one did
 
     context = own_fork_server()
@@ -322,7 +322,7 @@ def _serve(scheduler: str, host: str, name: str, pool: str, directory: str) -> N
 
 @contextmanager
 def standing_cluster(*, spot: int) -> Iterator[DaskCluster]:
-    """A scheduler, a reserved worker and so many spot workers, by the commands of the documentation."""
+    """A scheduler, a reserved worker and ``spot`` spot workers, started by the documentation's commands."""
     with tempfile.TemporaryDirectory() as directory:
         cluster = DaskCluster(Path(directory))
         try:
@@ -345,7 +345,7 @@ def _wait(find: Callable[[], Any], process: subprocess.Popen[bytes]) -> Any:
 
 
 def print_splits(found: Mapping[str, Sequence[Split]], goal_s: float) -> None:
-    """Medians, of each part by itself, and the largest of all."""
+    """Print the median of each part, and the median and maximum of the whole."""
     for name, splits in found.items():
         totals = [sum(split.values()) for split in splits]
         parts = {part: statistics.median(split[part] for split in splits) for part in splits[0]}
@@ -362,8 +362,8 @@ def main() -> None:
         "--trials", type=int, default=10, help="workers that join, of each kind, and drivers that are killed"
     )
     parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=60.0, help="to watch the scheduler")
-    parser.add_argument("--px", type=int, default=1280, help="of the images whose durations are emulated")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to watch the scheduler")
+    parser.add_argument("--px", type=int, default=1280, help="size of the images whose durations are emulated")
     parser.add_argument("--smoke", action="store_true", help="each part once, with four workers, for some seconds")
     parser.add_argument("--save", type=Path, help="also write the numbers to this JSON file")
     parser.add_argument("--host-of", nargs=4, help=argparse.SUPPRESS)  # what this script has its hosts do

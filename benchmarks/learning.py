@@ -1,7 +1,7 @@
-"""How steadily the demo's recipe learns, how soon, and what explored seeds save: whole runs on the virtual clock.
+"""How steadily and how fast the demo's recipe learns, and what explored seeds save: whole runs on the virtual clock.
 
 The embedded model really learns; time is that of the virtual clock, so a busy machine changes nothing, and a row can be
-made again bit for bit. The raw data has a line per run; runs that are there, as long or longer, are not run again.
+made again bit for bit. The raw data has a line per run; recorded runs, if as long or longer, are not run again.
 ``python -m benchmarks.learning`` runs what is missing (hours on one core) and prints tables in Markdown;
 ``--smoke`` makes two runs of two iterations in some ten seconds, and keeps nothing.
 """
@@ -26,10 +26,10 @@ ROOT = Path(__file__).parents[1]
 SETTINGS = ROOT / "examples" / "ocr-tiny.toml"
 DATA = ROOT / "benchmarks" / "data" / "learning.jsonl"
 VALIDATION = ["run.validation_seeds=12"]
-"""Of each of the 20 held-out prompts: 240 images, whose mean has a standard error of some 0.02."""
+"""Seeds of each of the 20 held-out prompts: 240 images, whose mean has a standard error of some 0.02."""
 TARGET, IN_A_ROW = 0.9, 2
 FALL = 0.1
-"""A run that is ever so far below its best is not steady."""
+"""A run that ever falls so far below its best is not steady."""
 
 BEFORE = ["train.old_decay=copy", "train.nft_beta=1.0", "train.levels=uniform", "train.timesteps=8"]
 RECIPES: dict[str, list[str]] = {
@@ -39,7 +39,7 @@ RECIPES: dict[str, list[str]] = {
     "copy, beta 1, uniform levels": BEFORE,
     "copy, beta 1, 2e-4, uniform levels": [*BEFORE, "train.learning_rate=2e-4"],
 }
-"""The fourth is what the demo had before there was an old policy."""
+"""The fourth is the demo's recipe before there was an old policy."""
 VARIANTS: dict[str, list[str]] = {
     "as the demo": [],
     "not explored": ["strategy.exploration=off"],
@@ -57,7 +57,7 @@ VARIANTS: dict[str, list[str]] = {
         "exploration.seeds_tried=16",
     ],
 }
-"""The first explores for as long as training takes."""
+"""The first explores as long as training takes."""
 SMOKE = ["run.validation_seeds=1", "rollout.prompts=2", "rollout.seeds_kept=2", "exploration.prompts=2"]
 SMOKE += ["exploration.seeds_tried=2", "exploration.rounds=1", "rollout.steps=2", "exploration.steps=2"]
 
@@ -114,13 +114,13 @@ def _cells(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def reached(curve: Sequence[tuple[int, float]], target: float = TARGET) -> float:
-    """The first of so many validations in a row that reach the target; infinite where none does."""
+    """The first iteration of so many validations in a row that reach the target; infinite if there is none."""
     runs = (curve[at : at + IN_A_ROW] for at in range(len(curve) - IN_A_ROW + 1))
     return next((run[0][0] for run in runs if min(score for _, score in run) >= target), inf)
 
 
 def fall(curve: Sequence[tuple[int, float]]) -> float:
-    """The most that a score is below the best one before it."""
+    """The largest fall of a score below the best one before it."""
     best, deepest = -inf, 0.0
     for _, score in curve:
         best = max(best, score)

@@ -1,4 +1,4 @@
-"""What the whole system costs beside a bare loop of the same model and batch, on one worker.
+"""What the whole system costs compared with a bare loop of the same model and batch, on one worker.
 
 Both run in the same worker process, in turn, several times; the figure is the median of the pairs'
 ratios. ``python -m benchmarks.overhead`` prints a table in Markdown.
@@ -28,11 +28,11 @@ from spotlight.store.rows import HISTORY
 
 SETTINGS = Path(__file__).parents[1] / "examples" / "ocr-tiny.toml"
 REQUESTS = 12
-"""Per turn: enough for the latency of the first one and of the graph not to decide."""
+"""Requests per turn: enough that the latency of the first one and of the graph hardly counts."""
 
 
 def bare_loop(run_dir: str, requests: Sequence[Request]) -> float:
-    """Denoise the same requests with nothing around the model; returns seconds. Runs on the worker."""
+    """Denoise requests with the bare model; returns seconds. Runs on the worker."""
     import torch
 
     from spotlight.device.engine import InProcess
@@ -55,7 +55,7 @@ def bare_loop(run_dir: str, requests: Sequence[Request]) -> float:
 
 
 def whole_system(pools: RunCluster, run_dir: str, requests: Sequence[Request], turn: int) -> float:
-    """The same through graph, gate, commits and results; returns seconds."""
+    """Run the same requests through graph, gate, commits and results; returns seconds."""
     layers = Layers()
     calls = [(sampling.rollout_shard, run_dir, request) for request in requests]
     shards = layers.add_requests("rollout", turn, calls, pool="any", widths=[1])
@@ -99,7 +99,7 @@ def measure(batch: int, steps: int, turns: int) -> tuple[float, float, list[floa
 
 
 def iteration_stretch(iterations: int) -> list[float]:
-    """For each iteration of the demo: wall seconds / (busy worker seconds / workers), 1 where nobody ever waits."""
+    """For each iteration of the demo: wall seconds / (busy worker seconds / workers), 1 if no worker ever waits."""
     with tempfile.TemporaryDirectory() as directory:
         overrides = [f"run.dir={directory}", f"run.iterations={iterations}", "cluster.dashboard_port=0"]
         run = Run(SETTINGS, overrides).start()

@@ -1,9 +1,9 @@
-"""What exploration gets for its GPU seconds: equal shares, epsilon-greedy, the planner, and two that know more.
+"""What exploration gains for its GPU seconds: equal shares, epsilon-greedy, the planner, and two that know more.
 
 Rewards are those of `benchmarks.bandits.rewards`, policies those of `benchmarks.bandits.policies`. What counts is the
 variance of the *regenerated* rewards of the kept seeds. ``python -m benchmarks.planner`` prints a table in Markdown;
-with ``--explore-steps``, what candidates of fewer denoising steps say of the regenerated ones; with ``--told``, what
-the planner's rule gets if it is told which distributions there are.
+with ``--explore-steps``, how well candidates of fewer denoising steps predict the regenerated ones; with ``--told``,
+what the planner's rule gains if it knows which distributions there are.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ TOLD = (
     "coins, fidelity 0.7",
 )
 LIKE_THEM = 6
-"""Other runs, whose distributions the rule is told of instead of this one's."""
+"""Number of other runs whose distributions the rule knows instead of this one's."""
 
 
 def record(out: Path, versions: Sequence[int], steps: Sequence[int], prompts: int, seeds: int) -> None:
-    """Train the embedded job in this process, and write what each version in turn gives for the same seeds.
+    """Train the embedded job in this process, and write each version's rewards for the same seeds.
 
     Args:
         steps: denoising steps; each number of them is a row of its own.
@@ -123,7 +123,7 @@ def table(rounds: int, seeds: int, only: str) -> None:
 
 
 def told_table(rounds: int, seeds: int, only: str) -> None:
-    """Print the share of the informed's gain that the planner gets, and its rule if it is told more."""
+    """Print the share of the informed policy's gain that the planner gets, and its rule if it knows more."""
     print("| rewards | planner: all, first, later | told these distributions | told of others like them |")
     print("|---" * 4 + "|")
     for name in TOLD:
@@ -140,7 +140,7 @@ def told_table(rounds: int, seeds: int, only: str) -> None:
 
 
 def _pool(scenario: Scenario, seed: int, others: int) -> Callable[[int], Sequence[Draw]]:
-    """A run's own distributions; or those of so many other runs."""
+    """A run's own distributions, or those of ``others`` other runs."""
     seeds = [1000 + 100 * seed + other for other in range(others)] or [seed]
     return lambda k: [draw for each in seeds for draw in scenario(k, each)]
 
@@ -172,7 +172,8 @@ def _shares(found: Mapping[str, tuple[Array, Array]], of: str, parts: Sequence[s
 
 
 def steps_table(rollout_steps: Sequence[int] = (8, 16)) -> None:
-    """Print what fewer explore steps cost in fidelity, with weights one version old and, below, with the same ones."""
+    """Print what fewer exploration steps cost in fidelity, with weights one version old and, below, with the same
+    weights."""
     rows = [json.loads(line) for line in EXPLORE_STEPS.read_text().splitlines()]
     rewards = {(row["version"], row["steps"], row["prompt"]): np.array(row["rewards"]) for row in rows}
     versions, steps, prompts = ({row[name] for row in rows} for name in ("version", "steps", "prompt"))
@@ -235,13 +236,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--only", default="", help="the scenarios whose name has this in it")
-    parser.add_argument("--record", action="store_true", help="write the embedded job's rewards anew: minutes")
-    parser.add_argument("--explore-steps", action="store_true", help="instead: what fewer explore steps cost")
+    parser.add_argument("--only", default="", help="only scenarios whose name contains this")
+    parser.add_argument("--record", action="store_true", help="record the embedded job's rewards anew (takes minutes)")
+    parser.add_argument("--explore-steps", action="store_true", help="instead: what fewer exploration steps cost")
     parser.add_argument(
-        "--bound", action="store_true", help="instead: about the most that any planner can get of coins"
+        "--bound", action="store_true", help="instead: about the most that any planner can gain with coins"
     )
-    parser.add_argument("--told", action="store_true", help="instead: the planner's rule, if it is told more")
+    parser.add_argument("--told", action="store_true", help="instead: the planner's rule, if it knows more")
     arguments = parser.parse_args()
     if arguments.record and arguments.explore_steps:
         record(EXPLORE_STEPS, (0, 1, 12, 13, 24, 25), steps=(2, 3, 4, 6, 8, 16), prompts=12, seeds=32)

@@ -1,8 +1,9 @@
-"""How long a request stands still when its gang changes, beside a cold start; and what losses cost over a whole trace.
+"""How long a request is interrupted when its gang changes, compared with a cold start; and what losses cost over a
+trace.
 
 Everything is real: workers under ``kill -9``, fresh interpreters for the cold starts, a file on the disk for the
-weights. The moments come from the dispatcher's events, but for the kill, which is timed where it is made, and for the
-step, which is timed by its commit in the store. ``python -m benchmarks.recovery`` prints tables in Markdown.
+weights. Times come from the dispatcher's events, except that of the kill, which is taken when it is sent, and that of
+the step, which is taken from its commit in the store. ``python -m benchmarks.recovery`` prints tables in Markdown.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ SETTINGS = ROOT / "examples" / "ocr-tiny.toml"
 BATCH = 32
 """Samples of a request: a step of the embedded model then takes some tens of milliseconds."""
 POLL_S = 0.02
-"""Between two looks at the events; they carry their own times."""
+"""Time between two readings of the events, which carry their own times."""
 PATIENCE_S, COLD_PATIENCE_S = 60.0, 300.0
-"""Longest wait for what a healthy cluster does in a second or two; and where workers begin cold, and import torch."""
+"""Longest wait for what a healthy cluster does in a second or two; and where workers start cold, and import torch."""
 WIDENS_S = 8.0
 """A request lasts so long that a gang which lost a rank early on becomes wide again, whatever the machine: a worker is
 back within 2 s, and what is left must be worth twice what forming anew costs."""
 STEPS = 200
-"""Of a request along the trace: it takes some seconds, against the fraction of one that a worker takes to start."""
+"""Steps of a request along the trace: it takes some seconds, and a worker's start a fraction of one."""
 
 PARTS = ("recoveries", "cold", "weights", "trace")
 LOOKS = {
@@ -67,12 +68,12 @@ LOOKS = {
     "model": ("model loaded", PHASE_COLOURS["publish"]),
     "join": ("ranks joined; a fresh one loads its model", PHASE_COLOURS["validate"]),
 }
-"""Of a recovery and of a cold start: what it is called, and its colour."""
+"""{part of a recovery or a cold start: (its name, its colour)}"""
 
 Row = dict[str, Any]
-"""An event of the dispatcher's."""
+"""An event of the dispatcher."""
 Split = dict[str, float]
-"""Seconds by part, in their order in time."""
+"""{part: seconds}, in order of time."""
 
 COLD = """
 import time
@@ -100,10 +101,10 @@ up, had its imports, its model, its peers, and its first step."""
 
 
 class Live:
-    """A cluster without a run's loop: requests on its spot workers, and what happens to them.
+    """A cluster without a run's loop: requests on its spot workers, and their events.
 
     Args:
-        existing: its scheduler file, where the cluster is there already.
+        existing: the scheduler file of an existing cluster.
     """
 
     def __init__(self, directory: str, overrides: Sequence[str], existing: Path | None = None) -> None:
@@ -124,10 +125,10 @@ class Live:
         self._requests = 0
         self._patience_s = COLD_PATIENCE_S if existing else PATIENCE_S
         self.steps = self.config.rollout.steps
-        """Of the next request."""
+        """Steps of the next request."""
 
     def request(self) -> Request:
-        """A fresh one on every call."""
+        """A new request on every call."""
         self._requests += 1
         prompts = read_prompts(self.config.data.train_prompts)[:1]
         selection = unexplored(self.config, self.context, self._requests, prompts)
@@ -135,7 +136,7 @@ class Live:
         return replace(request, sigmas=tuple(1 - step / self.steps for step in range(self.steps + 1)))
 
     def start(self, requests: Sequence[Request]) -> list[Any]:
-        """Begin to run them; the futures of all their shards."""
+        """Start requests; returns the futures of all their shards."""
         layers = Layers()
         calls = [(sampling.rollout_shard, str(self.run.path), request) for request in requests]
         shards = layers.add_requests(
@@ -147,7 +148,7 @@ class Live:
         return futures
 
     def look(self) -> None:
-        """Fetch what happened since the last time."""
+        """Fetch the events since the last call."""
         news = self.pools.drain()
         self.lives |= news.workers
         self.events += news.events
@@ -162,7 +163,7 @@ class Live:
         return self._wait(find, f"event {name!r} with {facts}")
 
     def event_or_end(self, futures: Sequence[Any], name: str, **facts: Any) -> Row | None:
-        """The same; None where this work ends without one."""
+        """As `event`; None if the futures end without one."""
 
         def find() -> Row | Literal["ended"] | None:
             ended = all(future.done() for future in futures)
@@ -174,8 +175,8 @@ class Live:
         return None if row == "ended" else row
 
     def full(self) -> dict[str, str]:
-        """Names of the spot workers by address, once each place has one that takes requests: a Dask worker does so only
-        moments after it is one, and a request that begins without it may never be as wide as is waited for."""
+        """{address: name} of the spot workers, once each place has one that takes requests: a Dask worker does so only
+        moments after it joined, and a request that begins without it may never be as wide as is waited for."""
 
         def find() -> dict[str, str] | None:
             workers = self.pools.snapshot().workers
@@ -186,7 +187,7 @@ class Live:
         return found
 
     def pids(self) -> dict[str, int]:
-        """Processes of the spot workers by name, once every place has one."""
+        """{name: process id} of the spot workers, once every place has one."""
         spot = self.full()
         return {spot[address]: pid for address, pid in self.pools.client.run(os.getpid, workers=list(spot)).items()}
 
@@ -221,7 +222,7 @@ class Measured:
 
     splits: list[Split] = field(default_factory=list)
     redone: list[int] = field(default_factory=list)
-    """Steps that were done, but not committed, when the worker died; the step in flight comes on top."""
+    """Steps that were done but not committed when the worker died, without the step in flight."""
     booted: list[float] = field(default_factory=list)
     """Seconds from the start of a worker's process until it joined."""
 
@@ -232,7 +233,7 @@ class Measured:
         return [total - list(split.values())[-1] for split, total in zip(self.splits, self.totals(), strict=True)]
 
     def median(self) -> Split:
-        """Of each part by itself."""
+        """Median of each part by itself."""
         return {part: statistics.median(split[part] for split in self.splits) for part in self.splits[0]}
 
 
@@ -273,7 +274,7 @@ def narrowings(
 
 
 def _formed_again(cluster: Live, request: Request, gang: str, ended: Row) -> tuple[Split, Row]:
-    """From the end of one forming to the first committed step of the next; and how that one began."""
+    """Time from the end of one epoch to the first committed step of the next; and the event that began that one."""
     epoch = ended["epoch"] + 1
     moments = [ended] + [cluster.event(name, gang=gang, epoch=epoch) for name in ("formed", "resumed", "stepped")]
     _, formed, resumed, stepped = (row["at_s"] for row in moments)
@@ -289,7 +290,7 @@ def four_to_two(kills: int, chance: random.Random) -> Measured:
 
 
 def two_to_one_to_two(kills: int, chance: random.Random) -> tuple[Measured, Measured]:
-    """The second: from the moment at which the replaced worker has joined."""
+    """Recoveries from two ranks to one, and back to two, the latter from when the replacement has joined."""
     after_s = 0.3
     settings = ("pools.spot.workers=2", "strategy.widths=[1,2]", f"pools.spot.replace_after_s={after_s}")
     widened = Measured()
@@ -315,7 +316,8 @@ def two_to_one_to_two(kills: int, chance: random.Random) -> tuple[Measured, Meas
 
 
 def cold_starts(width: int, times: int) -> Measured:
-    """A gang of fresh interpreters, from their start to their first step; files they read are in the page cache."""
+    """Time from the start of a gang of fresh interpreters to its first step; files that they read are in the page
+    cache."""
     found = Measured()
     with live("strategy.widths=[1,2]", "rollout.steps=24") as cluster:
         for trial in range(times + 1):
@@ -350,7 +352,7 @@ def _cold_start(cluster: Live, width: int, gang: str) -> Split:
 
 
 def weights_seconds(size_bytes: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds until a joiner can use a file of weights, by where it comes from and what is done with it.
+    """Seconds until a worker that joins can use a file of weights, by where it comes from and what is done with it.
 
     Args:
         size_bytes: of the file. It lies in the temporary directory's file system; the memory holds it four times.
@@ -415,19 +417,19 @@ def _load_seconds(folder: Path, node: Node | None, before: Callable[[], None], r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """What became of the same requests under one regime."""
+    """Results of the same requests under one regime."""
 
     wall_s: float
     available: float
-    """Mean share of the workers that was there."""
+    """Mean share of the workers that were alive."""
     losses: int
-    """Of workers."""
+    """Lost workers."""
     redone: int
     """Steps that were done more than once, without those in flight."""
 
 
 def passage(requests: int, *overrides: str) -> Passage:
-    """Run so many requests on two spot workers, one each, to their end."""
+    """Run requests on two spot workers, one each, to their end."""
     settings = (
         "pools.spot.workers=2",
         "strategy.widths=[1]",
@@ -459,9 +461,9 @@ def _follows(later: Row, row: Row) -> bool:
 
 
 def passages(requests: int, seed: int) -> dict[str, Passage]:
-    """Undisturbed, and along the same trace with either way to go on after a loss.
+    """Requests undisturbed, and along the same trace with either setting of ``strategy.on_preemption``.
 
-    The trace passes so fast that a worker lives, on average, as long as a request takes undisturbed.
+    The trace runs so fast that a worker lives, on average, as long as a request takes undisturbed.
     """
     quiet = passage(requests)
     life_s = quiet.wall_s * 2 / requests
@@ -572,11 +574,11 @@ def _draw_bars(axes: Any, bars: Mapping[str, Measured], *, scale: float, unit: s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure; default: all")
-    parser.add_argument("--kills", type=int, default=30, help="of each kind")
+    parser.add_argument("--kills", type=int, default=30, help="kills of each kind")
     parser.add_argument("--cold", type=int, default=6, help="cold starts of each width")
     parser.add_argument("--weights-gb", type=float, default=2.0, help="size of the weights file")
-    parser.add_argument("--requests", type=int, default=8, help="along the trace")
-    parser.add_argument("--seed", type=int, default=0, help="of the victims, the moments and the trace")
+    parser.add_argument("--requests", type=int, default=8, help="requests along the trace")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the victims, the moments and the trace")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the recoveries and the cold starts there")
     arguments = parser.parse_args()
 

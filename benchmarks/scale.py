@@ -27,9 +27,9 @@ ANY: tuple[Pool, ...] = ("reserved", "spot")
 
 
 def view(idle: int, widths: tuple[int, ...], *, broken: int = 0) -> View:
-    """So many idle of all workers, and a full queue: a third of it rollouts, the rest exploration.
+    """A view with so many idle workers, and a full queue: a third of it rollouts, the rest exploration.
 
-    Idle workers are spread over the nodes as a wave leaves them: whole nodes where it is all of them.
+    Idle workers are spread over the nodes as a wave leaves them: whole nodes if all are idle.
     """
     nodes = [f"node-{index // NODE}" for index in range(WORKERS)]
     pools: list[Pool] = ["reserved" if index < WORKERS // 5 else "spot" for index in range(WORKERS)]
@@ -74,7 +74,7 @@ def plan_ms(case: View, turns: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=200, help="plans per case")
-    parser.add_argument("--hours", type=float, default=24.0, help="to simulate; 0 leaves that out")
+    parser.add_argument("--hours", type=float, default=24.0, help="hours to simulate; 0: none")
     arguments = parser.parse_args()
 
     gc.collect()

@@ -1,12 +1,11 @@
-"""How much memory a long run takes as it goes on: of the driver and its scheduler, of the workers, of their engines.
+"""Whether memory grows over a long run: of the driver with its scheduler, of the workers, and of their engines.
 
 ``python -m benchmarks.soak --iterations 10000`` follows the loop, dispatcher and accounts of a live run on the virtual
 clock (with ``--tiny`` in half the time); ``python -m benchmarks.soak --live --iterations 1000`` follows a live run of
-tiny iterations with all its processes. Level means that from the hundredth iteration on nothing is kept for each of
-them. Of each process counts what it shares with no other, so that what engines map from their node's memory counts
-once at most. Workers and engines are forked from a parent that has done the imports: what they share with it becomes
-theirs, page by page, as they use it, until all is. What they asked for themselves is therefore counted, too: their
-memory that is no file's, whether shared or not.
+tiny iterations with all its processes. Memory is level if from the hundredth iteration on nothing is kept for each
+iteration. A process's unshared memory is counted, so that what engines map from their node's memory counts once at
+most. Workers and engines are forked from a parent that has done the imports, and pages that they share with it become
+their own as they write to them. So their anonymous memory, shared or not, is shown, too.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from spotlight.simulation import Simulation
 from spotlight.store.rows import HISTORY
 
 Memory = Mapping[str, float]
-"""MB by who has them; of several alike, their mean."""
+"""{kind of process: MB}; of several alike, their mean."""
 Tell = Callable[[int, Memory], None]
-"""Is told the iterations that are finished, and the memory now, time and again."""
+"""Called repeatedly with the number of finished iterations, and the memory now."""
 WARM = 100
 """Iterations after which caches are full."""
 TINY = [
@@ -49,12 +48,12 @@ TINY = [
     "pools.spot.workers=1",
     "cluster.dashboard_port=0",
 ]
-"""So that a live iteration takes a moment: what is kept for each is of the same number, if not of the same size."""
+"""Settings with which a live iteration takes a moment: as many things are kept for each as usual, if smaller ones."""
 LOOK_S = 0.2
 
 
 def simulated(iterations: int, every: int, tell: Tell, overrides: Sequence[str] = ()) -> None:
-    """On the virtual clock: all is one process."""
+    """Follow a run on the virtual clock, in this one process."""
     told = 0
 
     def follow(name: str, iteration: int, hours: float) -> None:
@@ -69,7 +68,7 @@ def simulated(iterations: int, every: int, tell: Tell, overrides: Sequence[str] 
 
 
 def live(iterations: int, every: int, tell: Tell) -> None:
-    """A run on this machine."""
+    """Follow a live run on this machine."""
     with _settings(iterations) as (settings, common):
         run = Run(settings, [*common, *TINY]).start()
         told = 0
@@ -97,7 +96,7 @@ def _settings(iterations: int) -> Iterator[tuple[Path, list[str]]]:
 
 
 def _of(run: Run) -> Memory:
-    """Of all processes of a run; empty while it is on its way up or down."""
+    """Memory of all processes of a run; empty while it is starting or ending."""
     if run.pools is None or run.pools.cluster is None:
         return {}
     places = [place for place in run.pools.cluster.workers.values() if isinstance(place, WorkerKeeper)]
@@ -124,7 +123,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=10_000)
     parser.add_argument("--live", action="store_true", help="a live run, of tiny iterations")
     parser.add_argument("--tiny", action="store_true", help="tiny iterations on the virtual clock, as live ones are")
-    parser.add_argument("--every", type=int, help="iterations between two looks; a twentieth of all, if left out")
+    parser.add_argument("--every", type=int, help="iterations between two looks (a twentieth of all)")
     parser.add_argument("--save", type=Path, help="also write the numbers to this JSON file")
     arguments = parser.parse_args()
     began_s = time.monotonic()
@@ -150,7 +149,7 @@ def main() -> None:
 
 
 def growths(rows: list[tuple[int, Memory]]) -> Memory:
-    """By who has it, how much the last look found more than the first one after the hundredth iteration."""
+    """{kind of process: growth in MB from the first look after the hundredth iteration to the last one}"""
     warm = [memory for iteration, memory in rows if iteration >= WARM]
     return {who: warm[-1][who] / warm[0][who] - 1 for who in warm[0]} if warm else {}
 

@@ -1,20 +1,20 @@
-"""Time and dollars until a validation score is reached: Spotlight and what it is to beat, each with its own recipe.
+"""Time and dollars until a validation score is reached: Spotlight and its baselines, each with its own recipe.
 
-Whole runs on the virtual clock: the embedded model really learns, each step lasts what the cost model says of
-Qwen-Image on H100s. Seconds and dollars are those of the iterations; start-up and validation are left out.
+Whole runs on the virtual clock: the embedded model really learns, and each step takes as long as the cost model says
+of Qwen-Image on H100s. Seconds and dollars are those of the iterations; start-up and validation are left out.
 
 Each strategy tries as many recipes as the others, on tuning seeds, up to the target in the middle. Recipes are drawn at
 random from one space: strategies that explore share one set of them, those that do not share another. Fresh seeds are
-then run with the best, to the last target. Without exploration a run learns the same whoever rolls it out: it is made
-once, and for the other strategies only timed (a test says that the times are the same). So is blocking exploration at
-another size.
+then run with the best, to the last target. Without exploration a run learns the same whichever GPUs it uses: it is made
+once, and for the other strategies only timed (a test checks that the times are the same). So is blocking exploration
+at another size.
 
-The tables show the base recipe ("untuned") of a strategy until all fresh seeds were run with its best, and nothing of
-one that not all were run with. The raw data has a line per run; runs that are there are not made again. ``python -m
+The tables show the base recipe ("untuned") of a strategy until all fresh seeds were run with its best one, and nothing
+if not all were run with either. The raw data has a line per run; recorded runs are not made again. ``python -m
 benchmarks.time_to_target`` makes what is missing (days of one core: see ``--estimate``), prints the tables in Markdown
 and the README's, which ``--readme`` puts into it, writes a page with the last target's and draws the figure;
 ``--table`` makes no runs, ``--whole`` says what start-up and validations would add, ``--as-measured`` how long
-iterations last at what an H100 took, and ``--smoke`` takes a minute and keeps nothing.
+iterations take at the speed measured on an H100, and ``--smoke`` takes a minute and keeps nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from spotlight.simulation import Learning, Simulation
 DATA = ROOT / "benchmarks" / "data" / "time_to_target.jsonl"
 FIGURE = ROOT / "docs" / "time_to_target.png"
 REQUESTS = (1, 2, 4, 8)
-"""Samples."""
+"""Samples of a request that are tried."""
 SMOKE = ["run.validation_seeds=1", "rollout.prompts=3", "rollout.seeds_kept=2", "rollout.steps=2"]
 SMOKE += ["exploration.prompts=3", "exploration.seeds_tried=4", "exploration.rounds=1", "exploration.steps=2"]
 SMOKE += ["rollout.request_seeds=2", "exploration.request_seeds=4"]
@@ -132,7 +132,7 @@ def _simulate(
 
 @contextmanager
 def _noted() -> Iterator[list[list[int]]]:
-    """Of each iteration that is trained within, the ids of the prompts whose samples all have the same reward."""
+    """Yields a list that gets, for each iteration, the ids of the prompts whose samples all have the same reward."""
     found: list[list[int]] = []
 
     def noting(parts: Sequence[training.TrainingSet], *, filters: bool) -> training.TrainingSet:
@@ -148,7 +148,7 @@ def _noted() -> Iterator[list[list[int]]]:
 
 @contextmanager
 def _replayed(flat: Sequence[Collection[int]]) -> Iterator[None]:
-    """Modelled rewards are all the same for these prompts of each iteration, and for no other prompt."""
+    """Inside, modelled rewards are all the same for these prompts of each iteration, and for no other prompt."""
     score = ModelledDevice.score
 
     def scoring(device: ModelledDevice, run_dir: str, request: Request) -> Scored | Dropped:
@@ -163,7 +163,7 @@ def _replayed(flat: Sequence[Collection[int]]) -> Iterator[None]:
 
 
 def missing(rows: Sequence[Row], arguments: argparse.Namespace) -> list[Case]:
-    """The runs to make next: of every strategy all trials first, then fresh seeds with the best."""
+    """The runs to make next: all trials of every strategy, then fresh seeds with the best one."""
     wanted: list[Case] = []
     for job, regime, size, strategy in _asked(arguments):
         found = best(rows, first_case(job, regime, size, strategy), arguments)
@@ -178,20 +178,21 @@ def missing(rows: Sequence[Row], arguments: argparse.Namespace) -> list[Case]:
 
 
 def _asked(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str, str]]:
-    """Job, regime, size and strategy."""
+    """Job, regime, size and strategy of all that is asked for."""
     return product(arguments.jobs, arguments.regimes, arguments.sizes, arguments.strategies)
 
 
 def to_begin(wanted: Iterable[Case], running: Collection[Case]) -> Case | None:
-    """The first that is not under way. What one under way learns, too, waits for it, and is then only timed."""
+    """The first case that may begin: one that learns the same as a running case waits for it, and is then only
+    timed."""
     return next(
         (case for case in wanted if not any(case == other or case.learns_as(asdict(other)) for other in running)), None
     )
 
 
 def estimate(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
-    """CPU time of all that is asked for, by what runs took that learnt; what was only timed took less than a second an
-    iteration."""
+    """A sentence on the CPU time of all that is missing, by runs that learnt; a run that is only timed takes less than
+    a second an iteration."""
     cells = len(arguments.jobs) * len(arguments.regimes) * len(arguments.sizes)
     tuning = arguments.trials * len(arguments.tuning_seeds) if arguments.trials > 1 else 0
     runs = tuning + len(arguments.seeds)
@@ -207,12 +208,13 @@ def estimate(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
 
 
 def read(path: Path) -> Data:
-    """What was measured before; nothing if there is no such file."""
+    """The recorded runs; none if there is no such file."""
     return Data(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else Data()
 
 
 def _begin() -> None:
-    """A process that runs cases is polite, and ends with the one that wants them, in mid-case too."""
+    """Set up a process that runs cases: it is nice to others, and ends with its parent, even in the middle of a
+    case."""
     parent = parent_process()
     assert parent is not None
 
@@ -225,7 +227,7 @@ def _begin() -> None:
 
 
 def make(arguments: argparse.Namespace) -> None:
-    """Run what is missing, so many at a time; each line is written when its run has ended."""
+    """Run what is missing, ``--processes`` at a time; each run's line is written when it has ended."""
     with ProcessPoolExecutor(
         arguments.processes, mp_context=get_context("spawn"), max_tasks_per_child=8, initializer=_begin
     ) as pool:
@@ -246,7 +248,8 @@ def make(arguments: argparse.Namespace) -> None:
 
 
 def smoke() -> None:
-    """Strategies that learn, some that are only timed, and ours; the timed ones must take as long as if they learnt."""
+    """Run strategies that learn, some that are only timed, and ours; the timed ones must take as long as if they
+    learnt."""
     names = ("reserved only (4)", "reserved + spot, no exploration", OURS)
     cases = [Case(job="digits", regime="2 levels", size="512", strategy=name, trial=0, seed=0) for name in names]
     target = TARGETS["digits"][-1]
@@ -291,7 +294,7 @@ def whole(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Iterator[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Of Qwen-Image on an H100, over the cost model's: `benchmarks.engine`, docs/results/gpu.md."""
+    """Measured durations of Qwen-Image on an H100 over the cost model's: `benchmarks.engine`, docs/results/gpu.md."""
 
     denoising: float
     """With two samples, in CUDA graphs."""
@@ -306,7 +309,7 @@ SPEEDS = {
     "1280": Speed(denoising=1.12 / 0.777, training=4.48 / 4.07, rows=2),
 }
 PUBLISHING = f"simulation.publish_s={PUBLISH_LORA_S / TRACE_SPEEDUP:.2f}"
-"""What `benchmarks.updates` measured, in an iteration of fewer samples; the tables have 0.19."""
+"""The time that `benchmarks.updates` measured, scaled to an iteration of fewer samples; the tables have 0.19."""
 
 
 def as_measured(arguments: argparse.Namespace, more: Sequence[str] = ()) -> Iterator[str]:
@@ -344,23 +347,25 @@ def _iteration_s(case: Case, arguments: argparse.Namespace, more: Sequence[str])
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """What is asked for: of the command line, if nothing is given."""
+    """Parse arguments; those of the command line, if ``given`` is None."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, known in (("jobs", JOBS), ("regimes", REGIMES), ("sizes", SIZES), ("strategies", STRATEGIES)):
         parser.add_argument(f"--{name}", nargs="*", default=list(known), choices=list(known), metavar="NAME")
     parser.add_argument(
-        "--trials", type=int, default=TRIALS, help="recipes that each strategy tries; 1: the base one only"
+        "--trials", type=int, default=TRIALS, help="recipes that each strategy tries (1: only the base one)"
     )
     parser.add_argument("--tuning-seeds", type=int, nargs="*", default=list(TUNING_SEEDS), help="run seeds of trials")
     parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="fresh run seeds")
-    parser.add_argument("--iterations", type=int, default=60, help="at most")
+    parser.add_argument("--iterations", type=int, default=60, help="most iterations of a run")
     parser.add_argument("--every", type=int, default=2, help="iterations between validations")
     parser.add_argument("--processes", type=int, default=1, help="runs at a time")
     parser.add_argument("--data", type=Path, default=DATA, help="raw data, read and added to; tables go beside it")
     parser.add_argument("--figure", type=Path, default=FIGURE, help="the page goes beside it")
     parser.add_argument("--readme", type=Path, help="put its tables into this file, below their marks")
-    parser.add_argument("--table", action="store_true", help="make no runs")
-    parser.add_argument("--estimate", action="store_true", help="say what the runs would take, and make none")
+    parser.add_argument("--table", action="store_true", help="print the tables, and make no runs")
+    parser.add_argument(
+        "--estimate", action="store_true", help="print the CPU time that the missing runs would take, and make none"
+    )
     parser.add_argument("--whole", action="store_true", help="say what start-up and validations add; run nothing else")
     parser.add_argument(
         "--as-measured", action="store_true", help="say how long iterations last on an H100; run nothing else"

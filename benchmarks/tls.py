@@ -1,9 +1,9 @@
 """What TLS costs: the same iterations on two clusters, one with it and one without, in turn.
 
-Both clusters are there all the time, and one of them works at a time, so that whatever else the machine does
-meets both alike. An iteration is a quarter of the demo's, so TLS weighs rather more here than there. The figure is the
-median of the pairs' ratios, with the interval in which it lies with 95 % by resampling the pairs. Seconds of CPU are
-those of all processes: others disturb them little. ``python -m benchmarks.tls`` prints a table in Markdown.
+Both clusters are up all the time, and one of them works at a time, so that other load on the machine affects both
+alike. An iteration is a quarter of the demo's, so TLS weighs more here than there. The figure is the median of the
+pairs' ratios, with its 95 % interval by resampling the pairs. CPU seconds are those of all processes: other load
+changes them little. ``python -m benchmarks.tls`` prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NoWatch:
 
 
 class Side:
-    """A run with a cluster of its own, which computes when it is its turn."""
+    """A run with a cluster of its own, which computes one graph per turn."""
 
     def __init__(self, directory: Path, overrides: Sequence[str], pass_on: Callable[[], None]) -> None:
         settings = config.load(SETTINGS, [f"run.dir={directory}", *overrides])
@@ -56,7 +56,7 @@ class Side:
         self.turn = Semaphore(0)
         self.wall_s: list[float] = []
         self.cpu_s: list[float] = []
-        """Of each iteration, by all processes."""
+        """CPU seconds of each iteration, by all processes."""
         self._pass_on = pass_on
 
     def go(self) -> None:
@@ -76,7 +76,7 @@ class Side:
 
 
 def cpu_s() -> float:
-    """Spent so far by this process and all that it started and that still run."""
+    """CPU seconds so far of this process, and of those that it started and that still run."""
     me = psutil.Process()
     times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
     return sum(each.user + each.system for each in times)
@@ -107,7 +107,7 @@ def measure(iterations: int) -> dict[bool, Side]:
 
 
 def certificate_s() -> float:
-    """To make a run's key and certificate; median, because it takes luck."""
+    """Median seconds to make a run's key and certificate, which vary at random."""
     seconds = []
     for _ in range(20):
         started_s = time.perf_counter()
@@ -117,7 +117,7 @@ def certificate_s() -> float:
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """In which the median of such pairs lies with 95 %: by the bootstrap."""
+    """95 % interval of the median of such ratios, by the bootstrap."""
     chance = random.Random(0)
     medians = [statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(RESAMPLED)]
     *_, high = cuts = statistics.quantiles(medians, n=40)

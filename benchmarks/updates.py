@@ -1,8 +1,8 @@
 """What does an update of Qwen-Image's LoRA cost beside its passes, from the first gradient to weights on a worker?
 
-``python -m benchmarks.updates`` does all of it with a LoRA of a tenth of Qwen-Image's blocks, and scales the seconds;
-``--blocks 60`` takes all of them. Weights are on the GPU where there is one. The cost model has a store behind a
-network of 10 Gb/s; here it is a directory (``--at``), and the memory of a node is memory.
+``python -m benchmarks.updates`` uses a LoRA of a tenth of Qwen-Image's blocks, and scales the seconds; ``--blocks 60``
+uses all of them. Weights are on the GPU if there is one. The cost model assumes a store behind a network of 10 Gb/s;
+here it is a directory (``--at``), and node memory is this machine's.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ LORA_SHAPES = [
     *([(RANK, DIM), (DIM, RANK)] * 8),  # queries, keys, values and outputs, of image and text
     *([(RANK, DIM), (4 * DIM, RANK), (RANK, 4 * DIM), (DIM, RANK)] * 2),  # both layers of their two MLPs
 ]
-"""Of a block of Qwen-Image: 1.7 GB in all of them, in float32."""
+"""Shapes of the LoRA's tensors in a block of Qwen-Image: 1.7 GB in all blocks, in float32."""
 PARTS, SLICES = 4, 12
-"""Gradients that are added, and pieces that they are kept in: as many as there are workers."""
+"""Gradients that are added, and slices that they are stored in: as many as there are workers."""
 KEEP = "keep the gradient of a part"
 ADD = f"add {PARTS} gradients, all slices"
 FETCH = "fetch their sum"
@@ -52,7 +52,7 @@ PUBLISH = "publish it"
 BRING = "bring the policy that samples to a node"
 LOAD = "load it from there into a model"
 PUBLISHING = "publishing in all"
-"""From the step on."""
+"""Name of the time from the optimizer's step on."""
 
 
 class Adapters:
@@ -152,9 +152,11 @@ def measure(blocks: int, turns: int, at: str | None) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=6, help="of the 60 that Qwen-Image has (%(default)s)")
+    parser.add_argument(
+        "--blocks", type=int, default=6, help="blocks of the LoRA, of the 60 that Qwen-Image has (%(default)s)"
+    )
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--at", help="where the run's directory is made; a temporary directory")
+    parser.add_argument("--at", help="where the run's directory is made (a temporary directory)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
 

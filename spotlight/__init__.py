@@ -1,6 +1,6 @@
 """Spotlight: RL post-training of diffusion transformers on reserved and spot GPUs.
 
-Importing this package pulls in neither torch nor Dask; what it offers does when it is first used.
+Importing this package imports neither torch nor Dask; `Run` and `simulate` do when they are first used.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["Run", "__version__", "attach", "simulate"]
 
 
 def attach(run_dir: str | PathLike[str]) -> Run:
-    """A run to look at, whoever runs it, or has run it: with its true state. See `Run.attach`."""
+    """A run to watch, whichever process runs it, or ran it. See `Run.attach`."""
     from spotlight.run import Run
 
     return Run.attach(run_dir)
 
 
 def __dir__() -> list[str]:
-    """With what is there on its first use: notebooks complete names by it."""
+    """Names for completion in notebooks, with those that are imported on first use."""
     return sorted({*globals(), *__all__})
 
 

@@ -1,4 +1,4 @@
-"""Where the command begins: imports the verbs, so that Ctrl-C ends it quietly meanwhile, too."""
+"""Entry point of the command: imports the verbs, and ends quietly on Ctrl-C meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def main() -> int:
         from spotlight.shell import main as run_verb
 
         return run_verb()
-    except KeyboardInterrupt:  # before a verb began, which hears it itself
+    except KeyboardInterrupt:  # before a verb began, which handles it itself
         return LEFT
 
 

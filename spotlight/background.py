@@ -1,6 +1,6 @@
 """A driver in a thread of this process: a run goes on while its notebook or script does other things.
 
-It ends in order when the process does. What it ended with is kept for whoever waits.
+When the process ends, the run is stopped in order. The error that it ended with is kept for `wait`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class Background:
-    """A run that goes on from now, until it is over, is stopped or fails.
+    """A thread that drives a run until it is finished, stopped or failed; it starts at once.
 
     Args:
-        cluster: as that of `spotlight.Run`.
-        resume_command: what goes on with it, for a shell.
+        cluster: as in `spotlight.Run`.
+        resume_command: the shell command that resumes the run.
         began_s: when it was started.
     """
 
@@ -46,18 +46,19 @@ class Background:
         self._state = "starting"
         self._stop = threading.Event()
         self._over = threading.Event()
-        """The thread's work is done. `Thread.is_alive` does not know after a Ctrl-C in `Thread.join` (CPython 3.11)."""
+        """Set when the thread's work is done: `Thread.is_alive` is wrong after a Ctrl-C in `Thread.join` (CPython
+        3.11)."""
         _end_with_process(self)
         threading.Thread(target=self._work, name="spotlight-run").start()
 
     @property
     def url(self) -> str:
-        """Of the run."""
+        """The run's directory or URL."""
         return self._run.url
 
     @property
     def state(self) -> str:
-        """As `Status` has it."""
+        """See `Status.state`."""
         is_up = self._state == "starting" and self.driver is not None and self.driver.dashboard
         return "running" if is_up else self._state
 
@@ -66,7 +67,7 @@ class Background:
         return self._over.is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """For its end, at most so long."""
+        """Wait for its end, at most so long."""
         self._over.wait(timeout_s)
 
     def stop(self) -> None:
@@ -74,7 +75,7 @@ class Background:
         self._stop.set()
 
     def stop_with_process(self) -> None:
-        """Stop it, say so to a person, and wait for its end."""
+        """Stop it with a message on stderr, and wait for its end."""
         self.stop()
         print(
             f"spotlight: this process ends, and with it the run; `{self._run.resume_command}` goes on, and "
@@ -91,15 +92,15 @@ class Background:
             self._state = "finished"
         except Stopped:
             self._state, self.error = "stopped", Stopped(f"resume with: {self._resume_command}")
-        except BaseException as error:  # carried to whoever waits
+        except BaseException as error:  # raised by `Run.wait`
             self._state, self.error = "failed", self.error or _explain(error, self._run)
         finally:
             self.ended_s = wall_clock()
             self._over.set()
 
     def _drive(self, lease: Lease) -> None:
-        """Run it to its end; why it failed is left in the lease's record, for whoever looks at the run."""
-        if is_url(self._run.url):  # others may have gone on with it before this machine had it
+        """Run it to its end; an error is left in the lease's record, where other processes see it."""
+        if is_url(self._run.url):  # another machine may have continued it meanwhile
             self.accounts = Accounts(self._run, self._config)
         self.driver = Driver(self._run, self.accounts, lease, self._stop, began_s=self.began_s)
         try:
@@ -113,18 +114,18 @@ class Background:
 
 
 def begun_here(url: str) -> Background | None:
-    """The run of this directory, if it goes on in a thread of this process."""
+    """The driver of this run, if it is a live thread of this process."""
     with _starting:
         return next((each for each in _started if each.url == url and not each.is_over), None)
 
 
 _started: WeakSet[Background] = WeakSet()
 _starting = threading.Lock()
-"""Held by who adds to these, or goes through them."""
+"""Guards `_started`."""
 
 
 def _forget() -> None:
-    """In a fork, which has no thread of theirs, and must not wait for one, nor for who held the lock."""
+    """After a fork: the child has none of these threads, and the lock may be held by one of them."""
     global _starting
     _starting = threading.Lock()
     _started.clear()
@@ -134,7 +135,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _end_with_process(run: Background) -> None:
-    """Have it stop in order when the main thread ends, as a script's does that waits for no run.
+    """Stop the run in order when the main thread ends, such as that of a script that does not wait for it.
 
     `atexit` is too late for that: by then Python has closed the executors that Dask needs, and waits for the run's
     thread, which waits for them.
@@ -154,9 +155,9 @@ def _stop_all() -> None:
 
 
 def _explain(error: BaseException, run: RunDir) -> BaseException:
-    """A full disk is for a person to put right; what nobody foresaw says at least how to go on."""
+    """The error as it is shown: a full disk as a `SpotlightError`, an unforeseen error with a note on how to resume."""
     if isinstance(error, OSError) and is_full(error):
-        where = getattr(error, "__notes__", ())  # of a worker
+        where = getattr(error, "__notes__", ())  # a worker's
         found = where[0] if where else full_disk([run.path]) or full_here(error)
         return SpotlightError(
             f"{run.path}: the disk is full: {found}, then `{run.resume_command}`; all that was committed is kept"

@@ -9,35 +9,35 @@ Clock = Callable[[], float]
 """Seconds since 1970, or since a virtual beginning; never goes back."""
 
 _TICKING = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""Counts on while the machine sleeps, where the system has such a clock."""
+"""A clock that runs on while the machine sleeps, if the system has one."""
 _BEGAN_S = time.time() - time.clock_gettime(_TICKING)
 
 
 def wall_clock() -> float:
-    """Seconds since 1970 as this process began to count them: setting the system's clock changes nothing."""
+    """Seconds since 1970, by the system's clock when this process began: setting that clock later changes nothing."""
     return _BEGAN_S + time.clock_gettime(_TICKING)
 
 
 def system_clock() -> float:
-    """Seconds since 1970 as the machine has it now: for what other machines wrote, or are to read. It may jump."""
+    """Seconds since 1970 by the system's clock, for times that other machines wrote or will read. It may jump."""
     return time.time()
 
 
 def on_wall_clock(told_s: float) -> float:
-    """When it is on this process's `wall_clock`, what another machine says will be then."""
+    """A time that another machine gave, converted to this process's `wall_clock`."""
     return wall_clock() + told_s - system_clock()
 
 
 ASKED = 5
-"""Times that another clock is asked: the shortest way there and back tells best."""
+"""How often another clock is read: the shortest round trip is the most accurate."""
 ALIKE_S = 0.05
-"""Clocks that differ by less are taken for the same: it is less than any work takes, or a decision looks at."""
+"""Clocks that differ by less count as equal: no work is as short, and no decision as fine."""
 
 
 def ahead_s(ask: Callable[[], float], clock: Clock = wall_clock) -> float:
-    """By how much a clock is ahead of one that has to be asked; 0 where the way there and back may be all of it.
+    """By how many seconds ``clock`` is ahead of the one that ``ask`` reads; 0 if the round trip may explain it all.
 
-    Two processes whose clocks are the same get 0, however long an answer takes: it was given on the way.
+    Two processes with equal clocks get 0, however long the round trip: the reading lies within it.
     """
     readings = []
     for _ in range(ASKED):

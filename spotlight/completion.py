@@ -1,4 +1,4 @@
-"""What bash and zsh need to complete the command line: a script made from the parser and the settings."""
+"""Makes the completion script for bash and zsh, from the parser and the settings."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _spotlight() {{
 }}
 complete -o default -F _spotlight spotlight
 """
-"""Where no word of these fits, a shell completes names of files."""
+"""If none of these words fits, the shell completes file names."""
 
 
 def script(parser: argparse.ArgumentParser) -> str:
-    """For ``eval`` in a shell."""
+    """The completion script, for ``eval`` in a shell."""
     (verbs,) = (action.choices for action in parser._actions if isinstance(action.choices, dict))
     options = (f'        *:{name}:-*) words="{" ".join(_options(verb))}" ;;' for name, verb in verbs.items())
     return SCRIPT.format(verbs=" ".join(verbs), settings=" ".join(_settings(Config)), options="\n".join(options))

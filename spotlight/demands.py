@@ -1,4 +1,4 @@
-"""Counts what a run will ask for before it starts: what no machine can give is refused, what is unusual is said."""
+"""Counts what a run will need before it starts: the impossible is refused, the unusual is logged."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from spotlight.rl.sums import slices_of
 from spotlight.store.room import memory_bytes
 
 TASKS_USUAL, TASKS_MAX = 20_000, 200_000
-"""In one graph. A task takes some 10 kB of the driver, which holds the scheduler, and a millisecond of its time."""
+"""Tasks in one graph. A task takes some 10 kB of the driver, which holds the scheduler, and a millisecond of its
+time."""
 TOLD_USUAL, TOLD_MAX = 1_000_000, 10_000_000
-"""In one graph: to build it takes some 6 s for each million."""
+"""References to gradients in one graph: to build it takes some 6 s for each million."""
 IMAGES_USUAL, IMAGES_MAX = 100_000, 1_000_000
-"""In one iteration: the planner keeps a number, and the store a file, of each."""
+"""Images in one iteration: the planner keeps a number, and the store a file, of each."""
 WORKER_PROCESSES = 2
 """The worker, and the engine that owns its device."""
 DRIVER_PROCESSES = 3
-"""With its fork server and resource tracker."""
+"""The driver, its fork server and its resource tracker."""
 DRIVER_FILES, WORKER_FILES = 80, 8
 """Open files of the driver: its own, and for each worker its connections and pipes."""
 WORKER_BYTES = 400e6
-"""Of a worker and its engine with the embedded model; a larger one is shared by those of a machine."""
+"""Memory of a worker and its engine with the embedded model; a larger model is shared by a machine's workers."""
 PIDS_MAX = Path("/sys/fs/cgroup/pids.max")
 WORKERS = "pools.reserved.workers, pools.spot.workers or pools.reward.workers"
 
@@ -38,33 +39,33 @@ logger = logging.getLogger("spotlight")
 
 @record
 class Machine:
-    """What there is to be had here."""
+    """Limits of this machine."""
 
     open_files: float
-    """Of one process."""
+    """Most open files of one process."""
     processes: float
     memory_bytes: float
 
 
 @record
 class Demand:
-    """Something that a run asks for, how much of it is usual, and how much there can be."""
+    """Something that a run needs: how much, how much is usual, and how much is possible."""
 
     what: str
     asked: float
     usual: float
     limit: float
     why: str
-    """Where the last comes from."""
+    """The reason for the limit."""
     settings: str
-    """That make it smaller."""
+    """Settings that make it smaller."""
 
     def __str__(self) -> str:
         return f"{self.asked:,.0f} {self.what}, and {self.why}: lower {self.settings}"
 
 
 def check_demands(config: Config, *, validation_prompts: int, live: bool, joins: bool = False) -> None:
-    """Refuse what cannot be, and log what is unusual.
+    """Refuse demands that cannot be met, and log unusual ones.
 
     Args:
         live: whether there will be workers.
@@ -94,7 +95,7 @@ def this_machine() -> Machine:
 
 
 def demands(config: Config, machine: Machine, *, validation_prompts: int, live: bool) -> Iterator[Demand]:
-    """All that is counted, of settings that were checked each for itself.
+    """All demands of settings that were checked one by one before.
 
     Args:
         machine: the driver's.
@@ -111,8 +112,8 @@ def demands(config: Config, machine: Machine, *, validation_prompts: int, live: 
 def _tasks(config: Config, validation_prompts: int) -> Iterator[Demand]:
     """A request is a task for each rank that its gang may have, and one or two to score it.
 
-    Each update is told of all gradients before it, so that a graph takes time in proportion to their square; and so is
-    each task that adds a slice of them.
+    Each update, and each task that adds a slice, takes all gradients before it as arguments, so that the time to build
+    a graph grows with the square of their number.
     """
     rollout, exploration, cut = config.rollout, config.exploration, Cut.of(config)
     each = max(config.strategy.widths) + 1 + config.scores_apart
@@ -177,7 +178,7 @@ def _images(config: Config, validation_prompts: int, machine: Machine) -> Iterat
 
 
 def _processes(config: Config, machine: Machine) -> Iterator[Demand]:
-    """Of workers on this machine; those on others take nothing of it but connections."""
+    """Demands of workers on this machine; workers elsewhere only need connections."""
     workers = _workers(config)
     nodes = sum(ceil(pool.workers / pool.workers_per_node) for _, pool in config.pools)
     yield Demand(

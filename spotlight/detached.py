@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cluster.start.existing import ExistingCluster
 
 LOG = "driver.log"
-"""In the run's directory: what such a driver says."""
+"""File in the run's directory with such a driver's output."""
 STOPPED = 130
 """Exit status of a driver that was stopped: see `spotlight.shell`."""
 POLL_S = 0.05
@@ -30,13 +30,13 @@ TLS = "DASK_DISTRIBUTED__COMM__TLS__"
 
 
 def begin(run: RunDir, cluster: ExistingCluster | None) -> subprocess.Popen[bytes]:
-    """Have a new process go on with a run that nobody has; returns once it has it.
+    """Start a process that drives a run that nobody holds; returns once it holds the run.
 
     Raises:
-        SpotlightError: it could not; in its own words.
+        SpotlightError: it could not, with its own message.
     """
     command = [sys.executable, "-m", "spotlight", "resume", run.url]
-    environment = {**os.environ, "FORCE_COLOR": ""}  # which Jupyter sets, for terminals; the log is none
+    environment = {**os.environ, "FORCE_COLOR": ""}  # Jupyter sets it for terminals, and the log is a file
     environment["PYTHONPATH"] = os.pathsep.join(_found_here())
     if cluster is not None:
         from distributed import Security
@@ -58,15 +58,16 @@ def begin(run: RunDir, cluster: ExistingCluster | None) -> subprocess.Popen[byte
 
 
 def _has(run: RunDir, pid: int) -> bool:
-    """Whether this process has the run: it may wait for an owner that is gone, and be refused in the end."""
+    """Whether process ``pid`` holds the run: it may still wait for an owner that is gone, and be refused."""
     last = run.last_holder()
     return last is not None and (last.pid, last.host) == (pid, socket.gethostname())
 
 
 def _found_here() -> list[str]:
-    """Where this process finds modules, beyond what any Python of its environment does; the run's driver is to, too.
+    """Paths at which this process finds modules, beyond those of its Python environment, for the driver to find them,
+    too.
 
-    What is looked into for a reward is named by the run's settings.
+    Those of rewards are left out: the run's settings name them.
     """
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     known = sysconfig.get_paths()
@@ -117,10 +118,10 @@ def _is_command(pid: int) -> bool:
 
 
 def end_of(process: subprocess.Popen[bytes], run: RunDir, timeout_s: float | None) -> None:
-    """Wait for the end of such a driver, at most so long.
+    """Wait for the end of such a driver, at most ``timeout_s``.
 
     Raises:
-        SpotlightError: it could not go on; in its own words.
+        SpotlightError: it failed, with its own message.
     """
     with contextlib.suppress(subprocess.TimeoutExpired):
         if process.wait(timeout_s) not in (0, STOPPED):
@@ -128,7 +129,8 @@ def end_of(process: subprocess.Popen[bytes], run: RunDir, timeout_s: float | Non
 
 
 def certificates_of(security: Any) -> Mapping[str, str]:
-    """The environment in which Dask finds them again, whether they are files or texts; this user alone can read it."""
+    """Environment variables from which Dask reads the certificates, be they files or texts; only this user can read
+    them."""
     roles = {f"{role}__{part}": f"tls_{role}_{part}" for role in ("client", "worker") for part in ("cert", "key")}
     found = {name: getattr(security, field) for name, field in {"ca_file": "tls_ca_file", **roles}.items()}
     given = {f"{TLS}{name.upper()}": value for name, value in found.items() if value}
@@ -136,6 +138,6 @@ def certificates_of(security: Any) -> Mapping[str, str]:
 
 
 def _last_words(run: RunDir) -> str:
-    """What a driver that ended by itself said."""
+    """An error text with the last line that an ended driver printed."""
     said = (run.path / LOG).read_text(errors="replace").strip().splitlines()
     return f"the driver ended: {said[-1].removeprefix('spotlight: ') if said else 'it said nothing'} ({run.path / LOG})"

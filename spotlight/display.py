@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 REFRESH_S = 0.5
 FILE_WIDTH = 240
-"""Characters of a line in what is no terminal."""
+"""Characters of a line in a file or a pipe."""
 SCORES_MAX = 5
-"""More validations than so many are the first and the last ones."""
+"""Most validations shown; of more, the first and the last ones."""
 
 
 def terminal() -> Console:
-    """Prints texts as they are: brackets in a path, or in what a worker says, are no markup.
+    """A console that prints text as it is: brackets in a path, or in a worker's message, are no markup.
 
-    A file or a pipe has room for long lines.
+    Lines may be long in a file or a pipe.
     """
     width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else FILE_WIDTH
     return Console(markup=False, emoji=False, width=width)
@@ -72,11 +72,11 @@ def follow(run: Run, console: Console | None = None) -> None:
 
 @contextmanager
 def _asked_to_stop(run: Run) -> Iterator[list[int]]:
-    """What Ctrl-C, SIGTERM and SIGHUP asked of a run that is alive.
+    """Yields a list to which the numbers of SIGINT (Ctrl-C), SIGTERM and SIGHUP are appended when they arrive.
 
-    The first is noted, and nothing is interrupted: Python drops what a handler raises within a destructor. Ctrl-C after
-    that interrupts, as does any where there is nothing to be stopped in order; SIGTERM may come twice, from Slurm and
-    from its batch script. What `nohup`, or a script's ``&``, has this process ignore stays ignored.
+    The first one only is noted, without an exception, since Python drops an exception that a handler raises within a
+    destructor. A later Ctrl-C raises KeyboardInterrupt, and so does any signal if the run is not alive; SIGTERM may
+    come twice, from Slurm and from its batch script. Signals that `nohup`, or a script's ``&``, ignores stay ignored.
     """
     asked: list[int] = []
     terminals = [stream for stream in (0, 1, 2) if os.isatty(stream)]
@@ -125,7 +125,7 @@ def follow_simulation(begin: Callable[[Callable[[str, int, float], None]], Itera
     """Show simulated runs as they go, then side by side.
 
     Args:
-        begin: begins them; it is given what to tell of their progress.
+        begin: starts them; it is given the function to call with their progress.
     """
     console, outcomes = terminal(), []
     with console.status("simulating") as status:
@@ -140,7 +140,7 @@ def follow_simulation(begin: Callable[[Callable[[str, int, float], None]], Itera
 
 
 def comparison(outcomes: Sequence[Outcome], width: int = 80) -> Table:
-    """Simulated runs side by side; where they do not fit the width, the last columns are left out."""
+    """Simulated runs, a row each; if they do not fit the width, the last columns are left out."""
     columns = 7 if width >= 78 else 5 if width >= 62 else 3
     to_target = " to\ntarget" if any(outcome.target_h is not None for outcome in outcomes) else ""
     modelled = any(outcome.learning == "modelled" for outcome in outcomes)
@@ -176,7 +176,7 @@ def comparison(outcomes: Sequence[Outcome], width: int = 80) -> Table:
 
 
 def _three_digits(value: float) -> str:
-    """A short run costs cents and takes minutes, a long one neither."""
+    """At least three digits: a short run costs cents and takes minutes."""
     return f"{value:#.3g}" if value < 99.95 else f"{value:,.0f}"
 
 
@@ -194,7 +194,7 @@ class _Display:
             console=console,
         )
         self._task = self._bar.add_task("iterations", total=None)
-        is_terminal = console.is_terminal and console.file.isatty()  # the former may be said by FORCE_COLOR alone
+        is_terminal = console.is_terminal and console.file.isatty()  # FORCE_COLOR alone makes the former true
         self._live = Live(console=console, refresh_per_second=4) if is_terminal else None
         self._dashboard = ""
         self._said: tuple[int, int, tuple[str, ...]] = (-1, 0, ())

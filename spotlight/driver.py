@@ -1,4 +1,4 @@
-"""Drives a run on a cluster, in one thread: graphs go to the scheduler, what happened there comes to the journals."""
+"""Drives a run on a cluster, in one thread: sends graphs to the scheduler, and journals what happened there."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ STOP_GRACE_S = 60.0
 """How long a stop waits for the steps in flight; a step of a large model can last many seconds."""
 POLL_S = 0.25
 SHOW_S = 1.0
-"""Between two messages to the page on the dashboard."""
+"""Least time between two messages to the live page."""
 
 
 class Driver:
-    """What a run has while it goes on; as a `graphs.loop.Watch`, it tells the loop what was measured.
+    """Runs a run's iterations; as a `graphs.loop.Watch`, it tells the loop what was measured.
 
     Args:
-        lease: of the run's directory, which this process has.
+        lease: the run's, which this process holds.
         stop: set when the run is to end after the steps in flight.
         began_s: when the run was started, this time.
     """
@@ -95,9 +95,9 @@ class Driver:
             summarise(run, self._accounts, now_s=wall_clock(), began_s=self._began_s)
 
     def _rewind(self) -> None:
-        """Take back the last iterations if their weights were deleted, being damaged: they are done again.
+        """Remove the last iterations from the history if their weights were deleted as damaged: they are done again.
 
-        The summary goes first, being that of a run which came to its end.
+        The summary, of a finished run, is deleted first.
         """
         run = self._run
         done = resuming.rows_that_stay(run)
@@ -108,7 +108,7 @@ class Driver:
     def _close(self, ended: Ended) -> None:
         assert self.pools
         try:
-            with contextlib.suppress(SpotlightError):  # that ended the run, and is told
+            with contextlib.suppress(SpotlightError):  # it ended the run, and is raised there
                 self._follow()
             self._lease.check()
             self._accounts.close(wall_clock())
@@ -117,7 +117,7 @@ class Driver:
             self.pools = None
             if self._tracking:
                 self._tracking.close(ended)
-            self._lease.check()  # of one that another has, the files are what that one's workers write
+            self._lease.check()  # if another driver has the run, its workers write these files
             remove_half_written(self._run.path)  # by workers that were killed at it
 
     def _compute(self, graph: Graph) -> Mapping[str, Any]:
@@ -126,7 +126,7 @@ class Driver:
         packed = self.pools.client.get(graph.graph, list(graph.outputs.values()), sync=False)
         futures = _flatten(packed)
         try:
-            while any(future.status in ("pending", "lost") for future in futures):  # what is lost is made again
+            while any(future.status in ("pending", "lost") for future in futures):  # Dask computes lost results again
                 _wait(self.pools.client, futures)
                 if any(future.status == "cancelled" for future in futures):
                     break
@@ -155,10 +155,10 @@ class Driver:
         raise Stopped
 
     def _follow(self) -> None:
-        """Take over what the cluster did since the last time."""
+        """Record what the cluster did since the last call."""
         assert self.pools
         self._lease.check()
-        drained = self.pools.drain()  # nobody tells it twice: it is kept before anything else can fail
+        drained = self.pools.drain()  # sent only once: it is kept before anything else can fail
         self._accounts.take(drained)
         if drained.decisions:
             self._run.append(DECISIONS, *drained.decisions)
@@ -174,7 +174,7 @@ class Driver:
         self._show()
 
     def _show(self) -> None:
-        """Tell the page on the dashboard what is new, now and then."""
+        """Send what is new to the live page, at most every `SHOW_S`."""
         now_s = wall_clock()
         if self._feed is None or now_s < self._shown_s + SHOW_S:
             return
@@ -199,10 +199,10 @@ class Driver:
 
 
 def summarise(run: RunDir, accounts: Accounts, *, now_s: float, began_s: float) -> None:
-    """Write the few numbers that a run comes to.
+    """Write the run's summary.
 
     Args:
-        began_s: when this session began; those before it count as long as there were workers.
+        began_s: when this session began; earlier ones count for the time in which they had workers.
     """
     validation, ledger = run.validation(), accounts.ledger(now_s)
     run.write_summary(
@@ -221,7 +221,7 @@ def summarise(run: RunDir, accounts: Accounts, *, now_s: float, began_s: float) 
 
 
 def _worth_saying(event: Mapping[str, Any]) -> str:
-    """What a person should know of at once; empty for what is as it should be."""
+    """A message about an event that a person should know of at once; else empty."""
     match event["event"]:
         case "paused":
             return f"{event['lost_s']:.0f} s were lost: the run was paused, or its machine slept; it goes on"
@@ -236,7 +236,7 @@ def _flatten(packed: Any) -> list[Future[Any]]:
 
 
 def _wait(client: Client, futures: Sequence[Future[Any]]) -> None:
-    """Until all are done, or for a moment; the client is no default, which a notebook may have of its own."""
+    """Wait until all are done, or `POLL_S`; the client is not Dask's default one, which may be the notebook's own."""
     from distributed import wait
 
     with client.as_current(), contextlib.suppress(TimeoutError, CancelledError):

@@ -1,5 +1,5 @@
-"""Files that a person named: read if they are regular and of a bounded size, so that nothing is waited for; and what
-cannot be written is said."""
+"""Reads files that a person named, if they are regular and of a bounded size, so that no read blocks; checks paths and
+addresses."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 from spotlight.records import SpotlightError
 
 LARGEST_BYTES = 256 * 2**20
-"""Of a file that is read whole: ten million prompts of 25 characters, or five years of a trace with an event a second.
+"""Largest file: ten million prompts of 25 characters, or five years of a trace with an event a second.
 """
 
 
 PATH_MAX = 1024
-"""Characters of a path in the settings; systems take four times as many, and other names still follow it."""
+"""Most characters of a path in the settings; systems take four times as many, and other names are appended."""
 SHOWN_MAX = 80
-"""Characters of a value that is wrong."""
+"""Characters that an error shows of a wrong value."""
 
 OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
 """Object stores in which a run can live."""
@@ -28,12 +28,12 @@ SECRETS_COME_FROM = "keys come from the environment, such as AWS_ACCESS_KEY_ID"
 
 
 def is_url(place: str | Path) -> bool:
-    """Whether it is the address of an object store, and no path; ``file://`` is a path."""
+    """Whether it is the address of an object store rather than a path; ``file://`` is a path."""
     return "://" in str(place) and not str(place).startswith("file://")
 
 
 def check_url(url: str) -> None:
-    """Addresses are shown and written down, so they hold no secret; and those of an object store name a bucket.
+    """Check an address: it is shown and written down, so it may hold no secret; an object store's must name a bucket.
 
     Raises:
         ValueError: this one may hold a secret, or names no bucket.
@@ -49,7 +49,7 @@ def check_url(url: str) -> None:
 
 
 def shown(value: object) -> str:
-    """A value that is wrong, as a refusal shows it: its beginning, if it is long."""
+    """A wrong value as an error shows it: its beginning, if it is long."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # it has too many digits, or is too deep
@@ -58,7 +58,7 @@ def shown(value: object) -> str:
 
 
 def whole(value: object, name: str) -> int:
-    """A number that Python code gave.
+    """An integer from a value that Python code gave.
 
     Raises:
         SpotlightError: it is no whole number.
@@ -79,7 +79,7 @@ def absolute(base: Path, path: str) -> str:
         raise SpotlightError(f"{shown(path)}: has {len(path)} characters, and a path has {PATH_MAX} at most")
     try:
         return str((base / path).resolve())
-    except RuntimeError:  # what pathlib makes of it
+    except RuntimeError:  # raised by pathlib
         raise SpotlightError(f"{path!r}: links lead in a circle there; give the path of a file") from None
     except (OSError, ValueError) as error:
         raise SpotlightError(f"{path!r}: is no path ({error}); give the path of a file") from None
@@ -89,7 +89,7 @@ def read_bytes(path: str | Path, what: str) -> bytes:
     """All of a file.
 
     Args:
-        what: it should be, for the error: "a prompt file".
+        what: the kind of file, for the error: "a prompt file".
 
     Raises:
         SpotlightError: there is no such file, or it cannot be read, or not safely.
@@ -114,7 +114,7 @@ def read_bytes(path: str | Path, what: str) -> bytes:
 
 
 def read_files(path: str | Path, what: str) -> dict[str, bytes]:
-    """All of a file, under no name; or of each file in a directory, under its own.
+    """``{"": content}`` of a file; or of a directory, ``{name: content}`` of its files.
 
     Raises:
         SpotlightError: as `read_bytes`; all of them together may have as many bytes as one file.
@@ -135,7 +135,7 @@ def read_files(path: str | Path, what: str) -> dict[str, bytes]:
 
 
 def digest(files: Mapping[str, bytes]) -> str:
-    """The sha256 of what `read_files` read: a file's own, or that of a directory's names and hashes."""
+    """SHA-256 of what `read_files` read: of a file's content, or of a directory's names and hashes."""
     hashes = {name: sha256(content).hexdigest() for name, content in files.items()}
     if hashes.keys() == {""}:
         return hashes[""]
@@ -144,7 +144,7 @@ def digest(files: Mapping[str, bytes]) -> str:
 
 @contextmanager
 def writing(place: str | Path) -> Iterator[None]:
-    """What is written within goes to a place that a person chose.
+    """Turn errors of writing inside into one sentence about the place that a person chose.
 
     Raises:
         SpotlightError: it cannot be written to, or is full.

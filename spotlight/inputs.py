@@ -1,4 +1,4 @@
-"""Finds, before anything starts, what would stop a run once its cluster is up: prompts, traces, models, ports."""
+"""Checks, before anything starts, all that could stop a run once its cluster is up: prompts, traces, models, ports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spotlight.store.accounts import pool_prices
 
 TAGS_SHOWN = 8
 MADE_UP_H_MAX = 100_000
-"""Of a trace: eleven years, which took 2 to 27 s to make up for eight workers, by model (one busy core)."""
+"""Longest synthetic trace: eleven years, which took 2 to 27 s to make for eight workers, by model (one busy core)."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +36,13 @@ def check_inputs(
     joins: bool = False,
     begun: bool = False,
 ) -> None:
-    """Find at once what would stop the run once its cluster is up.
+    """Check all that could stop the run once its cluster is up; doubtful settings are logged.
 
     Args:
-        with_model: whether it needs the model's files, and stores latents.
-        live: whether it will have workers.
-        joins: whether those are of a cluster that is there already.
-        begun: whether it has its first weights, so that no LoRA is read that it is to start from.
-
-    What is only doubtful is said in the log.
+        with_model: whether the run needs the model's files, and stores latents.
+        live: whether the run will have workers.
+        joins: whether those are of an existing cluster.
+        begun: whether the run has its first weights, so that it no longer needs the LoRA to start from.
     """
     for doubt in settings.doubts:
         logger.warning("%s", doubt)

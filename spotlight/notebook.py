@@ -1,7 +1,7 @@
-"""What a person sees of a run in a notebook: a live view, pictures, tables.
+"""What a notebook shows of a run: a live view, pictures, tables.
 
-The view is updated by a task on the kernel's own event loop, never by a thread, whose output kernels lose. It only
-looks: a kernel that ends in the middle leaves the run directory as any other end of a driver does.
+The view is updated by a task on the kernel's own event loop, not by a thread, whose output kernels lose. It only
+reads: a kernel may end at any moment.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ async def _follow(run: Run, handle: Any) -> None:
 
 
 def _views_of(run: Run) -> dict[str, str]:
-    """By MIME type: for a notebook, and for a terminal."""
+    """{MIME type: the view}, for a notebook and for a terminal."""
     return {"text/html": describe(run), "text/plain": repr(run)}
 
 
@@ -103,7 +103,7 @@ def _line(trouble: str) -> str:
 
 
 def _troubles(status: Status) -> list[str]:
-    """What a person may have to put right."""
+    """Problems that a person may have to fix."""
     refused = [f"worker {name} takes no part: {reason}" for name, reason in status.refused.items()]
     return [status.error] if status.error else refused
 
@@ -125,7 +125,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
 
 
 def workers_frame(lives: Iterable[WorkerLife]) -> pd.DataFrame:
-    """Workers in the order in which they came."""
+    """A table of workers, in the order in which they joined."""
     rows = [
         {
             "worker": life.worker,
@@ -153,7 +153,7 @@ class Plot:
 
 
 def plot(run_dir: str | Path, what: str) -> Plot:
-    """One of the report's pictures, of the run so far.
+    """One of the report's pictures, drawn from the run so far.
 
     Raises:
         SpotlightError: there is no such picture, or no data for it yet.

@@ -36,7 +36,7 @@ def record(kind: type[T]) -> type[T]:
 
 
 class SpotlightError(ValueError):
-    """Something a person can put right; its text says where, what came and the way out."""
+    """An error that a person can fix; its text says where, what was found, and what to do."""
 
 
 class Stopped(Exception):
@@ -44,19 +44,19 @@ class Stopped(Exception):
 
 
 class Interrupted(Exception):
-    """Work ended before it was done, through no fault of its own; what was committed stays, the rest is done anew."""
+    """Work was interrupted from outside; what was committed stays, the rest is done again."""
 
 
 def is_of_the_device(error: BaseException) -> bool:
-    """Whether it is an error of CUDA, after which a process computes nothing any more; that memory is full is none.
+    """Whether it is a CUDA error after which the process can compute nothing more; full memory is not one.
 
-    Errors of its libraries, such as cuBLAS, begin alike, but are no errors of a kind.
+    Errors of CUDA's libraries, such as cuBLAS, begin alike, but may have any cause.
     """
     return isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
 
 
 def in_a_sentence(error: BaseException) -> str:
-    """What ended a run, or a command, as a person is told."""
+    """One sentence for a person about the error that ended a run or a command."""
     if isinstance(error, SpotlightError):
         return str(error)
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
@@ -71,11 +71,11 @@ class Prompt:
     """Index in its file, stable for the whole run."""
     text: str
     metadata: str = ""
-    """What else its line says, for rewards that ask for it: a JSON object, or nothing."""
+    """Other fields of its line, for rewards that use them: a JSON object, or empty."""
 
     @property
     def tag(self) -> str:
-        """Which kind of prompt it is, as its metadata say: GenEval's "counting", "colors" and others; or ""."""
+        """The kind of prompt, from its metadata: GenEval's "counting", "colors" and others; or ""."""
         tag = loads(self.metadata).get("tag") if self.metadata else None
         return tag if isinstance(tag, str) else ""
 
@@ -95,10 +95,9 @@ class WeightsRef:
 
     version: int
     sha256: str
-    """Of the safetensors file, hexadecimal."""
+    """Hash of the safetensors file, hexadecimal."""
     parts: tuple[PartRef, ...] = field(default=(), compare=False)
-    """All its files, so that whoever has them can hand them on, and nobody asks the store; empty where the manifest
-    was not read."""
+    """All its files, so that peers can send them without the store being read; empty if the manifest was not read."""
 
 
 @record
@@ -129,7 +128,7 @@ class Request:
     policy: Policy = "trained"
     """Which of the version's weights."""
     first_noise: int | None = None
-    """Fixes what all its images begin with, so that their seeds fix the noise of stochastic steps only."""
+    """Seed of the noise that all its images start from; ``seeds`` then fix the noise of stochastic steps only."""
 
     @property
     def id(self) -> str:
@@ -151,7 +150,7 @@ class Request:
 
     @property
     def kind(self) -> str:
-        """SHA-256 of what does not name its run, its prompt and its seeds."""
+        """SHA-256 of all fields but its run, prompt and seeds."""
         return replace(self, run="", prompt=Prompt(id=-1, text=""), seeds=()).digest
 
     @property
@@ -159,9 +158,9 @@ class Request:
         """SHA-256 of the whole value: work committed for another request is never resumed."""
         value = row_of(self)
         weights = row_of(self.weights)
-        del weights["parts"]  # what samples is named without them
+        del weights["parts"]  # the other fields identify the weights
         if self.first_noise is None:
-            del value["first_noise"]  # as before there was one: work that was committed then is resumed
+            del value["first_noise"]  # as in older versions, so that their commits are resumed
         return sha256(dumps(value | {"weights": weights}, sort_keys=True, default=row_of).encode()).hexdigest()
 
 
@@ -183,7 +182,7 @@ class Placement:
 
     @property
     def name(self) -> str:
-        """Of this forming of the gang."""
+        """Name of the gang as it was formed this time."""
         return f"{self.gang}.e{self.epoch}"
 
 
@@ -193,7 +192,7 @@ class Rollout:
 
     request: Request
     weights_sha256: str
-    """The hash of the weights that were really resident, echoed by the worker."""
+    """Hash of the weights that the worker really used."""
     steps_resumed: int
     """Steps found committed and not computed again."""
     steps_run: int
@@ -208,12 +207,12 @@ class Dropped:
 
 @record
 class Surplus:
-    """A shard that has nothing to hand on: its gang was narrower, or its first rank answers for all."""
+    """A shard without a result: its gang was narrower, or its first rank returns the result for all."""
 
 
 @record
 class Quarantined:
-    """A request that kept killing those who ran it: nobody runs it again, and its samples are replaced."""
+    """A request that kept losing its workers: it is not run again, and its samples are replaced."""
 
     request: Request
     preemptions: int
@@ -228,9 +227,9 @@ class Scored:
     """None where the scorer failed for good: a missing reward is never a number."""
     errors: tuple[str, ...] = ()
     parts: tuple[tuple[float | None, ...], ...] = ()
-    """Of several rewards that are added up, each by itself, in the order of their tables."""
+    """Each of several rewards by itself, in the order of their tables; ``rewards`` are their sums."""
     steps_resumed: int = 0
-    """Of the rollout: steps that were found committed."""
+    """Steps of the rollout that were found committed."""
 
 
 @record
@@ -239,7 +238,7 @@ class Drawn:
 
     seeds: tuple[int, ...]
     rewards: tuple[float | None, ...]
-    """Of the samples that are trained on; None for the others."""
+    """Rewards of the samples that are trained on; None for the others."""
     parts: tuple[tuple[float | None, ...], ...] = ()
     """See `Scored`."""
 
@@ -270,7 +269,7 @@ class Explored:
     prompt: int
     """Its id."""
     rewards: tuple[float, ...]
-    """Of every candidate scored, kept or not."""
+    """Rewards of every candidate scored, kept or not."""
 
 
 @record
@@ -282,18 +281,18 @@ class Selection:
     seeds_scored: int
     seeds_dropped: int
     seeds_failed: int = 0
-    """Of those dropped, the ones that have no reward because the scorer failed."""
+    """How many of those dropped have no reward because the scorer failed."""
     error: str = ""
-    """Of the first of them."""
+    """The scorer's error for the first of them."""
     reward_mean: float | None = None
-    """Of all seeds scored, kept or not; None where there were none."""
+    """Mean reward of all seeds scored, kept or not; None where there were none."""
     reward_std: float | None = None
     version: int = 0
-    """Of the weights that explored."""
+    """Version of the weights that explored."""
     explored_as: str = ""
-    """See `Request.kind`: of all requests that explored."""
+    """`Request.kind` of all requests that explored."""
     explored: tuple[Explored, ...] = ()
-    """Of all prompts, also those that are not rolled out: what the planner learns from."""
+    """Results for all prompts, also those that are not rolled out, for the planner to learn from."""
 
 
 @record
@@ -305,7 +304,7 @@ class Sample:
     """Row of the request's batch."""
     reward: float
     advantage: float | None
-    """None of one that is not trained on."""
+    """None if it is not trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots, so that its name can be kept
@@ -317,21 +316,21 @@ class GradientPart:
     iteration: int
     update: int
     number: int
-    """Among the parts of the update."""
+    """Its index among the parts of the update."""
     samples: tuple[Sample, ...]
     """In request order."""
     positions: tuple[int, ...]
-    """Of each sample among the iteration's, by which what is drawn for it is keyed."""
+    """Index of each sample among the iteration's, which fixes what is drawn for it at random."""
     after: str = ""
     """SHA-256 of the weights that the previous update left; empty in the first."""
     settings: str = ""
-    """SHA-256 of those that it is trained with."""
+    """SHA-256 of the settings that it is trained with."""
     slices: int = 1
-    """How many its gradient is kept in."""
+    """How many slices its gradient is stored in."""
 
     @cached_property
     def name(self) -> str:
-        """Of what is stored for it: another part, or other samples of this one, have another name."""
+        """Name of what is stored for it: another part, or other samples of this one, have another name."""
         requests = {id(sample.request): sample.request for sample in self.samples}
         digests = {key: request.digest for key, request in requests.items()}
         rows = [
@@ -348,9 +347,9 @@ class Slice:
     """Some tensors of a gradient: a range of its file that is a safetensors file of its own."""
 
     start: int
-    """Bytes before it."""
+    """Offset in the file, in bytes."""
     size: int
-    """Its bytes."""
+    """Size in bytes."""
     sha256: str
 
 
@@ -362,14 +361,14 @@ class Gradient:
     """
 
     name: str
-    """Empty where nobody needs it any more: the next version is published."""
+    """Empty if it is no longer needed, since the next version is published."""
     rows: int = 0
-    """That the loss is a mean over; 0 where there is nothing to learn."""
+    """Rows that the loss is a mean over; 0 where there is nothing to learn."""
     loss: float = 0.0
-    """Of a part; 0 for a sum of several, which has no metrics either."""
+    """Loss of a part; 0 for a sum of several, which has no metrics either."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     slices: tuple[Slice, ...] = ()
-    """Of its file, one after the other; none where it has no tensors. A sum's file is one slice, so it has one."""
+    """Slices of its file, in order; none where it has no tensors. A sum has one."""
 
 
 @record
@@ -377,10 +376,10 @@ class Updated:
     """An optimizer step that was taken."""
 
     version: int
-    """That the iteration makes; staged after its last update."""
+    """The version that the iteration makes; staged after its last update."""
     update: int
     weights_sha256: str = ""
-    """Of the weights after it; empty after the last."""
+    """Hash of the weights after it; empty after the last update."""
 
 
 @record
@@ -413,7 +412,7 @@ ALIASES = {
     "validate-images": "validate",
     "validate-score": "validate",
 }
-"""Phases that are a part of another one, or its work done again; "draw" is what "decode" was called once."""
+"""{phase: the phase that it is a part or a repetition of}; "draw" is the old name of "decode"."""
 
 
 @record
@@ -425,14 +424,14 @@ class Span:
     phase: str
     iteration: int
     key: str
-    """Of the task or the request."""
+    """Key of the task or the request."""
     start_s: float
     stop_s: float
     outcome: str
     """``done``; ``dropped`` (exploration called off), ``lost`` (with its worker), ``failed``, or ``stopped``
     (after the step in flight: by a person, or to go on wider or elsewhere)."""
     uncommitted_s: float | None = None
-    """Of lost or failed work: its last seconds, whose steps were not committed. None where nothing of it was."""
+    """Of lost or failed work: its last seconds, whose steps were not committed. None if no step was."""
     redone_s: float = 0.0
     """Its first seconds, which repeated steps that count as useful in another span. A step that is computed twice
     is wasted once: here, or as uncommitted where it was computed first."""
@@ -446,7 +445,7 @@ class WorkerLife:
     pool: str
     joined_s: float
     left_s: float | None
-    """None while it lives, or where whoever watched it died first."""
+    """None while it lives, or if its driver died first."""
     reason: str
     """``lost``, ``left`` (on notice), ``sent away`` (by `Run.scale`) or ``end`` (of the run)."""
 
@@ -456,7 +455,7 @@ class WorkerLife:
         return self.reason in ("lost", "left")
 
     def later(self, seconds: float) -> WorkerLife:
-        """The same by a clock that is so much ahead."""
+        """The same life, by a clock that is ``seconds`` ahead."""
         left_s = None if self.left_s is None else self.left_s + seconds
         return replace(self, joined_s=self.joined_s + seconds, left_s=left_s)
 
@@ -468,7 +467,7 @@ def row_of(record: Any) -> dict[str, Any]:
 
 @record
 class Drained:
-    """What happened on a cluster since its driver asked last."""
+    """What happened on a cluster since its driver last asked."""
 
     spans: Sequence[Span] = ()
     workers: Mapping[int, WorkerLife] = field(default_factory=dict)
@@ -477,7 +476,7 @@ class Drained:
     decisions: Sequence[dict[str, Any]] = ()
 
     def later(self, seconds: float) -> Drained:
-        """The same by a clock that is so much ahead; decisions stay as they were made, to be made again."""
+        """The same, by a clock that is ``seconds`` ahead; decisions keep their times, so that they can be replayed."""
         if not seconds:
             return self
         return replace(
@@ -498,7 +497,7 @@ class Drained:
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Drained:
-        """What such a message says."""
+        """The inverse of `message`."""
         return cls(
             spans=[Span(**row) for row in message["spans"]],
             workers={number: WorkerLife(**row) for number, row in message["workers"]},
@@ -508,14 +507,14 @@ class Drained:
 
 
 NO_DEVICE = -1
-"""In place of a device's number: the process works without a GPU, whether its machine has one or not."""
+"""A device number that means: the process works without a GPU, even if its machine has one."""
 WITHOUT_GPU = "SPOTLIGHT_WITHOUT_GPU"
-"""The environment variable that such a process has."""
+"""Environment variable of such a process."""
 
 
 @cache
 def base_phase(phase: str) -> str:
-    """The phase as people count it: ``explore-r2`` is a round of ``explore``, a refill is a rollout."""
+    """The phase under which it is reported: ``explore-r2`` is a round of ``explore``, a refill is a rollout."""
     phase = re.sub(r"-r\d+$", "", phase)
     return ALIASES.get(phase, phase)
 

@@ -81,7 +81,7 @@ class Run:
         *,
         cluster: ExistingCluster | None = None,
     ) -> Run:
-        """The run of this directory: a new one if nothing is there, else the one that is, and `start` goes on with it.
+        """The run in this directory: a new one if nothing is there, else the existing one, which `start` resumes.
 
         Raises:
             SpotlightError: what is there is no run, or one of other settings.
@@ -96,10 +96,10 @@ class Run:
     def resume(
         cls, run_dir: str | PathLike[str], *, cluster: ExistingCluster | None = None, iterations: int | None = None
     ) -> Run:
-        """A run that was stopped or killed, or is to be longer; `start` goes on where it was, on any cluster.
+        """A run that was stopped or killed, or is to be longer; `start` resumes it, on any cluster.
 
         Args:
-            iterations: what its ``run.iterations`` is to be from now on.
+            iterations: new value of its ``run.iterations``.
         """
         directory = RunDir.open(run_dir)
         resuming.check(directory, None if iterations is None else whole(iterations, "iterations"))
@@ -110,9 +110,9 @@ class Run:
 
     @classmethod
     def attach(cls, run_dir: str | PathLike[str]) -> Run:
-        """A run to look at, whoever runs it: as it is now, and as it goes on.
+        """A run to watch, whichever process runs it.
 
-        Of one that nobody runs, `start` goes on where it was.
+        If none does, `start` resumes it.
         """
         directory = RunDir.open(run_dir)
         run = cls.__new__(cls)
@@ -126,7 +126,7 @@ class Run:
         return run
 
     def _open(self, directory: RunDir | None, settings: configuration.Config, cluster: ExistingCluster | None) -> None:
-        """Of settings whose inputs were checked."""
+        """Set the run up from settings whose inputs were checked."""
         if isinstance(cluster, str | Path):
             from cluster.start.existing import refuse_unsafe, where
 
@@ -140,16 +140,16 @@ class Run:
         self._cluster = cluster
         self._directory = directory
         self._checked = 0
-        """With how many iterations it was found to have all that they need; 0: it was only looked at so far."""
+        """Number of iterations for which the run's inputs were checked; 0: not checked yet."""
         self._accounts: Accounts | None = None
         self._watched: Accounts | None = None
-        """Those of the run while it goes on elsewhere, as of the last look."""
+        """The accounts of a run that another process drives, as of the last look."""
         self._thread: Background | None = None
         """The driver, if it is a thread of this process; see `_background`."""
         self._process: subprocess.Popen[bytes] | None = None
         """The driver, if it is a process of its own that was begun here."""
         self._refused: tuple[str, Holder | None] = ("", None)
-        """Why such a process could not go on, and who had the run last by then."""
+        """Why that process could not go on, and who had the run last by then."""
 
     @property
     def directory(self) -> RunDir:
@@ -163,11 +163,11 @@ class Run:
         return self._directory
 
     def start(self, *, detached: bool = False) -> Run:
-        """Begin in the background, or go on; returns at once.
+        """Start or resume the run in the background; returns at once.
 
         Args:
-            detached: the driver is a process of its own, which goes on when this one ends, as a notebook's kernel does
-                that is restarted; `attach` finds the run again. Returns once that process has the run.
+            detached: the driver is a process of its own, which goes on when this one ends, such as a notebook's kernel
+                that is restarted; `attach` finds the run again. Returns once that process holds the run.
 
         Raises:
             SpotlightError: it runs already, or cannot begin.
@@ -215,7 +215,7 @@ class Run:
     def _check_cluster(self) -> None:
         """
         Raises:
-            SpotlightError: there can be none, as far as that shows at once.
+            SpotlightError: a quick check shows that there can be no cluster.
         """
         if self._cluster is not None:
             from cluster.start.existing import check_reach
@@ -228,7 +228,7 @@ class Run:
 
     @property
     def _kept(self) -> Accounts:
-        """The accounts; those of a run that goes on elsewhere are brought up to date at every look."""
+        """The accounts; those of a run that another process drives are brought up to date each time."""
         watched, self._watched = self._watched, None
         if self._is_elsewhere:
             self.directory.pull()
@@ -255,7 +255,7 @@ class Run:
 
     @property
     def _is_elsewhere(self) -> bool:
-        """Whether somebody else runs it now: another process, or another object of this one."""
+        """Whether another process runs it now, or another `Run` of this one."""
         return not self._is_ours and self._directory is not None and bool(self._directory.holder())
 
     @property
@@ -264,17 +264,17 @@ class Run:
 
     @property
     def alive(self) -> bool:
-        """Whether it is going on now; one that was not started here, elsewhere."""
+        """Whether it is running now, here or, if it was not started here, elsewhere."""
         return self._is_elsewhere if self._background is None else self._is_ours
 
     @property
     def _is_to_end(self) -> bool:
-        """Whether there is an end to wait for: it goes on, or its directory is there for somebody to begin."""
+        """Whether there is an end to wait for: it is running, or its directory waits for a driver."""
         return self.alive or (self._directory is not None and self.state == "new")
 
     @property
     def state(self) -> str:
-        """As `Status` has it."""
+        """See `Status.state`."""
         if (driver := self._background) is not None:
             return driver.state
         if self._directory is None:
@@ -296,7 +296,7 @@ class Run:
         return "failed" if last.error else "stopped"
 
     def _why(self, state: str) -> str:
-        """As `Status.error` has it, of a run in this state."""
+        """See `Status.error`; of a run in this state."""
         if (driver := self._background) is not None:
             error = driver.error
             return in_a_sentence(error) if error and state == "failed" else ""
@@ -306,11 +306,11 @@ class Run:
         return last.last_words if last else ""
 
     def wait(self, timeout_s: float | None = None) -> Status:
-        """Wait for the end; of a run that waits in Slurm's queue, for its beginning, too.
+        """Wait for the end; a run in Slurm's queue is waited for, too.
 
         Raises:
             Stopped: the run was stopped; `start` resumes it.
-            SpotlightError: it failed for a reason that a person can put right.
+            SpotlightError: it failed for a reason that a person can fix.
             TimeoutError: it still runs.
         """
         if (driver := self._background) is not None:
@@ -337,7 +337,7 @@ class Run:
             raise SpotlightError(self._why(state))
 
     def __await__(self) -> Generator[Any, None, Status]:
-        """``await run``: as `wait`, while the event loop, of a notebook for example, goes on."""
+        """``await run``: as `wait`, without blocking the event loop."""
         return self._ended().__await__()
 
     async def _ended(self) -> Status:
@@ -346,9 +346,9 @@ class Run:
         return self.wait()
 
     def stop(self) -> None:
-        """Ask the run to end after the steps in flight; `wait` tells when it has.
+        """Ask the run to end after the steps in flight; `wait` returns when it has.
 
-        One that a `spotlight` command of this machine runs, such as a detached driver, is asked, too.
+        This also works if a `spotlight` command of this machine runs it, such as a detached driver.
 
         Raises:
             SpotlightError: another process runs it, which cannot be asked from here.
@@ -362,7 +362,7 @@ class Run:
 
     @property
     def resume_command(self) -> str:
-        """What goes on with it where it is now, for a shell."""
+        """The shell command that resumes the run, on the same cluster."""
         cluster = str(self._cluster) if isinstance(self._cluster, str | Path) else ""
         if not cluster and (holder := self.directory.lease_holder()):
             cluster = holder.cluster
@@ -384,7 +384,7 @@ class Run:
         return f"<Run {self._directory.url if self._directory else self.config.run.name}: {state}>"
 
     def how_to_start(self, pools: Sequence[str]) -> str:
-        """What a person sees or does whose cluster has no workers of these pools; empty where that is up to us."""
+        """A hint on how to get workers of these pools; empty if the run starts them itself."""
         if self._cluster is None:
             queued = self.pools.queued() if self.pools else []
             return f"Slurm: {', '.join(queued)}; `squeue --me` lists the jobs" if queued else ""
@@ -395,10 +395,9 @@ class Run:
         )
 
     def scale(self, *, spot: int) -> None:
-        """Have so many spot workers from now on, at most `pools.spot.workers`.
+        """Use so many spot workers from now on, at most `pools.spot.workers`.
 
-        Those that are too many finish their step, commit and leave, as on a notice. What the run computes stays the
-        same.
+        Surplus workers finish their step, commit and leave, as on a notice. What the run computes stays the same.
 
         Raises:
             SpotlightError: it does not run here, its cluster is not its own, or it cannot have that many.
@@ -470,7 +469,7 @@ class Run:
 
     @property
     def workers(self) -> pd.DataFrame:
-        """One row per worker that there is or was: its pool, when it came and went, and why."""
+        """One row per worker so far: its pool, when it joined and left, and why."""
         from spotlight.notebook import workers_frame
 
         return workers_frame(self._kept.lives())
@@ -489,7 +488,7 @@ class Run:
         """Small pictures of the kept seeds that an iteration was trained on, with their rewards; a notebook shows them.
 
         Args:
-            iteration: the last one that is finished, if it is left out.
+            iteration: None: the last finished one.
 
         Raises:
             SpotlightError: there are none.
@@ -504,7 +503,7 @@ class Run:
         return describe(self)
 
     def _ipython_display_(self) -> None:
-        """Show it in a notebook, and what becomes of it while it goes on."""
+        """Show the run in a notebook, updated while it is running."""
         from spotlight.notebook import show
 
         show(self)

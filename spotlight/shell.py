@@ -62,7 +62,7 @@ EXIT = """exit status:
   2    a command that does not exist, or is not complete
   70   an error in Spotlight itself; --debug shows where
   130  stopped, by Ctrl-C or a signal; `spotlight resume` goes on
-  141  nobody reads what it prints any more"""
+  141  what reads its output has ended"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed.verb(parsed)
         sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # the latter is how Rich says it
+    except (BrokenPipeError, SystemExit):  # Rich raises the latter
         _print_no_more()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_no_more() -> None:
-    """Where the interpreter ends, it flushes again."""
+    """Send stdout to /dev/null: the interpreter flushes it again when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -149,19 +149,19 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--into",
         metavar="RUN",
-        help="the run directory, or its URL; go on with the run that is there, if there is one, so that the same "
+        help="the run directory, or its URL; resumes the run that is there, if there is one, so that the same "
         "command may be given again and again, as a queue of jobs does",
     )
     _add_cluster(run)
-    _add_json(run, "show nothing on the way, and what came of it as JSON at the end")
+    _add_json(run, "show no progress, and print the final status as JSON")
 
-    resume = _add_verb(verbs, "resume", _resume, "go on with a run that was stopped or killed, or make it longer")
+    resume = _add_verb(verbs, "resume", _resume, "resume a run that was stopped or killed, or make it longer")
     resume.add_argument("run_dir", metavar="RUN", help=RUN)
     resume.add_argument(
-        "--iterations", type=int, metavar="N", help="have it end after so many in all, from now on: a longer run"
+        "--iterations", type=int, metavar="N", help="change the number of iterations in all, for a longer run"
     )
     _add_cluster(resume)
-    _add_json(resume, "show nothing on the way, and what came of it as JSON at the end")
+    _add_json(resume, "show no progress, and print the final status as JSON")
 
     submit = _add_verb(
         verbs,
@@ -169,24 +169,24 @@ def _parser() -> argparse.ArgumentParser:
         _submit,
         "start a run as a Slurm job, which starts its workers as jobs",
         "Makes a run directory and queues the run's driver as a batch job, which queues the workers of all pools.\n"
-        "The driver stops before its time limit, is queued again, and goes on. Of a run that is there, queues the\n"
+        "The driver stops before its time limit, is queued again, and resumes. Given an existing run, this queues its\n"
         "driver again.",
     )
     _add_settings(submit)
     submit.add_argument("--dry-run", action="store_true", help="print the batch scripts, and do nothing")
-    submit.add_argument("--begin", default="", metavar="TIME", help="not before; as sbatch has it, such as 22:00")
+    submit.add_argument("--begin", default="", metavar="TIME", help="earliest start, in sbatch's format, such as 22:00")
 
-    status = _add_verb(verbs, "status", _status, "say how a run stands, whoever runs it")
+    status = _add_verb(verbs, "status", _status, "show the state of a run, whichever process runs it")
     status.add_argument("run_dir", metavar="RUN", help=RUN)
     _add_json(status)
 
     report = _add_verb(verbs, "report", _report, "write a run's report.html and pictures")
     report.add_argument("run_dir", metavar="RUN", help=RUN)
 
-    stop = _add_verb(verbs, "stop", _stop, "have a run that goes on elsewhere end in order, after the steps in flight")
+    stop = _add_verb(verbs, "stop", _stop, "stop a run of another process in order, after the steps in flight")
     stop.add_argument("run_dir", metavar="RUN", help=RUN)
 
-    cost = _add_verb(verbs, "cost", _cost, "say where a run's seconds and dollars went")
+    cost = _add_verb(verbs, "cost", _cost, "show where a run's seconds and dollars went")
     cost.add_argument("run_dir", metavar="RUN", help=RUN)
     _add_json(cost)
 
@@ -194,19 +194,19 @@ def _parser() -> argparse.ArgumentParser:
         verbs,
         "simulate",
         _simulate,
-        "run settings on a virtual clock, and what they are to be compared with: time and dollars, before renting",
-        "Runs a settings file, the very one that `run` takes, on a virtual clock: the same loop, graphs and\n"
-        "decisions on machines that are not there. Each strategy leaves a run directory with its report.",
+        "run settings, and strategies to compare them with, on a virtual clock: hours and dollars, before renting",
+        "Runs a settings file, the same that `run` takes, on a virtual clock: the same loop, graphs and\n"
+        "decisions on simulated machines. Each strategy leaves a run directory with its report.",
     )
     _add_settings(simulate)
     simulate.add_argument(
         "--learning",
         choices=("modelled", "real"),
-        help="a model of learning, fast (the settings say so by default), or the model itself, trained in this process",
+        help="a model of learning, which is fast, or the model itself, trained in this process (as the settings say)",
     )
     simulate.add_argument("--alone", action="store_true", help="no comparison: only the settings as they are")
     simulate.add_argument("--no-report", action="store_true", help="write no report.html")
-    _add_json(simulate, "a line of JSON per strategy")
+    _add_json(simulate, "print a line of JSON for each strategy")
 
     graph = _add_verb(verbs, "graph", _graph, "draw the Dask graph of one iteration")
     _add_settings(graph)
@@ -216,10 +216,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run_dir", metavar="RUN", help=RUN)
     export.add_argument("--to", type=_local, required=True, help="directory to write")
     export.add_argument("--version", type=int, help="weights version (the latest)")
-    export.add_argument("--policy", choices=get_args(Policy), help="which of its weights (those that were validated)")
+    export.add_argument("--policy", choices=get_args(Policy), help="which weights of it (those that were validated)")
     export.add_argument("--merged", action="store_true", help="the whole transformer, with the LoRA in its weights")
 
-    sample = _add_verb(verbs, "sample", _sample, "draw a prompt with and without what a run trained")
+    sample = _add_verb(verbs, "sample", _sample, "draw a prompt with and without a run's training")
     sample.add_argument("run_dir", metavar="RUN", help=RUN)
     sample.add_argument("--prompt", required=True)
     sample.add_argument("--to", type=_local, default=Path("sample.png"), help="an image file (%(default)s)")
@@ -231,8 +231,8 @@ def _parser() -> argparse.ArgumentParser:
         verbs,
         "completion",
         _completion,
-        "print what makes bash or zsh complete this command",
-        "Prints what makes bash or zsh complete verbs, options and settings. In ~/.bashrc or ~/.zshrc:\n\n"
+        "print a completion script for bash or zsh",
+        "Prints a script with which bash or zsh completes verbs, options and settings. In ~/.bashrc or ~/.zshrc:\n\n"
         '  eval "$(spotlight completion)"',
     )
     return parser
@@ -252,7 +252,7 @@ def _add_verb(verbs: Verbs, name: str, verb: Verb, summary: str, description: st
     return parser
 
 
-def _add_json(parser: argparse.ArgumentParser, what: str = "for machines") -> None:
+def _add_json(parser: argparse.ArgumentParser, what: str = "print JSON") -> None:
     parser.add_argument("--json", action="store_true", help=what)
 
 
@@ -271,8 +271,8 @@ def _add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster",
         metavar="ADDRESS",
-        help="run on the Dask cluster whose scheduler is there, such as tls://head:8786, or whose scheduler file this "
-        "is; without it, on processes of this machine; see docs/clusters.md",
+        help="run on the Dask cluster with this scheduler address, such as tls://head:8786, or this scheduler file; "
+        "without it, on processes of this machine; see docs/clusters.md",
     )
 
 
@@ -402,7 +402,7 @@ def _submit(parsed: argparse.Namespace) -> None:
 
 
 def _submit_again(parsed: argparse.Namespace) -> None:
-    """Queue the driver of a run that is there."""
+    """Queue the driver of an existing run."""
     from cluster.start.slurm import check_commands
     from cluster.start.slurm_driver import check_jobs, refuse_second, scripts
     from spotlight.inputs import check_inputs

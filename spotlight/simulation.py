@@ -1,7 +1,7 @@
-"""A run on a virtual clock: the settings, loop, graphs, tasks and dispatcher of a live one, on no machines.
+"""A run on a virtual clock: the settings, loop, graphs, tasks and dispatcher of a live one, on simulated machines.
 
-It joins the rooms as `spotlight.run` does for a live run: the virtual cluster for Dask's, and for the device a modelled
-one (no tensors) or the engine in this process (real learning). What comes out is a run directory like any other.
+As `spotlight.run` for a live run, it puts the packages together: a virtual cluster in place of Dask's, and as device a
+modelled one (no tensors) or an engine in this process (real learning). The result is a run directory like any other.
 Neither Dask's distributed scheduler nor, with modelled learning, torch is imported.
 """
 
@@ -49,35 +49,35 @@ if TYPE_CHECKING:
 
 Learning = Literal["modelled", "real"]
 LOGGED_WORKERS = 100
-"""Of more workers the dispatcher's log is not kept: it would be the largest part of the run directory."""
+"""With more workers, the dispatcher's log is not kept: it would be the largest part of the run directory."""
 COLLECT_AFTER = 200_000
-"""New objects between two looks for cyclic garbage: some ten looks an iteration of a thousand workers."""
+"""New objects between two garbage collections: some ten collections in an iteration of a thousand workers."""
 
 
 @record
 class Outcome:
-    """What a simulated run came to."""
+    """The result of a simulated run."""
 
     name: str
-    """Of its strategy."""
+    """Name of its strategy."""
     run_dir: Path
     iterations: int
     hours: float
-    """Of the clock that the settings have: emulated ones where they pace."""
+    """Hours that the run took; emulated hours if it is paced."""
     learning: Learning
-    """Modelled, or the model itself was trained."""
+    """Whether learning was modelled, or the model itself trained."""
     score: float
-    """Of the last validation."""
+    """Score of the last validation."""
     target: float
-    """That was set; 0: none."""
+    """``simulation.target``; 0: none."""
     target_h: float | None
-    """When the target was validated; None where it was not, or none was set."""
+    """Hours until a validation reached the target; None if none did, or no target was set."""
     usd: float
     target_usd: float | None
     preemptions: int
     spot_utilisation: float
     seeds_scored: float
-    """Per prompt and iteration."""
+    """Candidates scored per prompt and iteration."""
     ledger: Ledger
 
 
@@ -95,13 +95,13 @@ def simulate(
     Args:
         settings: a TOML file, as `spotlight.run.Run` takes it.
         overrides: ``"section.key=value"`` each.
-        learning: what the settings say, where it is left out.
+        learning: None: as the settings say.
         compare: whether to go on with ``[simulation.strategies]``; else only the file itself is run.
         report: whether each run directory gets its ``report.html``.
-        follow: is told the strategy, its iteration, and the hours that have passed.
+        follow: called with the strategy, its iteration, and the hours that have passed.
 
     Raises:
-        SpotlightError: the settings, or a file that they name, cannot be used; or only workers may roll out that are
+        SpotlightError: the settings, or a file that they name, cannot be used; or all workers that may roll out are
             gone for good.
     """
     config = configuration.load(settings, overrides)
@@ -121,7 +121,7 @@ def simulate(
 
 
 def _same_run(one: Config, other: Config) -> bool:
-    """Whether the settings differ in nothing but what they are to be compared with."""
+    """Whether the settings are the same but for ``simulation.strategies``."""
     first, second = (config.model_dump() for config in (one, other))
     for settings in (first, second):
         del settings["simulation"]["strategies"]
@@ -129,7 +129,7 @@ def _same_run(one: Config, other: Config) -> bool:
 
 
 class Simulation:
-    """One run: what `spotlight.run.Run` is to a live one."""
+    """One simulated run, as `spotlight.run.Run` is a live one."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class Simulation:
         self._reached_s: float | None = None
 
     def go(self, *, report: bool = True) -> Outcome:
-        """To the target, the last iteration or the last hour."""
+        """Run until the target, the last iteration or the last hour."""
         with _device(self._learning), _few_collections():
             if self.config.simulation.hours:
                 limit_s = self.config.simulation.hours * SECONDS_PER_H / self.config.emulated_per_real_s
@@ -192,14 +192,14 @@ class Simulation:
         self._accounts.take(drained)
 
     def _end(self) -> None:
-        """The time is up: what runs is stopped, and lost to nobody."""
+        """The time is up: stop what runs; it does not count as lost."""
         self._cluster.stop()
         raise _Over
 
     # Watch
 
     def begin(self, phase: str, iteration: int) -> None:
-        """The target ends the run where it was validated."""
+        """Report progress; end the run if a validation reached the target."""
         self._follow(self.name, self.directory.count(HISTORY), self._hours(self._clock.now_s))
         target = self.config.simulation.target
         reached = [row for row in self.directory.validation() if row.score >= target] if target else []
@@ -220,7 +220,7 @@ class Simulation:
 
     @property
     def lives(self) -> Sequence[WorkerLife]:
-        """Of all workers."""
+        """The lives of all workers."""
         return read_lives(self.directory)
 
     def _hours(self, at_s: float) -> float:
@@ -257,7 +257,7 @@ class _Over(Exception):
 
 
 class TaskTiming:
-    """How long the calls of `graphs.tasks` last, as `plan.durations` has it for a run's settings."""
+    """How long the calls of `graphs.tasks` take, by `plan.durations` and a run's settings."""
 
     def __init__(self, config: Config) -> None:
         self._config, self._durations = config, (durations := TaskDurations(config))
@@ -280,7 +280,7 @@ class TaskTiming:
         return Fixed(seconds=self._seconds(function, arguments))
 
     def _shared_gradient(self, part: GradientPart) -> Denoising:
-        """One step of the gang that shares a part's passes; once it is kept, it is not done again."""
+        """A part whose passes a gang shares, as a single step; once its gradient is stored, it is not done again."""
         samples, durations = len(part.samples), self._durations
         seconds = durations.train_s(samples, self._train_width) + durations.gradient_s if samples else 0.0
         return Denoising(request=part.name, samples=samples, steps=1, step_s=seconds)
@@ -319,12 +319,12 @@ def _names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _by_name(function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> dict[str, Any]:
-    """What a task's function is called with, by the names of its parameters."""
+    """{parameter: argument} of a task's function."""
     return dict(zip(_names(function), arguments(), strict=False))  # the last ones may be left out
 
 
 def _part(given: Mapping[str, Any]) -> GradientPart:
-    """What a task computes that calls `training.gradient` with these arguments."""
+    """The part whose gradient a call of `training.gradient` with these arguments computes."""
     return training.gradient_part(**{name: given[name] for name in _names(training.gradient_part) if name in given})
 
 
@@ -358,12 +358,12 @@ def stays(config: Config, began_s: float) -> Iterator[Stay]:
 
 
 def _replace_after_s(pool: PoolSection) -> float:
-    """Along a trace, the trace says when; a worker lost otherwise comes back at once."""
+    """A trace itself says when workers come back, so one that is lost otherwise is replaced at once."""
     return 0.05 if pool.trace or pool.trace_model else pool.replace_after_s
 
 
 def _began_s(config: Config) -> float:
-    """Where the clock begins: at 0, or where a series of prices does that has a calendar."""
+    """Where the clock begins: at 0, or at the earliest date of a price series."""
     prices = pool_prices(config).values()
     calendars = [price.times_s[0] for price in prices if len(price.times_s) > 1 and not price.since_start]
     return min((time_s for time_s in calendars if time_s > 0), default=0.0)
@@ -371,7 +371,7 @@ def _began_s(config: Config) -> float:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Look for cyclic garbage rarely: a run of a thousand workers keeps a million records, and leaves few cycles."""
+    """Collect garbage rarely: a run of a thousand workers keeps a million records, and leaves few cycles."""
     before = gc.get_threshold()
     gc.set_threshold(COLLECT_AFTER, *before[1:])
     try:
@@ -382,7 +382,7 @@ def _few_collections() -> Iterator[None]:
 
 @contextmanager
 def _device(learning: Learning) -> Iterator[None]:
-    """Have this process's work done by a model, or by an engine that does not wait."""
+    """Use a modelled device in this process, or an engine without pacing."""
     if learning == "modelled":
         from spotlight.device.modelled import ModelledDevice
 

@@ -1,4 +1,4 @@
-"""Where a run is, as a value: what `Run.status` says, and `spotlight status` and notebooks show."""
+"""The state of a run, as a value: what `Run.status` returns, and `spotlight status` and notebooks show."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ HINT_AFTER_S = 20.0
 
 @record
 class Status:
-    """Where a run is, now."""
+    """The state of a run now."""
 
     state: str
-    """"new", "starting", "running", "finished", "stopped" or "failed"; of a run that this process did not start, as its
-    directory has it, where a killed one is "stopped", and one that waits in a queue "new"."""
+    """"new", "starting", "running", "finished", "stopped" or "failed"; if another process runs it, as its directory
+    says: there a killed run is "stopped", and one that waits in a queue is "new"."""
     phase: str
     iteration: int
     """Iterations finished."""
@@ -30,9 +30,9 @@ class Status:
     usd: float
     usd_by_pool: Mapping[str, float]
     wasted_s: Mapping[str, float]
-    """Worker seconds that bought nothing, by kind (`ledger.Kind`); this and what follows: as of the last iteration."""
+    """Worker seconds that bought nothing, by kind (`ledger.Kind`); this and the next five: as of the last iteration."""
     usd_wasted: float
-    """Of idle time, start-up, lost and repeated work, and exploration that was called off."""
+    """Dollars for idle time, start-up, lost and repeated work, and exploration that was called off."""
     usd_reserved_only: float
     """What the same useful seconds cost at reserved prices, as if none idled."""
     usd_per_iteration: float | None
@@ -42,32 +42,32 @@ class Status:
     """Dollars for each hundredth of the validation score; None where it has not risen."""
     preemptions: int
     workers: Mapping[str, int]
-    """Alive, by pool."""
+    """Workers alive, by pool."""
     running: Mapping[str, int]
     """Tasks in progress, by phase."""
     window_s: float | None
-    """How long reserved workers rolled out at most before they trained, in the last iteration; None without an end."""
+    """Longest time that reserved workers rolled out before they trained, in the last iteration; None: no limit."""
     train_wait_s: float | None
-    """Training then waited so long for samples of spot workers."""
+    """How long training then waited for samples of spot workers."""
     spot_worth_renting: int | None
-    """More spot workers than so many would have had no rollout left; as of the last iteration."""
+    """Number of spot workers beyond which there would have been no rollout for another, in the last iteration."""
     waiting_for: tuple[str, ...]
     """What the run waits for: pools without a worker, or a node with enough of them."""
     refused: Mapping[str, str]
-    """Why workers take no part in the run, by name."""
+    """{worker: why it takes no part in the run}"""
     elapsed_s: float
-    """Since it was started here, until its end; of a run that this process does not run, how long it had workers."""
+    """Seconds since it was started here, until its end; if another process runs it, how long it had workers."""
     dashboard: str
-    """Dask's, as the run's driver reaches it; empty where nobody runs it."""
+    """Address of Dask's dashboard, as the run's driver reaches it; empty if nobody runs it."""
     run_dir: str
     emulated_per_real_s: float
-    """Of a run that emulates GPUs, by which its seconds and dollars are to be multiplied; 1 of any other."""
+    """Factor by which seconds and dollars of a run that emulates GPUs are to be multiplied; 1 for other runs."""
     emulated: str
-    """What is not real about its seconds and dollars, in words; empty where all of it is."""
+    """What is not real about its seconds and dollars, in words; empty if all is real."""
     error: str
-    """Why it failed, or that its driver was killed; empty where neither is so."""
+    """Why it failed, or that its driver was killed; else empty."""
 
     @property
     def live_page(self) -> str:
-        """Our page on Dask's dashboard; empty where nobody runs it."""
+        """Address of our page on Dask's dashboard; empty if nobody runs it."""
         return f"{self.dashboard.removesuffix('/status')}/spotlight" if self.dashboard else ""

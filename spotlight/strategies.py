@@ -42,20 +42,19 @@ BASELINES: Mapping[str, Mapping[str, Any]] = {
         "strategy.elastic": True,
     },
 }
-"""What is compared where the settings do not say: Spotlight and what it is measured against."""
+"""What is compared if the settings do not say: Spotlight and its baselines."""
 
 
 def strategies(config: Config, base: Path = Path("/")) -> Iterator[tuple[str, Config]]:
     """The name and the whole settings of each strategy that is to be compared, in order.
 
-    Of the `BASELINES`, which nobody asked for by name, those that these settings cannot have are left out, with a line
-    in the log.
+    `BASELINES` that these settings cannot have are left out, with a line in the log.
 
     Args:
         base: what the paths in strategies are relative to: the directory of the settings file.
 
     Raises:
-        SpotlightError: one of them changes a setting that there is not, or to what it cannot be.
+        SpotlightError: one of them changes an unknown setting, or gives an invalid value.
     """
     asked = config.simulation.strategies
     for name, changes in (asked or _baselines(config)).items():
@@ -68,7 +67,7 @@ def strategies(config: Config, base: Path = Path("/")) -> Iterator[tuple[str, Co
                 tree["pools"][pool].pop("usd_per_h", None)
                 tree["pools"][pool].pop("prices", None)
         if config.pools.reserved.gpu == NO_GPU != changed.get("pools.reserved.gpu", NO_GPU):
-            tree["simulation"].pop("update_s", None)  # of the machine without a GPU, in whose place there is one
+            tree["simulation"].pop("update_s", None)  # measured without a GPU, and this strategy has one
         for path, value in changed.items():
             _put(tree, path, value, where)
         try:
@@ -82,10 +81,10 @@ def strategies(config: Config, base: Path = Path("/")) -> Iterator[tuple[str, Co
 
 
 def _baselines(config: Config) -> Mapping[str, Mapping[str, Any]]:
-    """`BASELINES`, but for settings that need no change. If reserved workers only update, they do so in all; those
-    alone are GPUs like the spot ones."""
+    """`BASELINES`, adapted to the settings. If reserved workers only take the updates, they do so in all strategies
+    with spot workers; in those without, the reserved workers are as the spot ones."""
     baselines = BASELINES
-    if config.train.advantage_std == "none":  # which needs no other prompts, either
+    if config.train.advantage_std == "none":  # which can train in parts, too
         baselines = {
             name: {key: value for key, value in changes.items() if key != "train.advantage_std"}
             for name, changes in BASELINES.items()

@@ -1,1 +1,1 @@
-"""What planners of exploration are measured on and with: prompts' rewards, policies, and a bound."""
+"""Measures planners of exploration: prompts' rewards, policies, and a bound."""

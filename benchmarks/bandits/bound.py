@@ -1,4 +1,4 @@
-"""About the most that any planner can get of coins, by Lagrange's relaxation."""
+"""About the most that any planner can gain with coins, by Lagrangian relaxation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.bandits.rewards import Array
 def coin_bound(seen: int, a: float = 0.3) -> float:
     """About the most of the optimum's gain over equal shares that *any* planner can get, with ``seen`` rewards each.
 
-    For coins of Beta(a, a), that prior known and every score seen at once. By Lagrange's relaxation: each prompt pays a
+    For coins of Beta(a, a), that prior known and every score seen at once. By Lagrangian relaxation: each prompt pays a
     price per chunk and stops when it likes; for any price, its mean value and the budget's price together are no less
     than the best policy's value. The optimum, whose coins are known, is relaxed alike; only a ratio of two bounds is
     no bound itself.
@@ -31,7 +31,7 @@ def coin_bound(seen: int, a: float = 0.3) -> float:
 
 
 def _stopped(alpha: float, beta: float, prices: Array, chunks_max: int = 20) -> Array:
-    """Expected variance kept of a coin less what its chunks cost, at each price, if each stop is the best one."""
+    """Expected kept variance of a coin minus the cost of its chunks, at each price, with optimal stopping."""
     value = np.zeros((len(prices), CHUNK * (chunks_max + 1) + 1))
     for n in range(CHUNK * chunks_max, -1, -CHUNK):
         unseen = alpha * beta / (alpha + beta) / (alpha + beta + 1) * (KEEP - 1) / KEEP
@@ -44,7 +44,7 @@ def _stopped(alpha: float, beta: float, prices: Array, chunks_max: int = 20) -> 
 
 @cache
 def _kept(heads: int, tails: int) -> float:
-    """Variance of the kept among so many ones and zeros."""
+    """Variance of the kept samples among so many ones and zeros."""
     ones = min(heads, max(KEEP - tails, KEEP // 2))
     return ones * (KEEP - ones) / KEEP**2
 

@@ -1,4 +1,4 @@
-"""Who decides which candidates are tried: equal shares, epsilon-greedy, the planner, and some that know more.
+"""Policies that decide which candidates are tried: equal shares, epsilon-greedy, the planner, and some that know more.
 
 Every policy sees the same candidates. The optimum knows each prompt's true distribution and sees every score at once;
 the informed sees every score at once and knows the distributions, but not which prompt has which; the others see the
@@ -29,7 +29,7 @@ PROMPTS, ITERATIONS = 16, 12
 KEEP, CHUNK, SEEDS_TRIED = 8, 8, 32
 EPSILON = 0.2
 WORLDS, AHEAD = 64, 3 * CHUNK
-"""In which the optimum weighs a chunk, and the candidates that it looks ahead."""
+"""Worlds in which the optimum weighs a chunk, and candidates that it looks ahead."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,12 +40,12 @@ class Trial:
     ids: Sequence[int]
     draws: Sequence[Draw]
     pool: Sequence[Draw]
-    """All prompts', of this iteration or not."""
+    """Distributions of all prompts, of this iteration or not."""
     rewards_PL: tuple[Array, Array]
     """Explored and regenerated rewards of each prompt's candidates, tried or not."""
     rounds: int
     given: list[Chunks] = field(default_factory=list)
-    """Of each round so far."""
+    """Chunks of each round so far."""
 
     def tried(self, rounds: int) -> list[int]:
         """Candidates of each prompt given out in the first rounds."""
@@ -108,7 +108,7 @@ class EpsilonGreedy(Equal):
 
 
 class Planner(Equal):
-    """The product's."""
+    """Spotlight's own planner."""
 
     def __init__(self) -> None:
         self.beliefs = Beliefs()
@@ -172,12 +172,12 @@ class Optimum(Equal):
 class Informed(Optimum):
     """As the optimum, but it knows only which distributions there are, not which prompt has which.
 
-    That it works out from the scores, by Bayes' rule, so that it shows what can be learnt from them.
+    It infers that from the scores, by Bayes' rule, so that it shows what can be learnt from them.
     """
 
     def __init__(self) -> None:
         self.log_likelihood = np.zeros((POOL, POOL))
-        """Of each prompt's rewards in the iterations before, were it each of the pool."""
+        """Log-likelihood of each prompt's rewards in earlier iterations, under each distribution of the pool."""
 
     def round(self, trial: Trial, r: int, seed: int) -> Chunks:
         if r == 0:
@@ -210,7 +210,7 @@ class Told(Planner):
         super().__init__()
         self.pool = pool
         self.log_likelihood: dict[int, Array] = {}
-        """Of each prompt's rewards in the iterations before, were it each of the pool."""
+        """Log-likelihood of each prompt's rewards in earlier iterations, under each distribution of the pool."""
 
     def round(self, trial: Trial, r: int, seed: int) -> Chunks:
         if r == 0:
@@ -237,7 +237,7 @@ class Told(Planner):
 
 
 def _log_chance(rewards_KL: Array) -> Array:
-    """Of each hundredth that a reward may be, were it from each of these distributions."""
+    """Log-probability of each hundredth that a reward may be, under each of these distributions."""
     log_KN = np.log(np.stack([_histogram(rewards) for rewards in rewards_KL]) + 0.5)
     return np.asarray(log_KN - np.log(rewards_KL.shape[1] + 0.5 * log_KN.shape[1]))
 
@@ -247,7 +247,7 @@ def _histogram(rewards: ArrayLike) -> Array:
 
 
 def _learnable(trial: Trial) -> dict[int, tuple[list[float], list[tuple[float, float]]]]:
-    """Of each prompt: rewards of seeds that were not chosen for them, and pairs of explored and regenerated ones."""
+    """{prompt: (rewards of seeds that were not chosen for them, pairs of explored and regenerated rewards)}"""
     found = {}
     for p, (id, (explored, regenerated, count)) in enumerate(zip(trial.ids, trial.kept(), strict=True)):
         rewards = [*trial.scored(p, count), *(regenerated[count:] if count < KEEP else ())]
@@ -256,7 +256,7 @@ def _learnable(trial: Trial) -> dict[int, tuple[list[float], list[tuple[float, f
 
 
 def _gain(scored: Array, drawn_WL: Array) -> float:
-    """Of the last chunk of those drawn, on average."""
+    """Mean gain in kept variance by the last chunk of those drawn."""
     missing = max(KEEP - len(scored), drawn_WL.shape[1] - CHUNK)
     if missing >= drawn_WL.shape[1]:
         return 1.0
@@ -264,7 +264,7 @@ def _gain(scored: Array, drawn_WL: Array) -> float:
 
 
 def _variance(scored: Array, drawn_WL: Array) -> float:
-    """The kept subset's, averaged over worlds; straight from the rule that it is the lowest and the highest."""
+    """Variance of the kept subset, averaged over worlds; the subset is the lowest and the highest rewards."""
     rows = np.sort(np.concatenate([np.broadcast_to(scored, (len(drawn_WL), len(scored))), drawn_WL], axis=1), axis=1)
     low = np.arange(KEEP + 1)
     high = rows.shape[1] - KEEP + low

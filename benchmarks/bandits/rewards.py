@@ -1,4 +1,4 @@
-"""Prompts' rewards: made-up distributions of every sort, and those that the embedded job gave.
+"""Prompts' rewards: synthetic distributions of every sort, and those recorded from the embedded job.
 
 Nothing is drawn here but numbers. What was recorded is in ``benchmarks/data/planner.jsonl``, which ``python -m
 benchmarks.planner --record`` writes.
@@ -37,7 +37,7 @@ def either(share: float, first: Draw, second: Draw) -> Draw:
 
 
 def faded(draw: Draw, fidelity: float) -> Draw:
-    """Regenerated, a reward is what it was as often as ``fidelity`` says, else a new one."""
+    """A distribution whose regenerated reward is the explored one with probability ``fidelity``, else a new one."""
 
     def both(rng: np.random.Generator, n: int) -> Array:
         explored, again = draw(rng, n)[0], draw(rng, n)[0]

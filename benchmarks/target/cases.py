@@ -1,4 +1,4 @@
-"""What is compared by `benchmarks.time_to_target`: jobs, clusters, strategies, and recipes that each may have."""
+"""What `benchmarks.time_to_target` compares: jobs, clusters, strategies, and the recipes that each may have."""
 
 from __future__ import annotations
 
@@ -68,21 +68,21 @@ NO_GPU = [*(each for each in ONLY_UPDATES if "gpu" not in each), "pools.reserved
 AHEAD = "rollout.prompts_ahead=3"
 """Of the base recipe's twelve prompts: half of the six of another."""
 HALF = "train.seeds_used={half}"
-"""Of a prompt's samples, those whose rewards vary most (PODS): four of the base recipe's eight."""
+"""Trains on a prompt's samples whose rewards vary most (PODS): four of the base recipe's eight."""
 FOUR = "rollout.seeds_kept={half}"
 """Half of a prompt's samples: four instead of the base recipe's eight. What explores chooses them from up to 32
 candidates."""
 VARIED = "train.filter_groups=true"
 """Prompts whose samples all have the same reward are not trained on."""
 SIX = "rollout.prompts=6"
-"""Of an iteration, instead of the base recipe's twelve."""
+"""Prompts of an iteration, instead of the base recipe's twelve."""
 SHORT = ["rollout.steps=6", "run.validation_steps=16"]
 """Samples of as few steps as candidates have; validated as all others are."""
 CHOSEN = [HALF, *SHORT]
 """Eight samples in six steps, of which the four are trained on whose rewards vary most: what comes nearest to training
 on candidates without exploration."""
 OURS = "Spotlight, gradients on spot (1 + 11)"
-"""What all are compared with."""
+"""The strategy that all others are compared with."""
 SOONEST = "Spotlight, gradients on spot (1 + 47)"
 STRATEGIES: dict[str, list[str]] = {
     "reserved only (4)": [*ON_RESERVED, "strategy.exploration=off"],
@@ -269,7 +269,7 @@ divided by the spread of their own prompt, they let training begin with the firs
 sample kept."""
 TRIALS, TUNING_SEEDS, SEEDS = 6, (100, 101), tuple(range(8))
 Row = Mapping[str, Any]
-"""A line of the raw data: a `Case`, and what came of it."""
+"""A line of the raw data: a `Case` and its results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +286,7 @@ class Case:
 
     @classmethod
     def of(cls, row: Row) -> Case:
-        """The run that a line of the raw data is of."""
+        """The case of a line of the raw data."""
         return cls(**{field.name: row[field.name] for field in fields(cls)})
 
     def overrides(self) -> list[str]:
@@ -309,7 +309,7 @@ class Case:
 
     @property
     def digest(self) -> str:
-        """Of what its settings have that the file's have not."""
+        """Hash of the settings in which it differs from the settings file."""
         return _digest(self)
 
 
@@ -320,7 +320,7 @@ def _digest(case: Case) -> str:
 
 
 def _learnt(case: Case) -> tuple[Any, ...] | None:
-    """All that decides what is learnt; None where a clock does, too."""
+    """All settings that decide what is learnt; None if time decides, too."""
     settings = config.load(SETTINGS, [*case.overrides(), "train.parts=1", "rollout.request_seeds=0"])
     how = settings.strategy.exploration
     if how == "stale" or (how == "blocking" and not settings.exploration.rounds):  # as many as keep the GPUs busy
@@ -330,14 +330,14 @@ def _learnt(case: Case) -> tuple[Any, ...] | None:
 
 
 def recipes(count: int) -> list[dict[str, str]]:
-    """The base one, and points of the space at random, each once."""
+    """The base recipe and random points of the space, each once."""
     points = [dict(zip(SPACE, names, strict=True)) for names in product(*SPACE.values())]
     order = np.random.Generator(np.random.Philox(0)).permutation(np.arange(1, len(points)))
     return [points[0], *(points[index] for index in order)][:count]
 
 
 def tried(strategy: str, trials: int) -> list[int]:
-    """Which recipes a strategy tries, by their places. What is explored is no matter where nothing is."""
+    """Indices of the recipes that a strategy tries. Without exploration, recipes that differ only in it are one."""
     explores = "strategy.exploration=off" not in STRATEGIES[strategy]
     points = recipes(prod(map(len, SPACE.values())))
     fitting = (at for at, point in enumerate(points) if explores or point["explored"] == points[0]["explored"])
@@ -361,7 +361,7 @@ def middle(job: str) -> float:
 
 
 def told(trial: int | None) -> str:
-    """A recipe, by what it has that the base one has not."""
+    """A recipe as text: how it differs from the base one."""
     if trial is None:
         return "untuned"
     point = recipes(trial + 1)[trial]

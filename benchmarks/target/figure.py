@@ -82,7 +82,8 @@ def draw(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
 
 
 def _colour(name: str) -> str:
-    """Where it has no line, that of its kind: reserved GPUs alone, spot ones too, or exploration beside training."""
+    """A strategy's colour: its line's or, without a line, its kind's: reserved GPUs alone, with spot ones, or
+    exploration."""
     alone = RESERVED_ONLY in name or name.startswith("all reserved")
     kind = POOL_COLOURS["reserved" if alone else "spot"]
     return CURVES.get(name, PHASE_COLOURS["explore"] if name.startswith("Spotlight") else kind)
@@ -137,7 +138,7 @@ def _by_seed(runs: Mapping[int, Row], target: float) -> list[list[float]]:
 
 
 def _medians(found: Mapping[str, Mapping[int, Row]], target: float) -> dict[str, tuple[float, float]]:
-    """Minutes and dollars to the target of the strategies of which most runs got there."""
+    """Minutes and dollars to the target of the strategies most of whose runs reached it."""
     each = {name: _by_seed(runs, target) for name, runs in found.items()}
     medians = {
         name: (statistics.median(minutes), statistics.median(dollars)) for name, (minutes, dollars) in each.items()
@@ -146,7 +147,7 @@ def _medians(found: Mapping[str, Mapping[int, Row]], target: float) -> dict[str,
 
 
 def unbeaten(medians: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Whom no other beats in both."""
+    """Strategies that no other beats in both minutes and dollars."""
     return [
         name
         for name, (minutes, dollars) in medians.items()

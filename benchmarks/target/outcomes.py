@@ -1,4 +1,4 @@
-"""What came of runs: when each reached a score, and how many times sooner or cheaper one strategy is than another."""
+"""Results of runs: when each reached a score, and how many times sooner or cheaper one strategy is than another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.target.cases import (
 
 UNITS = {"seconds": 60.0, "usd": 1.0}
 IN_A_ROW = 2
-"""So many validations in succession must reach a target, for a single one may by luck."""
+"""Consecutive validations that must reach a target, since a single one may by luck."""
 RESAMPLES = 4000
 
 
@@ -31,7 +31,7 @@ class Data(tuple[Row, ...]):
 
     @cached_property
     def by_strategy(self) -> Mapping[tuple[str, ...], Sequence[Row]]:
-        """By job, regime, size and strategy."""
+        """{(job, regime, size, strategy): its runs}"""
         found: dict[tuple[str, ...], list[Row]] = {}
         for row in self:
             found.setdefault((row["job"], row["regime"], row["size"], row["strategy"]), []).append(row)
@@ -39,7 +39,7 @@ class Data(tuple[Row, ...]):
 
 
 def reached(row: Row, target: float) -> float:
-    """The first version of so many in succession that are at the target; infinite where there are none."""
+    """The first version of `IN_A_ROW` that are at the target; infinite if there are none."""
     versions = sorted(map(int, row["scores"]))
     scores = {int(version): score for version, score in row["scores"].items()}
     runs = (versions[at : at + IN_A_ROW] for at in range(len(versions) - IN_A_ROW + 1))
@@ -47,12 +47,12 @@ def reached(row: Row, target: float) -> float:
 
 
 def is_at(scores: Sequence[float], target: float) -> bool:
-    """Whether the last validations of a run are."""
+    """Whether the last `IN_A_ROW` validations of a run are at the target."""
     return len(scores) >= IN_A_ROW and min(scores[-IN_A_ROW:]) >= target
 
 
 def until(row: Row, target: float, field: str) -> float:
-    """Seconds or dollars until then; infinite where the run did not get there."""
+    """Seconds or dollars until a run reached the target; infinite if it did not."""
     version = reached(row, target)
     return inf if isinf(version) else row[field][int(version)]
 
@@ -87,10 +87,10 @@ def curve(row: Row) -> list[tuple[int, float]]:
 
 
 def interval(theirs: Mapping[int, float], ours: Mapping[int, float]) -> tuple[float, float, float]:
-    """How many times ours theirs is: the ratio of medians over the seeds that both ran, and its 95 % interval.
+    """Theirs over ours: the ratio of medians over the seeds that both ran, and its 95 % interval.
 
-    By paired bootstrap over seeds; a run that did not get there took longer than any that did. A draw of seeds in which
-    neither median got there counts as 1, for it says nothing.
+    By paired bootstrap over seeds; a run that did not reach the target took longer than any that did. A draw of seeds
+    in which neither median reached it counts as 1.
     """
     seeds = sorted(theirs.keys() & ours.keys())
     pairs_S2 = np.array([(theirs[seed], ours[seed]) for seed in seeds])
@@ -104,7 +104,8 @@ def interval(theirs: Mapping[int, float], ours: Mapping[int, float]) -> tuple[fl
 
 
 def ratio(found: tuple[float, float, float], digits: int = 1) -> str:
-    """No number where half of the runs of one of the two did not get there; such an end of the interval is a dash."""
+    """A ratio as text: without a number if half of the runs of either side did not reach the target; an end of the
+    interval for which that holds is a dash."""
     if found[0] in (0.0, inf):
         return "not there"
     low, high = ("–" if end in (0.0, inf) else f"{end:.{digits}f}" for end in found[1:])
@@ -112,7 +113,7 @@ def ratio(found: tuple[float, float, float], digits: int = 1) -> str:
 
 
 def gain(theirs: Mapping[int, Row], mine: Mapping[int, Row], target: float, field: str) -> str:
-    """How many times theirs mine is, with its interval; of the baseline itself 1, of what was not run a dash."""
+    """Theirs over mine as text, with its interval; 1 for the baseline itself, a dash for what was not run."""
     if mine is theirs:
         return "1"
     if not theirs.keys() & mine.keys():
@@ -121,7 +122,7 @@ def gain(theirs: Mapping[int, Row], mine: Mapping[int, Row], target: float, fiel
 
 
 def iterations_of(runs: Mapping[int, Row], target: float) -> str:
-    """That each seed needed."""
+    """Iterations that each seed needed."""
     versions = [reached(runs[seed], target) for seed in sorted(runs)]
     return ", ".join("–" if isinf(version) else f"{version:g}" for version in versions)
 
@@ -138,7 +139,7 @@ def fresh(
 
 
 def _runs(rows: Sequence[Row], case: Case, trial: int, arguments: argparse.Namespace) -> dict[int, Row]:
-    """A recipe's, by fresh seed; none before all seeds that are asked for were run."""
+    """{fresh seed: its run with a recipe}; empty before all seeds that are asked for were run."""
     mine = (row for row in _of(rows, case) if row["seed"] not in arguments.tuning_seeds)
     found = {row["seed"]: row for row in mine if row["trial"] == trial}
     return found if found.keys() >= set(arguments.seeds) else {}

@@ -11,7 +11,7 @@ from spotlight.config import PoolSection
 from spotlight.market.prices import usd_per_h
 
 LISTS = {"RLBoost, 2025-10": "h100", "AWS, 2026": "h100-aws", "Google Cloud, 2026": "h100-gcp"}
-"""Of an H100, on demand and spot, by their names in ``spotlight/market/prices.toml``."""
+"""{price list: its H100, by its name in ``spotlight/market/prices.toml``}"""
 
 
 def at_prices(runs: Mapping[int, Row], strategy: str, gpu: str) -> dict[int, Row]:

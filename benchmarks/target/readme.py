@@ -38,7 +38,7 @@ from benchmarks.target.outcomes import (
 )
 
 GOALS = {"reserved only (4)": " (goal: 4 times sooner)", "all reserved (12)": ""}
-"""What the README's first table is beside, and by how much it should be better."""
+"""{baseline of the README's first table: by how much it should be beaten}"""
 BOTH = (OURS, SOONEST)
 """What that table is about."""
 
@@ -79,14 +79,14 @@ GAINED = [
 
 
 MARK = "<!-- made by benchmarks.time_to_target -->"
-"""Stands above each of the tables in the README."""
+"""Precedes each of the tables in the README."""
 
 
 def put(text: str, tables: Sequence[str]) -> str:
-    """The README with these tables below its marks, in place of those that were there.
+    """The README with these tables below its marks, in place of the old ones.
 
     Raises:
-        ValueError: it has not as many marks.
+        ValueError: it does not have as many marks.
     """
     head, *rest = text.split(MARK)
     if len(rest) != len(tables):

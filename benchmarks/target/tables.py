@@ -1,4 +1,4 @@
-"""All that came of the runs of `benchmarks.time_to_target`, as tables in Markdown."""
+"""All results of `benchmarks.time_to_target`, as tables in Markdown."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ from benchmarks.target.prices import LISTS, at_prices
 from spotlight import config
 
 BESIDE = (SOONEST, "no exploration, gradients on spot (1 + 47)")
-"""What the strategies of a cell are compared with on the page: the first of these that was run there."""
+"""Baselines of a cell on the page: the first of these that was run there."""
 EXPLORED = {
     FOUR_EXPLORED: [*(name for name in ON_FOUR_RESERVED if name not in (FOUR_EXPLORED, AS_DRAWN)), *ON_ALL_TWELVE],
     AS_DRAWN: [*(name for name in ON_FOUR_RESERVED if name != AS_DRAWN), *ON_ALL_TWELVE],
     FOUR_ON_MANY: [name for name in ON_MANY if name != FOUR_ON_MANY],
     DRAWN_ON_MANY: ON_MANY,
 }
-"""What explores few samples of a prompt, and what it is beside."""
+"""{strategy that explores few samples of a prompt: its baselines}"""
 BRIEF = ("strategy", "min", "times [95 %]", "dollars", "times [95 %]", "iterations, by seed", "recipe")
 PAGE = """# Time and dollars to a score, by strategy
 
@@ -128,7 +128,7 @@ def table(rows: Sequence[Row], job: str, regime: str, size: str, arguments: argp
 
 
 def page(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
-    """Of each cell that was run, a line for each strategy to the last target: docs/time_to_target.md."""
+    """The page docs/time_to_target.md: for each cell that was run, a line for each strategy, to the last target."""
     cells = [cell for cell in cells_of(arguments) if any(fresh(rows, *cell, name, arguments) for name in STRATEGIES)]
     tables = [f"## {_title(*cell)}\n\n{_brief(rows, *cell, arguments)}\n" for cell in cells]
     if not cells:
@@ -149,7 +149,7 @@ def page(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
 
 
 def _explained(head: str, found: str) -> str:
-    """Tables below what is said of them, which explains the mark of old runs if they have it."""
+    """Tables below their explanation, which includes the mark of old runs if they have it."""
     return f"{head}{OLDER if OLD in found else ''}\n{found}\n"
 
 
@@ -202,7 +202,7 @@ def _glance(
 
 
 def _mark(*of: Mapping[int, Row]) -> str:
-    """A dagger where any of the runs was not made with the settings of now."""
+    """A dagger if any of the runs was made with other settings than the present ones."""
     return f" {OLD}" if any(Case.of(row).digest != row.get("settings") for runs in of for row in runs.values()) else ""
 
 
@@ -263,7 +263,7 @@ def _elsewhere(rows: Sequence[Row], job: str, regime: str, size: str, arguments:
 
 
 def _median(values: Collection[float], unit: float = 1.0) -> str:
-    """A dash where half of the runs did not get there."""
+    """The median as text; a dash if half of the runs did not reach the target."""
     median = statistics.median(values)
     return "–" if isinf(median) else f"{median / unit:.3g}"
 
@@ -286,7 +286,7 @@ def _cells(name: str, mine: Mapping[int, Row], ours: Mapping[int, Row], target: 
 
 
 def tables(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
-    """Those of all cells that were run, in Markdown."""
+    """The tables of all cells that were run, in Markdown."""
     return "\n".join(
         f"## {job}, {regime}, {size} px\n\n{table(rows, job, regime, size, arguments)}\n"
         for job, regime, size in cells_of(arguments)

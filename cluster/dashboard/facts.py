@@ -1,4 +1,4 @@
-"""What the page shows, worked out from the dispatcher and from the driver's rows; knows neither Dask nor Bokeh.
+"""Computes what the page shows, from the dispatcher and from the driver's rows; knows neither Dask nor Bokeh.
 
 What the scheduler sees (workers, gangs, spans, losses) comes from the dispatcher, here and now. What only the driver
 knows comes as rows (`spotlight.report.feed`), of which the last with a kind and an id counts.
@@ -28,7 +28,7 @@ ROWS_MAX = {"run": 1, "images": 1, "seeds": 1, "prompts": 2, "iteration": 5_000,
 """Rows kept of each kind, those with the highest ids; other kinds are refused."""
 MONEY = ("at_s", "usd", "usd_reserved_only", "ledger_s", "ledger_usd")
 POINTS = 240
-"""Of the curve of dollars; with more, every other is dropped."""
+"""Most points of the curve of dollars; with more, every other is dropped."""
 
 
 @record
@@ -37,35 +37,35 @@ class Money:
 
     at_s: float
     usd: Mapping[str, float]
-    """By pool."""
+    """{pool: dollars}"""
     usd_reserved_only: float
-    """Of the work up to another moment, the end of the last iteration."""
+    """Price of the useful work up to ``ledger_s`` at reserved prices."""
     ledger_s: float
-    """That moment."""
+    """The end of the last iteration."""
     ledger_usd: float
-    """What had been spent by then, of all pools."""
+    """What all pools had cost by ``ledger_s``."""
 
 
 @record
 class Recovery:
-    """A worker that was lost, or whose engine died, and how the work went on."""
+    """A worker that was lost, or whose engine died, and how its work was resumed."""
 
     at_s: float
     worker: str
     what: str
     requests: int = 0
-    """That it was at work on."""
+    """Requests that it was working on."""
     work_s: float | None = None
-    """Until the last of these took its next step elsewhere; None while it has not, or where there was none."""
+    """Seconds until the last of these took its next step elsewhere; None before that, or if there were none."""
     back_s: float | None = None
-    """Until a worker of the same name had joined, or another of its pool in its place."""
+    """Seconds until a worker of the same name had joined, or another of its pool in its place."""
 
 
 class Facts:
     """All that the page may show.
 
     Args:
-        dispatch: finds the dispatcher of the run that goes on; None where there is none.
+        dispatch: returns the dispatcher of the live run, or None.
         clock: that of the dispatcher's events.
     """
 
@@ -76,7 +76,7 @@ class Facts:
         self.money: deque[Money] = deque()
         self._usd_per_h: dict[str, float] = {}
         self.changes: Counter[str] = Counter()
-        """Of each kind but money, how many rows were new: what is drawn from them is drawn anew then."""
+        """{kind of row but money: how many were new}; panels of a kind are redrawn when it changes."""
 
     @property
     def dispatch(self) -> Dispatcher:
@@ -85,13 +85,13 @@ class Facts:
 
     @property
     def has_run(self) -> bool:
-        """Whether a run goes on."""
+        """Whether there is a live run."""
         return self._find() is not None
 
     def take(self, rows: Iterable[Row]) -> None:
         """Add the driver's rows; of the same kind and id, the last counts.
 
-        Another run begins anew, and so does another driver of a run: its history may be shorter.
+        Another run, or another driver of the run, clears all rows first: its history may be shorter.
         """
         for row in rows:
             if row["kind"] == "money":
@@ -122,7 +122,7 @@ class Facts:
     # Of the driver
 
     def rows(self, kind: str) -> list[Row]:
-        """By id."""
+        """Rows of a kind, by id."""
         found = self._rows.get(kind, {})
         return [found[number] for number in sorted(found)]
 
@@ -136,7 +136,7 @@ class Facts:
         return dict(self._usd_per_h or self.latest("run").get("usd_per_h", {}))
 
     def usd_per_h(self) -> float:
-        """Of all workers that are alive now."""
+        """Dollars an hour of all workers that are alive now."""
         prices = self.prices()
         return sum(prices.get(doing.pool, 0.0) for doing in self.doing())
 
@@ -146,7 +146,7 @@ class Facts:
         return self.dispatch.state.doing()
 
     def lives(self) -> list[WorkerLife]:
-        """Of all workers of this session."""
+        """The lives of all workers of this session."""
         return list(self.dispatch.state.journal.lives.values())
 
     def zero_s(self) -> float:
@@ -154,18 +154,18 @@ class Facts:
         return min((life.joined_s for life in self.lives()), default=self.clock())
 
     def shown_after(self, number: int) -> list[NumberedSpan]:
-        """The spans that came after one, oldest first, as far as they are still remembered."""
+        """Spans after the one of this number, oldest first, as far as they are still remembered."""
         shown = self.dispatch.state.journal.shown
         new = min(len(shown), shown[-1].number - number) if shown else 0
         return list(islice(reversed(shown), max(0, new)))[::-1]
 
     def recoveries(self) -> list[Recovery]:
-        """Of the latest events, oldest first."""
+        """Recoveries among the latest events, oldest first."""
         return recoveries(self.dispatch.state.journal.recent, {life.worker: life.pool for life in self.lives()})
 
 
 NOTHING = Dispatcher(Rules(), logged=False)
-"""Where no run goes on."""
+"""Stands for the dispatcher where there is no live run."""
 
 
 def lanes(lives: Iterable[WorkerLife], since_s: float) -> list[Lane]:
@@ -175,13 +175,13 @@ def lanes(lives: Iterable[WorkerLife], since_s: float) -> list[Lane]:
 
 
 def _numbered(name: str) -> tuple[str, int, str]:
-    """So that spot-2 comes before spot-10."""
+    """A sort key by which spot-2 comes before spot-10."""
     head = name.rstrip("0123456789")
     return head, int(name[len(head) :] or 0), name
 
 
 def head_count(lives: Iterable[WorkerLife], pools: Sequence[str]) -> list[tuple[float, dict[str, int]]]:
-    """``(from when, workers alive by pool)``, a step for each that came or went."""
+    """``(from when, {pool: workers alive})``, one for each worker that joined or left."""
     steps = [(life.joined_s, life.pool, 1) for life in lives]
     steps += [(life.left_s, life.pool, -1) for life in lives if life.left_s is not None]
     counts, found = dict.fromkeys(pools, 0), []
@@ -200,9 +200,9 @@ WHAT = {
 
 
 def recoveries(events: Iterable[Row], pools: Mapping[str, str]) -> list[Recovery]:
-    """How each loss among the events was got over.
+    """How the run recovered from each loss among the events.
 
-    A worker's loss is told before the requests that it broke; the next step of each of them, and the next worker of
+    A worker's loss comes before the requests that it broke; the next step of each of them, and the next worker of
     its name or pool, come later.
 
     Args:
@@ -210,11 +210,11 @@ def recoveries(events: Iterable[Row], pools: Mapping[str, str]) -> list[Recovery
     """
     found: list[Recovery] = []
     last: dict[str, int] = {}
-    """Of each worker that is away, its latest loss."""
+    """{worker that is away: index of its latest loss}"""
     struck: dict[str, int] = {}
-    """The same, of workers that are back, too."""
+    """As ``last``, also for workers that are back."""
     broken: dict[str, int] = {}
-    """Requests that have not gone on yet, with the loss that broke them."""
+    """{request that has not resumed yet: index of the loss that broke it}"""
     for event in events:
         kind, worker = event["event"], event.get("worker", "")
         if kind in WHAT and not (kind == "lost" and _is_told(found, struck.get(worker), "hung")):
@@ -246,7 +246,7 @@ def _same(pools: Mapping[str, str], one: str, other: str) -> bool:
 
 
 def _is_told(found: Sequence[Recovery], at: int | None, kind: str) -> bool:
-    """Whether a worker's end was told already, as what it was ended for."""
+    """Whether a worker's end is known already by its cause."""
     return at is not None and found[at].what == WHAT[kind]
 
 

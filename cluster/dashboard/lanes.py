@@ -1,6 +1,6 @@
 """Draws what every GPU does: a lane each, coloured by phase, with gangs joined and losses marked.
 
-A browser gets a bar when the work is done, and once; only what is at work now is sent again at each look.
+A browser gets a bar once, when the work is done; only bars of work in progress are sent again at each update.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ SPANS_SENT = 4_000
 """Bars that a browser keeps; more make it slow."""
 WINDOWS_S = {"1 min": 60.0, "5 min": 300.0, "30 min": 1800.0, "all": 1e9}
 LABELLED = 40
-"""Lanes whose names can be read; with more they are left out, and the pointer tells them."""
+"""Most lanes whose names can be read; with more, names are shown at the pointer only."""
 LANE_MIN_PX = 1.0
-"""Of a thousand lanes nobody sees a single one, but all see the waves; the panels below stay within reach."""
+"""Least height of a lane: of a thousand, waves are seen rather than lanes, and the panels below stay within reach."""
 BAR = 0.36
 """Half of a lane's height, in lanes."""
 ENDLESS = 1e9
 """Where bars end that have no end yet; the plot ends before."""
 FORMINGS = 200
-"""Gangs that are remembered, to join the bars of their members: those end at nearly the same time."""
+"""Gangs that are remembered, to join the bars of their members, which end at nearly the same time."""
 
 
 class Lanes:
@@ -110,7 +110,7 @@ class Lanes:
             self._joints_now.data = joints
 
     def _begin_anew(self) -> None:
-        """Another run has the scheduler: its spans are counted from the first again."""
+        """Begin again for another run on the scheduler, whose spans are numbered from the first."""
         self._of, self._sent, self._lives = self._facts.dispatch, 0, []
         self._formings.clear()
         self._done.data, self._joints.data = _bars(()), _joints(())
@@ -122,7 +122,7 @@ class Lanes:
             self._now.data = now
 
     def _follow(self, right: float) -> None:
-        """Move with the time, unless a person has dragged the plot away."""
+        """Scroll with time, unless a person has dragged the plot."""
         if self._end() == self._right:
             self._right = max(1.0, right)
             self._x_range.update(start=max(0.0, self._right - self._window_s), end=self._right)

@@ -1,4 +1,4 @@
-"""The page's figures in the text format that Prometheus reads."""
+"""Exports the page's figures in Prometheus's text format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_ITERATIONS = {
 
 
 def exposition(facts: Facts) -> str:
-    """All figures; those that are not known yet are left out. Empty where no run goes on.
+    """All figures, without those not known yet; empty if there is no live run.
 
     Format: prometheus.io/docs/instrumenting/exposition_formats, version 0.0.4.
     """

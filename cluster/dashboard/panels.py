@@ -1,6 +1,6 @@
-"""Draws the page's panels with Bokeh; each looks at the facts when it is told to, and sends only what is new.
+"""Draws the page's panels with Bokeh; each reads the facts when it is updated, and sends only what is new.
 
-A panel has a ``root``, and an ``update`` that is called about once a second while somebody looks.
+A panel has a ``root``, and an ``update`` that is called about once a second while the page is open.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from spotlight.report.palette import FAINT, INK, LOST, PHASE_COLOURS, POOL_COLOU
 from spotlight.report.style import CLOCK, Plot, empty_plot, legend_above
 
 POOLS = {"reserved": "dashed", "spot": "solid", "reward": "dotted"}
-"""With the dash of their lines. Those that are not always there are shown once they were."""
+"""{pool: dash of its lines}. Optional pools are shown once they have had workers."""
 RARE = ("reward",)
 STEPS_MAX = 600
-"""Comings and goings of workers that are drawn; of more, every second, or third."""
+"""Most arrivals and departures of workers that are drawn; of more, every second or third."""
 
 
 class _Redrawn(ABC):
-    """A panel of figures that are drawn anew when the driver has told something new."""
+    """A panel that is drawn anew when there are new rows of the driver."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
@@ -52,12 +52,12 @@ class Pools:
         self._facts = facts
         self._money_s = -1.0
         self._drawn = -1, 0, 0.0
-        """Of the steps: lives, those that have ended, and the first moment."""
+        """What the steps were drawn from: number of lives, of ended ones, and the first time."""
         self._steps = ColumnDataSource({"at": [], **{pool: [] for pool in POOLS}})
         self._spent = ColumnDataSource({"at": [], "total": [], **{pool: [] for pool in POOLS}})
         self._reserved_only = ColumnDataSource({"at": [], "usd": [], "spent": []})
         self._hidden: dict[str, list[Any]] = {}
-        """Of each pool that was not there yet: its lines, areas and legends."""
+        """{pool without workers so far: its lines, areas and legends}"""
         self.root = column(self._counts(title), self._dollars(), sizing_mode="stretch_width")
 
     def _hide_if_rare(self, pool: str, plot: Plot, drawn: Any) -> None:
@@ -155,7 +155,7 @@ class Learning(_Redrawn):
         self._rows = ColumnDataSource({name: [] for name in ("k", "low", "high", *self.CURVES)})
         self._scores = ColumnDataSource({"k": [], "score": []})
         self._counts: dict[str, int] = {}
-        """Changes of each kind that are drawn."""
+        """{kind: changes that are drawn}"""
         self.root = column(self._rewards(title), self._variances(), self._ranks(), sizing_mode="stretch_width")
 
     def _rewards(self, title: str) -> Plot:
@@ -227,7 +227,7 @@ class Learning(_Redrawn):
 
 
 class Planner(_Redrawn):
-    """What exploration spent on each prompt of the latest iteration that it chose seeds for."""
+    """Candidates that exploration tried of each prompt, in the latest iteration that it chose seeds for."""
 
     def __init__(self, facts: Facts, *, title: str = "") -> None:
         super().__init__(facts)
@@ -279,7 +279,7 @@ def _spent(latest: Mapping[str, Any]) -> str:
 
 
 def _label(row: Mapping[str, Any], number: int) -> str:
-    """Of a prompt, unlike all others of its plot."""
+    """Label of a prompt, unique within its plot."""
     wanted = text.target(row["prompt"]) if row["prompt"] else ""
     return f"{wanted[:18]}{'…' if len(wanted) > 18 else ''} #{row['id']}" if wanted else f"#{row['id']}"
 
@@ -339,4 +339,4 @@ PANELS: Mapping[str, tuple[Any, str]] = {
     "recoveries": (Recoveries, "Recoveries"),
     "images": (Images, "Newest images"),
 }
-"""Each panel by its name, and its title."""
+"""{name: (panel, title)}"""

@@ -21,9 +21,9 @@ from cluster.scheduler.plugin import DispatchPlugin, for_its_driver
 
 PAGE = "spotlight"
 ROWS = "spotlight_page"
-"""The scheduler's handler of the driver's rows."""
+"""Name of the scheduler's handler of the driver's rows."""
 UPDATE_MS = 1000
-"""Between two looks at the facts, while somebody has the page open (`benchmarks.dashboard` says what a look costs)."""
+"""Time between two updates while the page is open (`benchmarks.dashboard` says what a look costs)."""
 TEMPLATE = Path(__file__).with_name("page.html")
 
 
@@ -49,12 +49,12 @@ class PagePlugin(SchedulerPlugin):
             _mount(scheduler)
 
     def take(self, rows: list[Row]) -> None:
-        """Rows of the driver; see `Facts.take`."""
+        """Take rows of the driver; see `Facts.take`."""
         self.facts.take(rows)
 
 
 def pages() -> dict[str, Callable[..., None]]:
-    """What Dask calls applications: the page, and each of its panels as a plot of its own."""
+    """Dask's "applications": the page, and each of its panels as a plot of its own."""
     from cluster.dashboard.panels import PANELS
 
     plots = {f"/individual-{PAGE}-{name}": partial(_plot_document, name) for name in PANELS}
@@ -95,12 +95,12 @@ def _mount(scheduler: Scheduler) -> None:
 
 
 _measured: WeakSet[Scheduler] = WeakSet()
-"""Those whose metrics have ours beside them."""
+"""Schedulers to whose metrics ours were added."""
 _known: WeakKeyDictionary[Scheduler, Facts] = WeakKeyDictionary()
 
 
 def _facts(scheduler: Scheduler) -> Facts:
-    """Of this scheduler, whatever run it has: pages that are open go on with the next one."""
+    """The scheduler's facts, whatever run it has: open pages continue with the next run."""
     if scheduler not in _known:
         _known[scheduler] = Facts(partial(_dispatch, ref(scheduler)))
     return _known[scheduler]
@@ -150,13 +150,13 @@ def _add(document: Any, name: str, scheduler: Scheduler, *, titled: bool = False
 
 
 def _prefix(scheduler: Scheduler) -> str:
-    """What the addresses of Dask's pages begin with, as ``/hub/me``: `dask scheduler --dashboard-prefix` says it."""
+    """Prefix of the addresses of Dask's pages, such as ``/hub/me``, from `dask scheduler --dashboard-prefix`."""
     found = (getattr(app, "prefix", "") for app in scheduler.http_application.applications)
     return next(("/" + prefix.strip("/") for prefix in found if prefix.strip("/")), "")
 
 
 def _mount_metrics(scheduler: Scheduler, prefix: str) -> None:
-    """Add our figures to what Dask says at ``/metrics``, which is nothing where prometheus_client is not installed."""
+    """Add our figures to Dask's at ``/metrics``; there are none of Dask's without prometheus_client."""
     from distributed.http.scheduler import prometheus
 
     from cluster.dashboard.metrics import exposition

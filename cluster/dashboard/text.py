@@ -1,6 +1,6 @@
-"""The words and pictures of the page as HTML; what strangers wrote is escaped.
+"""The text and pictures of the page as HTML; text from others is escaped.
 
-Bokeh puts each piece into a shadow tree of its own, so each brings its style along.
+Bokeh puts each piece into a shadow tree of its own, so each has its style with it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def cards(facts: Facts) -> str:
 
 
 class Counts:
-    """Workers and tasks now, by one look at the dispatcher."""
+    """Numbers of workers and tasks now, from one look at the dispatcher."""
 
     def __init__(self, facts: Facts) -> None:
         doing = facts.doing()
@@ -98,7 +98,7 @@ def _card(value: str, name: str, kind: str = "") -> str:
 
 
 def _at_reserved_prices(money: Money | None) -> tuple[str, str]:
-    """Known of finished iterations only, so beside what was spent by then."""
+    """The price of useful work at reserved prices, known for finished iterations only, beside what they cost."""
     if not money or not money.usd_reserved_only:
         return "–", AT_RESERVED_PRICES
     return _usd(money.usd_reserved_only), f"{AT_RESERVED_PRICES}, beside {_usd(money.ledger_usd)} by then"
@@ -175,7 +175,7 @@ def _figure(picture: Mapping[str, Any]) -> str:
 
 
 def target(text: str) -> str:
-    """What a prompt asks to be written, where it is in quotes; else the prompt."""
+    """The quoted text that a prompt asks for, or else the whole prompt."""
     parts = text.split('"')
     return parts[1] if len(parts) > 2 else text
 

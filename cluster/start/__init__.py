@@ -1,1 +1,1 @@
-"""How a cluster comes up, or is joined, and what cleans up after it."""
+"""Starts a cluster, or joins one, and cleans up after it."""

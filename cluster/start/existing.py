@@ -1,6 +1,6 @@
-"""A Dask cluster that is there already: how to reach it, and whether it is safe to.
+"""Connects to an existing Dask cluster, if that is safe.
 
-Whoever can talk to a Dask process can have it run anything. So a scheduler on another machine is only spoken to
+Whoever can connect to a Dask process can run any code in it. So a scheduler on another machine is only reached
 through TLS, unless the settings say that the network between is trusted.
 """
 
@@ -22,13 +22,13 @@ from spotlight.records import SpotlightError
 ExistingCluster = str | Path | Client | Cluster
 CONNECT_S = 10.0
 SAFE = ("tls", "wss", "inproc")
-"""Ways to talk that others cannot listen to, or talk into."""
+"""Protocols that others can neither read nor write to."""
 WITH_PORT = ("tcp", "tls", "ws", "wss")
-"""Ways to talk whose addresses need a port."""
+"""Protocols whose addresses need a port."""
 
 
 def connect(existing: ExistingCluster, *, insecure: bool) -> Client:
-    """A client of our own: it leaves that of a notebook alone, and who runs here is told apart by it.
+    """A new client, apart from a notebook's own; each run is known by its client.
 
     Certificates are those of the given client or cluster; for an address, those of Dask's configuration.
 
@@ -47,7 +47,7 @@ def connect(existing: ExistingCluster, *, insecure: bool) -> Client:
 def check_reach(existing: ExistingCluster) -> None:
     """
     Raises:
-        SpotlightError: nobody listens there, or it wants a certificate and we have none.
+        SpotlightError: nothing listens there, or it needs a certificate and there is none.
     """
     address, security = where(existing)
     url = urlsplit(address)
@@ -61,7 +61,7 @@ def check_reach(existing: ExistingCluster) -> None:
 
 
 def where(existing: ExistingCluster) -> tuple[str, Security | None]:
-    """Address of the scheduler; and certificates, if those of Dask's configuration will not do.
+    """Address of the scheduler, and certificates, None for those of Dask's configuration.
 
     Raises:
         SpotlightError: there is no such file, or it is no scheduler file.
@@ -105,7 +105,7 @@ def _check_port(address: str) -> None:
 def refuse_unsafe(address: str, *, insecure: bool) -> None:
     """
     Raises:
-        SpotlightError: others could talk to this scheduler too, and have it run what they like.
+        SpotlightError: others could reach this scheduler, too, and run any code in it.
     """
     scheme = urlsplit(address).scheme
     if insecure or scheme in SAFE or _is_loopback(urlsplit(address).hostname or ""):

@@ -1,8 +1,8 @@
-"""Cleans up after a process that has workers, however that ends: a small process that outlives it by moments.
+"""Cleans up after a process that has workers, however it ends: a small process that outlives it by moments.
 
-Its owner tells it, over a pipe, what there would be left. When the owner is gone, it kills the fork server, and with
-that the system kills all that was forked from it, frozen or not; then it removes directories and half written files.
-What is left where this process is killed, too, the next start removes (`spotlight.store.leftovers`).
+Its owner tells it, over a pipe, what would be left. When the owner is gone, it kills the fork server, and with that
+the system kills all that was forked from it, frozen or not; then it removes directories and half-written files. If
+this process is killed, too, the next start removes what is left (`spotlight.store.leftovers`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import threading
 from collections.abc import Iterable, Iterator
 
 CleanupItem = tuple[str, str]
-"""What would be left, by its kind: "process" (its number and when it began), "memory" (of a run, by its name),
-"folder" (a path), or "half written" (the directory, or URL, of the run that such files are of)."""
+"""``(kind, what)`` of what would be left: "process" (its number and when it began), "memory" (a run's, by name),
+"folder" (a path), or "half written" (the directory or URL of the run that such files belong to)."""
 
 LONGEST = 4096
-"""Bytes of a message; what is not longer is written at once."""
+"""Most bytes of a message: a write of no more to a pipe is atomic."""
 
 
 class _Janitor:
@@ -53,12 +53,12 @@ class _Janitor:
 
 
 _janitors: list[_Janitor] = []
-"""This process's own, if it has one; after a fork, that of another."""
+"""This process's janitor comes last, if it has one; after a fork, the last is the parent's."""
 _starting = threading.Lock()
 
 
 def register(kind: str, what: str) -> None:
-    """From now on there would be this left, if this process were killed."""
+    """Have something cleaned up if this process is killed from now on."""
     with _starting:
         if not _janitors or _janitors[-1].owner != os.getpid():
             _janitors.append(_Janitor())
@@ -66,14 +66,14 @@ def register(kind: str, what: str) -> None:
 
 
 def unregister(kind: str, what: str) -> None:
-    """There would not be any more."""
+    """No longer have it cleaned up."""
     if _janitors and _janitors[-1].owner == os.getpid():
         _janitors[-1].tell(removed=[(kind, what)])
 
 
 @contextlib.contextmanager
 def registered(kind: str, what: str) -> Iterator[None]:
-    """For as long as this lasts, there would be this left, if this process were killed."""
+    """Have something cleaned up if this process is killed inside."""
     register(kind, what)
     try:
         yield
@@ -102,7 +102,7 @@ def _start() -> tuple[int, int]:
 
 
 def watch(owner: int) -> None:
-    """Wait for the owner's end, and clean up after it."""
+    """Wait until the owner ends, and clean up after it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     os.chdir("/")
@@ -119,13 +119,14 @@ def _left(owner: int) -> set[CleanupItem]:
 
 
 def _lines(owner: int) -> Iterator[bytes]:
-    """What the owner says; others may have inherited its end of the pipe, so its own end counts as well."""
+    """The owner's messages, until it ends; others may have inherited its end of the pipe, so the process is watched,
+    too."""
     ends, rest = [0], b""
     if hasattr(os, "pidfd_open"):
         with contextlib.suppress(OSError):
             ends.append(os.pidfd_open(owner))
     while True:
-        is_gone = os.getppid() != owner  # whoever has its number now is another
+        is_gone = os.getppid() != owner  # its number may be used again
         ready, _, _ = select.select(ends, [], [], 0.0 if is_gone else None)
         if 0 not in ready:
             return
@@ -137,7 +138,7 @@ def _lines(owner: int) -> Iterator[bytes]:
 
 
 def clean(left: Iterable[CleanupItem]) -> None:
-    """End and remove it; whatever fails, the rest is done."""
+    """Kill and remove what is left; if one fails, the rest is still done."""
     from spotlight.records import SpotlightError
     from spotlight.store.device_locks import end
     from spotlight.store.leftovers import remove_half_written, sweep_ended

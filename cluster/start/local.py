@@ -2,7 +2,7 @@
 
 A pool has places; each place keeps one worker process alive, and replaces it some time after it was
 lost, as a cloud would. Along a trace, a place also takes its worker away; traces begin when the first workers are
-there. What runs where is not decided here, and what makes these workers ours is what makes any worker ours
+there. What runs where is not decided here, and these workers join a run as any others do
 (`cluster.worker.plugin`).
 """
 
@@ -41,9 +41,9 @@ from spotlight.records import record
 
 RETRY_S = 0.05
 START_ATTEMPTS = 6
-"""Processes that fail one after the other, each after twice the time, until a place gives up: 3 s in all."""
+"""Failures in a row until a place gives up; the pause before each try doubles: 3 s in all."""
 FROZEN_MARGIN_S = 5.0
-"""Beyond the time after which the scheduler has a silent worker ended."""
+"""Added to the time after which the scheduler has a silent worker ended."""
 NEVER_S = 1e9
 
 
@@ -52,15 +52,16 @@ class PreemptionSchedule:
     """When a place has a worker, and how the worker is taken away."""
 
     replace_after_s: float
-    """From a loss to the next worker; along a trace, the trace says when."""
+    """Seconds from a loss to the next worker; along a trace, the trace says when."""
     ups: tuple[tuple[float, float], ...] | None = None
     """``(start_s, stop_s)`` from the trace's beginning: when a worker is there. None: always."""
     kinds: tuple[str, ...] = ("kill",)
     """How workers are taken away at each stop, in turn: "kill", "notice" or "hang"."""
     grace_s: float = 30.0
-    """From a notice to the kill."""
+    """Seconds from a notice to the kill."""
     frozen_s: float = 60.0
-    """A worker that was frozen is ended after so long, should nobody else have done it: it may not have joined yet."""
+    """Seconds after which a frozen worker is killed here, if the scheduler has not done so: it may not have joined
+    yet."""
 
     @property
     def is_up_first(self) -> bool:
@@ -69,7 +70,7 @@ class PreemptionSchedule:
 
 
 class TraceClock:
-    """Seconds since the traces of a cluster began: when the workers that are there first were all heard of.
+    """Seconds since the traces of a cluster began, which is when all first workers have joined.
 
     Args:
         first: names of their places.
@@ -82,7 +83,7 @@ class TraceClock:
         self._begin_if_all_are_there()
 
     def heard_of(self, place: str) -> None:
-        """A worker is there; to be told on the event loop of the places."""
+        """A worker has joined; to be called on the event loop of the places."""
         self._awaited.discard(place)
         self._begin_if_all_are_there()
 
@@ -96,7 +97,7 @@ class TraceClock:
 
     @property
     def now_s(self) -> float:
-        """0 until they begin."""
+        """Seconds since the traces began; 0 before."""
         return time.monotonic() - self._began_s if self._begun.is_set() else 0.0
 
 
@@ -115,18 +116,18 @@ class WorkerKeeper(ProcessInterface):
         self._tasks: list[asyncio.Task[None]] = []
         self._process: ForkServerProcess | None = None
         self.failure = ""
-        """Why it has given up; empty while it has not."""
+        """Why the place has given up; empty while it has not."""
 
     def has(self, worker: str) -> bool:
-        """Whether the worker of this name is the one here."""
+        """Whether this place has the worker of this name."""
         return worker == self._spec.name
 
     def evict(self) -> None:
-        """End the worker that is there now; the place replaces it as after any other loss."""
+        """Kill this place's worker; it is replaced as after any other loss."""
         self._signal(signal.SIGKILL)
 
     def want(self, wanted: bool) -> None:
-        """Whether there is to be a worker here; one that is not wanted any more is warned, and not replaced."""
+        """Set whether there is to be a worker here; one that is no longer wanted gets a notice, and is not replaced."""
         if wanted:
             self._wanted.set()
         elif self._wanted.is_set():
@@ -162,7 +163,7 @@ class WorkerKeeper(ProcessInterface):
         self.failure = f"{self._spec.name}: {failures} processes in a row could not become a worker: {cause}"
 
     def _why(self) -> str:
-        """What the last process said before it ended."""
+        """The last output of the process before it ended."""
         said = self._spec.last_words
         return said.read_text() if said.exists() else "it said nothing"
 
@@ -201,7 +202,7 @@ class WorkerKeeper(ProcessInterface):
                 os.kill(self._process.pid, number)
 
     async def _live_once(self) -> bool:
-        """Start a process and wait for its end; whether it failed by itself."""
+        """Start a process and wait for its end; returns whether it failed by itself."""
         context = own_fork_server()
         theirs, ours = context.Pipe(duplex=False)
         process = context.Process(target=serve, args=(self._spec, dict(os.environ), theirs), daemon=True)
@@ -229,11 +230,11 @@ class WorkerKeeper(ProcessInterface):
 
 
 _starters = ThreadPoolExecutor(thread_name_prefix="spotlight-start")
-"""Threads that start processes: as long as they wait for imports, Dask needs those of the event loop for itself."""
+"""Threads that start processes and wait for imports: Dask needs the event loop's own threads meanwhile."""
 
 
 def _start(process: ForkServerProcess) -> None:
-    """Start with signals blocked in this thread: the successor of a fork server that died this moment inherits that."""
+    """Start with signals blocked in this thread: if the fork server has just died, its successor inherits that."""
     resource_tracker.ensure_running()  # first, because it unblocks SIGINT
     signal.pthread_sigmask(signal.SIG_BLOCK, FOR_OTHERS)
     made_by_own_fork_server(process)
@@ -251,8 +252,8 @@ async def _end_of(process: ForkServerProcess) -> None:
 def local_cluster(config: Config, directory: str, settings: Mapping[str, Any]) -> SpecCluster:
     """Scheduler and all pools, on loopback.
 
-    They speak TLS, and each proves with the run's own certificate that it belongs there: who can talk to a Dask
-    process can have it run anything. The certificate is made anew for each run and lives in memory only.
+    They use TLS, and each proves with the run's own certificate that it belongs there: whoever can connect to a Dask
+    process can run any code in it. The certificate is made for each run and kept in memory only.
 
     Args:
         directory: private to this user, for Dask's scratch files.
@@ -274,7 +275,7 @@ def local_cluster(config: Config, directory: str, settings: Mapping[str, Any]) -
 
 
 def _schedules(name: str, section: PoolSection, config: Config) -> list[PreemptionSchedule]:
-    """Of each place of a pool: for ever, or along the pool's trace."""
+    """The schedule of each place of a pool: always up, or along the pool's trace."""
     schedule = PreemptionSchedule(
         replace_after_s=section.replace_after_s,
         kinds=preemption_kinds(section),

@@ -1,7 +1,7 @@
-"""The Dask cluster of one run: one of its own on this machine, or any that is there.
+"""The Dask cluster of one run: its own, on this machine or Slurm, or an existing one.
 
-On either, the run's plugins go to the scheduler and to its workers, and a worker beside the driver runs what only
-decides. Both leave the cluster as they found it. What runs where is not decided here.
+On either, the run's plugins are installed on the scheduler and the workers, and a worker beside the driver runs tasks
+that only decide. An existing cluster is left as it was. What runs where is not decided here.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ DASK_SETTINGS = {
 }
 RETRY_S = 0.5
 HAND_OUT_ATTEMPTS = 5
-"""A worker may die while the plugin is handed to it; the next time it is not asked."""
+"""A worker may die while the plugin is sent to it; it is not asked again."""
 ANSWER_S = 30.0
-"""For a scheduler's answer, however busy it is."""
+"""How long to wait for a scheduler's answer, however busy it is."""
 ASK_ATTEMPTS = 2
 MOMENTS = ("at_s", "ledger_s")
-"""Of the rows for the page, what is a time of the driver's clock."""
+"""Fields of the page's rows that are times of the driver's clock."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class RunCluster:
     """The cluster of one run, from its start to its end.
 
     Args:
-        run_dir: or URL of the run; all workers see it under this path or URL.
+        run_dir: the run's directory or URL, under which all workers see it.
         existing: the cluster to run on: an address, a scheduler file, or a Dask client or cluster. None: one of its
             own.
 
@@ -78,23 +78,23 @@ class RunCluster:
     def __init__(self, config: Config, run_dir: str | Path, existing: ExistingCluster | None = None) -> None:
         self._run = str(run_dir).rpartition("/")[2]
         self.session = token_hex(4)
-        """Which start of the run this is."""
+        """Identifies this start of the run."""
         self.cluster: SpecCluster | None = None
-        """Its own, if it has one."""
+        """The run's own cluster, if it has one."""
         self._hang_after_s = config.cluster.hang_after_s
         self._spot_workers = config.pools.spot.workers
         alone = ("spot",) in (config.strategy.rollout_pools, config.strategy.train_pools)
         self._needed = ("reserved", "reward", *(("spot",) if alone else ()))
         """Pools that a run cannot do without, if it has them."""
-        self._told_of: set[str] = set()
-        """Jobs that gave up."""
+        self._reported: set[str] = set()
+        """Failures of jobs that were reported."""
         self._stopped_s: float | None = None
-        """Since when the fork server is stopped."""
+        """When the fork server was first found stopped; None: it is not."""
         self._fetched = 0
         self._sent_away: dict[str, float] = {}
-        """Workers that were too many (`scale`), and when they were told."""
+        """{surplus worker (`scale`): when it was told to leave}"""
         self._noted: list[dict[str, Any]] = []
-        """Events that the scheduler does not see."""
+        """Events that the scheduler does not see, for the next `drain`."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(_dask_as_runs_need_it)
             if swept := sweep_leftovers():
@@ -122,7 +122,7 @@ class RunCluster:
             self._register(dispatch)
             stack.callback(self._leave)
             self._ahead_s = ahead_s(lambda: float(self._told("spotlight_clock")))
-            """Of the scheduler's clock, which spans, lives and events have when they come."""
+            """How far this process's clock is ahead of the scheduler's, to convert times of spans, lives and events."""
             self._register(PagePlugin())
             self._register(SpotlightWorkerPlugin(terms))
             head = Head(self.client, f"head-{self.session}", directory)
@@ -131,7 +131,8 @@ class RunCluster:
             self._stack = stack.pop_all()
 
     def _keep_scratch(self, stack: contextlib.ExitStack, terms: Terms) -> str:
-        """A directory for Dask; it and all else that the run has outside its own goes at the end, whatever that is."""
+        """A scratch directory for Dask; it, and all that the run has outside its own directory, is removed however the
+        run ends."""
         self._scratch = scratch = Scratch()
         left = (("folder", str(scratch.path)), ("memory", terms.memory), ("half written", terms.run_dir))
         for kind, what in left:
@@ -177,7 +178,7 @@ class RunCluster:
                 jobs.heard_of()
 
     def _jobs(self) -> list[SlurmJobs]:
-        """What keeps jobs of Slurm's; none elsewhere."""
+        """The Slurm jobs; none elsewhere."""
         found = self.cluster.workers.values() if self.cluster else ()
         return [jobs for jobs in found if isinstance(jobs, SlurmJobs)]
 
@@ -206,7 +207,7 @@ class RunCluster:
         return found
 
     def queued(self) -> list[str]:
-        """What Slurm says of the run's jobs that have not begun."""
+        """Slurm's messages about the run's jobs that have not begun."""
         return [text for jobs in self._jobs() if (text := jobs.waits())]
 
     def _look_at_jobs(self) -> None:
@@ -216,12 +217,13 @@ class RunCluster:
             if jobs and all(each.failure for each in jobs):
                 raise SpotlightError(jobs[0].failure)
         for each in self._jobs():
-            if each.failure and each.failure not in self._told_of:
-                self._told_of.add(each.failure)
+            if each.failure and each.failure not in self._reported:
+                self._reported.add(each.failure)
                 logger.warning("%s; the run goes on without it", each.failure)
 
     def _look_at_own_fork_server(self) -> None:
-        """Have it go on if it has been stopped for long: no worker could start, and nobody else would say so."""
+        """Continue the fork server if it has been stopped (SIGSTOP) for long: no worker could start, and nothing else
+        would show it."""
         now_s = wall_clock()
         if self.cluster is None or not is_stopped(own_fork_server_pid()):
             self._stopped_s = None
@@ -235,14 +237,14 @@ class RunCluster:
             self._noted.append({"at_s": now_s, "event": "continued", "what": what})
 
     def snapshot(self) -> Snapshot:
-        """What the dispatcher knows now."""
+        """The dispatcher's present state."""
         found: Snapshot = self.client.run_on_scheduler(snapshot_of)
         return found
 
     def drain(self) -> Drained:
         """Spans, events and decisions since the last call, and the lives that began or ended since then.
 
-        Times are this process's, but for those of decisions: the scheduler's machine may have others.
+        Times are converted to this process's clock, but for those of decisions.
         """
         drained = Drained.of(self._told("spotlight_drain", fetched=self._fetched)).later(self._ahead_s)
         self._fetched += 1
@@ -251,20 +253,20 @@ class RunCluster:
         return replace(drained, events=[*drained.events, *noted], workers=workers)
 
     def _as_it_left(self, life: WorkerLife) -> WorkerLife:
-        """One that was sent away was not taken."""
+        """The life of a worker, with the reason corrected if it was sent away by `scale`."""
         sent_s = self._sent_away.get(life.worker)
         if sent_s is None or not life.was_taken or not life.joined_s <= sent_s <= (life.left_s or 0):
             return life
         return replace(life, reason="sent away")
 
     def show(self, rows: list[dict[str, Any]]) -> None:
-        """Hand the page on the dashboard what only the driver knows; see `spotlight.report.feed`."""
-        moments = MOMENTS if self._ahead_s else ()  # the page has the scheduler's
+        """Send the live page what only the driver knows; see `spotlight.report.feed`."""
+        moments = MOMENTS if self._ahead_s else ()  # the page has the scheduler's clock
         told = [row | {name: row[name] - self._ahead_s for name in moments if name in row} for row in rows]
         self._ask(ROWS, rows=told)
 
     def scale(self, spot: int) -> None:
-        """Have so many spot workers; those that are too many, the last ones, leave as on a notice.
+        """Use so many spot workers; surplus ones, the last, leave as on a notice.
 
         Raises:
             SpotlightError: the cluster is not ours to scale, or cannot have that many.
@@ -294,14 +296,14 @@ class RunCluster:
         cluster.sync(change)
 
     def stop(self) -> None:
-        """Launch nothing more, end what runs at its next step boundary."""
+        """Launch nothing more, and end what runs at its next step boundary."""
         self._ask("spotlight_stop")
 
     def close(self) -> None:
         self._stack.close()
 
     def _leave(self) -> None:
-        if self.client.scheduler is None:  # somebody closed the client
+        if self.client.scheduler is None:  # the client was closed
             return
         with contextlib.suppress(OSError, SpotlightError, ValueError):  # one that is gone, or back, has ended it too
             self._ask("spotlight_close")
@@ -337,9 +339,9 @@ class RunCluster:
 
 
 class Head:
-    """A worker beside the driver for what only decides: no decision queues behind a denoising step.
+    """A worker beside the driver for tasks that only decide, so that no decision queues behind a denoising step.
 
-    It is in the driver's process, so that a cluster needs none, and is started again when it is lost.
+    It is in the driver's process, so that a cluster needs none for it, and is started again when it is lost.
     """
 
     def __init__(self, client: Client, name: str, directory: str) -> None:
@@ -361,7 +363,7 @@ class Head:
             await asyncio.sleep(RETRY_S)
 
     def _worker(self) -> Worker:
-        """It listens where the scheduler sees this process."""
+        """A worker that listens at the address at which the scheduler reaches this process."""
         client: Any = self._client
         scheme, _, here = client.scheduler_comm.comm.local_address.partition("://")
         return Worker(
@@ -382,7 +384,7 @@ def _spot(workers: Mapping[str, Any]) -> list[tuple[str, WorkerKeeper | SlurmJob
 
 
 def _as_worker(security: Any) -> Any:
-    """A client's certificate, for a worker where there is no other."""
+    """Security for a worker, with the client's certificate if there is no other."""
     if not security.tls_client_cert or security.tls_worker_cert:
         return security
     return Security(
@@ -403,7 +405,7 @@ def _start(stack: contextlib.ExitStack, config: Config, files: Path, directory: 
         if config.cluster.manager == "slurm":
             return stack.enter_context(slurm_cluster(config, files, directory))
         return stack.enter_context(local_cluster(config, directory, DASK_SETTINGS))
-    except RuntimeError as error:  # what Dask makes of whatever it was
+    except RuntimeError as error:  # Dask raises it for any cause
         raise SpotlightError(
             f"the run's scheduler cannot be started or reached ({error.__cause__ or error}): "
             "see that this machine's network is up, 127.0.0.1 too, and that no firewall is between"
@@ -411,7 +413,7 @@ def _start(stack: contextlib.ExitStack, config: Config, files: Path, directory: 
 
 
 class WhileAny:
-    """A context that several threads may be in: the first to come enters it, the last to go leaves it."""
+    """A context that several threads may share: the first one enters it, the last one exits it."""
 
     def __init__(self, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         self._context, self._lock, self._inside = context, threading.Lock(), 0
@@ -432,9 +434,9 @@ class WhileAny:
 
 @contextlib.contextmanager
 def _changed_dask() -> Iterator[None]:
-    """Dask's settings and log levels, which all of this process has in common.
+    """Change Dask's settings and log levels, which the whole process shares.
 
-    Dask reports each lost worker as a fault, down to the last ones at the end; here they are expected.
+    Dask logs each lost worker as an error, even the last ones at the end; here losses are expected.
     """
     levels = {"distributed": logging.ERROR, "distributed.worker": logging.CRITICAL}  # as in the worker processes
     before = {name: logging.getLogger(name).level for name in levels}

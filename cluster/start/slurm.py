@@ -2,10 +2,10 @@
 
 A job is one node's worth of a pool: ``workers_per_node`` Dask workers, which share its memory and may form gangs. Jobs
 that Slurm preempts are queued again by Slurm; one that ended for any other reason is submitted again here, later each
-time. What makes the workers ours is what makes any worker ours (`cluster.worker.plugin`).
+time. The workers join a run as any others do (`cluster.worker.plugin`).
 
-Slurm tells the steps of a job that it will end (SIGTERM); so the workers are a step (``srun``), and hear it themselves.
-A worker that is killed alone is started again where it was; one that fails takes its job along, and counts.
+Slurm signals the steps of a job before it ends them (SIGTERM); so the workers are a step (``srun``), and get it
+themselves. A worker that is killed alone is started again where it was; one that fails takes its job along, and counts.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from spotlight.records import SpotlightError
 logger = logging.getLogger("spotlight.slurm")
 
 POLL_S = 2.0
-"""Between two looks at the queue; one look serves all jobs."""
+"""Time between two queries of the queue; one serves all jobs."""
 AGAIN_S, AGAIN_MAX_S = 5.0, 300.0
-"""Before a job that ended is submitted again: the first time, and at most; it doubles from one to the other."""
+"""Pause before a job that ended is submitted again: the first, and the longest; it doubles in between."""
 FAILURES_MAX = 8
-"""Jobs in a row that ended before one of their workers had joined; then nobody tries again."""
+"""Jobs in a row that end before one of their workers has joined; after so many, no more are submitted."""
 LAST_BYTES, LINE_MAX = 4_000, 240
-"""Of a job's output that are looked at for its last line, and the longest that is shown of that."""
+"""Bytes at the end of a job's output that are searched for its last line, and characters of it that are shown."""
 ANSWER_S = 60.0
-"""For an answer of Slurm's."""
+"""How long to wait for an answer of Slurm."""
 DRAIN_MARGIN_S = 10.0
-"""Beyond the time that a warned worker has; then its job is cancelled."""
+"""Added to the time that a warned worker has; then its job is cancelled."""
 WORKER_START_S = 60
-"""A worker that finds no scheduler for so long ends; it is there before the worker is."""
+"""A worker that finds no scheduler for so long ends; the scheduler is started first."""
 
 
 class SlurmJobs(ProcessInterface):
-    """One job of a pool, and its successors."""
+    """One job of a pool, submitted again when it ends."""
 
     def __init__(self, scheduler: str, *, name: str, job: Mapping[str, Any]) -> None:
         super().__init__()
@@ -67,9 +67,9 @@ class SlurmJobs(ProcessInterface):
         self._wanted.set()
         self._draining: asyncio.Task[None] | None = None
         self._joined = False
-        """A worker of the job that runs now has."""
+        """Whether a worker of the present job has joined."""
         self.failure = ""
-        """Why it has given up; empty while it has not."""
+        """Why no job is submitted any more; else empty."""
 
     @property
     def pool(self) -> str:
@@ -80,7 +80,7 @@ class SlurmJobs(ProcessInterface):
         self._joined = True
 
     def waits(self) -> str:
-        """What Slurm says of the job while it is queued; empty when it runs, or there is none."""
+        """Slurm's state and reason of the job while it is queued; empty if it runs, or there is none."""
         number = str(self._running.job_id) if self._running is not None else ""
         state, reason = queue.last.get(number, ("", ""))
         return f"job {number} is {state} ({reason})" if state in QUEUED else ""
@@ -92,12 +92,12 @@ class SlurmJobs(ProcessInterface):
         return pool == self._job["pool"] and int(number) in range(first, first + self._job["section"].workers_per_node)
 
     def evict(self) -> None:
-        """End the job that runs now, though it may not answer; another is submitted."""
+        """Cancel the present job, which may not answer; another is submitted."""
         if self._running is not None:
             subprocess.Popen(["scancel", "--signal=KILL", "--full", str(self._running.job_id)])
 
     def want(self, wanted: bool) -> None:
-        """Whether there is to be a job; the workers of one that is not wanted any more are warned, and leave."""
+        """Set whether there is to be a job; workers of one that is no longer wanted are warned, and leave."""
         if wanted:
             self._wanted.set()
         elif self._wanted.is_set():
@@ -105,8 +105,8 @@ class SlurmJobs(ProcessInterface):
             self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        """Until the job has ended: cancelled if it waits, by its workers' leave if it runs, and by force when that
-        takes too long."""
+        """Wait until the job has ended: it is cancelled if it is queued; else its workers leave, and it is cancelled if
+        that takes too long."""
         clock = asyncio.get_running_loop().time
         until_s = clock() + self._job["section"].grace_s + DRAIN_MARGIN_S
         while self._running is not None and not self._wanted.is_set():
@@ -149,12 +149,12 @@ class SlurmJobs(ProcessInterface):
         )
 
     async def _submit_and_wait(self) -> str:
-        """Returns why it is over."""
+        """Submit a job and wait for its end; returns why it ended."""
         self._running = worker_job(self._scheduler, **self._job)
         self._submitting = asyncio.ensure_future(self._running.start())
         try:
             await asyncio.shield(self._submitting)
-        except (RuntimeError, OSError, ValueError) as error:  # refused, not to be asked, or no number in the answer
+        except (RuntimeError, OSError, ValueError) as error:  # refused, unreachable, or no number in the answer
             self._running = None
             return slurms_words(str(error))
         number = str(self._running.job_id)
@@ -164,17 +164,17 @@ class SlurmJobs(ProcessInterface):
 
 
 def again_s(failures: int) -> float:
-    """Until a job is submitted again, after so many that failed in a row."""
+    """Pause in seconds before a job is submitted again, after so many failures in a row."""
     return min(AGAIN_S * 2**failures, AGAIN_MAX_S)
 
 
 async def _scancel(*arguments: str) -> None:
-    """If Slurm does not answer, whoever wants it asks again."""
+    """Cancel jobs; if Slurm does not answer, the caller tries again."""
     await answer("scancel", *arguments)
 
 
 async def answer(*command: str) -> str | None:
-    """What a command of Slurm's prints; None if it fails, or does not answer in time and is ended."""
+    """Output of a command of Slurm; None if it fails, or is ended because it takes too long."""
     quiet = asyncio.subprocess.DEVNULL
     try:
         asked = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=quiet)
@@ -201,7 +201,7 @@ async def _end_of(job: str) -> None:
 
 
 async def how_it_ended(job: str, output: Path) -> str:
-    """In a sentence: what Slurm and the job's last line say."""
+    """One sentence on how a job ended: Slurm's state of it, and the job's last line."""
     shown = await answer("scontrol", "--oneliner", "show", "job", job) or ""
     known = dict(re.findall(r"\b(JobState|ExitCode)=(\S+)", shown))
     state = known.get("JobState", "it is not in the queue any more")
@@ -211,7 +211,7 @@ async def how_it_ended(job: str, output: Path) -> str:
 
 
 def last_line(output: Path) -> str:
-    """Of what a job wrote; empty if it wrote nothing, or somewhere else."""
+    """The last line of a job's output; empty if there is none there."""
     try:
         with output.open("rb") as file:
             file.seek(max(0, output.stat().st_size - LAST_BYTES))
@@ -231,7 +231,7 @@ Jobs = Mapping[str, tuple[str, str]]
 
 
 class _Queue:
-    """Which of this user's jobs there are; asked at most every `POLL_S`, however many want to know."""
+    """This user's jobs; Slurm is asked at most every `POLL_S`, however many callers there are."""
 
     def __init__(self) -> None:
         self._looking: asyncio.Task[Jobs | None] | None = None
@@ -240,7 +240,7 @@ class _Queue:
         """What Slurm answered last."""
 
     async def look(self) -> Jobs | None:
-        """The jobs that wait or run; None if Slurm does not answer, which says nothing."""
+        """The jobs that wait or run; None, which means nothing, if Slurm does not answer."""
         loop = asyncio.get_running_loop()
         if self._looking is None or self._looking.get_loop() is not loop or loop.time() > self._looked_s + POLL_S / 2:
             self._looked_s = loop.time()
@@ -263,7 +263,7 @@ queue = _Queue()
 def slurm_cluster(config: Config, run_dir: Path, directory: str) -> Iterator[SpecCluster]:
     """A scheduler here, and the pools' jobs in the queue; all are cancelled at the end.
 
-    So are, at the beginning, those that a driver left behind which was killed.
+    Jobs that a killed driver left behind are cancelled at the beginning.
 
     Args:
         directory: private to this user, for the scheduler's scratch files: Dask imports from there.
@@ -310,7 +310,7 @@ def worker_job(
 
     Args:
         first: number of its first worker within the pool.
-        security: whose files are there on the job's node too.
+        security: its files are visible on the job's node, too.
     """
     SLURMJob = _slurm_job()
     slurm, workers = section.slurm, min(section.workers_per_node, section.workers - first)
@@ -322,7 +322,7 @@ def worker_job(
         walltime=slurm.time or None,
         cores=slurm.cpus,
         job_cpu=slurm.cpus,
-        memory="1 GB",  # nobody reads it: what Slurm is asked for is below
+        memory="1 GB",  # not used: what Slurm is asked for is below
         processes=1,
         nanny=False,
         python=worker_line(pool, first=first, workers=workers, cpus=slurm.cpus),
@@ -339,12 +339,12 @@ def worker_job(
 
 
 def job_name(run_dir: Path, name: str) -> str:
-    """In the queue: whose it is, since a user may have several runs there."""
+    """A job's name in the queue, with its run's, since a user may have several runs there."""
     return f"{plain(run_dir.name)}-{sha256(bytes(run_dir)).hexdigest()[:6]}-{name}"
 
 
 def _tls(security: Security | None) -> Iterator[str]:
-    """As dask-jobqueue would give them, which does not quote paths."""
+    """A worker's TLS options, as of dask-jobqueue, which does not quote paths."""
     for name, value in (security.get_tls_config_for_role("worker") if security else {}).items():
         if value and name != "ciphers":
             yield f"--tls-{name.replace('_', '-')}"
@@ -352,18 +352,18 @@ def _tls(security: Security | None) -> Iterator[str]:
 
 
 def plain(name: str) -> str:
-    """Without what parts words, or names, for Slurm."""
+    """A name without characters that separate words, or names, for Slurm."""
     return re.sub(r"[^\w.+-]", "_", name)
 
 
 def output_line(run_dir: Path, job: str) -> str:
-    """Where what a job writes goes, as a directive: Slurm puts the job's number for %j, and % for %%."""
+    """The directive for a job's output file: Slurm replaces %j by the job's number, and %% by %."""
     directory = str(run_dir).replace("%", "%%")
     return f'--output="{directory}/slurm/{job}-%j.out"'
 
 
 _QUIET = ("--dashboard-address", "127.0.0.1:0")
-"""A worker's own pages are for its machine alone."""
+"""A worker's own dashboard is for its machine alone."""
 _SCRATCH = (
     "scratch=$(mktemp -d); trap 'rm -rf \"$scratch\"' EXIT",  # Dask imports from there; its default is open to others
     "trap : TERM USR1",  # the workers hear it themselves
@@ -384,7 +384,7 @@ def _directives(section: PoolSection, workers: int) -> Iterator[str]:
 
 
 def worker_line(pool: str, *, first: int, workers: int, cpus: int, python: str = sys.executable) -> str:
-    """What stands before the worker's arguments: each task of the step is a worker, and has a name of its own."""
+    """The command before the worker's arguments: each task of the step is a worker with a name of its own."""
     step = f"srun --ntasks={workers} --cpus-per-task={cpus} --kill-on-bad-exit=1 --mpi=none"
     worker = f'{shlex.quote(python)} "$@" --name {pool}-$(({first} + SLURM_PROCID))'
     until_told = f'trap "told=1" TERM USR1; while {worker}; status=$?; {_WAS_KILLED}; do :; done; {_END}'
@@ -392,9 +392,9 @@ def worker_line(pool: str, *, first: int, workers: int, cpus: int, python: str =
 
 
 _WAS_KILLED = '[ $status -gt 128 ] && [ -z "$told" ]'
-"""By a signal, and not because the job is to end: for want of memory, or by hand."""
+"""Shell test: killed by a signal, but not because the job is to end: for lack of memory, or by hand."""
 _END = '[ -z "$told" ] || exit 0; exit $status'
-"""One that was told to leave has done so, even if told again in its last moments, when it no longer listened."""
+"""Exit 0 if the worker was told to leave, even if a second signal killed it while it was leaving."""
 
 
 def sbatch(script: str, *options: str, where: str) -> str:
@@ -419,7 +419,8 @@ def check_job(pool: str, section: PoolSection, run_dir: Path, security: Security
 
 
 def cancel_all(config: Config, run_dir: Path, *, driver: str = "") -> list[str]:
-    """Cancel this user's jobs of a run's workers; if Slurm does not answer, those that run end without a scheduler.
+    """Cancel this user's jobs of a run's workers; if Slurm does not answer, running ones end because they have no
+    scheduler.
 
     Args:
         driver: the number of the driver's job, if that is to be cancelled, too.
@@ -444,7 +445,7 @@ def cancel_all(config: Config, run_dir: Path, *, driver: str = "") -> list[str]:
 
 
 def slurms_words(text: str) -> str:
-    """What Slurm says in an error, and what to look at."""
+    """Slurm's error text, with what to check."""
     said = re.findall(r"(?:sbatch|srun|squeue): error: (.+)", text)
     words = "; ".join(dict.fromkeys(said)) or text.strip()
     known = {"partition": "`sinfo` lists partitions", "account": "`sacctmgr show assoc user=$USER` lists accounts"}
@@ -486,8 +487,8 @@ def _slurm_job() -> Any:
 def _certificates(run_dir: Path) -> Iterator[tuple[Security, Security]]:
     """The run's own certificate: for the scheduler here, and as files for the jobs, which share this home directory.
 
-    The files can be read by this user alone, and go with the cluster, or with a driver that is killed; what is left
-    where all of a machine is killed, now.
+    Only this user can read the files. They are removed with the cluster, or when the driver is killed; those left by a
+    machine that failed are removed now.
     """
     security = certificate()
     home = Path.home() / ".spotlight"

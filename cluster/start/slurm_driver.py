@@ -1,4 +1,4 @@
-"""The job of a run's driver on Slurm: queued by `spotlight submit`, told before its time is over, queued again.
+"""The job of a run's driver on Slurm: queued by `spotlight submit`, warned before its time limit, queued again.
 
 The driver then submits its workers' jobs (`cluster.start.slurm`).
 """
@@ -31,16 +31,17 @@ from spotlight.records import SpotlightError
 from spotlight.store.rundir import RunDir, files_of
 
 JOB = "slurm/driver-job"
-"""In the run's directory: the number of the driver's job that was submitted last."""
+"""File in the run's directory with the number of the driver's job that was submitted last."""
 DRIVER_NOTICE_S = 120
-"""Before its time limit, the driver's job is told; the run stops after the steps in flight, and its job is requeued."""
+"""So long before its time limit, the driver's job is warned: the run stops after the steps in flight, and is
+requeued."""
 DRIVER_LEAST_S = 300
-"""A shorter time limit leaves a driver no time to get on."""
+"""Shortest time limit with which a driver makes progress."""
 RESUME = "SIGUSR1"
 
 
 def driver_script(config: Config, run_dir: Path | str, *, begin: str = "") -> str:
-    """The batch script of a run's driver: goes on where the run is, and queues itself again before its time is over.
+    """The batch script of a run's driver: resumes the run, and queues itself again before its time limit.
 
     `scancel` (SIGTERM) stops the run; the signal before the time limit is another one.
     """
@@ -77,7 +78,7 @@ def check_jobs(config: Config, run_dir: Path | str) -> None:
     """Ask Slurm whether it would take the jobs that the driver will submit.
 
     Raises:
-        SpotlightError: it would not, or the driver's time limit is too short for it to get on.
+        SpotlightError: it would not, or the driver's time limit is too short to make progress.
     """
     limit_s = seconds_of(config.cluster.slurm.time)
     if limit_s is not None and limit_s < DRIVER_LEAST_S:
@@ -91,7 +92,7 @@ def check_jobs(config: Config, run_dir: Path | str) -> None:
 
 
 def seconds_of(limit: str) -> float | None:
-    """A time limit in one of the forms that `man sbatch` has; None of what is another, for Slurm to judge."""
+    """Seconds of a time limit in a form of `man sbatch`; None for other forms, which are left to Slurm."""
     days, dash, clock = limit.rpartition("-")
     parts = clock.split(":")
     if not all(part.isdigit() for part in (*parts, *([days] if dash else []))) or len(parts) > 3:
@@ -149,10 +150,10 @@ def _queued() -> Jobs:
 
 
 def told_of(run: RunDir, *, only_queued: bool) -> str:
-    """Where the driver's job of a run is that nobody runs, in a sentence; empty where none was submitted.
+    """One sentence on the driver's job of a run that nobody runs; empty if none was submitted.
 
     Args:
-        only_queued: or where it is over.
+        only_queued: also empty if the job is over.
     """
     if not (job := job_of(run)):
         return ""
@@ -177,9 +178,9 @@ def refuse_second(run: RunDir) -> None:
 
 
 def stop_job(run: RunDir) -> bool:
-    """Ask the run's driver, if that is a job that runs, to end in order; whether Slurm passed it on.
+    """Ask the run's driver, if it is a running job, to end in order; returns whether Slurm passed that on.
 
-    Only its batch script is told, so Slurm kills nothing, however long the steps in flight take.
+    Only its batch script is signalled, so Slurm kills nothing, however long the steps in flight take.
     """
     job = job_of(run)
     if not job or _queued().get(job, ("", ""))[0] != "RUNNING":

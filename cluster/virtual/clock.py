@@ -1,4 +1,4 @@
-"""Virtual time: a queue of what will happen, and the moment that it has come to. Nothing here sleeps."""
+"""Virtual time: a queue of events, and the time of the latest one. Nothing here sleeps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SAME_MOMENT_S = 1e-6
 
 @dataclass(slots=True, eq=False)
 class Alarm:
-    """Something that will happen, unless it is cancelled."""
+    """A scheduled event, which can be cancelled."""
 
     call: Callable[..., None]
     arguments: tuple[Any, ...]
     together: bool = False
-    """Alike events that follow each other in one moment are one call, with a list of what each was asked with."""
+    """Consecutive events of one moment with the same ``call`` become one call, with a list of their arguments."""
     cancelled: bool = False
 
     def cancel(self) -> None:
@@ -27,9 +27,9 @@ class Alarm:
 
 @dataclass(slots=True, eq=False)
 class VirtualClock:
-    """What time it is, and what happens next; called, it tells the time like any `spotlight.clock.Clock`.
+    """The virtual time and the events to come; called, it returns the time, as any `spotlight.clock.Clock`.
 
-    Events of one moment happen in the order in which they were asked for.
+    Events of one moment happen in the order in which they were scheduled.
     """
 
     now_s: float = 0.0
@@ -40,16 +40,16 @@ class VirtualClock:
         return self.now_s
 
     def at(self, at_s: float, call: Callable[..., None], *arguments: Any) -> Alarm:
-        """Have it called at that moment; at the earliest now."""
+        """Schedule a call at ``at_s``, or now if that is past."""
         return self._push(at_s, Alarm(call, arguments))
 
     def after(self, wait_s: float, call: Callable[..., None], *arguments: Any) -> Alarm:
         return self.at(self.now_s + wait_s, call, *arguments)
 
     def together(self, at_s: float, call: Callable[[list[Any]], None], about: Any) -> Alarm:
-        """Have it called at that moment with a list of this, and of what alike events there are just then.
+        """Schedule a call with a list of ``about``, and of that of the next events of that moment with the same call.
 
-        A thousand workers end their tasks in waves: it costs far less to tell of a wave than of each.
+        A thousand workers end their tasks in waves: one call for a wave costs far less than one for each.
         """
         return self._push(at_s, Alarm(call, (about,), together=True))
 
@@ -60,13 +60,13 @@ class VirtualClock:
 
     @property
     def next_s(self) -> float | None:
-        """When something happens next; None if nothing does any more."""
+        """Time of the next event; None if there is none."""
         while self._alarms and self._alarms[0][2].cancelled:
             heappop(self._alarms)
         return self._alarms[0][0] if self._alarms else None
 
     def step(self) -> bool:
-        """Go to the next event, or to alike ones, and let them happen; False if no more happens in this moment."""
+        """Run the next event, or several that make one call; returns False if it was the last of its moment."""
         next_s = self.next_s
         assert next_s is not None, "nothing happens any more"
         _, _, alarm = heappop(self._alarms)
@@ -79,12 +79,12 @@ class VirtualClock:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether more happens in this moment."""
+        """Whether there are more events in this moment."""
         next_s = self.next_s
         return next_s is not None and next_s <= self.now_s + SAME_MOMENT_S
 
     def _alike(self, alarm: Alarm) -> Iterator[Any]:
-        """What the next events of this moment are about, as long as they are like this one."""
+        """What the next events of this moment are about, as long as they have the same call as ``alarm``."""
         while self._goes_on and self._alarms[0][2].together and self._alarms[0][2].call == alarm.call:
             at_s, _, other = heappop(self._alarms)
             self.now_s = max(self.now_s, at_s)

@@ -1,7 +1,7 @@
-"""The virtual cluster: carries out what the dispatcher says on workers that are not there, and tells it what follows.
+"""The virtual cluster: carries out the dispatcher's instructions on simulated workers, and reports what follows to it.
 
-It computes graphs as the live cluster does, by the same `Dispatcher` and the same calls: each lasts what `Timing` says,
-and is then really made. It decides nothing, and it knows of a graph only what its layers' annotations say.
+It computes graphs as the live cluster does, with the same `Dispatcher` and the same calls: each takes as long as
+`Timing` says, and is then really made. It decides nothing, and knows of a graph only what its layers' annotations say.
 
 Invariants: a worker runs one task at a time; a gang takes its steps together; a step that was committed stays, and
 one in flight goes with any member of its gang.
@@ -64,12 +64,12 @@ class VirtualCluster:
         dispatch: a fresh one.
         clock: goes on as graphs are computed.
         timing: how long work takes.
-        stays: every worker's place.
+        stays: every worker's place, with the times at which its machine is there.
         resumes: whether a request that lost its gang goes on after its committed steps; else it begins anew.
-        lag: seconds that a message of a kind is on its way ("result", "beat", "order", "notice"); those between
-            one worker and the scheduler arrive in order, but for beats. None: all arrive at once.
+        lag: seconds that a message of a kind takes ("result", "beat", "order", "notice"); those between one worker
+            and the scheduler arrive in order, except beats. None: all arrive at once.
         copies: how often a beat arrives.
-        committed: steps of each request that a store holds from before.
+        committed: steps of each request that a store holds already.
         told: called with every event and the instructions that follow from it, before they are carried out.
         check: called whenever a moment's events have been dispatched.
     """
@@ -91,7 +91,7 @@ class VirtualCluster:
     ) -> None:
         self._run, self._dispatch, self._clock, self._graph_s = run, dispatch, clock, timing.graph_s
         self.workers: dict[str, VirtualWorker] = {}
-        """Alive, by address."""
+        """{address: worker}, of those alive."""
         self._told, self._check = told, check
         self._messages = Messages(clock, lag, copies)
         self._executor = Executor(
@@ -126,7 +126,7 @@ class VirtualCluster:
             tell=self._tell,
             gone=self._gone,
         )
-        """Who joins, and how each is taken away."""
+        """Makes workers join, and takes them away."""
         self._changed = False
         self._stopping = False
         self._failure: BaseException | None = None
@@ -147,11 +147,11 @@ class VirtualCluster:
     # Graphs
 
     def compute(self, graph: HighLevelGraph, outputs: Sequence[Key]) -> list[Any]:
-        """Results of these keys of a graph, when they are there.
+        """Compute a graph; returns the results of ``outputs``, in order.
 
         Raises:
             Stopped: it was stopped first.
-            SpotlightError: nothing happens any more, and they are not there.
+            SpotlightError: there are no more events, and results are missing.
             Exception: what a call raised.
         """
         self._pass(self._graph_s)
@@ -171,7 +171,7 @@ class VirtualCluster:
         return self._clock.now_s
 
     def close(self) -> None:
-        """The driver is gone, and every worker with it; nothing that was to happen to them happens."""
+        """The driver is gone, and all workers with it; their scheduled events are cancelled."""
         self.machines.close()
         self.gang_epochs.clear()
 
@@ -181,7 +181,7 @@ class VirtualCluster:
         self._tell(StopAsked(at_s=self._clock.now_s))
 
     def _pass(self, seconds: float) -> None:
-        """Let time go by, whatever happens meanwhile."""
+        """Let so many seconds pass, with all events in them."""
         until_s = self._clock.now_s + seconds
         self._clock.at(until_s, self._wake)
         self._advance(lambda: self._clock.now_s >= until_s)
@@ -206,14 +206,14 @@ class VirtualCluster:
                 pass
 
     def _settle(self) -> None:
-        """All events of a moment are told before anything is decided."""
+        """Tell the dispatcher all events of a moment, then carry out what it decides."""
         while self._changed:
             self._changed = False
             self._tell_steps()
             self._tell(TimePassed(at_s=self._clock.now_s))
 
     def _tell_steps(self) -> None:
-        """How far gangs are, where idle workers could make them wider."""
+        """Tell the dispatcher how far gangs are, if idle workers could make them wider."""
         names = self._dispatch.state.widenable()
         self._gangs.tell_steps([self.gang_epochs[name] for name in names if name in self.gang_epochs])
 
@@ -231,7 +231,7 @@ class VirtualCluster:
         )
 
     def _abandon(self, tasks: Iterable[Task]) -> None:
-        """The graph is over: whoever runs something of it is free again."""
+        """The graph is done: workers that still run tasks of it are free again."""
         tasks = list(tasks)
         for forming in list(self.gang_epochs.values()):
             self._gangs.commit(forming)
@@ -279,7 +279,8 @@ class VirtualCluster:
     def _tell_tasks(
         self, tasks: Sequence[Task], state: TaskState, *, workers: Sequence[str] = (), work: Work | None = None
     ) -> None:
-        """Of one as such: more may follow from it than from several."""
+        """Report a new state of tasks: a single one as an event of its own, from which more may follow than from
+        several."""
         now_s, first = self._clock.now_s, tasks[0]
         worker = workers[0] if workers else ""
         if len(tasks) == 1 and not first.alike:
@@ -324,9 +325,9 @@ class VirtualCluster:
                     self._clock.at(instruction.at_s, self._wake)
 
     def _carry_out_alike(self, instructions: Iterable[Instruction]) -> Iterator[Instruction]:
-        """Have tasks begin that may begin together, and likewise those end that were dismissed; the rest is left.
+        """Begin tasks together where possible, and end dismissed ones together; yields the other instructions.
 
-        Where messages are late, that is all: then each is told of alone, as live.
+        If messages may be late, it yields all of them: then each is carried out alone, as live.
         """
         if self._messages.are_late:
             yield from instructions
@@ -341,7 +342,7 @@ class VirtualCluster:
                 yield from alike
 
     def _wake(self) -> None:
-        """Time has passed; to be asked for by name, since the cluster that asks may be closed by then."""
+        """Tell the dispatcher that time has passed. Alarms call it by name: the cluster may be closed by then."""
         self._changed = True
 
     def _call_off(self, order: CallOff) -> None:
@@ -353,7 +354,7 @@ class VirtualCluster:
     # Orders to all
 
     def _close_exploration(self, worker: VirtualWorker, iteration: int) -> None:
-        """Requests under way end at their next step boundary, and what is scored of them at once."""
+        """End exploration on a worker: requests at their next step boundary, scoring at once."""
         worker.signals.obey(orders.CloseExploration(run=self._run, iteration=iteration))
         if worker.frozen or not worker.alive:
             return

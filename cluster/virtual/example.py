@@ -1,4 +1,4 @@
-"""A small iteration to try faults on: its graph, how long its work takes, and what must come of it.
+"""A small iteration to try faults on: its graph, how long its work takes, and what its results must be.
 
 It has the shape of a real one: roll out, score, train (gradients, their sums, updates), publish, and explore for the
 next iteration beside it. Its results name their inputs, so that one that is missing, or made of something else, shows.
@@ -25,26 +25,26 @@ FIRST_AHEAD = 1000
 
 @record
 class Example:
-    """How large the iteration is, and of what kind."""
+    """The size and kind of the iteration."""
 
     widths: tuple[int, ...]
     rollouts: int
     pool: str
-    """Where rollouts run, as a task's annotation has it."""
+    """Pool of rollouts, as in a task's annotation."""
     rounds: int
-    """Of exploration."""
+    """Rounds of exploration."""
     slots: int
     """Requests of each round."""
     parts: int
-    """Of each update, no more than rollouts."""
+    """Parts of each update, no more than rollouts."""
     updates: int = 1
     train_pool: str = "reserved"
-    """Of gradients, as a task's annotation has it."""
+    """Pool of gradients, as in a task's annotation."""
     window_s: float = inf
     train_width: int = 1
     """Workers that compute a gradient together."""
     slices: int = 1
-    """Of gradients, each of which one task adds; 1: updates add all."""
+    """Slices of a gradient, each added by a task of its own; 1: updates add all."""
     score_pool: str = "engine"
     """Where scores are computed: where a request was denoised; or, with "reward", by workers that only score."""
     ahead: int = 0
@@ -128,7 +128,7 @@ class Example:
         return got["advantage", number % self.parts][number // self.parts]
 
     def wrong(self, got: dict[Key, Any], *, closes: bool, may_quarantine: Callable[[str, int], bool]) -> list[str]:
-        """What is not as it must be of the results, as sentences.
+        """Sentences about results that are not as they must be.
 
         Args:
             closes: the end of training closes exploration, of which any part may be dropped then.
@@ -178,7 +178,7 @@ class _Layers:
     def add_requests(
         self, name: str, pool: str, calls: Sequence[tuple[Any, ...]], widths: Sequence[int] = (), **more: Any
     ) -> list[list[Key]]:
-        """As many tasks of each as the widest gang has ranks; returns their keys, request by request."""
+        """Add tasks for each request, as many as the widest gang has ranks; returns their keys, request by request."""
         widths = widths or self._widths
         shards = widths[-1]
         sharded = [(*call, f"{name}/{at}", shard) for at, call in enumerate(calls) for shard in range(shards)]
@@ -187,13 +187,14 @@ class _Layers:
 
 
 def _others(requests: Sequence[Sequence[Key]]) -> list[Key]:
-    """Shards but the first: Dask forgets a task that nobody depends on, so whoever collects the scores takes these."""
+    """All shards but the first: Dask forgets a task that nobody depends on, so the task that collects scores takes
+    these."""
     return [key for keys in requests for key in keys[1:]]
 
 
 @cache
 def request(purpose: Literal["rollout", "explore"], number: int) -> Request:
-    """Some have one sample, some three; some two steps, some seven."""
+    """A request of one or three samples, and two or seven steps, by its number."""
     return Request(
         run=RUN,
         iteration=int(purpose == "explore"),
@@ -236,7 +237,7 @@ def _allocate(round_index: int, slots: int, seen: Sequence[Any]) -> list[Request
 
 
 def _slots_used(round_index: int, slots: int) -> int:
-    """Some rounds leave one over."""
+    """Slots of a round that have a request: in some rounds, one has none."""
     return max(1, slots - round_index % 2)
 
 

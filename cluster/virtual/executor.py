@@ -1,6 +1,6 @@
-"""Tasks on virtual workers: each is begun, lasts what `Timing` says, and is then really called, or is handed back.
+"""Tasks on virtual workers: each begins, takes as long as `Timing` says, and is then really called, or is handed back.
 
-It is told who runs what, and decides only what Dask's scheduler does: where a task goes that waits behind no gate.
+It is told what runs where, and decides only what Dask's scheduler does: where a task without a gate goes.
 
 Invariant: a worker runs no more tasks than it has threads.
 """
@@ -22,7 +22,7 @@ from spotlight.device.signals import signals
 from spotlight.records import Placement, Surplus
 
 BACK_OFF_S = 0.01
-"""Before a task is handed back; as live, so that the scheduler sees why first."""
+"""Pause before a task is handed back; as live, so that the scheduler learns the cause first."""
 
 
 class Executor:
@@ -30,9 +30,9 @@ class Executor:
 
     Args:
         resumes: whether a request that lost its gang goes on after its committed steps; else it begins anew.
-        changed: is told of tasks that are in another state now.
-        failed: is told what a call raised.
-        ended: is told of a worker that has ended a task.
+        changed: called with tasks whose state has changed.
+        failed: called with what a call raised.
+        ended: called with a worker that has ended a task.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class Executor:
     # Where
 
     def _choose(self, task: Task) -> str:
-        """As Dask chooses: the one that it is bound to; else where its inputs are; else the least busy one."""
+        """The worker that Dask would choose: the one that it is bound to; else where its inputs are; else the least
+        busy one."""
         if task.bound:
             only = self._workers.get(task.bound)
             return task.bound if only and not only.paused else ""
@@ -98,11 +99,11 @@ class Executor:
                 worker.running[key] = self.finish_after(seconds, task, worker)
 
     def finish_after(self, seconds: float, task: Task, worker: VirtualWorker) -> Alarm:
-        """Have a task end that its worker has begun."""
+        """Schedule the end of a task that its worker has begun."""
         return self._clock.together(self._clock.now_s + seconds, self._finish, (task, worker))
 
     def _seconds(self, task: Task, worker: VirtualWorker) -> float:
-        """Of a task that no gang runs: a shard without a place has nothing to do, nor has what was dismissed."""
+        """Duration of a task that no gang runs: 0 for a shard without a place, or a dismissed one."""
         if self._shard_of(task)[0] or (task.gated and worker.pool == "head"):
             return 0.0
         work = self._timing.work(task.call[0], lambda: self.tasks.arguments(task))
@@ -111,13 +112,13 @@ class Executor:
 
     @staticmethod
     def _shard_of(task: Task) -> tuple[str, int]:
-        """Of a shard, the name of its request within the graph, and its number: the last arguments of its call."""
+        """A shard's request, by its name within the graph, and its number: the last two arguments of its call."""
         if task.gated and len(task.call) > 3 and isinstance(task.call[-2], str):
             return task.call[-2], task.call[-1]
         return "", 0
 
     def _finish(self, ended: Iterable[tuple[Task, VirtualWorker]]) -> None:
-        """Their time is over: have their results arrive."""
+        """Tasks have taken their time: send their results."""
         reports = []
         for task, worker in ended:
             worker.reports[task.key] = report = object()
@@ -128,7 +129,7 @@ class Executor:
         self._arrive(reports)
 
     def _arrive(self, reports: Sequence[tuple[Task, VirtualWorker, object]]) -> None:
-        """Make the calls, but for those whose workers are gone, gave the task back, or have begun it anew since."""
+        """Make the calls, except those whose workers are gone, gave the task back, or have begun it again since."""
         done: list[Task] = []
         results: list[Any] = []
         workers: list[VirtualWorker] = []
@@ -156,7 +157,7 @@ class Executor:
             return self._call_here(task, worker)
 
     def _call_here(self, task: Task, worker: VirtualWorker) -> Any:
-        """In the place of the worker."""
+        """Make a task's call in this process, in place of the worker."""
         name, shard = self._shard_of(task)
         told = worker.places.pop((name, shard), None)
         if isinstance(told, Placement):  # a gang's first rank does it all; there is one process
@@ -179,7 +180,7 @@ class Executor:
     # No more
 
     def take_back(self, task: Task) -> None:
-        """Nobody asks for it any more, or its inputs are lost: its worker ends it."""
+        """End a task on its worker, since it is no longer needed, or its inputs are lost."""
         task.began_s = None
         worker, task.given = self._workers.get(task.given), ""
         if worker is None:
@@ -203,7 +204,7 @@ class Executor:
         self.tasks.flush()
 
     def dismiss(self, dismissed: Sequence[Dismiss | Dismissals]) -> None:
-        """They have nothing to do, so they take no time, and no thread from each other."""
+        """End dismissed shards. They have nothing to do, so they take no time and no thread."""
         if len(dismissed) == 1 and isinstance(dismissed[0], Dismiss):
             self._dismiss_alone(dismissed[0])
             return
@@ -220,7 +221,7 @@ class Executor:
         self._clock.after(0.0, self._end_together, list(tasks), head)
 
     def _dismissed(self, dismiss: Dismiss | Dismissals) -> list[tuple[Task, int]]:
-        """Tasks, each with the number of its shard, or of the first that it stands for."""
+        """The dismissed tasks, each with the number of its shard, or of the first one that it stands for."""
         if isinstance(dismiss, Dismiss):
             return [(self.tasks.alone(dismiss.key), dismiss.shard)]
         task = self.tasks.all[dismiss.keys[0]]
@@ -251,7 +252,7 @@ class Executor:
     # Gangs
 
     def begin(self, instructions: Sequence[Launch | Train | Score], gangs: GangEpochs) -> None:
-        """Let go what waits behind the gate: the shards of a gang all at once, other tasks each by itself."""
+        """Start tasks behind the gate: the shards of a gang all at once, other tasks each by itself."""
         launches = [instruction for instruction in instructions if isinstance(instruction, Launch)]
         for launch in launches:
             for member in launch.members:
@@ -268,7 +269,7 @@ class Executor:
             self._form(launch, gangs)
 
     def _form(self, launch: Launch, gangs: GangEpochs) -> None:
-        """The members of a gang are at work."""
+        """Start the shards of a gang on its members."""
         first = self.tasks.all[launch.members[0].key]
         members = {member.key: self._workers[member.address] for member in launch.members}
         leader = members[first.key]

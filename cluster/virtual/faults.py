@@ -36,19 +36,19 @@ from cluster.virtual.timing import Stay
 from spotlight.records import SpotlightError, Stopped, record
 
 Fault = Literal["kill", "notice", "hang", "engine", "pause", "suspect", "node", "driver", "stop", "store"]
-"""A worker is killed, gets a notice, freezes, loses its engine, takes no tasks for a while, is taken for dead and is
-not; all workers of a node are killed; the driver dies, or is stopped; the store does not answer once."""
+"""A worker is killed, gets a notice, freezes, loses its engine, takes no tasks for a while, or is wrongly taken for
+dead; all workers of a node are killed; the driver dies, or is stopped; the store does not answer once."""
 FAULTS: tuple[Fault, ...] = ("kill", "notice", "hang", "engine", "pause", "suspect", "node", "driver", "stop", "store")
 LIKELY = (5, 4, 2, 3, 2, 1, 1, 1, 1, 1)
-"""How often each, beside the others."""
+"""Relative frequency of each."""
 Moment = Literal["launched", "boundary", "trained", "came"]
 """A gang is launched; it is about to end a step, does, or just did; a gradient, a sum of some or an update ends; a
 worker joins."""
 MOMENTS: tuple[Moment, ...] = ("launched", "boundary", "trained", "came")
 MOST_MOMENTS = 20_000
-"""After so many a run is taken to go on for ever; the longest that ends has some thousand."""
+"""After so many moments a run counts as endless; the longest that ends has some thousand."""
 QUIET_S = 600.0
-"""So long after the last fault a run that has not ended is taken to hang."""
+"""A run that has not ended so long after the last fault counts as hanging."""
 CURSE_S = 0.01
 """After its launch a request that always fails loses an engine: before its first step has ended."""
 
@@ -63,19 +63,19 @@ class StoreFailed(OSError):
 
 @record
 class TriggeredFault:
-    """A fault at whoever is concerned when something happens."""
+    """A fault of a worker, triggered when something happens there."""
 
     moment: Moment
     nth: int
-    """Time that it happens, from 0 on."""
+    """Which occurrence triggers it, from 0 on."""
     after_s: float
-    """Seconds between it and the fault; before it, where it can be known before."""
+    """Seconds from the occurrence to the fault; before it, if the occurrence can be known before."""
     fault: Fault
 
 
 @record
 class Schedule:
-    """What happens to whom."""
+    """A cluster, an iteration, and the faults of a run."""
 
     seed: int
     example: Example
@@ -86,7 +86,7 @@ class Schedule:
     rules: Rules
     resumes: bool
     lag_s: float
-    """That a message is on its way at most, but for one in ten, which may take four times as long."""
+    """Most seconds that a message takes, except one in ten, which may take four times as long."""
     step_s: float
     train_s: float
     start_up_s: float
@@ -97,7 +97,7 @@ class Schedule:
     always_fails: int | None
     """The rollout that loses an engine whenever it is launched."""
     faults: tuple[tuple[float, Fault, int], ...]
-    """``(when, what, whom)``, the last being a number that is taken modulo the workers that are there."""
+    """``(when, what, whom)``; ``whom`` is a number, taken modulo the number of workers."""
     triggered: tuple[TriggeredFault, ...]
     scorers: int = 0
     """Workers that only score."""
@@ -198,10 +198,10 @@ def _triggered(chance: Random) -> TriggeredFault:
 
 @record
 class Verdict:
-    """What came of a schedule."""
+    """The result of a schedule."""
 
     violations: tuple[str, ...]
-    """Each sentence says what did not hold; none of them is good."""
+    """Sentences that say what did not hold; empty if all did."""
     events: int
     virtual_s: float
 
@@ -217,7 +217,7 @@ def verdict(
 
     Args:
         dispatch: the dispatcher to try.
-        log: gets the rules of each dispatcher, and its events with their instructions, as they come.
+        log: gets the rules of each dispatcher, and its events with their instructions, in order.
     """
     trial = _Trial(schedule, dispatch, log)
     trial.go()
@@ -225,7 +225,7 @@ def verdict(
 
 
 class _Trial:
-    """One run of a schedule, over the drivers that it takes."""
+    """One run of a schedule, with as many drivers as it takes."""
 
     def __init__(self, schedule: Schedule, dispatch: type[Dispatcher], log: list[dict[str, Any]] | None) -> None:
         self.found: list[str] = []
@@ -272,7 +272,7 @@ class _Trial:
         raise AssertionError("the run was resumed more often than it was struck")
 
     def _begin(self) -> Dispatcher:
-        """A driver, its dispatcher and its cluster."""
+        """Start a driver with a dispatcher and a cluster; returns the dispatcher."""
         schedule = self._schedule
         self._invariants = Invariants(self.found, schedule.rules)
         self._launches: Counter[str] = Counter()
@@ -306,7 +306,7 @@ class _Trial:
     # What must hold
 
     def _check(self, dispatch: Dispatcher) -> None:
-        """After every moment."""
+        """Check the invariants, after every moment."""
         self._moments += 1
         assert self._moments < MOST_MOMENTS, f"it goes on for ever: {MOST_MOMENTS} moments"
         assert self.clock.now_s < self._last_s + QUIET_S, f"it hangs: {self.clock.now_s:.0f} s have passed"
@@ -314,7 +314,7 @@ class _Trial:
             self._invariants.check_moment(self._cluster, dispatch)
 
     def _told(self, event: Event, instructions: list[Instruction]) -> None:
-        """After every event, before what follows is done."""
+        """Trigger the faults of an event, and check its instructions before they are carried out."""
         self.events += _count(event)
         if isinstance(event, TaskChanged | TasksChanged):
             if event.state == "memory":
@@ -342,7 +342,7 @@ class _Trial:
             self.clock.after(CURSE_S, self._inject, "engine", address)
 
     def _begins(self, gang: str, address: str) -> None:
-        """One of its steps is the one that ends with a fault."""
+        """Schedule the fault for the step of this gang that is to end with one."""
         forming = self._cluster.gang_epochs.get(gang)
         if forming:
             steps = 1 + self._chance.randrange(max(1, forming.work.steps - forming.first))
@@ -367,7 +367,7 @@ class _Trial:
 
 
 def _count(event: Event) -> int:
-    """Of the events that it stands for."""
+    """How many events it stands for."""
     if isinstance(event, TasksChanged):
         return len(event.keys)
     return len(event.beats) if isinstance(event, GangBeats) else 1
@@ -378,10 +378,10 @@ def _trains(key: Key) -> bool:
 
 
 def inject(cluster: VirtualCluster, fault: Fault, address: str, chance: Random) -> None:
-    """A fault at a worker, or at the driver.
+    """Cause a fault of a worker, or of the driver.
 
     Raises:
-        DriverKilled: it was that.
+        DriverKilled: the fault is the driver's death.
     """
     match fault:
         case "kill":
@@ -407,7 +407,7 @@ def inject(cluster: VirtualCluster, fault: Fault, address: str, chance: Random) 
 
 
 def stays(schedule: Schedule, now_s: float) -> Iterator[Stay]:
-    """Where the workers of a driver that starts now are, and when."""
+    """Places of the workers of a driver that starts now, and when their machines are there."""
     replace_after_s = schedule.replace_after_s
     for at in range(schedule.reserved):
         name, ups = f"reserved-{at}", ((now_s, inf),)

@@ -1,7 +1,7 @@
-"""Gangs at work on virtual workers: they take their steps together, and lose a member, form anew or end together.
+"""Gangs at work on virtual workers: their members take steps together, and form anew or end together after a loss.
 
-Invariants: a step that was committed stays, and one in flight goes with any member of its gang; only the present
-forming of a gang commits.
+Invariants: a committed step stays, and the step in flight is lost with any member of its gang; only the present epoch
+of a gang commits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spotlight.device import signals as orders
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GangEpoch:
-    """A gang at work: one forming of it, whose members take their steps together."""
+    """One epoch of a gang at work, whose members take their steps together."""
 
     name: str
     epoch: int
@@ -35,19 +35,19 @@ class GangEpoch:
     explores: bool
     width: int
     told: int = 0
-    """The last step that the dispatcher was told of."""
+    """The last step that was reported to the dispatcher."""
     broken_s: float | None = None
     """When it lost a member: from then on it takes no step."""
     ends: Alarm | None = None
 
     def steps_by(self, now_s: float) -> int:
-        """Steps committed, those found included."""
+        """Steps committed by ``now_s``, with those found at its start."""
         until_s = now_s if self.broken_s is None else min(now_s, self.broken_s)
         taken = floor((until_s - self.from_s + SAME_MOMENT_S) / self.step_s) if self.step_s else self.work.steps
         return min(self.work.steps, self.first + max(0, taken))
 
     def boundary_s(self, now_s: float) -> float:
-        """When the step in flight ends; now, where none is."""
+        """When the step in flight ends; ``now_s`` if there is none."""
         if not self.step_s or now_s <= self.from_s:
             return now_s
         in_flight = ceil((now_s - self.from_s - SAME_MOMENT_S) / self.step_s)
@@ -59,11 +59,11 @@ class GangEpochs:
 
     Args:
         run: name of the run, which the signals to workers carry.
-        committed: steps of each request that a store holds from before.
-        tell: is given each event for the dispatcher.
-        epoch: the latest forming of a gang, as the dispatcher counts.
-        finish: members' tasks have their results.
-        hand_back: a member gives its task back, without a result.
+        committed: steps of each request that a store holds already.
+        tell: called with each event for the dispatcher.
+        epoch: returns the latest epoch of a gang, as the dispatcher counts.
+        finish: called when members' tasks have their results.
+        hand_back: called when a member gives its task back, without a result.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class GangEpochs:
         self._run, self._clock, self._messages, self.committed = run, clock, messages, committed
         self._tell, self._epoch, self._finish, self._hand_back = tell, epoch, finish, hand_back
         self.all: dict[str, GangEpoch] = {}
-        """Of each gang at work."""
+        """{gang: its epoch at work}"""
         self._earlier: deque[tuple[str, ...]] = deque()
 
     def forget_earlier(self) -> None:
-        """A graph is done: nobody asks again for the requests of those before the two last, one of which may be a
-        validation between an iteration and the one that goes on with what it began."""
+        """A graph is done: forget the requests of all graphs but the last two. A later graph may still use those: one
+        of the two may be a validation between an iteration and the next, which resumes what the first began."""
         if len(self._earlier) > 1:
             for request in self._earlier.popleft():
                 self.committed.pop(request, None)
@@ -100,7 +100,7 @@ class GangEpochs:
         end_s = forming.from_s + (work.steps - begun) * forming.step_s
         self._clock.together(forming.from_s, self._resumed, forming)
         if begun < work.steps and (forming.width > 1 or forming.epoch > 1 or self._messages.are_late):
-            # of a worker at a fresh request nobody asks when it took its first step
+            # the first step of a single worker at a fresh request is not needed
             self._clock.together(forming.from_s + forming.step_s, self._stepped, forming)
         forming.ends = self._clock.together(end_s, self._done, forming)
         for key, worker in forming.members.items():
@@ -108,12 +108,12 @@ class GangEpochs:
                 self.halt(forming)  # the others wait for it
 
     def of(self, worker: VirtualWorker) -> list[GangEpoch]:
-        """The one that it is a member of, if any."""
+        """The gang that a worker is a member of, if any."""
         forming = self.all.get(worker.gang)
         return [forming] if forming and worker in forming.members.values() else []
 
     def tell_steps(self, gang_epochs: Iterable[GangEpoch]) -> None:
-        """How far they are, of those of which the dispatcher does not know."""
+        """Report steps that the dispatcher does not know of yet."""
         told: list[GangEpoch] = []
         for forming in gang_epochs:
             step = forming.steps_by(self._clock.now_s)
@@ -132,7 +132,7 @@ class GangEpochs:
         self.tell_steps(forming for forming in gang_epochs if self._is_current(forming))
 
     def _beat(self, gang_epochs: Sequence[GangEpoch], *, resumed: bool) -> None:
-        """They say with which step they begin, or which one they have just taken."""
+        """Report the step at which gangs begin, or the one that they have just taken."""
         steps = [(forming, forming.first if resumed else forming.told) for forming in gang_epochs]
         if self._messages.are_late:
             for forming, step in steps:
@@ -155,7 +155,7 @@ class GangEpochs:
         )
 
     def commit(self, forming: GangEpoch) -> None:
-        """What it has done so far stays."""
+        """Record the steps that a gang has done so far as committed."""
         latest = self._epoch(forming.name)
         assert forming.epoch == latest, f"{forming.name}: epoch {forming.epoch} commits, and epoch {latest} was formed"
         steps = forming.steps_by(self._clock.now_s)
@@ -165,7 +165,7 @@ class GangEpochs:
         self._end([forming for forming in gang_epochs if self._is_current(forming)])
 
     def _end(self, gang_epochs: Sequence[GangEpoch]) -> None:
-        """They are over, and their members' tasks have results."""
+        """End gangs whose work is done; their members' tasks have results."""
         for forming in gang_epochs:
             self.commit(forming)
         self.tell_steps(gang_epochs)
@@ -174,18 +174,18 @@ class GangEpochs:
         self._finish(member for forming in gang_epochs for member in forming.members.items())
 
     def dissolve(self, forming: GangEpoch) -> None:
-        """It is over."""
+        """End a gang without results."""
         if forming.ends:
             forming.ends.cancel()
         self.all.pop(forming.name, None)
 
     def forget_empty(self) -> None:
-        """A worker is gone, and may have been the last member of some."""
+        """Forget gangs without members, after a worker is gone."""
         for name in [name for name, forming in self.all.items() if not forming.members]:
             del self.all[name]
 
     def halt(self, forming: GangEpoch) -> None:
-        """A member is gone, or frozen: the others wait for it in the step in flight."""
+        """Halt a gang of which a member is gone, or frozen: the others wait for it in the step in flight."""
         if forming.broken_s is None:
             self.commit(forming)
             self.tell_steps([forming])
@@ -194,7 +194,7 @@ class GangEpochs:
                 forming.ends.cancel()
 
     def call_off(self, gang: str, epoch: int, address: str) -> None:
-        """The member gives its shard back at once."""
+        """Have a member give its shard back at once."""
         forming = self.all.get(gang)
         if forming is None or forming.epoch != epoch:
             return
@@ -207,13 +207,13 @@ class GangEpochs:
             self.dissolve(forming)
 
     def regroup(self, gang: str, epoch: int) -> None:
-        """It forms anew after the step in flight."""
+        """Form a gang anew after the step in flight."""
         forming = self.all.get(gang)
         if forming and forming.epoch == epoch:
             self.end_at_boundary(forming)
 
     def end_at_boundary(self, forming: GangEpoch) -> None:
-        """The step in flight is the last of this forming, if it is not the last of all."""
+        """End an epoch after the step in flight, unless that is the request's last step."""
         if forming.broken_s is None:
             self._clock.at(forming.boundary_s(self._clock.now_s), self._end_forming, forming)
 
@@ -226,11 +226,11 @@ class GangEpochs:
                 self._hand_back(key, worker)
 
     def drop_at_boundary(self, forming: GangEpoch) -> None:
-        """Exploration is closed: the step in flight is the last."""
+        """End a request of exploration after the step in flight."""
         self._clock.together(forming.boundary_s(self._clock.now_s), self._drop, forming)
 
     def _drop(self, gang_epochs: Sequence[GangEpoch]) -> None:
-        """All members leave together; whoever was not told yet hears of it from those who were."""
+        """End gangs with all their members; members that were not told learn it from the others."""
         now_s, asked = self._clock.now_s, dict.fromkeys(gang_epochs)  # for each member once
         dropped = [each for each in asked if self._is_current(each) and each.steps_by(now_s) < each.work.steps]
         for forming in dropped:

@@ -3,7 +3,7 @@
 At an instruction:
 
 - a gang is launched whole, on workers of one node that are there, stay, and have nothing else to do;
-- no worker still has a shard of an earlier forming of the gang, and the forming has a new number;
+- no worker still has a shard of an earlier epoch of the gang, and the epoch has a new number;
 - a gradient, a sum of some, or an update begins on a free worker of a pool that trains, or on a reserved one after it
   outlasted many, and scoring on one that only scores.
 
@@ -11,7 +11,7 @@ After a moment:
 
 - a worker has at most one task from behind the gate, and runs no more tasks than it has threads;
 - a gang spans one node, and takes steps only with all its members;
-- the dispatcher knows of no step that the present forming of a gang did not take;
+- the dispatcher knows of no step that the present epoch of a gang did not take;
 - no request waits beside an idle worker that could run it, and no gradient, update or scoring.
 """
 
@@ -34,8 +34,8 @@ class Invariants:
 
     Args:
         found: gets a sentence for whatever does not hold.
-        rules: what was given to ``quarantine_after`` workers may train on reserved ones, whatever its pools, if
-            those compute.
+        rules: a part that was given to ``quarantine_after`` workers may be computed on reserved ones, whatever its
+            pools, if those compute.
     """
 
     def __init__(self, found: list[str], rules: Rules) -> None:
@@ -43,11 +43,11 @@ class Invariants:
         self._rules = rules
         self._begun: Counter[Key] = Counter()
         self.noticed: set[str] = set()
-        """Addresses of workers whose notice the dispatcher was told of."""
+        """Addresses of workers whose notice the dispatcher knows of."""
         self._epochs: dict[str, int] = {}
 
     def check_instructions(self, cluster: VirtualCluster, instructions: list[Instruction]) -> None:
-        """Before they are carried out."""
+        """Check instructions before they are carried out."""
         for instruction in instructions:
             if isinstance(instruction, Launch):
                 self._report(cluster, self._wrong_launch(cluster, instruction))

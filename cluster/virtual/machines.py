@@ -1,6 +1,6 @@
 """Virtual workers come and go: they join, freeze, pause, lose their engine, get a notice, leave and are killed.
 
-The dispatcher is told of each as it would be of a live one; it decides nothing.
+Each event is reported to the dispatcher as live; nothing is decided here.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from spotlight.device.signals import Leave
 
 
 class Machines:
-    """The workers that are there.
+    """The workers that are alive.
 
     Args:
         hang_after_s: a worker that is silent for longer is ended.
-        tell: is given each event for the dispatcher.
-        gone: is told of a worker that is there no more.
+        tell: called with each event for the dispatcher.
+        gone: called with a worker that is gone.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Machines:
         self._joins = 0
 
         self.is_closed = False
-        """Nobody comes any more."""
+        """No worker joins any more."""
 
     def close(self) -> None:
-        """All are gone at once, and nobody is told; nothing that was to happen to them happens."""
+        """Remove all workers at once, without events; what was scheduled for them is cancelled."""
         self.is_closed = True
         for worker in list(self._workers.values()):
             worker.alive = False
@@ -70,7 +70,7 @@ class Machines:
         self._workers.clear()
 
     def join(self, name: str, pool: WorkerPool, node: str, *, threads: int = 1) -> VirtualWorker:
-        """A worker comes."""
+        """A worker joins."""
         self._joins += 1
         address = f"virtual://{name}#{self._joins}"
         worker = VirtualWorker(address=address, name=name, pool=pool, node=node, threads=threads)
@@ -80,13 +80,13 @@ class Machines:
         return worker
 
     def kill(self, address: str) -> None:
-        """A worker is gone at once, with what it was doing and the results that it had."""
+        """Remove a worker at once, with its work and its results."""
         worker = self._workers.get(address)
         if worker:
             self._remove(worker, expected=False)
 
     def freeze(self, address: str) -> None:
-        """A worker stops where it is; after a while without a sign of life it is ended."""
+        """Freeze a worker; it is killed after a while without a sign of life."""
         worker = self._workers.get(address)
         if worker is None or worker.frozen:
             return
@@ -98,12 +98,12 @@ class Machines:
         self._clock.after(silent_s, self.suspect, address, silent_s)
 
     def suspect(self, address: str, silent_s: float) -> None:
-        """The scheduler has not heard of a worker for so long."""
+        """Report that the scheduler has not heard of a worker for ``silent_s``."""
         if address in self._workers:
             self._tell(WorkerSilent(at_s=self._clock.now_s, address=address, silent_s=silent_s))
 
     def pause(self, address: str, seconds: float) -> None:
-        """A worker begins nothing for a while; what it runs goes on."""
+        """Pause a worker: it begins nothing for a while; its running work goes on."""
         worker = self._workers.get(address)
         if worker is None or worker.paused or worker.pool == "head":
             return
@@ -119,7 +119,7 @@ class Machines:
             self._executor.tasks.place_unplaced()
 
     def notice(self, address: str, grace_s: float, reason: str = "the machine will be taken away") -> None:
-        """A worker learns that it will be taken away: it ends at its next step boundary, hands over, and leaves."""
+        """Give a worker notice: it ends at its next step boundary, hands over its results, and leaves."""
         worker = self._workers.get(address)
         if worker is None or worker.leaving or worker.frozen:
             return
@@ -136,7 +136,7 @@ class Machines:
         self._tell(WorkerNoticed(at_s=self._clock.now_s, address=address, reason=reason))
 
     def lose_engine(self, address: str, reason: str = "it was killed") -> None:
-        """The process that does a worker's work dies: what it was doing is to be done again."""
+        """A worker's engine process dies: its work must be done again."""
         worker = self._workers.get(address)
         if worker is None or worker.frozen or worker.pool == "head":
             return
@@ -158,7 +158,7 @@ class Machines:
             self._clock.after(LEAVE_POLL_S, self._leave, worker)
 
     def _leave(self, worker: VirtualWorker) -> None:
-        """Hand over all results, and go."""
+        """Hand over all results, and leave."""
         if not worker.alive or worker.frozen:
             return
         heirs = [other for other in self._workers.values() if other.pool != "head" and not other.leaving]

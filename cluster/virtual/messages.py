@@ -9,26 +9,26 @@ from cluster.virtual.clock import VirtualClock
 
 
 class Messages:
-    """What is on its way.
+    """Delivers messages.
 
     Args:
-        lag: seconds that a message of a kind is on its way ("result", "beat", "order", "notice"); those between
-            one worker and the scheduler arrive in order, but for beats. None: all arrive at once.
+        lag: seconds that a message of a kind takes ("result", "beat", "order", "notice"); those between one worker
+            and the scheduler arrive in order, except beats. None: all arrive at once.
         copies: how often a beat arrives.
     """
 
     def __init__(self, clock: VirtualClock, lag: Callable[[str], float] | None, copies: Callable[[], int]) -> None:
         self._clock, self._lag, self._copies = clock, lag, copies
         self._sent_s: dict[tuple[str, str], float] = {}
-        """When the last message to, or from, each worker arrives."""
+        """{(direction, worker): when its last message arrives}"""
 
     @property
     def are_late(self) -> bool:
-        """Whether they may be."""
+        """Whether messages may be late."""
         return self._lag is not None
 
     def send(self, kind: str, address: str, call: Callable[..., None], *arguments: Any) -> None:
-        """Have a message arrive: at once, or after the messages that went the same way before it."""
+        """Deliver a message: at once, or late, after earlier ones of the same direction."""
         if self._lag is None:
             call(*arguments)
             return
@@ -41,7 +41,7 @@ class Messages:
         self._clock.at(at_s, call, *arguments)
 
     def send_beat(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Beats overtake each other, and some arrive twice."""
+        """Deliver a beat: beats may overtake each other, and some arrive twice."""
         for _ in range(self._copies()):
             lag_s = self._lag("beat") if self._lag else 0.0
             if lag_s:

@@ -1,4 +1,4 @@
-"""Keeps the workers of a virtual cluster at their places: along each one's stay they come, and are taken away."""
+"""Keeps workers at the places of a virtual cluster: they join, and are taken away, as each place's `Stay` says."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cluster.virtual.workers import VirtualWorker
 
 
 class Keeper:
-    """Keeps a worker at its place, and takes it away, as its stay has it."""
+    """Keeps a worker at one place, and takes it away, as its `Stay` says."""
 
     def __init__(self, machines: Machines, stay: Stay, clock: VirtualClock, *, start_up_s: float) -> None:
         self._machines, self._stay, self._clock, self._start_up_s = machines, stay, clock, start_up_s
         self._address = ""
         self._boot: Alarm | None = None
-        """Of a machine that starts up."""
+        """The alarm for a machine that is starting up."""
         kinds = cycle(stay.preemptions)
         for from_s, until_s in stay.ups:
             clock.at(from_s, self._come)
@@ -26,7 +26,7 @@ class Keeper:
                 clock.at(until_s, self._go, next(kinds))
 
     def gone(self, worker: VirtualWorker) -> None:
-        """Replace it, if a machine is to be there."""
+        """Replace a lost worker, if a machine is to be there."""
         if worker.address == self._address:
             self._address = ""
             self._clock.after(self._stay.replace_after_s, self._come)
@@ -47,7 +47,7 @@ class Keeper:
         return any(from_s <= now_s < until_s for from_s, until_s in self._stay.ups)
 
     def _go(self, kind: str) -> None:
-        if self._boot:  # the machine that starts up is taken; the next one begins anew
+        if self._boot:  # the machine that is starting up is taken away; the next one starts from the beginning
             self._boot.cancel()
             self._boot = None
             return

@@ -1,8 +1,8 @@
-"""The tasks of graphs and the states that Dask's scheduler would have them in; it knows no time and runs nothing.
+"""The tasks of graphs, in the states that Dask's scheduler would have them in; it knows no time and runs nothing.
 
-What Dask does is done as Dask does it: a task waits for its inputs; behind the gate it waits for the dispatcher; any
-other goes where its inputs are, to a worker that has what its annotations ask for. A result is released when nobody
-needs it any more, and made again when it is needed and its worker is gone.
+It does as Dask does: a task waits for its inputs; behind the gate it waits for the dispatcher; any
+other goes where its inputs are, to a worker that has what its annotations ask for. A result is released when no task
+needs it any more, and computed again when it is needed and its worker is gone.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ class Task:
     phase: str
     pool: str
     gated: bool
-    """It waits behind the gate for the dispatcher."""
+    """Whether it waits behind the gate for the dispatcher."""
     wanted: bool = False
-    """By whoever submitted the graph."""
+    """Whether its result was asked for when the graph was submitted."""
     inputs: tuple[Task, ...] = ()
-    """Some of which may have been split since, as of its users: see `parts`."""
+    """Some of them, and of its users, may have been split since: see `parts`."""
     users: Sequence[Task] = ()
     missing: int = 0
-    """Of a waiting task: inputs that are not there."""
+    """Inputs that are still missing, if the task waits."""
     waiters: int = 0
     """Tasks that still need its result."""
     needs_inputs: bool = True
-    """It counts among the waiters of its inputs."""
+    """Whether it counts among the waiters of its inputs."""
     state: TaskState = "released"
     worker: str = ""
-    """That runs it or has its result."""
+    """Address of the worker that runs it, or has its result."""
     result: Any = None
     held: int = 0
-    """Counts results as their workers got them."""
+    """Number of its result, in the order in which workers got theirs."""
     bound: str = ""
     """Behind the gate: the only worker that may run it, until the gate is closed again."""
     given: str = ""
-    """Address of the worker that was given it, and has neither ended nor lost it."""
+    """Address of the worker that it was given to, until that ends or loses it."""
     began_s: float | None = None
     """When it was begun."""
     alike: Mapping[Key, tuple[Any, ...]] = field(default_factory=dict)
-    """Of a `Task` that stands for several tasks of the graph, their calls; ``key`` and ``call`` are the first one's.
+    """Calls of all tasks of the graph that this `Task` stands for, if several; ``key`` and ``call`` are the first
+    one's.
 
-    They are the last shards of a request. As long as nobody runs any of them in a gang, what happens to
-    one of them happens to all.
+    They are the last shards of a request. As long as none of them runs in a gang, what happens to one happens to all.
     """
     split: tuple[Task, ...] = ()
-    """Those that it does not stand for any more, since something happened to some of them alone."""
+    """Tasks that it no longer stands for, since something happened to them alone."""
     keys: Collection[Key] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,9 +72,9 @@ class Tasks:
     """All tasks that are not forgotten.
 
     Args:
-        changed: is told of tasks that are in another state now, the same for all.
-        choose: names a worker for a task that is ready and not behind a gate, or "" if there is none now.
-        begun: is given a task whose worker is to run it, before `changed` is told.
+        changed: called with tasks that have all come into the same state.
+        choose: returns a worker for a task that is ready and not behind a gate, or "" if there is none now.
+        begun: called with a task that its worker is to run, before `changed`.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class Tasks:
         self._changed, self._choose, self._begun = changed, choose, begun
         self.all: dict[Key, Task] = {}
         self.unplaced: dict[Key, None] = {}
-        """Ready, not behind a gate, and no worker for them."""
+        """Tasks that are ready and not behind a gate, but have no worker."""
         self._held = count(1)
         self._alike: list[Task] = []
-        """In another state since the last `flush`, which is to tell of it."""
+        """Tasks whose new state the next `flush` reports."""
         self._alike_state: TaskState = "released"
 
     def layers(self, graph: HighLevelGraph) -> tuple[Layer, ...]:
@@ -127,14 +127,14 @@ class Tasks:
         return added
 
     def alone(self, key: Key) -> Task:
-        """The task of a key, which stands for no other."""
+        """The task of a key, split off if it stood for several."""
         task = self.all[key]
         if task.alike:
             self._split(task, 1 if key == task.key else len(task.alike))
         return self.all[key]
 
     def _split(self, task: Task, count: int) -> None:
-        """Something happens to the first so many that it stands for: each of them is a task of its own from now on."""
+        """Split off the first ``count`` tasks that it stands for: each becomes a `Task` of its own."""
         self.flush()
         calls = list(task.alike.items())
         count = min(count, len(calls) - 1)  # then it stands for the last one alone
@@ -156,7 +156,7 @@ class Tasks:
         self.flush()
 
     def arguments(self, task: Task) -> list[Any]:
-        """Of its call, with results in the place of keys."""
+        """Arguments of its call, with results in place of keys."""
         return self._resolved(task.call[1:]) if task.inputs else list(task.call[1:])
 
     def _resolved(self, arguments: Iterable[Any]) -> list[Any]:
@@ -182,7 +182,7 @@ class Tasks:
     # From state to state
 
     def _want(self, task: Task) -> None:
-        """A released task is to run, as are the inputs that it lacks."""
+        """Have a released task run, with the inputs that it lacks."""
         missing = [needed for needed in parts(task.inputs) if needed.state != "memory"] if task.inputs else []
         task.missing = len(missing)
         if not task.needs_inputs:
@@ -210,7 +210,7 @@ class Tasks:
             self._set_alike(task, "gated")
 
     def place_unplaced(self) -> None:
-        """A worker came: tasks that had none may go to it."""
+        """Place tasks that had no worker, since one has joined."""
         for key in list(self.unplaced):
             task = self.all[key]
             address = self._choose(task)
@@ -219,21 +219,22 @@ class Tasks:
         self.flush()
 
     def start(self, task: Task, address: str) -> None:
-        """A worker has it now, to run it when it can; `flush` is to follow."""
+        """Give a task to a worker, which runs it when it can; call `flush` afterwards."""
         self.unplaced.pop(task.key, None)
         task.worker = address
         self._set_alike(task, "processing")
         self._begun(task)
 
     def start_together(self, tasks: Sequence[Task], address: str) -> None:
-        """As `start`, of tasks behind the gate; they are told of together."""
+        """As `start`, for tasks behind the gate, which are reported together."""
         for task in tasks:
             task.worker = address
             self._set_alike(task, "processing")
         self.flush()
 
     def finish(self, tasks: Sequence[Task], results: Sequence[Any]) -> None:
-        """They have results; what waited for them may begin, and inputs that nobody else needs are released."""
+        """Set the results of tasks; tasks that waited for them may begin, and inputs that no other task needs are
+        released."""
         for task, result in zip(tasks, results, strict=True):
             task.result, task.held = result, next(self._held)
             self._set_alike(task, "memory")
@@ -261,7 +262,7 @@ class Tasks:
         self._set(task, "erred")
 
     def hand_back(self, task: Task) -> None:
-        """Whoever ran it did not finish it: it is to run again, from the start of its call."""
+        """A task was not finished: it is to run again, from the start of its call."""
         task.worker = ""
         self._set(task, "released")
         self._want(task)
@@ -273,11 +274,11 @@ class Tasks:
         return sorted(dict.fromkeys(there), key=attrgetter("held"))
 
     def hold(self, task: Task, address: str) -> None:
-        """Another worker has its result now."""
+        """Move a task's result to another worker."""
         task.worker, task.held = address, next(self._held)
 
     def lose(self, task: Task) -> None:
-        """The worker that had its result is gone."""
+        """A task's result is gone with its worker."""
         task.worker, task.result = "", None
         for user in [user for user in parts(task.users) if user.alike]:
             self._split(user, len(user.alike))
@@ -300,7 +301,7 @@ class Tasks:
             self._set_alike(task, "released")
 
     def forget(self, tasks: Sequence[Task]) -> None:
-        """Nobody asks for them any more."""
+        """Forget tasks that are no longer needed."""
         tasks = parts(tasks)
         for task in tasks:
             self.unplaced.pop(task.key, None)
@@ -320,7 +321,7 @@ class Tasks:
         self._changed((task,), state)
 
     def _set_alike(self, task: Task, state: TaskState) -> None:
-        """As `_set`; it is told of together with those before it that came into the same state."""
+        """As `_set`; reported together with tasks before it that came into the same state."""
         if self._alike_state != state:
             self.flush()
             self._alike_state = state
@@ -328,7 +329,7 @@ class Tasks:
         self._alike.append(task)
 
     def flush(self) -> None:
-        """Tell of what is in another state now."""
+        """Report the tasks whose state has changed."""
         if self._alike:
             alike, self._alike = self._alike, []
             self._changed(alike, self._alike_state)
@@ -348,7 +349,7 @@ _Calls = Mapping[Key, tuple[Any, ...]]
 
 
 def _together(calls: Mapping[Any, Any], shards: int) -> Iterator[tuple[Key, tuple[Any, ...], _Calls]]:
-    """The calls of a layer, each with those that one `Task` is to stand for: shards of a request but the first."""
+    """The calls of a layer, each with those that one `Task` is to stand for: the shards of a request but the first."""
     if shards < 3:
         yield from ((key, call, {}) for key, call in calls.items())
         return

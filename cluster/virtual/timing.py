@@ -1,4 +1,4 @@
-"""What the virtual cluster must be told about work, since a graph is only data to it: how long its calls last."""
+"""How long the calls of a graph take, which the virtual cluster must be told: a graph is only data to it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class Denoising:
     """A call that denoises a request, step by step, and commits each step; or other work that a gang does together."""
 
     request: str
-    """Names what is committed: the same for whoever does it again."""
+    """Names what is committed: the same whenever it is done again."""
     samples: int
     steps: int
     step_s: float | None = None
-    """Of each step, where it is not what `Timing.step_s` says: of other work that a gang does together."""
+    """Seconds of each step of other work that a gang does together; None: as `Timing.step_s` says."""
     passes_to_resume: int = 0
-    """Before its first step, each as long as one, if it goes on after a step that was committed."""
+    """Passes before its first step, each as long as a step, if it resumes after a committed step."""
 
 
 @record
 class Fixed:
-    """A call that takes so long, and is done anew if it is interrupted."""
+    """A call that takes a fixed time, and is done again if it is interrupted."""
 
     seconds: float
 
@@ -34,19 +34,19 @@ class Timing(Protocol):
     """How long work takes, in seconds of the virtual clock."""
 
     launch_s: float
-    """From a worker's getting a request until its first step begins."""
+    """From when a worker gets a request until its first step begins."""
     form_s: float
-    """For the workers of a gang of several to find each other."""
+    """Time for the workers of a gang to connect."""
     graph_s: float
-    """To build and submit a graph, and to fetch what came of it."""
+    """Time to build and submit a graph, and to fetch its results."""
     start_up_s: float
     """From the moment that a machine is there until its worker can work."""
 
     def work(self, function: Callable[..., Any], arguments: Callable[[], Sequence[Any]]) -> Denoising | Fixed:
-        """What a call does.
+        """What a call does, and so how long it takes.
 
         Args:
-            arguments: gives those of the call; long ones take a while, and most calls last no time whatever they are.
+            arguments: returns the call's arguments; computing them may take a while, and most calls need none.
         """
         ...
 
@@ -65,8 +65,8 @@ class Stay:
     ups: tuple[tuple[float, float], ...]
     """``(from_s, until_s)``, in order."""
     preemptions: tuple[str, ...] = ("kill",)
-    """At each end, in turn: "kill", "notice" or "hang"."""
+    """How the worker is taken away at each end, in turn: "kill", "notice" or "hang"."""
     grace_s: float = 30.0
-    """From a notice to the kill."""
+    """Seconds from a notice to the kill."""
     replace_after_s: float = 10.0
-    """From a loss that is not at the end of an up to the next worker."""
+    """Seconds from a loss within one of ``ups`` to the next worker."""

@@ -1,5 +1,4 @@
-"""Virtual workers: what each has to do now and next, what it was told, and what its device remembers. It decides
-nothing, and knows no time but what it is told."""
+"""Virtual workers: the work, the queue and the orders of each. Nothing is decided here, and no clock is read."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from spotlight.records import Placement, Surplus
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class VirtualWorker:
-    """One worker from its joining to its end; another that takes its name is another worker."""
+    """One worker from its joining to its end; a later one of the same name is another worker."""
 
     address: str
     name: str
@@ -24,21 +23,21 @@ class VirtualWorker:
     threads: int = 1
     signals: Signals = field(default_factory=Signals)
     places: dict[tuple[str, int], Placement | Surplus | int] = field(default_factory=dict)
-    """What it was told of shards that it has yet to end, by request and shard."""
+    """{(request, shard): what it was told about a shard that it has yet to end}"""
     queue: deque[Key] = field(default_factory=deque)
-    """Tasks that it has and has not begun."""
+    """Tasks that it was given and has not begun."""
     running: dict[Key, Alarm | None] = field(default_factory=dict)
-    """Tasks that it has begun, with what will end them."""
+    """{task that it has begun: the alarm that will end it}"""
     reports: dict[Key, object] = field(default_factory=dict)
-    """Of those, the ones that have ended, with the report that is on its way."""
+    """{task of those that has ended: the report on its way}"""
     gang: str = ""
-    """Name of the request that it was put to work on last."""
+    """Name of the request that it was last put to work on."""
     leaving: bool = False
-    """Under notice: it begins nothing more."""
+    """Whether it has a notice, and begins nothing more."""
     paused: bool = False
-    """It begins nothing for now."""
+    """Whether it begins nothing for now."""
     frozen: bool = False
-    """It neither works nor answers."""
+    """Whether it neither works nor answers."""
     alive: bool = True
 
     @property
@@ -54,13 +53,13 @@ class VirtualWorker:
         return all(need == self.pool or (need == "engine" and self.pool in ("reserved", "spot")) for need in needs)
 
     def cancel_alarms(self) -> None:
-        """What it has begun does not end by itself any more."""
+        """Cancel the alarms that would end what it has begun."""
         for alarm in self.running.values():
             if alarm:
                 alarm.cancel()
 
     def drop_all(self) -> None:
-        """It has nothing begun any more."""
+        """Drop all that it has begun."""
         self.cancel_alarms()
         self.running.clear()
         self.reports.clear()

@@ -1,4 +1,4 @@
-"""A run's settings: TOML in, frozen values out; what is not known is an error that names what is.
+"""A run's settings: TOML in, frozen values out; an unknown name is an error that lists the known ones.
 
 Read once, at the start. Tasks read the resolved copy in the run directory, never the original.
 """

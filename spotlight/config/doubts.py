@@ -17,10 +17,10 @@ ALL_WEIGHTS_RATE = 5e-5
 """A learning rate above it is a LoRA's; published recipes for all weights have 1e-5 (DanceGRPO, MixGRPO)."""
 
 USUAL_SPANS = {"pickscore": 14.0, "clip-score": 0.35, "aesthetic": 10.0}
-"""How far rewards of real images lie apart, by the name of a scorer (`rewards.planned_range`); of others, 1."""
+"""Range of the rewards of real images, by scorer (`rewards.planned_range`); 1 for others."""
 SPANS_MAX = 10.0
-"""A reward that spans so many times as much as another leaves it hardly any say in their sum. It is 2.2 with weights
-that make PickScore and the CLIP score Flow-GRPO's (14 / 26 and 0.35 x 100 / 30), beside a reward of 0 to 1."""
+"""Largest ratio of two rewards' ranges: beyond it, the smaller hardly counts in their sum. The ratio is 2.2 with
+weights that make PickScore and the CLIP score Flow-GRPO's (14 / 26 and 0.35 x 100 / 30), beside a reward of 0 to 1."""
 
 
 def doubts_of(settings: Config) -> Iterator[str]:
@@ -89,7 +89,7 @@ def _of_training(settings: Config) -> Iterator[str]:
 
 
 def _span(reward: RewardSection) -> float:
-    """How far the rewards of real images lie apart, as far as that is known."""
+    """Range of a scorer's rewards on real images, as far as it is known."""
     low, high = reward.range or (0.0, USUAL_SPANS.get(reward.name, 1.0))
     return high - low
 

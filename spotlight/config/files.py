@@ -1,4 +1,4 @@
-"""Settings files: read, checked and written; what is wrong is told by name, with what would be right."""
+"""Reads, checks and writes settings files; an error names the setting and what would be right."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from spotlight.records import SpotlightError
 RESOLVED = "config.toml"
 """The resolved settings' name in a run directory."""
 WHOLE = "# The settings above are whole: sha256 "
-"""Begins the last line of that file."""
+"""Begins the last line of a file that `resolved` wrote."""
 KEYS_MAX = 8
-"""Names in a dotted key: settings are three deep, what simulated strategies change stands two deeper."""
+"""Most names in a dotted key: settings are three deep, changes of simulated strategies two deeper."""
 
 SectionT = TypeVar("SectionT", bound=Section)
 Place = Callable[..., str]
-"""Says where a setting's value is from: `_place`, of one file and its overrides."""
+"""A function that says where a setting's value is from: `_place`, given one file and its overrides."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -55,7 +55,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse(content: bytes, base: Path, source: str, overrides: Sequence[str] = ()) -> Config:
-    """As `load`, of what a file holds.
+    """As `load`, from a file's content.
 
     Args:
         base: what the paths in it are relative to.
@@ -106,7 +106,7 @@ def resolve(tree: Mapping[str, Any], base: Path, source: str = "settings", overr
 
 
 def _with_checkpoints(reward: RewardSection, base: Path, where: Place) -> RewardSection:
-    """The tables of rewards with their checkpoints, and where their own modules are, as absolute paths."""
+    """The table of a reward, and those beside it, with absolute paths of checkpoints and modules."""
     also = tuple(_with_checkpoints(table, base, where) for table in reward.also)
     named = FILES_IN_OPTIONS.get(reward.name, ())
     options = {
@@ -150,7 +150,8 @@ def dump(config: Config) -> str:
 
 
 def resolved(config: Config) -> bytes:
-    """The settings file of a run directory: `dump`, and a last line by which one that was cut short is known."""
+    """The settings file of a run directory: `dump`, and a last line with a hash, by which a file that was cut short is
+    known."""
     return _sealed(dump(config))
 
 
@@ -174,7 +175,7 @@ def is_whole(content: bytes) -> bool:
 
 
 def _is_text(value: str) -> bool:
-    """Whether it can be written: bytes of a file's name that are no text become halves of characters."""
+    """Whether it can be written as UTF-8: a file name's bytes that are no text become lone surrogates."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -213,7 +214,7 @@ def set_value(tree: dict[str, Any], override: str, *, sections: int = 1, example
     """Put ``"section.key=value"`` into a tree of settings, the value in TOML; bare words are taken as text.
 
     Args:
-        sections: names that must at least stand before the key.
+        sections: least number of names before the key.
         example: of an override, for the error.
 
     Raises:
@@ -258,7 +259,7 @@ def _place(source: str, overrides: Sequence[str], parts: Sequence[str], rule: st
 
     Args:
         parts: of the setting's, or the section's, name.
-        rule: of a section, that is broken; it names the settings that break it. "": any may.
+        rule: of a section, the rule that is broken, which names the settings that break it. "": any may.
     """
     parts = list(parts)
     if given := [override for override in overrides if (keys := _keys(override)) == parts[: len(keys)]]:
@@ -300,7 +301,7 @@ def _explain(where: Place, error: Mapping[str, Any]) -> str:
 
 
 def _as_list(value: Any) -> str:
-    """As a list of itself in TOML, if it is a text or a number."""
+    """A text or a number as a TOML list of one; "" for other values."""
     return f"[{json.dumps(value)}]" if isinstance(value, str | int | float) else ""
 
 
@@ -312,7 +313,7 @@ def _unknown(sections: Sequence[str], field: str) -> str:
 
 
 def _elsewhere(field: str) -> str:
-    """Where there is a setting of that very name, as a hint; empty where there is none."""
+    """A hint at settings of this name in other sections; empty where there are none."""
     found = settings_named(field)
     return f" (did you mean {' or '.join(found)}?)" if found else ""
 

@@ -1,4 +1,4 @@
-"""What is learnt, and how: the model, its prompts and rewards, what is rolled out, explored and trained on, and kept.
+"""Settings of learning: the model, its prompts and rewards, rollouts, exploration, training, and what is kept.
 
 Defaults suit a first run; ``examples/ocr-tiny.toml`` and ``examples/presets`` say where they differ, and why.
 """
@@ -20,7 +20,7 @@ BATCH_MAX = 4096
 STEPS_MAX = 1000
 """Noise levels that a flow model is trained on."""
 NAME_MAX = 100
-"""Bytes of a run's name: a directory's name has 255, and the time stands behind it."""
+"""Most bytes of a run's name: a directory's name may have 255, and the time is appended to it."""
 
 
 class RunSection(Section):
@@ -29,25 +29,25 @@ class RunSection(Section):
     name: str = "run"
     """Its directory's name begins with it."""
     seed: int = Field(0, ge=0, le=SEED_MAX)
-    """Fixes all that is drawn: noise, prompts, made-up traces."""
+    """Seed of all random choices: noise, prompts, synthetic traces."""
     iterations: int = Field(30, ge=1, le=1_000_000)
     """Rounds of rollout, reward and training."""
     dir: str = "runs"
-    """Run directories are made in here; relative to the working directory, or the URL of a place in an object store,
-    such as ``s3://bucket/runs``. Keys come from the environment of the driver and of the workers."""
+    """Where run directories are made: a path, relative to the working directory, or a URL in an object store, such as
+    ``s3://bucket/runs``. Keys come from the environment of the driver and of the workers."""
     shared: bool = False
     """Whether other users of the machine may look into the run directory, as far as the umask lets them."""
     validate_every: int = Field(10, ge=1, le=1_000_000)
     """Iterations between validations. Validation also runs before the first and after the last iteration."""
     validation_seeds: int = Field(4, ge=1, le=BATCH_MAX)
-    """Images per validation prompt, all of them one forward batch."""
+    """Images per validation prompt, all in one forward batch."""
     validation_steps: int = Field(0, ge=0, le=STEPS_MAX)
     """Denoising steps of a validation image; 0 means as many as a rollout. Published recipes train on images of fewer
-    steps than they are judged by."""
+    steps than they validate with."""
     validate_policy: Literal["auto", "trained", "old", "average"] = "auto"
-    """Which weights of a version are validated and exported: those in training, the older ones that sample
-    (``train.old_decay``), or their moving average (``train.ema_decay``). "auto" is the average where there is one, else
-    the ones that sample."""
+    """Which weights of a version are validated and exported: "trained", those in training; "old", the older ones that
+    sample (``train.old_decay``); "average", their moving average (``train.ema_decay``). "auto": the average if there is
+    one, else the ones that sample."""
     report: bool = True
     """Whether ``report.html`` is written when the run ends; ``spotlight report`` writes it at any time."""
 
@@ -74,7 +74,7 @@ EMBEDDED = {"tiny-text": (16, 32), "tiny-mixed": (16, 48), "tiny-shapes": (24, 2
 
 
 T5_TOKENS_MAX = 512
-"""Of a prompt; the pipelines of SD 3.5 and FLUX.1 refuse more."""
+"""Most tokens of a prompt; the pipelines of SD 3.5 and FLUX.1 refuse more."""
 
 
 class ModelSection(Section):
@@ -84,39 +84,38 @@ class ModelSection(Section):
     """An embedded model (of two digits; of one to four digits and capitals; of coloured shapes), or a checkpoint of
     Qwen-Image, Stable Diffusion 3.5 or FLUX.1."""
     path: str = ""
-    """Directory of a diffusers pipeline; or, of an embedded model, a file of other weights, else empty."""
+    """Directory of a diffusers pipeline. For an embedded model: a file of other weights, or empty."""
     height_px: int = Field(16, ge=4, le=PX_MAX)
-    """Of an image. May be left out of the embedded models: "tiny-text" draws 16 x 32 only, "tiny-mixed" 16 x 48,
+    """Height of an image. May be left out for embedded models: "tiny-text" draws 16 x 32 only, "tiny-mixed" 16 x 48,
     "tiny-shapes" 24 x 24."""
     width_px: int = Field(32, ge=4, le=PX_MAX)
-    """As ``height_px``."""
+    """Width of an image; see ``height_px``."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the model's weights; a LoRA is always float32."""
+    """Type of the model's weights; a LoRA is always float32."""
     vae_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the weights that make pixels of latents; "auto": as ``dtype``."""
+    """Type of the weights of the VAE, which decodes latents to pixels; "auto": as ``dtype``."""
     vae_tiling: bool = False
-    """Pixels are made tile by tile, which takes less memory and changes the seams slightly."""
+    """The VAE decodes images tile by tile, which takes less memory and changes the seams slightly."""
     gradient_checkpointing: bool = False
-    """Training keeps each block's input only, and computes the rest again: the same bits, about 4/3 of the time, a
-    fraction of the memory. Left out, it is on for all models but the embedded ones."""
+    """Training keeps only each block's input, and computes its activations again: the same bits, about 4/3 of the time,
+    a fraction of the memory. Left out, it is on for all models but the embedded ones."""
     text_tokens: int = Field(0, ge=0, le=1024, multiple_of=8)
-    """Most tokens of a prompt that Qwen2.5-VL or T5 reads; T5 pads all prompts to so many, so fewer take less time, and
-    draw slightly other images. A multiple of 8, so that gangs can share them. 0: as many as the diffusers pipeline
-    reads, 512 with Qwen-Image and FLUX.1, and 256 with SD 3.5. Flow-GRPO and DiffusionNFT read 128 with SD 3.5 and
-    FLUX.1, verl-omni 256 with Qwen-Image. CLIP always reads 77."""
+    """Most tokens of a prompt that Qwen2.5-VL or T5 reads; T5 pads all prompts to this length, so a lower one saves
+    time, and changes images slightly. A multiple of 8, so that gangs can share them. 0: as many as the diffusers
+    pipeline reads, 512 with Qwen-Image and FLUX.1, and 256 with SD 3.5. Flow-GRPO and DiffusionNFT read 128 with SD 3.5
+    and FLUX.1, verl-omni 256 with Qwen-Image. CLIP always reads 77."""
     shift: float = Field(0.0, ge=0, le=100)
-    """Of the sampler's noise levels, towards the noisy ones: evenly spaced levels t become ``s t / (1 + (s - 1) t)``.
+    """Shift s of the noise levels towards noisier ones: evenly spaced levels t become ``s t / (1 + (s - 1) t)``.
     DanceGRPO and MixGRPO draw FLUX.1 with 3. 0: the checkpoint's own schedule, which may depend on the size; exported
     weights are drawn with that, unless their scheduler is changed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto": a GPU where torch finds one."""
     deterministic: bool = True
-    """A GPU computes the same bits each time, so no kill changes any, if all GPUs of the run are of one kind. False: it
-    may take faster kernels whose sums have no fixed order. On a processor the bits are always the same."""
+    """A GPU computes the same bits each time, so no kill changes a result, if all GPUs of the run are of one kind.
+    False: it may use faster kernels whose sums have no fixed order. On a CPU the bits are always the same."""
     cuda_graphs: bool = True
-    """A GPU denoises with passes that are captured once for their shapes, and repeated as a whole, which saves the time
-    that their kernels take to be launched: with few samples it is most of a pass. The same bits; it keeps the memory of
-    a pass. Not in gangs."""
+    """A GPU denoises with CUDA graphs: a pass is captured once for each shape and replayed, which saves the time to
+    launch its kernels, most of a pass with few samples. The same bits; it keeps the memory of a pass. Not in gangs."""
     pack_texts: bool = True
     """Qwen-Image in half precision attends without a mask, its texts packed, on a GPU that has flash attention for it
     (compute capability 8.0 or higher; seen on 9.0). At 1280 px that takes less time, most of all where sums have a
@@ -172,7 +171,7 @@ class DataSection(Section):
     """Text file, one prompt a line; or .jsonl, .csv, .tsv, .parquet, or a directory that `datasets` saved, with a
     column "prompt" (or "text", "caption", "input") and metadata for rewards. Relative to the settings file."""
     validation_prompts: str = Field(min_length=1)
-    """The same, held out from training."""
+    """As ``train_prompts``, held out from training."""
 
 
 class RolloutSection(Section):
@@ -181,38 +180,40 @@ class RolloutSection(Section):
     prompts: int = Field(8, ge=1, le=100_000)
     """Prompts (groups) per iteration."""
     seeds_kept: int = Field(8, ge=2, le=10_000)
-    """Samples per group that are rolled out and trained on. If exploration chooses them, and an iteration waits for
-    training, half as many can teach nearly as much (docs/results/time_and_dollars.md)."""
+    """Samples per group that are rolled out and trained on. If exploration chooses them, and training takes most of an
+    iteration, half as many can teach nearly as much (docs/results/time_and_dollars.md)."""
     request_seeds: int = Field(0, ge=0, le=BATCH_MAX)
-    """Most samples in one request: one forward batch. 0 leaves it to `plan.batching.request_seeds`: up to 8, such that
-    the workers of the rollout pools have no short last wave, and not so few that launching kernels takes the time."""
+    """Most samples in one request: one forward batch. 0: up to 8, chosen by `plan.batching.request_seeds` so that no
+    worker of the rollout pools idles in a short last wave, and launching kernels does not dominate."""
     prompts_ahead: int = Field(0, ge=0, le=100_000)
-    """Of the prompts of an iteration, so many are rolled out while the one before it trains, by spot workers that would
-    idle, with weights that are one version old (one-step off-policy). For DiffusionNFT without exploration."""
+    """How many prompts of an iteration are rolled out while the previous one trains, by spot workers that would idle,
+    with weights that are one version old (one-step off-policy). For DiffusionNFT without exploration."""
     steps: int = Field(8, ge=1, le=STEPS_MAX)
     """Denoising steps of a sample."""
     sampler: Sampler = "ode"
     """"ode" takes Euler's steps. "dpm2" (DPM-Solver++(2M), as in DiffusionNFT's code) also uses the velocity of the
-    step before, and so needs fewer steps; what goes on after a preemption takes one pass more. Both are deterministic;
-    the others take stochastic steps, as Flow-GRPO needs. Validation takes Euler's steps, exploration too where the
+    previous step, and so needs fewer steps; a request that resumes takes one more pass. Both are deterministic; the
+    others take stochastic steps, as Flow-GRPO needs. Validation takes Euler's steps, and so does exploration if the
     sampler is stochastic."""
     noise_level: float = Field(0.7, gt=0, le=10)
-    """Of stochastic steps."""
+    """Noise level (eta) of stochastic steps, dimensionless."""
     sde_window: tuple[int, int] = (0, 2)
     """Steps ``[start, end)`` that may be stochastic; not used by the ODE sampler."""
     sde_window_size: int = Field(0, ge=0, le=STEPS_MAX)
-    """How many of them are, in a row and the same for all samples of an iteration; 0: all."""
+    """How many steps of ``sde_window`` are stochastic, in a row and the same for all samples of an iteration; 0:
+    all."""
     sde_window_order: Literal["random", "sliding"] = "random"
-    """Where an iteration's are: anywhere in ``sde_window``, drawn by ``run.seed``; or from its start, moving on by
-    ``sde_window_stride`` every ``sde_window_every`` iterations and beginning again at its end."""
+    """Where an iteration's stochastic steps are. "random": anywhere in ``sde_window``, drawn by ``run.seed``.
+    "sliding": from its start, moving on by ``sde_window_stride`` every ``sde_window_every`` iterations, and again from
+    the start after its end."""
     sde_window_stride: int = Field(1, ge=1, le=STEPS_MAX)
-    """See ``sde_window_order``."""
+    """Steps by which a "sliding" window moves."""
     sde_window_every: int = Field(1, ge=1, le=1_000_000)
-    """See ``sde_window_order``."""
+    """Iterations after which a "sliding" window moves."""
     same_noise: bool = False
-    """All samples of a prompt begin with one noise, and differ by that of their stochastic steps only, as in DanceGRPO
-    and MixGRPO (``init_same_noise``; Flow-GRPO's ``same_latent``). Without exploration, which chooses what they begin
-    with."""
+    """All samples of a prompt start from the same noise, and differ by the noise of their stochastic steps only, as in
+    DanceGRPO and MixGRPO (``init_same_noise``; Flow-GRPO's ``same_latent``). Not with exploration, which chooses the
+    noise that they start from."""
     guidance: float = Field(1.0, ge=1, le=GUIDANCE_MAX)
     """Classifier-free guidance, in denoising and in training; above 1 a step takes two passes, unless the model was
     distilled to take guidance as an input, as FLUX.1-dev was."""
@@ -229,7 +230,7 @@ class RolloutSection(Section):
 
     @property
     def stochastic_steps(self) -> int:
-        """Of a sample, by samplers that have any."""
+        """Stochastic steps of a sample, if the sampler has any."""
         return self.sde_window_size or self.sde_window[1] - self.sde_window[0]
 
 
@@ -237,16 +238,16 @@ class ExplorationSection(Section):
     """The search for seeds that the next iteration is trained on."""
 
     prompts: int = Field(0, ge=0, le=100_000)
-    """Prompts of which candidates are tried. Those ``rollout.prompts`` of them whose kept rewards vary most are rolled
-    out, so that no training goes into what is solved or hopeless. 0 means as many as are rolled out."""
+    """Prompts of which candidates are tried. The ``rollout.prompts`` whose kept rewards vary most are rolled out, so
+    that no training goes into prompts that are solved or hopeless. 0 means as many as are rolled out."""
     seeds_tried: int = Field(32, ge=1, lt=2**20)
     """Most candidate seeds per prompt and iteration, on average over its prompts. Replacements of samples without a
     reward are numbered from 2^20 on."""
     request_seeds: int = Field(16, ge=1, le=BATCH_MAX)
     """Candidates in one request: one forward batch."""
     rounds: int = Field(0, ge=0, le=1000)
-    """How many times the planner chooses; each round uses the scores of all but the one before. 0 means as many, up to
-    16, as keep those busy who explore, for as many candidates as there is time for."""
+    """How many times the planner chooses; a round uses the scores of all rounds but the previous one. 0 means as many,
+    up to 16, as keep the exploring workers busy with the candidates that there is time for."""
     steps: int = Field(0, ge=0, le=STEPS_MAX)
     """Denoising steps of a candidate; 0 means as many as a rollout."""
     reuse: bool = False
@@ -255,7 +256,8 @@ class ExplorationSection(Section):
     DiffusionNFT, which trains on clean samples, whoever drew them. So the planner gives prompt after prompt
     ``rollout.seeds_kept`` candidates before any gets more; one that has fewer when training ends is rolled out."""
     planner: Literal["bandit", "equal"] = "bandit"
-    """"bandit": candidates go where they raise the variance of the kept seeds most; "equal": to all prompts alike."""
+    """"bandit": candidates go to the prompts where they raise the variance of the kept seeds most; "equal": to all
+    alike."""
     budget: Literal["time", "fixed", "worth"] = "time"
     """"time": the end of training closes exploration; "fixed": every candidate is tried; "worth": candidates
     are tried while the next ones raise the expected variance of the kept seeds by a larger share than they lengthen the
@@ -264,34 +266,35 @@ class ExplorationSection(Section):
 
 
 FILES_IN_OPTIONS = {"aesthetic": ("head",), "geneval": ("clip",)}
-"""By the name of a reward: those of its options that are paths, relative to the settings file."""
+"""{name of a reward: those of its options that are paths, relative to the settings file}"""
 
 
 class RewardSection(Section):
-    """What scores images. Several ``[[reward]]`` tables are added up, each times its weight."""
+    """What scores images. The rewards of several ``[[reward]]`` tables are added, each times its weight."""
 
     name: str = "ocr"
     """"ocr" (one line that fills the image), "scene-ocr", "vlm-ocr", "geneval", "clip-score", "pickscore", "aesthetic",
     "http", "chat", "chat-ocr"; or ``module:Class`` of your own."""
     attempts: int = Field(3, ge=1, le=10)
-    """Times that a failing scorer is tried before a sample is dropped and replaced; of several, the first table's. The
-    pause between two doubles each time: from 0.05 s to 13 s before the tenth."""
+    """How often a failing scorer is tried before a sample is dropped and replaced; of several tables, the first one's
+    counts. The pause between two tries doubles each time: from 0.05 s to 13 s before the tenth."""
     batch: int = Field(0, ge=0, le=BATCH_MAX)
-    """Most images that the scorer is given at once; of several, the first table's. 0: all of a request."""
+    """Most images that the scorer is given at once; of several tables, the first one's counts. 0: all of a request."""
     limit_s: float = Field(600.0, gt=0, le=DAY_S)
-    """Longest that it may take to score a request, all attempts together; of several, the first table's. The engine
+    """Most seconds to score a request, all attempts together; of several tables, the first one's counts. The engine
     process is then ended, and the request's samples have no reward, as if the scorer had failed."""
     patience_s: float = Field(300.0, ge=0, le=DAY_S)
-    """For how long a server that is not there, or says that it is busy, is waited for each time, half of ``limit_s`` at
-    most; of several, the first table's. Then the run ends, and can be resumed. 0: it counts as a failure."""
+    """How long to wait each time for a server that is not there, or says that it is busy, half of ``limit_s`` at most;
+    of several tables, the first one's counts. Then the run ends, and can be resumed. 0: that counts as a failure at
+    once."""
     weight: float = Field(1.0, ge=-1000, le=1000)
-    """Of this reward in the sum. Flow-GRPO and DiffusionNFT divide PickScore by 26, and their CLIP score is the cosine
-    times 100 / 30: so a weight of theirs is 1/26 as much here ("pickscore") or 3.33 times as much ("clip-score")."""
+    """Weight of this reward in the sum. Flow-GRPO and DiffusionNFT divide PickScore by 26, and their CLIP score is the
+    cosine times 100 / 30: so their weight is 1/26 as much here ("pickscore") or 3.33 times as much ("clip-score")."""
     tags: tuple[str, ...] = ()
-    """Only prompts are scored whose ``tag`` in the metadata is one of these, and others get 0 from this table: so data
-    sets that are scored in different ways are trained on together, in one file. Left out: all prompts."""
+    """Only prompts whose ``tag`` in the metadata is one of these are scored; others get 0 from this table. So one file
+    can hold data sets that are scored in different ways. Left out: all prompts."""
     range: tuple[float, float] | None = None
-    """Least and largest score; one outside is a fault. Left out, it is the scorer's own."""
+    """Least and largest score; a score outside is an error. Left out, it is the scorer's own range."""
     path: str = ""
     """Checkpoint directory of "clip-score", "pickscore", "aesthetic", "vlm-ocr" and the detector "mask2former";
     relative to the settings file."""
@@ -301,7 +304,7 @@ class RewardSection(Section):
     url: str = ""
     """Server of "http" (``POST URL/compute``), "chat" and "chat-ocr" (``POST URL/v1/chat/completions``)."""
     timeout_s: float = Field(60.0, gt=0, le=3600)
-    """Longest that a server may take for one answer."""
+    """Most seconds that a server may take for one answer."""
     options: dict[str, Any] = {}
     """Further arguments: ``graded`` of those that read text and of "geneval" (false: 1 if all is there that was asked
     for, else 0); ``head`` of "aesthetic"; ``model`` of "chat-ocr"; ``model`` and ``question`` of "chat"; ``question``,
@@ -341,80 +344,80 @@ class TrainSection(Section):
     """How weights are updated."""
 
     algorithm: Literal["nft", "grpo", "grpo-guard", "awm", "dpo"] = "nft"
-    """DiffusionNFT; Flow-GRPO, or GRPO-Guard, which corrects its ratios; advantage-weighted matching; or online
-    Diffusion-DPO. The first and the last two train on clean samples at drawn noise levels, the others on the
-    stochastic steps of the sampler."""
+    """"nft": DiffusionNFT; "grpo": Flow-GRPO; "grpo-guard": GRPO-Guard, which corrects its ratios; "awm":
+    advantage-weighted matching; "dpo": online Diffusion-DPO. Flow-GRPO and GRPO-Guard train on the sampler's stochastic
+    steps, the others on clean samples at drawn noise levels."""
     learning_rate: float = Field(3e-4, gt=0, le=1)
-    """Of AdamW."""
+    """Learning rate of AdamW."""
     warm_up: int = Field(0, ge=0, le=1_000_000)
-    """The first updates, over which the learning rate rises evenly to its value."""
+    """Number of first updates over which the learning rate rises linearly to its value."""
     weight_decay: float = Field(1e-4, ge=0, le=10)
-    """Of AdamW."""
+    """Weight decay of AdamW."""
     max_grad_norm: float = Field(1.0, gt=0, le=1e9)
-    """A longer gradient is shortened to it."""
+    """A gradient of larger norm is scaled down to this norm."""
     updates: int = Field(1, ge=1, le=10_000)
     """Optimizer steps per iteration; the samples are split evenly among them."""
     parts: int = Field(8, ge=1, le=1024)
-    """Parts that each update's samples are cut into, never the number of workers: each part's gradient is a task of its
-    own, on whichever worker is free, and the same bits wherever it is computed. Use more parts than workers that train,
-    so that all end at about the same time; use fewer if to launch a part takes as long as to compute it. Where several
-    workers train, each then adds a slice of all gradients, so that the update has only one sum to fetch."""
+    """Parts that each update's samples are cut into, whatever the number of workers: each part's gradient is a task, on
+    any free worker, with the same bits wherever it is computed. Use more parts than workers that train, so that all end
+    at about the same time; use fewer if launching a part takes as long as computing it. Where several workers train,
+    each then adds a slice of all gradients, so that the update has only one sum to fetch."""
     width: int = Field(1, ge=1, le=WIDTH_MAX)
     """Workers of a node that share the passes of a part (sequence parallelism), where one GPU does not hold the
-    activations. The same bits whoever they are, but others than with another width."""
+    activations. The bits depend on the width, not on the workers."""
     micro_batch: int = Field(64, ge=1, le=100_000)
     """Rows (samples x timesteps) in one forward pass; no effect on the result beyond rounding."""
     cuda_graphs: bool = False
-    """A GPU trains with captured passes, too, if ``model.cuda_graphs`` is on: the same bits. Its passes with few rows
-    take long to launch, one kernel at a time. Two pairs of graphs keep the activations of a pass. Not in gangs. **Not
-    verified on a GPU**: off."""
+    """A GPU trains with CUDA graphs, too, if ``model.cuda_graphs`` is on: the same bits, and less time to launch passes
+    with few rows. Two pairs of graphs keep the activations of a pass. Not in gangs. **Not verified on a GPU**: off."""
     lora_rank: int = Field(0, ge=0, le=4096)
-    """0 trains the full weights."""
+    """Rank of the LoRA; 0 trains all weights."""
     lora_alpha: float = Field(0.0, ge=0, le=1e4)
-    """0 means twice the rank."""
+    """Alpha of the LoRA; 0 means twice the rank."""
     lora_path: str = ""
     """A LoRA to start from, of the same layers, rank and alpha: a file or directory that `spotlight export`, diffusers
-    or peft (so Flow-GRPO and DiffusionNFT) wrote; relative to the settings file. It is read as the run begins, by one
-    worker, and no more. Empty: one without effect. ``kl`` still is the distance to the checkpoint without it."""
+    or peft (so Flow-GRPO and DiffusionNFT) wrote; relative to the settings file. It is read once, as the run begins, by
+    one worker. Empty: a new LoRA without effect. ``kl`` still measures the distance to the checkpoint without it."""
     ema_decay: float = Field(0.0, ge=0, lt=1)
-    """Of averaged weights, which are kept beside each version and validated: how much of the average stays after an
-    update (less in the first ones, so that it soon forgets the untrained weights); 0 turns it off. DiffusionNFT
-    has 0.9; so has Flow-GRPO, but of every eighth update, which is some 0.987 here."""
+    """Decay of a moving average of the weights, which is kept beside each version and validated: the share of the
+    average that stays after an update (less in the first ones, so that it soon forgets the untrained weights); 0: no
+    average. DiffusionNFT has 0.9; so has Flow-GRPO, but for every eighth update, which is some 0.987 here."""
     advantage_std: Literal["global", "group", "none"] = "global"
-    """Spread that advantages are divided by. "global": of all rewards of the iteration, so that training waits for the
-    last of them. "group": of each prompt's own, so that training may begin with the first prompts that are scored.
-    "none", as in Dr. GRPO (arXiv 2503.20783): prompts count by their spread, and ``advantage_clip`` is in units of
-    reward."""
+    """Standard deviation that advantages are divided by. "global": that of all rewards of the iteration, so that
+    training waits for the last of them. "group": that of each prompt's rewards, so that training may begin with the
+    first prompts that are scored. "none", as in Dr. GRPO (arXiv 2503.20783): prompts count in proportion to their
+    spread, and ``advantage_clip`` is in units of reward."""
     seeds_used: int = Field(0, ge=0, le=100_000)
     """Samples of each prompt that are trained on, of the ``rollout.seeds_kept``: those whose rewards vary most, with
-    advantages among themselves (PODS, arXiv 2504.13818), so that training takes so much less; 0: all."""
+    advantages among themselves (PODS, arXiv 2504.13818), which shortens training; 0: all."""
     filter_groups: bool = False
-    """Prompts whose samples all have the same reward are not trained on: they have no advantages, and take as long as
-    any other. So does Flow-GRPO's script for SD 3.5; DAPO (arXiv 2503.14476) draws others in their place, which this
-    does not. What ``kl`` or DiffusionNFT's old policy would hold these samples to is left out, too."""
+    """Prompts whose samples all have the same reward are not trained on: their advantages are 0, and they take as long
+    as any other. Flow-GRPO's script for SD 3.5 does the same; DAPO (arXiv 2503.14476) also draws others in their place,
+    which is not done here. Terms of ``kl`` or of DiffusionNFT's old policy for these samples are left out, too."""
     combine: Literal["rewards", "advantages"] = "rewards"
-    """What is added up where there are several ``[[reward]]`` tables, each times its weight: rewards, of whose sum
-    advantages are made; or advantages, made of each reward by itself, so that no reward's scale outweighs another's
-    (as DanceGRPO does), but where ``advantage_std`` is "none". Seeds are chosen by the sum of rewards."""
+    """What is added if there are several ``[[reward]]`` tables, each times its weight. "rewards": rewards, and
+    advantages are those of the sum. "advantages": each reward's own advantages, so that no reward's scale outweighs
+    another's (as in DanceGRPO), unless ``advantage_std`` is "none". Seeds are chosen by the sum of rewards."""
     advantage_clip: float = Field(5.0, gt=0, le=1000)
-    """Advantages are cut off at plus and minus this."""
+    """Advantages are clipped to plus and minus this."""
     kl: float = Field(0.0, ge=0, le=1e4)
-    """Weight of the distance to the reference policy (adapter off, or the starting weights)."""
+    """Weight of the distance to the reference policy (the model without its LoRA, or the starting weights)."""
     old_decay: Annotated[Literal["copy", "linear", "delayed"] | float, BeforeValidator(_old_decay)] = 0.5
-    """Of the old policy, which samples and is contrasted with: how much of it stays after an iteration, the rest being
-    the policy in training. "copy": nothing, so the two are one; "linear": 0.001 for each update so far, up to 0.5;
-    "delayed": nothing for 75 updates, then 0.0075 for each, up to 0.999; or a share. DiffusionNFT only. Validate
-    another policy than one that hardly moves any more: give ``ema_decay``, as the published code does."""
+    """Decay of the old policy, which samples and is contrasted with: the share of it that stays after an iteration, the
+    rest being the policy in training. "copy": nothing, so the two are one; "linear": 0.001 for each update so far, up
+    to 0.5; "delayed": nothing for 75 updates, then 0.0075 for each, up to 0.999; or a number. DiffusionNFT only. If the
+    old policy hardly moves any more, validate another: give ``ema_decay``, as the published code does."""
     kl_form: Literal["paper", "code"] = "paper"
-    """Of the distance in Flow-GRPO and GRPO-Guard: between steps as they are taken; or as the published code has it,
-    which leaves the step size out of the noise ("sde" only) and is smaller by it."""
+    """Form of the ``kl`` distance in Flow-GRPO and GRPO-Guard. "paper": between steps as they are taken. "code": as the
+    published code has it, which leaves the step size out of the noise ("sde" only) and is smaller by that factor."""
     clip_range: float = Field(1e-4, gt=0, le=1)
-    """Of the ratio of policies; Flow-GRPO, GRPO-Guard and AWM. Left out, it is what their published recipes have: 1e-4,
-    2e-6 and 1."""
+    """Clip range of the ratio of policies; Flow-GRPO, GRPO-Guard and AWM only. Left out, it is that of their published
+    recipes: 1e-4, 2e-6 and 1."""
     awm_weighting: Literal["uniform", "t", "ghuber"] = "uniform"
-    """Of the matching error at level t: as it is; times t; or its generalised Huber form times t. AWM only."""
+    """Weighting of the matching error at noise level t. "uniform": none; "t": times t; "ghuber": its generalised Huber
+    form times t. AWM only."""
     awm_power: float = Field(0.25, gt=0, le=1)
-    """Of the generalised Huber form; AWM only."""
+    """Power of the generalised Huber form; AWM only."""
     dpo_beta: float = Field(100.0, gt=0, le=1e6)
     """How strongly a preference counts; Diffusion-DPO only."""
     dpo_pairs: int = Field(1, ge=1, le=5000)
@@ -424,16 +427,15 @@ class TrainSection(Section):
     """How far the implicit policies are from the old one; DiffusionNFT only. No effect in the first update of an
     iteration where ``old_decay`` is "copy"."""
     timesteps: int = Field(2, ge=1, le=STEPS_MAX)
-    """Noise levels drawn per sample (or pair) and iteration; not Flow-GRPO and GRPO-Guard."""
+    """Noise levels drawn per sample (or pair) and iteration; not for Flow-GRPO and GRPO-Guard."""
     levels: Literal["sampler", "uniform"] = "sampler"
-    """Noise levels that are drawn from: those that the sampler visits, each once before any twice, or all in (0, 1];
-    not Flow-GRPO and GRPO-Guard."""
+    """Where noise levels are drawn from. "sampler": those that the sampler visits, each once before any twice.
+    "uniform": all of (0, 1]. Not for Flow-GRPO and GRPO-Guard."""
     steps_used: int = Field(0, ge=0, le=STEPS_MAX)
-    """Of the stochastic steps that samples were made with, so many are trained on, drawn anew in each iteration, the
-    same for all samples, so that training takes so much less; 0: all. DanceGRPO trains on 9 of 15, drawn for each
-    sample. Flow-GRPO and GRPO-Guard."""
+    """How many of the stochastic steps are trained on, drawn anew in each iteration and the same for all samples, which
+    shortens training; 0: all. DanceGRPO trains on 9 of 15, drawn for each sample. Flow-GRPO and GRPO-Guard only."""
     ratio_tolerance: float = Field(1e-2, gt=0, le=1)
-    """Largest |ratio - 1| before the first update of an iteration; Flow-GRPO and GRPO-Guard."""
+    """Largest |ratio - 1| before the first update of an iteration; Flow-GRPO and GRPO-Guard only."""
 
     @model_validator(mode="after")
     def _starts_from_a_lora_with_one(self) -> Self:
@@ -452,7 +454,8 @@ class TrainSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _clips_as_published(cls, given: Any) -> Any:
-        """Ratios of log-probabilities that are matching errors (AWM) move a thousand times as far as those of steps."""
+        """Set the published clip range: AWM's ratios, of matching errors, move a thousand times as far as those of
+        steps."""
         if not isinstance(given, dict) or "clip_range" in given:
             return given
         published = {"grpo-guard": 2e-6, "awm": 1.0}.get(str(given.get("algorithm")))
@@ -477,8 +480,8 @@ class LatentsSection(Section):
     """Where latents are kept, and for how long."""
 
     url: str = ""
-    """Where steps are committed, each run's in a folder of its own: a path, relative to the settings file, or an fsspec
-    URL; empty means inside the run directory."""
+    """Where steps are committed, in a folder for each run: a path, relative to the settings file, or an fsspec URL;
+    empty means inside the run directory."""
     keep: Literal["clean", "all", "none"] = "clean"
     """What of a finished iteration stays: clean latents, every committed step, or nothing."""
 

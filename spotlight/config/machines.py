@@ -1,4 +1,4 @@
-"""On which machines: pools of workers, the cluster around them, what runs where, and how a simulation imagines them."""
+"""Settings of machines: pools of workers, the cluster around them, what runs where, pacing and simulation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NO_GPU = "cpu"
 """``pools.*.gpu`` of a machine without one."""
 MONTH_S = 30 * DAY_S
 SPEEDUP_MIN, SPEEDUP_MAX = 1e-6, 1e6
-"""A second becomes eleven days, or the other way round."""
+"""At either limit, a second becomes eleven days, or the other way round."""
 
 
 def _as_text(value: Any) -> Any:
-    """TOML takes 00:30:00 without quotation marks for a time of day."""
+    """A time as text: TOML reads 00:30:00 without quotation marks as a time of day."""
     return value.isoformat() if isinstance(value, time) else value
 
 
@@ -36,13 +36,14 @@ class SlurmSection(Section):
     account: str = ""
     """Empty: the user's default."""
     gres: str = ""
-    """Of a job, which is a node's worth of workers: such as "gpu:8", one for each. A driver needs none."""
+    """Generic resources of a job, which has the workers of one node: such as "gpu:8", one GPU for each. A driver needs
+    none."""
     time: Annotated[str, BeforeValidator(_as_text)] = ""
     """Most time that a job may take, such as "24:00:00"; empty: the partition's default."""
     cpus: int = Field(1, ge=1, le=65_536)
-    """Of each worker, or of the driver."""
+    """Cores of each worker, or of the driver."""
     memory: str = "4G"
-    """Of a job. The default is for the embedded models: a machine holds a checkpoint's weights once, 41 GB for
+    """Memory of a job. The default is for the embedded models: a machine holds a checkpoint's weights once, 41 GB for
     Qwen-Image, beside what its workers keep."""
     setup: tuple[str, ...] = ()
     """Shell lines to run first, such as "module load cuda". Jobs have the variables of the shell that submits them."""
@@ -71,10 +72,10 @@ class PoolSection(Section):
     in the reserved pool is a machine without a GPU: it takes the updates and keeps all state, and no more
     (``strategy.train_pools``)."""
     usd_per_h: float = Field(ge=0, le=1e5)
-    """Price of one worker; left out, it is that of its ``gpu``."""
+    """Price of one worker, in US dollars per hour; left out, it is that of its ``gpu``."""
     prices: str = ""
-    """CSV file of a price that changes in time (`market.prices.read_prices`); relative to the settings file. Dollars
-    are then reckoned with it, and ``usd_per_h`` is the price to plan with."""
+    """CSV file of a price that changes over time (`market.prices.read_prices`); relative to the settings file. Costs
+    are then computed with it, and ``usd_per_h`` is only used to plan."""
     replace_after_s: float = Field(10.0, ge=0, le=MONTH_S)
     """How long the pool waits before it replaces a lost worker."""
     workers_per_node: int = Field(8, ge=1, le=WIDTH_MAX)
@@ -85,23 +86,24 @@ class PoolSection(Section):
     notice for as long as it is there, for each worker that starts, too; its path is best absolute, or else relative to
     the directory that workers were started in."""
     grace_s: float = Field(30.0, ge=0, le=DAY_S)
-    """How long a machine stays after a notice that does not say so itself; on Slurm, what a preempted job is left."""
+    """How long a machine stays after a notice that does not say so itself; on Slurm, the time that a preempted job has
+    left."""
     trace: str = ""
     """A file of spot availability that the pool follows; relative to the settings file."""
     speedup: float = Field(1.0, ge=SPEEDUP_MIN, le=SPEEDUP_MAX)
-    """The trace passes so many times as fast."""
+    """The trace runs this many times as fast."""
     trace_model: Literal["", "bursty", "calm", "collapsing"] = ""
-    """Instead of a file: a made-up trace of 30 days, its chance fixed by ``run.seed``; see `market.trace_models`."""
+    """Instead of a file: a synthetic trace of 30 days, drawn by ``run.seed``; see `market.trace_models`."""
     trace_share: float = Field(1.0, gt=0, le=1)
-    """Of the file's instances, drawn by ``run.seed``."""
+    """Share of the file's instances that are used, drawn by ``run.seed``."""
     trace_offset_h: float = Field(0.0, ge=0, le=1e5)
     """Where in the trace the run begins."""
     trace_takes: Literal["gpu", "node"] = "gpu"
-    """What comes and goes at once: each worker by itself, or all of a node (``workers_per_node``)."""
+    """What an instance of the trace is: one worker, or all workers of a node (``workers_per_node``)."""
     preemption: Literal["kill", "notice", "hang", "mixed"] = "kill"
     """How the trace takes workers away: without a word, with a notice, by freezing them, or each in turn."""
     slurm: SlurmSection = SlurmSection()
-    """Of the pool's jobs."""
+    """What the pool's jobs ask for."""
 
     @field_validator("gpu")
     @classmethod
@@ -159,7 +161,7 @@ class StrategySection(Section):
     """"stale": spot workers explore for the next iteration while this one trains. "blocking": exploration comes before
     each rollout, with current weights. "off": none."""
     rollout_pools: Annotated[tuple[Pool, ...], AfterValidator(distinct)] = ("reserved", "spot")
-    """Which workers roll out. Stale exploration runs on spot workers."""
+    """Which workers roll out. (Stale exploration always runs on spot workers.)"""
     train_pools: Annotated[tuple[Pool, ...], AfterValidator(distinct)] = ("reserved",)
     """Which workers compute the gradients of an update's parts (``train.parts``), and add them; the update itself is
     taken on a reserved one, which keeps all state. With "spot" too, a spot worker that no rollout needs prefers a part
@@ -169,16 +171,17 @@ class StrategySection(Section):
     and what training keeps fit its memory; or none (``pools.reserved.gpu = "cpu"``): then it takes the updates only.
     Without spot workers the run waits."""
     on_preemption: Literal["resume", "restart"] = "resume"
-    """"resume": a request whose worker is lost goes on after its last committed step. "restart": it begins anew."""
+    """"resume": a request whose worker is lost goes on after its last committed step. "restart": it starts again from
+    its first step."""
     elastic: bool = True
     """False: every gang has the widest of ``widths``, and waits for as many workers when it loses one."""
     widths: tuple[int, ...] = (1,)
-    """How many workers of a node may run one request together (sequence parallelism); narrow and wide mix freely.
-    Another width rounds otherwise: latents differ by some 1e-5."""
+    """How many workers of a node may run one request together (sequence parallelism); narrow and wide gangs mix freely.
+    Another width rounds differently: latents differ by some 1e-5."""
     offload: Literal["adaptive", "all", "none"] = "adaptive"
     """What reserved workers leave to spot ones, while there are any, where both may roll out. "adaptive": the rollouts
-    that are left when a window is over, which adapts itself so that neither side waits; training begins with the first
-    samples. "all": every rollout; training begins as well. "none": nothing; both roll out, then training begins.
+    that are left after a time window, whose length is adapted so that neither side waits; training begins with the
+    first samples. "all": every rollout; training begins as early. "none": nothing; both roll out, then training begins.
     Where training needs all samples at once (`Config.trains_as_scored`), there is nothing to begin early, and
     "adaptive" is "none". With "spot" in ``train_pools``, "adaptive" has no window: all workers roll out first, and each
     that no rollout needs any more trains."""
@@ -188,34 +191,35 @@ class SpSection(Section):
     """How the members of a gang share a forward pass (sequence parallelism)."""
 
     backend: Literal["native", "xfuser"] = "native"
-    """"native": diffusers' own split, whose exchanges end with the gang. "xfuser": of Qwen-Image on GPUs only, verified
-    with two members on one; the extra "xfuser" installs it. A lost peer is noticed after ``cluster.hang_after_s``."""
+    """"native": diffusers' own split, whose exchanges end with the gang. "xfuser": for Qwen-Image on GPUs only,
+    verified with two members on one GPU; the extra "xfuser" installs it. A lost peer is noticed after
+    ``cluster.hang_after_s``."""
 
 
 class PaceSection(Section):
-    """Devices that take their time: the model computes as ever, then waits as a larger one on a GPU would have it."""
+    """Paced devices: the model computes as usual, then waits as long as a larger model on a GPU would have taken."""
 
     gpu: str = ""
-    """What a worker emulates, by its name in `plan.durations.GPUS`; empty: no pacing. Seconds are then emulated."""
+    """GPU that a worker emulates, by its name in `plan.durations.GPUS`; empty: no pacing. Seconds are then emulated."""
     model: str = "qwen-image"
-    """What is emulated, by its name in `plan.durations.TRANSFORMERS`."""
+    """Model that is emulated, by its name in `plan.durations.TRANSFORMERS`."""
     height_px: int = Field(512, ge=16, le=PX_MAX)
-    """Of an emulated image."""
+    """Height of an emulated image."""
     width_px: int = Field(512, ge=16, le=PX_MAX)
-    """As ``height_px``."""
+    """Width of an emulated image."""
     guidance: float = Field(4.0, ge=1, le=GUIDANCE_MAX)
-    """Of the emulated model, in denoising and in training; above 1 both take two passes instead of one. DiffusionNFT as
-    published needs none: 1."""
+    """Guidance of the emulated model, in denoising and in training; above 1 both take two passes instead of one.
+    DiffusionNFT as published uses none: 1."""
     lora: bool = True
-    """What the emulated model trains, whatever the real one does: a LoRA, or (false) all of its weights."""
+    """Whether the emulated model trains a LoRA, or all of its weights, whatever the real one trains."""
     score_s: float | None = Field(None, ge=0, le=DAY_S)
     """Seconds to score an image on the worker that scores it: one of ``pools.reward``, or the one that denoised it. 0
     where a server elsewhere scores at once. Left out, it is what a vision-language model takes on a GPU
     (`plan.durations.SCORE_S`)."""
     layer_s: float = Field(0.0, ge=0, le=DAY_S)
-    """What a processor takes to launch the kernels of one layer, where passes are not CUDA graphs (training, gangs, or
-    all with ``model.cuda_graphs = false``). 0: no time. Measured on hosts of an H100: 0.0068 to 0.0126, in the middle
-    0.0094 (docs/results/gpu.md)."""
+    """Seconds that a CPU takes to launch the kernels of one layer, where passes are not CUDA graphs (training, gangs,
+    or all with ``model.cuda_graphs = false``). Measured on hosts of an H100: 0.0068 to 0.0126, in the middle 0.0094
+    (docs/results/gpu.md)."""
     speedup: float = Field(1.0, ge=SPEEDUP_MIN, le=SPEEDUP_MAX)
     """Emulated seconds in one real second."""
 
@@ -228,13 +232,13 @@ class ClusterSection(Section):
     host: str = ""
     """Where the scheduler listens for Slurm's jobs: a name or address of this machine; empty: its host name."""
     slurm: SlurmSection = SlurmSection()
-    """Of the driver's own job (`spotlight submit`)."""
+    """What the driver's own job asks for (`spotlight submit`)."""
 
     dashboard_port: int = Field(8787, ge=0, le=65535)
-    """Of Dask's dashboard; 0 takes any free port."""
+    """Port of Dask's dashboard; 0 takes any free port."""
     dashboard_host: str = "127.0.0.1"
-    """Where the dashboard listens. It asks nobody for a password: elsewhere than here, whoever reaches it sees prompts,
-    images and figures."""
+    """Where the dashboard listens. It has no password: if it listens beyond this machine, whoever reaches it sees
+    prompts, images and figures."""
     hang_after_s: float = Field(60.0, ge=0.1, le=DAY_S)
     """A worker that shows no sign of life for so long is replaced, and so is an engine process whose denoising step
     takes so long, or whose pass of training (``train.micro_batch`` rows) takes five times as long. A worker is given
@@ -243,64 +247,65 @@ class ClusterSection(Section):
     """A request that loses its workers so many times in a row without a new step is set aside and replaced. A part of
     training that outlasts so many workers is given to a reserved one; if those have no GPU, to another spot one."""
     tls: bool = True
-    """All of Dask's connections are encrypted, and both ends prove that they belong to the run, by a certificate that
-    was made for it. False: any user of this machine can run code in the run's processes. A cluster that is there
-    already (``--cluster``) has its own certificates."""
+    """All of Dask's connections are encrypted, and both ends prove by a certificate made for the run that they belong
+    to it. False: any user of this machine can run code in the run's processes. A cluster that is there already
+    (``--cluster``) has its own certificates."""
     insecure: bool = False
     """Use a scheduler on another machine even without TLS: for a network on which everybody may run code in the run's
     processes."""
 
 
 class SimulationSection(Section):
-    """What `spotlight simulate` wants to know beside the rest; a live run does not look at it.
+    """Further settings for `spotlight simulate`; a live run does not use them.
 
     The fixed costs are those of the system itself, in seconds of a live run's clock.
     """
 
     hours: float = Field(0.0, ge=0, le=1e5)
-    """A simulated run ends after so many hours of its clock, if nothing ended it before; 0 is no limit."""
+    """A simulated run ends after so many hours of its clock at the latest; 0: no limit."""
     target: float = Field(0.0, ge=0, lt=1)
     """A simulated run ends when it reaches this validation score; 0 is no target."""
     learning: Literal["modelled", "real"] = "modelled"
-    """"modelled": rewards and scores by a model of learning, without torch; "real": those of the model itself, here."""
+    """"modelled": rewards and scores come from a model of learning, without torch; "real": from the model itself, which
+    is trained in this process."""
     start: float = Field(0.512, gt=0, lt=1)
     """Validation score at the start of modelled learning; the default is the embedded job's."""
     gain: float = Field(0.050, gt=0, le=100)
     """Share of the score's distance to 1 that an iteration without exploration closes, where learning is modelled.
-    Measured: 0.512 to 0.781 in 16 iterations of the embedded job, ``ln(0.488 / 0.219) / 16`` (docs/trials.md).
-    An iteration that kept the 8 of some 15 explored seeds closed 0.086, 1.7 times as much, where the model of learning
-    says 1.4; in a trial 8 of 32 halved the iterations, and it says 1.8 (current weights: 2.2). So it is on the careful
-    side."""
+    Measured: 0.512 to 0.781 in 16 iterations of the embedded job, ``ln(0.488 / 0.219) / 16`` (docs/trials.md). An
+    iteration that kept the 8 of some 15 explored seeds closed 0.086, 1.7 times as much, where the model of learning
+    says 1.4; in a trial 8 of 32 halved the iterations, and it says 1.8 (current weights: 2.2). So the model is on the
+    careful side."""
     launch_s: float = Field(0.025, ge=0, le=DAY_S)
-    """What a request costs beyond its steps. Measured: docs/results/speed.md, fixed costs."""
+    """Seconds that a request takes beyond its steps. Measured: docs/results/speed.md, fixed costs."""
     form_s: float = Field(0.016, ge=0, le=DAY_S)
-    """For the workers of a gang of several to meet, at each launch. Measured on one machine with gloo
+    """Seconds for the workers of a gang to connect, at each launch. Measured on one machine with gloo
     (docs/results/speed.md, fixed costs)."""
     graph_s: float = Field(0.041, ge=0, le=DAY_S)
-    """Between two graphs: to end one, and to build, send and place the next. Measured: as ``form_s``."""
+    """Seconds between two graphs: to end one, and to build, send and place the next. Measured: as ``form_s``."""
     warm_up_s: float = Field(6.3, ge=0, le=DAY_S)
-    """From the run's start until its first workers can be started: what they are forked from does its imports.
-    Measured: as ``form_s``."""
+    """Seconds from the run's start until its first workers can be started: the fork server does its imports. Measured:
+    as ``form_s``."""
     prepare_s: float = Field(0.4, ge=0, le=DAY_S)
-    """From then, and the workers' own ``start_up_s``, to the run's first graph. Measured: as ``form_s``."""
+    """Seconds from then, after the workers' own ``start_up_s``, to the run's first graph. Measured: as ``form_s``."""
     gradient_s: float | None = Field(None, ge=0, le=DAY_S)
-    """To write a gradient, or a sum of some, where others find it; to read it takes as long. Left out, it is 0.015 s
-    where the workers are processes of one machine (measured), and else what it takes at 10 Gb/s."""
+    """Seconds to write a gradient, or a sum of some, where others find it; reading it takes as long. Left out, it is
+    0.015 s where the workers are processes of one machine (measured), and else what it takes at 10 Gb/s."""
     publish_s: float | None = Field(None, ge=0, le=DAY_S)
-    """From the last update to new weights on every worker. Left out, it is 0.084 s where the workers are processes of
-    one machine (the embedded model, paced or not; measured: as ``form_s``), and else what a LoRA of 1.7 GB in float32,
-    or all weights, take at 10 Gb/s, with the old policy and the optimizer's state."""
+    """Seconds from the last update to new weights on every worker. Left out, it is 0.084 s where the workers are
+    processes of one machine (the embedded model, paced or not; measured: as ``form_s``), and else what a LoRA of 1.7 GB
+    in float32, or all weights, take at 10 Gb/s, with the old policy and the optimizer's state."""
     update_s: float | None = Field(None, ge=0, le=DAY_S)
-    """Of an optimizer's step, beside reading what it adds. Left out, it is nothing on a GPU or for an embedded model;
-    on a reserved worker without a GPU, 1.8 s for a LoRA of 1.7 GB in float32 (measured on one core,
-    docs/results/gpu.md), in proportion for all weights. In a comparison, a strategy that has a GPU in the
-    place of such a worker is not charged with what is given here."""
+    """Seconds of an optimizer's step, beyond reading the gradients. Left out, it is nothing on a GPU or for an embedded
+    model; on a reserved worker without a GPU, 1.8 s for a LoRA of 1.7 GB in float32 (measured on one core,
+    docs/results/gpu.md), in proportion for all weights. In a comparison, a strategy that replaces such a worker by one
+    with a GPU does not use the value given here."""
     start_up_s: float | None = Field(None, ge=0, le=DAY_S)
-    """From the moment a worker's machine is there until the worker can work. Left out, it is 0.1 s where the workers
+    """Seconds from when a worker's machine is there until the worker can work. Left out, it is 0.1 s where the workers
     are processes of one machine (measured: as ``form_s``), and else `plan.durations.start_up_s`."""
     strategies: dict[str, dict[str, Any]] = {}
-    """What to compare, by name: settings that differ, as in ``"strategy.exploration" = "off"``. Left out, it is
-    Spotlight and what it is measured against (`strategies.BASELINES`)."""
+    """Strategies to compare: the settings that each changes, by name, as in ``"strategy.exploration" = "off"``. Left
+    out, they are Spotlight and its baselines (`strategies.BASELINES`)."""
 
     @model_validator(mode="after")
     def _target_is_to_be_reached(self) -> Self:

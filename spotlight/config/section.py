@@ -1,4 +1,4 @@
-"""What every section of a run's settings is, and what several of them ask of a value."""
+"""The base class of all sections of a run's settings, and the checks that several of them share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pydantic_core import PydanticCustomError
 from spotlight.files import check_url, shown
 
 PX_MAX = 16384
-"""Of an image's edge: beyond what any diffusion transformer draws."""
+"""Largest edge of an image: beyond what any diffusion transformer draws."""
 GUIDANCE_MAX = 100.0
-"""Some 4 is usual; at 100 nothing is left of an image."""
+"""Largest guidance. Some 4 is usual; at 100 nothing is left of an image."""
 WIDTH_MAX = 1024
-"""Workers that one machine may have, and so a gang."""
+"""Most workers of one machine, and so of a gang."""
 DAY_S = 86400.0
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def distinct(names: tuple[T, ...]) -> tuple[T, ...]:
 def check_address(name: str, url: str, schemes: Sequence[str]) -> None:
     """
     Args:
-        schemes: those that can be used; any, if it is empty.
+        schemes: URL schemes that can be used; empty: any.
     """
     try:
         check_url(url)

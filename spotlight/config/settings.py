@@ -54,7 +54,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _several_rewards(cls, tree: Any) -> Any:
-        """Several ``[[reward]]`` tables: the first, and those beside it."""
+        """Put further ``[[reward]]`` tables into the first one's ``also``."""
         tables = tree.get("reward") if isinstance(tree, dict) else None
         if not isinstance(tables, list) or not tables or not isinstance(tables[0], dict):
             return tree
@@ -228,7 +228,7 @@ class Config(Section):
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """What can be run, but is probably not meant."""
+        """Sentences about settings that can be run, but are probably not meant."""
         return tuple(doubts_of(self))
 
     @property
@@ -238,12 +238,12 @@ class Config(Section):
 
     @property
     def adds_advantages(self) -> bool:
-        """Whether advantages are made of each of several rewards by itself."""
+        """Whether there are several rewards, each with advantages of its own, which are added."""
         return self.train.combine == "advantages" and bool(self.reward.also)
 
     @property
     def reserved_only_updates(self) -> bool:
-        """Whether all rollouts and gradients are those of spot workers."""
+        """Whether spot workers alone roll out and compute gradients."""
         return set(self.strategy.rollout_pools) == set(self.strategy.train_pools) == {"spot"}
 
     @property
@@ -253,15 +253,15 @@ class Config(Section):
 
     @property
     def reserved_differs(self) -> bool:
-        """Whether reserved workers only update, on other GPUs than those that do the work, or on none."""
+        """Whether reserved workers only take the updates, on another type of GPU than the spot workers', or on none."""
         reserved, spot = ((pool.gpu or USUAL_GPU).partition("-")[0] for pool in (self.pools.reserved, self.pools.spot))
         return self.reserved_only_updates and reserved != spot
 
     @property
     def on_demand_usd_per_h(self) -> float:
-        """Price of a reserved GPU that does the work: of those that there are, or of one like the spot ones.
+        """Price per hour of a reserved GPU that does a GPU's work: an existing one, or one like the spot GPUs.
 
-        Where the list has no price of that, it is the dearer of both pools', which is too little.
+        If that one is not in the price list, this is the higher of both pools' prices, which is too low.
         """
         reserved, spot = self.pools.reserved, self.pools.spot
         gpu = spot.gpu or USUAL_GPU
@@ -271,12 +271,12 @@ class Config(Section):
 
     @property
     def gpu_pools(self) -> tuple[Pool, ...]:
-        """Where validation, and exploration with nothing beside it, may run."""
+        """Pools whose workers may validate, and explore when nothing else runs."""
         return ("reserved", "spot") if self.reserved_computes else ("spot",)
 
     @property
     def scores_apart(self) -> bool:
-        """Whether images are scored by workers of their own."""
+        """Whether separate workers score images (``pools.reward``)."""
         return self.pools.reward.workers > 0
 
     @property
@@ -293,20 +293,21 @@ class Config(Section):
 
     @property
     def prompts_drawn(self) -> int:
-        """Prompts of the data set that an iteration looks at: those explored, or else those rolled out."""
+        """How many prompts an iteration draws: those explored, or else those rolled out."""
         explored = 0 if self.strategy.exploration == "off" else self.exploration.prompts
         return explored or self.rollout.prompts
 
     @property
     def trains_on_older(self) -> bool:
-        """Whether samples of an iteration may be of the version before the one that it starts from."""
+        """Whether samples of an iteration may be drawn with the version before the one that it starts from."""
         return bool(self.rollout.prompts_ahead) or (self.exploration.reuse and self.strategy.exploration == "stale")
 
     @property
     def trains_as_scored(self) -> bool:
         """Whether parts of an update are computed as soon as their samples are scored; the bits are the same.
 
-        A part needs its advantages, and several updates share out all samples in an order that is drawn.
+        Not if a part must wait for all samples: for advantages over all of them, or because several updates share them
+        out in a random order.
         """
         whole = self.train.advantage_std == "global" or self.train.updates > 1 or self.strategy.offload == "none"
         return self.train.parts > 1 and not whole

@@ -21,17 +21,17 @@ from spotlight.records import Interval, Span, SpotlightError, WorkerLife, base_p
 
 ALWAYS: Interval = (-inf, inf)
 AT_RESERVED_PRICES = "the same useful seconds at reserved prices"
-"""What `Ledger.usd_reserved_only` is called wherever people read it."""
+"""The name of `Ledger.usd_reserved_only` in tables and pages."""
 Kind = Literal["useful", "idle", "start-up", "dropped", "lost", "redone"]
-"""Of a worker's seconds: work that counts; nothing to do; joined, and no task yet; exploration that was called off;
-steps that went with their worker before they were committed; steps done a second time."""
+"""Kinds of a worker's seconds: work that counts; nothing to do; joined, and no task yet; exploration that was called
+off; steps lost with their worker before they were committed; steps done a second time."""
 
 
 @record
 class Price:
-    """What one worker costs as time goes by: each price holds until the next begins.
+    """What one worker costs over time: each price holds until the next begins.
 
-    The first holds before its time, too, and the last for ever.
+    The first also holds before its time, the last for ever.
     """
 
     times_s: tuple[float, ...]
@@ -57,7 +57,7 @@ class Price:
         return Price(times_s=tuple(at_s + by_s for at_s in self.times_s), usd_per_h=self.usd_per_h)
 
     def at_times(self, of: Callable[[float], float]) -> Price:
-        """The same prices at other times, which keep their order; of several that become one, the last holds."""
+        """The same prices at times mapped by ``of``, which keeps their order; of several at once, the last holds."""
         found = dict(zip(map(of, self.times_s), self.usd_per_h, strict=True))
         return Price(times_s=tuple(found), usd_per_h=tuple(found.values()))
 
@@ -78,8 +78,8 @@ class Price:
 
 
 Prices = Mapping[str, Price]
-"""``{pool: price of one of its workers}``, and under `ON_DEMAND` that of a GPU like the spot ones, on demand, where the
-reserved workers are of another kind."""
+"""``{pool: price of one of its workers}``. If the reserved workers have another type of GPU than the spot ones,
+`ON_DEMAND` has the on-demand price of a GPU like the spot ones."""
 ON_DEMAND = "on demand"
 
 
@@ -90,7 +90,7 @@ def absolute(prices: Prices, workers: Iterable[WorkerLife]) -> dict[str, Price]:
 
 
 def reserved_price(prices: Prices, pool: str) -> Price:
-    """What a pool's work would cost on reserved GPUs; what only scores is the same there, and so are updates."""
+    """Price of a pool's work on reserved GPUs; it differs for spot workers only."""
     return prices.get(ON_DEMAND, prices["reserved"]) if pool == "spot" else prices[pool]
 
 
@@ -101,8 +101,7 @@ def stay(life: WorkerLife, window: Interval) -> Interval:
 
 
 def pool_seconds(workers: Iterable[WorkerLife], window: Interval) -> dict[str, float]:
-    """Seconds that each pool's workers were there, idle or not, from when they joined: how long a machine took to boot
-    before that, nobody sees.
+    """Seconds that each pool's workers were alive, idle or not, since they joined, without the machines' boot time.
 
     For each pool ``p``, with ``left_i`` the window's end for a worker that never left::
 
@@ -172,7 +171,7 @@ class Segment:
 
     pool: str
     phase: str
-    """As `base_phase` has it; ``idle`` and ``start-up`` where there was none."""
+    """As `base_phase` returns it; ``idle`` or ``start-up`` if there was no work."""
     kind: Kind
     start_s: float
     stop_s: float
@@ -196,7 +195,7 @@ def segments(
 
 
 def _pieces(span: Span) -> list[Segment]:
-    """A span's steps done twice, its useful and its lost ones, in this order; empty parts left out."""
+    """A span cut into repeated, useful and lost seconds, in this order, without empty parts; or dropped ones only."""
     phase, start_s, stop_s = base_phase(span.phase), span.start_s, max(span.start_s, span.stop_s)
     if span.outcome == "done" and not span.redone_s:  # nearly always
         useful = Segment(pool=span.pool, phase=phase, kind="useful", start_s=start_s, stop_s=stop_s)
@@ -288,9 +287,9 @@ class Ledger:
 
     entries: tuple[Entry, ...]
     iterations: int = 0
-    """Finished."""
+    """Iterations finished."""
     samples: int = 0
-    """Kept and trained on."""
+    """Samples kept and trained on."""
     points: float | None = None
     """Validation score gained, in hundredths; None where it was not measured twice."""
 
@@ -299,7 +298,7 @@ class Ledger:
         return sum(entry.seconds for entry in self._where(where))
 
     def usd(self, **where: str) -> float:
-        """As `seconds`."""
+        """US dollars, summed as in `seconds`."""
         return sum(entry.usd for entry in self._where(where))
 
     @property

@@ -1,6 +1,6 @@
 """Reads prices: the packaged list by type of GPU, and files of prices that change in time.
 
-Nothing is fetched. What a run pays is in its settings: the list is looked at once, when they are read.
+Nothing is fetched. A run's prices are in its settings: the list is only read when these are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spotlight.records import SpotlightError
 
 LIST = Path(__file__).with_name("prices.toml")
 USUAL_GPU = "h100"
-"""Of a pool that names none."""
+"""GPU of a pool that names none."""
 COLUMNS = ("time", "usd_per_h"), ("since_start_s", "usd_per_h")
 """The first lines that a file of prices may have."""
 
@@ -32,7 +32,7 @@ def price_list() -> Mapping[str, Mapping[str, Any]]:
 
 
 def usd_per_h(gpu: str, pool: str) -> float:
-    """The listed price of one GPU in a pool; in any but "spot", of a reserved one.
+    """The listed price of one GPU: the spot price in the pool "spot", the reserved price in any other.
 
     Raises:
         ValueError: there is no such GPU in the list; the text names those that are.
@@ -47,7 +47,7 @@ def usd_per_h(gpu: str, pool: str) -> float:
 
 
 def read_prices(path: str | Path) -> Price:
-    """A file of prices that change in time: CSV, its first line ``time,usd_per_h`` or ``since_start_s,usd_per_h``.
+    """Read a CSV file of prices over time. Its first line is ``time,usd_per_h`` or ``since_start_s,usd_per_h``.
 
     ``time`` is ISO 8601, UTC where it names no zone, or Unix seconds; ``since_start_s`` counts seconds from when the
     run's first worker joined, to replay a recorded price. Each price holds until the next line's time.
@@ -101,7 +101,7 @@ def _row(line: str, *, calendar: bool) -> tuple[float, float]:
 
 
 def _number(text: str) -> float | None:
-    """A finite number, or nothing."""
+    """A finite number, or None."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Makes up spot traces: correlated losses whose means are those of published ones.
+"""Makes synthetic spot traces: correlated losses whose means are those of published ones.
 
 Pure: the same seed always gives the same trace.
 """
@@ -19,7 +19,7 @@ class TraceModel:
     """Mean availability, as a share of the capacity."""
     losses_per_instance_h: float
     spread: float
-    """Mean share of the instances that a shock takes; more of it, fewer and larger losses."""
+    """Mean share of the instances that a shock takes; the larger it is, the fewer and larger the losses."""
     collapse: float
     """Probability that a shock takes every instance."""
 
@@ -34,7 +34,7 @@ MODELS = {"bursty": BURSTY, "calm": CALM, "collapsing": COLLAPSING}
 
 
 def synthesise(*, seed: int, capacity: int, duration_s: float, model: TraceModel = BURSTY) -> Trace:
-    """A made-up trace with correlated losses, whose means are the model's.
+    """A synthetic trace with correlated losses, whose means are the model's.
 
     Shocks arrive at random (Poisson). One takes each instance that is alive with the same probability ``p``,
     drawn anew for each shock: 1 with probability ``collapse``, else from Beta(1, 1/spread - 1), whose mean is

@@ -1,4 +1,4 @@
-"""Spot availability over time: what a trace says, and cutting, stretching, thinning it and handing out its places.
+"""Spot availability over time: reads off a trace, cuts, stretches and samples it, and assigns its instances to places.
 
 Pure. Nobody is alive before time 0; an instance that is alive cannot be added, and one that is not cannot be removed.
 """
@@ -20,9 +20,9 @@ from spotlight.records import SpotlightError, record
 SECONDS_PER_H = 3600.0
 Kind = Literal["add", "remove"]
 Switches = tuple[tuple[float, bool], ...]
-"""When a place comes up (True) and goes down, ``(time_s, up)`` in order; it begins down.
+"""``(time_s, up)`` in order: when a place comes up (True) or goes down. It begins down.
 
-Down and up at one moment is a loss that is replaced at once."""
+Down and up at the same time is a loss that is replaced at once."""
 
 
 @record
@@ -36,7 +36,7 @@ class Event:
 
 @record
 class Loss:
-    """Instances that went at one moment."""
+    """Instances lost at one moment."""
 
     time_s: float
     instances: int
@@ -88,7 +88,7 @@ class Trace:
             )
 
     def steps(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """How many are alive from when on: moments in s, beginning with 0, and counts, both of shape (M,)."""
+        """Times in seconds, beginning with 0, and how many are alive from each on, both of shape (M,)."""
         counts = {0.0: 0}
         alive = 0
         for event in self.events:
@@ -132,7 +132,7 @@ class Trace:
         )
 
     def cut(self, start_s: float, stop_s: float) -> Trace:
-        """The part after ``start_s``, up to and with ``stop_s``; who is alive at the start is there from time 0.
+        """The part after ``start_s``, up to and with ``stop_s``; instances alive at the start are there from time 0.
 
         Raises:
             SpotlightError: the part is empty or reaches beyond the trace.
@@ -151,7 +151,7 @@ class Trace:
         return Trace(events=(*there, *later), duration_s=stop_s - start_s)
 
     def stretch(self, factor: float) -> Trace:
-        """The same in ``factor`` times the time; a speed-up of 60 is ``stretch(1 / 60)``.
+        """The same trace, ``factor`` times as long; a speed-up of 60 is ``stretch(1 / 60)``.
 
         Raises:
             SpotlightError: the factor is not a positive number.
@@ -177,8 +177,8 @@ class Trace:
     def limit(self, capacity: int) -> Trace:
         """The trace of a pool that takes ``capacity`` instances at most; they are named ``place-0``, ``place-1``, ...
 
-        An instance that finds every place taken waits. A place whose instance is lost is lost with it; whoever waits
-        takes a free place at that same moment. So ``min(capacity, available)`` are alive at any moment.
+        An instance that finds every place taken waits. A place is lost with its instance; an instance that waits
+        takes a free place at the same moment. So ``min(capacity, available)`` are alive at any moment.
         """
         free, waiting, places = list(range(capacity)), dict[str, None](), dict[str, int]()
         limited: list[Event] = []
@@ -197,7 +197,7 @@ class Trace:
         return Trace(events=tuple(limited), duration_s=self.duration_s)
 
     def places(self, workers: int) -> tuple[Switches, ...]:
-        """When each of so many places of a pool is up, as in `limit`: bulk losses take several places down at once.
+        """When each of ``workers`` places of a pool is up, as in `limit`: bulk losses take several places down at once.
 
         Where the trace has many more instances than there are places, an instance always waits, and whatever is lost is
         replaced at once; `sample` about as many instances first to see places stay empty.
@@ -209,7 +209,7 @@ class Trace:
 
 
 def checked_events(numbered: Iterable[tuple[int, Event]], where: str) -> Iterator[Event]:
-    """Each event, once it is sure that it may follow those before it."""
+    """Yields each event after a check that it may follow those before it."""
     alive: dict[str, None] = {}
     last_s = 0.0
     for number, event in numbered:
@@ -228,7 +228,7 @@ def checked_events(numbered: Iterable[tuple[int, Event]], where: str) -> Iterato
 
 
 def _follow(alive: dict[str, None], event: Event) -> None:
-    """Keep the set of who is there, in the order in which they came."""
+    """Apply an event to the instances that are alive, which are in order of arrival."""
     if event.kind == "add":
         alive[event.instance] = None
     else:

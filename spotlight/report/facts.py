@@ -1,8 +1,8 @@
-"""What a run directory says, worked out as far as every picture of it needs; draws nothing.
+"""Reads a run directory and computes what the report's pictures and tables show; draws nothing.
 
-A run that stopped early gives fewer facts and a list of what is missing; only a directory that is no run,
-or a damaged file, is an error. All times are seconds since the first moment that anything is known of, without long
-stretches in which there was no worker: a run that is resumed after a day is shown side by side with its beginning.
+A run that stopped early gives fewer facts and a list of what is missing; only a directory that is no run, or a damaged
+file, is an error. All times are seconds since the first recorded moment, without long stretches in which there was no
+worker: a run that is resumed after a day is shown without the gap.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Lane = tuple[str, str]
 """``(pool, worker)``: a row of a timeline."""
 
 ZOOM_MARGIN = 2
-"""Iterations shown on either side of the one that a timeline looks at closely."""
+"""Iterations shown on either side of the one that a timeline zooms in on."""
 MONEY_POINTS = 120
 """Points of a curve of dollars: one every 10 px of the page."""
 COUNT_POINTS = 600
@@ -54,7 +54,7 @@ def history_frame(run: str | Path | RunDir) -> pd.DataFrame:
     Before the first, it has the columns that every run has, and no row.
 
     Args:
-        run: its directory or URL; or as it was opened, which spares a look at all that is there.
+        run: its directory or URL; or an opened `RunDir`, which spares checking the directory again.
 
     Raises:
         SpotlightError: the directory is not a run, or its history is damaged.
@@ -78,7 +78,7 @@ def _frame(history: Sequence[HistoryRow]) -> pd.DataFrame:
 
 @record
 class Facts:
-    """All that a run directory says, and what it should say but does not."""
+    """All that a run directory says, and a list of what is missing."""
 
     dir: Path
     settings: Config
@@ -91,9 +91,9 @@ class Facts:
     """What a worker costs, by pool."""
     ledger: Ledger
     whole: Interval
-    """From 0 to the last moment that anything is known of."""
+    """From 0 to the last recorded moment."""
     breaks: list[tuple[float, float]]
-    """When the run had no worker for long, and for how many seconds, which are left out of all times."""
+    """``(when, seconds)`` of each long stretch without a worker; these seconds are left out of all times."""
     missing: list[str]
     quarantined: list[Quarantined]
     """Requests that nobody ran any more, with how many workers each had lost."""
@@ -124,7 +124,7 @@ class Facts:
         )
 
     def time_axis(self) -> str:
-        """What the axis of times is called."""
+        """Label of the time axis."""
         return "seconds since the start" + (", without the breaks (dotted)" if self.breaks else "")
 
     def lanes(self) -> list[Lane]:
@@ -261,7 +261,7 @@ def _evenly(lanes: Sequence[Lane]) -> list[Lane]:
 
 
 def _done_by(intervals: Sequence[Interval], amounts: Sequence[float], at_s: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What was done by each moment, where each interval does its amount at an even pace."""
+    """Cumulative amount done by each moment, if each interval does its amount at a constant rate."""
     starts_s, stops_s = np.array(intervals, dtype=np.float64).reshape(-1, 2).T
     rates = np.array(amounts) / (stops_s - starts_s)
 

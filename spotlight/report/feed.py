@@ -1,4 +1,4 @@
-"""Tells a page on the scheduler what only the driver knows of a run, as small rows that may come twice.
+"""Sends the scheduler's live page what only the driver knows of a run, as small rows that may come twice.
 
 A row has a ``kind`` and an ``id``: a later row with the same two replaces the earlier one, so a driver that begins anew
 sends all of them again and changes nothing. Rows are plain values, a few kilobytes each; no file is shared.
@@ -25,13 +25,13 @@ from spotlight.store.thumbnails import Picture, pictures, thumbnail, validation_
 Row = dict[str, Any]
 
 PROMPTS_SHOWN, IMAGES_SHOWN, PICTURES_SHOWN = 16, 12, 6
-"""Of an iteration's prompts, a validation's images, and the best and the worst of the kept seeds: what fits a panel."""
+"""Most prompts of an iteration, images of a validation, and best (and worst) kept seeds that a panel shows."""
 TEXT_SHOWN = 240
 """Characters of a prompt."""
 DRAWS = 8
-"""Times that equal shares are imagined, for their mean."""
+"""Random draws of equal shares, whose mean is taken."""
 AT_ONCE = 50
-"""Iterations told of in one go, the latest first: each takes some 10 ms of the driver, and more at a URL."""
+"""Iterations sent at once, the latest first: each takes some 10 ms of the driver, and more at a URL."""
 METRICS = ("reward_mean", "reward_std", "explored_reward_mean", "rank_correlation", "fidelity", "seeds_scored")
 MEASURED = ("wall_s", "spot_utilisation", "preemptions", "gangs_broken", "recovery_s", "spot_worth_renting")
 
@@ -42,11 +42,11 @@ class Feed:
     def __init__(self, run: RunDir, config: Config) -> None:
         self._run, self._config = run, config
         self._session = uuid4().hex
-        """Of this driver: what an earlier one told is not to be mixed with it."""
+        """Id of this driver, so that rows of an earlier one are not mixed with its own."""
         self._sizes: dict[str, int] = {}
         self._told: set[tuple[str, int]] = set()
         self._are_left = False
-        """Earlier iterations are not told yet."""
+        """Whether earlier iterations are not sent yet."""
 
     def rows(self, money: Mapping[str, Any]) -> list[Row]:
         """What is new since the last call, the money always."""
@@ -106,7 +106,7 @@ class Feed:
         }
 
     def _prompts(self, selection: Selection) -> Row:
-        """What exploration spent on each prompt, the most first, and what came of it."""
+        """How many candidates exploration tried of each prompt, most first, and their rewards."""
         kept = {group.prompt.id: group for group in selection.kept}
         rows = [
             {

@@ -36,7 +36,7 @@ class AnnotatedLayer(Protocol):
 
 
 class Layered(Protocol):
-    """What of a Dask graph is drawn."""
+    """The parts of a Dask graph that are drawn."""
 
     @property
     def layers(self) -> Mapping[str, AnnotatedLayer]: ...
@@ -49,14 +49,14 @@ SUFFIXES = (".svg", ".png")
 BOXES_MAX = 8
 """Tasks drawn one by one; more are drawn as this many and counted in the label."""
 ROUNDS_MAX, ROUNDS_APART = 4, 2
-"""Of more rounds of exploration than this, all after the first ones are drawn as one."""
+"""Most rounds of exploration drawn apart; of more, the first ones are drawn, and all others as one."""
 LANES = {
     "reserved": ("reserved",),
     "spot": ("explore", "explore-score"),
     "reward": ("reward",),
     "head": ("head",),
 }
-"""Lanes, and the rows in each, from top to bottom; that of workers that only score, where there are such."""
+"""{lane: its rows}, from top to bottom; the lane of workers that only score is drawn if there are any."""
 BESIDE = ("allocate", "explore", "explore-decode", "explore-score", AHEAD, "score-ahead")
 """Phases that run while an iteration trains."""
 MAKES = {"publish": "weights {}", "select": "kept seeds {}"}

@@ -23,16 +23,16 @@ WASTE = {
 }
 """``{kind: its name, what it is}``"""
 LONG_S, DEAR_USD = 100_000, 10.0
-"""Accounts of more are in hours, and in whole cents."""
+"""Larger accounts are in hours, and in whole cents."""
 
 
 def simulation(learning: str) -> str:
-    """What is not real about a simulated run, said wherever its numbers are shown; empty for a live one."""
+    """A label that says what is not real about a simulated run, shown with its numbers; empty for a live one."""
     return f"SIMULATED: durations by the cost model, learning {learning}" if learning else ""
 
 
 def emulated(config: Config, learning: str) -> str:
-    """What is not real about a run's seconds and dollars; empty where all of it is.
+    """A label that says what is not real about a run's seconds and dollars; empty if all is real.
 
     Args:
         learning: of a simulated run, as `simulation` takes it.
@@ -50,10 +50,10 @@ class Row:
     name: str
     note: str
     seconds: Mapping[str, float]
-    """By pool; every pool is there."""
+    """{pool: seconds}, with every pool."""
     usd: Mapping[str, float]
     share: float
-    """Of all dollars, in [0, 1]; of all seconds where nothing costs anything."""
+    """Share of all dollars, in [0, 1]; of all seconds where nothing costs anything."""
     colour: str = ""
     is_waste: bool = False
     is_sum: bool = False
@@ -91,7 +91,7 @@ def _row(ledger: Ledger, name: str, note: str, columns: list[dict[str, str]], co
 
 
 def bought(ledger: Ledger) -> list[tuple[str, str]]:
-    """What the dollars bought, as name and text; a dash where the run has nothing of it."""
+    """What the dollars bought, as (name, text); a dash where the run has none of it."""
     times = f" ({ledger.usd_reserved_only / ledger.usd():.1f} ×)" if ledger.usd() else ""
     return [
         (f"per iteration ({ledger.iterations})", dollars(ledger.usd_per_iteration)),
@@ -111,7 +111,7 @@ def _points(points: float | None) -> str:
 
 
 def cost_table(ledger: Ledger, title: str, *, width: int) -> Table:
-    """The account for a terminal; where it has no room for all pools side by side, of all together.
+    """The account for a terminal, with all pools side by side if there is room, else summed up.
 
     Args:
         width: characters that a line may have.
@@ -145,7 +145,7 @@ def cost_table(ledger: Ledger, title: str, *, width: int) -> Table:
 
 
 def cost_json(ledger: Ledger) -> dict[str, Any]:
-    """The account for machines: every column of the ledger, and every number derived from it."""
+    """The account as JSON values: every column of the ledger, and every number derived from it."""
     pools = sorted({entry.pool for entry in ledger.entries})
     derived = ("usd_wasted", "usd_reserved_only", "usd_per_iteration", "usd_per_sample", "usd_per_point")
     return {

@@ -75,7 +75,7 @@ METRICS = {
     "spot_worth_renting": "more spot workers than so many would have found no rollout to do",
     "usd": "dollars, idle time included",
 }
-"""What is said of a metric. Those without a row here are seconds by phase, whose names end with "_s"."""
+"""Captions of metrics. Those without one here are seconds by phase, whose names end with "_s"."""
 FILES = {
     "config.toml": "the settings, every default written out",
     "prompts": "the prompts that the run began with",
@@ -185,7 +185,7 @@ def _reward_note(settings: Config) -> str:
 
 
 def _banner(facts: Facts) -> str:
-    """Says of a simulated run that it is one, before anything else."""
+    """A notice, above all else, that a run is simulated; empty for a live one."""
     if not facts.simulated:
         return ""
     model = f" {html.escape(MODEL)}." if facts.simulated == "modelled" else ""
@@ -287,7 +287,7 @@ def _reserved_too(lost: Mapping[str, int]) -> str:
 
 
 def _paused(facts: Facts) -> str:
-    """Time in which nothing could happen, if there was any."""
+    """Time lost in pauses of the run, as text; empty if there was none."""
     lost = facts.curve("paused_s")
     return "" if lost is None else f"; {_duration(float(lost.sum()))} of it lost: the run was paused"
 
@@ -322,7 +322,7 @@ def _diagnostics(facts: Facts) -> str:
 
 
 def _quarantined(facts: Facts) -> str:
-    """A row per request that nobody ran any more."""
+    """A row for each request that was set aside."""
     rows = "".join(
         f"<tr><th>{html.escape(refused.request.prompt.text)}</th>"
         f"<td>{html.escape(str(refused.request.iteration))}</td>"

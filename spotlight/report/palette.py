@@ -23,13 +23,13 @@ POOL_COLOURS = {"reserved": "#475569", "spot": "#1f9e8f", "reward": "#b07d3a"}
 INK, FAINT, AXIS, RULE = "#1d2433", "#6b7485", "#b4bac5", "#eceef2"
 """Text, its fainter kind, axes, and the lines of grids and tables."""
 OTHER, LOST, ALIVE = "#c3c9d2", "#d3323a", "#e9ecf1"
-"""A phase of no colour, a preemption, a worker that is there whether it works or not."""
+"""A phase without a colour of its own, a preemption, a worker that is alive."""
 WASTE_COLOURS = {"idle": "#dfe3ea", "start-up": "#b9c1cf", "dropped": "#f9d7a5", "lost": LOST, "redone": "#e88a8f"}
 """Seconds that were paid for and bought nothing, by kind."""
 CALLED_OFF = ("dropped", "stopped")
 """Outcomes of work that was called off."""
 CALLED_OFF_ALPHA = 0.4
-"""Of work that was dropped or stopped, so that what counted stands out."""
+"""Opacity of work that was dropped or stopped, so that useful work stands out."""
 
 
 def phase_colour(phase: str) -> str:

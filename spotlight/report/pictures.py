@@ -38,7 +38,7 @@ GRID_COLUMNS, GRID_MAX = 8, 32
 """Validation prompts in a row and in all: more cannot be told apart on a page 1,180 px wide."""
 FONTS = ["DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Source Han Sans SC", "PingFang SC"]
 FONTS += ["Hiragino Sans", "Microsoft YaHei", "WenQuanYi Zen Hei", "WenQuanYi Micro Hei", "Droid Sans Fallback"]
-"""Of these, what the machine has: the first knows no Chinese and no Japanese."""
+"""Fonts to use, as far as the machine has them: the first has no Chinese and no Japanese."""
 COUNTS_IN = 2.4
 """Height of the picture that counts workers."""
 STYLE: dict[Any, Any] = {

@@ -55,11 +55,11 @@ def reward_plot(facts: Facts) -> Plot:
 
 
 POOL_PX, FEW_LANES = 60, 16
-"""Height of the name of a pool, which stands beside its lanes; of many lanes nobody reads single names."""
+"""Height of a pool's name, beside its lanes."""
 ABOVE_PX, GROUP_PADDING = 110, 0.6
-"""Height of legend and axis; between pools, in lanes."""
+"""Height of legend and axis in pixels; gap between pools, in lanes."""
 Sources = Mapping[str, ColumnDataSource]
-"""What is drawn of each phase, once for all plots that show it."""
+"""{phase: its data}, shared by all plots that show it."""
 
 
 def timeline_plot(facts: Facts) -> Plot:
@@ -251,7 +251,7 @@ def _plot_lanes(plot: Plot, facts: Facts, sources: Sources, *, cross_px: int) ->
 
 
 def _draw_breaks(plot: Plot, facts: Facts) -> None:
-    """Where times leave out that the run had no worker."""
+    """Mark where stretches without a worker are left out."""
     if facts.breaks:
         plot.vspan(x=[at_s for at_s, _ in facts.breaks], color=INK, line_width=1.4, line_dash="dotted")
 

@@ -1,10 +1,9 @@
 """Hands a run's metrics to the trackers that people use beside the run directory: TensorBoard, W&B, MLflow.
 
-Each is imported when a run wants it, here alone. What was logged may be logged again: a run that is resumed hands over
-its whole history, and no point is doubled. A tracker that fails is left out for the rest of the run, which goes on, and
-one that is slow delays nothing.
-Keys and addresses come from the tracker's own environment (``WANDB_API_KEY``, ``MLFLOW_TRACKING_URI``), never from the
-settings, which are written to the run directory.
+Each is imported only here, when a run uses it. What was logged may be logged again: a resumed run hands over its whole
+history, and no point is doubled. A tracker that fails is left out for the rest of the run, and a slow one delays
+nothing. Keys and addresses come from the tracker's own environment (``WANDB_API_KEY``, ``MLFLOW_TRACKING_URI``), never
+from the settings, which are written to the run directory.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from spotlight.store.rows import HISTORY, VALIDATION, HistoryRow, ValidationRow
 from spotlight.store.rundir import RunDir
 
 HIDDEN = ("started_s", "stopped_s", "busy_s.")
-"""What names of measurements begin with that no curve is made of."""
+"""Beginnings of the names of measurements that get no curve."""
 
 CLOSE_S = 30.0
-"""For trackers to take what is left when a run has ended."""
+"""How long trackers may take for the rest when a run has ended."""
 Ended = Literal["finished", "stopped", "failed"]
 """How a run's session ended."""
 
@@ -43,7 +42,7 @@ class Point:
     """What was measured at one step."""
 
     step: int
-    """An iteration; of a validation, the weights version."""
+    """The iteration; for a validation, the weights version."""
     at_s: float
     values: Mapping[str, float]
 
@@ -89,7 +88,8 @@ class Tracking:
         return path.stat().st_size if path.exists() else 0
 
     def close(self, ended: Ended, *, within_s: float = CLOSE_S) -> None:
-        """Hand over the rest, and how the run ended; a tracker that has not taken it by then is left."""
+        """Hand over the rest, and how the run ended; a tracker that has not taken it after ``within_s`` is
+        abandoned."""
         self.follow()
         for thread in self._threads:
             thread.told.put(ended)
@@ -101,7 +101,8 @@ class Tracking:
 
 
 class _Thread(Thread):
-    """Makes a tracker and hands over what is put to ``told``, to the end that comes last; ends itself if that fails."""
+    """Makes a tracker, and hands it the points put to ``told``, until the run's end is put there, or the tracker
+    fails."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         super().__init__(name=name, daemon=True)
@@ -203,7 +204,7 @@ class Wandb:
 
 
 def _has_wandb_key() -> bool:
-    """Whether W&B need not ask for one; also where it is told to stay offline."""
+    """Whether W&B need not ask for a key; also if it is told to stay offline."""
     if any(os.environ.get(name) for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
         return True
     try:
@@ -214,7 +215,7 @@ def _has_wandb_key() -> bool:
 
 
 def _plain(name: str) -> str:
-    """A run's name for what takes only letters, digits, dots and dashes."""
+    """A run's name with only letters, digits, dots and dashes."""
     return re.sub(r"[^\w.-]", "-", name, flags=re.ASCII)
 
 

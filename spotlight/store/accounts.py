@@ -1,6 +1,6 @@
-"""What all workers of a run did and what that cost, over all of its sessions; kept on disk as it goes.
+"""What all workers of a run did, and what that cost, over all of its sessions; kept on disk as the run goes on.
 
-In memory are the spans of the last iterations; what came before is summed up, so that a long run takes no more of it.
+Memory holds the spans of the last iterations; earlier ones are summed up, so that it does not grow with a long run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from spotlight.store.rows import EVENTS, HISTORY, SPANS, WORKERS, HistoryRow, Va
 from spotlight.store.rundir import RunDir
 
 LATEST_S = 1e12
-"""The year 33658: times are Unix seconds, or a virtual clock's."""
+"""Latest time that a journal may hold, the year 33658. Times are Unix seconds, or a virtual clock's."""
 
 
 FOLD_SPANS = 2_000
@@ -51,7 +51,7 @@ class Accounts:
     """Spans and worker lives of one run; times are Unix seconds.
 
     Args:
-        watched: the run goes on elsewhere, so workers that nobody saw leave are alive.
+        watched: another process drives the run, so workers that have not left are alive.
     """
 
     def __init__(self, run: RunDir, config: Config, *, watched: bool = False) -> None:
@@ -59,28 +59,28 @@ class Accounts:
         self._prices = pool_prices(config)
         self._spans: list[Span] = []
         self._latest_s: list[float] = []
-        """Of each span, when the last of it and those before it ended."""
+        """For each span, the latest end of it and of all spans before it."""
         self._first_spot: dict[str, tuple[float, int]] = {}
-        """Of each spot worker, when its earliest span began, and which it is."""
+        """{spot worker: (when its earliest span began, index of that span)}"""
         self._history = run.growing(HISTORY, HistoryRow)
         self._samples: dict[int, float] = {}
-        """Of each iteration that is done."""
+        """{finished iteration: samples that it was trained on}"""
         self._broken: dict[str, float] = {}
         self._recoveries: list[tuple[float, float]] = []
         self._pauses: list[tuple[float, float]] = []
-        """When the run went on after a pause, and how long that was."""
-        self._told_with: dict[int, float] = {}
-        """Of each pause, the end of the stretch of time that was measured with it."""
+        """(When the run went on, seconds lost) of each pause."""
+        self._pause_measured: dict[int, float] = {}
+        """{index of a pause: end of the time window whose measures include it}"""
         self._first_done_s: float | None = None
         self._span_lines, self._life_lines = run.growing(SPANS, Span), run.growing(WORKERS, WorkerLife)
         self._add_spans(new_spans(run, self._span_lines)[1])
         self._lives: dict[int, WorkerLife] = {}
-        """Of this session, by number."""
+        """Workers of this session, by number."""
         self._earlier: list[WorkerLife] = []
         self._divide(new_lives(run, self._life_lines)[1], watched=watched)
         self._written_earlier = "".join(map(_line, self._earlier))
         self._written: dict[int, str] = {}
-        """Lines of the journal, by number."""
+        """Their lines of the journal, by number."""
         self._ledger: Ledger | None = None
         self._ledger_s = 0.0
         self._folded_s = 0.0
@@ -88,7 +88,7 @@ class Accounts:
         self._folded_busy_s = 0.0  # of spot workers
         self._measured_s = 0.0
         self._measured: dict[Interval, dict[str, float]] = {}
-        """The last stretch of time that was measured, until more is reported."""
+        """{time window measured last: its measures}, until more is reported."""
         self.running: Mapping[str, int] = {}
         """Tasks in progress, by phase."""
         if watched:
@@ -111,7 +111,10 @@ class Accounts:
             self._write_lives(drained.workers)
 
     def look(self) -> bool:
-        """Of a run that is watched, read what is new; whether what was read before still holds.
+        """Read what is new of a watched run.
+
+        Returns:
+            Whether what was read before still holds: not if its journal of spans was replaced.
 
         Raises:
             SpotlightError: a line is damaged.
@@ -129,27 +132,27 @@ class Accounts:
         return True
 
     def _fold_watched(self) -> None:
-        """As its driver does after each iteration, going by the last two that are done."""
+        """Sum up old spans as the driver does after each iteration, by when the last two finished ones began."""
         began_s = [row.measured.get("started_s", 0.0) for row in self._run.last(HISTORY, HistoryRow, 2)]
         if len(began_s) == 2:
             self._measured_s = began_s[0]
             self._fold(began_s[1])
 
     def _divide(self, lives: Sequence[WorkerLife], *, watched: bool) -> None:
-        """Into those of this session and those that have ended."""
+        """Divide lives into those of this session and those that have ended."""
         last_s = self._latest_s[-1] if self._latest_s else 0.0
         self._lives = {at: life for at, life in enumerate(lives) if watched and life.left_s is None}
         self._earlier = [_ended(life, last_s) for at, life in enumerate(lives) if at not in self._lives]
 
     def close(self, now_s: float) -> None:
-        """The session ends, and with it the workers that are still alive."""
+        """End the session, and with it the lives of workers that are still alive."""
         self._lives, self._measured = {at: _ended(life, now_s) for at, life in self._lives.items()}, {}
         self.running = {}
         self._write_lives(self._lives)
         self._ledger = None
 
     def measure(self, start_s: float, stop_s: float) -> dict[str, float]:
-        """Seconds and dollars of a stretch of time: by phase and by worker."""
+        """What is measured of a time window: seconds by phase and by worker, dollars, lost workers, recoveries."""
         window = (start_s, stop_s)
         if window not in self._measured:  # an iteration's is asked for twice
             self._measured = {window: self._measure(window)}
@@ -186,11 +189,11 @@ class Accounts:
         }
 
     def _paused_s(self, stop_s: float) -> float:
-        """Lost until then, and not before the last stretch: a pause may end after its iteration, or be told of late."""
+        """Seconds lost in pauses that no earlier window includes: some are known only after their iteration."""
         for at, (at_s, _) in enumerate(self._pauses):
             if at_s <= stop_s:
-                self._told_with.setdefault(at, stop_s)
-        return sum(lost_s for at, (_, lost_s) in enumerate(self._pauses) if self._told_with.get(at) == stop_s)
+                self._pause_measured.setdefault(at, stop_s)
+        return sum(lost_s for at, (_, lost_s) in enumerate(self._pauses) if self._pause_measured.get(at) == stop_s)
 
     def balance(self, iteration: int, began_s: float, window_s: float) -> Balance | None:
         """How reserved and spot workers shared an iteration."""
@@ -214,9 +217,9 @@ class Accounts:
         }
 
     def ledger(self, now_s: float) -> Ledger:
-        """Where seconds and dollars went, as it was worked out last: after each iteration, and at the run's end.
+        """Where seconds and dollars went, as computed last: after each iteration, and at the run's end.
 
-        Working it out takes some microseconds for each span, too long for every look at a long run.
+        Computing it takes some microseconds a span, too long for each look at a long run.
         """
         if self._ledger is None:
             self._ledger_s = now_s
@@ -228,7 +231,7 @@ class Accounts:
         return self._ledger
 
     def _samples_done(self) -> Mapping[int, float]:
-        """As `samples_done`, of which only new rows are read."""
+        """As `samples_done`; only new rows of the history are read."""
         first, rows = self._history.new()
         self._samples = ({} if first == 1 else self._samples) | samples_done(rows)
         return self._samples
@@ -243,10 +246,10 @@ class Accounts:
         return share * pool_seconds(self._all(), window).get("spot", 0.0)
 
     def _fold(self, start_s: float) -> None:
-        """Sum up what came before the iteration before this one, and forget it.
+        """Sum up the spans from before the previous iteration, and forget them.
 
-        What is reported only an iteration after its end counts from there on. Of each worker its first span stays, by
-        which its idle time is told from its start-up.
+        Of a span that is reported later than that, only seconds after the fold count. Each worker's first span stays:
+        it separates start-up from idle time.
         """
         until_s, self._measured_s = self._measured_s, start_s
         if len(self._spans) <= FOLD_SPANS or until_s <= self._folded_s:
@@ -276,7 +279,7 @@ class Accounts:
         return sum(life.pool == "spot" and life.was_taken for life in self._all())
 
     def lives(self) -> list[WorkerLife]:
-        """Of all workers, over all sessions."""
+        """The lives of all workers, over all sessions."""
         return self._all()
 
     def alive(self) -> dict[str, int]:
@@ -284,13 +287,13 @@ class Accounts:
         return dict(Counter(life.pool for life in self._lives.values() if life.left_s is None))
 
     def worked_s(self, until_s: float) -> float:
-        """Seconds before a moment in which there was any worker: how long earlier sessions were."""
+        """Seconds of earlier sessions, before ``until_s``, in which there was any worker."""
         return alive_s(self._earlier, until_s)
 
     def first_image_s(self, began_s: float) -> float | None:
-        """Seconds from ``began_s``, the run's begin, to the first finished request.
+        """Seconds from ``began_s``, the run's start, to the first finished request.
 
-        None where none has finished, or there was an earlier session: nobody knows how long that took to start.
+        None if none has finished, or after an earlier session, whose start-up time is unknown.
         """
         if self._earlier:
             return None
@@ -313,7 +316,7 @@ class Accounts:
             self._first_done_s = min((span.stop_s for span in spans if _makes_images(span)), default=None)
 
     def _since(self, at_s: float) -> list[Span]:
-        """All spans but the first ones that had ended before."""
+        """All spans but the leading ones that ended before ``at_s``."""
         return self._spans[bisect_left(self._latest_s, at_s) :]
 
     def _all(self) -> list[WorkerLife]:
@@ -334,7 +337,7 @@ def _was_alive(life: WorkerLife, window: Interval) -> bool:
 
 
 def alive_s(lives: Iterable[WorkerLife], until_s: float) -> float:
-    """Seconds before a moment in which there was any worker, so without pauses between a run's sessions."""
+    """Seconds before ``until_s`` in which there was any worker, so without pauses between a run's sessions."""
     total_s = reached_s = 0.0
     for life in sorted(lives, key=attrgetter("joined_s")):
         stop_s = min(until_s, until_s if life.left_s is None else life.left_s)
@@ -384,7 +387,7 @@ def new_lives(run: RunDir, journal: Growing[WorkerLife]) -> tuple[int, list[Work
 
 
 def _check_rows(run: RunDir, journal: str, first: int, rows: Sequence[Span | WorkerLife], *moments: str) -> None:
-    """Refuse moments that no clock shows, and pools that have no price."""
+    """Refuse times that no clock shows, and pools that do not exist."""
     for number, row in enumerate(rows, first):
         wrong = [name for name in moments if not 0 <= (getattr(row, name) or 0.0) <= LATEST_S]
         found = [f"{name}: expected seconds from 0 to {LATEST_S:.0e}, found {getattr(row, name)}" for name in wrong]
@@ -409,7 +412,7 @@ def pool_prices(config: Config) -> dict[str, Price]:
 
 
 def _price(config: Config, setting: str, pool: PoolSection) -> Price:
-    """In seconds of the clock that the run has, of which each may stand for several."""
+    """A pool's price over the run's own clock, whose second may stand for several (``pace.speedup``)."""
     if not pool.prices:
         return Price.constant(pool.usd_per_h)
     price, scale = read_prices(pool.prices), config.emulated_per_real_s
@@ -480,6 +483,6 @@ def _ended(life: WorkerLife, now_s: float) -> WorkerLife:
 
 
 def _phase(span: Span) -> str:
-    """Phases as people count them: scoring is scoring, whatever was scored."""
+    """The phase under which a span is reported: all scoring is one phase, whatever was scored."""
     phase = base_phase(span.phase)
     return "score" if phase == "explore-score" else phase

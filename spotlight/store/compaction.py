@@ -1,7 +1,6 @@
 """Brings the clean latents of a finished iteration into few large arrays, and finds them there.
 
-It removes nothing but a half-written array of its own: what a copy replaces goes later, and only once `compact` has
-returned.
+It removes nothing but half-written arrays of its own: the caller removes the originals after `compact` has returned.
 
 Invariants:
 
@@ -35,7 +34,7 @@ class Clean:
     shape: Sequence[int]
     """(B, N, C)."""
     sha256: str
-    """Of their float32 bytes."""
+    """Hash of their float32 bytes."""
     read: Callable[[], Float32 | None]
 
 
@@ -52,7 +51,7 @@ class Compacted:
 
 
 def index(store: ZarrStore, iteration: int) -> dict[str, Compacted]:
-    """What is compacted of an iteration, ``{request digest: where it is}``."""
+    """The compacted requests of an iteration, ``{request digest: where its latents are}``."""
     value = unseal(run(store.get(index_key(iteration)))) or {}
     return {digest: Compacted(**row) for digest, row in value.items()}
 
@@ -107,7 +106,7 @@ def _held(store: ZarrStore, index: Mapping[str, Compacted]) -> set[str]:
 
 
 def _read(sources: Sequence[Clean]) -> Iterator[tuple[Clean, Float32]]:
-    """Their latents in order; `AT_ONCE` are read at a time."""
+    """Each source with its latents, in order; `AT_ONCE` are read at a time."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for first in range(0, len(sources), AT_ONCE):
             batch = sources[first : first + AT_ONCE]

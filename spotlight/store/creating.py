@@ -30,7 +30,7 @@ def create_run(settings: config.Config, now_s: float, *, simulated: bool = False
     """Make a new directory, named after the run and the time, with the resolved settings in it.
 
     Args:
-        simulated: no driver is going to have it, so any file system will do.
+        simulated: no driver will hold it, so any file system will do.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now_s))
     parent = settings.run.dir.rstrip("/") if is_url(settings.run.dir) else settings.run.dir
@@ -44,7 +44,7 @@ def create_run(settings: config.Config, now_s: float, *, simulated: bool = False
 
 
 def create_run_at(place: str | Path, settings: config.Config) -> RunDir:
-    """The run in this very directory, or at this URL; it is made, all at once, if nothing is there.
+    """Open the run in this directory, or at this URL; if nothing is there, it is made.
 
     Raises:
         SpotlightError: what is there is no run, one of other settings, or another user's.
@@ -124,11 +124,11 @@ def _create_at_once(path: Path, settings: config.Config) -> None:
 def _create(place: str, settings: config.Config, *, anew: bool = True, simulated: bool = False) -> RunDir:
     """
     Args:
-        anew: of a run at a URL, whether nobody may have begun it before, and been killed at that.
+        anew: of a run at a URL, whether it must not be there yet; else one whose making was cut short is completed.
         simulated: as of `create_run`.
 
     Raises:
-        FileExistsError: somebody has.
+        FileExistsError: it is there already.
         SpotlightError: it cannot be made, or no driver could have it there.
     """
     train = read_files(settings.data.train_prompts, "a prompt file")
@@ -163,10 +163,10 @@ def _create(place: str, settings: config.Config, *, anew: bool = True, simulated
 
 
 def _check_file_system(run: RunDir) -> None:
-    """Of a new directory, find at once whether a driver could have it; if none could, it is removed.
+    """Check that a driver could hold a run in a new directory; if none could, the directory is removed.
 
     Raises:
-        SpotlightError: the file system lacks what that takes.
+        SpotlightError: the file system lacks file locks or hard links.
     """
     probe = "probe"
     try:
@@ -182,7 +182,7 @@ def _check_file_system(run: RunDir) -> None:
 def _keep_prompts(
     run: RunDir, data: config.DataSection, train: Mapping[str, bytes], validation: Mapping[str, bytes]
 ) -> config.DataSection:
-    """Write the prompts into the directory, since the run goes on with those it began with; where they are.
+    """Copy the prompts into the directory, since the run goes on with those it began with; returns the copies' paths.
 
     They keep their suffix, which says how they are read.
     """
@@ -202,7 +202,7 @@ def _keep_prompts(
 
 
 def _keep_prices(run: RunDir, pool: str, content: bytes) -> str:
-    """Write a file of prices into the directory, since what was paid stays what it was; where it is."""
+    """Copy a file of prices into the directory, so that past costs stay as they were; returns the copy's path."""
     file = f"prices/{pool}.csv"
     (run.path / "prices").mkdir(exist_ok=True)
     with atomic_write(run.path / file) as written:
@@ -211,7 +211,7 @@ def _keep_prices(run: RunDir, pool: str, content: bytes) -> str:
 
 
 def _make_folder(path: Path) -> None:
-    """With those above it.
+    """Make a directory, with those above it.
 
     Raises:
         NotADirectoryError: something else is there. `Path.mkdir` says FileExistsError, as if a folder were.
@@ -223,7 +223,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _with_prices(pools: config.PoolsSection, files: Mapping[str, str]) -> config.PoolsSection:
-    """The pools with these as their files of prices, those that have one."""
+    """The pools, those that have a file of prices with this one in its place."""
     given = {name: pool for name, pool in pools if pool.prices and name in files}
     return pools.model_copy(
         update={name: pool.model_copy(update={"prices": files[name]}) for name, pool in given.items()}

@@ -1,4 +1,4 @@
-"""JSON into records; what is damaged is refused in one paragraph that names the place, the field and the way out.
+"""Reads records from JSON; damage is refused in one paragraph that names the place, the field and the way out.
 
 Types are strict: a number in quotes is no number. Fields that a record does not have are left out, so that files of a
 newer version can be read; those that have a default may be absent, so that files of an older one can.
@@ -20,7 +20,7 @@ from spotlight.records import SpotlightError
 Record = TypeVar("Record")
 
 TOLD_MAX = 3
-"""Of what is wrong with one record: the first few say what happened to it."""
+"""Most faults of one record that an error names: the first few say what happened to it."""
 
 
 def from_json(kind: type[Record], content: bytes, where: object, way_out: str, *, finite: bool = False) -> Record:
@@ -49,7 +49,7 @@ def from_json(kind: type[Record], content: bytes, where: object, way_out: str, *
 
 
 def _infinite(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Where in a record a number is not finite."""
+    """Paths of the numbers in a record that are not finite."""
     if isinstance(value, float):
         if not isfinite(value):
             yield path
@@ -65,7 +65,7 @@ def _infinite(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[st
 
 
 def _is_plainly_finite(values: Sequence[Any]) -> bool:
-    """Whether a glance says that no number of a list is infinite: most lists are long, and hold nothing but numbers."""
+    """Whether a quick look shows a list to hold only finite numbers and text: most lists are long and of numbers."""
     kinds = set(map(type, values))
     return kinds <= {int, str, bool, type(None)} or (kinds == {float} and all(map(isfinite, values)))
 

@@ -1,7 +1,7 @@
-"""Which of a machine's devices a process has: a numbered lock in node memory, let go of however the process ends.
+"""Which of a machine's devices a process has: a numbered lock in node memory, released however the process ends.
 
-With the lock lies who works on the device, so that whoever takes it next ends what was left there: a process that is
-frozen when its worker goes would keep the device, and its memory, for ever.
+The lock's file names the process that works on the device. Whoever takes the lock next kills that process if it is
+still there: one that is frozen when its worker ends would keep the device, and its memory, for ever.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from pathlib import Path
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _ENDS_S = 2.0
-"""For a killed process to be gone; the system needs moments."""
+"""How long to wait until a killed process is gone; the system needs moments."""
 
 
 class DeviceLock:
-    """The first device that no other process of the machine has; its ``number`` is among those that this one sees.
+    """Holds the first device that no other process has; ``number`` is its place among those that this process sees.
 
     Args:
         root: a directory in the machine's memory, the same for all its processes.
-        kind: devices of a kind are counted apart: a process that only scores takes no GPU from one that denoises.
-        devices: their names, in the order in which this process sees them; with none, it sees them all. Where each is
-            taken, they are taken once more.
+        kind: each kind has its own locks: a process that only scores takes no GPU from one that denoises.
+        devices: their names, in the order in which this process sees them; empty: it sees them all. If all are
+            taken, they are shared: each is taken once more.
     """
 
     def __init__(self, root: Path, kind: str = "", devices: Sequence[str] = ()) -> None:
         for self.number, name in _in_turn(devices):
             path = root / f"{kind}slot-{name}"
             descriptor = os.open(path, _OPEN, 0o600)
-            if _locks(descriptor):
+            if _try_lock(descriptor):
                 break
             os.close(descriptor)
         _end_recorded(descriptor)
@@ -42,22 +42,22 @@ class DeviceLock:
         self._descriptor = descriptor
 
     def record(self, pid: int) -> None:
-        """This process works on the device now."""
+        """Record that process ``pid`` works on the device now."""
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{pid} {began(pid)}".encode(), 0)
 
     def keep(self) -> None:
-        """Lock it again if somebody removed it, so that nobody else takes this device."""
+        """Lock the device again if the lock's file was removed, so that nobody else takes it."""
         with contextlib.suppress(OSError):  # whoever removed it does so again
             if not self._path.exists():
                 again = os.open(self._path, _OPEN, 0o600)
                 os.pwrite(again, os.pread(self._descriptor, 100, 0), 0)
-                _locks(again)
+                _try_lock(again)
                 os.close(self._descriptor)
                 self._descriptor = again
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the device."""
         os.close(self._descriptor)
 
 
@@ -72,6 +72,7 @@ def visible_devices(environment: Mapping[str, str]) -> list[str]:
 
 
 def _in_turn(devices: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Numbers of devices and names for their locks: each device once, then each once more, and so on."""
     if not devices:
         yield from ((number, str(number)) for number in count())
     for turn in count():
@@ -79,10 +80,10 @@ def _in_turn(devices: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 
 def end_leftovers(root: Path) -> None:
-    """End what still works on devices that no process has any more."""
+    """Kill processes that still work on devices whose lock nobody holds."""
     for path in root.glob("*slot-*"):
-        with contextlib.suppress(OSError), _opened(path) as descriptor:  # it may go, or be a link of somebody's
-            if _locks(descriptor):
+        with contextlib.suppress(OSError), _opened(path) as descriptor:  # it may be gone, or be another user's link
+            if _try_lock(descriptor):
                 _end_recorded(descriptor)
 
 
@@ -95,7 +96,7 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _locks(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -110,7 +111,7 @@ def _end_recorded(descriptor: int) -> None:
 
 
 def end(pid: int, when: str) -> None:
-    """Kill the process with this number that began then, and wait until it is gone; another's number is left alone."""
+    """Kill a process and wait until it is gone, unless the process of that number began at another time."""
     if not when or began(pid) != when:
         return
     with contextlib.suppress(ProcessLookupError):
@@ -132,8 +133,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """State and what follows of ``/proc/<pid>/stat``; of no process, or where the system does not tell, that of one
-    that has ended."""
+    """State and following fields of ``/proc/<pid>/stat``; if it cannot be read, the state of an ended process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:

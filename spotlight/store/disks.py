@@ -17,7 +17,7 @@ FULL_INODES = 16
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a full disk, or a quota, is what an error says."""
+    """Whether an error means a full disk, or an exhausted quota."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

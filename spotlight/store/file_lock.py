@@ -27,16 +27,16 @@ class FileLock:
 
     @contextlib.contextmanager
     def held(self, *, shared: bool = False) -> Iterator[bool]:
-        """Whether the lock was free, and is held inside: by this process alone, or as one of many.
+        """Hold the lock inside, if it is free: alone, or shared. Yields whether it is held.
 
         Raises:
             SpotlightError: this user may not write there, or the file system has no locks.
         """
         with self._open() as file:
-            yield self._is_locked(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+            yield self._try_lock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
 
     def is_held(self) -> bool:
-        """Whether a process holds it alone. This asks as one of many, and lets go at once.
+        """Whether a process holds it alone. To find out, this takes a shared lock for a moment.
 
         Raises:
             SpotlightError: the file system has no locks.
@@ -44,10 +44,10 @@ class FileLock:
         if not self._file.exists():
             return False
         with self._file.open() as file:
-            return not self._is_locked(file, fcntl.LOCK_SH)
+            return not self._try_lock(file, fcntl.LOCK_SH)
 
-    def _is_locked(self, file: IO[str], how: int) -> bool:
-        """Lock it until it is closed, unless another has."""
+    def _try_lock(self, file: IO[str], how: int) -> bool:
+        """Lock a file until it is closed; returns False if another process holds it."""
         with needed_of(self._directory, "locks of files (flock)"):
             try:
                 fcntl.flock(file, how | fcntl.LOCK_NB)
@@ -57,7 +57,7 @@ class FileLock:
 
     @property
     def identity(self) -> str:
-        """Tells these files from those of any other machine or directory; empty where nobody has held them yet."""
+        """Identifies this directory on this machine; empty where nobody has held the lock yet."""
         found = self._file.stat() if self._file.exists() else None
         return f"{_boot()}:{found.st_dev}:{found.st_ino}" if found else ""
 
@@ -75,6 +75,6 @@ class FileLock:
 
 @cache
 def _boot() -> str:
-    """Names this machine since it was started."""
+    """Identifies this machine, since it was started."""
     file = Path("/proc/sys/kernel/random/boot_id")
     return file.read_text().strip() if file.exists() else f"{uuid.getnode():x}"

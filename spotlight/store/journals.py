@@ -19,19 +19,19 @@ class Journals:
 
     Args:
         directory: on this machine.
-        rewritten: names of those that are no longer than a part, and are written anew.
+        rewritten: names of those that are short, and written anew at each change.
     """
 
     def __init__(self, objects: Objects, directory: Path, rewritten: tuple[str, ...]) -> None:
         self._objects, self._directory, self._rewritten = objects, directory, rewritten
         self._pushed: dict[str, tuple[int, int]] = {}
-        """Of each journal, where its last part begins, and how much of it is in the store."""
+        """{journal: (start of its last part, bytes in the store)}; of a rewritten one, (0, hash of its content)."""
         self._pulled: set[str] = set()
         self._stale: dict[str, list[str]] = {}
-        """Of each journal, parts in the store that belong to it no more: whoever writes it next removes them."""
+        """{journal: keys of parts in the store that no longer belong to it}; the next push removes them."""
 
     def push(self, name: str) -> None:
-        """Put what the store lacks of a journal, which begins with what the store has."""
+        """Put what the store lacks of a journal, whose copy here must begin with what the store has."""
         path = self._directory / name
         size = path.stat().st_size if path.is_file() else 0
         if stale := self._stale.pop(name, []):
@@ -61,10 +61,10 @@ class Journals:
         self._pushed[name] = (0, path.stat().st_size)
 
     def pull(self, name: str, *, anew: bool) -> None:
-        """Have a journal here as it is in the store.
+        """Copy a journal from the store to this machine.
 
         Args:
-            anew: whether its beginning is read too: what was here and never put is gone then.
+            anew: whether all of it is read, not only what is new: what was here and never put is lost then.
         """
         path = self._directory / name
         parts = self._objects.sizes(_folder(name))

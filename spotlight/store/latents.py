@@ -11,14 +11,14 @@ It knows nothing of models or devices. Under the store's URL lie ::
     images/00003/<request>            decoded images of a request, from their decoding until it is scored elsewhere
     records/<name>                    small JSON values
       scores/<request>                what a request was scored
-      scores-00003                    the same of all requests of a compacted iteration
+      scores-00003                    the scores of all requests of a compacted iteration
 
 Invariants:
 
 - Every (request, epoch) has its own array and one owner, so no two writers share a chunk.
 - A chunk is written first and its commit record last; a reader believes a record only if its own hash
   and the chunk's hash hold. Damage therefore means "one commit back", never wrong latents.
-- Claims are made in sequence, so an epoch is stale exactly when the claim after it exists, or its own does no more:
+- Claims are made in sequence, so an epoch is stale exactly when the next claim exists, or its own no longer does:
   compaction removes the claims of an iteration.
 
 On file systems where `zarr_store` cannot create a key exclusively, two simultaneous claims may both win: give each
@@ -59,7 +59,7 @@ from spotlight.store.zarr_store import (
 _COMMIT = re.compile(r"commit\.(\d+)\.(\d+)")
 _CLAIM = re.compile(r"claim\.(\d+)")
 RECENT = 3
-"""Iterations before and after the present one of whose arrays it is remembered that they are there."""
+"""Iterations before and after the present one whose existing arrays are remembered."""
 
 
 class StaleEpoch(Exception):
@@ -94,11 +94,11 @@ class _Commit:
     epoch: int
     step: int
     steps: int
-    """Of its request; a commit with ``step == steps`` holds clean latents."""
+    """Steps of its request; a commit with ``step == steps`` holds clean latents."""
     shape: Sequence[int]
     """(B, N, C)."""
     sha256: str
-    """Of the chunk, which is the latents' float32 bytes."""
+    """Hash of the chunk, which is the latents' float32 bytes."""
     log_prob_B: list[float] | None
 
 
@@ -230,9 +230,9 @@ class LatentStore:
         return unseal(run(self._store.get(_record_key(name))))
 
     def put_scores(self, request: Request, value: Mapping[str, Any]) -> dict[str, Any]:
-        """Store what a request was scored, as a small JSON value with the request's ``digest``; returns what is stored.
+        """Store a request's scores, a small JSON value with the request's ``digest``; returns what is stored.
 
-        Of two who score a request, the first counts: what it was scored never changes.
+        If two workers score a request, the first counts: scores never change.
         """
         name = f"scores/{request.id}"
         run(self._store.create(_record_key(name), seal(value)))
@@ -243,35 +243,35 @@ class LatentStore:
         return found
 
     def scores(self, request: Request) -> dict[str, Any] | None:
-        """What `put_scores` was given, also after the iteration was compacted; None as of `get_record`."""
+        """A request's scores, also after the iteration was compacted; None if there are none, or they do not verify."""
         return self.scores_by_id(request.iteration)(request.id)
 
     def known_scores(self, request: Request) -> dict[str, Any] | None:
-        """As `scores`, of this very request alone: another one may have had its id."""
+        """As `scores`; None also if they are those of another request that had the same id."""
         known = self.scores(request)
         return known if known and known["digest"] == request.digest else None
 
     def forget_unscored(self) -> None:
-        """Have the requests of unfinished iterations that lack a reward scored anew when they are asked for again."""
+        """Delete scores that lack a reward, in unfinished iterations, so that these requests are scored anew."""
         known = self._each_scores(run(self._store.names("records/scores")))
         unscored = [name for name, value in known.items() if None in value["rewards"]]
         run(all_of(self._store.delete, map(_scores_key, unscored)))
 
     def _each_scores(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Of requests that are not compacted yet, those of which something is stored that verifies."""
+        """{request id: its scores}, of requests not compacted yet, where they are stored and verify."""
         values = map(unseal, run(all_of(self._store.get, map(_scores_key, names))))
         return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
     def scores_by_id(self, iteration: int) -> Callable[[str], dict[str, Any] | None]:
-        """Finds what is stored of an iteration's requests that are known by their ids alone; see `scores`."""
+        """A function that finds the scores of an iteration's request by its id alone; see `scores`."""
         compacted = cache(lambda: self.get_record(_scores_of(iteration)) or {})
         return lambda request: self.get_record(f"scores/{request}") or compacted().get(request)
 
     def put_images(self, request: Request, images_BHWC: NDArray[np.uint8], finite_B: NDArray[np.bool_]) -> None:
-        """Keep decoded images until somebody elsewhere has scored them; written again, they are the same bytes.
+        """Keep decoded images until another worker has scored them; written again, they are the same bytes.
 
         Args:
-            finite_B: which of them are any: those of finite latents.
+            finite_B: which of them can be used: those whose latents are finite.
         """
         content = np.ascontiguousarray(images_BHWC).tobytes()
         head = {
@@ -283,7 +283,7 @@ class LatentStore:
         run(self._store.set(_images_key(request), seal(head) + b"\n" + content))
 
     def images(self, request: Request) -> tuple[NDArray[np.uint8], NDArray[np.bool_]] | None:
-        """What `put_images` was given; None if there is nothing of this very request that verifies."""
+        """Images and ``finite_B`` that `put_images` stored; None if they are absent, damaged or another request's."""
         sealed, _, content = (run(self._store.get(_images_key(request))) or b"").partition(b"\n")
         head = unseal(sealed)
         if head is None or head["digest"] != request.digest or sha256(content).hexdigest() != head["sha256"]:
@@ -291,7 +291,7 @@ class LatentStore:
         return np.frombuffer(content, np.uint8).reshape(head["shape"]), np.array(head["finite"], np.bool_)
 
     def drop_images(self, request: Request) -> None:
-        """Nobody needs the images of a request any more, if there are any."""
+        """Delete the images of a request, if there are any."""
         run(self._store.delete(_images_key(request)))
 
     def finish_iteration(
@@ -302,11 +302,11 @@ class LatentStore:
         ``clean`` moves the clean latents of its complete requests into one sharded array (one per latent
         shape, should they differ) and removes everything else; ``all`` keeps every step; ``none`` removes
         the iteration. Call it again after a kill: old data goes only after its copy verifies.
-        Orphan ``.partial`` files of killed writers go in any case, and images that nobody scored. Scores, a record for
-        each request, become one of the iteration; other records stay.
+        Orphan ``.partial`` files of killed writers, and images that nobody scored, are always removed. Scores, one
+        record a request, become one record of the iteration; other records stay.
 
         Args:
-            pictured: ids of the requests that explored whose images somebody may want to see; None: of all.
+            pictured: ids of the exploration requests whose thumbnails are kept; None: all.
 
         Raises:
             SpotlightError: the compacted copy does not read back as written; nothing was removed.
@@ -330,7 +330,7 @@ class LatentStore:
         self._forget(iteration)
 
     def _compact_scores(self, iteration: int, pictured: Container[str] | None) -> None:
-        """One record instead of many, which go once it is there."""
+        """Join the scores of an iteration in one record, then delete the record of each request."""
         names = [name for name in run(self._store.names("records/scores")) if name.startswith(f"{iteration:05d}-")]
         if names:
             known = self._each_scores(sorted(names))
@@ -341,7 +341,7 @@ class LatentStore:
         run(all_of(self._store.delete, map(_scores_key, names)))
 
     def _forget(self, iteration: int) -> None:
-        """The arrays and groups of an iteration are gone: make them again if they are needed again."""
+        """Forget that an iteration's arrays and groups exist: they were removed, and are made again if needed."""
         self._ready = {path for path in self._ready if not f"{path}/".startswith(f"{iteration_path(iteration)}/")}
 
     def _create_steps(self, path: str, iteration: int, shape: tuple[int, ...]) -> None:

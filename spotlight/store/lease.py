@@ -48,20 +48,20 @@ class Holder:
     files: str
     """Names the files that its driver holds, on all machines."""
     until_s: float
-    """By its own machine's clock."""
+    """When the lease ends, by the clock of its owner's machine."""
     renewals: int = 0
-    """So many times it was renewed: each time the record changes, whatever the clock says."""
+    """How many times it was renewed, so that each renewal changes the record, whatever the clock says."""
     scheduler: str = ""
     dashboard: str = ""
     cluster: str = ""
-    """The scheduler's address, where it was there before the run and will be there after it."""
+    """The scheduler's address, where the cluster outlives the run."""
     released: bool = False
     error: str = ""
-    """Why it failed; empty where it did not, or could not say."""
+    """Why the run failed; empty where it did not, or could not say."""
 
     @property
     def last_words(self) -> str:
-        """Of one that has the run no more: why it failed, or that it was killed; empty where it ended in order."""
+        """Why a former holder failed, or that it was killed; empty where it ended in order."""
         if self.released:
             return self.error
         return f"its driver, process {self.pid} on {self.host}, ended without a word: killed, or its machine was lost"
@@ -84,7 +84,7 @@ class Lease:
         self._objects, self._files, self._clock, self._steady = objects, files, clock, steady
         self._number = 0
         self._over_s = 0.0
-        """When the lease is over unless it is renewed; steady."""
+        """When the lease is over unless it is renewed, on the steady clock."""
         self._mine: Holder | None = None
         self._lost = ""
         self._renewing = threading.Lock()
@@ -104,14 +104,14 @@ class Lease:
         return last if last and not last.released and last.until_s > self._clock() else None
 
     def take(self, stop: threading.Event | None = None) -> None:
-        """Have the run, and keep it until `release`. Whoever calls this holds the run's files on this machine.
+        """Take the run, and keep it until `release`. The caller must hold the run's files on this machine.
 
         Args:
             stop: ends the wait for an owner that may be gone.
 
         Raises:
             SpotlightError: somebody else has it.
-            Stopped: so it was asked for.
+            Stopped: ``stop`` was set.
         """
         number = self._wait_for_silence(stop or threading.Event())
         self._number = number + 1
@@ -119,7 +119,7 @@ class Lease:
         self._mine = Holder(host=socket.gethostname(), pid=os.getpid(), files=self._files, until_s=self._until_s())
         is_first = self._objects.create(_key(self._number), _json(self._mine))
         highest, last = self._last()
-        if not is_first or highest > self._number:  # others came, and went perhaps, since it was looked at
+        if not is_first or highest > self._number:  # others have taken it since, and perhaps ended
             if is_first:
                 self._objects.delete(_key(self._number))
             raise self._refusal(last or self._mine)
@@ -127,11 +127,11 @@ class Lease:
         threading.Thread(target=self._keep, name="spotlight-lease", daemon=True).start()
 
     def _wait_for_silence(self, stop: threading.Event) -> int:
-        """Until no other machine has the run; returns the highest number by then.
+        """Wait until no other machine has the run; returns the highest lease number by then.
 
         Raises:
             SpotlightError: its owner lives.
-            Stopped: so it was asked for.
+            Stopped: ``stop`` was set.
         """
         number, last = first = self._last()
         if not (other := self._elsewhere(last)):
@@ -161,7 +161,7 @@ class Lease:
         return last if self._clock() < last.until_s + LONG_OVER_S else None
 
     def names(self, scheduler: str, dashboard: str, *, is_ours: bool = True) -> None:
-        """Have the record say where the run's scheduler and its dashboard are.
+        """Write the addresses of the run's scheduler and dashboard into the record.
 
         Args:
             is_ours: the scheduler ends with the run.
@@ -179,7 +179,7 @@ class Lease:
             raise SpotlightError(self._lost)
 
     def failed(self, error: str) -> None:
-        """Have the record say why, when it is released."""
+        """Keep the error, which the record will have when it is released."""
         with self._renewing:
             if self._mine:
                 self._mine = replace(self._mine, error=error)
@@ -261,5 +261,5 @@ def _key(number: int) -> str:
 
 
 def _json(holder: Holder) -> bytes:
-    """Of one length, whatever it says: when the disk is full, why its owner failed has room in the record's place."""
+    """A record, padded to one length: an error then has room in the old record's place when the disk is full."""
     return json.dumps(asdict(holder), indent=1).encode().ljust(RECORD_BYTES)

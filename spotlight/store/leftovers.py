@@ -1,7 +1,7 @@
-"""What a process that was killed leaves on a machine and in a run directory: held while it lives, removed after it.
+"""Removes what killed processes leave on a machine and in a run directory.
 
-Directories of ours are named ``spotlight-<user>-...``. Who uses one holds a lock in it, which the system lets go of
-however the process ends: what nobody holds is left over.
+Our directories are named ``spotlight-<user>-...``. A process that uses one holds a lock in it, which the system
+releases however the process ends: a directory that nobody holds is left over.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HALF_WRITTEN = (".*.part", "*.partial")
 SOCKET_BYTES = 107
 """Longest name of a socket that the system takes."""
 ENDING_S = 8.0
-"""Until processes that were killed are gone, and let go of what they held."""
+"""How long killed processes may take to end and release what they held."""
 POLL_S = 0.05
 
 
@@ -58,10 +58,10 @@ class Scratch:
 
 
 def sweep_leftovers(name: str = "") -> list[Path]:
-    """End and remove what processes of this user that are gone left on this machine; returns what was removed.
+    """Kill leftover processes, and remove unheld directories, of this user on this machine; returns those directories.
 
     Args:
-        name: only of directories whose names go on so.
+        name: only directories whose names begin with this, after `PREFIX`.
     """
     roots = memory_roots(name)
     for root in roots:
@@ -88,19 +88,21 @@ def _swept(root: Path) -> bool:
     return False
 
 
-def _callers() -> AbstractContextManager[bool]:
-    """Of a run that the caller has: nobody else does."""
+def _held_by_caller() -> AbstractContextManager[bool]:
+    """For a run that the caller holds, so that nobody else does."""
     return nullcontext(True)
 
 
-def remove_half_written(run_dir: Path, unused: Callable[[], AbstractContextManager[bool]] = _callers) -> list[Path]:
-    """Remove files that were being written in a run directory when their writers ended; one that lives goes on.
+def remove_half_written(
+    run_dir: Path, unused: Callable[[], AbstractContextManager[bool]] = _held_by_caller
+) -> list[Path]:
+    """Remove files that were being written in a run directory when their writers ended; those of living ones stay.
 
     Versions of the weights that were being written are removed, whoever wrote them: nobody waits for those any more.
 
     Args:
-        unused: of a run that the caller does not have, holds it for a moment: whether nobody else has it. What was
-            there before that moment is then no living driver's.
+        unused: for a run that the caller does not hold, a context that holds it and yields whether nobody else does.
+            What was there before is then no living driver's.
 
     Returns:
         What was removed.
@@ -116,7 +118,7 @@ def remove_half_written(run_dir: Path, unused: Callable[[], AbstractContextManag
 
 
 def _is_being_written(path: Path) -> bool:
-    """Whether the process lives that the name of a file of ours says, other than this one: as one that reports."""
+    """Whether a file's name has the id of another process that lives, such as one that writes a report."""
     pid = re.search(r"\.(\d+)-\d+\.part$", path.name)
     return pid is not None and int(pid[1]) != os.getpid() and Path(f"/proc/{pid[1]}").exists()
 

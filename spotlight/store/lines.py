@@ -61,7 +61,7 @@ class Lines:
             wanted *= 4
 
     def records_by(self, journal: str, common: type[Record], kind_of: Callable[[Record], Any]) -> list[Any]:
-        """As `records`, of a journal of several kinds: which one a line is, is found by what all have in common."""
+        """As `records`, of a journal of several kinds: ``kind_of`` finds a line's kind from its ``common`` fields."""
         path = self._directory / journal
         found = ((number, line, _record(path, number, line, common)) for number, line in _numbered(_lines_of(path)))
         return [_record(path, number, line, kind_of(row)) for number, line, row in found]
@@ -97,34 +97,34 @@ class Lines:
             file.write(_lines(list(rows)))
 
     def recount(self) -> None:
-        """Journals have been replaced by others: what was counted is of no use."""
+        """Forget the counts of lines, since journals have been replaced."""
         self._counted.clear()
 
 
 class Growing(Generic[Record]):
-    """A journal that is read as it grows: each finished line once, and all of them again where the file is another.
+    """A journal that is read as it grows: each finished line once, and all of them again if the file was replaced.
 
     A file that was written anew may have the number (inode) of the one before the last, and be longer. So it counts as
     the same only if the last line that was read stands where it stood.
 
     Args:
-        rewritten: the journal is written anew at each change, so that any change of the file makes it another.
+        rewritten: the journal is written anew at each change, so that any change means a new file.
     """
 
     def __init__(self, path: Path, kind: type[Record], *, rewritten: bool = False) -> None:
         self._path, self._kind, self._rewritten = path, kind, rewritten
         self._read = 0, 0, 0
-        """Of which file, so many bytes, so many lines."""
+        """(Inode, bytes read, lines read.)"""
         self._last, self._changed_ns = b"", 0
         """The last line that was read, and when the file was changed by then."""
 
     @property
     def lines(self) -> int:
-        """That were read."""
+        """Lines read so far."""
         return self._read[2]
 
     def new(self) -> tuple[int, list[Record]]:
-        """The number of the first line that was not read yet, and all from there; 1: those before are there no more.
+        """(Number of the first new line, the new records); the number is 1 again if the file was replaced.
 
         Raises:
             SpotlightError: one of them is damaged.
@@ -154,10 +154,10 @@ class Growing(Generic[Record]):
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """A row a line."""
+    """JSON lines, one for each row."""
     try:
         return b"".join([to_json(row) + b"\n" for row in rows])
-    except PydanticSerializationError:  # half an emoji, say, which is no text: "?" is
+    except PydanticSerializationError:  # a lone surrogate, such as half an emoji, is replaced by "?"
         texts = (json.dumps(row, ensure_ascii=False) for row in rows)
         return b"".join([text.encode(errors="replace") + b"\n" for text in texts])
 

@@ -6,8 +6,8 @@ a directory in memory, lie ::
     <sha256>.safetensors     a file by the hash of its content, brought in from a peer or the store
     made-<key>               what a process of this node made for all of them, such as its base weights
     gang-<name>              where the ranks of a gang find each other
-    .<name>.<any>.partial    one of these on its way
-    .lock-*, .alive          held while one is on its way; held as long as a process uses the node
+    .<name>.<any>.partial    one of these, half written
+    .lock-*, .alive          locked while one is written; locked as long as a process uses the node
     .node                    the node's name
     [reward-, reserved-]slot-<name>  who has a device: see `spotlight.store.device_locks`
     run/                     prompts of a run at a URL, and what the text encoders made of them
@@ -15,10 +15,10 @@ a directory in memory, lie ::
 Invariants:
 
 - What lies under its final name is whole: it came there by one rename, a received file after its hash was
-  checked. What a kill leaves half done is never used, and is removed by the next that brings anything in.
-- Nobody waits for ever: not for a process that is frozen while it brings something in.
+  checked. What a kill leaves half done is never used, and is removed by the next process that brings anything in.
+- No process waits for ever, not even for one that is frozen while it brings something in.
 - Mappings are private: writing to a mapped tensor changes neither the file nor what others see.
-- A file may be removed at any time: who maps it keeps it, who wants it later brings it in again.
+- A file may be removed at any time: a process that maps it keeps it, one that wants it later brings it in again.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ KEEP_FILES = 4
 """Rollouts use version k, exploration k or k - 1, training both policies of k, validation the average of k."""
 
 BRING_S = 120.0
-"""For another process that brings in the same file and gets no further: stores and peers answer sooner, or are gone."""
+"""Wait for another process that brings in a file, without progress: stores and peers answer sooner, or are gone."""
 MAKE_S = 600.0
-"""For one that makes it: it may read a whole checkpoint before it writes anything."""
+"""Wait for a process that makes a file: it may read a whole checkpoint before it writes anything."""
 POLL_S = 0.02
-"""Between two looks whether it is done."""
+"""Pause between two tries of a lock."""
 
 PREFIX = f"spotlight-{os.getuid()}-"
-"""Of the names of all our directories on a machine."""
+"""Begins the names of all our directories on a machine."""
 _NO_TRAPS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""For what another user might have put there: no link is followed, and nobody waits for the other end of a pipe."""
+"""Flags to open what another user might have put there: no link is followed, and no pipe blocks."""
 _SUFFIX, _PARTIAL = ".safetensors", ".partial"
 _NAME = re.compile(r"[0-9a-f]{64}")
 
@@ -102,17 +102,17 @@ class Node:
         self._keep = keep
         self._name = uuid4().hex
         self._making = threading.Lock()
-        self._in_vain: set[str] = set()
+        self._given_up: set[str] = set()
         """Locks that were waited for too long: they are not waited for again until they were free once."""
         self._hold()
 
     def _hold(self) -> None:
         self._descriptor = hold(self.root)
         self.close = weakref.finalize(self, os.close, self._descriptor)
-        """Use it no more: once no process does, it can be removed."""
+        """Stop using the node: once no process uses it, its directory can be removed."""
 
     def keep(self) -> None:
-        """Make it again if somebody removed it, as a logout may: who maps a file keeps that, the rest comes anew."""
+        """Make the directory again if it was removed, as at a logout. Mapped files stay, others come in anew."""
         with self._making:
             if self.close.alive and not is_held(self.root, self._descriptor):
                 self.close()
@@ -121,7 +121,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The same for all who share this memory, and for nobody else: a node is who shares it."""
+        """The node's name: the same for all processes that share this memory, and for no others."""
         self.keep()
         return self._write_name()
 
@@ -131,7 +131,7 @@ class Node:
         if not token.exists():
             mine.write_text(self._name)
             with suppress(FileExistsError):
-                os.link(mine, token)  # whole from the first moment on, and the first one's for ever
+                os.link(mine, token)  # appears whole, and the first process's name stays
             mine.unlink()
         self._name = token.read_text()
         return self._name
@@ -143,14 +143,14 @@ class Node:
     def bring(self, sha256: str, size_bytes: int, sources: Iterable[Source]) -> Path:
         """The file with this content, from the first source that has it; found here already, it is not read again.
 
-        One process of the node reads, the others wait for it as long as it gets on.
+        One process of the node reads, the others wait for it as long as it makes progress.
 
         Args:
             sources: in order of preference; one that fails or sends other bytes is passed over.
 
         Raises:
-            NotOnNode: there is no room, no source sent this content (why, one after the other), or who reads it got no
-                further for `BRING_S`.
+            NotOnNode: there is no room, no source sent this content (with each one's reason), or the process that reads
+                it made no progress for `BRING_S`.
         """
         path = self._path(sha256)
         with self._lock(path, BRING_S):
@@ -173,16 +173,16 @@ class Node:
         raise NotOnNode(f"{path}: no source sent it ({'; '.join(refusals) or 'none was given'})")
 
     def make(self, key: str, write: Callable[[Path], object], *, size_bytes: int) -> Path:
-        """What ``write`` writes to the path it is given, a file or a directory; made once, then found.
+        """Path of a file or directory that ``write`` makes at the path it is given; made once, then found.
 
-        One process of the node writes, the others wait for it as long as it gets on. It stays as long as the root.
+        One process of the node writes, the others wait as long as it makes progress. The result stays with the root.
 
         Args:
             key: names all that the result depends on, such as `fingerprint` of what it is made from.
             size_bytes: about what it needs; without that much room, nothing is written.
 
         Raises:
-            NotOnNode: there is no room, or who writes it got no further for `MAKE_S`.
+            NotOnNode: there is no room, or the process that writes it made no progress for `MAKE_S`.
         """
         path = self.root / f"made-{key}"
         with self._lock(path, MAKE_S):
@@ -193,7 +193,7 @@ class Node:
         return path
 
     def meeting(self, name: str) -> Path:
-        """Where the ranks of a gang of this name find each other; who forms it makes the file and removes it."""
+        """Path by which the ranks of a gang find each other; whoever forms the gang makes the file and removes it."""
         self.keep()
         return self.root / f"gang-{quote(name, safe='')}"
 
@@ -201,7 +201,7 @@ class Node:
         """A range of a file held here: what another node's `bring` asks for.
 
         Raises:
-            SpotlightError: that is no name of a file; no path ever is.
+            SpotlightError: ``sha256`` is no hash; a path never is.
             OSError: the file is not here, or not any more.
         """
         return from_file(self._path(sha256))(sha256, offset, length)
@@ -213,7 +213,7 @@ class Node:
 
     @contextmanager
     def _lock(self, path: Path, limit_s: float) -> Iterator[None]:
-        """Held by one process; let go of however that ends. Files may share a lock: that costs a wait, no more.
+        """Hold a file's lock; it is released however the process ends. Files may share a lock: that costs only a wait.
 
         Args:
             limit_s: how long to wait while nothing more is written of this file; 0 asks once.
@@ -224,18 +224,18 @@ class Node:
         self.keep()
         shared = new_sha256(path.name.encode()).hexdigest()[:2]  # so that there are 256 of them, never removed
         with (self.root / f".lock-{shared}").open("a") as lock:
-            if not self._waited_for(lock, path, 0.0 if shared in self._in_vain else limit_s):
+            if not self._waited_for(lock, path, 0.0 if shared in self._given_up else limit_s):
                 if limit_s:
-                    self._in_vain.add(shared)
+                    self._given_up.add(shared)
                 raise NotOnNode(
                     f"{path}: another process of the node is at it, and wrote nothing for {limit_s:g} s: it may be "
                     f"frozen; end it (`fuser {lock.name}` names it)"
                 )
-            self._in_vain.discard(shared)
+            self._given_up.discard(shared)
             yield
 
     def _waited_for(self, lock: IO[str], path: Path, limit_s: float) -> bool:
-        """Whether a lock is held now; who has it may take long, if it gets on."""
+        """Wait for a lock, as long as its holder makes progress; returns whether it is held now."""
         written = self._written(path)
         while not _held(lock, limit_s):
             before, written = written, self._written(path)
@@ -244,7 +244,7 @@ class Node:
         return True
 
     def _written(self, path: Path) -> list[tuple[str, int, int]]:
-        """What there is of a file that is on its way."""
+        """Path, size and time of change of all that is written so far of a file, to see progress."""
         found = []
         for partial in self._partials(path.name):
             with suppress(FileNotFoundError):  # just done
@@ -257,9 +257,9 @@ class Node:
 
     @contextmanager
     def _partial(self, path: Path, size_bytes: int) -> Iterator[Path]:
-        """Where to write what is renamed to ``path`` when it is whole; else it is gone afterwards.
+        """A path to write to, which the caller renames to ``path`` when it is whole; else it is removed.
 
-        Its name is nobody else's: one who was frozen, and lost its lock with the root, may write on beside another.
+        Its name is unique: a process that was frozen, and lost its lock with the root, may write at the same time.
         """
         for left in self._partials(path.name):
             _remove(left)
@@ -280,7 +280,7 @@ class Node:
             _remove(partial)
 
     def _clear(self) -> None:
-        """Remove what was not used for longest, and what killed processes left half received."""
+        """Remove the least recently used file, and what killed processes left half received."""
         for partial in self.root.glob(f".*{_PARTIAL}"):
             name, _, _ = partial.name.removeprefix(".").removesuffix(_PARTIAL).rpartition(".")
             with suppress(NotOnNode), self._lock(self.root / name, 0.0):
@@ -292,9 +292,9 @@ class Node:
 
 
 def shared_root(name: str, *, size_bytes: int = 0) -> Path:
-    """Where the processes of a node agree to meet: in memory, or on its disk if that memory is too small.
+    """The directory that the processes of a node share: in memory, or on disk if memory is too small.
 
-    What runs that were killed left behind is freed here.
+    What killed runs left behind is removed first.
 
     Args:
         name: of the run, and of the node if several are emulated on one machine.
@@ -309,7 +309,7 @@ def shared_root(name: str, *, size_bytes: int = 0) -> Path:
 
 
 def memory_roots(name: str = "") -> list[Path]:
-    """All that `shared_root` has made on this machine for names that begin so."""
+    """All directories that `shared_root` made on this machine for names that begin with ``name``."""
     return [root for parent in (SHARED_MEMORY, Path(tempfile.gettempdir())) for root in _roots(parent, name)]
 
 
@@ -320,8 +320,8 @@ def _roots(parent: Path, name: str = "") -> Iterable[Path]:
 def sweep(root: Path) -> bool:
     """Remove a node's memory, unless a process still uses it, or it is not a directory of this user's own.
 
-    Any user may put something of this name where all users have their shared memory: a link is not followed, and what
-    is no file is not waited for. One without its mark is what a process was making, or removing, when it was killed.
+    Any user may put something of this name where all users have their shared memory: so no link is followed, and
+    no pipe blocks. A directory without ``.alive`` was being made, or removed, by a process that was killed.
 
     Returns:
         Whether it was removed.
@@ -332,7 +332,7 @@ def sweep(root: Path) -> bool:
             if not stat.S_ISREG(os.fstat(alive).st_mode):
                 return False
             fcntl.flock(alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            end_leftovers(root)  # with it goes who they are: frozen ones would stay for ever
+            end_leftovers(root)  # it holds their ids: frozen ones would stay for ever
             swept = root.with_name(f"{root.name}.swept")
             root.rename(swept)  # at once, so that whoever comes now makes it anew
             shutil.rmtree(swept)
@@ -389,7 +389,7 @@ def map_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def from_file(file: Path) -> Source:
-    """The source that is this one file, whatever name it is asked for."""
+    """A source that reads this one file, whatever hash it is asked for."""
 
     def read(_: str, offset: int, length: int) -> bytes:
         with file.open("rb") as content:
@@ -400,7 +400,7 @@ def from_file(file: Path) -> Source:
 
 
 def fingerprint(files: Iterable[Path], *circumstances: str) -> str:
-    """Names the content of files without reading it: by place, size and time of change, 64 hexadecimal digits."""
+    """Identifies the content of files without reading it, by path, size and time of change: 64 hexadecimal digits."""
     found = [(str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in sorted(files)]
     return new_sha256(repr((found, circumstances)).encode()).hexdigest()
 
@@ -428,7 +428,7 @@ def is_held(root: Path, descriptor: int) -> bool:
 
 
 def _held(lock: IO[str], limit_s: float) -> bool:
-    """Whether a lock came free before the limit; time in which this process was paused does not count."""
+    """Whether a lock was taken before the limit; time in which this process was paused does not count."""
     for looks_left in reversed(range(1 + math.ceil(limit_s / POLL_S))):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
 """Bytes under keys, in a directory or in an object store: where a run's small records and its weights lie.
 
-An object appears whole or not at all, and one that is created exclusively has one creator. It decides nothing of what
-lies where. A store that does not answer is asked again for a bounded time, and then named in one sentence; keys and
-passwords come from the environment, as each store's own clients read them, and are never part of an address.
+An object appears whole or not at all, and one that is created exclusively has one creator. Other modules decide what
+lies where. A store that does not answer is asked again for a bounded time, then an error names it. Keys and passwords
+come from the environment, as each store's own clients read them, and are never part of an address.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from spotlight.store.node import Source, from_file
 T = TypeVar("T")
 
 RETRY_S = 45.0
-"""Then the store counts as out of reach: longer than a fail-over, shorter than a lease."""
+"""After so long without an answer, a store is out of reach: longer than a fail-over, shorter than a lease."""
 FIRST_RETRY_S = 4.0
-"""The same before anything depends on the store, when its address may be wrong and a person waits."""
+"""As `RETRY_S`, before anything depends on the store: its address may be wrong, and a person waits."""
 BACKOFF: Any = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 3}
-"""Pauses between two tries are drawn from 0.1 s to three times the last one; with two times they hardly grow."""
+"""Pauses between two tries are drawn from 0.1 s to three times the last one; with a base of 2 they hardly grow."""
 CLIENT_OPTIONS = {"connect_timeout": "5s", "timeout": "60s"}
-"""Of one request; a part of a large object is 5 MB. They replace those that obstore takes from the environment, so
-``AWS_ALLOW_HTTP``, for a server without TLS, is read here."""
+"""Limits of one request; a part of a large object is 5 MB. They replace those that obstore takes from the environment,
+so ``AWS_ALLOW_HTTP``, for a server without TLS, is read here."""
 
 
 _LACKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK}
-"""What FAT, CIFS, gcsfuse and s3fs say where a hard link is to be made, and Lustre and NFS where a file is locked."""
+"""Errors of FAT, CIFS, gcsfuse and s3fs when a hard link is made, and of Lustre and NFS when a file is locked."""
 
 _reached = set[str]()
 """Buckets that answered this process."""
@@ -51,7 +51,7 @@ class StoreError(SpotlightError, OSError):
     """An object store refused, or did not answer."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without it, tblib, by which Dask sends errors, cannot read one with two builtin ancestors."""
+        """Without this, tblib, with which Dask sends errors, cannot read one that has two builtin ancestors."""
         return type(self), self.args
 
 
@@ -62,24 +62,24 @@ class Objects(Protocol):
     """
 
     def where(self, key: str) -> str:
-        """The key as a person finds it."""
+        """Path or URL of a key, for people."""
         ...
 
     def get(self, key: str) -> bytes | None:
-        """None if it is not there."""
+        """The content of a key; None if it is not there."""
         ...
 
     def put(self, key: str, content: bytes | Iterable[memoryview], *, durable: bool = True) -> None:
-        """Replace it at once.
+        """Write a key, or replace it, atomically.
 
         Args:
             content: in one piece, or in several that are asked for one after the other.
-            durable: whether it is when this returns; it need not be if it can be made again.
+            durable: whether it must be on the disk when this returns; not needed if it can be made again.
         """
         ...
 
     def opened(self, key: str, start: int, size: int) -> AbstractContextManager[BinaryIO]:
-        """A file whose next bytes are this range of it.
+        """A file whose next bytes are this range of a key.
 
         Raises:
             OSError: it is not there, or has no such range.
@@ -87,40 +87,40 @@ class Objects(Protocol):
         ...
 
     def create(self, key: str, content: bytes) -> bool:
-        """Put it unless it is there; whether it was this call that did."""
+        """Put a key unless it is there; returns whether this call did."""
         ...
 
     def overwrite(self, key: str, content: bytes) -> bool:
-        """Write it where it lies, for which a full disk has room too: not at once, as `put` does.
+        """Write over a key in place, for which a full disk has room, too. Unlike `put`, this is not atomic.
 
         Returns:
-            Whether it was: not if there is nothing as long as this, or the place is no directory.
+            Whether it was written: not if the old content is shorter, or the place is no directory.
         """
         ...
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """All keys below ``prefix/``, and their bytes."""
+        """{key: its size in bytes}, of all keys below ``prefix/``."""
         ...
 
     def size(self, key: str) -> int | None:
-        """None if it is not there."""
+        """Size of a key in bytes; None if it is not there."""
         ...
 
     def delete(self, *keys: str) -> None:
-        """What is not there is deleted already."""
+        """Delete keys; one that is not there is no error."""
         ...
 
     def delete_below(self, prefix: str) -> None:
-        """All keys below ``prefix/``."""
+        """Delete all keys below ``prefix/``."""
         ...
 
     def source(self, key: str) -> Source:
-        """Reads ranges of it."""
+        """Reads ranges of a key."""
         ...
 
 
 def objects_at(place: str | Path) -> Objects:
-    """Of a directory, or of a URL.
+    """The objects in a directory, or at a URL.
 
     Raises:
         SpotlightError: nothing installed can open the URL.
@@ -129,7 +129,7 @@ def objects_at(place: str | Path) -> Objects:
 
 
 class DirectoryObjects:
-    """Files; no link in the place of one is followed when it is written."""
+    """Objects as files. When one is written, a link in its place is not followed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -200,7 +200,7 @@ class DirectoryObjects:
         return from_file(self.path / key)
 
     def _place(self, key: str) -> Path:
-        """Where it is to be written; directories for it are made, but not the one that all is in."""
+        """Path at which to write a key; its directories are made, but not the root."""
         path = self.path / key
         if path.parent != self.path:
             for folder in reversed(PurePath(key).parents[:-1]):
@@ -299,7 +299,7 @@ def check_address(url: str) -> None:
 
 
 def check_reach(url: str) -> None:
-    """Find out soon whether a store answers, the first time that this process asks it.
+    """Check within seconds that a store answers, the first time that this process uses it.
 
     Raises:
         StoreError: it does not.
@@ -316,7 +316,7 @@ def check_reach(url: str) -> None:
 
 @lru_cache
 def object_store(url: str, retry_s: float = RETRY_S) -> Any:
-    """obstore's store of a URL, the same for the same one: memory is then seen by the whole process, and by no other.
+    """obstore's store of a URL, the same object for the same URL: so ``memory://`` is shared within a process.
 
     Args:
         retry_s: for how long an operation is tried again.
@@ -343,9 +343,9 @@ def object_store(url: str, retry_s: float = RETRY_S) -> Any:
 
 
 def asked_again(ask: Callable[[], T]) -> T:
-    """Ask a store, and again where the line broke.
+    """Run an operation of a store, and repeat it while the connection breaks.
 
-    obstore does not where it may have been done by then; what is asked for here may be done twice.
+    obstore does not repeat what may have been done already; what is run here may be done twice.
     """
     pauses = pauses_s(RETRY_S)
     while True:
@@ -358,7 +358,7 @@ def asked_again(ask: Callable[[], T]) -> T:
 
 
 def pauses_s(retry_s: float) -> Iterator[float]:
-    """Between the tries of one operation, until so long after this call."""
+    """Pauses between the tries of one operation, until ``retry_s`` after this call."""
     until_s = time.monotonic() + retry_s
 
     def growing() -> Iterator[float]:
@@ -377,7 +377,7 @@ def is_broken_line(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def told(where: str, done: str) -> Iterator[None]:
-    """Say in one sentence which object could not be read or written, and why; one that is not there passes.
+    """Turn obstore's errors into one sentence that says which object could not be read or written, and why.
 
     Raises:
         StoreError: with that sentence.
@@ -404,18 +404,18 @@ def told(where: str, done: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What a store's client says, without the headers and bodies that follow it."""
+    """The first line of a store client's error, without the headers and bodies that follow it."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
 
 
 def without_links(path: str, flags: int) -> int:
-    """Open a file, but not what a link in its place leads to."""
+    """An opener for `open` that does not follow a link."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 @contextlib.contextmanager
 def needed_of(directory: Path, what: str) -> Iterator[None]:
-    """Say in one sentence that the file system of a run's directory has no such thing.
+    """Turn errors inside into one sentence if the file system of a run's directory lacks ``what``.
 
     Raises:
         SpotlightError: with that sentence.
@@ -447,7 +447,7 @@ def content_of(path: Path) -> bytes | None:
 
 
 def unreadable(path: Path, error: OSError) -> SpotlightError:
-    """What a person is told of a file that is there."""
+    """The error for a file that is there but cannot be read."""
     return SpotlightError(f"{path}: cannot be read: {error.strerror}; restore it, or delete it")
 
 

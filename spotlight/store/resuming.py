@@ -1,7 +1,7 @@
-"""Says what a run directory lacks to be gone on with, by name; it changes nothing.
+"""Checks that a run can be resumed, and names what is missing; it changes nothing.
 
-What can be made again is no lack: weights are trained again from the version before, and whoever runs the run
-validates a version again whose weights are there.
+What can be made again may be missing: weights are trained again from the version before, and a version whose weights
+are there is validated again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from spotlight.store.weights import published
 logger = logging.getLogger(__name__)
 
 NAMED_MAX = 5
-"""Of settings that are missing, so many are named."""
+"""Most missing settings that a message names."""
 
 
 def check(run: RunDir, iterations: int | None = None) -> None:
-    """Find at once what going on would need and cannot make again.
+    """Check at once that all is there that the rest of the run needs and cannot make again.
 
     Args:
         iterations: after how many the run is to end from now on; None: as its settings say.
@@ -75,10 +75,10 @@ def _explored_next(run: RunDir, last: HistoryRow) -> bool:
 
 
 def rows_that_stay(run: RunDir) -> list[HistoryRow]:
-    """The finished iterations but the last ones whose weights were deleted, being damaged: these are done again.
+    """The finished iterations, without the last ones if their weights were deleted as damaged: those are done again.
 
     Raises:
-        SpotlightError: iterations are missing between others, or the last one's weights are others.
+        SpotlightError: iterations are missing between others, or the last one's weights have another hash.
     """
     rows = run.history()
     for expected, row in enumerate(rows):
@@ -99,19 +99,19 @@ def rows_that_stay(run: RunDir) -> list[HistoryRow]:
 
 
 def unvalidated(run: RunDir, config: Config, done: int) -> Iterator[int]:
-    """Versions that should have been validated before the iteration that comes now, and of which there is no row."""
+    """Versions before iteration ``done`` that should have been validated, but have no row."""
     validated = {row.version for row in run.validation()}
     due = range(0, done, config.run.validate_every)
     return (version for version in due if version not in validated)
 
 
 def has_begun(run: RunDir) -> bool:
-    """Whether the weights are there that its training starts from."""
+    """Whether the initial weights are published."""
     return published(run.url, 0) is not None
 
 
 def is_over(run: RunDir, config: Config) -> bool:
-    """Whether all iterations are done and validated, and what came of them is summed up: nothing is left to do.
+    """Whether all iterations are done and validated, and the summary is written: nothing is left to do.
 
     A simulated run may end sooner, by its last hour or its target.
     """

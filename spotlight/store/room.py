@@ -13,7 +13,7 @@ SHARED_MEMORY = Path("/dev/shm")
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 """Control groups, by which Slurm's jobs and containers are limited."""
 LEFT = 0.05
-"""Of the memory, for the processes that are there."""
+"""Share of the memory that stays free for running processes."""
 
 
 def is_in_memory(directory: Path) -> bool:
@@ -21,8 +21,8 @@ def is_in_memory(directory: Path) -> bool:
 
 
 def room_bytes(directory: Path) -> float:
-    """What may be written there. A file system in memory may be larger than the memory that is free, and whoever fills
-    that is killed, or gets another process killed."""
+    """Bytes that may be written to a directory. A file system in memory may be larger than the free memory, and filling
+    that gets a process killed."""
     free_bytes = float(shutil.disk_usage(directory).free)
     return min(free_bytes, spare_memory_bytes() - LEFT * memory_bytes()) if is_in_memory(directory) else free_bytes
 
@@ -33,7 +33,7 @@ def memory_bytes() -> float:
 
 
 def spare_memory_bytes() -> float:
-    """What of it is free."""
+    """How much of that is free."""
     return min(float(psutil.virtual_memory().available), *(limit - used for limit, used in _groups()), float("inf"))
 
 
@@ -50,7 +50,8 @@ def _groups() -> Iterator[tuple[float, float]]:
 
 
 def _limited(root: Path, path: str, names: tuple[str, str], prefix: str) -> Iterator[tuple[float, float]]:
-    """Pages of files that are only cached do not count as used. In a container, the path may be one of outside."""
+    """Limit and use of one group and those around it. Cached pages of files do not count as used. In a container, the
+    path may be the host's."""
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
         with suppress(OSError, ValueError, KeyError):  # no such group here, no limit, or no such counts

@@ -13,11 +13,11 @@ VALIDATION = "validation.jsonl"
 SPANS = "spans.jsonl"
 WORKERS = "workers.jsonl"
 EVENTS = "events.jsonl"
-"""What happened to gangs and workers, as it happened."""
+"""What happened to gangs and workers, in order."""
 DECISIONS = "decisions.jsonl"
-"""What was decided from what; see `spotlight.plan.replay`."""
+"""Decisions, with what they were made from; see `spotlight.plan.replay`."""
 QUARANTINED = "quarantined.jsonl"
-"""Requests that nobody runs any more."""
+"""Requests that were set aside: no worker runs them any more."""
 PROMPTS = "prompts.json"
 """The hashes of the prompts that the run began with, which are in ``prompts/``: a `PromptHashes`."""
 SUMMARY = "summary.json"
@@ -26,31 +26,31 @@ SIMULATED = "simulated.json"
 
 JOURNALS = (HISTORY, VALIDATION, SPANS, WORKERS, EVENTS, DECISIONS, QUARANTINED)
 STARTED = "started.json"
-"""Tells a run from others of its name. At a URL it is put first, so that there is one run of a name; in a directory it
-is only there where latents are elsewhere: a `Started`."""
+"""A `Started`, which tells a run from others of its name. At a URL it is written first, so that a name has one run; in
+a directory it is there only if latents are kept elsewhere."""
 
 
 @record
 class Simulated:
-    """Says of a run that no machine ran it."""
+    """Marks a run as simulated."""
 
     learning: Literal["modelled", "real"]
-    """By a model of learning, or of the model itself."""
+    """Whether rewards come from a model of learning, or from the real model."""
 
 
 @record
 class Started:
-    """Who a run is."""
+    """A run's identity."""
 
     by: str
     """Digits that no other run has."""
     latents: str = ""
-    """What its folder below ``latents.url`` is named; empty: as the run, which was before runs had digits."""
+    """Name of its folder below ``latents.url``; empty in older runs, whose folder has the run's name."""
 
 
 @record
 class PromptHashes:
-    """Of the run's copies of its prompt files."""
+    """Hashes of the run's copies of its prompt files."""
 
     train_sha256: str
     validation_sha256: str
@@ -65,9 +65,9 @@ class HistoryRow:
     """The version that the iteration ended with."""
     weights_sha256: str
     metrics: Mapping[str, float]
-    """What does not depend on time or place."""
+    """Values that do not depend on when or where work ran."""
     measured: Mapping[str, float]
-    """What does: seconds, dollars and counts."""
+    """Values that do: seconds, dollars and counts."""
     explored_next: bool | None = None
     """Whether seeds of the next iteration were explored beside it; None in rows of older versions."""
 
@@ -90,7 +90,7 @@ class ValidationRow:
 
 @record
 class Summary:
-    """A run that came to its end, in a few numbers: ``summary.json``."""
+    """A finished run in a few numbers: ``summary.json``."""
 
     score_before: float
     score_after: float

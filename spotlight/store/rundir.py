@@ -2,11 +2,11 @@
 
 A journal is a file of JSON lines, appended and synced; a torn last line was never finished and is cut
 off. Everything else appears whole, by renaming. One driver at a time holds the directory's lock, and its lease. What is
-read is checked: a damaged file is an error that says what to do. No link leads out of the directory: who opens it finds
-that out before anything is read or written.
+read is checked: a damaged file is an error that says what to do. No link may lead out of the directory:
+that is checked before anything is read or written.
 
-A run can also live at the URL of an object store. All that workers need is then objects there, and so is all that
-whoever goes on with the run needs: records at once, journals some seconds later. What can only be a file (journals,
+A run can also live at the URL of an object store. All that workers, or a driver that resumes the run, need is then
+objects there: records at once, journals some seconds later. What can only be a file (journals,
 prompts, pictures, the report) has a copy in a directory of this machine.
 """
 
@@ -57,11 +57,11 @@ from spotlight.store.rows import (
 )
 
 PUSH_S = 5.0
-"""Between two copies of what only a report needs: what a lost machine takes with it."""
+"""Time between two copies of what only a report needs: a lost machine loses as much."""
 TURN_S = 120.0
-"""For whoever only looks at the files of a run to let go of them: it may copy journals of gigabytes from a URL."""
+"""Longest wait for a process that only reads a run's files: it may copy journals of gigabytes from a URL."""
 SAY_S = 2.0
-"""So long it is waited for without a word."""
+"""After so long, a message says what is waited for."""
 POLL_S = 0.1
 HERE = "a process of this machine"
 
@@ -80,7 +80,7 @@ class RunDir:
 
     Args:
         place: the directory; or the URL of an object store, where ``file://`` names a directory too.
-        copy: of a run at a URL, where what can only be a file is on this machine; None: where its driver has it.
+        copy: directory on this machine for the files of a run at a URL; None: the one that its driver has.
     """
 
     def __init__(self, place: str | Path, *, copy: Path | None = None) -> None:
@@ -96,14 +96,14 @@ class RunDir:
         self._lines = Lines(self.path)
 
     def __fspath__(self) -> str:
-        """Where it is, or its URL: as good as the text of it."""
+        """The run's path or URL, so that a `RunDir` can stand for it."""
         return self.url
 
     def __repr__(self) -> str:
         return f"<RunDir {self.url}>"
 
     def prompt_hashes(self) -> PromptHashes | None:
-        """Of the prompts that the run began with; None where nobody wrote them down."""
+        """Hashes of the prompts that the run began with; None if they were not recorded."""
         return self._file(PROMPTS, PromptHashes, "restore it, or begin a new run")
 
     @property
@@ -113,7 +113,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunDir:
-        """An existing run's directory, or what is at its URL.
+        """Open an existing run, in a directory or at a URL.
 
         Raises:
             SpotlightError: it is not one, something in it leads out of it, or this user may not look into it.
@@ -135,12 +135,12 @@ class RunDir:
         if run._journals:
             run.pull(anew=True)
         else:
-            for found in _no_own_files(run.path, run.path):
+            for found in _forbidden_entries(run.path, run.path):
                 raise SpotlightError(found)
         return run
 
     def pull(self, *, anew: bool = False) -> None:
-        """Of a run at a URL, have what others put there also here; not while its driver is on this machine.
+        """Of a run at a URL, copy to this machine what others put there; not while its driver is on this machine.
 
         Args:
             anew: whether what is here already is read again.
@@ -177,7 +177,7 @@ class RunDir:
                 file.write(content)
 
     def push(self, *, at_once: bool = False) -> None:
-        """Of a run at a URL, put what was journalled since the last time; now and then, if it is not to be at once."""
+        """Of a run at a URL, put what was journalled since the last time: now, or every `PUSH_S` if not ``at_once``."""
         now_s = wall_clock()
         if self._journals and (at_once or now_s > self._pushed_s + PUSH_S):
             self._pushed_s = now_s
@@ -200,7 +200,7 @@ class RunDir:
         return config.parse(content, self.path, where)
 
     def change_iterations(self, iterations: int) -> None:
-        """Have the run end after so many iterations, more or fewer than before; what is done stays done.
+        """Let the run end after so many iterations, more or fewer than before; what is done stays done.
 
         Raises:
             SpotlightError: it is no whole number, more are done, a run cannot have that many, or somebody runs it.
@@ -244,14 +244,14 @@ class RunDir:
 
     @contextlib.contextmanager
     def lock(self, stop: threading.Event | None = None) -> Iterator[Lease]:
-        """Hold the run: by its files, which the operating system lets go of when this process ends, and by its lease.
+        """Hold the run: by the lock of its files, which the system releases when this process ends, and by its lease.
 
         Args:
-            stop: ends the wait for those who hold it and may be gone, or soon will be.
+            stop: ends the wait for a holder that may be gone, or soon will be.
 
         Raises:
             SpotlightError: somebody else holds it.
-            Stopped: so it was asked for.
+            Stopped: ``stop`` was set.
         """
         stop = stop or threading.Event()
         with self._alone(stop):
@@ -273,11 +273,11 @@ class RunDir:
                 lease.release()
 
     def _alone(self, stop: threading.Event) -> contextlib.ExitStack:
-        """Until it is closed, this process alone has the run's files here; those who only look at them are waited for.
+        """Hold the run's files on this machine alone, until the stack is closed; wait for processes that only read.
 
         Raises:
-            SpotlightError: somebody else has them, or looks at them for long.
-            Stopped: so it was asked for.
+            SpotlightError: somebody else has them, or reads them for long.
+            Stopped: ``stop`` was set.
         """
         began_s, is_said = wall_clock(), False
         while True:
@@ -310,7 +310,7 @@ class RunDir:
 
     @contextlib.contextmanager
     def unused(self) -> Iterator[bool]:
-        """Whether nobody has the run; nobody on this machine takes it inside."""
+        """Yields whether nobody has the run; inside, no process of this machine can take it."""
         with self._held(shared=True) as held:
             yield held and self._lease().elsewhere() is None
 
@@ -318,9 +318,9 @@ class RunDir:
         return Lease(self.objects, self._lock.identity)
 
     def perhaps_lost(self) -> Holder | None:
-        """Who has the run on another machine, while a process has its files as seen from this one.
+        """The holder on another machine, while a process has the run's files as seen from this one.
 
-        The two are the same where machines share locks of files; else the owner may be lost, and the other waits.
+        Both are one process where machines share file locks; else the holder may be lost, and the process waits for it.
         """
         return self._lease().elsewhere() if self._lock.is_held() else None
 
@@ -337,12 +337,12 @@ class RunDir:
         return self._lease().last()
 
     def lease_holder(self) -> Holder | None:
-        """As its record has it, who runs the run; None where it says nobody."""
+        """Who runs the run, by its lease's record alone; None where that says nobody."""
         return self._lease().holder()
 
     @property
     def resume_command(self) -> str:
-        """What goes on with the run, for a shell."""
+        """The shell command that resumes the run."""
         return f"spotlight resume {shlex.quote(self.url)}"
 
     def history(self) -> list[HistoryRow]:
@@ -361,15 +361,15 @@ class RunDir:
         return self._lines.records(journal, kind)
 
     def rows(self, journal: str) -> list[dict[str, Any]]:
-        """The same, with whatever fields they have."""
+        """As `records`, with whatever fields the lines have."""
         return self.records(journal, dict[str, Any])
 
     def growing(self, journal: str, kind: type[Record]) -> Growing[Record]:
-        """As `records`, for who reads them again and again."""
+        """A reader of a journal for repeated use: it reads only what is new."""
         return Growing(self.path / journal, kind, rewritten=journal == WORKERS)
 
     def last(self, journal: str, kind: type[Record], rows: int) -> list[Record]:
-        """As `records`, the last so many, whatever stands before them."""
+        """As `records`, the last ``rows`` only; damage before them is not noticed."""
         return self._lines.last(journal, kind, rows)
 
     def count(self, journal: str) -> int:
@@ -385,7 +385,7 @@ class RunDir:
     def append(self, journal: str, *rows: Mapping[str, Any]) -> None:
         """Add lines durably; any thread of the one driver may.
 
-        Of a run at a URL, what it goes on from is there when this returns; for the rest see `push`.
+        Of a run at a URL, what a resumed run needs is there when this returns; for the rest see `push`.
         """
         self._lines.append(journal, *rows)
         if self._journals and journal in (HISTORY, VALIDATION):
@@ -398,18 +398,18 @@ class RunDir:
             self._journals.replace(journal)
 
     def write_json(self, name: str, value: Any) -> None:
-        """A mapping, or a record by its fields' names."""
+        """Write a mapping, or a record by its fields' names, as JSON."""
         self.objects.put(name, indented(value).encode())
 
     def quarantine(self, request: Quarantined) -> None:
-        """Record, on any worker, a request that nobody runs any more; twice is once, where the run is at a URL."""
+        """Record a request that is set aside; any worker may. Where the run is at a URL, doing so twice is as once."""
         if self._journals:
             self.write_json(f"quarantined/{request.request.id}.json", request)
         else:
             self.append(QUARANTINED, asdict(request))
 
     def all_quarantined(self) -> list[Quarantined]:
-        """What `quarantine` was given."""
+        """The requests that `quarantine` recorded."""
         keys = self.objects.sizes("quarantined") if self._journals else ()
         found = [self._file(key, Quarantined, "restore it, or delete it") for key in keys]
         return [*self.records(QUARANTINED, Quarantined), *(each for each in found if each)]
@@ -437,7 +437,8 @@ class RunDir:
         self.write_json(self.beliefs_key(iteration), beliefs)
 
     def retain_beliefs(self, keep: Collection[int], iteration: int) -> None:
-        """Remove those of an iteration, unless it is one to keep: with twenty thousand prompts they are megabytes."""
+        """Remove the beliefs of an iteration, unless it is one to keep: with twenty thousand prompts they are
+        megabytes."""
         if iteration not in keep:
             self.objects.delete(self.beliefs_key(iteration))
 
@@ -450,7 +451,7 @@ class RunDir:
         self.write_json(f"offload/{iteration:05d}.json", state)
 
     def summary(self) -> Summary | None:
-        """None before the run has come to its end, and where it went on since."""
+        """None before the run has ended, and if it went on since."""
         found = self._file(SUMMARY, Summary, "delete it: `spotlight resume` writes it anew, a report does without")
         return found if found and found.iterations == self.count(HISTORY) else None
 
@@ -463,7 +464,7 @@ class RunDir:
 
 
 def files_of(place: str | Path) -> Path:
-    """Where this machine has what can only be a file of a run: its directory, or one for the run at a URL.
+    """The directory of a run's files on this machine: the run's own, or one for the run at a URL.
 
     It is the same for every process of a user.
     """
@@ -477,7 +478,7 @@ def files_of(place: str | Path) -> Path:
 
 @contextlib.contextmanager
 def looked_into(place: str | Path) -> Iterator[None]:
-    """What is read within is in a place that a person named as a run.
+    """Turn a missing permission inside into one sentence about the run that a person named.
 
     Raises:
         SpotlightError: this user may not look into it.
@@ -500,8 +501,8 @@ def made_again(iteration: int) -> str:
     )
 
 
-def _no_own_files(directory: Path, root: Path) -> Iterator[str]:
-    """What is in a run directory and is neither a file nor a directory of its own, as sentences.
+def _forbidden_entries(directory: Path, root: Path) -> Iterator[str]:
+    """A sentence about each entry of a run directory that leads out of it, or is neither file nor directory.
 
     The run may be going on: what it removes meanwhile is of no interest.
     """
@@ -519,7 +520,7 @@ def _no_own_files(directory: Path, root: Path) -> Iterator[str]:
                     "there what it links to, or delete it"
                 )
         elif entry.is_dir():
-            yield from _no_own_files(Path(entry.path), root)
+            yield from _forbidden_entries(Path(entry.path), root)
         elif not (entry.is_file(follow_symlinks=False) or not os.path.lexists(entry.path)):
             yield f"{entry.path}: is a named pipe, a socket or a device, which no run writes: delete it"
 
@@ -527,11 +528,11 @@ def _no_own_files(directory: Path, root: Path) -> Iterator[str]:
 def indented(value: Any, line: str = "\n") -> str:
     """JSON over several lines, of a record by its fields' names.
 
-    The same text as ``json.dumps(value, indent=1, sort_keys=True)``, in a tenth of the time: where it indents, that one
-    is written in Python, and looks at every number.
+    The same text as ``json.dumps(value, indent=1, sort_keys=True)``, in a tenth of the time: where that
+    function indents, it runs in Python, number by number.
 
     Args:
-        line: how the line ends on which it begins, and the next one begins.
+        line: a line break, with the indentation of the line on which the value begins.
     """
     deeper = line + " "
     if hasattr(value, "__dataclass_fields__"):

@@ -1,7 +1,7 @@
 """Safetensors files, tensor by tensor: gigabytes are hashed while they are written or read, not copied before.
 
-The library copies a file's bytes two times to make them, and to allocate gigabytes anew for each file takes longer than
-to hash and to write them. So one tensor is handled at a time, and its memory is used again for the next. The format,
+The library copies all bytes twice to make a file, and to allocate gigabytes for each file takes longer than to hash and
+write them. So one tensor is handled at a time, and its memory is used again for the next. The format,
 from its documentation (https://github.com/huggingface/safetensors#format) ::
 
     8 bytes     length of the header, little-endian
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from torch import Tensor  # only those who touch tensors pay for torch
 
     Tensors = Mapping[str, Tensor | NDArray[Any]]
-    """By name: all of torch, or all of numpy."""
+    """Tensors by name: all of torch, or all of NumPy."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Piece = TypeVar("Piece", bytes, memoryview)
 
 THREADS = 4
-"""That hash or read files of tensors at once. None of them holds Python's lock meanwhile."""
+"""Threads that hash or read files at once; meanwhile they release the GIL."""
 SMALL_BYTES = 1 << 16
 """Pieces up to this size are hashed at once: to hand them to a thread would take longer."""
 ALIGNED_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000
-"""Of a header, as in the library."""
+"""Largest header, as in the library."""
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}
 _DTYPES |= {f"{kind}int{bits}": f"{kind.upper() or 'I'}{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)}
 _ARRAYS = {known: np.dtype(name) for name, known in _DTYPES.items() if name != "bfloat16"}
 
 
 class Digest(Protocol):
-    """What `hashlib` makes."""
+    """A hash object, as `hashlib` makes them."""
 
     def update(self, piece: bytes | memoryview, /) -> None: ...
 
@@ -53,7 +53,7 @@ class Digest(Protocol):
 
 
 class Content:
-    """What a file of these tensors holds: piece by piece, each brought from its device when it is asked for."""
+    """The bytes of a safetensors file, piece by piece; each tensor is copied from its device when it is asked for."""
 
     def __init__(self, tensors: Tensors) -> None:
         """
@@ -92,7 +92,7 @@ def _viewed(tensor: Tensor | NDArray[Any]) -> memoryview:
 
 
 def hash_of(pieces: Iterable[bytes | memoryview]) -> str:
-    """SHA-256 of all of them."""
+    """SHA-256 of all pieces, as hexadecimal digits."""
     digest = sha256()
     for piece in pieces:
         digest.update(piece)
@@ -100,7 +100,7 @@ def hash_of(pieces: Iterable[bytes | memoryview]) -> str:
 
 
 def hashing(pieces: Iterable[Piece], digest: Digest) -> Iterator[Piece]:
-    """The same pieces; each is hashed while whoever takes them is busy with it."""
+    """Yields the same pieces; a thread hashes each while the consumer uses it."""
     busy: Future[None] | None = None
     with ThreadPoolExecutor(1) as thread:
         for piece in pieces:

@@ -1,6 +1,6 @@
-"""Small pictures of what was rolled out, kept with its rewards: what a page or a notebook shows of an iteration.
+"""Small pictures of an iteration's samples, kept with their rewards, for pages and notebooks.
 
-They are data URLs, so that whoever shows one needs no file. The same images give the same text.
+They are data URLs, which can be shown without a file. The same images give the same text.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def pictures(run: RunDir, selection: Selection) -> list[Picture]:
 
 
 def _of_group(find: Callable[[str], dict[str, Any] | None], iteration: int, kept: Kept) -> Iterator[Picture]:
-    """By request, each named after its first seed: those that explored it, or those that its seeds are split into."""
+    """Pictures of a prompt's kept seeds: of the explored samples, where these are trained on, else of the rollouts."""
     for drawn in kept.drawn:
         found = find(request_id(iteration, "explore", kept.prompt, drawn.seeds[0]))
         urls = (found or {}).get("thumbnails") or [""] * len(drawn.seeds)

@@ -1,6 +1,6 @@
-"""Keeps what an iteration's training is made of while it lasts: gradients of parts, and weights between two updates.
+"""Keeps the intermediate results of an iteration's training: gradients of parts, and weights between two updates.
 
-With the run, in its directory or at its URL, lie until the version that they make is published ::
+Until the version that they lead to is published, there are in the run's directory, or at its URL ::
 
     updates/00003/u0-p2-<16 digits>.safetensors     a gradient, float32; the digits name all that it depends on
                   u0-p2-<16 digits>.json            what its computation measured, and its slices; written last
@@ -12,7 +12,7 @@ A gradient in several slices is as many safetensors files, one after the other i
 itself.
 
 Invariants: a file appears whole; written again, it has the same bytes; what is read has the hash that it was announced
-with. Nothing is flushed to the disk: who loses it computes it again.
+with. Nothing is flushed to the disk: what is lost is computed again.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _SUM = "sum-"
 
 
 def find(run: RunAt, part: GradientPart) -> Gradient | None:
-    """The gradient of a part that was computed before."""
+    """A part's gradient if it was computed before, else None."""
     return _found(run, part.iteration, part.name, part.slices)
 
 
 def _found(run: RunAt, iteration: int, name: str, slices: int) -> Gradient | None:
-    """What was announced under a name, if its file is there with as many slices and as many bytes."""
+    """The gradient of this name, if its file is there with as many slices and as many bytes, else None."""
     objects, key = objects_at(run), f"{_folder(iteration)}/{name}.json"
     content = objects.get(key)
     if content is None:
@@ -66,11 +66,11 @@ def put(
     tensors: Mapping[str, Tensor],
     slices: Sequence[Iterable[str]] | None = None,
 ) -> Gradient:
-    """Keep a gradient.
+    """Keep a gradient; returns it with its name and slices.
 
     Args:
-        gradient: what was measured; its name and slices are filled in.
-        slices: which tensors each of them has, as far as they are there; None: one has all.
+        gradient: its measurements; its name and slices are filled in.
+        slices: names of the tensors of each slice, some of which may be absent; None: one slice has all.
     """
     contents: list[Content] = []
     if tensors:
@@ -82,7 +82,7 @@ def put(
 
 
 def _put(run: RunAt, iteration: int, gradient: Gradient, contents: Sequence[Content]) -> Gradient:
-    """Write a gradient whose slices these are."""
+    """Write a gradient that has these slices."""
     digests: list[Future[str]] = []
     if contents:
         with ThreadPoolExecutor(THREADS) as pool:
@@ -121,7 +121,7 @@ def load(run: RunAt, iteration: int, gradient: Gradient) -> dict[str, Tensor]:
 
 
 def load_terms(run: RunAt, iteration: int, gradients: Sequence[Gradient]) -> Iterator[dict[str, Tensor]]:
-    """As `load`, of several: slices of a sum are read some at a time, whole gradients one after the other."""
+    """As `load`, of several gradients: slices of a sum are read in parallel, whole gradients one after the other."""
     several = ahead if all(each.name.startswith(_SUM) for each in gradients) else map
     yield from several(partial(load, run, iteration), gradients)
 
@@ -129,7 +129,7 @@ def load_terms(run: RunAt, iteration: int, gradients: Sequence[Gradient]) -> Ite
 def load_slices(
     run: RunAt, iteration: int, gradients: Iterable[Gradient], at: int
 ) -> Iterator[dict[str, NDArray[np.float32]]]:
-    """As `load`, one slice of each part's gradient, without torch."""
+    """Slice ``at`` of each part's gradient, without torch; raises as `load`."""
 
     def read(gradient: Gradient) -> dict[str, NDArray[np.float32]]:
         return _slice(run, iteration, gradient, at) if gradient.slices else {}
@@ -138,7 +138,7 @@ def load_slices(
 
 
 def find_sum(run: RunAt, iteration: int, parts: Sequence[Gradient], at: int) -> Gradient | None:
-    """The sum of a slice of several gradients that was added before."""
+    """The sum of slice ``at`` of several gradients if it was computed before, else None."""
     return _found(run, iteration, _sum_name(parts, at), slices=1)
 
 
@@ -151,7 +151,7 @@ def put_sum(
         return summed
     import numpy as np
 
-    # A sum of scalars is no array
+    # NumPy's sum of scalars is not an array
     return _put(run, iteration, summed, [Content({name: np.asarray(array) for name, array in arrays.items()})])
 
 
@@ -190,7 +190,7 @@ def clear(run: RunAt, iteration: int) -> None:
 
 
 def clear_until(run: RunAt, iteration: int) -> None:
-    """Of that one and all before it: who was taken for dead may have written after an iteration had ended."""
+    """As `clear`, of this iteration and all before it: a worker taken for dead may have written after one had ended."""
     objects = objects_at(run)
     for folder in sorted({key.split("/")[1] for key in objects.sizes("updates")}):
         if folder.isdigit() and int(folder) <= iteration:

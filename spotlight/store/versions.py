@@ -35,27 +35,27 @@ WRITING = ".writing-"
 """Begins the names of directories that attempts at a version write to."""
 _VERSION = re.compile(r"v(\d{5,})")
 _LEFT = re.compile(rf"\.(?:staged-{_VERSION.pattern}|writing-{_VERSION.pattern}-\w+)")
-"""Of a version that may be published by now."""
+"""Directories that attempts left, with the version, which may be published by now."""
 _SUFFIX = ".safetensors"
 ATTEMPTS = 10
-"""At one rename."""
+"""Tries of one rename."""
 
 
 class Versions(Protocol):
     """The versions of one run, each staged or published or both."""
 
     def where(self, version: int, *, staged: bool = False) -> str:
-        """A version's place, as a person finds it."""
+        """Path or URL of a version, for people."""
         ...
 
     def numbers(self) -> list[int]:
-        """Of the published ones, in order."""
+        """The published versions, ascending."""
         ...
 
     def has(self, version: int, *, staged: bool = False) -> bool: ...
 
     def attempt(self, version: int) -> AbstractContextManager[None]:
-        """What is written of a version inside, and not staged at the end, is removed: a disk may be full."""
+        """At the end, remove what was written inside but not staged: the disk may be full."""
         ...
 
     def write(self, version: int, name: str, content: Content) -> str:
@@ -63,7 +63,7 @@ class Versions(Protocol):
         ...
 
     def stage(self, version: int, manifest: bytes) -> None:
-        """All files of a version are written: it takes the place of what another attempt staged."""
+        """Stage a version, all files of which are written, in place of what another attempt staged."""
 
     def manifest(self, version: int, *, staged: bool = False) -> bytes:
         """
@@ -73,9 +73,9 @@ class Versions(Protocol):
         ...
 
     def found(self, version: int, name: str, sha256: str, *, staged: bool = False) -> tuple[int, str]:
-        """Bytes and hash of a file that should have this hash.
+        """Size in bytes, and hash, of a file that should have this hash.
 
-        Of a staged one, only the size is looked at: it was hashed when it was written, and whoever reads it hashes it.
+        A staged file is not hashed, and ``sha256`` is returned: it was hashed when written, and is again when read.
 
         Raises:
             FileNotFoundError: it is not there.
@@ -83,10 +83,10 @@ class Versions(Protocol):
         ...
 
     def publish(self, version: int) -> None:
-        """Make a staged version the published one, at once, also in place of one that is damaged."""
+        """Make a staged version the published one, atomically, also in place of one that is damaged."""
 
     def drop(self, version: int) -> None:
-        """What is staged of a version is not needed."""
+        """Remove what is staged of a version."""
 
     def read(self, version: int, name: str, sha256: str) -> bytes:
         """
@@ -105,7 +105,7 @@ class Versions(Protocol):
 
 
 def versions_of(run: str | Path) -> Versions:
-    """Of the run at a place.
+    """The versions of a run.
 
     Args:
         run: its directory or URL.
@@ -134,7 +134,7 @@ class DirectoryVersions:
         return self._path(version, staged=staged).exists()
 
     def _writing(self, version: int) -> Path:
-        """Of this attempt alone: a worker that was taken for dead may be at the same version."""
+        """A directory of this attempt alone: a worker taken for dead may be writing the same version."""
         return self._root / f"{WRITING}v{version:05d}-{self._attempt}"
 
     @contextmanager
@@ -157,7 +157,7 @@ class DirectoryVersions:
         (writing / MANIFEST).write_bytes(manifest)
         _flush(writing / MANIFEST)
         _flush(writing)
-        for _ in range(ATTEMPTS):  # another's may come in between
+        for _ in range(ATTEMPTS):  # another attempt may stage in between
             self._take_away(staged)
             with suppress(OSError):
                 writing.rename(staged)
@@ -203,7 +203,7 @@ class DirectoryVersions:
         self._take_away(self._path(version))
 
     def _take_away(self, directory: Path) -> None:
-        """Remove it after one rename, so that a kill cannot leave half of it in its place."""
+        """Rename a directory, then remove it, so that a kill cannot leave half of it in its place."""
         removed = directory.with_name(f".removed-{directory.name.lstrip('.')}-{self._attempt}")
         with suppress(FileNotFoundError):  # there is none
             directory.rename(removed)
@@ -266,7 +266,7 @@ class BucketVersions:
         return content
 
     def found(self, version: int, name: str, sha256: str, *, staged: bool = False) -> tuple[int, str]:
-        """By its size: the store checked what it was sent, and whoever reads it checks what comes."""
+        """Only the size is looked up: the store checked what it was sent, and readers check what they get."""
         size = self._objects.size(self._file(version, sha256))
         if size is None:
             raise FileNotFoundError
@@ -289,7 +289,7 @@ class BucketVersions:
         return self._objects.source(self._file(version, sha256))
 
     def retain(self, keep: Collection[int]) -> None:
-        """The manifest goes first; what a kill leaves of older versions, or of one that was retired, goes too."""
+        """Manifests are deleted first; what a kill left of older versions, or of a deleted one, is deleted, too."""
         keys = self._objects.sizes("weights")
         gone = [version for version in self._numbers(keys) if version not in keep]
         self._objects.delete(*(self._manifest(version, staged=False) for version in gone))

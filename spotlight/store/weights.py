@@ -1,4 +1,4 @@
-"""Keeps the versions of what training changes: staged, published at once, verified when read.
+"""Keeps the versions of what training changes: staged, published atomically, verified when read.
 
 Nothing is ever unpickled, and a published version never changes. In a run directory lie ::
 
@@ -67,7 +67,7 @@ RunAt = str | Path
 
 @record
 class FileEntry:
-    """What a file of a version is to be."""
+    """Expected hash and size of a file of a version."""
 
     sha256: str
     bytes: int
@@ -141,7 +141,8 @@ def _check_finite(where: str, tensors: Tensors) -> None:
 
 
 def _all_finite(tensors: Iterable[Tensor | NDArray[Any]]) -> bool:
-    """A device is waited for once; the least and the largest tell as much as `isfinite`, which takes a CPU longer."""
+    """Whether all numbers are finite. Each device is waited for once; minimum and maximum suffice, and are faster on a
+    CPU than `isfinite` of all."""
     found: dict[Any, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if isinstance(tensor, np.ndarray):
@@ -154,7 +155,7 @@ def _all_finite(tensors: Iterable[Tensor | NDArray[Any]]) -> bool:
 
 
 def publish(run: RunAt, version: int) -> Published:
-    """Make a staged version the published one, at once; done before, it returns what is there.
+    """Make a staged version the published one, atomically; if it is published already, return that.
 
     A published version that is intact wins over a staged one, since workers may already use it; a damaged
     one is replaced.
@@ -208,14 +209,14 @@ def load(
     from safetensors.torch import load as from_bytes
 
     if node is not None:
-        # Without room, it is read from the store as without a node; so it is when others removed it just now.
+        # If the node has no room, or the file was just removed there, the store is read.
         with suppress(NotOnNode, FileNotFoundError):
             return map_tensors(bring(run, ref, node, part, peers))
     return from_bytes(_content(run, ref, part))
 
 
 def load_arrays(run: RunAt, ref: WeightsRef) -> dict[str, NDArray[Any]]:
-    """What training changed in a published version, from the store, as arrays of numpy; torch is not needed.
+    """The trained tensors of a published version, from the store, as NumPy arrays; torch is not needed.
 
     Raises:
         SpotlightError: as `load`.
@@ -238,10 +239,9 @@ def _content(run: RunAt, ref: WeightsRef, part: Part) -> bytes:
 
 
 def bring(run: RunAt, ref: WeightsRef, node: Node, part: Part = "trainable", peers: Sequence[Source] = ()) -> Path:
-    """Have one file of a published version in the node's memory, its hash checked; torch is not needed.
+    """Bring one file of a published version into the node's memory, its hash checked, without torch; returns its path.
 
-    Found on the node, it costs milliseconds; else it comes from the first peer that sends it, or from the store, which
-    is not asked for anything before.
+    A file that the node has costs milliseconds; else it comes from the first peer that sends it, or from the store.
 
     Raises:
         NotOnNode: there is no room, or neither a peer nor the store sent what the manifest says; `load` says more.
@@ -254,7 +254,7 @@ def bring(run: RunAt, ref: WeightsRef, node: Node, part: Part = "trainable", pee
 
 
 def part_ref(run: RunAt, ref: WeightsRef, part: Part = "trainable") -> PartRef:
-    """Names one file of a version; the store is read only where the reference does not say.
+    """Name, hash and size of one file of a version; the store is read only if ``ref`` does not hold them.
 
     Raises:
         SpotlightError: the version has no such file; or, where the store is read, as `load`.

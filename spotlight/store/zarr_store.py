@@ -52,7 +52,7 @@ run = sync
 """Runs a coroutine of a store on zarr's event loop and returns its value, from any thread."""
 
 AT_ONCE = 16
-"""Questions to a store at a time; the latents of so many requests are in memory meanwhile."""
+"""Operations on a store at a time; the latents of so many requests are in memory meanwhile."""
 
 PROBE_S = 20.0
 """A store answers within a second; clients try again for minutes before they give up."""
@@ -92,7 +92,7 @@ class ZarrStore:
         return await self._ask(key, "read", lambda: self._store.exists(key))
 
     async def names(self, prefix: str) -> list[str]:
-        """What lies directly under a prefix."""
+        """Names directly under a prefix."""
 
         async def listed() -> list[str]:
             return [name.strip("/") async for name in self._store.list_dir(prefix)]
@@ -107,7 +107,7 @@ class ZarrStore:
         await self._ask(prefix, "deleted", lambda: self._store.delete_dir(prefix))
 
     async def _ask(self, key: str, done: str, ask: Callable[[], Awaitable[T]]) -> T:
-        """Ask the store, and again where the line broke, as `asked_again` does."""
+        """Run an operation of the store, and repeat it while the connection breaks, as `asked_again` does."""
         pauses = pauses_s(self._retry_s)
         with self._told(f"{self.url}/{key}", done):
             while True:
@@ -125,7 +125,7 @@ class ZarrStore:
                 await self._store.delete(key)
 
     def open_array(self, path: str) -> Any:
-        """A Zarr array that is there, to be read and written by slices."""
+        """An existing Zarr array, to be read and written by slices."""
         return zarr.open_array(self._store, path=path, mode="r+")
 
     def rows(self, path: str, start: int, stop: int) -> Float32 | None:
@@ -134,15 +134,15 @@ class ZarrStore:
             array = zarr.open_array(self._store, path=path, mode="r")
             return np.asarray(array[start:stop], dtype="<f4")
         except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
-            # What zarr makes of a missing array, damaged metadata or a shard whose index fails its CRC.
+            # What zarr raises for a missing array, damaged metadata or a shard whose index fails its CRC.
             # A store that cannot be reached raises something else: that is no proof of damage.
             return None
 
 
 async def all_of(ask: Callable[[S], Awaitable[T]], about: Iterable[S]) -> list[T]:
-    """What a store answers about each, in their order, where `AT_ONCE` are asked about at a time.
+    """The results of ``ask`` for each item, in order; `AT_ONCE` calls run at a time.
 
-    When this returns, or raises what one of them raised, nothing is under way any more.
+    When this returns, or raises the first error, no call is still running.
     """
     turn = asyncio.Semaphore(AT_ONCE)
 
@@ -159,7 +159,7 @@ async def all_of(ask: Callable[[S], Awaitable[T]], about: Iterable[S]) -> list[T
 
 @contextlib.contextmanager
 def _as_it_is(where: str, done: str) -> Iterator[None]:
-    """Of other stores than obstore's: their errors say enough."""
+    """Pass errors on unchanged: those of stores other than obstore's say enough."""
     yield
 
 
