@@ -45,7 +45,7 @@ from spotlight.strategies import strategies
 if TYPE_CHECKING:
     from cluster.dispatch.events import WorkerPool
     from graphs.layers import Graph
-    from spotlight.plan.offload import Balance
+    from spotlight.plan.balance import Balance
 
 Learning = Literal["modelled", "real"]
 LOGGED_WORKERS = 100
